@@ -1,0 +1,115 @@
+"""Every private torch API recoup touches, one function each, with the versions it was seen working on.
+
+Whatever is not here is public API. Each function says what would free us from it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+
+def current_backward_node() -> Any | None:
+    """Returns the autograd node that runs now, or None outside backward (torch 2.11, 2.13).
+
+    Freed by: a public `torch.autograd.graph.current_node()`.
+    """
+    return torch._C._current_autograd_node()
+
+
+def current_backward_id() -> int:
+    """Returns a number that names the backward pass that runs now, -1 outside one (torch 2.11, 2.13).
+
+    Freed by: a public graph-task handle.
+    """
+    return int(torch._C._current_graph_task_id())
+
+
+def node_number(node: Any) -> int:
+    """Returns the position of a node in the order nodes were made on its thread (torch 2.11, 2.13).
+
+    Leaf accumulators have the largest unsigned 64-bit number. Freed by: public `Node.sequence_nr`.
+    """
+    return int(node._sequence_nr())
+
+
+def next_node_number() -> int:
+    """Returns the number the next node of this thread will get (torch 2.11, 2.13).
+
+    Freed by: public `torch.autograd.graph` sequence numbers.
+    """
+    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
+
+
+def inside_functorch() -> bool:
+    """Whether a `torch.func` transform runs, under which saved-tensor hooks are refused (torch 2.11, 2.13).
+
+    Freed by: a public `torch.func.is_active()`.
+    """
+    return torch._C._functorch.maybe_current_level() is not None  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def below_autocast_and_autograd() -> Iterator[None]:
+    """Runs aten ops as they ran when they were recorded: no autocast, no graph (torch 2.11, 2.13).
+
+    Freed by: a public guard that excludes the autocast dispatch keys for every device.
+    """
+    with torch.no_grad(), torch._C._DisableAutocast():  # type: ignore[attr-defined]
+        yield
+
+
+@contextlib.contextmanager
+def without_dispatch_modes() -> Iterator[None]:
+    """Runs real ops from inside a dispatch mode, past every mode on the stack (torch 2.11, 2.13).
+
+    Freed by: a public way to leave FakeTensorMode for one op.
+    """
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes():
+        yield
+
+
+def fake_tensor_mode() -> Any:
+    """Returns a new FakeTensorMode that accepts real tensors beside fake ones (torch 2.11, 2.13).
+
+    Freed by: FakeTensorMode in `torch.testing` or any public name.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is a fake one (torch 2.11, 2.13). Freed by: as `fake_tensor_mode`."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(tensor, FakeTensor)
+
+
+def dispatch_mode_class() -> type[Any]:
+    """Returns TorchDispatchMode, documented but kept under a private module name (torch 2.11, 2.13)."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    return TorchDispatchMode
+
+
+def fake_tensor_errors() -> tuple[type[BaseException], ...]:
+    """Returns the errors that say a fake tensor cannot answer what the model asked (torch 2.11, 2.13)."""
+    from torch._subclasses.fake_tensor import (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        UnsupportedOperatorException,
+    )
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    return (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        UnsupportedOperatorException,
+        GuardOnDataDependentSymNode,
+    )

@@ -1,0 +1,49 @@
+"""What the engine is doing on this thread, for those who watch (capture) and for users' own code."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+
+class _Activity(threading.local):
+    recomputing = 0
+    replays = 0
+    rederived = 0
+
+
+_activity = _Activity()
+
+
+def is_recomputing() -> bool:
+    """Whether this thread runs something a second time: a region's replay or a rederived tensor.
+
+    For counters and logs in a model's forward that must happen once a step.
+    """
+    return _activity.recomputing > 0
+
+
+@contextlib.contextmanager
+def recomputing() -> Iterator[None]:
+    """Marks everything inside as a second run."""
+    _activity.recomputing += 1
+    try:
+        yield
+    finally:
+        _activity.recomputing -= 1
+
+
+def count_replay() -> None:
+    """Counts one region replayed."""
+    _activity.replays += 1
+
+
+def count_rederived() -> None:
+    """Counts one saved tensor rebuilt."""
+    _activity.rederived += 1
+
+
+def counters() -> tuple[int, int]:
+    """Returns how many regions were replayed and saved tensors rebuilt on this thread so far."""
+    return _activity.replays, _activity.rederived

@@ -1,0 +1,107 @@
+"""Which ops may be run again to rebuild a saved tensor, and how.
+
+An op is *cheap* when it is deterministic, draws no random number, changes no buffer, and costs about one pass over
+its tensors. Same kernel, same inputs, same strides: the same bits. Matmuls, convolutions, attention and random ops
+are never cheap. Reductions are in the list because a norm's statistics need them; the work bound in `rederive`
+decides whether one pays.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+_ELEMENTWISE = """
+    abs add addcdiv addcmul bitwise_and bitwise_not bitwise_or ceil clamp clamp_max clamp_min cos div elu eq erf exp
+    expm1 floor ge gelu gt hardsigmoid hardswish hardtanh le leaky_relu lerp log log1p log2 logical_and logical_not
+    logical_or lt masked_fill maximum minimum mish mul ne neg pow reciprocal relu round rsqrt rsub sigmoid sign silu
+    sin softplus sqrt square sub tanh threshold where
+    """.split()
+_MOVES = "_to_copy cat clone constant_pad_nd embedding flip repeat roll stack".split()
+_FACTORIES = "arange full full_like ones ones_like scalar_tensor zeros zeros_like".split()
+_NORMS = """
+    native_layer_norm native_group_norm native_batch_norm _native_batch_norm_legit _fused_rms_norm _softmax
+    _log_softmax mean sum amax
+    """.split()
+_POOLS = """
+    avg_pool1d avg_pool2d avg_pool3d max_pool2d_with_indices max_pool3d_with_indices upsample_bilinear2d
+    upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_trilinear3d
+    """.split()
+CHEAP_NAMES = frozenset([*_ELEMENTWISE, *_MOVES, *_FACTORIES, *_NORMS, *_POOLS])
+# Ops that change buffers they are handed without saying so in their schema, with the positions of those arguments.
+SILENT_WRITERS = {
+    "native_batch_norm": (3, 4),
+    "cudnn_batch_norm": (3, 4),
+    "miopen_batch_norm": (3, 4),
+    "_batch_norm_with_update": (3, 4),
+    "_native_batch_norm_legit": (3, 4),
+    "batch_norm_gather_stats_with_counts": (3, 4),
+}
+
+OPAQUE, CHEAP, IN_PLACE, VIEW, WRITES = range(5)
+
+
+class OpFacts:
+    """What the recorder must know of an overload, found once.
+
+    Attributes:
+        kind: OPAQUE, CHEAP, IN_PLACE (a cheap op written over its first argument), VIEW or WRITES (anything else that
+            changes an argument).
+        function: the overload to run again (for IN_PLACE the functional one).
+        written: positions of positional arguments that are changed. written_names: of keyword ones.
+    """
+
+    __slots__ = ("function", "is_batch_norm", "is_random_mask", "kind", "written", "written_names")
+
+    def __init__(self, overload: Any) -> None:
+        schema = overload._schema
+        name = schema.name.rsplit("::", 1)[-1]
+        namespace = schema.name.split("::", 1)[0]
+        arguments = schema.arguments
+        self.written = tuple(
+            i
+            for i, a in enumerate(arguments)
+            if not a.kwarg_only and a.alias_info is not None and a.alias_info.is_write
+        )
+        self.written_names = tuple(
+            a.name
+            for a in arguments
+            if a.kwarg_only and a.alias_info is not None and a.alias_info.is_write
+        )
+        self.is_batch_norm = name in ("native_batch_norm", "_native_batch_norm_legit")
+        self.is_random_mask = name == "bernoulli_"
+        self.function = overload
+        if self.is_batch_norm and namespace == "aten":
+            self.kind = CHEAP
+            self.written = ()
+        elif self.written or self.written_names:
+            self.kind = WRITES
+            functional = _functional(name, overload) if namespace == "aten" else None
+            if functional is not None and self.written == (0,):
+                self.kind, self.function = IN_PLACE, functional
+        elif any(a.alias_info is not None for a in arguments):
+            self.kind = VIEW
+        elif namespace == "aten" and name in CHEAP_NAMES:
+            self.kind = CHEAP
+        else:
+            self.kind = OPAQUE
+
+
+def _functional(name: str, overload: Any) -> Any | None:
+    """Returns the overload that computes what the in-place one writes, if it is cheap."""
+    if not name.endswith("_") or name.endswith("__") or name[:-1] not in CHEAP_NAMES:
+        return None
+    packet = getattr(torch.ops.aten, name[:-1], None)
+    return getattr(packet, overload._overloadname, None) if packet is not None else None
+
+
+_facts: dict[Any, OpFacts] = {}  # a cache of pure facts about overloads, never invalid
+
+
+def op_facts(overload: Any) -> OpFacts:
+    """Returns the facts of an overload."""
+    facts = _facts.get(overload)
+    if facts is None:
+        facts = _facts[overload] = OpFacts(overload)
+    return facts

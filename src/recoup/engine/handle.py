@@ -1,0 +1,247 @@
+"""Applying a plan to a model: validated first, in place, undoable."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from recoup import _compat
+from recoup.engine import rederive, regions
+from recoup.engine.lineage import Recorder, current_recorder
+from recoup.engine.patch import PatchedForward, patch, unpatch
+from recoup.engine.state import statistics_buffers
+from recoup.errors import PlanMismatch
+from recoup.ir.plan import Decision
+
+
+class StepState:
+    """What the patched forwards of one model share: which call of each path comes next, the open span."""
+
+    def __init__(self, *, counts_calls: bool) -> None:
+        self.counts_calls = counts_calls
+        self.calls: dict[str, int] = {}
+        self.frame: regions.Frame | None = None
+        self.suspended = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StepState:
+        copied = StepState(counts_calls=self.counts_calls)
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce__(self) -> Any:
+        return _new_state, (self.counts_calls,)
+
+
+def _new_state(counts_calls: bool) -> StepState:
+    return StepState(counts_calls=counts_calls)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What one patched forward does.
+
+    Attributes:
+        decisions: those of its path; one with a call number holds for that call only.
+        joins: whether its calls may join the span of the call before. derives_below: a deeper decision rederives.
+    """
+
+    path: str
+    decisions: tuple[Decision, ...]
+    joins: tuple[Decision, ...]
+    derives_below: bool
+    buffers: tuple[str, ...]
+    state: StepState
+    is_root: bool
+
+    def decide(self, call: int) -> Decision | None:
+        """Returns the decision for the given call, if there is one."""
+        return next((d for d in self.decisions if d.call is None or d.call == call), None)
+
+
+def _run(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    settings: Settings = patched.settings
+    state = settings.state
+    if state.suspended or not torch.is_grad_enabled() or _compat.inside_functorch():
+        return patched.original(*args, **kwargs)
+    if torch.compiler.is_compiling():
+        return _run_compiled(patched, args, kwargs)
+    if settings.is_root:
+        state.calls.clear()
+        state.frame = None
+    call = 0
+    if state.counts_calls:
+        call = state.calls.get(settings.path, 0)
+        state.calls[settings.path] = call + 1
+    decision = settings.decide(call)
+    if decision is not None and decision.action == "recompute":
+        return _run_region(patched, settings, decision, call, args, kwargs)
+    open_frame = _joinable(settings, state, call)
+    if open_frame is not None:
+        member = _member(patched, settings, open_frame.derives, open_frame.derives_by_default)
+        output, state.frame = regions.run_region(member, args, kwargs, joins=open_frame)
+        return output
+    if decision is None:
+        return patched.original(*args, **kwargs)
+    with _ambient(decision.action == "rederive"):
+        return patched.original(*args, **kwargs)
+
+
+def _joinable(settings: Settings, state: StepState, call: int) -> regions.Frame | None:
+    if state.frame is None or not settings.joins:
+        return None
+    return state.frame if any(d.call is None or d.call == call for d in settings.joins) else None
+
+
+def _member(patched: PatchedForward, settings: Settings, derives: bool, by_default: bool) -> regions.Member:
+    return regions.Member(
+        path=settings.path,
+        module=patched._module,  # type: ignore[arg-type]
+        forward=patched.original,
+        buffers=settings.buffers,
+        derives=derives,
+        derives_by_default=by_default,
+    )
+
+
+def _run_region(
+    patched: PatchedForward, settings: Settings, decision: Decision, call: int, args: Any, kwargs: Any
+) -> Any:
+    by_default = decision.inside == "rederive"
+    member = _member(patched, settings, by_default or settings.derives_below, by_default)
+    state = settings.state
+    if state.counts_calls:
+        member.forward = _CountedForward(patched, state, dict(state.calls))
+    output, frame = regions.run_region(member, args, kwargs)
+    state.frame = frame if decision.span else None
+    return output
+
+
+class _CountedForward:
+    """A region's forward that, replayed, counts the calls inside it from where they were."""
+
+    __slots__ = ("calls", "patched", "ran", "state")
+
+    def __init__(self, patched: PatchedForward, state: StepState, calls: dict[str, int]) -> None:
+        self.patched = patched
+        self.state = state
+        self.calls = calls
+        self.ran = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.ran:
+            self.ran = True
+            return self.patched.original(*args, **kwargs)
+        current = dict(self.state.calls)
+        self.state.calls.clear()
+        self.state.calls.update(self.calls)
+        try:
+            return self.patched.original(*args, **kwargs)
+        finally:
+            self.state.calls.clear()
+            self.state.calls.update(current)
+
+
+@contextlib.contextmanager
+def _ambient(derives: bool) -> Iterator[None]:
+    """Turns rederive on or off for everything inside, whoever owns the saved-tensor hooks there."""
+    recorder = current_recorder()
+    if recorder is not None:
+        before, recorder.deriving = recorder.deriving, derives
+        try:
+            yield
+        finally:
+            recorder.deriving = before
+    elif derives and not regions.in_first_forward():
+        with Recorder(), torch.autograd.graph.saved_tensors_hooks(rederive.pack, rederive.unpack):
+            yield
+    else:
+        yield
+
+
+def _run_compiled(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Under torch.compile regions are torch's own (Dynamo knows them); rederive is left to the compiler."""
+    decision = patched.settings.decide(0)
+    if decision is None or decision.action != "recompute":
+        return patched.original(*args, **kwargs)
+    from torch.utils.checkpoint import checkpoint
+
+    return checkpoint(patched.original, *args, use_reentrant=False, **kwargs)
+
+
+class Applied:
+    """A plan in place. `remove()` restores the model; as a context manager it does so at the end."""
+
+    def __init__(self, model: nn.Module, patches: list[PatchedForward], state: StepState) -> None:
+        self._patches = patches
+        self._state = state
+        self.model = model
+
+    def remove(self) -> None:
+        """Restores every forward that was changed; safe to call twice."""
+        while self._patches:
+            unpatch(self._patches.pop())
+
+    @contextlib.contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Runs the plain model inside the block."""
+        before, self._state.suspended = self._state.suspended, True
+        try:
+            yield
+        finally:
+            self._state.suspended = before
+
+    def __enter__(self) -> Applied:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.remove()
+
+
+def apply_decisions(model: nn.Module, decisions: Sequence[Decision]) -> Applied:
+    """Changes the forwards that `decisions` name, and nothing else.
+
+    Raises:
+        PlanMismatch: if a path is not in the model; nothing was changed then.
+    """
+    by_path: dict[str, list[Decision]] = {}
+    joins: dict[str, list[Decision]] = {}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for decision in decisions:
+        by_path.setdefault(decision.path, []).append(decision)
+        for path in decision.span:
+            joins.setdefault(path, []).append(decision)
+    missing = [path for path in [*by_path, *joins] if path not in modules]
+    if missing:
+        raise PlanMismatch(
+            f"The plan names `{missing[0]}`" + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
+            + f", which {type(model).__name__} does not have. Make a plan for this model."
+        )
+    if not decisions:
+        return Applied(model, [], StepState(counts_calls=False))
+    state = StepState(counts_calls=any(d.call is not None for d in decisions))
+    patches: list[PatchedForward] = []
+    paths = dict.fromkeys([*by_path, *joins])
+    if state.counts_calls or joins:
+        paths.setdefault("", None)
+    for path in paths:
+        prefix = f"{path}." if path else ""
+        settings = Settings(
+            path=path,
+            decisions=tuple(by_path.get(path, ())),
+            joins=tuple(joins.get(path, ())),
+            derives_below=any(d.action == "rederive" and d.path.startswith(prefix) for d in decisions),
+            buffers=statistics_buffers(modules[path]) if _recomputes(path, by_path, joins) else (),
+            state=state,
+            is_root=path == "",
+        )
+        patches.append(patch(modules[path], _run, settings))
+    return Applied(model, patches, state)
+
+
+def _recomputes(path: str, by_path: dict[str, list[Decision]], joins: dict[str, list[Decision]]) -> bool:
+    return path in joins or any(d.action == "recompute" for d in by_path.get(path, ()))

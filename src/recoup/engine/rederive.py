@@ -1,0 +1,312 @@
+"""The action *rederive*: saved tensors that cheap ops can rebuild from others that are kept anyway are not kept.
+
+At pack time the `Recorder` is asked how the tensor came to be. If a short chain of cheap ops leads to it from tensors
+that autograd already keeps (or from parameters), autograd gets a `Rederived` instead: the chain, and the kept tensors
+it starts from. At unpack time the chain runs, once for all who wait for one of its results. A dropout mask of zeros
+and one constant is kept as bytes.
+
+The idea is the output-discarding of Megatron-LM and the cheap-op rule of torch.compile's min-cut partitioner, for eager
+mode and with no list of modules. Guarantees: the same kernels on the same bits, so the same bits; no matmul,
+convolution, attention or random op runs twice; a tensor changed in place after it was saved raises, as in autograd.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from recoup import _compat
+from recoup.engine import activity
+from recoup.engine.lineage import Geometry, Made, Read, Recorder, Value, current_recorder, geometry_of
+
+MIN_BYTES = 4096
+MAX_OPS = 14
+MAX_TRAFFIC_RATIO = 40.0
+
+
+class Kept:
+    """A saved tensor that is kept as it is."""
+
+    __slots__ = ("__weakref__", "tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.version = tensor._version
+
+    def unpack(self) -> torch.Tensor:
+        """Returns the tensor; raises if it was changed in place since it was saved, as autograd would."""
+        _check_version(self.tensor, self.version)
+        return self.tensor
+
+    contents = unpack
+
+    def is_current(self) -> bool:
+        """Whether it still holds what was saved."""
+        return self.tensor._version == self.version
+
+
+class KeptView:
+    """A saved tensor that lies over the same storage as one that is kept."""
+
+    __slots__ = ("geometry", "kept")
+
+    def __init__(self, kept: Kept, geometry: Geometry) -> None:
+        self.kept = kept
+        self.geometry = geometry
+
+    def unpack(self) -> torch.Tensor:
+        """Returns the tensor; raises if it was changed in place since it was saved."""
+        return _lay(self.kept.unpack(), self.geometry)
+
+
+class KeptMask:
+    """A random mask of zeros and ones, kept as one byte an element."""
+
+    __slots__ = ("__weakref__", "base", "nonzero")
+
+    def __init__(self, nonzero: torch.Tensor, base: Geometry) -> None:
+        self.nonzero = nonzero
+        self.base = base
+
+    def contents(self) -> torch.Tensor:
+        """Returns the mask in its own dtype and layout."""
+        size, stride, _, dtype = self.base
+        mask = torch.empty_strided(size, stride, dtype=dtype, device=self.nonzero.device)
+        return mask.copy_(self.nonzero)
+
+    def is_current(self) -> bool:
+        """Always: nobody else holds it."""
+        return True
+
+
+class Rederived:
+    """A saved tensor that will be rebuilt: a value, where it starts from, and the geometry it is wanted in."""
+
+    __slots__ = ("geometry", "sources", "value", "waits")
+
+    def __init__(self, value: Value, geometry: Geometry, sources: list[Kept | KeptMask]) -> None:
+        self.value = value
+        self.geometry = geometry
+        self.sources = sources
+        self.waits = True
+        value.waiting += 1
+
+    def unpack(self) -> torch.Tensor:
+        """Runs the chain and returns the tensor."""
+        self._done()
+        with _compat.below_autocast_and_autograd(), activity.recomputing(), _paused():
+            tensor = _rebuild(self.value, {})
+            activity.count_rederived()
+            _drop_if_done(self.value, tensor)
+            return _lay(tensor, self.geometry)
+
+    def _done(self) -> None:
+        if self.waits:
+            self.waits = False
+            self.value.waiting -= 1
+
+    def __del__(self) -> None:
+        self._done()
+        if self.value.waiting == 0:
+            self.value.cache = None
+
+
+@contextlib.contextmanager
+def _paused() -> Iterator[None]:
+    recorder = current_recorder()
+    if recorder is None:
+        yield
+        return
+    recorder.paused += 1
+    try:
+        yield
+    finally:
+        recorder.paused -= 1
+
+
+def _check_version(tensor: torch.Tensor, version: int) -> None:
+    if tensor._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"[{tensor.dtype} {list(tensor.shape)}] is at version {tensor._version}; expected version {version}. "
+            "It was saved, or is what a saved tensor is rederived from; clone it before changing it."
+        )
+
+
+def _lay(tensor: torch.Tensor, geometry: Geometry) -> torch.Tensor:
+    size, stride, offset, dtype = geometry
+    if tensor.dtype != dtype:
+        tensor = tensor.view(dtype)
+    if tensor.size() == size and tensor.stride() == stride and tensor.storage_offset() == offset:
+        return tensor
+    return tensor.as_strided(size, stride, offset)
+
+
+def _drop_if_done(value: Value, tensor: torch.Tensor) -> None:
+    value.cache = tensor if value.waiting > 0 else None
+
+
+def _rebuild(value: Value, memo: dict[int, torch.Tensor]) -> torch.Tensor:
+    """Returns the contents of `value`, running what has to be run; intermediates others wait for are cached."""
+    if value.constant is not None:
+        _check_version(value.constant, value.constant_version)
+        return value.constant.detach()
+    found = memo.get(id(value))
+    if found is not None:
+        return found
+    if value.cache is not None:
+        return value.cache
+    kept = value.alive()
+    if kept is not None:
+        contents: torch.Tensor = kept.contents().detach()
+        memo[id(value)] = contents
+        return contents
+    made = value.made
+    assert made is not None, "a rederived tensor lost its source"
+    out = made.function(*_decode(made.args, memo), **_decode_kwargs(made, memo))
+    tensor = out[value.output] if isinstance(out, (tuple, list)) else out
+    assert value.base is not None
+    if geometry_of(tensor) != value.base:
+        size, stride, _, _ = value.base
+        laid = torch.empty_strided(size, stride, dtype=value.base[3], device=tensor.device)
+        tensor = laid.copy_(tensor)
+    memo[id(value)] = tensor
+    if value.waiting > 0:
+        value.cache = tensor
+    return tensor
+
+
+def _decode(items: Any, memo: dict[int, torch.Tensor]) -> list[Any]:
+    result: list[Any] = []
+    for item in items:
+        if isinstance(item, Read):
+            result.append(_lay(_rebuild(item.value, memo), item.geometry))
+        elif isinstance(item, (list, tuple)):
+            result.append(_decode(item, memo))
+        else:
+            result.append(item)
+    return result
+
+
+def _decode_kwargs(made: Made, memo: dict[int, torch.Tensor]) -> dict[str, Any]:
+    return {key: _decode((item,), memo)[0] for key, item in made.kwargs.items()}
+
+
+class _Search:
+    """Looks for a chain from kept tensors to a value, within a bound on ops and on bytes moved."""
+
+    __slots__ = ("ops", "seen", "sources", "traffic_bytes")
+
+    def __init__(self, traffic_bytes: float) -> None:
+        self.ops = MAX_OPS
+        self.traffic_bytes = traffic_bytes
+        self.seen: set[int] = set()
+        self.sources: list[Kept | KeptMask] = []
+
+    def reach(self, value: Value) -> bool:
+        if id(value) in self.seen:
+            return True
+        if value.constant is not None:
+            return bool(value.constant._version == value.constant_version)
+        kept = value.alive()
+        if kept is not None:
+            self.sources.append(kept)
+            self.seen.add(id(value))
+            return True
+        made = value.made
+        if made is None:
+            return False
+        self.ops -= 1
+        self.traffic_bytes -= made.traffic_bytes
+        if self.ops < 0 or self.traffic_bytes < 0:
+            return False
+        self.seen.add(id(value))
+        return all(self.reach(read.value) for read in made.reads)
+
+
+def pack(tensor: torch.Tensor) -> Kept | KeptView | Rederived:
+    """What autograd gets instead of `tensor`: `Kept`, a view of one, or `Rederived`."""
+    recorder = current_recorder()
+    if (
+        recorder is None
+        or isinstance(tensor, nn.Parameter)
+        or tensor.layout is not torch.strided
+        or tensor.is_neg()
+        or tensor.is_conj()
+    ):
+        return Kept(tensor)
+    value = recorder.value_of(tensor)
+    if value.constant is not None:
+        return Kept(tensor)
+    made = value.made
+    num_bytes = tensor.numel() * tensor.dtype.itemsize
+    geometry = geometry_of(tensor)
+    alive = value.alive()
+    if alive is not None:
+        # One Kept per value: whoever rebuilds from it must find it, however long other savers of it live.
+        if isinstance(alive, KeptMask):
+            return Rederived(value, geometry, [alive])
+        return alive if geometry_of(alive.tensor) == geometry else KeptView(alive, geometry)
+    if made is not None and recorder.deriving and num_bytes >= MIN_BYTES:
+        if value.base is not None and value.base[3] == geometry[3]:
+            sources = _find_sources(value, num_bytes)
+            if sources is None:
+                mask = _compact_mask(value, made, tensor)
+                if mask is not None:
+                    sources = _find_sources(value, num_bytes)
+            if sources is not None:
+                return Rederived(value, geometry, sources)
+    kept = Kept(tensor)
+    value.kept = weakref.ref(kept)
+    return kept
+
+
+def _find_sources(value: Value, num_bytes: int) -> list[Kept | KeptMask] | None:
+    search = _Search(MAX_TRAFFIC_RATIO * num_bytes)
+    return search.sources if search.reach(value) else None
+
+
+def _compact_mask(value: Value, made: Made, tensor: torch.Tensor) -> KeptMask | None:
+    """Returns the random mask that `tensor` was scaled from, as bytes, and makes it the mask's kept contents."""
+    if len(made.reads) != 1 or not made.reads[0].value.random_mask or tensor.dtype == torch.bool:
+        return None
+    source = made.reads[0].value
+    name = made.function._schema.name
+    if name not in ("aten::div", "aten::mul") or source.base is None or value.base != geometry_of(tensor):
+        return None
+    with _paused(), _compat.below_autocast_and_autograd():
+        mask = KeptMask(tensor.detach() != 0, source.base)
+    source.kept = weakref.ref(mask)
+    return mask
+
+
+def unpack(packed: Any) -> torch.Tensor:
+    """What autograd gets back in backward."""
+    result: torch.Tensor = packed.unpack()
+    return result
+
+
+@contextlib.contextmanager
+def rederive() -> Iterator[None]:
+    """Keeps less for backward, in everything that runs inside: forward and loss of a training step.
+
+    Needs no plan and no sample batch. Gradients are bit for bit those of plain training. Backward may run inside or
+    outside. Under `no_grad` it costs next to nothing.
+
+    Example:
+        ```python
+        with recoup.rederive():
+            loss = model(inputs)
+        loss.backward()
+        ```
+    """
+    if _compat.inside_functorch():  # torch.func refuses saved-tensor hooks; it runs as plain autograd
+        yield
+        return
+    with Recorder(), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield

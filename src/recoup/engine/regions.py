@@ -1,0 +1,351 @@
+"""The action *recompute*: a region keeps its inputs and runs its forward again in backward.
+
+The first forward runs under saved-tensor hooks that keep nothing but numbered `Slot`s. The first slot that backward
+asks for replays the forward from the kept inputs; the k-th tensor saved in the replay fills the k-th slot, and the
+replay stops at the last one. Inputs are saved through autograd (`_SaveInputs`), so hooks around the region, a
+region around the region, or a user's own, see them: regions nest, and an input can be rederived. The replay saves
+through `rederive.pack`, so a region may hold only what cheap ops cannot rebuild.
+
+A *span* is one region over several calls that follow each other, each one's first argument being exactly what the one
+before returned. No user code changes: a call joins the open span when it is handed that very tensor.
+
+Compared with `torch.utils.checkpoint` (non-reentrant, whose slot-filling idea this follows): rederive inside, spans,
+buffers and foreign random streams handled, errors that name the module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from recoup import _compat
+from recoup.engine import activity, rederive
+from recoup.engine.lineage import Recorder, current_recorder
+from recoup.engine.nest import iterate_tensors, map_tensors
+from recoup.engine.state import AutocastState, BufferState, RandomState
+from recoup.errors import ReplayError
+
+
+class _Stop(BaseException):
+    """Ends a replay whose last slot is filled; a BaseException so that no model's `except Exception` eats it."""
+
+
+class _Input:
+    """Stands for the i-th saved tensor input in a step's arguments."""
+
+    __slots__ = ("index",)
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+class _Previous:
+    """Stands for the output of the step before."""
+
+
+class _SaveInputs(torch.autograd.Function):
+    """Lets autograd keep tensors, through whatever saved-tensor hooks are on."""
+
+    @staticmethod
+    def forward(*tensors: torch.Tensor) -> torch.Tensor:
+        return torch.empty((0,))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.save_for_backward(*inputs[1:])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        raise AssertionError("nothing flows through the saver of a region's inputs")
+
+
+class Slot:
+    """A tensor saved inside a region: not there until the region is replayed."""
+
+    __slots__ = ("__weakref__", "backward_id", "dtype", "filled", "frame", "shape")
+
+    def __init__(self, frame: Frame, tensor: torch.Tensor) -> None:
+        self.frame = frame
+        self.shape = tensor.shape
+        self.dtype = tensor.dtype
+        self.filled: Any = None
+        self.backward_id = -1
+
+    def unpack(self) -> torch.Tensor:
+        """Returns the tensor, after replaying the region if this backward pass has not done so."""
+        backward_id = _compat.current_backward_id()
+        if self.filled is None or self.backward_id != backward_id or backward_id == -1:
+            self.frame.replay(backward_id)
+        filled, self.filled = self.filled, None
+        if filled is None:
+            raise ReplayError(
+                f"Region `{self.frame.path}`: its second forward did not save the tensor {list(self.shape)} again. "
+                "Its forward depends on something that changed since; leave the module out of the plan."
+            )
+        return rederive.unpack(filled)
+
+
+class _Step:
+    """One call inside a frame: what to run, on what, in which state."""
+
+    __slots__ = ("args", "autocast", "buffers", "forward", "kwargs", "random", "saver", "versions")
+
+    def __init__(self, member: Member, args: Any, kwargs: Any, previous: torch.Tensor | None) -> None:
+        self.forward = member.forward
+        saved: list[torch.Tensor] = []
+
+        def replace(tensor: torch.Tensor) -> Any:
+            if tensor is previous:
+                return _Previous
+            saved.append(tensor)
+            return _Input(len(saved) - 1)
+
+        self.args = map_tensors(replace, args)
+        self.kwargs = map_tensors(replace, kwargs)
+        dummy = torch.empty((0,), requires_grad=True)
+        self.saver = _SaveInputs.apply(dummy, *saved).grad_fn  # type: ignore[no-untyped-call]
+        self.random = RandomState(saved)
+        self.autocast = AutocastState(t.device.type for t in saved[:1])
+        self.buffers = BufferState(member.module(), member.buffers) if member.buffers else None
+        self.versions = [(p, p._version) for p in member.parameters()]
+
+    def inputs(self, previous: Any) -> tuple[Any, Any]:
+        """Returns the arguments, tensors detached from the first forward's graph."""
+        tensors = [
+            t.detach().requires_grad_(t.requires_grad) if t.is_floating_point() or t.is_complex() else t.detach()
+            for t in self.saver.saved_tensors
+        ]
+
+        def restore(nest: Any) -> Any:
+            if isinstance(nest, _Input):
+                return tensors[nest.index]
+            if nest is _Previous:
+                return previous
+            return None
+
+        return _restore(restore, self.args), _restore(restore, self.kwargs)
+
+    @contextlib.contextmanager
+    def state(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.random.replayed())
+            stack.enter_context(self.autocast.replayed())
+            if self.buffers is not None:
+                stack.enter_context(self.buffers.replayed())
+            yield
+
+
+def _restore(restore: Callable[[Any], Any], nest: Any) -> Any:
+    found = restore(nest)
+    if found is not None:
+        return found
+    if isinstance(nest, (list, tuple)):
+        items = [_restore(restore, item) for item in nest]
+        if type(nest) in (list, tuple):
+            return type(nest)(items)
+        return type(nest)(*items) if hasattr(nest, "_fields") else type(nest)(items)
+    if isinstance(nest, dict):
+        mapped = {key: _restore(restore, item) for key, item in nest.items()}
+        return mapped if type(nest) is dict else type(nest)(mapped)
+    return nest
+
+
+class Member:
+    """A module whose call is a region, or part of one: fixed when the plan is applied.
+
+    Attributes:
+        path: for messages. module: weakly held. forward: what runs. buffers: names of those its forward changes.
+        derives: whether the replay may rederive; derives_by_default: outside of deeper decisions.
+    """
+
+    def __init__(
+        self,
+        *,
+        path: str,
+        module: Callable[[], torch.nn.Module],
+        forward: Callable[..., Any],
+        buffers: tuple[str, ...],
+        derives: bool,
+        derives_by_default: bool,
+    ) -> None:
+        self.path = path
+        self.module = module
+        self.forward = forward
+        self.buffers = buffers
+        self.derives = derives
+        self.derives_by_default = derives_by_default
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        """Yields the module's parameters, for the version check."""
+        return self.module().parameters()
+
+
+class Frame:
+    """One execution of a region: its steps, its slots, and the way to fill them."""
+
+    def __init__(self, member: Member) -> None:
+        self.path = member.path
+        self.derives = member.derives
+        self.derives_by_default = member.derives_by_default
+        self.steps: list[_Step] = []
+        self.slots: list[weakref.ref[Slot]] = []
+        self.last_output: weakref.ref[torch.Tensor] | None = None
+
+    def _pack(self, tensor: torch.Tensor) -> Slot:
+        slot = Slot(self, tensor)
+        self.slots.append(weakref.ref(slot))
+        return slot
+
+    def run(self, member: Member, args: Any, kwargs: Any, previous: torch.Tensor | None) -> Any:
+        """Runs a call's first forward, keeping nothing that it saves."""
+        step = _Step(member, args, kwargs, previous)
+        recorder = current_recorder()
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+        _scope.depth += 1
+        if recorder is not None:
+            recorder.paused += 1
+        try:
+            with hooks:
+                output = member.forward(*args, **kwargs)
+        finally:
+            _scope.depth -= 1
+            if recorder is not None:
+                recorder.paused -= 1
+        step.random.settle()
+        self.steps.append(step)
+        self.last_output = weakref.ref(output) if isinstance(output, torch.Tensor) else None
+        return output
+
+    def replay(self, backward_id: int) -> None:
+        """Runs the region again and fills its slots."""
+        for step in self.steps:
+            for parameter, version in step.versions:
+                if parameter._version != version:
+                    raise ReplayError(
+                        f"Region `{self.path}`: a parameter {list(parameter.shape)} was changed between forward and "
+                        "backward; its replay would not give the same gradients. Call backward before changing it."
+                    )
+        filled = 0
+
+        def fill(tensor: torch.Tensor) -> Any:
+            nonlocal filled
+            if filled >= len(self.slots):
+                raise ReplayError(self._drift("saved more tensors than the first one"))
+            slot = self.slots[filled]()
+            filled += 1
+            if slot is not None:
+                if slot.shape != tensor.shape or slot.dtype != tensor.dtype:
+                    raise ReplayError(
+                        self._drift(
+                            f"saved {tensor.dtype} {list(tensor.shape)} where the first one saved "
+                            f"{slot.dtype} {list(slot.shape)}"
+                        )
+                    )
+                slot.filled = rederive.pack(tensor.detach())
+                slot.backward_id = backward_id
+            if filled == len(self.slots):
+                raise _Stop
+            return _gone
+
+        if not self.slots:
+            return
+        activity.count_replay()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(activity.recomputing())
+            stack.enter_context(_scope.replaying())
+            stack.enter_context(torch.enable_grad())
+            if self.derives:
+                recorder = stack.enter_context(Recorder())
+                recorder.deriving = self.derives_by_default
+            else:
+                stack.enter_context(_no_recorder())
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(fill, _gone_unpack))
+            try:
+                previous: Any = None
+                for step in self.steps:
+                    args, kwargs = step.inputs(previous)
+                    with step.state():
+                        previous = step.forward(*args, **kwargs)
+            except _Stop:
+                return
+            except (ReplayError, torch.OutOfMemoryError):
+                raise
+            except Exception as error:
+                raise ReplayError(self._drift(f"failed: {type(error).__name__}: {error}")) from error
+        raise ReplayError(self._drift(f"saved {filled} tensors where the first one saved {len(self.slots)}"))
+
+    def _drift(self, what: str) -> str:
+        return (
+            f"Region `{self.path}`: its second forward {what}. Something its forward reads changed between forward "
+            "and backward (a flag, a hook, a cache, an input changed in place); keep it fixed, or leave this module "
+            f"out of the plan with a `save` decision for {self.path!r}."
+        )
+
+
+def _unpack(slot: Slot) -> torch.Tensor:
+    return slot.unpack()
+
+
+_gone = object()
+
+
+def _gone_unpack(packed: object) -> torch.Tensor:
+    raise ReplayError("The graph of a replay was differentiated; only the first forward's graph may be.")
+
+
+@contextlib.contextmanager
+def _no_recorder() -> Iterator[None]:
+    """Hides an outer recorder from a replay that saves everything."""
+    recorder = current_recorder()
+    if recorder is None:
+        yield
+        return
+    recorder.paused += 1
+    try:
+        yield
+    finally:
+        recorder.paused -= 1
+
+
+class _Scope(threading.local):
+    """Where this thread is: `depth` regions deep in a first forward."""
+
+    depth = 0
+    open_frame: Frame | None = None
+
+    @contextlib.contextmanager
+    def replaying(self) -> Iterator[None]:
+        depth, self.depth = self.depth, 0
+        frame, self.open_frame = self.open_frame, None
+        try:
+            yield
+        finally:
+            self.depth, self.open_frame = depth, frame
+
+
+_scope = _Scope()
+
+
+def in_first_forward() -> bool:
+    """Whether a region's first forward runs, which keeps nothing whatever deeper decisions say."""
+    return _scope.depth > 0
+
+
+def run_region(member: Member, args: Any, kwargs: Any, *, joins: Frame | None = None) -> tuple[Any, Frame | None]:
+    """Runs a module's forward as a region, or as the next call of the open span `joins`.
+
+    Returns:
+        The forward's output, and the frame that the next call of a span may join (None where nothing was recorded).
+    """
+    if not torch.is_grad_enabled() or _compat.inside_functorch():
+        return member.forward(*args, **kwargs), None
+    previous = joins.last_output() if joins is not None and joins.last_output is not None else None
+    first = next(iterate_tensors(args), None)
+    if joins is None or previous is None or first is not previous:
+        joins, previous = Frame(member), None
+    return joins.run(member, args, kwargs, previous), joins

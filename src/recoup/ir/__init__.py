@@ -1,0 +1,1 @@
+"""Plain data that travels between the stages: JSON in, JSON out, no torch."""

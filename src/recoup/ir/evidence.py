@@ -1,0 +1,69 @@
+"""What `verify` measured: plain data, JSON, independent of torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """A plain step and a planned step, side by side: same weights, same random numbers.
+
+    Attributes:
+        peak_bytes: measured peak of the planned step, everything counted. baseline_peak_bytes: of the plain step,
+            None when it did not fit.
+        predicted_peak_bytes: what the plan said. budget_bytes: what was asked.
+        gradients_equal: every gradient bit for bit. max_gradient_error: the largest relative difference of one
+            gradient, ||planned - plain|| / ||plain||.
+        loss_equal, buffers_equal, rng_equal: bit for bit. same_gradient_set: the same parameters got a gradient.
+        time_ratio: planned step over plain step, median of interleaved pairs; None when it was not timed.
+        time_spread: half the distance between the quartiles of that ratio.
+        num_regions_replayed: regions that ran again. num_rederived: saved tensors rebuilt.
+        differences: what differed, in words, the first first.
+        meter: how the peak was measured. notes: what was left out and why.
+    """
+
+    peak_bytes: int
+    baseline_peak_bytes: int | None
+    predicted_peak_bytes: int
+    budget_bytes: int
+    gradients_equal: bool
+    max_gradient_error: float
+    loss_equal: bool
+    buffers_equal: bool
+    rng_equal: bool
+    same_gradient_set: bool
+    time_ratio: float | None
+    time_spread: float | None
+    num_regions_replayed: int
+    num_rederived: int
+    differences: tuple[str, ...]
+    meter: str
+    notes: tuple[str, ...] = ()
+
+    @property
+    def within_budget(self) -> bool:
+        """Whether the measured peak is at or under the budget."""
+        return self.peak_bytes <= self.budget_bytes
+
+    @property
+    def ok(self) -> bool:
+        """Whether everything that was promised held."""
+        return (
+            self.within_budget
+            and self.gradients_equal
+            and self.loss_equal
+            and self.buffers_equal
+            and self.rng_equal
+            and self.same_gradient_set
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns plain JSON data."""
+        return {**dataclasses.asdict(self), "within_budget": self.within_budget, "ok": self.ok}
+
+    def __str__(self) -> str:
+        from recoup.report.text import format_evidence  # report/ stands above ir/: only needed when somebody prints
+
+        return format_evidence(self)

@@ -1,0 +1,158 @@
+"""What one captured training step tells: calls, ops, storages with lifetimes, saved tensors.
+
+Time is counted in ops: the op at position `i` of `Trace.ops` happens at time `i`. A storage is alive *during* every
+op `i` with `alloc_op <= i <= free_op`. `alloc_op == -1` means it was there before the step, `free_op == len(ops)`
+that it outlives it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+Phase = Literal["forward", "loss", "backward", "optimizer"]
+Category = Literal[
+    "parameter", "buffer", "gradient", "optimizer", "batch", "saved", "temporary"
+]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """Shape, stride and dtype of a tensor argument, enough to make one like it."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Signature:
+    """One distinct op: a name with its overload and its arguments, tensors replaced by `TensorSpec`.
+
+    `args` and `kwargs` are nests of TensorSpec, int, float, bool, None, str (`"dtype:float32"`, `"device:cpu"`,
+    `"layout:strided"`, `"memory_format:..."` stand for torch objects), lists and tuples.
+    """
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    flops: int
+    bytes_moved: int
+    output_bytes: int
+    is_view: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Op:
+    """One dispatched op of the step.
+
+    Attributes:
+        call: index into `Trace.calls` of the innermost call it belongs to; in backward, the call whose forward made
+            the node that runs. -1: none (loss outside the model, optimizer).
+        replayed: it is the second run of a forward op (a region's replay, or a rederived tensor).
+        inputs, outputs: storage indices; an output not in `inputs` with `alloc_op` here is new.
+    """
+
+    signature: int
+    call: int
+    phase: Phase
+    replayed: bool
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Storage:
+    """One block of memory and when it lives.
+
+    Attributes:
+        released_op: the last op during which it would live if autograd kept nothing (forward storages only; equals
+            `free_op` elsewhere).
+        saved_by: calls that save a tensor in it, in order of first saving (may hold -1 for the loss).
+        label: for people: the parameter's path, or op and call that made it.
+    """
+
+    nbytes: int
+    category: Category
+    alloc_op: int
+    free_op: int
+    released_op: int
+    saved_by: tuple[int, ...]
+    label: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One execution of a module's forward.
+
+    Attributes:
+        path: dotted module path ("" is the model itself). index: how many times that path was called before.
+        first_op, last_op: its forward is ops [first_op, last_op).
+        inputs, outputs: storages of tensors that go in and come out.
+        input_grad_bytes, output_grad_bytes: bytes of gradient that flows out of and into its backward.
+        parameter_grad_bytes: gradients of parameters whose gradient is complete in this call's own backward.
+        refusal: why it can never be a region ("" if it can).
+        chained: its only tensor input that needs a gradient is exactly the previous sibling's whole output.
+    """
+
+    path: str
+    index: int
+    kind: str
+    parent: int
+    children: tuple[int, ...]
+    first_op: int
+    last_op: int
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    input_grad_bytes: int
+    output_grad_bytes: int
+    refusal: str
+    mutated_buffers: tuple[str, ...]
+    draws_random: bool
+    chained: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """One captured step.
+
+    Attributes:
+        source: "fake" (nothing was allocated) or "real" (a real step was run, for `reason`).
+        device: what the step was captured for.
+        fingerprint: of the model's structure; a plan is refused on a model with another one.
+    """
+
+    source: Literal["fake", "real"]
+    reason: str
+    device: str
+    fingerprint: str
+    model_class: str
+    num_parameters: int
+    grad_mode_default_loss: str
+    signatures: tuple[Signature, ...]
+    ops: tuple[Op, ...]
+    storages: tuple[Storage, ...]
+    calls: tuple[Call, ...]
+
+    def levels(self, workspace_bytes: tuple[int, ...] | None = None) -> list[int]:
+        """Returns the bytes alive during each op, hidden workspace of the op included when given."""
+        num_ops = len(self.ops)
+        change = [0] * (num_ops + 2)
+        for storage in self.storages:
+            change[max(storage.alloc_op, 0)] += storage.nbytes
+            change[min(storage.free_op, num_ops) + 1] -= storage.nbytes
+        levels, level = [], 0
+        for i in range(num_ops):
+            level += change[i]
+            levels.append(level + (workspace_bytes[i] if workspace_bytes else 0))
+        return levels
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns plain JSON data."""
+        return dataclasses.asdict(self)
+
+    def save(self, path: str | Path) -> None:
+        """Writes the trace as JSON."""
+        Path(path).write_text(json.dumps(self.to_json()))

@@ -1,0 +1,92 @@
+"""The solver's view of a step: a tree of calls, each with the prices of its actions. Plain numbers.
+
+A training step is a *sequence of parts* in forward order; backward visits them in reverse. A part is a `Leaf` (ops
+that belong together and have no region of their own) or a `Block` (a call: a sequence of parts again, that may also
+become one region). Walking the sequence forward, `level` is the sum of the `saved_bytes` of the parts walked so far;
+a part's `forward_bytes` and `backward_bytes` are peaks *above* that level, transients and tensors in flight included.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """One way to run a leaf.
+
+    Attributes:
+        action: "save" or "rederive".
+        saved_bytes: left saved after its forward. forward_bytes, backward_bytes: peaks above the level before it.
+        extra_seconds: over the plain step.
+    """
+
+    action: str
+    saved_bytes: int
+    forward_bytes: int
+    backward_bytes: int
+    extra_seconds: float
+    extra_flops: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Leaf:
+    """Ops that go together. `owner` is the (path, call) whose action they follow.
+
+    `gradient_bytes`: parameter gradients that exist once its backward has run, and stay.
+    """
+
+    owner: tuple[str, int]
+    options: tuple[Option, ...]
+    gradient_bytes: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    """The price of making a block one region.
+
+    Attributes:
+        saved_bytes: its inputs that nobody else holds anyway (pinned by the region).
+        forward_bytes: peak of its forward when autograd keeps nothing, above the level before it.
+        replay_bytes: in flight while it is replayed, beside its own replay: incoming gradients.
+        seconds, flops: of one more forward, host overhead included.
+    """
+
+    saved_bytes: int
+    forward_bytes: int
+    replay_bytes: int
+    seconds: float
+    flops: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """A call: `parts` in forward order; `region` is None where it cannot be one.
+
+    `chained`: its only input is the whole output of the part before it, so that the two may form one span.
+    """
+
+    path: str
+    call: int
+    kind: str
+    parts: tuple[Leaf | Block, ...]
+    region: Region | None
+    chained: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One step.
+
+    Attributes:
+        parts: the step in forward order (usually the model's block, then the loss).
+        fixed_bytes: there all the time: parameters, buffers, optimizer state, batch.
+        optimizer_peak_bytes: peak of the optimizer step, everything counted (0 without one).
+        plain_seconds, plain_flops: of the step without a plan.
+    """
+
+    parts: tuple[Leaf | Block, ...]
+    fixed_bytes: int
+    optimizer_peak_bytes: int
+    plain_seconds: float
+    plain_flops: int

@@ -1,0 +1,138 @@
+"""Bytes and seconds for people: `"8GiB"` and `"60%"` in, `"7.4 GiB"` and `"1.3 ms"` out.
+
+GiB is 2**30 bytes, GB is 10**9; both are read, only GiB (and MiB, KiB) are written.
+"""
+
+from __future__ import annotations
+
+import re
+
+from recoup.errors import UsageError
+
+KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
+_SUFFIX_BYTES = {
+    "": 1,
+    "b": 1,
+    "kib": KIB,
+    "mib": MIB,
+    "gib": GIB,
+    "tib": TIB,
+    "k": KIB,
+    "m": MIB,
+    "g": GIB,
+    "t": TIB,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+}
+_BYTES = re.compile(r"^\s*([0-9][0-9_]*\.?[0-9]*)\s*([a-z]*)\s*$", re.IGNORECASE)
+
+
+def parse_bytes(text: str | int) -> int:
+    """Returns the number of bytes `text` names.
+
+    Args:
+        text: an int (bytes), or a number with a unit: `"8GiB"`, `"750 MiB"`, `"80GB"`. `"8G"` is 8 GiB.
+
+    Raises:
+        UsageError: if it is not a positive number with a known unit.
+    """
+    if isinstance(text, bool) or not isinstance(text, (int, str)):
+        raise UsageError(
+            f"A budget is an int (bytes) or a string such as '8GiB'; got {text!r}."
+        )
+    if isinstance(text, int):
+        value = text
+    else:
+        match = _BYTES.match(text)
+        if match is None or match.group(2).lower() not in _SUFFIX_BYTES:
+            raise UsageError(
+                f"Cannot read {text!r} as a number of bytes. Write a number and a unit: '8GiB', '750MiB', '80GB'."
+            )
+        value = int(
+            float(match.group(1).replace("_", "")) * _SUFFIX_BYTES[match.group(2).lower()]
+        )
+    if value <= 0:
+        raise UsageError(f"A number of bytes must be positive; got {text!r}.")
+    return value
+
+
+def parse_budget(
+    budget: str | int, *, plain_peak_bytes: int, free_bytes: int | None = None
+) -> int:
+    """Returns the budget in bytes.
+
+    Args:
+        budget: bytes, `"8GiB"`, `"60%"` of the unplanned step's peak, or `"auto"`.
+        plain_peak_bytes: the unplanned step's peak.
+        free_bytes: what `"auto"` stands for (free on the device, less a margin); None where that is unknown.
+
+    Raises:
+        UsageError: if the text is none of these, or `"auto"` has nothing to ask.
+    """
+    if isinstance(budget, str) and budget.strip().lower() == "auto":
+        if free_bytes is None:
+            raise UsageError(
+                "budget='auto' asks the device what is free, and this device cannot say. Give a number: '8GiB'."
+            )
+        return free_bytes
+    if isinstance(budget, str) and budget.strip().endswith("%"):
+        return int(plain_peak_bytes * parse_percent(budget) / 100)
+    return parse_bytes(budget)
+
+
+def parse_percent(text: str) -> float:
+    """Returns the number before the percent sign; raises UsageError unless it is a positive number."""
+    number = text.strip().removesuffix("%").strip()
+    try:
+        percent = float(number)
+    except ValueError:
+        raise UsageError(
+            f"Cannot read {text!r} as a percentage. Write a number and a percent sign: '60%'."
+        ) from None
+    if not 0 < percent < float("inf"):
+        raise UsageError(f"A percentage must be positive; got {text!r}.")
+    return percent
+
+
+def check_budget(budget: str | int) -> None:
+    """Raises UsageError if `budget` cannot be a budget; cheap, so that bad input is refused before any work."""
+    if isinstance(budget, str):
+        text = budget.strip().lower()
+        if text == "auto":
+            return
+        if text.endswith("%"):
+            parse_percent(text)
+            return
+    parse_bytes(budget)
+
+
+def format_bytes(num_bytes: int | float) -> str:
+    """Returns e.g. `"7.41 GiB"`, `"512.0 MiB"`, `"3 B"`."""
+    size = abs(num_bytes)
+    if size >= GIB:
+        return f"{num_bytes / GIB:.2f} GiB"
+    if size >= MIB:
+        return f"{num_bytes / MIB:.1f} MiB"
+    if size >= KIB:
+        return f"{num_bytes / KIB:.1f} KiB"
+    return f"{int(num_bytes)} B"
+
+
+def format_seconds(seconds: float) -> str:
+    """Returns e.g. `"1.24 s"`, `"8.1 ms"`, `"35 us"`."""
+    size = abs(seconds)
+    if size >= 1:
+        return f"{seconds:.2f} s"
+    if size >= 1e-3:
+        return f"{seconds * 1e3:.1f} ms"
+    return f"{seconds * 1e6:.0f} us"
+
+
+def format_flops(flops: float) -> str:
+    """Returns e.g. `"3.1 TFLOP"`, `"12.0 GFLOP"`."""
+    for size, name in ((1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP")):
+        if abs(flops) >= size:
+            return f"{flops / size:.2f} {name}"
+    return f"{int(flops)} FLOP"
