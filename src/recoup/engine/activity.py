@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+
+import torch
 
 
 class _Activity(threading.local):
+    observer: Callable[[torch.Tensor], None] | None = None
     recomputing = 0
     replays = 0
     rederived = 0
@@ -47,3 +50,19 @@ def count_rederived() -> None:
 def counters() -> tuple[int, int]:
     """Returns how many regions were replayed and saved tensors rebuilt on this thread so far."""
     return _activity.replays, _activity.rederived
+
+
+def kept(tensor: torch.Tensor) -> None:
+    """Tells the observer, if there is one, that a saved tensor is kept as it is."""
+    if _activity.observer is not None:
+        _activity.observer(tensor)
+
+
+@contextlib.contextmanager
+def observing(observer: Callable[[torch.Tensor], None]) -> Iterator[None]:
+    """Has `observer` called with every saved tensor the engine keeps."""
+    before, _activity.observer = _activity.observer, observer
+    try:
+        yield
+    finally:
+        _activity.observer = before

@@ -235,7 +235,7 @@ def apply_decisions(model: nn.Module, decisions: Sequence[Decision]) -> Applied:
             decisions=tuple(by_path.get(path, ())),
             joins=tuple(joins.get(path, ())),
             derives_below=any(d.action == "rederive" and d.path.startswith(prefix) for d in decisions),
-            buffers=statistics_buffers(modules[path]) if _recomputes(path, by_path, joins) else (),
+            buffers=_buffers(modules[path], [*by_path.get(path, ()), *joins.get(path, ())]),
             state=state,
             is_root=path == "",
         )
@@ -243,5 +243,9 @@ def apply_decisions(model: nn.Module, decisions: Sequence[Decision]) -> Applied:
     return Applied(model, patches, state)
 
 
-def _recomputes(path: str, by_path: dict[str, list[Decision]], joins: dict[str, list[Decision]]) -> bool:
-    return path in joins or any(d.action == "recompute" for d in by_path.get(path, ()))
+def _buffers(module: nn.Module, decisions: Sequence[Decision]) -> tuple[str, ...]:
+    """Returns the names of buffers that a replay must not change again."""
+    if all(d.action != "recompute" for d in decisions):
+        return ()
+    seen = [name for d in decisions for name in d.buffers]
+    return tuple(dict.fromkeys([*statistics_buffers(module), *seen]))

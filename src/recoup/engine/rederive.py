@@ -37,6 +37,7 @@ class Kept:
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
         self.version = tensor._version
+        activity.kept(tensor)
 
     def unpack(self) -> torch.Tensor:
         """Returns the tensor; raises if it was changed in place since it was saved, as autograd would."""
@@ -72,6 +73,7 @@ class KeptMask:
     def __init__(self, nonzero: torch.Tensor, base: Geometry) -> None:
         self.nonzero = nonzero
         self.base = base
+        activity.kept(nonzero)
 
     def contents(self) -> torch.Tensor:
         """Returns the mask in its own dtype and layout."""
@@ -251,6 +253,7 @@ def pack(tensor: torch.Tensor) -> Kept | KeptView | Rederived:
         # One Kept per value: whoever rebuilds from it must find it, however long other savers of it live.
         if isinstance(alive, KeptMask):
             return Rederived(value, geometry, [alive])
+        activity.kept(tensor)
         return alive if geometry_of(alive.tensor) == geometry else KeptView(alive, geometry)
     if made is not None and recorder.deriving and num_bytes >= MIN_BYTES:
         if value.base is not None and value.base[3] == geometry[3]:

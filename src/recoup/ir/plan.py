@@ -28,6 +28,8 @@ class Decision:
             region: it keeps its inputs and runs again in backward.
         inside: for `recompute`, what the replay does with its saved tensors.
         span: for `recompute`, paths of the calls that follow directly and belong to the same region.
+        buffers: for `recompute`, names below `path` of buffers its forward was seen to change; the replay runs on
+            copies of what they were. (Those of normalisation layers are found by themselves.)
     """
 
     path: str
@@ -35,6 +37,7 @@ class Decision:
     call: int | None = None
     inside: Inside = "save"
     span: tuple[str, ...] = ()
+    buffers: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +121,8 @@ class Plan:
         fields = {k: v for k, v in data.items() if k != "schema"}
         try:
             fields["decisions"] = tuple(
-                Decision(**{**d, "span": tuple(d.get("span", ()))}) for d in fields["decisions"]
+                Decision(**{**d, "span": tuple(d.get("span", ())), "buffers": tuple(d.get("buffers", ()))})
+                for d in fields["decisions"]
             )
             predicted = dict(fields["predicted"])
             predicted["tensors"] = tuple((str(n), int(b)) for n, b in predicted["tensors"])

@@ -1,0 +1,292 @@
+"""Captures one training step as a `Trace`, without touching the model.
+
+Two runs under fake tensors: the step as it is (forward, loss, backward, optimizer), and its forward again with
+autograd keeping nothing, which tells when each storage would be let go if it were not saved. Where fake tensors cannot
+follow the model (data-dependent shapes, `.item()` on an activation) the step is run for real, and the reason kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from recoup import _compat
+from recoup.capture.calls import CallRecorder
+from recoup.capture.fingerprint import fingerprint
+from recoup.capture.optimizer import OptimizerLike, rebuild_optimizer
+from recoup.capture.step import Loss, call_model, loss_of
+from recoup.capture.swap import fake_batch, swap_parameters, untouched
+from recoup.capture.trace import build_trace
+from recoup.capture.tracker import Tracker
+from recoup.engine import activity
+from recoup.engine.nest import iterate_tensors, map_tensors
+from recoup.errors import RecoupError, StepError
+from recoup.ir.trace import Trace
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepSpec:
+    """One training step, as the user gave it.
+
+    Attributes:
+        dialect: "cpu" or "cuda": whose side outputs, optimizer and allocator are counted.
+        round_bytes: the allocator's granularity.
+    """
+
+    model: nn.Module
+    batch: Any
+    loss: Loss | None = None
+    optimizer: OptimizerLike | None = None
+    dialect: str = "cpu"
+    round_bytes: int = 1
+
+
+class _Unfollowable(Exception):
+    """Fake tensors cannot follow the model; carries the reason."""
+
+
+def capture(spec: StepSpec) -> Trace:
+    """Returns the trace of one step with what is applied to the model now (nothing, or a plan).
+
+    Raises:
+        StepError: if the step itself fails.
+    """
+    if not any(True for _ in spec.model.parameters()):
+        raise StepError(
+            f"{type(spec.model).__name__} has no parameters; there is no training step to plan. Pass the nn.Module "
+            "that holds the weights."
+        )
+    try:
+        return _capture_fake(spec)
+    except _Unfollowable as error:
+        reason = str(error)
+    if any(p.device.type == "meta" for p in spec.model.parameters()):
+        raise StepError(
+            f"The step cannot be followed without data ({reason}), and the model has none (it is on `meta`). Build "
+            "it on a real device."
+        )
+    return _capture_real(spec, reason)
+
+
+def _run(
+    spec: StepSpec, batch: Any, tracker: Tracker, recorder: CallRecorder, *, backward: bool
+) -> tuple[str, list[Any]]:
+    """Runs forward, loss and backward; returns the loss's source, and what must outlive backward."""
+    model = spec.model
+    try:
+        tracker.phase = "forward"
+        with recorder:
+            output = call_model(model, batch)
+        tracker.phase, tracker.call = "loss", -1
+        loss, source = loss_of(output, batch, spec.loss)
+        if backward:
+            tracker.phase = "backward"
+            loss.backward()  # type: ignore[no-untyped-call]
+        return source, [output, loss]
+    except RecoupError:
+        raise
+    except _compat.fake_tensor_errors() as error:
+        raise _Unfollowable(f"{type(error).__name__}: {_first_line(error)}") from error
+    except Exception as error:
+        phase = {"forward": "forward", "loss": "loss"}.get(tracker.phase, "backward")
+        raise StepError(
+            f"The {phase} of {type(model).__name__} failed on this batch: {type(error).__name__}: {_first_line(error)}"
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else ""
+
+
+def _capture_fake(spec: StepSpec) -> Trace:
+    device = _device_of(spec.model)
+    with untouched(spec.model):
+        mode = _compat.fake_tensor_mode()
+        old = [(id(p), path) for path, p in spec.model.named_parameters()]
+        with mode:
+            parameters = swap_parameters(spec.model, device)
+            tracker = Tracker(island=True, round_bytes=spec.round_bytes, dialect=spec.dialect)
+            _register(spec.model, parameters, tracker)
+            stepper = _fake_optimizer(spec, parameters, old, tracker)
+            batch = fake_batch(spec.batch, device)
+            for tensor in iterate_tensors(batch):
+                tracker.add(tensor, "batch", "batch")
+            attributes = _attributes(spec.model)
+            recorder = CallRecorder(spec.model, tracker)
+            with tracker, _saving(tracker):
+                source, held = _run(spec, batch, tracker, recorder, backward=True)
+            changed = _changed_attributes(spec.model, attributes)
+            gradients = _note_gradients(parameters, tracker)
+            if stepper is not None:
+                tracker.phase = "optimizer"
+                held.clear()
+                with tracker:
+                    stepper.step()
+            calls_released = _release_run(spec, device, tracker)
+            del held, gradients
+        return build_trace(
+            tracker=tracker,
+            recorder=recorder,
+            released=calls_released,
+            model=spec.model,
+            fingerprint=fingerprint(spec.model),
+            device=spec.dialect,
+            loss_source=source,
+            changed_attributes=changed,
+            reason="",
+        )
+
+
+def _release_run(spec: StepSpec, device: str, plain: Tracker) -> Tracker | None:
+    """Runs the forward once more with autograd keeping nothing; None if it does not run the same ops."""
+    tracker = Tracker(island=True, round_bytes=spec.round_bytes, dialect=spec.dialect)
+    for name, parameter in spec.model.named_parameters():
+        tracker.add(parameter, "parameter", name)
+    for name, buffer in spec.model.named_buffers():
+        tracker.add(buffer, "buffer", name)
+    batch = fake_batch(spec.batch, device)
+    for tensor in iterate_tensors(batch):
+        tracker.add(tensor, "batch", "batch")
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: None, lambda t: t)
+    try:
+        with tracker, hooks:
+            _run(spec, batch, tracker, CallRecorder(spec.model, tracker), backward=False)
+    except (RecoupError, _Unfollowable):
+        return None
+    return tracker
+
+
+@contextlib.contextmanager
+def _saving(tracker: Tracker) -> Iterator[None]:
+    """Has the tracker told of every saved tensor: autograd's own and those the engine keeps."""
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        tracker.saved(tensor)
+        return tensor
+
+    with activity.observing(tracker.saved), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        yield
+
+
+def _device_of(model: nn.Module) -> str:
+    device = next(model.parameters()).device
+    return "cpu" if device.type == "meta" else str(device)
+
+
+def _register(model: nn.Module, parameters: dict[str, torch.Tensor], tracker: Tracker) -> None:
+    for name, parameter in parameters.items():
+        tracker.add(parameter, "parameter", name)
+    for name, buffer in model.named_buffers():
+        tracker.add(buffer, "buffer", name)
+
+
+def _fake_optimizer(
+    spec: StepSpec, parameters: dict[str, torch.Tensor], old: list[tuple[int, str]], tracker: Tracker
+) -> torch.optim.Optimizer | None:
+    """Returns the optimizer over the fake parameters, its state made: a step like all but the first."""
+    if spec.optimizer is None:
+        return None
+    wrapped = {path: p for path, p in parameters.items() if isinstance(p, nn.Parameter)}
+    new_of = {identity: wrapped[path] for identity, path in old if path in wrapped}
+    stepper = rebuild_optimizer(spec.optimizer, new_of, list(wrapped.values()), foreach=spec.dialect == "cuda")
+    for group in stepper.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad:
+                parameter.grad = torch.empty_like(parameter)
+    stepper.step()
+    for group in stepper.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = None
+    for tensor in iterate_tensors([dict(state) for state in stepper.state.values()]):
+        tracker.add(tensor, "optimizer", "optimizer state")
+    return stepper
+
+
+def _note_gradients(parameters: dict[str, torch.Tensor], tracker: Tracker) -> list[torch.Tensor]:
+    gradients = []
+    for name, parameter in parameters.items():
+        if parameter.grad is not None:
+            index = tracker.find(parameter.grad)
+            if index is not None:
+                tracker.storages[index].category = "gradient"
+                tracker.storages[index].label = f"gradient of {name}"
+            gradients.append(parameter.grad)
+    return gradients
+
+
+_OWN_ATTRIBUTES = ("_parameters", "_buffers", "_modules", "training", "forward")
+
+
+def _attributes(model: nn.Module) -> list[tuple[str, dict[str, Any]]]:
+    return [
+        (path, {k: v for k, v in m.__dict__.items() if k not in _OWN_ATTRIBUTES and "hook" not in k})
+        for path, m in model.named_modules()
+    ]
+
+
+def _changed_attributes(model: nn.Module, before: list[tuple[str, dict[str, Any]]]) -> dict[str, str]:
+    """Returns path -> attribute name for modules whose forward re-bound one of their attributes to something else."""
+    changed = {}
+    for (path, old), module in zip(before, dict(model.named_modules()).values(), strict=False):
+        for key, value in module.__dict__.items():
+            if key in _OWN_ATTRIBUTES or "hook" in key:
+                continue
+            if key not in old or (old[key] is not value and not _same(old[key], value)):
+                changed.setdefault(path, key)
+    return changed
+
+
+def _same(a: Any, b: Any) -> bool:
+    if type(a) is not type(b) or isinstance(a, torch.Tensor):
+        return False
+    try:
+        return bool(a == b)
+    except Exception:  # a foreign __eq__ may do anything; then it counts as changed
+        return False
+
+
+def _capture_real(spec: StepSpec, reason: str) -> Trace:
+    """Runs a real step (no optimizer) on the model's own tensors; everything is put back."""
+    with untouched(spec.model):
+        buffers = [(b, b.detach().clone()) for b in spec.model.buffers()]
+        parameters: dict[str, torch.Tensor] = dict(spec.model.named_parameters())
+        for parameter in parameters.values():
+            parameter.grad = None
+        tracker = Tracker(island=False, round_bytes=spec.round_bytes, dialect=spec.dialect)
+        try:
+            _register(spec.model, parameters, tracker)
+            batch = map_tensors(lambda t: t.detach().clone().requires_grad_(t.requires_grad), spec.batch)
+            for tensor in iterate_tensors(batch):
+                tracker.add(tensor, "batch", "batch")
+            attributes = _attributes(spec.model)
+            recorder = CallRecorder(spec.model, tracker)
+            with tracker, _saving(tracker):
+                source, held = _run(spec, batch, tracker, recorder, backward=True)
+            changed = _changed_attributes(spec.model, attributes)
+            gradients = _note_gradients(parameters, tracker)
+            del held, gradients
+            for parameter in parameters.values():
+                parameter.grad = None
+        except _Unfollowable as error:
+            raise StepError(f"The step cannot be captured: {error}") from error
+        finally:
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)
+        return build_trace(
+            tracker=tracker,
+            recorder=recorder,
+            released=None,
+            model=spec.model,
+            fingerprint=fingerprint(spec.model),
+            device=spec.dialect,
+            loss_source=source,
+            changed_attributes=changed,
+            reason=reason,
+        )

@@ -1,0 +1,115 @@
+"""A model on fake parameters for the duration, and everything as it was afterwards, whatever happens."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from recoup.engine.nest import map_tensors
+
+_INTEGER_BUFFER_ELEMENTS = 1 << 22
+
+
+@contextlib.contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Restores modules' attributes, flags, parameters, buffers' identity, `.grad`s and random streams at the end."""
+    modules = list(model.modules())
+    attributes = [dict(m.__dict__) for m in modules]
+    tables = [(dict(m._parameters), dict(m._buffers)) for m in modules]
+    gradients = [(p, p.grad) for p in model.parameters()]
+    cpu = torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    python = random.getstate()
+    numpy = sys.modules.get("numpy")
+    numpy_state = numpy.random.get_state() if numpy is not None else None
+    try:
+        yield
+    finally:
+        for module, before, (parameters, buffers) in zip(modules, attributes, tables, strict=True):
+            module.__dict__.clear()
+            module.__dict__.update(before)
+            _restore(module._parameters, parameters)
+            _restore(module._buffers, buffers)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        torch.set_rng_state(cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state_all(cuda)
+        random.setstate(python)
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)
+
+
+def _restore(table: dict[str, Any], before: dict[str, Any]) -> None:
+    if table.keys() != before.keys() or any(table[k] is not before[k] for k in before):
+        table.clear()
+        table.update(before)
+
+
+def fake_like(tensor: torch.Tensor, device: str) -> torch.Tensor:
+    """Returns a tensor of the same shape, strides and dtype; call under the fake mode."""
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+
+
+def swap_parameters(model: nn.Module, device: str) -> dict[str, torch.Tensor]:
+    """Puts fake parameters and buffers in place (tied ones stay tied); call under the fake mode, inside `untouched`.
+
+    Small integer buffers that are really there stay real: position tables and the like may be looked at.
+
+    Returns:
+        The new parameters by path, each once.
+    """
+    made: dict[int, torch.Tensor] = {}
+    named: dict[str, torch.Tensor] = {}
+    for path, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            fake = made.get(id(parameter))
+            if fake is None:
+                fake = nn.Parameter(fake_like(parameter, device), requires_grad=parameter.requires_grad)
+                made[id(parameter)] = fake
+                named[f"{path}.{name}" if path else name] = fake
+            module._parameters[name] = fake  # type: ignore[assignment]
+        for name, buffer in module._buffers.items():
+            if buffer is None or _stays_real(buffer):
+                continue
+            fake = made.get(id(buffer))
+            if fake is None:
+                fake = made[id(buffer)] = fake_like(buffer, device)
+            module._buffers[name] = fake
+    return named
+
+
+def _stays_real(buffer: torch.Tensor) -> bool:
+    return (
+        buffer.device.type == "cpu"
+        and not buffer.is_floating_point()
+        and not buffer.is_complex()
+        and 1 < buffer.numel() <= _INTEGER_BUFFER_ELEMENTS
+    )
+
+
+def fake_batch(batch: Any, device: str) -> Any:
+    """Returns the batch for a fake step: floating tensors fake, integer and boolean ones real copies.
+
+    Integers without data (on `meta`) become zeros, booleans become True. Call under the fake mode.
+    """
+    from recoup import _compat
+
+    def convert(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_floating_point() or tensor.is_complex():
+            return fake_like(tensor, device).requires_grad_(tensor.requires_grad)
+        with _compat.without_dispatch_modes():
+            if tensor.device.type == "meta":
+                fill = torch.ones if tensor.dtype == torch.bool else torch.zeros
+                return fill(tensor.shape, dtype=tensor.dtype)
+            return tensor.detach().cpu().clone()
+
+    return map_tensors(convert, batch)

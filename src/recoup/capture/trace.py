@@ -1,0 +1,157 @@
+"""From what the tracker and the call recorder saw to a `Trace`."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from recoup.capture.calls import CallRecord, CallRecorder
+from recoup.capture.tracker import StorageRecord, Tracker
+from recoup.ir.trace import Call, Op, Storage, Trace
+
+
+def build_trace(
+    *,
+    tracker: Tracker,
+    recorder: CallRecorder,
+    released: Tracker | None,
+    model: nn.Module,
+    fingerprint: str,
+    device: str,
+    loss_source: str,
+    changed_attributes: dict[str, str],
+    reason: str,
+) -> Trace:
+    """Returns the trace.
+
+    Args:
+        released: the run in which autograd kept nothing (None: not to be had; then saved storages count as released
+            with the call that made them).
+        changed_attributes: module path -> attribute its forward re-bound, which makes a region of it inexact.
+        reason: why a real step was run; "" after a fake one.
+    """
+    num_ops = len(tracker.ops)
+    for record in tracker.storages:
+        if record.free_op < 0:
+            record.free_op = num_ops
+    _set_released(tracker, released, recorder.calls)
+    writes_by_storage: dict[int, int] = {}
+    for op, storage in tracker.writes:
+        if tracker.ops[op].phase in ("forward", "loss"):
+            writes_by_storage[storage] = max(op, writes_by_storage.get(storage, -1))
+    buffer_names = {
+        i: r.label for i, r in enumerate(tracker.storages) if r.category == "buffer"
+    }
+    return Trace(
+        source="real" if reason else "fake",
+        reason=reason,
+        device=device,
+        fingerprint=fingerprint,
+        model_class=type(model).__name__,
+        num_parameters=sum(p.numel() for p in model.parameters()),
+        grad_mode_default_loss=loss_source,
+        signatures=tuple(tracker.signatures),
+        ops=tuple(
+            Op(
+                signature=o.signature,
+                call=o.call,
+                phase=o.phase,
+                replayed=o.replayed,
+                inputs=o.inputs,
+                outputs=o.outputs,
+            )
+            for o in tracker.ops
+        ),
+        storages=tuple(
+            Storage(
+                nbytes=r.nbytes,
+                category=r.category,
+                alloc_op=r.alloc_op,
+                free_op=r.free_op,
+                released_op=r.released_op,
+                saved_by=tuple(r.saved_by),
+                label=_label(r, tracker, recorder.calls),
+            )
+            for r in tracker.storages
+        ),
+        calls=tuple(
+            _call(call, tracker, writes_by_storage, buffer_names, changed_attributes) for call in recorder.calls
+        ),
+    )
+
+
+def _call(
+    call: CallRecord,
+    tracker: Tracker,
+    writes: dict[int, int],
+    buffer_names: dict[int, str],
+    changed_attributes: dict[str, str],
+) -> Call:
+    prefix = f"{call.path}." if call.path else ""
+    refusal = call.refusal
+    if not refusal and any(writes.get(i, -1) >= call.first_op for i in call.inputs):
+        refusal = "its input is changed in place later in the step"
+    if not refusal:
+        for path, name in changed_attributes.items():
+            if path == call.path or path.startswith(prefix):
+                refusal = f"`{path}` keeps state in its attribute `{name}`"
+                break
+    buffers = tuple(
+        dict.fromkeys(
+            buffer_names[storage].removeprefix(prefix)
+            for op, storage in tracker.writes
+            if call.first_op <= op < call.last_op
+            and storage in buffer_names
+            and buffer_names[storage].startswith(prefix)
+        )
+    )
+    return Call(
+        path=call.path,
+        index=call.index,
+        kind=call.kind,
+        parent=call.parent,
+        children=tuple(call.children),
+        first_op=call.first_op,
+        last_op=call.last_op,
+        inputs=call.inputs,
+        outputs=call.outputs,
+        input_grad_bytes=call.input_grad_bytes,
+        output_grad_bytes=call.output_grad_bytes,
+        refusal=refusal,
+        mutated_buffers=buffers,
+        draws_random=any(call.first_op <= op < call.last_op for op in tracker.random_ops),
+        chained=call.chained,
+    )
+
+
+def _set_released(tracker: Tracker, released: Tracker | None, calls: list[CallRecord]) -> None:
+    """Fills in when each storage would be let go if autograd kept nothing.
+
+    The second run makes the same storages in the same order, as long as it runs the same ops.
+    """
+    records = tracker.storages
+    forward = sum(1 for o in tracker.ops if o.phase in ("forward", "loss"))
+    for record in records:
+        record.released_op = record.free_op
+    if released is not None and len(released.ops) == forward:
+        plain_new = [r for r in records if 0 <= r.alloc_op < forward]
+        other_new = [r for r in released.storages if r.alloc_op >= 0]
+        if [(r.alloc_op, r.nbytes) for r in plain_new] == [(r.alloc_op, r.nbytes) for r in other_new]:
+            for record, other in zip(plain_new, other_new, strict=True):
+                if other.free_op >= 0:
+                    record.released_op = min(other.free_op, record.free_op)
+            return
+    owner_end = {}
+    for call in calls:
+        for op in range(call.first_op, call.last_op):
+            owner_end[op] = call.last_op  # the innermost call wins: children come after their parents
+    for record in records:
+        if record.saved_by and record.alloc_op >= 0:
+            record.released_op = min(record.free_op, owner_end.get(record.alloc_op, record.alloc_op))
+
+
+def _label(record: StorageRecord, tracker: Tracker, calls: list[CallRecord]) -> str:
+    if record.alloc_op < 0 or record.category == "gradient":
+        return record.label
+    op = tracker.ops[record.alloc_op]
+    where = calls[op.call].path or "(model)" if op.call >= 0 else op.phase
+    return f"{record.label.removeprefix('aten::')} in {where}"

@@ -1,0 +1,261 @@
+"""The dispatch mode that follows ops and storages through one step.
+
+A storage is born at the op that first returns it and dies when the last reference goes (a weak reference tells): no
+guess about lifetimes. Under fake tensors nothing is allocated and the lifetimes are the same, because autograd, the
+model's own variables and the engine run as they always do.
+
+The *integer island*: ops whose tensor inputs are all real and whose results are integer, boolean or tiny run for real
+(`arange`, comparisons, `all`), so that code which looks at token ids or masks takes the branch it takes in training.
+"""
+
+from __future__ import annotations
+
+import bisect
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from recoup import _compat
+from recoup.cost.signature import make_signature, signature_key
+from recoup.engine import activity
+from recoup.engine.cheap_ops import SILENT_WRITERS, op_facts
+from recoup.ir.trace import Category, Phase, Signature
+
+_ISLAND_INPUT_ELEMENTS = 1 << 22
+_ISLAND_FLOAT_ELEMENTS = 64
+_INTEGER_DTYPES = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
+
+
+class StorageRecord:
+    """What becomes an `ir.trace.Storage`; `released_op` is filled in from a second run that saves nothing."""
+
+    __slots__ = ("alloc_op", "category", "free_op", "label", "nbytes", "order", "released_op", "saved_by")
+
+    def __init__(self, nbytes: int, category: Category, alloc_op: int, order: int, label: str) -> None:
+        self.nbytes = nbytes
+        self.category: Category = category
+        self.alloc_op = alloc_op
+        self.order = order
+        self.label = label
+        self.free_op = -1
+        self.released_op = -1
+        self.saved_by: list[int] = []
+
+
+class OpRecord:
+    """What becomes an `ir.trace.Op`."""
+
+    __slots__ = ("call", "inputs", "outputs", "phase", "replayed", "signature")
+
+    def __init__(
+        self,
+        signature: int,
+        call: int,
+        phase: Phase,
+        replayed: bool,
+        inputs: tuple[int, ...],
+        outputs: tuple[int, ...],
+    ) -> None:
+        self.signature = signature
+        self.call = call
+        self.phase: Phase = phase
+        self.replayed = replayed
+        self.inputs = inputs
+        self.outputs = outputs
+
+
+class _Handle(weakref.ref):  # type: ignore[type-arg]
+    __slots__ = ("address", "index")
+    address: int
+    index: int
+
+
+class Tracker(_compat.dispatch_mode_class()):  # type: ignore[misc]
+    """Records ops and storages.
+
+    Attributes:
+        phase, call: where the step is; the capture moves them on.
+        writes: (op, storage) pairs of arguments changed in place. random_ops: ops that drew random numbers.
+    """
+
+    def __init__(self, *, island: bool, round_bytes: int = 1, dialect: str = "cpu") -> None:
+        super().__init__()
+        self.ops: list[OpRecord] = []
+        self.storages: list[StorageRecord] = []
+        self.signatures: list[Signature] = []
+        self.phase: Phase = "forward"
+        self.call = -1
+        self.writes: list[tuple[int, int]] = []
+        self.random_ops: list[int] = []
+        self.recording = True
+        self._island = island
+        self._round_bytes = round_bytes
+        self._dialect = dialect
+        self._keys: dict[Any, int] = {}
+        self._handles: dict[int, _Handle] = {}
+        self._node_numbers: list[int] = []
+        self._node_calls: list[int] = []
+        self._backward_call = -1
+
+        def died(handle: _Handle) -> None:
+            if self._handles.get(handle.address) is handle:
+                del self._handles[handle.address]
+            record = self.storages[handle.index]
+            record.free_op = max(len(self.ops) - 1, record.alloc_op)
+
+        self._died: Callable[[_Handle], None] = died
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled regions stay compiled while this mode is on."""
+        return True
+
+    # -- storages -----------------------------------------------------------------------------------------------
+
+    def add(self, tensor: torch.Tensor, category: Category, label: str) -> int:
+        """Registers a tensor that was there before the step; returns its storage's index."""
+        return self._index(tensor, category, -1, label)
+
+    def find(self, tensor: torch.Tensor) -> int | None:
+        """Returns the index of the tensor's storage if it is known."""
+        storage = tensor.untyped_storage()
+        handle = self._handles.get(storage._cdata)
+        return handle.index if handle is not None and handle() is storage else None
+
+    def _index(self, tensor: torch.Tensor, category: Category, alloc_op: int, label: str) -> int:
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        handle = self._handles.get(address)
+        if handle is not None and handle() is storage:
+            return handle.index
+        nbytes = -(-storage.nbytes() // self._round_bytes) * self._round_bytes
+        handle = _Handle(storage, self._died)
+        handle.address = address
+        handle.index = len(self.storages)
+        self._handles[address] = handle
+        self.storages.append(StorageRecord(nbytes, category, alloc_op, len(self.storages), label))
+        return handle.index
+
+    def saved(self, tensor: torch.Tensor) -> None:
+        """Notes that autograd keeps the tensor for the current call."""
+        if tensor.layout is not torch.strided:
+            return
+        index = self.find(tensor)
+        if index is not None and self.phase in ("forward", "loss"):
+            record = self.storages[index]
+            if record.category == "temporary":
+                record.category = "saved"
+            if not record.saved_by or record.saved_by[-1] != self.call:
+                record.saved_by.append(self.call)
+
+    # -- ops ----------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not self.recording:
+            return func(*args, **kwargs)
+        tensors: list[torch.Tensor] = []
+        _collect(args, tensors)
+        if kwargs:
+            _collect(tuple(kwargs.values()), tensors)
+        out = self._run(func, args, kwargs, tensors)
+        self._record(func, args, kwargs, tensors, out)
+        return out
+
+    def _run(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
+        if not self._island or any(_compat.is_fake(t) for t in tensors):
+            return func(*args, **kwargs)
+        if tensors:
+            if sum(t.numel() for t in tensors) <= _ISLAND_INPUT_ELEMENTS:
+                with _compat.without_dispatch_modes():
+                    out = func(*args, **kwargs)
+                if _belongs_to_island(out):
+                    return out
+            return func(*args, **kwargs)
+        out = func(*args, **kwargs)
+        if isinstance(out, torch.Tensor) and _belongs_to_island(out) and not _is_random(func):
+            with _compat.without_dispatch_modes():
+                out = func(*args, **kwargs)
+        return out
+
+    def _record(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor], out: Any) -> None:
+        index = len(self.ops)
+        inputs = tuple(self._index(t, "temporary", -1, "made before the step") for t in tensors if _is_plain(t))
+        outputs: list[torch.Tensor] = []
+        _collect(out if isinstance(out, (tuple, list)) else (out,), outputs)
+        name = func._schema.name
+        call = self._call_now()
+        new = tuple(self._index(t, "temporary", index, name) for t in outputs if _is_plain(t))
+        key = signature_key(func, args, kwargs)
+        signature = self._keys.get(key)
+        if signature is None:
+            signature = self._keys[key] = len(self.signatures)
+            self.signatures.append(make_signature(func, args, kwargs, out))
+        self.ops.append(OpRecord(signature, call, self.phase, activity.is_recomputing(), inputs, new))
+        facts = op_facts(func)
+        if facts.written or facts.written_names:
+            self._note_writes(facts, index, args, kwargs)
+        short = name.rsplit("::", 1)[-1]
+        if short in SILENT_WRITERS:
+            for position in SILENT_WRITERS[short]:
+                if position < len(args) and isinstance(args[position], torch.Tensor) and any(a is True for a in args):
+                    self.writes.append((index, self._index(args[position], "buffer", -1, name)))
+        if _is_random(func):
+            self.random_ops.append(index)
+            if self._dialect == "cuda" and short == "bernoulli_" and new:
+                record = self.storages[new[0]]  # CUDA's fused dropout keeps its mask as one byte an element
+                record.nbytes = min(record.nbytes, outputs[0].numel())
+
+    def _note_writes(self, facts: Any, index: int, args: Any, kwargs: Any) -> None:
+        written = [args[i] for i in facts.written if i < len(args)]
+        written += [kwargs[n] for n in facts.written_names if n in kwargs]
+        for item in written:
+            for tensor in item if isinstance(item, (list, tuple)) else (item,):
+                if isinstance(tensor, torch.Tensor) and _is_plain(tensor):
+                    self.writes.append((index, self._index(tensor, "temporary", -1, "")))
+
+    def _call_now(self) -> int:
+        """Returns the call the op that runs now belongs to."""
+        if self.phase in ("forward", "loss"):
+            self._node_numbers.append(_compat.next_node_number())
+            self._node_calls.append(self.call)
+            return self.call
+        if self.phase != "backward":
+            return -1
+        node = _compat.current_backward_node()
+        if node is None:
+            return -1
+        number = _compat.node_number(node)
+        if number < 2**63:
+            position = bisect.bisect_right(self._node_numbers, number)
+            if position < len(self._node_calls):
+                self._backward_call = self._node_calls[position]
+        return self._backward_call
+
+
+def _collect(items: Any, tensors: list[torch.Tensor]) -> None:
+    for item in items:
+        if isinstance(item, torch.Tensor):
+            tensors.append(item)
+        elif isinstance(item, (list, tuple)):
+            _collect(item, tensors)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided
+
+
+def _is_random(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+def _belongs_to_island(out: Any) -> bool:
+    if isinstance(out, torch.Tensor):
+        return out.dtype in _INTEGER_DTYPES or out.numel() <= _ISLAND_FLOAT_ELEMENTS
+    if isinstance(out, (tuple, list)):
+        return all(_belongs_to_island(o) for o in out)
+    return True

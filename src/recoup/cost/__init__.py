@@ -1,0 +1,1 @@
+"""Seconds and hidden workspace of each op: measured, from a roofline, or from FLOPs alone."""
