@@ -54,6 +54,7 @@ def build_trace(
             Op(
                 signature=o.signature,
                 call=o.call,
+                origin=o.origin,
                 phase=o.phase,
                 replayed=o.replayed,
                 inputs=o.inputs,
@@ -68,6 +69,7 @@ def build_trace(
                 alloc_op=r.alloc_op,
                 free_op=r.free_op,
                 released_op=r.released_op,
+                saved_op=r.saved_op,
                 saved_by=tuple(r.saved_by),
                 label=_label(r, tracker, recorder.calls),
             )
@@ -116,6 +118,7 @@ def _call(
         outputs=call.outputs,
         input_grad_bytes=call.input_grad_bytes,
         output_grad_bytes=call.output_grad_bytes,
+        last_save_op=max((op for op, _ in tracker.save_ops if call.first_op <= op <= call.last_op), default=-1),
         refusal=refusal,
         mutated_buffers=buffers,
         draws_random=any(call.first_op <= op < call.last_op for op in tracker.random_ops),

@@ -31,7 +31,7 @@ _INTEGER_DTYPES = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, t
 class StorageRecord:
     """What becomes an `ir.trace.Storage`; `released_op` is filled in from a second run that saves nothing."""
 
-    __slots__ = ("alloc_op", "category", "free_op", "label", "nbytes", "order", "released_op", "saved_by")
+    __slots__ = ("alloc_op", "category", "free_op", "label", "nbytes", "order", "released_op", "saved_by", "saved_op")
 
     def __init__(self, nbytes: int, category: Category, alloc_op: int, order: int, label: str) -> None:
         self.nbytes = nbytes
@@ -41,18 +41,20 @@ class StorageRecord:
         self.label = label
         self.free_op = -1
         self.released_op = -1
+        self.saved_op = -1
         self.saved_by: list[int] = []
 
 
 class OpRecord:
     """What becomes an `ir.trace.Op`."""
 
-    __slots__ = ("call", "inputs", "outputs", "phase", "replayed", "signature")
+    __slots__ = ("call", "inputs", "origin", "outputs", "phase", "replayed", "signature")
 
     def __init__(
         self,
         signature: int,
         call: int,
+        origin: int,
         phase: Phase,
         replayed: bool,
         inputs: tuple[int, ...],
@@ -60,6 +62,7 @@ class OpRecord:
     ) -> None:
         self.signature = signature
         self.call = call
+        self.origin = origin
         self.phase: Phase = phase
         self.replayed = replayed
         self.inputs = inputs
@@ -89,6 +92,7 @@ class Tracker(_compat.dispatch_mode_class()):  # type: ignore[misc]
         self.call = -1
         self.writes: list[tuple[int, int]] = []
         self.random_ops: list[int] = []
+        self.save_ops: list[tuple[int, int]] = []
         self.recording = True
         self._island = island
         self._round_bytes = round_bytes
@@ -97,7 +101,7 @@ class Tracker(_compat.dispatch_mode_class()):  # type: ignore[misc]
         self._handles: dict[int, _Handle] = {}
         self._node_numbers: list[int] = []
         self._node_calls: list[int] = []
-        self._backward_call = -1
+        self._backward_origin = (-1, -1)
 
         def died(handle: _Handle) -> None:
             if self._handles.get(handle.address) is handle:
@@ -147,6 +151,11 @@ class Tracker(_compat.dispatch_mode_class()):  # type: ignore[misc]
             record = self.storages[index]
             if record.category == "temporary":
                 record.category = "saved"
+            # An input is packed before its op is dispatched, an output after.
+            at = record.alloc_op if record.alloc_op == len(self.ops) - 1 else len(self.ops)
+            self.save_ops.append((at, self.call))
+            if record.saved_op < 0:
+                record.saved_op = at
             if not record.saved_by or record.saved_by[-1] != self.call:
                 record.saved_by.append(self.call)
 
@@ -188,14 +197,14 @@ class Tracker(_compat.dispatch_mode_class()):  # type: ignore[misc]
         outputs: list[torch.Tensor] = []
         _collect(out if isinstance(out, (tuple, list)) else (out,), outputs)
         name = func._schema.name
-        call = self._call_now()
+        call, origin = self._origin(index)
         new = tuple(self._index(t, "temporary", index, name) for t in outputs if _is_plain(t))
         key = signature_key(func, args, kwargs)
         signature = self._keys.get(key)
         if signature is None:
             signature = self._keys[key] = len(self.signatures)
             self.signatures.append(make_signature(func, args, kwargs, out))
-        self.ops.append(OpRecord(signature, call, self.phase, activity.is_recomputing(), inputs, new))
+        self.ops.append(OpRecord(signature, call, origin, self.phase, activity.is_recomputing(), inputs, new))
         facts = op_facts(func)
         if facts.written or facts.written_names:
             self._note_writes(facts, index, args, kwargs)
@@ -218,23 +227,23 @@ class Tracker(_compat.dispatch_mode_class()):  # type: ignore[misc]
                 if isinstance(tensor, torch.Tensor) and _is_plain(tensor):
                     self.writes.append((index, self._index(tensor, "temporary", -1, "")))
 
-    def _call_now(self) -> int:
-        """Returns the call the op that runs now belongs to."""
+    def _origin(self, index: int) -> tuple[int, int]:
+        """Returns the call the op that runs now belongs to, and the forward op it stems from."""
         if self.phase in ("forward", "loss"):
             self._node_numbers.append(_compat.next_node_number())
             self._node_calls.append(self.call)
-            return self.call
+            return self.call, index
         if self.phase != "backward":
-            return -1
+            return -1, -1
         node = _compat.current_backward_node()
         if node is None:
-            return -1
+            return -1, -1
         number = _compat.node_number(node)
-        if number < 2**63:
+        if number < 2**63:  # leaf accumulators have the largest number: they go with the node before them
             position = bisect.bisect_right(self._node_numbers, number)
             if position < len(self._node_calls):
-                self._backward_call = self._node_calls[position]
-        return self._backward_call
+                self._backward_origin = (self._node_calls[position], position)
+        return self._backward_origin
 
 
 def _collect(items: Any, tensors: list[torch.Tensor]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -48,6 +49,7 @@ class Settings:
     Attributes:
         decisions: those of its path; one with a call number holds for that call only.
         joins: whether its calls may join the span of the call before. derives_below: a deeper decision rederives.
+        drops_cache: it would fill a key-value cache (`use_cache`), which a replay below it would fill again.
     """
 
     path: str
@@ -57,6 +59,7 @@ class Settings:
     buffers: tuple[str, ...]
     state: StepState
     is_root: bool
+    drops_cache: bool = False
 
     def decide(self, call: int) -> Decision | None:
         """Returns the decision for the given call, if there is one."""
@@ -73,6 +76,8 @@ def _run(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, Any])
     if settings.is_root:
         state.calls.clear()
         state.frame = None
+    if settings.drops_cache:
+        kwargs = {**kwargs, "use_cache": False}
     call = 0
     if state.counts_calls:
         call = state.calls.get(settings.path, 0)
@@ -226,6 +231,8 @@ def apply_decisions(model: nn.Module, decisions: Sequence[Decision]) -> Applied:
     state = StepState(counts_calls=any(d.call is not None for d in decisions))
     patches: list[PatchedForward] = []
     paths = dict.fromkeys([*by_path, *joins])
+    caching = _caching_paths(modules, [d.path for d in decisions if d.action == "recompute"])
+    paths.update(dict.fromkeys(caching))
     if state.counts_calls or joins:
         paths.setdefault("", None)
     for path in paths:
@@ -238,6 +245,7 @@ def apply_decisions(model: nn.Module, decisions: Sequence[Decision]) -> Applied:
             buffers=_buffers(modules[path], [*by_path.get(path, ()), *joins.get(path, ())]),
             state=state,
             is_root=path == "",
+            drops_cache=path in caching,
         )
         patches.append(patch(modules[path], _run, settings))
     return Applied(model, patches, state)
@@ -249,3 +257,43 @@ def _buffers(module: nn.Module, decisions: Sequence[Decision]) -> tuple[str, ...
         return ()
     seen = [name for d in decisions for name in d.buffers]
     return tuple(dict.fromkeys([*statistics_buffers(module), *seen]))
+
+
+def _caching_paths(modules: dict[str, nn.Module], regions_at: Sequence[str]) -> set[str]:
+    """Returns the modules above a region whose forward takes `use_cache` and would use one by default.
+
+    In training nobody reads that cache; transformers itself drops it when its own checkpointing is on.
+    """
+    above = {""} if regions_at else set()
+    for path in regions_at:
+        parts = path.split(".")
+        above.update(".".join(parts[:i]) for i in range(1, len(parts)))
+    found = set()
+    for path in above:
+        module = modules.get(path)
+        config = getattr(module, "config", None)
+        if module is None or not getattr(config, "use_cache", False):
+            continue
+        if "use_cache" in inspect.signature(type(module).forward).parameters:
+            found.add(path)
+    return found
+
+
+def find_patches(model: nn.Module) -> list[PatchedForward]:
+    """Returns the patched forwards of a plan that is in place on `model`."""
+    found = [m.__dict__.get("forward") for m in model.modules()]
+    return [f for f in found if isinstance(f, PatchedForward) and f.runner is _run]
+
+
+@contextlib.contextmanager
+def plain(model: nn.Module) -> Iterator[None]:
+    """Runs the model without the plan that is in place on it, if any."""
+    states = {id(f.settings.state): f.settings.state for f in find_patches(model)}
+    before = [(state, state.suspended) for state in states.values()]
+    for state in states.values():
+        state.suspended = True
+    try:
+        yield
+    finally:
+        for state, suspended in before:
+            state.suspended = suspended

@@ -51,12 +51,14 @@ class Op:
     Attributes:
         call: index into `Trace.calls` of the innermost call it belongs to; in backward, the call whose forward made
             the node that runs. -1: none (loss outside the model, optimizer).
+        origin: the forward op whose node runs this backward op; its own position in forward; -1 elsewhere.
         replayed: it is the second run of a forward op (a region's replay, or a rederived tensor).
         inputs, outputs: storage indices; an output not in `inputs` with `alloc_op` here is new.
     """
 
     signature: int
     call: int
+    origin: int
     phase: Phase
     replayed: bool
     inputs: tuple[int, ...]
@@ -70,6 +72,7 @@ class Storage:
     Attributes:
         released_op: the last op during which it would live if autograd kept nothing (forward storages only; equals
             `free_op` elsewhere).
+        saved_op: the forward op with which autograd first keeps it, -1 if it never does.
         saved_by: calls that save a tensor in it, in order of first saving (may hold -1 for the loss).
         label: for people: the parameter's path, or op and call that made it.
     """
@@ -79,6 +82,7 @@ class Storage:
     alloc_op: int
     free_op: int
     released_op: int
+    saved_op: int
     saved_by: tuple[int, ...]
     label: str
 
@@ -92,7 +96,7 @@ class Call:
         first_op, last_op: its forward is ops [first_op, last_op).
         inputs, outputs: storages of tensors that go in and come out.
         input_grad_bytes, output_grad_bytes: bytes of gradient that flows out of and into its backward.
-        parameter_grad_bytes: gradients of parameters whose gradient is complete in this call's own backward.
+        last_save_op: the last op of its forward with which autograd keeps something (a replay stops there), -1: none.
         refusal: why it can never be a region ("" if it can).
         chained: its only tensor input that needs a gradient is exactly the previous sibling's whole output.
     """
@@ -108,6 +112,7 @@ class Call:
     outputs: tuple[int, ...]
     input_grad_bytes: int
     output_grad_bytes: int
+    last_save_op: int
     refusal: str
     mutated_buffers: tuple[str, ...]
     draws_random: bool

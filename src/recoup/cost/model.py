@@ -1,0 +1,58 @@
+"""What a cost model gives: seconds and hidden workspace for each op of a trace, and the name of its source."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Protocol
+
+from recoup.ir.trace import Signature, Trace
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PricedTrace:
+    """A trace with prices.
+
+    Attributes:
+        op_seconds, op_workspace_bytes: one number for each op of the trace. Workspace is memory an op takes while it
+            runs and gives back before it returns.
+        source: where the numbers come from, for people. is_estimate: False where the device itself was measured.
+    """
+
+    trace: Trace
+    op_seconds: tuple[float, ...]
+    op_workspace_bytes: tuple[int, ...]
+    source: str
+    is_estimate: bool
+
+
+class CostModel(Protocol):
+    """Prices a trace."""
+
+    def price(self, trace: Trace) -> PricedTrace:
+        """Returns the trace with seconds and workspace for each op."""
+        ...
+
+
+def price_by_signature(
+    trace: Trace, price: Callable[[Signature], tuple[float, int]], *, source: str, is_estimate: bool
+) -> PricedTrace:
+    """Returns the priced trace, each distinct signature asked once."""
+    prices = [price(signature) for signature in trace.signatures]
+    return PricedTrace(
+        trace=trace,
+        op_seconds=tuple(prices[op.signature][0] for op in trace.ops),
+        op_workspace_bytes=tuple(prices[op.signature][1] for op in trace.ops),
+        source=source,
+        is_estimate=is_estimate,
+    )
+
+
+class FlopsCost:
+    """Deterministic prices for tests: a second is 1e12 FLOPs plus 1e11 bytes moved; no workspace."""
+
+    def price(self, trace: Trace) -> PricedTrace:
+        """Returns the priced trace."""
+        return price_by_signature(
+            trace, lambda s: (s.flops / 1e12 + s.bytes_moved / 1e11, 0), source="flops", is_estimate=True
+        )

@@ -1,0 +1,33 @@
+"""Somebody else's activation checkpointing: found and named before a plan is made or applied."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from recoup.engine.handle import find_patches
+from recoup.errors import ConflictError
+
+
+def refuse_conflicts(model: nn.Module, *, allow_ours: bool = False) -> None:
+    """Raises ConflictError if activation checkpointing is already on in `model`.
+
+    Known owners: transformers (`activation_checkpointing_enable`, once `gradient_checkpointing_enable`),
+    `checkpoint_wrapper` of torch and FairScale, and recoup itself unless `allow_ours`.
+    """
+    if not allow_ours and find_patches(model):
+        raise ConflictError(
+            f"A recoup plan is already applied to this {type(model).__name__}. Call `.remove()` on what `apply` or "
+            "`fit` returned first."
+        )
+    for path, module in model.named_modules():
+        if type(module).__name__ in ("CheckpointWrapper", "ActivationWrapper", "CheckpointFunction"):
+            raise ConflictError(
+                f"`{path or type(model).__name__}` is already wrapped by checkpoint_wrapper. Pass the model without "
+                "it: recoup decides which modules are recomputed."
+            )
+        if getattr(module, "gradient_checkpointing", False) is True:
+            raise ConflictError(
+                f"`{path or type(model).__name__}` already has transformers' activation checkpointing on "
+                "(gradient_checkpointing=True). Call model.gradient_checkpointing_disable(), or leave it out of the "
+                "training arguments: recoup decides which modules are recomputed."
+            )

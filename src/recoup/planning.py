@@ -1,0 +1,293 @@
+"""From a model and a budget to a plan: capture, price, solve, and repair against the simulated applied plan.
+
+The solver's model of memory is additive; reality has aliases. So each candidate is applied to the model, its step is
+captured under fake tensors and priced, and that peak is what counts. Over the budget by d bytes: solve again for d
+less. Under it with room to spare: solve for more. A plan that leaves here has passed this judge.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from recoup import progress
+from recoup.capture.capture import StepSpec, capture
+from recoup.cost.model import CostModel, PricedTrace
+from recoup.engine.handle import apply_decisions
+from recoup.errors import InfeasibleBudget, UsageError
+from recoup.ir.plan import Decision, Plan, Prediction
+from recoup.ir.trace import Trace
+from recoup.solve.build import build_problem
+from recoup.solve.decisions import to_decisions
+from recoup.solve.frontier import Solution, Solver
+from recoup.solve.problem import Problem
+from recoup.units import format_bytes, parse_budget
+
+ACTIONS = ("rederive", "recompute")
+_EVERYWHERE = (Decision(path="", action="rederive"),)
+_MAX_REPAIRS = 8
+_WORTH_ANOTHER_TRY = 0.985
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A set of decisions and what the simulation of the applied plan says of it."""
+
+    decisions: tuple[Decision, ...]
+    peak_bytes: int
+    step_seconds: float
+    recomputed_flops: int
+    saved_bytes: int
+    phase: str
+    tensors: tuple[tuple[str, int], ...]
+
+
+class Planner:
+    """Plans for one step on one device; candidates are simulated once each.
+
+    Attributes:
+        plain: the step without a plan. problem: what the solver sees. cost: prices ops.
+        fixed_bytes: what the device takes whatever the step does (library workspaces).
+    """
+
+    def __init__(
+        self, spec: StepSpec, *, cost: CostModel, actions: Sequence[str], fixed_bytes: int = 0, spans: bool = True
+    ) -> None:
+        self.spec = spec
+        self.cost = cost
+        self.actions = tuple(actions)
+        self.fixed_bytes = fixed_bytes
+        self._seen: dict[tuple[Decision, ...], Candidate] = {}
+        progress.advance("capturing the step")
+        trace = capture(spec)
+        progress.advance(f"pricing {len(trace.signatures)} distinct ops")
+        self.priced = cost.price(trace)
+        self.plain = self._candidate((), self.priced)
+        variants = {"save": self.priced}
+        if "rederive" in self.actions:
+            progress.advance("capturing the step with everything rederived")
+            variants["rederive"] = self._simulate_priced(_EVERYWHERE)
+        self.problem: Problem = build_problem(variants, spans=spans)
+        self.solver = Solver(self.problem, actions=self.actions, spans=spans)
+        self._buffers = {(c.path, c.index): c.mutated_buffers for c in trace.calls if c.mutated_buffers}
+        self._num_calls: dict[str, int] = {}
+        for call in trace.calls:
+            self._num_calls[call.path] = max(self._num_calls.get(call.path, 0), call.index + 1)
+
+    @property
+    def trace(self) -> Trace:
+        """The trace of the plain step."""
+        return self.priced.trace
+
+    def _simulate_priced(self, chosen: tuple[Decision, ...]) -> PricedTrace:
+        with apply_decisions(self.spec.model, chosen):
+            return self.cost.price(capture(self.spec))
+
+    def simulate(self, chosen: tuple[Decision, ...]) -> Candidate:
+        """Returns what the step costs with `chosen` applied, by running it under fake tensors."""
+        if not chosen:
+            return self.plain
+        found = self._seen.get(chosen)
+        if found is None:
+            progress.advance(f"simulating a plan with {len(chosen)} decisions")
+            found = self._seen[chosen] = self._candidate(chosen, self._simulate_priced(chosen))
+        return found
+
+    def _candidate(self, chosen: tuple[Decision, ...], priced: PricedTrace) -> Candidate:
+        trace = priced.trace
+        levels = trace.levels(priced.op_workspace_bytes)
+        at = max(range(len(levels)), key=levels.__getitem__)
+        op = trace.ops[at]
+        alive = sorted(
+            (s for s in trace.storages if s.alloc_op <= at <= s.free_op), key=lambda s: s.nbytes, reverse=True
+        )
+        tensors = _group_labels([(s.label, s.nbytes) for s in alive])
+        if priced.op_workspace_bytes[at]:
+            name = trace.signatures[op.signature].name
+            tensors = [*tensors, (f"workspace of {name}", priced.op_workspace_bytes[at])]
+            tensors.sort(key=lambda item: -item[1])
+        forward_end = sum(1 for o in trace.ops if o.phase in ("forward", "loss"))
+        return Candidate(
+            decisions=chosen,
+            peak_bytes=levels[at] + self.fixed_bytes,
+            step_seconds=sum(priced.op_seconds),
+            recomputed_flops=sum(trace.signatures[o.signature].flops for o in trace.ops if o.replayed),
+            saved_bytes=sum(
+                s.nbytes for s in trace.storages if s.category == "saved" and s.alloc_op < forward_end <= s.free_op
+            ),
+            phase="replay" if op.replayed else op.phase,
+            tensors=tuple(tensors[:8]),
+        )
+
+    # -- choosing -----------------------------------------------------------------------------------------------
+
+    def decide(self, solution: Solution) -> tuple[Decision, ...]:
+        """Returns a solution's decisions, ready for the engine: one for every call where there is only one."""
+        chosen = []
+        for decision in to_decisions(self.solver.line, solution.choice):
+            buffers = self._buffers.get((decision.path, decision.call or 0), ())
+            call = None if self._num_calls.get(decision.path, 1) == 1 else decision.call
+            chosen.append(dataclasses.replace(decision, call=call, buffers=tuple(buffers)))
+        return tuple(chosen)
+
+    def solve(self, target_bytes: int) -> Solution:
+        """Returns the solver's answer for a target, without simulating it."""
+        return self.solver.solve(target_bytes - self.fixed_bytes)
+
+    def smallest(self) -> Candidate:
+        """Returns the plan with the smallest simulated peak that was found."""
+        candidates = [self.simulate(self.decide(self.solver.leanest()))]
+        if "rederive" in self.actions:
+            candidates.append(self.simulate(_EVERYWHERE))
+        candidates += self._seen.values()
+        return min([*candidates, self.plain], key=lambda c: (c.peak_bytes, c.step_seconds))
+
+    def fit(self, budget_bytes: int) -> Candidate | None:
+        """Returns the fastest plan found whose simulated peak is at or under the budget, None if there is none."""
+        if self.plain.peak_bytes <= budget_bytes:
+            return self.plain
+        fitting: list[Candidate] = []
+        tried: set[tuple[Decision, ...]] = set()
+        target, high = budget_bytes, None
+        for _ in range(_MAX_REPAIRS):
+            solution = self.solve(target)
+            if solution.status == "infeasible":
+                break
+            chosen = self.decide(solution)
+            if chosen in tried:
+                target -= max(budget_bytes // 500, 1)
+                if fitting:
+                    break
+                continue
+            tried.add(chosen)
+            candidate = self.simulate(chosen)
+            gap = candidate.peak_bytes - budget_bytes
+            if gap > 0:
+                high = target if high is None else min(high, target)
+                target = min(target - gap, target - 1) if not fitting else (target + fitting[-1].peak_bytes) // 2
+                if fitting:
+                    break
+            else:
+                fitting.append(candidate)
+                if candidate.peak_bytes >= _WORTH_ANOTHER_TRY * budget_bytes or high is not None:
+                    break
+                target = target - gap
+        fitting += [c for c in self._seen.values() if c.peak_bytes <= budget_bytes]
+        if not fitting:
+            smallest = self.smallest()
+            if smallest.peak_bytes > budget_bytes:
+                return None
+            fitting = [c for c in self._seen.values() if c.peak_bytes <= budget_bytes] or [smallest]
+        return min(fitting, key=lambda c: (c.step_seconds, len(c.decisions), c.peak_bytes))
+
+    def infeasible(self, budget_bytes: int) -> InfeasibleBudget:
+        """Returns the error that says what the smallest reachable peak is, and what sets it."""
+        smallest = self.smallest()
+        largest = ", ".join(f"{name} {format_bytes(size)}" for name, size in smallest.tensors[:3])
+        needed = -(-smallest.peak_bytes // 2**20)
+        return InfeasibleBudget(
+            f"Budget {format_bytes(budget_bytes)} is below the smallest reachable peak "
+            f"{format_bytes(smallest.peak_bytes)}, which is in the {smallest.phase} (largest there: {largest}). "
+            f"Use a budget of at least {needed}MiB, a smaller batch, or a leaner optimizer or dtype.",
+            budget_bytes=budget_bytes,
+            minimum_bytes=smallest.peak_bytes,
+            phase=smallest.phase,
+            tensors=smallest.tensors,
+        )
+
+    def prediction(self, candidate: Candidate) -> Prediction:
+        """Returns what the plan's prediction says."""
+        plain = self.plain
+        return Prediction(
+            peak_bytes=candidate.peak_bytes,
+            plain_peak_bytes=plain.peak_bytes,
+            step_seconds=candidate.step_seconds,
+            plain_step_seconds=plain.step_seconds,
+            recomputed_flops=candidate.recomputed_flops,
+            plain_flops=sum(self.trace.signatures[o.signature].flops for o in self.trace.ops),
+            saved_bytes=candidate.saved_bytes,
+            plain_saved_bytes=plain.saved_bytes,
+            phase=candidate.phase,
+            tensors=candidate.tensors,
+            cost_source=self.priced.source,
+        )
+
+    def plan(self, candidate: Candidate, *, budget_bytes: int, budget_text: str, device: str) -> Plan:
+        """Returns the plan for people and for disk."""
+        from recoup import __version__
+
+        modules = dict(self.spec.model.named_modules(remove_duplicate=False))
+        paths = dict.fromkeys(p for d in candidate.decisions for p in (d.path, *d.span))
+        notes = []
+        if self.trace.source == "real":
+            notes.append(f"captured from a real step: {self.trace.reason}")
+        if "no loss was given" in self.trace.grad_mode_default_loss:
+            notes.append(f"the loss is {self.trace.grad_mode_default_loss}")
+        if self.plain.peak_bytes <= budget_bytes:
+            notes.append("the unplanned step fits: nothing is changed")
+        refused = sorted({(c.path, c.refusal) for c in self.trace.calls if c.refusal and "keeps state" in c.refusal})
+        notes += [f"`{path or 'the model'}` is never recomputed: {why}" for path, why in refused[:3]]
+        return Plan(
+            decisions=candidate.decisions,
+            budget_bytes=budget_bytes,
+            budget_text=budget_text,
+            device=device,
+            model_class=self.trace.model_class,
+            fingerprint=self.trace.fingerprint,
+            structure=tuple((path, type(modules[path]).__name__) for path in paths),
+            predicted=self.prediction(candidate),
+            notes=tuple(notes),
+            versions=(("recoup", __version__), ("torch", str(torch.__version__))),
+        )
+
+
+def _group_labels(items: list[tuple[str, int]]) -> list[tuple[str, int]]:
+    """Returns (label, bytes), storages with one label summed, largest first; layer numbers count as one label."""
+    import re
+
+    sums: dict[str, list[int]] = {}
+    for label, size in items:
+        key = re.sub(r"\.\d+(?=\.|$)", ".*", label)
+        sums.setdefault(key, []).append(size)
+    grouped = [
+        (f"{label} (x{len(sizes)})" if len(sizes) > 1 else label, sum(sizes)) for label, sizes in sums.items()
+    ]
+    grouped.sort(key=lambda item: -item[1])
+    return grouped
+
+
+def check_actions(actions: Any) -> tuple[str, ...]:
+    """Returns the actions as a tuple.
+
+    Raises:
+        UsageError: if one is not known.
+    """
+    chosen = (actions,) if isinstance(actions, str) else tuple(actions)
+    for action in chosen:
+        if action not in ACTIONS:
+            raise UsageError(f"Unknown action {action!r}. Choose from {', '.join(ACTIONS)} (save is always there).")
+    return chosen
+
+
+def plan_for_budget(
+    planner: Planner, *, budget: int | str, free_bytes: int | None, device: str
+) -> tuple[Plan, Candidate]:
+    """Returns the fastest plan for the budget.
+
+    Raises:
+        InfeasibleBudget: if the smallest reachable peak is above it.
+    """
+    budget_bytes = parse_budget(budget, plain_peak_bytes=planner.plain.peak_bytes, free_bytes=free_bytes)
+    candidate = planner.fit(budget_bytes)
+    if candidate is None:
+        raise planner.infeasible(budget_bytes)
+    return planner.plan(candidate, budget_bytes=budget_bytes, budget_text=str(budget), device=device), candidate
+
+
+def is_on_meta(model: nn.Module) -> bool:
+    """Whether any parameter has no data."""
+    return any(p.device.type == "meta" for p in model.parameters())

@@ -1,0 +1,302 @@
+"""From priced traces to the solver's problem.
+
+Every ambient action (`save`, `rederive`) was captured once as a step of its own, so an option's prices are read off a
+timeline, never estimated: what a leaf leaves saved, how far memory rises above the level it was entered at in forward
+and in backward, and the seconds of what was rebuilt. A storage that several leaves save counts for the first. What the
+additive model cannot see (aliases between decisions) is corrected by simulating the applied plan.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from recoup.cost.model import PricedTrace
+from recoup.ir.trace import Call, Trace
+from recoup.solve.problem import Block, Leaf, Option, Problem, Region
+
+_Array = npt.NDArray[np.int64]
+REGION_OVERHEAD_SECONDS = 150e-6  # host time of one region's bookkeeping, measured on a CPU
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Segment:
+    """A run of forward ops of one call: [first, last)."""
+
+    call: int
+    first: int
+    last: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Numbers:
+    """What one captured variant says, by segment."""
+
+    fixed_bytes: int
+    saved: _Array
+    saved_before: _Array
+    gradient: _Array
+    gradient_after: _Array
+    forward: _Array
+    backward: _Array
+    extra_seconds: list[float]
+    extra_flops: list[int]
+    levels: _Array
+
+
+def build_problem(variants: Mapping[str, PricedTrace], *, spans: bool = True) -> Problem:
+    """Returns the problem.
+
+    Args:
+        variants: the priced trace of the plain step under "save", and under "rederive" that of the step in which
+            everything is rederived, if that action may be chosen.
+        spans: whether calls that hand one tensor on may form one region.
+    """
+    plain = variants["save"]
+    trace = plain.trace
+    segments = _segments(trace)
+    numbers = {
+        action: _measure(priced, segments)
+        for action, priced in variants.items()
+        if action == "save" or _same_calls(trace, priced.trace)
+    }
+    base = numbers["save"]
+    children: dict[int, list[int]] = {}
+    for index, call in enumerate(trace.calls):
+        children.setdefault(call.parent, []).append(index)
+    by_call: dict[int, list[int]] = {}
+    for position, segment in enumerate(segments):
+        by_call.setdefault(segment.call, []).append(position)
+    free = _rederivable(variants)
+    holders = _input_holders(trace)
+    lookup = _Lookup(plain, segments)
+
+    def leaf(position: int, owner: tuple[str, int]) -> Leaf:
+        options = []
+        for action, n in numbers.items():
+            options.append(
+                Option(
+                    action=action,
+                    saved_bytes=int(n.saved[position]),
+                    forward_bytes=int(n.forward[position]),
+                    backward_bytes=int(n.backward[position]),
+                    extra_seconds=n.extra_seconds[position],
+                    extra_flops=n.extra_flops[position],
+                )
+            )
+        if len(options) == 2 and dataclasses.replace(options[1], action="save") == options[0]:
+            options = options[:1]
+        return Leaf(owner=owner, options=tuple(options), gradient_bytes=int(base.gradient[position]))
+
+    def block(index: int) -> Block:
+        call = trace.calls[index]
+        return Block(
+            path=call.path,
+            call=call.index,
+            kind=call.kind,
+            parts=parts(index, (call.path, call.index)),
+            region=_region(lookup, base, index, free, holders) if call.path else None,
+            chained=call.chained and spans,
+        )
+
+    def parts(index: int, owner: tuple[str, int]) -> tuple[Leaf | Block, ...]:
+        found: list[tuple[int, int, Leaf | Block]] = []
+        for child in children.get(index, ()):
+            call = trace.calls[child]
+            if call.last_op > call.first_op:
+                found.append((call.first_op, 1, block(child)))
+        for position in by_call.get(index, ()):
+            found.append((segments[position].first, 0, leaf(position, owner)))
+        found.sort(key=lambda item: item[:2])
+        return tuple(part for _, _, part in found)
+
+    num_forward = sum(1 for o in trace.ops if o.phase in ("forward", "loss"))
+    optimizer = [i for i, o in enumerate(trace.ops) if o.phase == "optimizer"]
+    levels = base.levels
+    return Problem(
+        parts=parts(-1, ("", 0)),
+        fixed_bytes=base.fixed_bytes,
+        optimizer_peak_bytes=int(levels[optimizer].max()) if optimizer else 0,
+        plain_seconds=float(sum(plain.op_seconds)),
+        plain_flops=int(sum(trace.signatures[o.signature].flops for o in trace.ops)) if num_forward else 0,
+    )
+
+
+def _segments(trace: Trace) -> list[_Segment]:
+    """Returns the runs of forward ops that belong to one call, in order; a child's call splits its parent's run."""
+    starts = {call.first_op for call in trace.calls} | {call.last_op for call in trace.calls}
+    segments: list[_Segment] = []
+    first, current = 0, None
+    position = 0
+    for position, op in enumerate(trace.ops):
+        if op.phase not in ("forward", "loss"):
+            break
+        if current is None or op.call != current or position in starts:
+            if current is not None:
+                segments.append(_Segment(call=current, first=first, last=position))
+            first, current = position, op.call
+    else:
+        position += 1
+    if current is not None:
+        segments.append(_Segment(call=current, first=first, last=position))
+    return segments
+
+
+def _same_calls(a: Trace, b: Trace) -> bool:
+    return [(c.path, c.index, c.first_op, c.last_op) for c in a.calls] == [
+        (c.path, c.index, c.first_op, c.last_op) for c in b.calls
+    ]
+
+
+def _measure(priced: PricedTrace, segments: Sequence[_Segment]) -> _Numbers:
+    trace = priced.trace
+    levels = np.asarray(trace.levels(priced.op_workspace_bytes), dtype=np.int64)
+    num = len(segments)
+    segment_of_op = np.full(len(trace.ops) + 1, -1, dtype=np.int64)
+    for position, segment in enumerate(segments):
+        segment_of_op[segment.first : segment.last] = position
+    num_forward = segments[-1].last if segments else 0
+    for i in range(num_forward, len(trace.ops)):
+        op = trace.ops[i]
+        if op.phase == "backward" and op.origin >= 0:
+            segment_of_op[i] = segment_of_op[op.origin]
+    saved = np.zeros(num, dtype=np.int64)
+    gradient = np.zeros(num, dtype=np.int64)
+    fixed = 0
+    for storage in trace.storages:
+        if storage.alloc_op < 0:
+            fixed += storage.nbytes
+        elif storage.category == "saved":
+            at = segment_of_op[min(storage.saved_op, num_forward - 1)]
+            saved[at] += storage.nbytes
+        elif storage.category == "gradient":
+            at = segment_of_op[storage.alloc_op]
+            if at >= 0:
+                gradient[at] += storage.nbytes
+    saved_before = np.concatenate([[0], np.cumsum(saved)[:-1]]) if num else saved
+    gradient_after = gradient.sum() - np.cumsum(gradient)
+    forward = np.zeros(num, dtype=np.int64)
+    backward = saved.copy()
+    seconds = [0.0] * num
+    flops = [0] * num
+    for i, op in enumerate(trace.ops):
+        at = int(segment_of_op[i])
+        if at < 0:
+            continue
+        if op.phase == "backward":
+            above = levels[i] - fixed - saved_before[at] - gradient_after[at]
+            backward[at] = max(backward[at], above)
+            if op.replayed:
+                seconds[at] += priced.op_seconds[i]
+                flops[at] += trace.signatures[op.signature].flops
+        else:
+            forward[at] = max(forward[at], levels[i] - fixed - saved_before[at])
+    return _Numbers(
+        fixed_bytes=fixed,
+        saved=saved,
+        saved_before=saved_before,
+        gradient=gradient,
+        gradient_after=gradient_after,
+        forward=forward,
+        backward=backward,
+        extra_seconds=seconds,
+        extra_flops=flops,
+        levels=levels,
+    )
+
+
+def _rederivable(variants: Mapping[str, PricedTrace]) -> set[int]:
+    """Returns storages that are saved in the plain step and need not be when everything is rederived.
+
+    The same forward ops make the same storages in the same order in both.
+    """
+    if "rederive" not in variants:
+        return set()
+    plain, other = variants["save"].trace, variants["rederive"].trace
+    if not _same_calls(plain, other):
+        return set()
+    twins: dict[tuple[int, int, int], list[int]] = {}
+    for storage in other.storages:
+        twins.setdefault((storage.alloc_op, storage.nbytes, 0), []).append(storage.saved_op)
+    free = set()
+    for index, storage in enumerate(plain.storages):
+        found = twins.get((storage.alloc_op, storage.nbytes, 0))
+        if found:
+            saved_op = found.pop(0)
+            if storage.saved_op >= 0 and saved_op < 0 and storage.alloc_op >= 0:
+                free.add(index)
+    return free
+
+
+def _input_holders(trace: Trace) -> dict[int, list[int]]:
+    """Returns for each storage the calls that take it as an input and save it inside, in call order."""
+    holders: dict[int, list[int]] = {}
+    for index, call in enumerate(trace.calls):
+        for storage in call.inputs:
+            if trace.storages[storage].saved_op >= 0:
+                holders.setdefault(storage, []).append(index)
+    return holders
+
+
+class _Lookup:
+    """Sums over ranges of ops, and forward storages by the op that made them, prepared once."""
+
+    def __init__(self, priced: PricedTrace, segments: Sequence[_Segment]) -> None:
+        trace = priced.trace
+        self.trace = trace
+        self.segment_starts = [s.first for s in segments]
+        flops = [trace.signatures[o.signature].flops for o in trace.ops]
+        self.seconds = np.concatenate([[0.0], np.cumsum(priced.op_seconds)])
+        self.flops = np.concatenate([[0], np.cumsum(np.asarray(flops, dtype=np.int64))])
+        made = [s for s in trace.storages if s.alloc_op >= 0 and s.nbytes and s.released_op < s.free_op]
+        made.sort(key=lambda s: s.alloc_op)
+        self.made_at = np.asarray([s.alloc_op for s in made], dtype=np.int64)
+        self.released = np.asarray([s.released_op for s in made], dtype=np.int64)
+        self.freed = np.asarray([s.free_op for s in made], dtype=np.int64)
+        self.nbytes = np.asarray([s.nbytes for s in made], dtype=np.int64)
+
+    def let_go(self, first: int, last: int) -> _Array:
+        """Returns for each op of [first, last) the bytes made in that range that only autograd still holds."""
+        low, high = np.searchsorted(self.made_at, [first, last])
+        start = np.clip(self.released[low:high] + 1, first, last) - first
+        stop = np.clip(self.freed[low:high] + 1, first, last) - first
+        change = np.zeros(last - first + 1, dtype=np.int64)
+        np.add.at(change, start, self.nbytes[low:high])
+        np.add.at(change, stop, -self.nbytes[low:high])
+        return np.cumsum(change[:-1])
+
+
+def _region(
+    lookup: _Lookup, numbers: _Numbers, index: int, free: set[int], holders: Mapping[int, list[int]]
+) -> Region | None:
+    trace = lookup.trace
+    call = trace.calls[index]
+    if call.refusal or call.last_save_op < 0 or call.last_op <= call.first_op:
+        return None
+    pinned, saved_inside = 0, 0
+    for i in call.inputs:
+        storage = trace.storages[i]
+        if storage.alloc_op < 0 or i in free or _held_before(trace, call, holders.get(i, ())):
+            continue
+        pinned += storage.nbytes
+        if storage.category == "saved" and call.first_op <= storage.saved_op <= call.last_op:
+            saved_inside += storage.nbytes
+    first, last = call.first_op, call.last_op
+    at = int(np.searchsorted(lookup.segment_starts, first))
+    level = numbers.levels[first:last] - lookup.let_go(first, last)
+    stop = min(call.last_save_op, last)
+    return Region(
+        saved_bytes=pinned,
+        forward_bytes=int(level.max()) - numbers.fixed_bytes - int(numbers.saved_before[at]),
+        replay_bytes=-saved_inside,
+        seconds=float(lookup.seconds[stop] - lookup.seconds[first]) + REGION_OVERHEAD_SECONDS,
+        flops=int(lookup.flops[stop] - lookup.flops[first]),
+    )
+
+
+def _held_before(trace: Trace, call: Call, holders: Sequence[int]) -> bool:
+    """Whether an earlier call that has the same input holds it, whatever action that call takes."""
+    return any(trace.calls[h].last_op <= call.first_op for h in holders)

@@ -1,0 +1,1 @@
+"""Proof: the planned step beside the plain one, values, memory and time."""

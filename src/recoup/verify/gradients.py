@@ -1,0 +1,116 @@
+"""One step's results, taken down and compared: loss, gradients, buffers, random streams."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What a step left behind.
+
+    `random_state` is torch's CPU stream, the device's, and python's.
+    """
+
+    loss: torch.Tensor
+    gradients: dict[str, torch.Tensor | None]
+    buffers: dict[str, torch.Tensor]
+    random_state: tuple[Any, ...]
+
+
+def take_result(model: nn.Module, loss: torch.Tensor) -> StepResult:
+    """Returns copies of what the step that just ran left in the model; gradients are handed over, not copied."""
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        gradients[name] = parameter.grad
+        parameter.grad = None
+    return StepResult(
+        loss=loss.detach().clone(),
+        gradients=gradients,
+        buffers={name: b.detach().clone() for name, b in model.named_buffers()},
+        random_state=random_state(),
+    )
+
+
+def random_state() -> tuple[Any, ...]:
+    """Returns the random streams as they are now."""
+    cuda = tuple(torch.cuda.get_rng_state_all()) if torch.cuda.is_initialized() else ()
+    return torch.get_rng_state(), cuda, random.getstate()
+
+
+def same_random_state(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
+    """Whether two results of `random_state` are the same."""
+    return (
+        torch.equal(a[0], b[0])
+        and len(a[1]) == len(b[1])
+        and all(torch.equal(x, y) for x, y in zip(a[1], b[1], strict=True))
+        and a[2] == b[2]
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """How two steps' results differ; `differences` in words, model order."""
+
+    loss_equal: bool
+    gradients_equal: bool
+    same_gradient_set: bool
+    buffers_equal: bool
+    rng_equal: bool
+    max_gradient_error: float
+    differences: tuple[str, ...]
+
+
+def compare(plain: StepResult, planned: StepResult) -> Comparison:
+    """Compares bit for bit; NaNs in the same places count as equal."""
+    differences: list[str] = []
+    loss_equal = _equal(plain.loss, planned.loss)
+    if not loss_equal:
+        differences.append(f"loss {plain.loss.item():.9g} became {planned.loss.item():.9g}")
+    same_set, gradients_equal, worst = True, True, 0.0
+    for name, gradient in plain.gradients.items():
+        other = planned.gradients.get(name)
+        if (gradient is None) != (other is None):
+            same_set = gradients_equal = False
+            differences.append(f"`{name}` {'got a gradient' if other is not None else 'lost its gradient'}")
+        elif gradient is not None and other is not None and not _equal(gradient, other):
+            gradients_equal = False
+            error = _relative_error(gradient, other)
+            worst = max(worst, error)
+            differences.append(f"gradient of `{name}` differs by {error:.2e} (relative)")
+    buffers_equal = True
+    for name, buffer in plain.buffers.items():
+        if not _equal(buffer, planned.buffers[name]):
+            buffers_equal = False
+            differences.append(f"buffer `{name}` differs")
+    rng_equal = same_random_state(plain.random_state, planned.random_state)
+    if not rng_equal:
+        differences.append("the random number streams ended elsewhere")
+    return Comparison(
+        loss_equal=loss_equal,
+        gradients_equal=gradients_equal,
+        same_gradient_set=same_set,
+        buffers_equal=buffers_equal,
+        rng_equal=rng_equal,
+        max_gradient_error=worst,
+        differences=tuple(differences),
+    )
+
+
+def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if torch.equal(a, b):
+        return True
+    return a.is_floating_point() and bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def _relative_error(a: torch.Tensor, b: torch.Tensor) -> float:
+    wide = torch.float64 if not a.is_complex() else torch.complex128
+    a, b = a.detach().to(wide), b.detach().to(wide)
+    return float((a - b).norm() / a.norm().clamp_min(1e-300))

@@ -1,0 +1,57 @@
+"""The meter: peak memory of a step, everything counted, by the allocator's own events.
+
+On a CPU every allocation and release passes the profiler; the peak is the running maximum of its events, plus what the
+model, its gradients, the optimizer and the batch held before. On CUDA it is `max_memory_allocated`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from recoup import _compat
+
+
+def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Returns the bytes of the tensors' storages, each counted once."""
+    seen: dict[int, int] = {}
+    for tensor in tensors:
+        if tensor.layout is torch.strided:
+            storage = tensor.untyped_storage()
+            seen[storage.data_ptr() or id(storage)] = storage.nbytes()
+    return sum(seen.values())
+
+
+def measure_peak(step: Callable[[], Any], *, device: torch.device, held_bytes: int) -> int:
+    """Runs `step` once and returns the peak in bytes.
+
+    Args:
+        device: where the step runs. held_bytes: storages that are there before and stay (CPU only; CUDA counts
+            everything that is allocated on the device).
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        step()
+        torch.cuda.synchronize(device)
+        return int(torch.cuda.max_memory_allocated(device))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            step()
+    level = peak = 0
+    for change in _compat.cpu_memory_events(profiler):
+        level += change
+        peak = max(peak, level)
+    return held_bytes + peak
+
+
+def meter_name(device: torch.device) -> str:
+    """Returns in words how `measure_peak` measures there."""
+    if device.type == "cuda":
+        return f"max_memory_allocated on {torch.cuda.get_device_name(device)}"
+    return "allocator events of torch.profiler on the CPU"

@@ -1,0 +1,43 @@
+"""How much slower: plain and planned steps interleaved, medians of ratios."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def time_ratio(
+    plain: Callable[[], Any], planned: Callable[[], Any], *, device: torch.device, max_seconds: float, pairs: int = 5
+) -> tuple[float, float]:
+    """Returns the median of planned/plain over interleaved pairs, and half the distance between its quartiles.
+
+    Args:
+        max_seconds: stop after this long, once two pairs are in.
+    """
+
+    def once(step: Callable[[], Any]) -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        step()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - start
+
+    ratios: list[float] = []
+    begun = time.perf_counter()
+    for i in range(pairs):
+        if i % 2 == 0:
+            a, b = once(plain), once(planned)
+        else:
+            b, a = once(planned), once(plain)
+        ratios.append(b / a)
+        if len(ratios) >= 2 and time.perf_counter() - begun > max_seconds:
+            break
+    ratios.sort()
+    quarter = len(ratios) // 4
+    return statistics.median(ratios), (ratios[-1 - quarter] - ratios[quarter]) / 2

@@ -1,0 +1,204 @@
+"""Runs the plain and the planned step from the same state and compares everything.
+
+Both start from the same weights, buffers and random streams. The first planned step is run under the meter; time is
+taken over interleaved pairs. Nothing of the model changes: weights, buffers, `.grad`s, flags and streams are put back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from recoup.capture.optimizer import OptimizerLike, rebuild_optimizer
+from recoup.capture.step import Loss, call_model, loss_of
+from recoup.capture.swap import untouched
+from recoup.engine import activity
+from recoup.engine.handle import apply_decisions, find_patches, plain
+from recoup.engine.nest import iterate_tensors, map_tensors
+from recoup.errors import UsageError
+from recoup.ir.evidence import Evidence
+from recoup.ir.plan import Plan
+from recoup.verify.gradients import Comparison, StepResult, compare, take_result
+from recoup.verify.memory import measure_peak, meter_name, storage_bytes
+from recoup.verify.speed import time_ratio
+
+
+class _Bench:
+    """A model in a fixed state, on which steps are run and taken back."""
+
+    def __init__(self, model: nn.Module, batch: Any, loss: Loss | None, optimizer: OptimizerLike | None) -> None:
+        self.model = model
+        self.batch = batch
+        self.loss = loss
+        self.device = next(model.parameters()).device
+        self._buffers = [(b, b.detach().clone()) for b in model.buffers()]
+        self._weights = [(p, p.detach().clone()) for p in model.parameters()] if optimizer is not None else []
+        self._random = torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+        self.optimizer: torch.optim.Optimizer | None = None
+        if optimizer is not None:
+            parameters = [p for p in model.parameters() if isinstance(p, nn.Parameter)]
+            self.optimizer = rebuild_optimizer(
+                optimizer, {id(p): p for p in parameters}, parameters, foreach=False
+            )
+            for parameter in parameters:
+                parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+            self.optimizer.step()
+            self.restore()
+
+    def restore(self) -> None:
+        """Puts weights, buffers, gradients and random streams back."""
+        with torch.no_grad():
+            for buffer, before in self._buffers:
+                buffer.copy_(before)
+            for weight, before in self._weights:
+                weight.copy_(before)
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        torch.set_rng_state(self._random)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state_all(self._cuda)
+
+    def held_bytes(self) -> int:
+        """Returns the bytes that are there before a step: weights, buffers, optimizer state, batch."""
+        state = [dict(s) for s in self.optimizer.state.values()] if self.optimizer is not None else []
+        tensors = [*self.model.parameters(), *self.model.buffers(), *iterate_tensors([self.batch, state])]
+        return storage_bytes(t for t in tensors if t.device.type == self.device.type)
+
+    def step(self, *, take: bool = False) -> StepResult | None:
+        """Runs one training step; with `take`, returns what it left behind (and runs no optimizer step)."""
+        output = call_model(self.model, self.batch)
+        loss, _ = loss_of(output, self.batch, self.loss)
+        loss.backward()  # type: ignore[no-untyped-call]
+        if take:
+            return take_result(self.model, loss)
+        del output, loss
+        if self.optimizer is not None:
+            self.optimizer.step()
+        return None
+
+
+def verify_plan(
+    model: nn.Module,
+    plan: Plan,
+    batch: Any,
+    *,
+    loss: Loss | None = None,
+    optimizer: OptimizerLike | None = None,
+    timed: bool = True,
+    max_seconds: float = 30.0,
+) -> Evidence:
+    """Returns the evidence for `plan` on `model`.
+
+    Args:
+        plan: applied already, or not: then it is applied for the duration.
+        timed: whether to time interleaved pairs of steps, for about `max_seconds`.
+
+    Raises:
+        UsageError: if the model is on `meta`: there is nothing to run.
+    """
+    if any(p.device.type == "meta" for p in model.parameters()):
+        raise UsageError(
+            f"{type(model).__name__} is on `meta`; a measured step needs real weights. Build it on the device, or "
+            "stop at `plan`."
+        )
+    notes: list[str] = []
+    with untouched(model), _in_place(model, plan):
+        bench = _Bench(model, batch, loss, optimizer)
+        try:
+            comparison, baseline_peak, peak, counters = _measure(bench, notes)
+            ratio: float | None = None
+            spread: float | None = None
+            if timed and baseline_peak is not None:
+                ratio, spread = _time(bench, max_seconds)
+        finally:
+            bench.restore()
+    return Evidence(
+        peak_bytes=peak,
+        baseline_peak_bytes=baseline_peak,
+        predicted_peak_bytes=plan.predicted.peak_bytes,
+        budget_bytes=plan.budget_bytes,
+        gradients_equal=comparison.gradients_equal,
+        max_gradient_error=comparison.max_gradient_error,
+        loss_equal=comparison.loss_equal,
+        buffers_equal=comparison.buffers_equal,
+        rng_equal=comparison.rng_equal,
+        same_gradient_set=comparison.same_gradient_set,
+        time_ratio=ratio,
+        time_spread=spread,
+        num_regions_replayed=counters[0],
+        num_rederived=counters[1],
+        differences=comparison.differences,
+        meter=meter_name(bench.device),
+        notes=tuple(notes),
+    )
+
+
+@contextlib.contextmanager
+def _in_place(model: nn.Module, plan: Plan) -> Iterator[None]:
+    if find_patches(model) or not plan.decisions:
+        yield
+        return
+    with apply_decisions(model, plan.decisions):
+        yield
+
+
+def _measure(bench: _Bench, notes: list[str]) -> tuple[Comparison, int | None, int, tuple[int, int]]:
+    """Runs one plain and one planned step under the meter, and one of each for the values."""
+    held, device = bench.held_bytes(), bench.device
+
+    def metered() -> int:
+        bench.restore()
+        return measure_peak(bench.step, device=device, held_bytes=held)
+
+    baseline: int | None = None
+    whole = bench.batch
+    try:
+        with plain(bench.model):
+            baseline = metered()
+    except torch.OutOfMemoryError:
+        bench.restore()
+        bench.batch = _half(bench.batch)
+        notes.append("the plain step does not fit: gradients were compared on half the batch")
+    plain_result = _result(bench, planned=False)
+    before = activity.counters()
+    planned_result = _result(bench, planned=True)
+    after = activity.counters()
+    bench.batch = whole
+    peak = metered()
+    comparison = compare(plain_result, planned_result)
+    return comparison, baseline, peak, (after[0] - before[0], after[1] - before[1])
+
+
+def _result(bench: _Bench, *, planned: bool) -> StepResult:
+    bench.restore()
+    with contextlib.nullcontext() if planned else plain(bench.model):
+        result = bench.step(take=True)
+    assert result is not None
+    return result
+
+
+def _time(bench: _Bench, max_seconds: float) -> tuple[float, float]:
+    def runner(planned: bool) -> Callable[[], None]:
+        def run() -> None:
+            with contextlib.nullcontext() if planned else plain(bench.model):
+                bench.step()
+            for parameter in bench.model.parameters():
+                parameter.grad = None
+
+        return run
+
+    bench.restore()
+    return time_ratio(runner(False), runner(True), device=bench.device, max_seconds=max_seconds)
+
+
+def _half(batch: Any) -> Any:
+    sizes = {t.shape[0] for t in iterate_tensors(batch) if t.dim() > 0}
+    full = max(sizes, default=0)
+    if full < 2:
+        return batch
+    return map_tensors(lambda t: t[: full // 2] if t.dim() > 0 and t.shape[0] == full else t, batch)
