@@ -141,6 +141,9 @@ class Planner:
     def smallest(self) -> Candidate:
         """Returns the plan with the smallest simulated peak that was found."""
         candidates = [self.simulate(self.decide(self.solver.leanest()))]
+        if len(self.actions) > 1:
+            alone = Solver(self.problem, actions=("recompute",)).leanest()
+            candidates.append(self.simulate(self.decide(alone)))
         if "rederive" in self.actions:
             candidates.append(self.simulate(_EVERYWHERE))
         candidates += self._seen.values()

@@ -13,7 +13,7 @@ from torch import nn
 
 from recoup import _compat
 from recoup.engine import rederive, regions
-from recoup.engine.lineage import Recorder, current_recorder
+from recoup.engine.lineage import current_recorder
 from recoup.engine.patch import PatchedForward, patch, unpatch
 from recoup.engine.state import statistics_buffers
 from recoup.errors import PlanMismatch
@@ -49,6 +49,8 @@ class Settings:
     Attributes:
         decisions: those of its path; one with a call number holds for that call only.
         joins: whether its calls may join the span of the call before. derives_below: a deeper decision rederives.
+        records: it is the model itself, and lineage is recorded for rederive decisions somewhere below: the ops that
+            lead to a tensor may lie in other calls than the one that saves it.
         drops_cache: it would fill a key-value cache (`use_cache`), which a replay below it would fill again.
     """
 
@@ -60,6 +62,7 @@ class Settings:
     state: StepState
     is_root: bool
     drops_cache: bool = False
+    records: bool = False
 
     def decide(self, call: int) -> Decision | None:
         """Returns the decision for the given call, if there is one."""
@@ -90,9 +93,13 @@ def _run(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, Any])
         member = _member(patched, settings, open_frame.derives, open_frame.derives_by_default)
         output, state.frame = regions.run_region(member, args, kwargs, joins=open_frame)
         return output
+    derives = decision is not None and decision.action == "rederive"
+    if settings.records and current_recorder() is None and not regions.in_first_forward():
+        with rederive.rederive(by_default=derives):
+            return patched.original(*args, **kwargs)
     if decision is None:
         return patched.original(*args, **kwargs)
-    with _ambient(decision.action == "rederive"):
+    with _ambient(derives):
         return patched.original(*args, **kwargs)
 
 
@@ -161,8 +168,8 @@ def _ambient(derives: bool) -> Iterator[None]:
             yield
         finally:
             recorder.deriving = before
-    elif derives and not regions.in_first_forward():
-        with Recorder(), torch.autograd.graph.saved_tensors_hooks(rederive.pack, rederive.unpack):
+    elif derives and not regions.in_first_forward():  # a part of the model run on its own
+        with rederive.rederive():
             yield
     else:
         yield
@@ -233,7 +240,8 @@ def apply_decisions(model: nn.Module, decisions: Sequence[Decision]) -> Applied:
     paths = dict.fromkeys([*by_path, *joins])
     caching = _caching_paths(modules, [d.path for d in decisions if d.action == "recompute"])
     paths.update(dict.fromkeys(caching))
-    if state.counts_calls or joins:
+    records = any(d.action == "rederive" for d in decisions)
+    if state.counts_calls or joins or records:
         paths.setdefault("", None)
     for path in paths:
         prefix = f"{path}." if path else ""
@@ -246,6 +254,7 @@ def apply_decisions(model: nn.Module, decisions: Sequence[Decision]) -> Applied:
             state=state,
             is_root=path == "",
             drops_cache=path in caching,
+            records=records and path == "",
         )
         patches.append(patch(modules[path], _run, settings))
     return Applied(model, patches, state)

@@ -282,7 +282,7 @@ def _compact_mask(value: Value, made: Made, tensor: torch.Tensor) -> KeptMask | 
     name = made.function._schema.name
     if name not in ("aten::div", "aten::mul") or source.base is None or value.base != geometry_of(tensor):
         return None
-    with _paused(), _compat.below_autocast_and_autograd():
+    with _paused(), activity.recomputing(), _compat.below_autocast_and_autograd():
         mask = KeptMask(tensor.detach() != 0, source.base)
     source.kept = weakref.ref(mask)
     return mask
@@ -295,11 +295,14 @@ def unpack(packed: Any) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def rederive() -> Iterator[None]:
+def rederive(*, by_default: bool = True) -> Iterator[None]:
     """Keeps less for backward, in everything that runs inside: forward and loss of a training step.
 
     Needs no plan and no sample batch. Gradients are bit for bit those of plain training. Backward may run inside or
     outside. Under `no_grad` it costs next to nothing.
+
+    Args:
+        by_default: False only records and keeps, for an applied plan whose decisions turn it on further in.
 
     Example:
         ```python
@@ -311,5 +314,9 @@ def rederive() -> Iterator[None]:
     if _compat.inside_functorch():  # torch.func refuses saved-tensor hooks; it runs as plain autograd
         yield
         return
-    with Recorder(), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+    if not torch.is_grad_enabled():
+        yield
+        return
+    with Recorder() as recorder, torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        recorder.deriving = by_default
         yield

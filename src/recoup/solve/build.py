@@ -58,11 +58,11 @@ def build_problem(variants: Mapping[str, PricedTrace], *, spans: bool = True) ->
     plain = variants["save"]
     trace = plain.trace
     segments = _segments(trace)
-    numbers = {
-        action: _measure(priced, segments)
-        for action, priced in variants.items()
-        if action == "save" or _same_calls(trace, priced.trace)
-    }
+    numbers = {}
+    for action, priced in variants.items():
+        own = segments if action == "save" else _segments(priced.trace)
+        if [s.call for s in own] == [s.call for s in segments] and _paths(trace) == _paths(priced.trace):
+            numbers[action] = _measure(priced, own)
     base = numbers["save"]
     children: dict[int, list[int]] = {}
     for index, call in enumerate(trace.calls):
@@ -145,10 +145,13 @@ def _segments(trace: Trace) -> list[_Segment]:
     return segments
 
 
-def _same_calls(a: Trace, b: Trace) -> bool:
-    return [(c.path, c.index, c.first_op, c.last_op) for c in a.calls] == [
-        (c.path, c.index, c.first_op, c.last_op) for c in b.calls
-    ]
+def _paths(trace: Trace) -> list[tuple[str, int]]:
+    return [(c.path, c.index) for c in trace.calls]
+
+
+def _forward_ops(trace: Trace) -> list[int]:
+    """Returns the positions of the model's own forward ops: what the engine adds (packing a mask) left out."""
+    return [i for i, o in enumerate(trace.ops) if o.phase in ("forward", "loss") and not o.replayed]
 
 
 def _measure(priced: PricedTrace, segments: Sequence[_Segment]) -> _Numbers:
@@ -216,18 +219,19 @@ def _rederivable(variants: Mapping[str, PricedTrace]) -> set[int]:
     if "rederive" not in variants:
         return set()
     plain, other = variants["save"].trace, variants["rederive"].trace
-    if not _same_calls(plain, other):
+    own, others = _forward_ops(plain), _forward_ops(other)
+    if len(own) != len(others):
         return set()
-    twins: dict[tuple[int, int, int], list[int]] = {}
+    twin_op = dict(zip(others, own, strict=True))
+    kept: dict[tuple[int, int], list[bool]] = {}
     for storage in other.storages:
-        twins.setdefault((storage.alloc_op, storage.nbytes, 0), []).append(storage.saved_op)
+        if storage.alloc_op in twin_op:
+            kept.setdefault((twin_op[storage.alloc_op], storage.nbytes), []).append(storage.saved_op >= 0)
     free = set()
     for index, storage in enumerate(plain.storages):
-        found = twins.get((storage.alloc_op, storage.nbytes, 0))
-        if found:
-            saved_op = found.pop(0)
-            if storage.saved_op >= 0 and saved_op < 0 and storage.alloc_op >= 0:
-                free.add(index)
+        found = kept.get((storage.alloc_op, storage.nbytes))
+        if found and not found.pop(0) and storage.saved_op >= 0:
+            free.add(index)
     return free
 
 
