@@ -132,6 +132,8 @@ class Planner:
             buffers = self._buffers.get((decision.path, decision.call or 0), ())
             call = None if self._num_calls.get(decision.path, 1) == 1 else decision.call
             chosen.append(dataclasses.replace(decision, call=call, buffers=tuple(buffers)))
+        if "rederive" in self.actions and chosen and chosen[0].path:
+            chosen.insert(0, Decision(path="", action="save"))  # lineage is recorded: regions' inputs use it
         return tuple(chosen)
 
     def solve(self, target_bytes: int) -> Solution:

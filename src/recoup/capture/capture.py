@@ -170,7 +170,7 @@ def _saving(tracker: Tracker) -> Iterator[None]:
         tracker.saved(tensor)
         return tensor
 
-    with activity.observing(tracker.saved), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+    with activity.observing(tracker), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         yield
 
 

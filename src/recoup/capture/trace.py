@@ -75,6 +75,7 @@ def build_trace(
             )
             for r in tracker.storages
         ),
+        rederive_links=tuple((op, tuple(sources)) for op, sources in tracker.rederive_links),
         calls=tuple(
             _call(call, tracker, writes_by_storage, buffer_names, changed_attributes) for call in recorder.calls
         ),

@@ -93,6 +93,7 @@ class Tracker(_compat.dispatch_mode_class()):  # type: ignore[misc]
         self.writes: list[tuple[int, int]] = []
         self.random_ops: list[int] = []
         self.save_ops: list[tuple[int, int]] = []
+        self.rederive_links: list[tuple[int, list[int]]] = []
         self.recording = True
         self._island = island
         self._round_bytes = round_bytes
@@ -151,13 +152,24 @@ class Tracker(_compat.dispatch_mode_class()):  # type: ignore[misc]
             record = self.storages[index]
             if record.category == "temporary":
                 record.category = "saved"
-            # An input is packed before its op is dispatched, an output after.
-            at = record.alloc_op if record.alloc_op == len(self.ops) - 1 else len(self.ops)
+            at = self._packing_op(tensor)
             self.save_ops.append((at, self.call))
             if record.saved_op < 0:
                 record.saved_op = at
             if not record.saved_by or record.saved_by[-1] != self.call:
                 record.saved_by.append(self.call)
+
+    def _packing_op(self, tensor: torch.Tensor) -> int:
+        """Returns the op that saves `tensor` now: an input is packed before its op is dispatched, an output after."""
+        index = self.find(tensor)
+        last = len(self.ops) - 1
+        return last if index is not None and self.storages[index].alloc_op == last else last + 1
+
+    def rederived(self, tensor: torch.Tensor, sources: list[torch.Tensor]) -> None:
+        """Notes that a saved tensor will be rebuilt from `sources`, for the call and op that save it now."""
+        if self.phase in ("forward", "loss"):
+            found = [i for i in map(self.find, sources) if i is not None]
+            self.rederive_links.append((self._packing_op(tensor), found))
 
     # -- ops ----------------------------------------------------------------------------------------------------
 

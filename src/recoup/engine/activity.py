@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import Protocol
 
 import torch
 
 
+class Observer(Protocol):
+    """Somebody who is told what becomes of saved tensors."""
+
+    def saved(self, tensor: torch.Tensor) -> None:
+        """The tensor is kept as it is."""
+
+    def rederived(self, tensor: torch.Tensor, sources: list[torch.Tensor]) -> None:
+        """The tensor is not kept: it will be rebuilt from `sources`, which are."""
+
+
 class _Activity(threading.local):
-    observer: Callable[[torch.Tensor], None] | None = None
+    observer: Observer | None = None
     recomputing = 0
     replays = 0
     rederived = 0
@@ -55,12 +66,18 @@ def counters() -> tuple[int, int]:
 def kept(tensor: torch.Tensor) -> None:
     """Tells the observer, if there is one, that a saved tensor is kept as it is."""
     if _activity.observer is not None:
-        _activity.observer(tensor)
+        _activity.observer.saved(tensor)
+
+
+def rederived(tensor: torch.Tensor, sources: list[torch.Tensor]) -> None:
+    """Tells the observer, if there is one, that a saved tensor will be rebuilt."""
+    if _activity.observer is not None:
+        _activity.observer.rederived(tensor, sources)
 
 
 @contextlib.contextmanager
-def observing(observer: Callable[[torch.Tensor], None]) -> Iterator[None]:
-    """Has `observer` called with every saved tensor the engine keeps."""
+def observing(observer: Observer) -> Iterator[None]:
+    """Has `observer` told what the engine does with every saved tensor."""
     before, _activity.observer = _activity.observer, observer
     try:
         yield

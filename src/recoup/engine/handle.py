@@ -240,7 +240,7 @@ def apply_decisions(model: nn.Module, decisions: Sequence[Decision]) -> Applied:
     paths = dict.fromkeys([*by_path, *joins])
     caching = _caching_paths(modules, [d.path for d in decisions if d.action == "recompute"])
     paths.update(dict.fromkeys(caching))
-    records = any(d.action == "rederive" for d in decisions)
+    records = any(d.action == "rederive" or (d.path == "" and d.action == "save") for d in decisions)
     if state.counts_calls or joins or records:
         paths.setdefault("", None)
     for path in paths:

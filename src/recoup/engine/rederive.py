@@ -263,6 +263,7 @@ def pack(tensor: torch.Tensor) -> Kept | KeptView | Rederived:
                 if mask is not None:
                     sources = _find_sources(value, num_bytes)
             if sources is not None:
+                activity.rederived(tensor, [s.nonzero if isinstance(s, KeptMask) else s.tensor for s in sources])
                 return Rederived(value, geometry, sources)
     kept = Kept(tensor)
     value.kept = weakref.ref(kept)

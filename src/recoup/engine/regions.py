@@ -108,7 +108,8 @@ class _Step:
         self.args = map_tensors(replace, args)
         self.kwargs = map_tensors(replace, kwargs)
         dummy = torch.empty((0,), requires_grad=True)
-        self.saver = _SaveInputs.apply(dummy, *saved).grad_fn  # type: ignore[no-untyped-call]
+        with _deriving():  # whatever the decision around: an input that can be rebuilt need not be kept
+            self.saver = _SaveInputs.apply(dummy, *saved).grad_fn  # type: ignore[no-untyped-call]
         self.random = RandomState(saved)
         self.autocast = AutocastState(t.device.type for t in saved[:1])
         self.buffers = BufferState(member.module(), member.buffers) if member.buffers else None
@@ -296,6 +297,19 @@ _gone = object()
 
 def _gone_unpack(packed: object) -> torch.Tensor:
     raise ReplayError("The graph of a replay was differentiated; only the first forward's graph may be.")
+
+
+@contextlib.contextmanager
+def _deriving() -> Iterator[None]:
+    recorder = current_recorder()
+    if recorder is None:
+        yield
+        return
+    before, recorder.deriving = recorder.deriving, True
+    try:
+        yield
+    finally:
+        recorder.deriving = before
 
 
 @contextlib.contextmanager

@@ -127,6 +127,7 @@ class Trace:
         source: "fake" (nothing was allocated) or "real" (a real step was run, for `reason`).
         device: what the step was captured for.
         fingerprint: of the model's structure; a plan is refused on a model with another one.
+        rederive_links: (op, storages): the op saves a tensor that will be rebuilt from what these storages keep.
     """
 
     source: Literal["fake", "real"]
@@ -140,6 +141,7 @@ class Trace:
     ops: tuple[Op, ...]
     storages: tuple[Storage, ...]
     calls: tuple[Call, ...]
+    rederive_links: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
     def levels(self, workspace_bytes: tuple[int, ...] | None = None) -> list[int]:
         """Returns the bytes alive during each op, hidden workspace of the op included when given."""

@@ -73,6 +73,7 @@ def build_problem(variants: Mapping[str, PricedTrace], *, spans: bool = True) ->
     free = _rederivable(variants)
     holders = _input_holders(trace)
     lookup = _Lookup(plain, segments)
+    groups = _groups(variants["rederive"].trace) if "rederive" in numbers else {}
 
     def leaf(position: int, owner: tuple[str, int]) -> Leaf:
         options = []
@@ -89,7 +90,7 @@ def build_problem(variants: Mapping[str, PricedTrace], *, spans: bool = True) ->
             )
         if len(options) == 2 and dataclasses.replace(options[1], action="save") == options[0]:
             options = options[:1]
-        return Leaf(owner=owner, options=tuple(options), gradient_bytes=int(base.gradient[position]))
+        return Leaf(owner=owner, options=tuple(options), gradient_bytes=int(base.gradient[position]), group=groups.get(position, -1))
 
     def block(index: int) -> Block:
         call = trace.calls[index]
@@ -233,6 +234,33 @@ def _rederivable(variants: Mapping[str, PricedTrace]) -> set[int]:
         if found and not found.pop(0) and storage.saved_op >= 0:
             free.add(index)
     return free
+
+
+def _groups(trace: Trace) -> dict[int, int]:
+    """Returns segment -> group for segments that rederive from what other segments keep (union-find over links)."""
+    segments = _segments(trace)
+    starts = [s.first for s in segments]
+    root = list(range(len(segments)))
+
+    def find(a: int) -> int:
+        while root[a] != a:
+            root[a] = root[root[a]]
+            a = root[a]
+        return a
+
+    def at(op: int) -> int:
+        return int(np.searchsorted(starts, min(op, segments[-1].last - 1), side="right")) - 1
+
+    linked: set[int] = set()
+    for op, sources in trace.rederive_links:
+        here = at(op)
+        for source in sources:
+            saved_op = trace.storages[source].saved_op
+            there = at(saved_op) if saved_op >= 0 else here
+            if there != here:
+                linked.update((here, there))
+                root[find(here)] = find(there)
+    return {segment: find(segment) for segment in linked}
 
 
 def _input_holders(trace: Trace) -> dict[int, list[int]]:

@@ -22,14 +22,10 @@ _Key = tuple[str, int]
 def to_decisions(line: Line, choice: Sequence[Pick]) -> tuple[Decision, ...]:
     """Returns the decisions of a choice over the whole line, in call order."""
     wanted: dict[int, str] = {}
-    regions: dict[_Key, tuple[Decision, ...]] = {}
     spans: dict[_Key, tuple[str, ...]] = {}
     _collect(line, choice, 0, wanted, spans)
-    del regions
-    positions = iter(range(len(line.leaves)))
     preference: dict[_Key, Ambient] = {}
-    for i in positions:
-        leaf = line.leaves[i]
+    for i, leaf in enumerate(line.leaves):
         if len(leaf.options) > 1:
             action: Ambient = "rederive" if wanted[i] == "rederive" else "save"
             if preference.get(leaf.owner) != "rederive":  # one action a call: the leaner one
@@ -47,7 +43,7 @@ def _collect(
             spans[blocks[0].path, blocks[0].call] = tuple(b.path for b in blocks[1:])
             _collect(line, pick.inner, start + pick.first, wanted, spans)
         else:
-            wanted[start + pick.first] = pick.action
+            wanted.update(dict.fromkeys(range(start + pick.first, start + pick.last), pick.action))
 
 
 class _Writer:

@@ -38,7 +38,7 @@ class Labels:
         for i in range(first, last):
             at = i - first
             for option in self.line.leaves[i].options:
-                if option.action != "save" and option.action not in self.actions:
+                if option.action != "save" and (option.action not in self.actions or i in self.line.in_hull):
                     continue
                 moves.append(
                     Move(
@@ -51,6 +51,9 @@ class Labels:
                         Pick(first=at, last=at + 1, action=option.action),
                     )
                 )
+            hull = self.line.hulls.get(i)
+            if hull is not None and hull <= last and "rederive" in self.actions:
+                moves.append(self._hull_move(i, hull, at))
             if "recompute" not in self.actions:
                 continue
             for index in self.line.starting.get(i, ()):
@@ -58,6 +61,21 @@ class Labels:
                 if stretch.last <= last and (stretch.first, stretch.last) != (first, last):
                     moves += self._region_moves(index, at)
         return moves
+
+    def _hull_move(self, first: int, last: int, at: int) -> Move:
+        """Returns the move that rederives a whole group of leaves."""
+        line = self.line
+        saved, forward, backward, seconds = 0, 0, 0, 0.0
+        for i in range(first, last):
+            leaf = line.leaves[i]
+            option = next((o for o in leaf.options if o.action == "rederive"), leaf.options[0])
+            after = int(line.gradient_sums[last] - line.gradient_sums[i + 1])
+            forward = max(forward, saved + option.forward_bytes)
+            backward = max(backward, saved + after + option.backward_bytes)
+            saved += option.saved_bytes
+            seconds += option.extra_seconds
+        pick = Pick(first=at, last=at + last - first, action="rederive")
+        return Move(at, at + last - first, saved, forward, backward, seconds, pick)
 
     def _region_moves(self, index: int, at: int) -> list[Move]:
         stretch = self.line.stretches[index]

@@ -33,12 +33,14 @@ class Option:
 class Leaf:
     """Ops that go together. `owner` is the (path, call) whose action they follow.
 
-    `gradient_bytes`: parameter gradients that exist once its backward has run, and stay.
+    `gradient_bytes`: parameter gradients that exist once its backward has run, and stay. `group`: leaves of one group
+    rederive from what each other keep, so they do so together (-1: from nobody's but their own).
     """
 
     owner: tuple[str, int]
     options: tuple[Option, ...]
     gradient_bytes: int = 0
+    group: int = -1
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

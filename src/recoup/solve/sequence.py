@@ -18,6 +18,7 @@ from recoup.solve.problem import Block, Leaf, Problem
 # Spans of consecutive calls are tried at these lengths (and at the whole chain): enough for any segment length within
 # a factor of about 1.3, without a quadratic number of stretches.
 SPAN_LENGTHS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128)
+MAX_HULL = 24
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +74,17 @@ class Line:
         )
         total = sum(leaf.options[0].saved_bytes for leaf in self.leaves)
         self.stretches = [s for s in self.stretches if self._is_part(s, total)]
+        ends: dict[int, list[int]] = {}
+        for position, leaf in enumerate(self.leaves):
+            if leaf.group >= 0:
+                ends.setdefault(leaf.group, [position, position])[1] = position
+        # A group's hull: its leaves are rederived by one move. A hull of half the step would leave no choice at all.
+        self.hulls = {
+            first: last + 1 for first, last in ends.values() if last - first < max(MAX_HULL, len(self.leaves) // 8)
+        }
+        self.in_hull = {
+            position: (first, last) for first, last in self.hulls.items() for position in range(first, last)
+        }
         self.starting: dict[int, list[int]] = {}
         for index, stretch in enumerate(self.stretches):
             self.starting.setdefault(stretch.first, []).append(index)
@@ -139,10 +151,11 @@ class Line:
     def structure(self, first: int, last: int) -> Any:
         """Returns something hashable, equal for stretches with the same numbers."""
         leaves = tuple((leaf.options, leaf.gradient_bytes) for leaf in self.leaves[first:last])
+        hulls = tuple((a - first, self.hulls[a] - first) for a in range(first, last) if a in self.hulls)
         inner = tuple(
             (s.first - first, s.last - first, s.saved_bytes, s.forward_bytes, s.replay_bytes, round(s.seconds, 9), s.flops)
             for start in range(first, last)
             for s in (self.stretches[i] for i in self.starting.get(start, ()))
             if s.last <= last
         )
-        return leaves, inner
+        return leaves, hulls, inner

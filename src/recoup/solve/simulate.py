@@ -32,10 +32,17 @@ def evaluate(line: Line, choice: Sequence[Pick], *, start: int = 0) -> tuple[int
             seconds += stretch.seconds + inner_seconds
             flops += stretch.flops + inner_flops
         else:
-            option = next(o for o in line.leaves[start + pick.first].options if o.action == pick.action)
-            forward, backward, saved = option.forward_bytes, option.backward_bytes, option.saved_bytes
-            seconds += option.extra_seconds
-            flops += option.extra_flops
+            forward = backward = saved = 0
+            stop = start + pick.last
+            for i in range(start + pick.first, stop):
+                options = line.leaves[i].options
+                option = next((o for o in options if o.action == pick.action), options[0])
+                after = int(sums[stop] - sums[i + 1])
+                forward = max(forward, saved + option.forward_bytes)
+                backward = max(backward, saved + after + option.backward_bytes)
+                saved += option.saved_bytes
+                seconds += option.extra_seconds
+                flops += option.extra_flops
         peak = max(peak, level + forward, level + gradients_after + backward)
         level += saved
     return peak, seconds, flops
