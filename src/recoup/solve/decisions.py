@@ -2,104 +2,137 @@
 
 A decision holds for everything below its path until a deeper one takes over, so for each call the action of its own
 leaves is compared with what it inherits; which action a call without a preference takes is chosen so that the fewest
-decisions are needed below it.
+decisions are needed below it. The calls of a span inherit from its decision, as the engine runs them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 from recoup.ir.plan import Decision
-from recoup.solve.problem import Block, Leaf, Problem
-from recoup.solve.sequence import Line, Pick
+from recoup.solve.problem import Leaf, Problem
+from recoup.solve.sequence import Call, Choice, Line
 
 Ambient = Literal["save", "rederive"]
 _AMBIENTS: tuple[Ambient, Ambient] = ("save", "rederive")
 _Key = tuple[str, int]
+_Group = tuple[Call, ...]
 
 
-def to_decisions(line: Line, choice: Sequence[Pick]) -> tuple[Decision, ...]:
-    """Returns the decisions of a choice over the whole line, in call order."""
-    wanted: dict[int, str] = {}
-    spans: dict[_Key, tuple[str, ...]] = {}
-    _collect(line, choice, 0, wanted, spans)
+def decisions(problem: Problem, choice: Choice) -> tuple[Decision, ...]:
+    """Returns the decisions of a choice over the whole problem, in call order; none for the plain step.
+
+    Args:
+        problem: what the choice was made for.
+        choice: as a `Solution` or a `Baseline` holds it.
+    """
+    return to_decisions(Line(problem), choice)
+
+
+def to_decisions(line: Line, choice: Choice) -> tuple[Decision, ...]:
+    """Returns what `decisions` does, for a problem that is laid out already."""
     preference: dict[_Key, Ambient] = {}
-    for i, leaf in enumerate(line.leaves):
-        if len(leaf.options) > 1:
-            action: Ambient = "rederive" if wanted[i] == "rederive" else "save"
-            if preference.get(leaf.owner) != "rederive":  # one action a call: the leaner one
-                preference[leaf.owner] = action
-    writer = _Writer(preference, spans)
-    return writer.write(line.problem)
+    # How many calls each region covers, by the call it begins with; with nested spans there may be several of one
+    # call, the outermost first.
+    regions: dict[_Key, list[int]] = {}
+    for leaf, action in _collect(line, choice, 0, regions):
+        if len(leaf.options) > 1 and preference.get(leaf.owner) != "rederive":
+            preference[leaf.owner] = "rederive" if action == "rederive" else "save"
+    writer = _Writer(preference, regions)
+    return tuple(writer.write(line.root.parts))
 
 
-def _collect(
-    line: Line, choice: Sequence[Pick], start: int, wanted: dict[int, str], spans: dict[_Key, tuple[str, ...]]
-) -> None:
+def _collect(line: Line, choice: Choice, start: int, regions: dict[_Key, list[int]]) -> Iterator[tuple[Leaf, str]]:
     for pick in choice:
         if pick.action == "recompute":
-            blocks = line.stretches[pick.stretch].blocks
-            spans[blocks[0].path, blocks[0].call] = tuple(b.path for b in blocks[1:])
-            _collect(line, pick.inner, start + pick.first, wanted, spans)
+            block = line.calls(start + pick.first, pick.rank, 1)[0].block
+            regions.setdefault((block.path, block.call), []).append(pick.num_calls)
+            yield from _collect(line, pick.inner, start + pick.first, regions)
         else:
-            wanted.update(dict.fromkeys(range(start + pick.first, start + pick.last), pick.action))
+            yield line.leaves[start + pick.first], pick.action
 
 
 class _Writer:
-    def __init__(self, preference: Mapping[_Key, Ambient], spans: Mapping[_Key, tuple[str, ...]]) -> None:
+    def __init__(self, preference: Mapping[_Key, Ambient], regions: Mapping[_Key, Sequence[int]]) -> None:
         self._preference = preference
-        self._spans = spans
-        self._memo: dict[tuple[_Key, Ambient], tuple[int, Ambient]] = {}
+        self._regions = regions
+        self._known: dict[tuple[_Key, Ambient], tuple[int, Ambient]] = {}
 
-    def write(self, problem: Problem) -> tuple[Decision, ...]:
-        found: list[Decision] = []
-        for part in problem.parts:
-            if isinstance(part, Block):
-                self._emit(part, "save", found, inherited_from_span=None)
-        return tuple(found)
+    def write(self, parts: Sequence[Leaf | Call], ambient: Ambient = "save") -> Iterator[Decision]:
+        """Yields the decisions for `parts`, which inherit `ambient`."""
+        for group in self._groups(parts):
+            first = group[0].block
+            inherited = ambient
+            lengths = self._regions.get((first.path, first.call), ())
+            if lengths:
+                _, inherited = self._region_action(group)
+            for length in lengths:
+                paths = tuple(call.block.path for call in group[1:length])
+                yield Decision(path=first.path, call=first.call, action="recompute", inside=inherited, span=paths)
+            for call in group:
+                _, action = self._best(call, inherited)
+                block = call.block
+                if call is not group[0] or not lengths:
+                    yield from self._inner_regions(call, group, action)
+                    if action != inherited:
+                        yield Decision(path=block.path, call=block.call, action=action)
+                yield from self.write(call.parts, action)
 
-    def _best(self, block: Block, ambient: Ambient) -> tuple[int, Ambient]:
-        """Returns how many decisions `block` and what is below need under `ambient`, and the action it takes."""
-        key = ((block.path, block.call), ambient)
-        known = self._memo.get(key)
-        if known is not None:
-            return known
-        is_region = key[0] in self._spans
-        options: list[tuple[int, int, Ambient]] = []
-        for action in _AMBIENTS:
-            if self._preference.get(key[0], action) != action:
-                continue
-            below = sum(self._best(p, action)[0] for p in block.parts if isinstance(p, Block))
-            own = 1 if is_region else int(action != ambient)
-            options.append((own + below, int(action != ambient), action))
+    def _inner_regions(self, call: Call, group: _Group, action: Ambient) -> Iterator[Decision]:
+        """Yields the regions that begin at a call inside a span (nested spans only)."""
+        if call is group[0]:
+            return
+        block = call.block
+        rest = group[group.index(call) :]
+        for length in self._regions.get((block.path, block.call), ()):
+            paths = tuple(other.block.path for other in rest[1:length])
+            yield Decision(path=block.path, call=block.call, action="recompute", inside=action, span=paths)
+
+    def _groups(self, parts: Sequence[Leaf | Call]) -> Iterator[_Group]:
+        """Yields the calls of `parts`, those of one region together."""
+        calls = [part for part in parts if isinstance(part, Call)]
+        i = 0
+        while i < len(calls):
+            block = calls[i].block
+            length = max(self._regions.get((block.path, block.call), (1,)))
+            yield tuple(calls[i : i + length])
+            i += length
+
+    def _cost(self, parts: Sequence[Leaf | Call], ambient: Ambient) -> int:
+        """Returns how many decisions `parts` need, regions' own not counted."""
+        cost = 0
+        for group in self._groups(parts):
+            first = group[0].block
+            if (first.path, first.call) in self._regions:
+                cost += self._region_action(group)[0]
+            else:
+                cost += self._best(group[0], ambient)[0]
+        return cost
+
+    def _region_action(self, group: _Group) -> tuple[int, Ambient]:
+        """Returns how many decisions the calls of a region need, and its best `inside`."""
+        first = group[0].block
+        own = self._preference.get((first.path, first.call))
+        options = [
+            (sum(self._best(call, action)[0] for call in group), action != "save", action)
+            for action in _AMBIENTS
+            if own in (None, action)
+        ]
         cost, _, action = min(options)
-        self._memo[key] = (cost, action)
         return cost, action
 
-    def _emit(
-        self, block: Block, ambient: Ambient, found: list[Decision], inherited_from_span: Ambient | None
-    ) -> None:
-        key = (block.path, block.call)
-        span = self._spans.get(key)
-        _, action = self._best(block, ambient)
-        if span is not None:
-            found.append(
-                Decision(path=block.path, call=block.call, action="recompute", inside=action, span=span)
-            )
-        elif action != ambient:
-            found.append(Decision(path=block.path, call=block.call, action=action))
-        for part in block.parts:
-            if isinstance(part, Block):
-                self._emit(part, action, found, None)
-
-
-def leaves_of(parts: Sequence[Leaf | Block]) -> list[Leaf]:
-    """Returns the leaves of parts in order."""
-    found: list[Leaf] = []
-    for part in parts:
-        if isinstance(part, Leaf):
-            found.append(part)
-        else:
-            found += leaves_of(part.parts)
-    return found
+    def _best(self, call: Call, ambient: Ambient) -> tuple[int, Ambient]:
+        """Returns how many decisions `call` and what is below need under `ambient`, and the action it takes."""
+        key = (call.block.path, call.block.call)
+        known = self._known.get((key, ambient))
+        if known is None:
+            own = self._preference.get(key)
+            options = [
+                (int(action != ambient) + self._cost(call.parts, action), action != ambient, action)
+                for action in _AMBIENTS
+                if own in (None, action)
+            ]
+            cost, _, best = min(options)
+            known = self._known[key, ambient] = (cost, best)
+        return known

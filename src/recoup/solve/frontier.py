@@ -1,7 +1,8 @@
 """Answers: the fastest choice for a budget, the leanest there is, and the whole curve between.
 
-`Solver` lays a problem out once and answers many budgets. A choice is re-evaluated by `simulate.evaluate` before it is
-returned; budgets are monotone by construction, since a larger limit only allows more moves.
+`Solver` computes one front (`search`) that answers every budget, so budgets are monotone by construction: a larger one
+may take all that a smaller one may. The baselines that people use by hand are among its candidates, so no answer is
+slower than one of them. Every choice that leaves here was priced by `simulate.evaluate`.
 """
 
 from __future__ import annotations
@@ -10,11 +11,14 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Literal
 
-from recoup.solve.dynamic import fastest
-from recoup.solve.labels import Labels, smallest_limit
+from recoup.solve.baselines import Baseline, baselines
+from recoup.solve.pareto import choice_at
 from recoup.solve.problem import Problem
-from recoup.solve.sequence import Line, Pick
-from recoup.solve.simulate import evaluate, uniform
+from recoup.solve.search import Search
+from recoup.solve.sequence import Choice, Line
+from recoup.solve.simulate import evaluate_line, uniform
+
+ACTIONS = ("rederive", "recompute")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,65 +26,78 @@ class Solution:
     """A choice and what it costs by the solver's own reckoning.
 
     Attributes:
-        status: "optimal" for the fastest choice within the budget, "infeasible" if there is none; then `choice` is
-            the leanest.
+        status: "optimal" for the fastest choice found within the budget, "infeasible" if there is none; then `choice`
+            is the leanest.
+        choice: what each leaf and each region does, see `sequence.Pick`.
         peak_bytes: of the whole step, fixed bytes and optimizer step included.
+        extra_seconds, extra_flops: over the plain step.
     """
 
     status: Literal["optimal", "infeasible"]
-    choice: tuple[Pick, ...]
+    choice: Choice
     peak_bytes: int
     extra_seconds: float
     extra_flops: int
 
 
 class Solver:
-    """A problem, ready for questions."""
+    """A problem, ready for questions.
 
-    def __init__(self, problem: Problem, *, actions: Sequence[str] = ("rederive", "recompute"), spans: bool = True) -> None:
+    Args:
+        problem: the step.
+        actions: what may be chosen besides "save": "rederive", "recompute".
+        spans: whether consecutive calls may form one region.
+        nested_spans: whether calls inside a span may be regions again. The curve is Rotor's then, or below it, but the
+            engine cannot run such a plan yet, so it is off.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        *,
+        actions: Sequence[str] = ACTIONS,
+        spans: bool = True,
+        nested_spans: bool = False,
+    ) -> None:
         self.problem = problem
-        self.line = Line(problem, regions="recompute" in actions, spans=spans)
-        self.labels = Labels(self.line, actions=actions)
-        self._moves = self.labels.moves(0, len(self.line.leaves))
-        self._plain = uniform(self.line, 0, len(self.line.leaves), "save")
+        self.line = Line(problem)
+        search = Search(self.line, actions=actions, spans=spans, nested_spans=nested_spans)
+        self._front = search.front()
+        self._plain = self._solution(uniform(self.line, 0, len(self.line.leaves), "save"))
+        self._baselines: list[Baseline] = []
+        if "recompute" in actions:
+            self._baselines = [b for b in baselines(problem) if spans or not b.has_spans]
         self._leanest: Solution | None = None
+        self._answers: dict[int, Solution] = {}
 
     def solve(self, budget_bytes: int) -> Solution:
-        """Returns the fastest choice whose peak is at most `budget_bytes`."""
-        plain = self._solution(self._plain, "optimal")
-        if plain.peak_bytes <= budget_bytes:
-            return plain
-        choice = None
-        if self.problem.optimizer_peak_bytes <= budget_bytes:
-            choice = fastest(
-                self.line,
-                self._moves,
-                first=0,
-                last=len(self.line.leaves),
-                limit_bytes=budget_bytes - self.problem.fixed_bytes,
-            )
-        if choice is None:
+        """Returns the fastest choice whose peak is at most `budget_bytes`, or the leanest, with status "infeasible"."""
+        if self._plain.peak_bytes <= budget_bytes:
+            return self._plain
+        fitting = [b for b in self._baselines if b.peak_bytes <= budget_bytes]
+        best = min(fitting, key=lambda b: (b.extra_seconds, b.peak_bytes), default=None)
+        room = budget_bytes - self.problem.fixed_bytes
+        point = int(self._front.peaks.searchsorted(room, side="right")) - 1
+        if self.problem.optimizer_peak_bytes > budget_bytes or (point < 0 and best is None):
             return dataclasses.replace(self.leanest(), status="infeasible")
-        return self._solution(choice, "optimal")
+        if point < 0 or (best is not None and best.extra_seconds < self._front.seconds[point] - 1e-9):
+            assert best is not None
+            return self._solution(best.choice)
+        return self._at(point)
 
     def leanest(self) -> Solution:
-        """Returns the choice with the smallest peak (and, of those, the fastest)."""
+        """Returns the choice with the smallest peak (of those, the fastest)."""
         if self._leanest is None:
-            length = len(self.line.leaves)
-            high = evaluate(self.line, self._plain)[0]
-            limit = smallest_limit(self.line, self._moves, 0, length, high)
-            choice = fastest(self.line, self._moves, first=0, last=length, limit_bytes=limit)
-            self._leanest = self._solution(choice or self._plain, "optimal")
+            floor = max(self._front_floor(), self.problem.optimizer_peak_bytes)
+            self._leanest = self.solve(floor)
         return self._leanest
 
     def frontier(self, num_points: int = 40) -> list[Solution]:
-        """Returns up to `num_points` choices from the leanest to plain: more bytes, never slower."""
-        plain = self._solution(self._plain, "optimal")
-        low, high = self.leanest().peak_bytes, plain.peak_bytes
-        found = [self.leanest()]
-        for i in range(1, num_points - 1):
-            found.append(self.solve(low + (high - low) * i // (num_points - 1)))
-        found.append(plain)
+        """Returns up to `num_points` choices from the leanest to plain: more bytes, strictly less time."""
+        leanest, plain = self.leanest(), self._plain
+        low, high = leanest.peak_bytes, plain.peak_bytes
+        steps = max(num_points - 1, 1)
+        found = [leanest, *(self.solve(low + (high - low) * i // steps) for i in range(1, steps)), plain]
         found.sort(key=lambda s: (s.peak_bytes, s.extra_seconds))
         curve: list[Solution] = []
         for solution in found:
@@ -88,12 +105,49 @@ class Solver:
                 curve.append(solution)
         return curve
 
-    def _solution(self, choice: tuple[Pick, ...], status: Literal["optimal", "infeasible"]) -> Solution:
-        peak, seconds, flops = evaluate(self.line, choice)
+    def _front_floor(self) -> int:
+        lowest = self.problem.fixed_bytes + int(self._front.peaks[0])
+        return min([lowest, self._plain.peak_bytes, *(b.peak_bytes for b in self._baselines)])
+
+    def _at(self, point: int) -> Solution:
+        found = self._answers.get(point)
+        if found is None:
+            found = self._answers[point] = self._solution(choice_at(self._front, point))
+        return found
+
+    def _solution(self, choice: Choice) -> Solution:
+        peak_bytes, extra_seconds, extra_flops = evaluate_line(self.line, choice)
         return Solution(
-            status=status,
+            status="optimal",
             choice=choice,
-            peak_bytes=max(peak + self.problem.fixed_bytes, self.problem.optimizer_peak_bytes),
-            extra_seconds=seconds,
-            extra_flops=flops,
+            peak_bytes=peak_bytes,
+            extra_seconds=extra_seconds,
+            extra_flops=extra_flops,
         )
+
+
+def solve(problem: Problem, budget_bytes: int, *, actions: Sequence[str] = ACTIONS, spans: bool = True) -> Solution:
+    """Returns the fastest choice whose peak is at most `budget_bytes`.
+
+    Args:
+        problem: the step.
+        budget_bytes: peak of the whole step.
+        actions: what may be chosen besides "save".
+        spans: whether consecutive calls may form one region.
+
+    Returns:
+        The solution; with status "infeasible" and the leanest choice if nothing fits.
+    """
+    return Solver(problem, actions=actions, spans=spans).solve(budget_bytes)
+
+
+def minimum_peak(problem: Problem, *, actions: Sequence[str] = ACTIONS, spans: bool = True) -> Solution:
+    """Returns the choice with the smallest peak there is; its peak, given as a budget, is feasible."""
+    return Solver(problem, actions=actions, spans=spans).leanest()
+
+
+def frontier(
+    problem: Problem, num_points: int = 40, *, actions: Sequence[str] = ACTIONS, spans: bool = True
+) -> list[Solution]:
+    """Returns up to `num_points` solutions from the leanest to plain, none dominated: more bytes, less time."""
+    return Solver(problem, actions=actions, spans=spans).frontier(num_points)

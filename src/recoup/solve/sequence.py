@@ -1,161 +1,210 @@
-"""The problem laid out in a line: leaves in forward order, and the stretches of them that may become regions.
+"""The problem laid out: leaves in a line, and over them the calls that may become regions.
 
-Blocks that are no region are their parts inlined, so a plan is a walk over the line: single leaves, each with one of
-its options, and jumps over stretches that are regions. `Pick` is one such move; offsets are relative to the start of
-the enclosing stretch, so that equal stretches share their plans.
+Blocks that are no region are their parts inlined, so a choice is a walk over the line: single leaves, each with one
+of its options, and jumps over calls that are regions. A `Pick` is one such step. Its offsets are relative to the
+region around it, so that calls of equal structure share their inner choices.
 """
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
-from typing import Any
+from collections.abc import Hashable, Iterator, Sequence
 
-import numpy as np
-import numpy.typing as npt
+from recoup.solve.problem import Block, Leaf, Problem, Region
 
-from recoup.solve.problem import Block, Leaf, Problem
-
-# Spans of consecutive calls are tried at these lengths (and at the whole chain): enough for any segment length within
-# a factor of about 1.3, without a quadratic number of stretches.
-SPAN_LENGTHS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128)
-MAX_HULL = 24
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Stretch:
-    """Leaves [first, last) that may become one region.
-
-    `blocks` are the calls it covers: one, or several for a span. The prices are those of `problem.Region`, combined.
-    """
-
-    first: int
-    last: int
-    blocks: tuple[Block, ...]
-    saved_bytes: int
-    forward_bytes: int
-    replay_bytes: int
-    seconds: float
-    flops: int
-    has_inner: bool
+# A group that reaches further (a residual stream) would leave no choice at all; its leaves choose on their own.
+_LONGEST_GROUP = 24
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Pick:
-    """One move of a plan over leaves [first, last), relative to the enclosing stretch.
+    """One step of a choice: leaves [first, last), counted from the start of the region around it.
 
-    `action` is a leaf's option, or "recompute" with the plan inside as `inner` and the stretch's blocks.
+    Attributes:
+        action: a leaf's option, or "recompute" for a region with the choice `inner`.
+        rank: for a region, which of the calls that begin at `first`: 0 is the innermost.
+        num_calls: for a region, how many calls it covers; more than one is a span.
     """
 
     first: int
     last: int
     action: str
     inner: tuple[Pick, ...] = ()
-    stretch: int = -1
+    rank: int = 0
+    num_calls: int = 0
+
+
+Choice = tuple[Pick, ...]
+
+
+@dataclasses.dataclass(slots=True, kw_only=True, eq=False)
+class Call:
+    """A block that holds leaves, where it lies in the line.
+
+    Attributes:
+        first, last: its leaves. rank: how many calls inside it begin at the same leaf.
+        structure: equal for calls with the same numbers inside.
+        units: those that are inside this call but in none of its parts alone.
+        open_units: those with some leaves inside this call and some outside.
+        following: the next sibling, if it is chained and both may be regions: the two may form one span.
+    """
+
+    block: Block
+    parts: tuple[Leaf | Call, ...]
+    first: int
+    last: int
+    rank: int
+    structure: int
+    units: tuple[int, ...]
+    open_units: tuple[int, ...]
+    following: Call | None = None
 
 
 class Line:
     """A problem laid out.
 
     Attributes:
-        leaves: in forward order. stretches: candidates for regions, grouped by where they begin in `starting`.
+        root: the whole step as a call that is no region. leaves: in forward order.
+        units: leaves that take one action together, as positions in order: those of one owner (the engine sets an
+            action per call) and those of one group (they rederive from what each other keep).
+        unit_of: for each leaf its unit, -1 where it is on its own.
         gradient_sums: gradient bytes of leaves [0, i), so that those of a stretch are one subtraction.
     """
 
-    def __init__(self, problem: Problem, *, regions: bool = True, spans: bool = True) -> None:
+    def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self.leaves: list[Leaf] = []
-        self.stretches: list[Stretch] = []
-        self._with_regions = regions
-        self._spans = spans
-        self._lay(problem.parts)
-        gradients = [leaf.gradient_bytes for leaf in self.leaves]
-        self.gradient_sums: npt.NDArray[np.int64] = np.concatenate(
-            [np.zeros(1, dtype=np.int64), np.cumsum(np.asarray(gradients, dtype=np.int64))]
-        )
-        total = sum(leaf.options[0].saved_bytes for leaf in self.leaves)
-        self.stretches = [s for s in self.stretches if self._is_part(s, total)]
-        ends: dict[int, list[int]] = {}
-        for position, leaf in enumerate(self.leaves):
-            if leaf.group >= 0:
-                ends.setdefault(leaf.group, [position, position])[1] = position
-        # A group's hull: its leaves are rederived by one move. A hull of half the step would leave no choice at all.
-        self.hulls = {
-            first: last + 1 for first, last in ends.values() if last - first < max(MAX_HULL, len(self.leaves) // 8)
-        }
-        self.in_hull = {
-            position: (first, last) for first, last in self.hulls.items() for position in range(first, last)
-        }
-        self.starting: dict[int, list[int]] = {}
-        for index, stretch in enumerate(self.stretches):
-            self.starting.setdefault(stretch.first, []).append(index)
+        self.leaves = tuple(_leaves(problem.parts))
+        self.units = _units(self.leaves)
+        self.unit_of = [-1] * len(self.leaves)
+        for unit, positions in enumerate(self.units):
+            for position in positions:
+                self.unit_of[position] = unit
+        self.gradient_sums = [0]
+        for leaf in self.leaves:
+            self.gradient_sums.append(self.gradient_sums[-1] + leaf.gradient_bytes)
+        self._structures: dict[Hashable, int] = {}
+        self._starting: dict[int, list[Call]] = {}
+        step = Block(path="", call=0, kind="step", parts=problem.parts, region=None)
+        self.root = self._lay(step, 0)
 
-    def _is_part(self, stretch: Stretch, total_bytes: int) -> bool:
-        """A region over nearly everything frees nothing at the peak: its replay holds it all again."""
-        inside = sum(leaf.options[0].saved_bytes for leaf in self.leaves[stretch.first : stretch.last])
-        return inside > 0 and not (stretch.has_inner and inside > 0.8 * total_bytes)
+    def calls(self, first: int, rank: int, num_calls: int) -> tuple[Call, ...]:
+        """Returns the calls of a region that begins at leaf `first` of the line."""
+        found = [self._starting[first][rank]]
+        while len(found) < num_calls:
+            following = found[-1].following
+            assert following is not None, "a span runs over calls that are chained"
+            found.append(following)
+        return tuple(found)
 
-    def _lay(self, parts: tuple[Leaf | Block, ...]) -> bool:
-        """Appends the parts; returns whether any stretch was found inside."""
-        found = False
-        chain: list[tuple[Block, int, int, bool]] = []
-        for part in parts:
+    def structure(self, numbers: Hashable) -> int:
+        """Returns a small number, the same for equal `numbers`."""
+        return self._structures.setdefault(numbers, len(self._structures))
+
+    def is_touched(self, unit: int, first: int, last: int) -> bool:
+        """Whether a leaf of the unit lies in [first, last)."""
+        positions = self.units[unit]
+        return bisect.bisect_left(positions, first) < bisect.bisect_left(positions, last)
+
+    def _lay(self, block: Block, first: int) -> Call:
+        parts: list[Leaf | Call] = []
+        numbers: list[Hashable] = []
+        names: dict[int, int] = {}  # units by order of appearance: part of the structure, unlike their numbers
+        at = first
+        starting = self._starting.setdefault(first, [])
+        for part in block.parts:
             if isinstance(part, Leaf):
-                self.leaves.append(part)
+                parts.append(part)
+                unit = self.unit_of[at]
+                name = names.setdefault(unit, len(names)) if unit >= 0 else -1
+                numbers.append((part.options, part.gradient_bytes, name))
+                at += 1
                 continue
-            first = len(self.leaves)
-            inner = self._lay(part.parts)
-            found = found or inner
-            last = len(self.leaves)
-            if not part.chained:
-                self._add_spans(chain)
-                chain = []
-            if part.region is None or not self._with_regions or last == first:
-                self._add_spans(chain)
-                chain = []
+            inside = self._lay(part, at)
+            if not inside.parts:
                 continue
-            found = True
-            self._add((part,), first, last, inner)
-            chain.append((part, first, last, inner))
-        self._add_spans(chain)
-        return found
-
-    def _add_spans(self, chain: list[tuple[Block, int, int, bool]]) -> None:
-        if not self._spans or len(chain) < 2:
-            return
-        for start in range(len(chain)):
-            for length in SPAN_LENGTHS:
-                if start + length > len(chain):
-                    break
-                members = chain[start : start + length]
-                if members[0][1] != members[0][2] and all(
-                    a[2] == b[1] for a, b in zip(members, members[1:], strict=False)
-                ):
-                    self._add(tuple(m[0] for m in members), members[0][1], members[-1][2], True)
-
-    def _add(self, blocks: tuple[Block, ...], first: int, last: int, has_inner: bool) -> None:
-        regions = [b.region for b in blocks if b.region is not None]
-        self.stretches.append(
-            Stretch(
-                first=first,
-                last=last,
-                blocks=blocks,
-                saved_bytes=regions[0].saved_bytes,
-                forward_bytes=max(r.forward_bytes for r in regions),
-                replay_bytes=regions[0].replay_bytes,
-                seconds=sum(r.seconds for r in regions),
-                flops=sum(r.flops for r in regions),
-                has_inner=has_inner,
-            )
+            previous = parts[-1] if parts else None
+            if isinstance(previous, Call) and part.chained and part.region and previous.block.region:
+                previous.following = inside
+            parts.append(inside)
+            numbers.append((inside.structure, tuple(names.setdefault(u, len(names)) for u in inside.open_units)))
+            at = inside.last
+        units = self.units
+        open_units = tuple(u for u in names if units[u][0] < first or units[u][-1] >= at)
+        call = Call(
+            block=block,
+            parts=tuple(parts),
+            first=first,
+            last=at,
+            rank=len(starting),
+            structure=self.structure(
+                (tuple(numbers), tuple(names[u] for u in open_units), block.region, block.chained)
+            ),
+            units=tuple(u for u in names if u not in open_units),
+            open_units=open_units,
         )
+        if parts:
+            starting.append(call)
+        return call
 
-    def structure(self, first: int, last: int) -> Any:
-        """Returns something hashable, equal for stretches with the same numbers."""
-        leaves = tuple((leaf.options, leaf.gradient_bytes) for leaf in self.leaves[first:last])
-        hulls = tuple((a - first, self.hulls[a] - first) for a in range(first, last) if a in self.hulls)
-        inner = tuple(
-            (s.first - first, s.last - first, s.saved_bytes, s.forward_bytes, s.replay_bytes, round(s.seconds, 9), s.flops)
-            for start in range(first, last)
-            for s in (self.stretches[i] for i in self.starting.get(start, ()))
-            if s.last <= last
-        )
-        return leaves, hulls, inner
+
+def _leaves(parts: Sequence[Leaf | Block]) -> Iterator[Leaf]:
+    for part in parts:
+        if isinstance(part, Leaf):
+            yield part
+        else:
+            yield from _leaves(part.parts)
+
+
+def _units(leaves: Sequence[Leaf]) -> list[list[int]]:
+    """Returns the units of leaves: those with a choice that share an owner or a group, two at least."""
+    free = [i for i, leaf in enumerate(leaves) if len(leaf.options) > 1]
+    ends: dict[int, tuple[int, int]] = {}
+    for i, leaf in enumerate(leaves):
+        if leaf.group >= 0:
+            ends[leaf.group] = (ends.get(leaf.group, (i, i))[0], i)
+    longest = max(_LONGEST_GROUP, len(leaves) // 8)
+    root = list(range(len(leaves)))
+
+    def find(a: int) -> int:
+        while root[a] != a:
+            root[a] = root[root[a]]
+            a = root[a]
+        return a
+
+    seen: dict[Hashable, int] = {}
+    for i in free:
+        leaf = leaves[i]
+        keys: list[Hashable] = [leaf.owner]
+        if leaf.group >= 0 and ends[leaf.group][1] - ends[leaf.group][0] < longest:
+            keys.append(leaf.group)
+        for key in keys:
+            root[find(i)] = find(seen.setdefault(key, i))
+    gathered: dict[int, list[int]] = {}
+    for i in free:
+        gathered.setdefault(find(i), []).append(i)
+    return [positions for positions in gathered.values() if len(positions) > 1]
+
+
+def combine(regions: Sequence[Region]) -> Region:
+    """Returns the price of one region over consecutive calls.
+
+    What it saves are the first call's inputs. `replay_bytes` has two sides: incoming gradients are the last call's;
+    inputs that the replay counts again (negative) are the first call's.
+    """
+    if len(regions) == 1:
+        return regions[0]
+    return Region(
+        saved_bytes=regions[0].saved_bytes,
+        forward_bytes=max(r.forward_bytes for r in regions),
+        replay_bytes=min(regions[0].replay_bytes, 0) + max(regions[-1].replay_bytes, 0),
+        seconds=sum(r.seconds for r in regions),
+        flops=sum(r.flops for r in regions),
+    )
+
+
+def region_of(calls: tuple[Call, ...]) -> Region:
+    """Returns the price of one region over `calls`, which all may be one."""
+    regions = [call.block.region for call in calls if call.block.region is not None]
+    assert len(regions) == len(calls), "a region was chosen where none may be"
+    return combine(regions)

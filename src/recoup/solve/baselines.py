@@ -1,0 +1,131 @@
+"""What people do by hand: nothing, every repeated block, every k-th, sqrt(n) segments.
+
+They are choices like any other, priced by the same rules, so that the solver can be held against them. "The repeated
+blocks" are the siblings of one class that together save the most: a transformer's layers, a ResNet's stages.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+from recoup.solve.problem import Leaf, Problem
+from recoup.solve.sequence import Call, Choice, Line, Pick
+from recoup.solve.simulate import evaluate_line, option_of, uniform
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Baseline:
+    """A choice with the name people know it by.
+
+    Attributes:
+        name: "none", "full", "every-2", ..., "sqrt".
+        peak_bytes, extra_seconds, extra_flops: as `simulate.evaluate` says.
+        has_spans: whether a region covers several calls.
+    """
+
+    name: str
+    choice: Choice
+    peak_bytes: int
+    extra_seconds: float
+    extra_flops: int
+    has_spans: bool = False
+
+
+def baselines(problem: Problem) -> tuple[Baseline, ...]:
+    """Returns the baselines that the problem allows, "none" first.
+
+    "every-k" makes every k-th repeated block a region, beginning with the first. "sqrt" (Chen et al., arXiv
+    1604.06174) makes segments of about sqrt(n) chained blocks regions, all but the last segment, which is replayed
+    right away and would gain nothing.
+    """
+    line = Line(problem)
+    found = [_price(line, "none", [])]
+    blocks = repeated_blocks(line)
+    if not blocks:
+        return tuple(found)
+    found.append(_price(line, "full", [[b] for b in blocks]))
+    for k in _strides(len(blocks)):
+        found.append(_price(line, f"every-{k}", [[b] for b in blocks[::k]]))
+    chained = all(a.following is b for a, b in itertools.pairwise(blocks))
+    length = math.isqrt(len(blocks) - 1) + 1
+    if chained and length > 1:
+        segments = [blocks[i : i + length] for i in range(0, len(blocks), length)]
+        found.append(_price(line, "sqrt", segments[:-1]))
+    return tuple(found)
+
+
+def best_baseline(problem: Problem, budget_bytes: int) -> Baseline | None:
+    """Returns the fastest baseline whose peak is at most `budget_bytes`, None if none fits."""
+    fitting = [b for b in baselines(problem) if b.peak_bytes <= budget_bytes]
+    return min(fitting, key=lambda b: (b.extra_seconds, b.peak_bytes), default=None)
+
+
+def repeated_blocks(line: Line) -> list[Call]:
+    """Returns the siblings of one class that together save the most; without such, the children of the call that
+    saves the most in them."""
+    saved = [0]
+    for leaf in line.leaves:
+        saved.append(saved[-1] + option_of(leaf, "save").saved_bytes)
+    best: tuple[tuple[bool, int], list[Call]] = ((False, -1), [])
+    for siblings in _sibling_lists(line):
+        by_kind: dict[str, list[Call]] = {}
+        for call in siblings:
+            by_kind.setdefault(call.block.kind, []).append(call)
+        groups = [(len(group) > 1, group) for group in by_kind.values()]
+        for is_repeated, group in [*groups, (False, siblings)]:
+            rank = (is_repeated, sum(saved[c.last] - saved[c.first] for c in group))
+            if rank > best[0]:
+                best = (rank, group)
+    return best[1]
+
+
+def _sibling_lists(line: Line) -> Iterator[list[Call]]:
+    pending: list[tuple[Leaf | Call, ...]] = [line.root.parts]
+    while pending:
+        calls = [part for part in pending.pop() if isinstance(part, Call)]
+        able = [call for call in calls if call.block.region is not None]
+        if able:
+            yield able
+        pending += [call.parts for call in calls]
+
+
+def _strides(num_blocks: int) -> list[int]:
+    """Returns the distinct k of every-k: from n // 2 on, k only moves the second of two regions; a few of those do."""
+    return [k for k in range(2, num_blocks + 1) if k <= 64 or k % (k // 16) == 0]
+
+
+def _price(line: Line, name: str, segments: Sequence[Sequence[Call]]) -> Baseline:
+    picks: list[Pick] = []
+    at = 0
+    for segment in segments:
+        first, last = segment[0].first, segment[-1].last
+        picks += _plain(line, at, first)
+        picks.append(
+            Pick(
+                first=first,
+                last=last,
+                action="recompute",
+                inner=uniform(line, first, last, "save"),
+                rank=segment[0].rank,
+                num_calls=len(segment),
+            )
+        )
+        at = last
+    picks += _plain(line, at, len(line.leaves))
+    peak_bytes, extra_seconds, extra_flops = evaluate_line(line, tuple(picks))
+    return Baseline(
+        name=name,
+        choice=tuple(picks),
+        peak_bytes=peak_bytes,
+        extra_seconds=extra_seconds,
+        extra_flops=extra_flops,
+        has_spans=any(len(segment) > 1 for segment in segments),
+    )
+
+
+def _plain(line: Line, first: int, last: int) -> Iterator[Pick]:
+    for i in range(first, last):
+        yield Pick(first=i, last=i + 1, action=option_of(line.leaves[i], "save").action)

@@ -1,0 +1,226 @@
+"""From a problem to its front: walks the calls from the last to the first, regions solved inside first.
+
+A region's inside is a sequence of its own, solved the same way, once for each distinct structure: 32 equal layers are
+one. Spans (one region over consecutive calls) are tried at every length up to `_EVERY_LENGTH` and from there on at
+lengths that grow by an eighth. Depth of recursion is depth of nesting, never number of layers.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+
+from recoup.solve.pareto import Front, before_leaf, before_region, best_of, empty
+from recoup.solve.problem import Leaf, Region
+from recoup.solve.sequence import Call, Line, combine
+
+_EVERY_LENGTH = 24
+_LONGEST_SPAN = 160
+_MOST_OPEN = 2
+_Units = frozenset[int]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Inside:
+    """Some consecutive calls as a sequence of their own.
+
+    Attributes:
+        structure: equal for equal numbers.
+        front: as the inside of a region over them.
+        sequence: as a part of a longer inside; with nested spans, all of them may be one region there.
+    """
+
+    structure: int
+    front: Front
+    sequence: Front
+
+
+class Search:
+    """Fronts of a line under a set of actions.
+
+    Args:
+        line: the problem, laid out.
+        actions: what may be chosen besides "save".
+        spans: whether consecutive calls may form one region.
+        nested_spans: whether the calls inside a span may be regions, and spans, again (Rotor's full recursion).
+        max_points, max_inner_points: how large fronts may grow, of the step and inside regions.
+    """
+
+    def __init__(
+        self,
+        line: Line,
+        *,
+        actions: Sequence[str],
+        spans: bool,
+        nested_spans: bool,
+        max_points: int = 800,
+        max_inner_points: int = 120,
+    ) -> None:
+        self._line = line
+        self._actions = frozenset(actions) | {"save"}
+        self._spans = spans
+        self._nested_spans = nested_spans
+        self._max_points = max_points
+        self._max_inner_points = max_inner_points
+        self._inside: dict[tuple[int, int], _Inside] = {}
+        self._known_starts: dict[int, list[int]] = {}
+        self._nothing = empty()
+        self.num_thinned = 0
+
+    def front(self) -> Front:
+        """Returns the front of the whole step, above its fixed bytes."""
+        return self._walk(self._line.root, self._nothing, frozenset(), self._max_points)
+
+    def _best_of(self, fronts: Sequence[Front], max_points: int) -> Front:
+        front = best_of(fronts, max_points)
+        self.num_thinned += front.num_thinned
+        return front
+
+    def _walk(self, call: Call, after: Front, rederived: _Units, max_points: int) -> Front:
+        """Returns the front of a call's parts followed by `after`.
+
+        A unit (leaves that act together) forks the walk where its last leaf is met and joins it behind its first one:
+        in between there is one front for each set of the call's open units that rederive.
+
+        Args:
+            rederived: units that reach out of this call and rederive; those not in it save.
+        """
+        parts = call.parts
+        opening, closing = self._forks(call)
+        # fronts[i] is that of parts i and on; a span jumps from it to one further right.
+        fronts: list[dict[_Units, Front]] = [{}] * len(parts) + [{frozenset(): after}]
+        insides: dict[int, list[_Inside]] = {}
+        for i in reversed(range(len(parts))):
+            part = parts[i]
+            found: dict[_Units, list[Front]] = {}
+            is_region = isinstance(part, Call) and part.block.region is not None and "recompute" in self._actions
+            if isinstance(part, Call) and is_region:
+                insides[i] = self._insides(part, i, insides)
+            for state, rest in fronts[i + 1].items():
+                for forked in _forked(state, opening.get(i, ())):
+                    active = rederived | forked
+                    candidates = found.setdefault(forked.difference(closing.get(i, ())), [])
+                    if isinstance(part, Leaf):
+                        candidates += self._leaf(part, call, i, rest, active)
+                        continue
+                    candidates.append(self._walk(part, rest, active, max_points))
+                    if is_region:
+                        inner, jumps = [], []
+                        for length, inside in enumerate(insides[i], start=1):
+                            jumped = parts[i + length - 1]
+                            assert isinstance(jumped, Call)
+                            if any(self._line.is_touched(u, part.first, jumped.last) for u in active):
+                                break  # a region would take some of a unit's leaves and leave others
+                            inner.append(inside.front)
+                            jumps.append(fronts[i + length][forked])
+                        candidates += self._regions(part, inner, jumps)
+            fronts[i] = {state: self._best_of(candidates, max_points) for state, candidates in found.items()}
+        return fronts[0][frozenset()]
+
+    def _forks(self, call: Call) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
+        """Returns the units that open and close at each part of a call, walking from the last to the first.
+
+        At most `_MOST_OPEN` are open anywhere, those that free the most bytes; the rest save.
+        """
+        opening: dict[int, list[int]] = {}
+        closing: dict[int, list[int]] = {}
+        if "rederive" not in self._actions or not call.units:
+            return opening, closing
+        starts = self._starts(call)
+        num_open = [0] * len(starts)
+        for unit in sorted(call.units, key=self._freed_bytes, reverse=True):
+            positions = self._line.units[unit]
+            first = bisect.bisect_right(starts, positions[0]) - 1
+            last = bisect.bisect_right(starts, positions[-1]) - 1
+            if max(num_open[first : last + 1]) < _MOST_OPEN:
+                opening.setdefault(last, []).append(unit)
+                closing.setdefault(first, []).append(unit)
+                for i in range(first, last + 1):
+                    num_open[i] += 1
+        return opening, closing
+
+    def _starts(self, call: Call) -> list[int]:
+        """Returns the leaf at which each part of a call begins."""
+        starts = self._known_starts.get(id(call))
+        if starts is None:
+            starts = self._known_starts[id(call)] = []
+            at = call.first
+            for part in call.parts:
+                starts.append(at)
+                at = part.last if isinstance(part, Call) else at + 1
+        return starts
+
+    def _freed_bytes(self, unit: int) -> int:
+        leaves = [self._line.leaves[i] for i in self._line.units[unit]]
+        return sum(leaf.options[0].saved_bytes - leaf.options[-1].saved_bytes for leaf in leaves)
+
+    def _leaf(self, leaf: Leaf, call: Call, i: int, after: Front, rederived: _Units) -> list[Front]:
+        options = [o for o in leaf.options if o.action in self._actions] or list(leaf.options[:1])
+        if len(options) > 1:
+            unit = self._line.unit_of[self._starts(call)[i]]
+            if unit >= 0:
+                action = "rederive" if unit in rederived else "save"
+                options = [o for o in options if o.action == action]
+        return [before_leaf(after, o, leaf.gradient_bytes, is_plain=o.action == "save") for o in options]
+
+    def _regions(self, call: Call, inner: Sequence[Front], after: Sequence[Front]) -> list[Front]:
+        """Returns the fronts of regions that begin at `call`: over n calls, with inner[n - 1], before after[n - 1]."""
+        fronts = []
+        regions: list[Region] = []
+        last: Call | None = call
+        for length, (inside, rest) in enumerate(zip(inner, after, strict=True), start=1):
+            assert last is not None and last.block.region is not None
+            regions.append(last.block.region)
+            if is_tried(length):
+                fronts.append(
+                    before_region(
+                        rest,
+                        combine(regions),
+                        inside,
+                        num_leaves=last.last - call.first,
+                        rank=call.rank,
+                        num_calls=length,
+                    )
+                )
+            last = last.following
+        return fronts
+
+    def _insides(self, call: Call, i: int, known: Mapping[int, list[_Inside]]) -> list[_Inside]:
+        """Returns the insides of regions over 1, 2, ... calls that begin at `call`, part `i` of its sequence.
+
+        Args:
+            known: the same for the parts behind it.
+        """
+        following = known[i + 1] if call.following is not None and self._spans else []
+        found: list[_Inside] = []
+        for length in range(1, min(len(following) + 1, _LONGEST_SPAN) + 1):
+            key = (call.structure, following[length - 2].structure if length > 1 else -1)
+            inside = self._inside.get(key)
+            if inside is None:
+                after = following[length - 2].sequence if length > 1 else self._nothing
+                fronts = [self._walk(call, after, frozenset(), self._max_inner_points)]
+                if self._nested_spans and length > 1:
+                    behind = [known[i + k][length - k - 1].sequence for k in range(1, length)]
+                    fronts += self._regions(call, [other.front for other in found], behind)
+                front = sequence = self._best_of(fronts, self._max_inner_points)
+                if self._nested_spans:
+                    whole = self._regions(call, [*(o.front for o in found), front], [self._nothing] * length)[-1:]
+                    sequence = self._best_of([front, *whole], self._max_inner_points)
+                structure = self._line.structure(("inside", *key))
+                inside = self._inside[key] = _Inside(structure=structure, front=front, sequence=sequence)
+            found.append(inside)
+        return found
+
+
+def _forked(state: _Units, opening: Sequence[int]) -> Iterator[_Units]:
+    """Yields `state` with every subset of the units that open here."""
+    for size in range(len(opening) + 1):
+        for units in itertools.combinations(opening, size):
+            yield state.union(units)
+
+
+def is_tried(length: int) -> bool:
+    """Whether spans of this many calls are tried: all short ones, longer ones in steps of about an eighth."""
+    return length <= _EVERY_LENGTH or length % max(2 ** (length.bit_length() - 4), 1) == 0
