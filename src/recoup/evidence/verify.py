@@ -22,9 +22,9 @@ from recoup.engine.nest import iterate_tensors, map_tensors
 from recoup.errors import UsageError
 from recoup.ir.evidence import Evidence
 from recoup.ir.plan import Plan
-from recoup.verify.gradients import Comparison, StepResult, compare, take_result
-from recoup.verify.memory import measure_peak, meter_name, storage_bytes
-from recoup.verify.speed import time_ratio
+from recoup.evidence.gradients import Comparison, StepResult, compare, take_result
+from recoup.evidence.memory import measure_peak, meter_name, storage_bytes
+from recoup.evidence.speed import time_ratio
 
 
 class _Bench:

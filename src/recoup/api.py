@@ -1,0 +1,425 @@
+"""The public functions: each reads like its line in the README; this file wires the stages together."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from recoup import progress
+from recoup.capture.capture import StepSpec
+from recoup.capture.fingerprint import fingerprint, structure_of
+from recoup.capture.optimizer import OptimizerLike, check_optimizer
+from recoup.capture.step import Loss
+from recoup.cost.devices import Device, get_device
+from recoup.cost.measured import MeasuredCost, available_host_bytes
+from recoup.cost.model import CostModel
+from recoup.cost.roofline import RooflineCost
+from recoup.engine.activity import is_recomputing
+from recoup.engine.conflicts import refuse_conflicts
+from recoup.engine.handle import Applied, apply_decisions, plain
+from recoup.engine.rederive import rederive
+from recoup.errors import InfeasibleBudget, PlanMismatch, UsageError
+from recoup.ir.evidence import Evidence
+from recoup.ir.plan import Plan
+from recoup.ir.profile import FrontierPoint, Profile
+from recoup.planning import ACTIONS, Planner, check_actions, is_on_meta, plan_for_budget
+from recoup.profiling import make_profile
+from recoup.units import check_budget, format_bytes
+from recoup.evidence.verify import verify_plan
+
+__all__ = [
+    "Applied",
+    "Fit",
+    "Frontier",
+    "apply",
+    "fit",
+    "frontier",
+    "is_recomputing",
+    "max_batch",
+    "plan",
+    "profile",
+    "rederive",
+    "verify",
+]
+
+_AUTO_MARGIN = 0.92
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """A planned, changed and proven model.
+
+    Attributes:
+        plan: what was decided. applied: the handle that undoes it. evidence: what was measured.
+    """
+
+    plan: Plan
+    applied: Applied
+    evidence: Evidence
+
+    def __str__(self) -> str:
+        from recoup.report.text import format_fit
+
+        return format_fit(self.plan, self.evidence)
+
+
+def _target(model: nn.Module, device: str | torch.device | None) -> tuple[str, Device | None, torch.device | None]:
+    """Returns the device's name, its table entry (None: this machine's own), and the device to measure on."""
+    own = next(model.parameters()).device if any(True for _ in model.parameters()) else torch.device("cpu")
+    if device is None:
+        device = "cpu" if own.type == "meta" else own.type
+    name = str(device)
+    if name == "cpu":
+        return "cpu", None, torch.device("cpu")
+    if name.split(":")[0] == "cuda":
+        if not torch.cuda.is_available():
+            raise UsageError(
+                "device='cuda' measures on the GPU of this machine, and there is none. Name the one to plan for, "
+                "for instance device='a100-80gb'."
+            )
+        return name, None, torch.device(name)
+    entry = get_device(name)
+    return entry.name, entry, None
+
+
+def _planner(
+    model: nn.Module,
+    batch: Any,
+    *,
+    loss: Loss | None,
+    optimizer: OptimizerLike | None,
+    device: str | torch.device | None,
+    actions: Sequence[str],
+    cost: CostModel | None,
+) -> tuple[Planner, str, Device | None]:
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"model must be a torch.nn.Module; got {type(model).__name__}.")
+    if loss is not None and not callable(loss):
+        raise UsageError(f"loss must be a function of (output, batch); got {type(loss).__name__}.")
+    check_optimizer(optimizer)
+    chosen = check_actions(actions)
+    name, entry, here = _target(model, device)
+    refuse_conflicts(model)
+    on_cuda = (entry.dialect if entry is not None else name.split(":")[0]) == "cuda"
+    spec = StepSpec(
+        model=model,
+        batch=batch,
+        loss=loss,
+        optimizer=optimizer,
+        dialect="cuda" if on_cuda else "cpu",
+        round_bytes=entry.round_bytes if entry is not None else (512 if on_cuda else 1),
+    )
+    if cost is None:
+        cost = RooflineCost(entry) if entry is not None else MeasuredCost(here or torch.device("cpu"))
+    fixed_bytes = entry.fixed_bytes if entry is not None else 0
+    return Planner(spec, cost=cost, actions=chosen, fixed_bytes=fixed_bytes), name, entry
+
+
+def _free_bytes(name: str, entry: Device | None) -> int:
+    """Returns what `budget="auto"` stands for: what is free on the device, less a margin."""
+    if entry is not None:
+        return int(entry.memory_bytes * _AUTO_MARGIN)
+    if name.startswith("cuda"):
+        device = torch.device(name)
+        free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_allocated(device)
+        return int(free * _AUTO_MARGIN)
+    return int(available_host_bytes() * _AUTO_MARGIN)
+
+
+def plan(
+    model: nn.Module,
+    batch: Any,
+    *,
+    budget: int | str,
+    loss: Loss | None = None,
+    optimizer: OptimizerLike | None = None,
+    device: str | torch.device | None = None,
+    actions: Sequence[str] = ACTIONS,
+    cost: CostModel | None = None,
+) -> Plan:
+    """Returns the fastest plan found whose simulated peak is within the budget; nothing of the model changes.
+
+    Args:
+        model: any module, on any device, `meta` too. batch: a dict becomes `model(**batch)`, a tuple or list
+            `model(*batch)`, anything else `model(batch)`; its tensors may be on `meta`.
+        budget: peak bytes of the whole step: an int, `"8GiB"`, `"60%"` of the unplanned step's peak, or `"auto"`.
+        loss: `loss(output, batch)` returns a scalar. Left out: `output.loss`, `output["loss"]`, a scalar output, or
+            the mean of all floating outputs (then the plan says so).
+        optimizer: an optimizer or its class; its state and its step's temporaries count.
+        device: where the plan will run: "cpu", "cuda", or a name of the device table. Left out: the model's own.
+        actions: what the plan may use besides save.
+        cost: prices of ops; left out: measured on this machine's device, a roofline for a named one.
+
+    Raises:
+        UsageError: for input that cannot be used. StepError: if the step fails. ConflictError: if activation
+            checkpointing is on already. InfeasibleBudget: with the smallest reachable peak.
+    """
+    check_budget(budget)
+    planner, name, entry = _planner(
+        model, batch, loss=loss, optimizer=optimizer, device=device, actions=actions, cost=cost
+    )
+    made, _ = plan_for_budget(planner, budget=budget, free_bytes=_free_bytes(name, entry), device=name)
+    return made
+
+
+def apply(model: nn.Module, plan: Plan) -> Applied:
+    """Changes `model` in place to run as `plan` says; returns the handle that undoes it.
+
+    Raises:
+        PlanMismatch: if the plan was made for another model; says what differs. ConflictError: if activation
+            checkpointing is on already. The model is unchanged then.
+    """
+    found = fingerprint(model)
+    if found != plan.fingerprint:
+        structure = structure_of(model)
+        missing = [path for path, _ in plan.structure if path and path not in structure]
+        changed = [
+            f"`{path}` is {structure[path]}, was {kind}"
+            for path, kind in plan.structure
+            if path in structure and structure[path] != kind
+        ]
+        if missing:
+            what = f"it has no `{missing[0]}`"
+        elif changed:
+            what = changed[0]
+        elif type(model).__name__ != plan.model_class:
+            what = f"it is a {type(model).__name__}, the plan is for a {plan.model_class}"
+        else:
+            what = "parameter shapes, dtypes or modules outside the planned ones differ"
+        raise PlanMismatch(
+            f"This plan was made for another model (structure {plan.fingerprint}, this one {found}): {what}. "
+            "Make a plan for this model."
+        )
+    refuse_conflicts(model)
+    return apply_decisions(model, plan.decisions)
+
+
+def verify(
+    model: nn.Module,
+    plan: Plan,
+    batch: Any,
+    *,
+    loss: Loss | None = None,
+    optimizer: OptimizerLike | None = None,
+    timed: bool = True,
+) -> Evidence:
+    """Runs plain and planned steps from the same state and compares values, memory and time; changes nothing.
+
+    Args:
+        plan: in place on the model already, or not (then it is for the duration).
+        timed: also time interleaved pairs of steps.
+
+    Raises:
+        UsageError: if the model is on `meta`.
+    """
+    progress.advance("running plain and planned steps")
+    return verify_plan(model, plan, batch, loss=loss, optimizer=optimizer, timed=timed)
+
+
+def fit(
+    model: nn.Module,
+    batch: Any,
+    *,
+    budget: int | str,
+    loss: Loss | None = None,
+    optimizer: OptimizerLike | None = None,
+    device: str | torch.device | None = None,
+    actions: Sequence[str] = ACTIONS,
+    timed: bool = True,
+) -> Fit:
+    """Plans, changes the model in place, and proves it: `plan`, `apply` and `verify` in one.
+
+    If the measured peak is above the budget (an allocator does what no simulation saw), plans again for as much less.
+
+    Raises:
+        What `plan` and `verify` raise; the model is unchanged then.
+    """
+    check_budget(budget)
+    if is_on_meta(model):
+        raise UsageError(
+            f"{type(model).__name__} is on `meta`: there is nothing to run and prove. Use `plan`, or build it on the "
+            "device."
+        )
+    planner, name, entry = _planner(
+        model, batch, loss=loss, optimizer=optimizer, device=device, actions=actions, cost=None
+    )
+    free_bytes = _free_bytes(name, entry)
+    made, _ = plan_for_budget(planner, budget=budget, free_bytes=free_bytes, device=name)
+    target = made.budget_bytes
+    for _ in range(4):
+        applied = apply_decisions(model, made.decisions)
+        try:
+            progress.advance("running plain and planned steps")
+            evidence = verify_plan(model, made, batch, loss=loss, optimizer=optimizer, timed=timed)
+        except BaseException:
+            applied.remove()
+            raise
+        over = evidence.peak_bytes - made.budget_bytes
+        if over <= 0:
+            return Fit(plan=made, applied=applied, evidence=evidence)
+        applied.remove()
+        progress.advance(f"measured {format_bytes(over)} over the budget; planning for less")
+        target -= over + made.budget_bytes // 500
+        candidate = planner.fit(target) if target > 0 else None
+        if candidate is None:
+            break
+        again = planner.plan(
+            candidate, budget_bytes=made.budget_bytes, budget_text=str(budget), device=name
+        )
+        made = dataclasses.replace(
+            again, notes=(*again.notes, "planned for less than the budget: an earlier plan measured above it")
+        )
+    smallest = planner.smallest()
+    raise InfeasibleBudget(
+        f"Budget {format_bytes(made.budget_bytes)} could not be met: the last plan measured "
+        f"{format_bytes(evidence.peak_bytes)} and there is none below it. Use a larger budget or a smaller batch.",
+        budget_bytes=made.budget_bytes,
+        minimum_bytes=max(smallest.peak_bytes, evidence.peak_bytes),
+        phase=smallest.phase,
+        tensors=smallest.tensors,
+    )
+
+
+def profile(
+    model: nn.Module,
+    batch: Any,
+    *,
+    loss: Loss | None = None,
+    optimizer: OptimizerLike | None = None,
+    device: str | torch.device | None = None,
+    cost: CostModel | None = None,
+) -> Profile:
+    """Returns where the memory and time of one unplanned step go; nothing of the model changes.
+
+    Args and errors are those of `plan`.
+    """
+    planner, _, _ = _planner(model, batch, loss=loss, optimizer=optimizer, device=device, actions=(), cost=cost)
+    return make_profile(planner.priced)
+
+
+class Frontier:
+    """The curve of bytes against time: every point a plan, more bytes never slower."""
+
+    def __init__(self, planner: Planner, device: str, points: tuple[FrontierPoint, ...], free_bytes: int) -> None:
+        self._planner = planner
+        self._device = device
+        self._free_bytes = free_bytes
+        self.points = points
+
+    def plan(self, budget: int | str) -> Plan:
+        """Returns the plan for a budget, without capturing again."""
+        check_budget(budget)
+        made, _ = plan_for_budget(self._planner, budget=budget, free_bytes=self._free_bytes, device=self._device)
+        return made
+
+    def __str__(self) -> str:
+        from recoup.report.text import format_frontier
+
+        return format_frontier(self.points)
+
+
+def frontier(
+    model: nn.Module,
+    batch: Any,
+    *,
+    loss: Loss | None = None,
+    optimizer: OptimizerLike | None = None,
+    device: str | torch.device | None = None,
+    actions: Sequence[str] = ACTIONS,
+    cost: CostModel | None = None,
+    num_points: int = 10,
+) -> Frontier:
+    """Returns the whole curve from the smallest reachable peak to the plain step.
+
+    Args and errors are those of `plan`; each of about `num_points` points is a simulated plan.
+    """
+    planner, name, entry = _planner(
+        model, batch, loss=loss, optimizer=optimizer, device=device, actions=actions, cost=cost
+    )
+    candidates = {c.decisions: c for c in (planner.plain, planner.smallest())}
+    for solution in planner.solver.frontier(num_points):
+        candidate = planner.simulate(planner.decide(solution))
+        candidates[candidate.decisions] = candidate
+    points: list[FrontierPoint] = []
+    best = float("inf")
+    for candidate in sorted(candidates.values(), key=lambda c: (c.peak_bytes, c.step_seconds)):
+        if candidate.step_seconds < best:
+            best = candidate.step_seconds
+            made = planner.plan(
+                candidate, budget_bytes=candidate.peak_bytes, budget_text=str(candidate.peak_bytes), device=name
+            )
+            points.append(
+                FrontierPoint(
+                    peak_bytes=candidate.peak_bytes,
+                    step_seconds=candidate.step_seconds,
+                    extra_time_ratio=made.predicted.extra_time_ratio,
+                    recomputed_flops=candidate.recomputed_flops,
+                    plan=made,
+                )
+            )
+    return Frontier(planner, name, tuple(points), _free_bytes(name, entry))
+
+
+def max_batch(
+    model: nn.Module,
+    make_batch: Callable[[int], Any],
+    *,
+    budget: int | str,
+    loss: Loss | None = None,
+    optimizer: OptimizerLike | None = None,
+    device: str | torch.device | None = None,
+    actions: Sequence[str] = ACTIONS,
+    limit: int = 1 << 16,
+) -> int:
+    """Returns the largest size whose step fits the budget under some plan: simulated, so the next size does not.
+
+    Args:
+        make_batch: returns a batch of the given size (of examples, tokens, pixels: whatever grows).
+        budget: absolute bytes or `"auto"`; a percentage has no meaning here. limit: the largest size tried.
+
+    Raises:
+        UsageError: for a percentage. InfeasibleBudget: if even size 1 does not fit.
+    """
+    check_budget(budget)
+    if isinstance(budget, str) and budget.strip().endswith("%"):
+        raise UsageError("max_batch needs a budget in bytes ('8GiB'); a percentage of what changes with the batch.")
+    errors: list[InfeasibleBudget] = []
+
+    def fits(size: int) -> bool:
+        planner, name, entry = _planner(
+            model,
+            make_batch(size),
+            loss=loss,
+            optimizer=optimizer,
+            device=device,
+            actions=actions,
+            cost=RooflineCost(get_device("cpu-generic")) if device in (None, "cpu") else None,
+        )
+        try:
+            plan_for_budget(planner, budget=budget, free_bytes=_free_bytes(name, entry), device=name)
+        except InfeasibleBudget as error:
+            errors.append(error)
+            return False
+        return True
+
+    progress.advance("trying size 1")
+    if not fits(1):
+        raise errors[-1]
+    low, high = 1, 2
+    while high <= limit and fits(high):
+        low, high = high, high * 2
+    high = min(high, limit + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        progress.advance(f"trying size {middle}")
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def suspended(model: nn.Module) -> Any:
+    """Returns a context in which the model runs without the plan that is in place on it."""
+    return plain(model)

@@ -1,0 +1,44 @@
+"""Prices from a device's rates: an op takes as long as its FLOPs or its bytes, whichever is longer.
+
+The roofline model (Williams, Waterman and Patterson, 2009). An estimate: good for comparing plans, and for a device
+that is elsewhere. It sees no hidden workspace.
+"""
+
+from __future__ import annotations
+
+from recoup.cost.devices import Device
+from recoup.cost.flops import is_heavy
+from recoup.cost.model import PricedTrace, price_by_signature
+from recoup.ir.trace import Signature, TensorSpec, Trace
+
+
+class RooflineCost:
+    """Prices ops for a device of the table."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+
+    def price(self, trace: Trace) -> PricedTrace:
+        """Returns the priced trace."""
+        return price_by_signature(
+            trace, lambda s: (self.seconds(s), 0), source=f"roofline of {self.device.name}", is_estimate=True
+        )
+
+    def seconds(self, signature: Signature) -> float:
+        """Returns the seconds of one op, its launch included."""
+        device = self.device
+        if signature.is_view:
+            return 0.0
+        moving = signature.bytes_moved / (device.bandwidth_bytes * device.bandwidth_fraction)
+        computing = 0.0
+        if is_heavy(signature.name):
+            computing = signature.flops / (self._rate(signature) * device.matmul_fraction)
+        return max(moving, computing, device.launch_seconds if device.dialect == "cuda" else 0.0)
+
+    def _rate(self, signature: Signature) -> float:
+        dtypes = [a.dtype for a in signature.args if isinstance(a, TensorSpec)]
+        if "bfloat16" in dtypes:
+            return self.device.bf16_flops
+        if "float16" in dtypes:
+            return self.device.fp16_flops
+        return self.device.fp32_flops

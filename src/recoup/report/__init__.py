@@ -1,0 +1,1 @@
+"""Plans, profiles and evidence for people. No torch: renderers take plain data."""

@@ -1,0 +1,89 @@
+"""A plan in model terms: which layers do what, ranges of equal layers said once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from recoup.ir.plan import Decision, Plan
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
+
+
+def describe(plan: Plan) -> list[str]:
+    """Returns what the plan does, one line an action, e.g. `recompute model.layers.0-7`."""
+    if not plan.decisions:
+        return ["nothing is changed"]
+    root = next((d.action for d in plan.decisions if d.path == "" and d.action != "recompute"), "save")
+    regions = [d for d in plan.decisions if d.action == "recompute"]
+    lines = []
+    groups: dict[tuple[str, ...], list[Decision]] = {}
+    for decision in regions:
+        key = (decision.inside, *(_shape(p) for p in (decision.path, *decision.span)))
+        groups.setdefault(key, []).append(decision)
+    for (inside, *_), members in groups.items():
+        text = ranges([d.path or "(the model)" for d in members])
+        if members[0].span:
+            through = members[0].span[-1]
+            text += f" through {_tail(members[0].path, through)}" if len(members) == 1 else " each through " + _tail(
+                members[0].path, through
+            )
+        if inside == "rederive":
+            text += " (rederiving inside)"
+        lines.append(f"recompute {text}")
+    for action in ("rederive", "save"):
+        paths = [d.path for d in plan.decisions if d.action == action and d.path]
+        if root == action:
+            lines.append(f"{action} everywhere else" if regions or len(plan.decisions) > 1 else f"{action} everywhere")
+        elif paths:
+            for text in _grouped(paths):
+                lines.append(f"{action} {text}")
+    if root == "save" and not any(line.startswith("save") for line in lines):
+        lines.append("save the rest")
+    return lines
+
+
+def _grouped(paths: Sequence[str]) -> list[str]:
+    groups: dict[str, list[str]] = {}
+    for path in paths:
+        groups.setdefault(_shape(path), []).append(path)
+    return [ranges(members) for members in groups.values()]
+
+
+def _shape(path: str) -> str:
+    return _NUMBER.sub("*", path)
+
+
+def _tail(first: str, last: str) -> str:
+    """Returns `last` without what it shares with `first`."""
+    a, b = first.split("."), last.split(".")
+    shared = 0
+    while shared < min(len(a), len(b)) - 1 and a[shared] == b[shared]:
+        shared += 1
+    return ".".join(b[shared:])
+
+
+def ranges(paths: Sequence[str]) -> str:
+    """Returns paths of one shape with their numbers as ranges: `layers.0-3,7.mlp`."""
+    if len(paths) == 1:
+        return paths[0]
+    split = [_NUMBER.findall(p) for p in paths]
+    varying = [i for i in range(len(split[0])) if len({s[i] for s in split}) > 1] if split[0] else []
+    if len(varying) != 1:
+        return ", ".join(paths[:4]) + (f" and {len(paths) - 4} more" if len(paths) > 4 else "")
+    numbers = sorted({int(s[varying[0]]) for s in split})
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    text = ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+    count = -1
+
+    def replace(match: re.Match[str]) -> str:
+        nonlocal count
+        count += 1
+        return text if count == varying[0] else match.group()
+
+    return _NUMBER.sub(replace, paths[0])
