@@ -341,9 +341,11 @@ def frontier(
         model, batch, loss=loss, optimizer=optimizer, device=device, actions=actions, cost=cost
     )
     candidates = {c.decisions: c for c in (planner.plain, planner.smallest())}
-    for solution in planner.solver.frontier(num_points):
-        candidate = planner.simulate(planner.decide(solution))
-        candidates[candidate.decisions] = candidate
+    low, high = planner.smallest().peak_bytes, planner.plain.peak_bytes
+    for i in range(1, num_points - 1):
+        candidate = planner.fit(low + (high - low) * i // (num_points - 1))
+        if candidate is not None:
+            candidates[candidate.decisions] = candidate
     points: list[FrontierPoint] = []
     best = float("inf")
     for candidate in sorted(candidates.values(), key=lambda c: (c.peak_bytes, c.step_seconds)):

@@ -18,10 +18,11 @@ from recoup import progress
 from recoup.capture.capture import StepSpec, capture
 from recoup.cost.model import CostModel, PricedTrace
 from recoup.engine.handle import apply_decisions
+from recoup.engine.state import statistics_buffers
 from recoup.errors import InfeasibleBudget, UsageError
 from recoup.ir.plan import Decision, Plan, Prediction
 from recoup.ir.trace import Trace
-from recoup.solve.build import build_problem
+from recoup.solve.build import build_problem, only
 from recoup.solve.decisions import to_decisions
 from recoup.solve.frontier import Solution, Solver
 from recoup.solve.problem import Problem
@@ -29,7 +30,7 @@ from recoup.units import format_bytes, parse_budget
 
 ACTIONS = ("rederive", "recompute")
 _EVERYWHERE = (Decision(path="", action="rederive"),)
-_MAX_REPAIRS = 8
+_MAX_REPAIRS = 5
 _WORTH_ANOTHER_TRY = 0.985
 
 
@@ -72,8 +73,15 @@ class Planner:
             progress.advance("capturing the step with everything rederived")
             variants["rederive"] = self._simulate_priced(_EVERYWHERE)
         self.problem: Problem = build_problem(variants, spans=spans)
-        self.solver = Solver(self.problem, actions=self.actions, spans=spans)
-        self._buffers = {(c.path, c.index): c.mutated_buffers for c in trace.calls if c.mutated_buffers}
+        # Three views of one problem. Mixing actions freely is the richest, and the one where what a decision drops may
+        # be what another rebuilds from; the other two have no such coupling. The simulation decides between them.
+        self.solvers = [Solver(self.problem, actions=self.actions, spans=spans)]
+        if "rederive" in self.actions:
+            self.solvers.append(Solver(only(self.problem, "rederive"), actions=self.actions, spans=spans))
+            if "recompute" in self.actions:
+                self.solvers.append(Solver(only(self.problem, "save"), actions=("recompute",), spans=spans))
+        known = set(statistics_buffers(spec.model))  # the engine finds these by itself
+        self._buffers = {c.path: tuple(b for b in c.mutated_buffers if b not in known) for c in trace.calls}
         self._num_calls: dict[str, int] = {}
         for call in trace.calls:
             self._num_calls[call.path] = max(self._num_calls.get(call.path, 0), call.index + 1)
@@ -125,69 +133,65 @@ class Planner:
 
     # -- choosing -----------------------------------------------------------------------------------------------
 
-    def decide(self, solution: Solution) -> tuple[Decision, ...]:
+    def decide(self, solver: Solver, solution: Solution) -> tuple[Decision, ...]:
         """Returns a solution's decisions, ready for the engine: one for every call where there is only one."""
         chosen = []
-        for decision in to_decisions(self.solver.line, solution.choice):
-            buffers = self._buffers.get((decision.path, decision.call or 0), ())
+        for decision in to_decisions(solver.line, solution.choice):
+            buffers: tuple[str, ...] = ()
+            if decision.action == "recompute":
+                paths = {decision.path, *decision.span}
+                buffers = tuple(b for p in paths for b in self._buffers.get(p, ()))
             call = None if self._num_calls.get(decision.path, 1) == 1 else decision.call
-            chosen.append(dataclasses.replace(decision, call=call, buffers=tuple(buffers)))
-        if "rederive" in self.actions and chosen and chosen[0].path:
+            chosen.append(dataclasses.replace(decision, call=call, buffers=tuple(sorted(buffers))))
+        if "rederive" in self.actions and chosen and chosen[0].path and solver is not self.solvers[-1]:
             chosen.insert(0, Decision(path="", action="save"))  # lineage is recorded: regions' inputs use it
         return tuple(chosen)
 
-    def solve(self, target_bytes: int) -> Solution:
-        """Returns the solver's answer for a target, without simulating it."""
-        return self.solver.solve(target_bytes - self.fixed_bytes)
-
     def smallest(self) -> Candidate:
         """Returns the plan with the smallest simulated peak that was found."""
-        candidates = [self.simulate(self.decide(self.solver.leanest()))]
-        if len(self.actions) > 1:
-            alone = Solver(self.problem, actions=("recompute",)).leanest()
-            candidates.append(self.simulate(self.decide(alone)))
+        for solver in self.solvers:
+            self.simulate(self.decide(solver, solver.leanest()))
         if "rederive" in self.actions:
-            candidates.append(self.simulate(_EVERYWHERE))
-        candidates += self._seen.values()
-        return min([*candidates, self.plain], key=lambda c: (c.peak_bytes, c.step_seconds))
+            self.simulate(_EVERYWHERE)
+        return min([*self._seen.values(), self.plain], key=lambda c: (c.peak_bytes, c.step_seconds))
 
     def fit(self, budget_bytes: int) -> Candidate | None:
         """Returns the fastest plan found whose simulated peak is at or under the budget, None if there is none."""
         if self.plain.peak_bytes <= budget_bytes:
             return self.plain
-        fitting: list[Candidate] = []
-        tried: set[tuple[Decision, ...]] = set()
-        target, high = budget_bytes, None
+        for solver in self.solvers:
+            self._search(solver, budget_bytes)
+        fitting = self._fitting(budget_bytes)
+        if not fitting:
+            self.smallest()
+            fitting = self._fitting(budget_bytes)
+        return min(fitting, key=lambda c: (c.step_seconds, len(c.decisions), c.peak_bytes), default=None)
+
+    def _fitting(self, budget_bytes: int) -> list[Candidate]:
+        return [c for c in self._seen.values() if c.peak_bytes <= budget_bytes]
+
+    def _search(self, solver: Solver, budget_bytes: int) -> None:
+        """Solves for a target, simulates, and moves the target by the gap, a few times."""
+        target = budget_bytes
+        fits_at: int | None = None
         for _ in range(_MAX_REPAIRS):
-            solution = self.solve(target)
+            solution = solver.solve(target - self.fixed_bytes)
             if solution.status == "infeasible":
-                break
-            chosen = self.decide(solution)
-            if chosen in tried:
-                target -= max(budget_bytes // 500, 1)
-                if fitting:
-                    break
-                continue
-            tried.add(chosen)
-            candidate = self.simulate(chosen)
+                return
+            best = min((c.step_seconds for c in self._fitting(budget_bytes)), default=float("inf"))
+            if self.plain.step_seconds + solution.extra_seconds >= best:
+                return  # even by its own reckoning no faster than what fits already
+            candidate = self.simulate(self.decide(solver, solution))
             gap = candidate.peak_bytes - budget_bytes
             if gap > 0:
-                high = target if high is None else min(high, target)
-                target = min(target - gap, target - 1) if not fitting else (target + fitting[-1].peak_bytes) // 2
-                if fitting:
-                    break
+                if fits_at is not None:
+                    return
+                target -= gap
             else:
-                fitting.append(candidate)
-                if candidate.peak_bytes >= _WORTH_ANOTHER_TRY * budget_bytes or high is not None:
-                    break
-                target = target - gap
-        fitting += [c for c in self._seen.values() if c.peak_bytes <= budget_bytes]
-        if not fitting:
-            smallest = self.smallest()
-            if smallest.peak_bytes > budget_bytes:
-                return None
-            fitting = [c for c in self._seen.values() if c.peak_bytes <= budget_bytes] or [smallest]
-        return min(fitting, key=lambda c: (c.step_seconds, len(c.decisions), c.peak_bytes))
+                if fits_at is not None or candidate.peak_bytes >= _WORTH_ANOTHER_TRY * budget_bytes:
+                    return
+                fits_at = target
+                target -= gap
 
     def infeasible(self, budget_bytes: int) -> InfeasibleBudget:
         """Returns the error that says what the smallest reachable peak is, and what sets it."""

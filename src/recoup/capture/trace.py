@@ -100,7 +100,7 @@ def _call(
                 break
     buffers = tuple(
         dict.fromkeys(
-            buffer_names[storage].removeprefix(prefix)
+            buffer_names[storage]
             for op, storage in tracker.writes
             if call.first_op <= op < call.last_op
             and storage in buffer_names

@@ -17,7 +17,7 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,8 @@ from recoup.ir.trace import Signature, TensorSpec, Trace
 SMALL_BYTES = 1 << 16
 SMALL_OP_SECONDS = {"cpu": 4e-6, "cuda": 8e-6}
 TOTAL_SECONDS = 25.0
-_SECONDS_EACH = 0.15
+_SECONDS_EACH = 0.04
+_BATCH = 24
 _CACHE_VERSION = 2
 
 
@@ -45,6 +46,7 @@ class MeasuredCost:
         self.device = device
         self.name = _device_name(device)
         self._path = _cache_path(self.name) if cache else None
+        self._spent = 0.0
         self._known: dict[str, tuple[float, int]] = _load(self._path)
 
     def price(self, trace: Trace) -> PricedTrace:
@@ -54,15 +56,14 @@ class MeasuredCost:
         began = time.perf_counter()
         changed = False
         with _quiet_random(self.device):
-            for number, signature in enumerate(missing):
-                if time.perf_counter() - began > TOTAL_SECONDS:
+            for start in range(0, len(missing), _BATCH):
+                if time.perf_counter() - began > TOTAL_SECONDS - self._spent:
                     break
-                if number % 10 == 0:
-                    progress.advance(f"measuring ops on this device ({number} of {len(missing)})")
-                measured = _measure(signature, self.device)
-                if measured is not None:
-                    self._known[_key(signature)] = measured
-                    changed = True
+                progress.advance(f"measuring ops on this device ({start} of {len(missing)})")
+                found = _measure_batch(missing[start : start + _BATCH], self.device)
+                self._known.update((_key(s), prices) for s, prices in found)
+                changed = changed or bool(found)
+        self._spent += time.perf_counter() - began
         if changed:
             _store(self._path, self._known)
         scale, roofline = self._scale(trace)
@@ -110,25 +111,116 @@ def _is_small(signature: Signature) -> bool:
     return signature.is_view or signature.bytes_moved < SMALL_BYTES
 
 
-def _measure(signature: Signature, device: torch.device) -> tuple[float, int] | None:
-    """Returns (seconds, workspace bytes) of one op, None if it cannot be run alone."""
-    if _bytes_of((signature.args, signature.kwargs)) + 3 * signature.output_bytes > _available_bytes(device) // 2:
+def _measure_batch(
+    signatures: Sequence[Signature], device: torch.device
+) -> list[tuple[Signature, tuple[float, int]]]:
+    """Returns (signature, (seconds, workspace bytes)) of those that can be run alone."""
+    runs: list[tuple[Signature, float, int]] = []
+    meter = _CudaMeter(device) if device.type == "cuda" else _CpuMeter()
+    with meter:
+        for signature in signatures:
+            needed = _bytes_of((signature.args, signature.kwargs)) + 3 * signature.output_bytes
+            if needed > _available_bytes(device) // 2:
+                continue
+            try:
+                call = make_call(signature, device)
+                if call is not None:
+                    number = meter.run(call)
+                    runs.append((signature, _time(call, device), number))
+            except (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError):
+                continue  # an op that made-up data cannot satisfy; the roofline prices it
+    workspaces = meter.workspace_bytes()
+    return [(s, (seconds, workspaces[number])) for s, seconds, number in runs]
+
+
+class _CpuMeter:
+    """Workspaces of ops run under one profiler; two odd allocations mark where each op's events begin and end."""
+
+    _MARK = 104729
+
+    def __init__(self) -> None:
+        self._profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        self._num_runs = 0
+
+    def __enter__(self) -> _CpuMeter:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self._profiler.__enter__()
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self._profiler.__exit__(*exc)
+
+    def _mark(self) -> None:
+        torch.empty(self._MARK, dtype=torch.uint8)
+
+    def run(self, call: Callable[[], Any]) -> int:
+        """Runs `call` under the meter and returns the run's number."""
+        self._num_runs += 1
+        self._mark()
+        try:
+            out = call()
+        finally:
+            self._mark()
+        del out
+        return self._num_runs - 1
+
+    def workspace_bytes(self) -> list[int]:
+        """Returns each run's workspace, once the meter was left."""
+        changes = _compat.cpu_memory_events(self._profiler)
+        found: list[int] = []
+        level = peak = position = 0
+        inside = False
+        while position < len(changes):
+            change = changes[position]
+            position += 1
+            if change == self._MARK and position < len(changes) and changes[position] == -self._MARK:
+                position += 1
+                if inside:
+                    found.append(max(peak - max(level, 0), 0))
+                inside = not inside
+                level = peak = 0
+            elif inside:
+                level += change
+                peak = max(peak, level)
+        return found
+
+
+class _CudaMeter:
+    """Workspaces of ops by the caching allocator's own peak."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._found: list[int] = []
+
+    def __enter__(self) -> _CudaMeter:
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
         return None
-    try:
-        call = make_call(signature, device)
-        if call is None:
-            return None
-        call()
-        workspace = _workspace(call, device)
-        return _time(call, device), workspace
-    except (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError):
-        return None  # an op that made-up data cannot satisfy; the roofline prices it
+
+    def run(self, call: Callable[[], Any]) -> int:
+        """Runs `call` under the meter and returns the run's number."""
+        call()  # loads kernels, picks algorithms
+        torch.cuda.synchronize(self._device)
+        before = torch.cuda.memory_allocated(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        out = call()
+        torch.cuda.synchronize(self._device)
+        remains = torch.cuda.memory_allocated(self._device) - before
+        self._found.append(max(int(torch.cuda.max_memory_allocated(self._device)) - before - remains, 0))
+        del out
+        return len(self._found) - 1
+
+    def workspace_bytes(self) -> list[int]:
+        """Returns each run's workspace."""
+        return self._found
 
 
 def _time(call: Callable[[], Any], device: torch.device) -> float:
     times: list[float] = []
     began = time.perf_counter()
-    while len(times) < 3 or (len(times) < 9 and time.perf_counter() - began < _SECONDS_EACH):
+    while len(times) < 2 or (len(times) < 9 and time.perf_counter() - began < _SECONDS_EACH):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         start = time.perf_counter()
@@ -137,32 +229,9 @@ def _time(call: Callable[[], Any], device: torch.device) -> float:
             torch.cuda.synchronize(device)
         times.append(time.perf_counter() - start)
         del out
-        if time.perf_counter() - began > 4 * _SECONDS_EACH:
+        if time.perf_counter() - began > 8 * _SECONDS_EACH:
             break
     return statistics.median(times)
-
-
-def _workspace(call: Callable[[], Any], device: torch.device) -> int:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        out = call()
-        torch.cuda.synchronize(device)
-        remains = torch.cuda.memory_allocated(device) - before
-        peak = int(torch.cuda.max_memory_allocated(device)) - before
-        del out
-        return max(peak - remains, 0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            out = call()
-    level = peak = 0
-    for change in _compat.cpu_memory_events(profiler):
-        level += change
-        peak = max(peak, level)
-    del out
-    return max(peak - max(level, 0), 0)
 
 
 def _bytes_of(nest: Any) -> int:

@@ -250,7 +250,7 @@ def apply_decisions(model: nn.Module, decisions: Sequence[Decision]) -> Applied:
             decisions=tuple(by_path.get(path, ())),
             joins=tuple(joins.get(path, ())),
             derives_below=any(d.action == "rederive" and d.path.startswith(prefix) for d in decisions),
-            buffers=_buffers(modules[path], [*by_path.get(path, ()), *joins.get(path, ())]),
+            buffers=_buffers(modules[path], prefix, [*by_path.get(path, ()), *joins.get(path, ())]),
             state=state,
             is_root=path == "",
             drops_cache=path in caching,
@@ -260,11 +260,11 @@ def apply_decisions(model: nn.Module, decisions: Sequence[Decision]) -> Applied:
     return Applied(model, patches, state)
 
 
-def _buffers(module: nn.Module, decisions: Sequence[Decision]) -> tuple[str, ...]:
-    """Returns the names of buffers that a replay must not change again."""
+def _buffers(module: nn.Module, prefix: str, decisions: Sequence[Decision]) -> tuple[str, ...]:
+    """Returns the names, below the module, of buffers that a replay must not change again."""
     if all(d.action != "recompute" for d in decisions):
         return ()
-    seen = [name for d in decisions for name in d.buffers]
+    seen = [name.removeprefix(prefix) for d in decisions for name in d.buffers if name.startswith(prefix)]
     return tuple(dict.fromkeys([*statistics_buffers(module), *seen]))
 
 

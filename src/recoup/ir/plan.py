@@ -28,8 +28,8 @@ class Decision:
             region: it keeps its inputs and runs again in backward.
         inside: for `recompute`, what the replay does with its saved tensors.
         span: for `recompute`, paths of the calls that follow directly and belong to the same region.
-        buffers: for `recompute`, names below `path` of buffers its forward was seen to change; the replay runs on
-            copies of what they were. (Those of normalisation layers are found by themselves.)
+        buffers: for `recompute`, paths of buffers that the region's forward was seen to change; the replay runs
+            on copies of what they were. (Those of normalisation layers are found by themselves.)
     """
 
     path: str

@@ -308,23 +308,28 @@ def _region(
     call = trace.calls[index]
     if call.refusal or call.last_save_op < 0 or call.last_op <= call.first_op:
         return None
-    pinned, saved_inside = 0, 0
+    first, last = call.first_op, call.last_op
+    stop = min(call.last_save_op, last)
+    if all(trace.signatures[o.signature].is_view for o in trace.ops[first:stop]):
+        return None  # its replay would run nothing: what it saves is its own input
+    pinned, saved_inside, rebuilding = 0, 0, 0.0
     for i in call.inputs:
         storage = trace.storages[i]
-        if storage.alloc_op < 0 or i in free or _held_before(trace, call, holders.get(i, ())):
+        if storage.alloc_op >= 0 and i in free:
+            rebuilding += float(lookup.seconds[storage.alloc_op + 1] - lookup.seconds[storage.alloc_op])
+            continue
+        if storage.alloc_op < 0 or _held_before(trace, call, holders.get(i, ())):
             continue
         pinned += storage.nbytes
         if storage.category == "saved" and call.first_op <= storage.saved_op <= call.last_op:
             saved_inside += storage.nbytes
-    first, last = call.first_op, call.last_op
     at = int(np.searchsorted(lookup.segment_starts, first))
     level = numbers.levels[first:last] - lookup.let_go(first, last)
-    stop = min(call.last_save_op, last)
     return Region(
         saved_bytes=pinned,
         forward_bytes=int(level.max()) - numbers.fixed_bytes - int(numbers.saved_before[at]),
         replay_bytes=-saved_inside,
-        seconds=float(lookup.seconds[stop] - lookup.seconds[first]) + REGION_OVERHEAD_SECONDS,
+        seconds=float(lookup.seconds[stop] - lookup.seconds[first]) + rebuilding + REGION_OVERHEAD_SECONDS,
         flops=int(lookup.flops[stop] - lookup.flops[first]),
     )
 
@@ -332,3 +337,15 @@ def _region(
 def _held_before(trace: Trace, call: Call, holders: Sequence[int]) -> bool:
     """Whether an earlier call that has the same input holds it, whatever action that call takes."""
     return any(trace.calls[h].last_op <= call.first_op for h in holders)
+
+
+def only(problem: Problem, action: str) -> Problem:
+    """Returns the problem in which every leaf that can runs under `action`, and only regions are left to choose."""
+
+    def narrow(part: Leaf | Block) -> Leaf | Block:
+        if isinstance(part, Block):
+            return dataclasses.replace(part, parts=tuple(narrow(p) for p in part.parts))
+        chosen = next((o for o in part.options if o.action == action), part.options[0])
+        return dataclasses.replace(part, options=(chosen,), group=-1)
+
+    return dataclasses.replace(problem, parts=tuple(narrow(p) for p in problem.parts))

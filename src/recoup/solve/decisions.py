@@ -37,7 +37,8 @@ def to_decisions(line: Line, choice: Choice) -> tuple[Decision, ...]:
     # call, the outermost first.
     regions: dict[_Key, list[int]] = {}
     for leaf, action in _collect(line, choice, 0, regions):
-        if len(leaf.options) > 1 and preference.get(leaf.owner) != "rederive":
+        has_wish = len(leaf.options) > 1 or leaf.options[0].action == "rederive"
+        if has_wish and preference.get(leaf.owner) != "rederive":
             preference[leaf.owner] = "rederive" if action == "rederive" else "save"
     writer = _Writer(preference, regions)
     return tuple(writer.write(line.root.parts))
