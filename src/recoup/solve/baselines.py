@@ -10,10 +10,13 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from recoup.solve.problem import Leaf, Problem
-from recoup.solve.sequence import Call, Choice, Line, Pick
+from recoup.solve.sequence import Call, Choice, Line, Pick, region_of
 from recoup.solve.simulate import evaluate_line, option_of, uniform
+
+Segments = Sequence[Sequence[Call]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,18 +45,20 @@ def baselines(problem: Problem) -> tuple[Baseline, ...]:
     right away and would gain nothing.
     """
     line = Line(problem)
-    found = [_price(line, "none", [])]
-    blocks = repeated_blocks(line)
-    if not blocks:
-        return tuple(found)
-    found.append(_price(line, "full", [[b] for b in blocks]))
-    for k in _strides(len(blocks)):
-        found.append(_price(line, f"every-{k}", [[b] for b in blocks[::k]]))
-    chained = all(a.following is b for a, b in itertools.pairwise(blocks))
-    length = math.isqrt(len(blocks) - 1) + 1
-    if chained and length > 1:
-        segments = [blocks[i : i + length] for i in range(0, len(blocks), length)]
-        found.append(_price(line, "sqrt", segments[:-1]))
+    found = []
+    for name, segments in named_segments(line):
+        choice = choice_of(line, segments)
+        peak_bytes, extra_seconds, extra_flops = evaluate_line(line, choice)
+        found.append(
+            Baseline(
+                name=name,
+                choice=choice,
+                peak_bytes=peak_bytes,
+                extra_seconds=extra_seconds,
+                extra_flops=extra_flops,
+                has_spans=any(len(segment) > 1 for segment in segments),
+            )
+        )
     return tuple(found)
 
 
@@ -61,6 +66,78 @@ def best_baseline(problem: Problem, budget_bytes: int) -> Baseline | None:
     """Returns the fastest baseline whose peak is at most `budget_bytes`, None if none fits."""
     fitting = [b for b in baselines(problem) if b.peak_bytes <= budget_bytes]
     return min(fitting, key=lambda b: (b.extra_seconds, b.peak_bytes), default=None)
+
+
+def named_segments(line: Line) -> Iterator[tuple[str, Segments]]:
+    """Yields the name of each baseline, and the calls of each of its regions."""
+    yield "none", ()
+    blocks = repeated_blocks(line)
+    if not blocks:
+        return
+    yield "full", [(block,) for block in blocks]
+    for k in _strides(len(blocks)):
+        yield f"every-{k}", [(block,) for block in blocks[::k]]
+    length = math.isqrt(len(blocks) - 1) + 1
+    if length > 1 and all(a.following is b for a, b in itertools.pairwise(blocks)):
+        yield "sqrt", [tuple(blocks[i : i + length]) for i in range(0, len(blocks), length)][:-1]
+
+
+class Pricer:
+    """Prices many sets of regions over one line, plain outside and inside them, without writing out their choices."""
+
+    def __init__(self, line: Line) -> None:
+        self._line = line
+        self._plain: dict[tuple[int, int], _Label] = {}
+
+    def price(self, segments: Segments) -> tuple[int, float]:
+        """Returns (peak bytes of the step, extra seconds): what `evaluate` says of `choice_of(line, segments)`."""
+        line = self._line
+        label = _Label(0, 0, 0, 0)
+        at, seconds = 0, 0.0
+        for segment in segments:
+            first, last = segment[0].first, segment[-1].last
+            inner = self._stretch(first, last)
+            region = region_of(tuple(segment))
+            seconds += region.seconds
+            saved = region.saved_bytes
+            replayed = saved + region.replay_bytes + max(inner.forward_bytes, inner.backward_bytes)
+            label = _then(label, self._stretch(at, first))
+            label = _then(label, _Label(saved, max(region.forward_bytes, saved), replayed, inner.gradient_bytes))
+            at = last
+        label = _then(label, self._stretch(at, len(line.leaves)))
+        peak = line.problem.fixed_bytes + max(label.forward_bytes, label.backward_bytes)
+        return max(peak, line.problem.optimizer_peak_bytes), seconds
+
+    def _stretch(self, first: int, last: int) -> _Label:
+        """Returns the label of leaves [first, last), all plain."""
+        label = self._plain.get((first, last))
+        if label is None:
+            label = _Label(0, 0, 0, 0)
+            for leaf in self._line.leaves[first:last]:
+                option = option_of(leaf, "save")
+                forward = max(option.forward_bytes, option.saved_bytes)
+                label = _then(label, _Label(option.saved_bytes, forward, option.backward_bytes, leaf.gradient_bytes))
+            self._plain[first, last] = label
+        return label
+
+
+class _Label(NamedTuple):
+    """A sequence without its inside: what it leaves saved, its peaks above the level before it, its gradients."""
+
+    saved_bytes: int
+    forward_bytes: int
+    backward_bytes: int
+    gradient_bytes: int
+
+
+def _then(a: _Label, b: _Label) -> _Label:
+    """Returns the label of `a` followed by `b`."""
+    return _Label(
+        a.saved_bytes + b.saved_bytes,
+        max(a.forward_bytes, a.saved_bytes + b.forward_bytes),
+        max(a.saved_bytes + b.backward_bytes, a.backward_bytes + b.gradient_bytes),
+        a.gradient_bytes + b.gradient_bytes,
+    )
 
 
 def repeated_blocks(line: Line) -> list[Call]:
@@ -97,7 +174,8 @@ def _strides(num_blocks: int) -> list[int]:
     return [k for k in range(2, num_blocks + 1) if k <= 64 or k % (k // 16) == 0]
 
 
-def _price(line: Line, name: str, segments: Sequence[Sequence[Call]]) -> Baseline:
+def choice_of(line: Line, segments: Segments) -> Choice:
+    """Returns the choice with one region for each segment, plain outside and inside."""
     picks: list[Pick] = []
     at = 0
     for segment in segments:
@@ -115,15 +193,7 @@ def _price(line: Line, name: str, segments: Sequence[Sequence[Call]]) -> Baselin
         )
         at = last
     picks += _plain(line, at, len(line.leaves))
-    peak_bytes, extra_seconds, extra_flops = evaluate_line(line, tuple(picks))
-    return Baseline(
-        name=name,
-        choice=tuple(picks),
-        peak_bytes=peak_bytes,
-        extra_seconds=extra_seconds,
-        extra_flops=extra_flops,
-        has_spans=any(len(segment) > 1 for segment in segments),
-    )
+    return tuple(picks)
 
 
 def _plain(line: Line, first: int, last: int) -> Iterator[Pick]:

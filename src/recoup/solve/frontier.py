@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Literal
 
-from recoup.solve.baselines import Baseline, baselines
+from recoup.solve.baselines import Pricer, Segments, choice_of, named_segments
 from recoup.solve.pareto import choice_at
 from recoup.solve.problem import Problem
 from recoup.solve.search import Search
@@ -64,9 +64,13 @@ class Solver:
         search = Search(self.line, actions=actions, spans=spans, nested_spans=nested_spans)
         self._front = search.front()
         self._plain = self._solution(uniform(self.line, 0, len(self.line.leaves), "save"))
-        self._baselines: list[Baseline] = []
+        self._baselines: list[tuple[float, int, Segments]] = []
         if "recompute" in actions:
-            self._baselines = [b for b in baselines(problem) if spans or not b.has_spans]
+            pricer = Pricer(self.line)
+            for _, segments in named_segments(self.line):
+                if spans or all(len(segment) == 1 for segment in segments):
+                    peak_bytes, extra_seconds = pricer.price(segments)
+                    self._baselines.append((extra_seconds, peak_bytes, segments))
         self._leanest: Solution | None = None
         self._answers: dict[int, Solution] = {}
 
@@ -74,15 +78,15 @@ class Solver:
         """Returns the fastest choice whose peak is at most `budget_bytes`, or the leanest, with status "infeasible"."""
         if self._plain.peak_bytes <= budget_bytes:
             return self._plain
-        fitting = [b for b in self._baselines if b.peak_bytes <= budget_bytes]
-        best = min(fitting, key=lambda b: (b.extra_seconds, b.peak_bytes), default=None)
+        fitting = [baseline for baseline in self._baselines if baseline[1] <= budget_bytes]
+        best = min(fitting, key=lambda baseline: baseline[:2], default=None)
         room = budget_bytes - self.problem.fixed_bytes
         point = int(self._front.peaks.searchsorted(room, side="right")) - 1
         if self.problem.optimizer_peak_bytes > budget_bytes or (point < 0 and best is None):
             return dataclasses.replace(self.leanest(), status="infeasible")
-        if point < 0 or (best is not None and best.extra_seconds < self._front.seconds[point] - 1e-9):
+        if point < 0 or (best is not None and best[0] < self._front.seconds[point] - 1e-9):
             assert best is not None
-            return self._solution(best.choice)
+            return self._solution(choice_of(self.line, best[2]))
         return self._at(point)
 
     def leanest(self) -> Solution:
@@ -107,7 +111,7 @@ class Solver:
 
     def _front_floor(self) -> int:
         lowest = self.problem.fixed_bytes + int(self._front.peaks[0])
-        return min([lowest, self._plain.peak_bytes, *(b.peak_bytes for b in self._baselines)])
+        return min([lowest, self._plain.peak_bytes, *(baseline[1] for baseline in self._baselines)])
 
     def _at(self, point: int) -> Solution:
         found = self._answers.get(point)

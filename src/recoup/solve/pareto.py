@@ -72,7 +72,7 @@ def before_leaf(after: Front, option: Option, gradient_bytes: int, *, is_plain: 
     """Returns the front of a leaf under one option, followed by `after`."""
     floor = max(option.forward_bytes, option.backward_bytes + after.gradient_bytes)
     # Of the points that the leaf's own peak hides, only the fastest is left.
-    skip = max(int(np.searchsorted(after.peaks, floor - option.saved_bytes, side="right")) - 1, 0)
+    skip = max(int(after.peaks.searchsorted(floor - option.saved_bytes, side="right")) - 1, 0)
     peaks = after.peaks[skip:] + option.saved_bytes
     if peaks[0] < floor:
         peaks[0] = floor
@@ -94,13 +94,13 @@ def before_region(after: Front, region: Region, inner: Front, *, num_leaves: int
     outer_peaks = after.peaks + region.saved_bytes
     inner_peaks = inner.peaks + (region.saved_bytes + region.replay_bytes + after.gradient_bytes)
     start = max(int(outer_peaks[0]), int(inner_peaks[0]), region.forward_bytes)
-    outer_first = int(np.searchsorted(outer_peaks, start, side="right"))
-    inner_first = int(np.searchsorted(inner_peaks, start, side="right"))
+    outer_first = int(outer_peaks.searchsorted(start, side="right"))
+    inner_first = int(inner_peaks.searchsorted(start, side="right"))
     peaks = np.concatenate(([start], outer_peaks[outer_first:], inner_peaks[inner_first:]))
     if inner_first < len(inner_peaks) and outer_first < len(outer_peaks):
-        peaks = np.unique(peaks)
-    after_index = np.searchsorted(outer_peaks, peaks, side="right") - 1
-    inner_index = np.searchsorted(inner_peaks, peaks, side="right") - 1
+        peaks.sort(kind="stable")  # two sorted runs: merged in linear time
+    after_index = outer_peaks.searchsorted(peaks, side="right") - 1
+    inner_index = inner_peaks.searchsorted(peaks, side="right") - 1
     seconds = after.seconds[after_index] + inner.seconds[inner_index] + (region.seconds + TIE_SECONDS)
     return Front(
         peaks=peaks,
@@ -119,20 +119,25 @@ def best_of(fronts: Sequence[Front], max_points: int) -> Front:
     """Returns the front of all points of `fronts` that none dominates, thinned to about `max_points`."""
     if len(fronts) == 1 and len(fronts[0].peaks) <= max_points:
         return fronts[0]
+    # Each front is sorted: a stable sort merges such runs in linear time.
     peaks = np.concatenate([f.peaks for f in fronts])
-    seconds = np.concatenate([f.seconds for f in fronts])
-    order = np.lexsort((seconds, peaks))
-    seconds = seconds[order]
+    order = peaks.argsort(kind="stable")
+    seconds = np.concatenate([f.seconds for f in fronts])[order]
     best = np.minimum.accumulate(seconds)
     keep = np.empty(len(best), dtype=bool)
     keep[0] = True
     np.less(best[1:], best[:-1], out=keep[1:])
-    chosen = np.flatnonzero(keep)
-    num_thinned = 0
-    order, seconds = order[chosen], seconds[chosen]
+    order = order[keep]
     peaks = peaks[order]
+    seconds = seconds[keep]
+    is_last = np.empty(len(peaks), dtype=bool)  # of those with one peak: the fastest
+    is_last[-1] = True
+    np.not_equal(peaks[1:], peaks[:-1], out=is_last[:-1])
+    num_thinned = 0
+    if not is_last.all():
+        order, peaks, seconds = order[is_last], peaks[is_last], seconds[is_last]
     if len(peaks) > max_points:
-        left = _spread(peaks, seconds, max_points)
+        left = _spread(seconds, max_points)
         num_thinned = len(peaks) - len(left)
         order, seconds, peaks = order[left], seconds[left], peaks[left]
     offsets = np.cumsum([0] + [len(f.steps) for f in fronts])
@@ -148,11 +153,15 @@ def best_of(fronts: Sequence[Front], max_points: int) -> Front:
     )
 
 
-def _spread(peaks: _Ints, seconds: _Floats, max_points: int) -> _Ints:
-    """Returns about `max_points` indices, evenly along the curve: no step of it grows by more than 2 / max_points."""
-    along = (peaks - peaks[0]) / max(int(peaks[-1] - peaks[0]), 1)
-    along += (seconds[0] - seconds) / max(float(seconds[0] - seconds[-1]), 1e-300)
-    bucket = np.minimum((along * (max_points / 2)).astype(np.int64), max_points - 1)
+def _spread(seconds: _Floats, max_points: int) -> _Ints:
+    """Returns about `max_points` indices, so that what is left is slower by about the same *share* everywhere.
+
+    Of each bucket of the logarithm of seconds the leanest point is left, and the fastest of all. Below a ten
+    thousandth of the largest seconds the error is that share of it instead.
+    """
+    along = np.log(seconds + (float(seconds[0]) * 1e-4 + 1e-300))
+    along -= along[-1]
+    bucket = (along * (max_points / max(float(along[0]), 1e-300))).astype(np.int64)
     first = np.empty(len(bucket), dtype=bool)
     first[0] = first[-1] = True
     np.not_equal(bucket[1:-1], bucket[:-2], out=first[1:-1])

@@ -2,7 +2,7 @@
 
 A region's inside is a sequence of its own, solved the same way, once for each distinct structure: 32 equal layers are
 one. Spans (one region over consecutive calls) are tried at every length up to `_EVERY_LENGTH` and from there on at
-lengths that grow by an eighth. Depth of recursion is depth of nesting, never number of layers.
+lengths that grow by an eighth to a quarter. Depth of recursion is depth of nesting, never number of layers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from recoup.solve.pareto import Front, before_leaf, before_region, best_of, empt
 from recoup.solve.problem import Leaf, Region
 from recoup.solve.sequence import Call, Line, combine
 
-_EVERY_LENGTH = 24
+_EVERY_LENGTH = 16
 _LONGEST_SPAN = 160
 _MOST_OPEN = 2
 _Units = frozenset[int]
@@ -55,8 +55,8 @@ class Search:
         actions: Sequence[str],
         spans: bool,
         nested_spans: bool,
-        max_points: int = 800,
-        max_inner_points: int = 120,
+        max_points: int = 4000,
+        max_inner_points: int = 100,
     ) -> None:
         self._line = line
         self._actions = frozenset(actions) | {"save"}
@@ -222,5 +222,5 @@ def _forked(state: _Units, opening: Sequence[int]) -> Iterator[_Units]:
 
 
 def is_tried(length: int) -> bool:
-    """Whether spans of this many calls are tried: all short ones, longer ones in steps of about an eighth."""
-    return length <= _EVERY_LENGTH or length % max(2 ** (length.bit_length() - 4), 1) == 0
+    """Whether spans of this many calls are tried: all short ones, longer ones in steps of an eighth to a quarter."""
+    return length <= _EVERY_LENGTH or length % max(2 ** (length.bit_length() - 3), 1) == 0

@@ -1,0 +1,117 @@
+"""Whole curves: monotone, never beaten by a baseline, and fast on large problems."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from recoup.solve.baselines import best_baseline
+from recoup.solve.frontier import Solver, frontier, solve
+from recoup.solve.problem import Block, Problem
+from recoup.solve.simulate import evaluate
+
+from .helpers import random_chain, random_leaf, random_problem, random_region, repeat
+
+
+def equal_layers(num_layers: int, *, num_leaves: int) -> Problem:
+    """Returns equal chained layers of two calls each, a third of the leaves with a choice, as transformers have it."""
+    rng = random.Random(0)
+    halves = tuple(
+        Block(
+            path=f".{name}",
+            call=0,
+            kind=name,
+            parts=tuple(random_leaf(rng, (f".{name}.{i}", 0), rederive_share=0.33) for i in range(num_leaves // 2)),
+            region=random_region(rng, 4.0),
+        )
+        for name in ("attention", "mlp")
+    )
+    return repeat(
+        Block(path="", call=0, kind="Layer", parts=halves, region=random_region(rng, 9.0), chained=True), num_layers
+    )
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 10**9))
+def test_more_bytes_are_never_slower(seed: int) -> None:
+    problem = random_problem(seed, num_blocks=8)
+    solver = Solver(problem)
+    low, high = solver.leanest().peak_bytes, solver.solve(10**12).peak_bytes
+    answers = [solver.solve(low + (high - low) * i // 39) for i in range(40)]
+    for lean, rich in itertools.pairwise(answers):
+        assert rich.extra_seconds <= lean.extra_seconds + 1e-9
+    curve = solver.frontier(40)
+    for lean, rich in itertools.pairwise(curve):
+        assert lean.peak_bytes < rich.peak_bytes
+        assert lean.extra_seconds > rich.extra_seconds
+    assert curve[-1].extra_seconds == 0.0
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 10**9))
+def test_no_baseline_is_faster(seed: int) -> None:
+    for problem in (random_problem(seed, num_blocks=8), random_chain(seed, 12)):
+        solver = Solver(problem)
+        low, high = solver.leanest().peak_bytes, solver.solve(10**12).peak_bytes
+        for i in range(11):
+            budget = low + (high - low) * i // 10
+            baseline = best_baseline(problem, budget)
+            solution = solver.solve(budget)
+            assert solution.peak_bytes <= budget
+            assert solution.status == "optimal"
+            if baseline is not None:
+                assert solution.extra_seconds <= baseline.extra_seconds + 1e-9
+
+
+def test_actions_are_obeyed() -> None:
+    problem = equal_layers(4, num_leaves=8)
+    floor = Solver(problem).leanest().peak_bytes
+    answers = {actions: solve(problem, floor, actions=actions) for actions in [(), ("rederive",), ("recompute",)]}
+    assert {pick.action for pick in answers[()].choice} == {"save"}
+    assert "recompute" not in {pick.action for pick in answers["rederive",].choice}
+    for pick in answers["recompute",].choice:
+        assert pick.action != "rederive"
+        assert all(inner.action != "rederive" for inner in pick.inner)
+    longest = {pick.num_calls for pick in solve(problem, floor, spans=False).choice}
+    assert max(longest) <= 1
+
+
+def test_the_optimizer_step_can_set_the_peak() -> None:
+    problem = random_chain(1, 6)
+    heavy = Problem(parts=problem.parts, fixed_bytes=0, optimizer_peak_bytes=10**9, plain_seconds=1.0, plain_flops=1)
+    assert solve(heavy, 10**9).extra_seconds == 0.0
+    assert solve(heavy, 10**9 - 1).status == "infeasible"
+    assert [s.peak_bytes for s in frontier(heavy)] == [10**9]
+
+
+# Limits are a few times what an idle core takes, since tests share the machine.
+@pytest.mark.parametrize(
+    ("name", "problem", "limit_seconds"),
+    [
+        ("32 equal layers of 20 leaves", equal_layers(32, num_leaves=20), 0.3),
+        ("80 equal layers of 20 leaves", equal_layers(80, num_leaves=20), 1.0),
+        ("a chain of 200 different stages", random_chain(1, 200), 3.0),
+    ],
+)
+def test_large_problems_are_fast(name: str, problem: Problem, limit_seconds: float) -> None:
+    start = time.process_time()
+    solver = Solver(problem)
+    low, high = solver.leanest().peak_bytes, solver.solve(10**12).peak_bytes
+    solution = solver.solve((low + high) // 2)
+    taken = time.process_time() - start
+    assert solution.status == "optimal"
+    assert taken < 2 * limit_seconds, f"{name}: {taken:.2f} s"
+
+
+def test_a_thousand_layers() -> None:
+    problem = equal_layers(1000, num_leaves=2)
+    solver = Solver(problem)
+    low, high = solver.leanest().peak_bytes, solver.solve(10**12).peak_bytes
+    solution = solver.solve((low + high) // 2)
+    assert solution.peak_bytes <= (low + high) // 2
+    assert evaluate(problem, solution.choice)[0] == solution.peak_bytes
