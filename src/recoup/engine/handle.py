@@ -94,7 +94,7 @@ def _run(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, Any])
         output, state.frame = regions.run_region(member, args, kwargs, joins=open_frame)
         return output
     derives = decision is not None and decision.action == "rederive"
-    if settings.records and current_recorder() is None and not regions.in_first_forward():
+    if settings.records and current_recorder() is None and not regions.inside_region():
         with rederive.rederive(by_default=derives):
             return patched.original(*args, **kwargs)
     if decision is None:
@@ -168,7 +168,7 @@ def _ambient(derives: bool) -> Iterator[None]:
             yield
         finally:
             recorder.deriving = before
-    elif derives and not regions.in_first_forward():  # a part of the model run on its own
+    elif derives and not regions.inside_region():  # a part of the model run on its own
         with rederive.rederive():
             yield
     else:
@@ -249,7 +249,7 @@ def apply_decisions(model: nn.Module, decisions: Sequence[Decision]) -> Applied:
             path=path,
             decisions=tuple(by_path.get(path, ())),
             joins=tuple(joins.get(path, ())),
-            derives_below=any(d.action == "rederive" and d.path.startswith(prefix) for d in decisions),
+            derives_below=_derives_below(decisions, [path, *(p for d in by_path.get(path, ()) for p in d.span)]),
             buffers=_buffers(modules[path], prefix, [*by_path.get(path, ()), *joins.get(path, ())]),
             state=state,
             is_root=path == "",
@@ -258,6 +258,12 @@ def apply_decisions(model: nn.Module, decisions: Sequence[Decision]) -> Applied:
         )
         patches.append(patch(modules[path], _run, settings))
     return Applied(model, patches, state)
+
+
+def _derives_below(decisions: Sequence[Decision], paths: Sequence[str]) -> bool:
+    """Whether a decision inside one of these calls rederives."""
+    prefixes = tuple(f"{path}." if path else "" for path in paths)
+    return any(d.action == "rederive" and d.path.startswith(prefixes) for d in decisions)
 
 
 def _buffers(module: nn.Module, prefix: str, decisions: Sequence[Decision]) -> tuple[str, ...]:

@@ -327,27 +327,27 @@ def _no_recorder() -> Iterator[None]:
 
 
 class _Scope(threading.local):
-    """Where this thread is: `depth` regions deep in a first forward."""
+    """Where this thread is: `depth` regions deep in a first forward, or in a replay."""
 
     depth = 0
-    open_frame: Frame | None = None
+    in_replay = False
 
     @contextlib.contextmanager
     def replaying(self) -> Iterator[None]:
-        depth, self.depth = self.depth, 0
-        frame, self.open_frame = self.open_frame, None
+        before = self.depth, self.in_replay
+        self.depth, self.in_replay = 0, True
         try:
             yield
         finally:
-            self.depth, self.open_frame = depth, frame
+            self.depth, self.in_replay = before
 
 
 _scope = _Scope()
 
 
-def in_first_forward() -> bool:
-    """Whether a region's first forward runs, which keeps nothing whatever deeper decisions say."""
-    return _scope.depth > 0
+def inside_region() -> bool:
+    """Whether a region runs or is replayed: then its saved-tensor hooks are the ones that count."""
+    return _scope.depth > 0 or _scope.in_replay
 
 
 def run_region(member: Member, args: Any, kwargs: Any, *, joins: Frame | None = None) -> tuple[Any, Frame | None]:
