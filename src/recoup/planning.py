@@ -8,6 +8,7 @@ less. Under it with room to spare: solve for more. A plan that leaves here has p
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,6 +32,7 @@ from recoup.units import format_bytes, parse_budget
 ACTIONS = ("rederive", "recompute")
 _EVERYWHERE = (Decision(path="", action="rederive"),)
 _MAX_REPAIRS = 5
+_SEARCH_SECONDS = 8.0
 _WORTH_ANOTHER_TRY = 0.985
 
 
@@ -67,6 +69,7 @@ class Planner:
         trace = capture(spec)
         progress.advance(f"pricing {len(trace.signatures)} distinct ops")
         self.priced = cost.price(trace)
+        self._optimizer = self._optimizer_step()
         self.plain = self._candidate((), self.priced)
         variants = {"save": self.priced}
         if "rederive" in self.actions:
@@ -93,7 +96,7 @@ class Planner:
 
     def _simulate_priced(self, chosen: tuple[Decision, ...]) -> PricedTrace:
         with apply_decisions(self.spec.model, chosen):
-            return self.cost.price(capture(self.spec))
+            return self.cost.price(capture(self.spec, known=self.trace))
 
     def simulate(self, chosen: tuple[Decision, ...]) -> Candidate:
         """Returns what the step costs with `chosen` applied, by running it under fake tensors."""
@@ -104,6 +107,13 @@ class Planner:
             progress.advance(f"simulating a plan with {len(chosen)} decisions")
             found = self._seen[chosen] = self._candidate(chosen, self._simulate_priced(chosen))
         return found
+
+    def _optimizer_step(self) -> tuple[int, float]:
+        """Returns the peak and the seconds of the optimizer's step, which no plan changes."""
+        trace, priced = self.priced.trace, self.priced
+        at = [i for i, o in enumerate(trace.ops) if o.phase == "optimizer"]
+        levels = trace.levels(priced.op_workspace_bytes)
+        return max((levels[i] for i in at), default=0), sum(priced.op_seconds[i] for i in at)
 
     def _candidate(self, chosen: tuple[Decision, ...], priced: PricedTrace) -> Candidate:
         trace = priced.trace
@@ -118,16 +128,21 @@ class Planner:
             name = trace.signatures[op.signature].name
             tensors = [*tensors, (f"workspace of {name}", priced.op_workspace_bytes[at])]
             tensors.sort(key=lambda item: -item[1])
+        phase = "replay" if op.replayed else op.phase
+        peak_bytes = levels[at]
+        seconds = sum(s for s, o in zip(priced.op_seconds, trace.ops, strict=True) if o.phase != "optimizer")
+        if self._optimizer[0] > peak_bytes:
+            peak_bytes, phase = self._optimizer[0], "optimizer"
         forward_end = sum(1 for o in trace.ops if o.phase in ("forward", "loss"))
         return Candidate(
             decisions=chosen,
-            peak_bytes=levels[at] + self.fixed_bytes,
-            step_seconds=sum(priced.op_seconds),
+            peak_bytes=peak_bytes + self.fixed_bytes,
+            step_seconds=seconds + self._optimizer[1],
             recomputed_flops=sum(trace.signatures[o.signature].flops for o in trace.ops if o.replayed),
             saved_bytes=sum(
                 s.nbytes for s in trace.storages if s.category == "saved" and s.alloc_op < forward_end <= s.free_op
             ),
-            phase="replay" if op.replayed else op.phase,
+            phase=phase,
             tensors=tuple(tensors[:8]),
         )
 
@@ -159,8 +174,9 @@ class Planner:
         """Returns the fastest plan found whose simulated peak is at or under the budget, None if there is none."""
         if self.plain.peak_bytes <= budget_bytes:
             return self.plain
+        began = time.perf_counter()
         for solver in self.solvers:
-            self._search(solver, budget_bytes)
+            self._search(solver, budget_bytes, until=began + _SEARCH_SECONDS)
         fitting = self._fitting(budget_bytes)
         if not fitting:
             self.smallest()
@@ -170,11 +186,17 @@ class Planner:
     def _fitting(self, budget_bytes: int) -> list[Candidate]:
         return [c for c in self._seen.values() if c.peak_bytes <= budget_bytes]
 
-    def _search(self, solver: Solver, budget_bytes: int) -> None:
-        """Solves for a target, simulates, and moves the target by the gap, a few times."""
+    def _search(self, solver: Solver, budget_bytes: int, *, until: float) -> None:
+        """Solves for a target, simulates, and moves the target by the gap, a few times.
+
+        Args:
+            until: when, by `perf_counter`, to be content with what fits already.
+        """
         target = budget_bytes
         fits_at: int | None = None
         for _ in range(_MAX_REPAIRS):
+            if time.perf_counter() > until and self._fitting(budget_bytes):
+                return
             solution = solver.solve(target - self.fixed_bytes)
             if solution.status == "infeasible":
                 return

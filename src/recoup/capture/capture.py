@@ -50,8 +50,12 @@ class _Unfollowable(Exception):
     """Fake tensors cannot follow the model; carries the reason."""
 
 
-def capture(spec: StepSpec) -> Trace:
+def capture(spec: StepSpec, *, known: Trace | None = None) -> Trace:
     """Returns the trace of one step with what is applied to the model now (nothing, or a plan).
+
+    Args:
+        known: the plain step's trace. With it only forward, loss and backward are run: the optimizer's state is taken
+            over as one block, its step is left out, and `released_op` of storages is not looked for.
 
     Raises:
         StepError: if the step itself fails.
@@ -62,7 +66,7 @@ def capture(spec: StepSpec) -> Trace:
             "that holds the weights."
         )
     try:
-        return _capture_fake(spec)
+        return _capture_fake(spec, known)
     except _Unfollowable as error:
         reason = str(error)
     if any(p.device.type == "meta" for p in spec.model.parameters()):
@@ -104,7 +108,7 @@ def _first_line(error: BaseException) -> str:
     return lines[0] if lines else ""
 
 
-def _capture_fake(spec: StepSpec) -> Trace:
+def _capture_fake(spec: StepSpec, known: Trace | None) -> Trace:
     device = _device_of(spec.model)
     with untouched(spec.model):
         mode = _compat.fake_tensor_mode()
@@ -113,7 +117,12 @@ def _capture_fake(spec: StepSpec) -> Trace:
             parameters = swap_parameters(spec.model, device)
             tracker = Tracker(island=True, round_bytes=spec.round_bytes, dialect=spec.dialect)
             _register(spec.model, parameters, tracker)
-            stepper = _fake_optimizer(spec, parameters, old, tracker)
+            stepper = None
+            if known is None:
+                stepper = _fake_optimizer(spec, parameters, old, tracker)
+            else:
+                state_bytes = sum(s.nbytes for s in known.storages if s.category == "optimizer")
+                tracker.add_block(state_bytes, "optimizer", "optimizer state")
             batch = fake_batch(spec.batch, device)
             for tensor in iterate_tensors(batch):
                 tracker.add(tensor, "batch", "batch")
@@ -128,7 +137,7 @@ def _capture_fake(spec: StepSpec) -> Trace:
                 held.clear()
                 with tracker:
                     stepper.step()
-            calls_released = _release_run(spec, device, tracker)
+            calls_released = _release_run(spec, device) if known is None else None
             del held, gradients
         return build_trace(
             tracker=tracker,
@@ -143,7 +152,7 @@ def _capture_fake(spec: StepSpec) -> Trace:
         )
 
 
-def _release_run(spec: StepSpec, device: str, plain: Tracker) -> Tracker | None:
+def _release_run(spec: StepSpec, device: str) -> Tracker | None:
     """Runs the forward once more with autograd keeping nothing; None if it does not run the same ops."""
     tracker = Tracker(island=True, round_bytes=spec.round_bytes, dialect=spec.dialect)
     for name, parameter in spec.model.named_parameters():

@@ -123,6 +123,11 @@ class Tracker(_compat.dispatch_mode_class()):  # type: ignore[misc]
         """Registers a tensor that was there before the step; returns its storage's index."""
         return self._index(tensor, category, -1, label)
 
+    def add_block(self, nbytes: int, category: Category, label: str) -> None:
+        """Registers bytes that are there all the time and belong to no tensor of this run."""
+        if nbytes:
+            self.storages.append(StorageRecord(nbytes, category, -1, len(self.storages), label))
+
     def find(self, tensor: torch.Tensor) -> int | None:
         """Returns the index of the tensor's storage if it is known."""
         storage = tensor.untyped_storage()
