@@ -1,0 +1,79 @@
+"""The `recoup` command.
+
+Exit status: 0 ok, 1 failed (evidence that is not ok, or a bug), 2 usage, 3 no plan fits the budget.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+from recoup import __version__
+from recoup.cli.console import hint_for, print_error
+from recoup.cli.fit import fit
+from recoup.cli.frontier import frontier
+from recoup.cli.plan import plan
+from recoup.cli.profile import profile
+from recoup.cli.report import report
+from recoup.cli.show import show
+from recoup.cli.verify import verify
+from recoup.errors import RecoupError
+
+app = typer.Typer(
+    name="recoup",
+    help="Fit a PyTorch training step into a byte budget, exactly, and prove it.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+for _command in (fit, plan, profile, frontier, verify, report, show):
+    app.command(short_help=(_command.__doc__ or "").partition("\n")[0])(_command)
+
+# typer carries its own copy of click since 0.20 or so, and used click's before; the base class is found through it.
+_ClickException: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"recoup {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Fit a PyTorch training step into a byte budget, exactly, and prove it."""
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit status; an error of ours is one line, anything else propagates."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        status = typer.main.get_command(app).main(args=arguments, prog_name="recoup", standalone_mode=False)
+    except RecoupError as error:
+        print_error(error, hint=hint_for(error))
+        return error.exit_code
+    except _ClickException as error:
+        context = getattr(error, "ctx", None)
+        if type(error).__name__ == "NoArgsIsHelpError":
+            error.show()  # the help is the message
+            return 2
+        command = context.command_path if context is not None else "recoup"
+        print_error(ValueError(error.format_message()), hint=f"{command} --help")
+        return 2
+    except (typer.Abort, KeyboardInterrupt):
+        typer.echo("interrupted", err=True)
+        return 130
+    return status if isinstance(status, int) else 0
+
+
+def main() -> None:
+    """Runs `recoup` and exits."""
+    sys.exit(run())

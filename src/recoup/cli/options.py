@@ -1,0 +1,165 @@
+"""The options that commands share, and what they become; everything that needs no torch is checked before it loads."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from recoup.cost.devices import get_device
+from recoup.errors import UsageError
+from recoup.targets.parse import parse_target
+from recoup.units import check_budget
+
+if TYPE_CHECKING:
+    from recoup.targets.resolve import Target
+
+_DTYPES = {
+    "float32": "float32",
+    "fp32": "float32",
+    "bfloat16": "bfloat16",
+    "bf16": "bfloat16",
+    "float16": "float16",
+    "fp16": "float16",
+}
+_OPTIMIZERS = {
+    name.lower(): name
+    for name in ("Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "SGD")
+}
+
+TargetText = Annotated[str, typer.Argument(metavar="TARGET", help="FILE.py[:FUNCTION], or hf:MODEL_TYPE?key=value")]
+Budget = Annotated[str, typer.Option(help="Peak bytes of the step: 8GiB, 60% (of the unplanned peak), or auto")]
+BudgetIfAny = Annotated[str | None, typer.Option(help="Also plan for this: 8GiB, 60%, or auto")]
+Batch = Annotated[int | None, typer.Option(help="Examples in the batch", min=1)]
+Seq = Annotated[int | None, typer.Option(help="Tokens of each example", min=1)]
+Image = Annotated[int | None, typer.Option(help="Pixels along an edge", min=1)]
+Dtype = Annotated[str | None, typer.Option(help="Of the parameters: fp32, bf16 or fp16")]
+Optimizer = Annotated[str | None, typer.Option(help="Its state counts too: sgd, adam, adamw, ...")]
+PlanDevice = Annotated[str | None, typer.Option(help="Where the plan will run: cpu, cuda, or e.g. h100-sxm, a100-80gb")]
+RunDevice = Annotated[str | None, typer.Option(help="Where to run: cpu or cuda")]
+Actions = Annotated[str | None, typer.Option(help="What a plan may use: rederive, recompute, or both with a comma")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr")]
+Out = Annotated[Path | None, typer.Option(help="Also write the plan here, as JSON", dir_okay=False)]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What was asked, checked as far as it can be without torch."""
+
+    text: str
+    batch: int | None
+    seq: int | None
+    image: int | None
+    dtype: str | None
+    optimizer: str | None
+    device: str | None
+    actions: str | None
+
+    def resolve(self, *, runs: bool) -> Target:
+        """Returns the target: with data where the step `runs`, else `hf:` models without."""
+        from recoup.targets.resolve import resolve_target
+
+        if self.text.startswith("hf:"):
+            _silence_transformers()
+        return resolve_target(
+            self.text,
+            batch=self.batch,
+            seq=self.seq,
+            image=self.image,
+            dtype=self.dtype,
+            device=(self.device or "cpu") if runs else "meta",
+        )
+
+    def keywords(self, target: Target) -> dict[str, Any]:
+        """Returns what every function of the API takes: loss, optimizer, and the device if one was named."""
+        keywords: dict[str, Any] = {"loss": target.loss, "optimizer": target.optimizer}
+        if self.optimizer is not None:
+            import torch
+
+            keywords["optimizer"] = getattr(torch.optim, self.optimizer)
+        if self.device is not None:
+            keywords["device"] = self.device
+        return keywords
+
+    def planning_keywords(self, target: Target) -> dict[str, Any]:
+        """Returns the same, and the actions if some were named."""
+        keywords = self.keywords(target)
+        if self.actions is not None:
+            keywords["actions"] = tuple(name.strip() for name in self.actions.split(",") if name.strip())
+        return keywords
+
+
+def check_request(
+    text: str,
+    *,
+    batch: int | None = None,
+    seq: int | None = None,
+    image: int | None = None,
+    dtype: str | None = None,
+    optimizer: str | None = None,
+    device: str | None = None,
+    actions: str | None = None,
+    budget: str | None = None,
+    out: Path | None = None,
+    runs: bool = False,
+) -> Request:
+    """Returns what was asked.
+
+    Args:
+        text: the TARGET. runs: whether steps will be run, for which the device has to be here.
+
+    Raises:
+        UsageError: for a value that cannot be used.
+    """
+    if budget is not None:
+        check_budget(budget)
+    parse_target(text)
+    if device is not None:
+        _check_device(device, runs=runs)
+    if out is not None and not out.parent.is_dir():
+        raise UsageError(f"--out {out}: there is no folder {str(out.parent)!r}. Make it first.")
+    return Request(
+        text=text,
+        batch=batch,
+        seq=seq,
+        image=image,
+        dtype=_look_up(dtype, _DTYPES, "--dtype"),
+        optimizer=_look_up(optimizer, _OPTIMIZERS, "--optimizer"),
+        device=device,
+        actions=actions,
+    )
+
+
+def _look_up(value: str | None, table: dict[str, str], option: str) -> str | None:
+    if value is None:
+        return None
+    found = table.get(value.lower())
+    if found is None:
+        close = difflib.get_close_matches(value.lower(), table, n=1)
+        advice = f"Did you mean {close[0]}?" if close else f"Choose from {', '.join(table)}."
+        raise UsageError(f"Unknown {option} {value!r}. {advice}")
+    return found
+
+
+def _check_device(device: str, *, runs: bool) -> None:
+    if device == "cpu" or device.split(":")[0] == "cuda":
+        return
+    get_device(device)  # raises for a name that is not in the table
+    if runs:
+        raise UsageError(
+            f"--device {device} can be planned for, but this command runs steps, and needs the device itself. Use "
+            "`recoup plan`, or --device cpu or cuda."
+        )
+
+
+def _silence_transformers() -> None:
+    """Leaves out transformers' remarks on configurations: random weights have no tokens to be wrong about."""
+    try:
+        import transformers
+    except ImportError:  # resolve_target says what to do
+        return
+    transformers.logging.set_verbosity_error()
