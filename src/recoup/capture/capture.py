@@ -79,8 +79,11 @@ def capture(spec: StepSpec, *, known: Trace | None = None) -> Trace:
 
 def _run(
     spec: StepSpec, batch: Any, tracker: Tracker, recorder: CallRecorder, *, backward: bool
-) -> tuple[str, list[Any]]:
-    """Runs forward, loss and backward; returns the loss's source, and what must outlive backward."""
+) -> str:
+    """Runs forward, loss and backward; returns the loss's source.
+
+    The output is let go before backward, as trainers do; a loop that holds its logits needs that much more.
+    """
     model = spec.model
     try:
         tracker.phase = "forward"
@@ -88,10 +91,11 @@ def _run(
             output = call_model(model, batch)
         tracker.phase, tracker.call = "loss", -1
         loss, source = loss_of(output, batch, spec.loss)
+        del output
         if backward:
             tracker.phase = "backward"
             loss.backward()  # type: ignore[no-untyped-call]
-        return source, [output, loss]
+        return source
     except RecoupError:
         raise
     except _compat.fake_tensor_errors() as error:
@@ -129,16 +133,15 @@ def _capture_fake(spec: StepSpec, known: Trace | None) -> Trace:
             attributes = _attributes(spec.model)
             recorder = CallRecorder(spec.model, tracker)
             with tracker, _saving(tracker):
-                source, held = _run(spec, batch, tracker, recorder, backward=True)
+                source = _run(spec, batch, tracker, recorder, backward=True)
             changed = _changed_attributes(spec.model, attributes)
             gradients = _note_gradients(parameters, tracker)
             if stepper is not None:
                 tracker.phase = "optimizer"
-                held.clear()
                 with tracker:
                     stepper.step()
             calls_released = _release_run(spec, device) if known is None else None
-            del held, gradients
+            del gradients
         return build_trace(
             tracker=tracker,
             recorder=recorder,
@@ -276,10 +279,10 @@ def _capture_real(spec: StepSpec, reason: str) -> Trace:
             attributes = _attributes(spec.model)
             recorder = CallRecorder(spec.model, tracker)
             with tracker, _saving(tracker):
-                source, held = _run(spec, batch, tracker, recorder, backward=True)
+                source = _run(spec, batch, tracker, recorder, backward=True)
             changed = _changed_attributes(spec.model, attributes)
             gradients = _note_gradients(parameters, tracker)
-            del held, gradients
+            del gradients
             for parameter in parameters.values():
                 parameter.grad = None
         except _Unfollowable as error:

@@ -102,7 +102,7 @@ class Rederived:
         """Runs the chain and returns the tensor."""
         self._done()
         with _compat.below_autocast_and_autograd(), activity.recomputing(), _paused():
-            tensor = _rebuild(self.value, {})
+            tensor = _Rebuild(self.value).contents(self.value)
             activity.count_rederived()
             _drop_if_done(self.value, tensor)
             return _lay(tensor, self.geometry)
@@ -153,50 +153,80 @@ def _drop_if_done(value: Value, tensor: torch.Tensor) -> None:
     value.cache = tensor if value.waiting > 0 else None
 
 
-def _rebuild(value: Value, memo: dict[int, torch.Tensor]) -> torch.Tensor:
-    """Returns the contents of `value`, running what has to be run; intermediates others wait for are cached."""
-    if value.constant is not None:
-        _check_version(value.constant, value.constant_version)
-        return value.constant.detach()
-    found = memo.get(id(value))
-    if found is not None:
-        return found
-    if value.cache is not None:
-        return value.cache
-    kept = value.alive()
-    if kept is not None:
-        contents: torch.Tensor = kept.contents().detach()
-        memo[id(value)] = contents
-        return contents
-    made = value.made
-    assert made is not None, "a rederived tensor lost its source"
-    out = made.function(*_decode(made.args, memo), **_decode_kwargs(made, memo))
-    tensor = out[value.output] if isinstance(out, (tuple, list)) else out
-    assert value.base is not None
-    if geometry_of(tensor) != value.base:
-        size, stride, _, _ = value.base
-        laid = torch.empty_strided(size, stride, dtype=value.base[3], device=tensor.device)
-        tensor = laid.copy_(tensor)
-    memo[id(value)] = tensor
-    if value.waiting > 0:
-        value.cache = tensor
-    return tensor
+class _Rebuild:
+    """One run of a chain. Intermediates live until their last use here, longer only if others wait for them."""
+
+    __slots__ = ("_made", "_uses")
+
+    def __init__(self, value: Value) -> None:
+        self._uses: dict[int, int] = {}
+        self._made: dict[int, torch.Tensor] = {}
+        pending = [value]
+        while pending:
+            current = pending.pop()
+            if _at_hand(current) or current.made is None:
+                continue
+            for read in current.made.reads:
+                seen = id(read.value) in self._uses
+                self._uses[id(read.value)] = self._uses.get(id(read.value), 0) + 1
+                if not seen:
+                    pending.append(read.value)
+
+    def contents(self, value: Value) -> torch.Tensor:
+        """Returns the contents of `value`, running what has to be run."""
+        if value.constant is not None:
+            _check_version(value.constant, value.constant_version)
+            return value.constant.detach()
+        found = self._made.get(id(value))
+        if found is not None:
+            return found
+        if value.cache is not None:
+            return value.cache
+        kept = value.alive()
+        if kept is not None:
+            contents: torch.Tensor = kept.contents().detach()
+            return contents
+        made = value.made
+        if made is None or value.base is None:
+            raise RuntimeError(
+                "a saved tensor cannot be rederived: one of the tensors it comes from has been modified by an "
+                "inplace operation since it was saved; clone that tensor before changing it."
+            )
+        args = self._decode(made.args)
+        kwargs = {key: self._decode((item,))[0] for key, item in made.kwargs.items()}
+        out = made.function(*args, **kwargs)
+        del args, kwargs
+        tensor: torch.Tensor = out[value.output] if isinstance(out, (tuple, list)) else out
+        del out
+        if geometry_of(tensor) != value.base:
+            size, stride, _, dtype = value.base
+            tensor = torch.empty_strided(size, stride, dtype=dtype, device=tensor.device).copy_(tensor)
+        if self._uses.get(id(value), 0) > 0:
+            self._made[id(value)] = tensor
+        if value.waiting > 0:
+            value.cache = tensor
+        return tensor
+
+    def _decode(self, items: Any) -> list[Any]:
+        result: list[Any] = []
+        for item in items:
+            if isinstance(item, Read):
+                result.append(_lay(self.contents(item.value), item.geometry))
+                self._used(item.value)
+            elif isinstance(item, (list, tuple)):
+                result.append(self._decode(item))
+            else:
+                result.append(item)
+        return result
+
+    def _used(self, value: Value) -> None:
+        left = self._uses[id(value)] = self._uses.get(id(value), 1) - 1
+        if left <= 0:
+            self._made.pop(id(value), None)
 
 
-def _decode(items: Any, memo: dict[int, torch.Tensor]) -> list[Any]:
-    result: list[Any] = []
-    for item in items:
-        if isinstance(item, Read):
-            result.append(_lay(_rebuild(item.value, memo), item.geometry))
-        elif isinstance(item, (list, tuple)):
-            result.append(_decode(item, memo))
-        else:
-            result.append(item)
-    return result
-
-
-def _decode_kwargs(made: Made, memo: dict[int, torch.Tensor]) -> dict[str, Any]:
-    return {key: _decode((item,), memo)[0] for key, item in made.kwargs.items()}
+def _at_hand(value: Value) -> bool:
+    return value.constant is not None or value.cache is not None or value.alive() is not None
 
 
 class _Search:

@@ -73,10 +73,11 @@ class _Bench:
         """Runs one training step; with `take`, returns what it left behind (and runs no optimizer step)."""
         output = call_model(self.model, self.batch)
         loss, _ = loss_of(output, self.batch, self.loss)
+        del output
         loss.backward()  # type: ignore[no-untyped-call]
         if take:
             return take_result(self.model, loss)
-        del output, loss
+        del loss
         if self.optimizer is not None:
             self.optimizer.step()
         return None
