@@ -12,6 +12,8 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from recoup.solve.problem import Leaf, Problem
 from recoup.solve.sequence import Call, Choice, Line, Pick, region_of
 from recoup.solve.simulate import evaluate_line, option_of, uniform
@@ -87,7 +89,13 @@ class Pricer:
 
     def __init__(self, line: Line) -> None:
         self._line = line
-        self._plain: dict[tuple[int, int], _Label] = {}
+        options = [option_of(leaf, "save") for leaf in line.leaves]
+        saved = np.array([o.saved_bytes for o in options], dtype=np.int64)
+        self._levels = np.concatenate([[0], np.cumsum(saved)])
+        self._gradients = np.array(line.gradient_sums, dtype=np.int64)
+        # Peaks of a plain step from the first leaf on, before the gradients of what comes later.
+        self._forward = self._levels[:-1] + np.array([max(o.forward_bytes, o.saved_bytes) for o in options])
+        self._backward = self._levels[:-1] + np.array([o.backward_bytes for o in options]) - self._gradients[1:]
 
     def price(self, segments: Segments) -> tuple[int, float]:
         """Returns (peak bytes of the step, extra seconds): what `evaluate` says of `choice_of(line, segments)`."""
@@ -110,15 +118,15 @@ class Pricer:
 
     def _stretch(self, first: int, last: int) -> _Label:
         """Returns the label of leaves [first, last), all plain."""
-        label = self._plain.get((first, last))
-        if label is None:
-            label = _Label(0, 0, 0, 0)
-            for leaf in self._line.leaves[first:last]:
-                option = option_of(leaf, "save")
-                forward = max(option.forward_bytes, option.saved_bytes)
-                label = _then(label, _Label(option.saved_bytes, forward, option.backward_bytes, leaf.gradient_bytes))
-            self._plain[first, last] = label
-        return label
+        if first == last:
+            return _Label(0, 0, 0, 0)
+        level = int(self._levels[first])
+        return _Label(
+            int(self._levels[last]) - level,
+            int(self._forward[first:last].max()) - level,
+            int(self._backward[first:last].max()) - level + int(self._gradients[last]),
+            int(self._gradients[last] - self._gradients[first]),
+        )
 
 
 class _Label(NamedTuple):

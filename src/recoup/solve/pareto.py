@@ -30,15 +30,41 @@ _Floats = npt.NDArray[np.float64]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Step:
-    """What a point of a front begins with, and the fronts it goes on in."""
+class LeafStep:
+    """Points that begin with a leaf: point i goes on with point `skip + i` of `after`."""
+
+    action: str
+    after: Front
+    skip: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RegionStep:
+    """Points that begin with a region.
+
+    One of peak p goes on with the fastest points of `after` and `inner` that fit into `p - after_bytes` and
+    `p - inner_bytes`.
+    """
 
     num_leaves: int
-    action: str
-    rank: int = 0
-    num_calls: int = 0
-    after: Front | None = None
-    inner: Front | None = None
+    rank: int
+    num_calls: int
+    after: Front
+    after_bytes: int
+    inner: Front
+    inner_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Pool:
+    """Points of several fronts: point i was point index[i] of the front with origin origins[which[i]]."""
+
+    origins: tuple[Origin, ...]
+    which: _Ints
+    index: _Ints
+
+
+Origin = LeafStep | RegionStep | Pool | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -47,25 +73,20 @@ class Front:
 
     Attributes:
         peaks, seconds: of each point. gradient_bytes: of the whole sequence, the same for every point.
-        steps: what points begin with; step[i], after[i], inner[i] say which step point i begins with and which
-            points of the step's `after` and `inner` fronts it goes on with.
+        origin: what the points begin with and go on in, None for the end of the sequence.
         num_thinned: how many points were dropped here for the sake of speed.
     """
 
     peaks: _Ints
     seconds: _Floats
     gradient_bytes: int
-    steps: tuple[Step, ...]
-    step: _Ints
-    after: _Ints
-    inner: _Ints
+    origin: Origin
     num_thinned: int = 0
 
 
 def empty() -> Front:
     """Returns the front of nothing: no bytes, no time."""
-    zero = np.zeros(1, dtype=np.int64)
-    return Front(peaks=zero, seconds=np.zeros(1), gradient_bytes=0, steps=(), step=zero, after=zero, inner=zero)
+    return Front(peaks=np.zeros(1, dtype=np.int64), seconds=np.zeros(1), gradient_bytes=0, origin=None)
 
 
 def before_leaf(after: Front, option: Option, gradient_bytes: int, *, is_plain: bool) -> Front:
@@ -74,44 +95,50 @@ def before_leaf(after: Front, option: Option, gradient_bytes: int, *, is_plain: 
     # Of the points that the leaf's own peak hides, only the fastest is left.
     skip = max(int(after.peaks.searchsorted(floor - option.saved_bytes, side="right")) - 1, 0)
     peaks = after.peaks[skip:] + option.saved_bytes
-    if peaks[0] < floor:
-        peaks[0] = floor
-    index = np.arange(skip, skip + len(peaks))
-    zero = np.zeros(len(peaks), dtype=np.int64)
+    peaks[0] = max(peaks[0], floor)
+    extra = option.extra_seconds + (0.0 if is_plain else TIE_SECONDS)
+    seconds = after.seconds[skip:]
+    if extra:
+        seconds = seconds + extra
     return Front(
         peaks=peaks,
-        seconds=after.seconds[skip:] + (option.extra_seconds + (0.0 if is_plain else TIE_SECONDS)),
+        seconds=seconds,
         gradient_bytes=after.gradient_bytes + gradient_bytes,
-        steps=(Step(num_leaves=1, action=option.action, after=after),),
-        step=zero,
-        after=index,
-        inner=zero,
+        origin=LeafStep(action=option.action, after=after, skip=skip),
     )
 
 
 def before_region(after: Front, region: Region, inner: Front, *, num_leaves: int, rank: int, num_calls: int) -> Front:
     """Returns the front of a region, whose inside has the front `inner`, followed by `after`."""
+    inner_bytes = region.saved_bytes + region.replay_bytes + after.gradient_bytes
     outer_peaks = after.peaks + region.saved_bytes
-    inner_peaks = inner.peaks + (region.saved_bytes + region.replay_bytes + after.gradient_bytes)
+    inner_peaks = inner.peaks + inner_bytes
     start = max(int(outer_peaks[0]), int(inner_peaks[0]), region.forward_bytes)
     outer_first = int(outer_peaks.searchsorted(start, side="right"))
     inner_first = int(inner_peaks.searchsorted(start, side="right"))
     peaks = np.concatenate(([start], outer_peaks[outer_first:], inner_peaks[inner_first:]))
-    if inner_first < len(inner_peaks) and outer_first < len(outer_peaks):
+    extra = region.seconds + TIE_SECONDS
+    if inner_first == len(inner_peaks):  # the rest sets every peak
+        seconds = after.seconds[outer_first - 1 :] + (float(inner.seconds[-1]) + extra)
+    elif outer_first == len(outer_peaks):
+        seconds = inner.seconds[inner_first - 1 :] + (float(after.seconds[-1]) + extra)
+    else:
         peaks.sort(kind="stable")  # two sorted runs: merged in linear time
-    after_index = outer_peaks.searchsorted(peaks, side="right") - 1
-    inner_index = inner_peaks.searchsorted(peaks, side="right") - 1
-    seconds = after.seconds[after_index] + inner.seconds[inner_index] + (region.seconds + TIE_SECONDS)
+        seconds = after.seconds[outer_peaks.searchsorted(peaks, side="right") - 1]
+        seconds = seconds + inner.seconds[inner_peaks.searchsorted(peaks, side="right") - 1] + extra
     return Front(
         peaks=peaks,
         seconds=seconds,
         gradient_bytes=after.gradient_bytes + inner.gradient_bytes,
-        steps=(
-            Step(num_leaves=num_leaves, action="recompute", rank=rank, num_calls=num_calls, after=after, inner=inner),
+        origin=RegionStep(
+            num_leaves=num_leaves,
+            rank=rank,
+            num_calls=num_calls,
+            after=after,
+            after_bytes=region.saved_bytes,
+            inner=inner,
+            inner_bytes=inner_bytes,
         ),
-        step=np.zeros(len(peaks), dtype=np.int64),
-        after=after_index,
-        inner=inner_index,
     )
 
 
@@ -140,15 +167,13 @@ def best_of(fronts: Sequence[Front], max_points: int) -> Front:
         left = _spread(seconds, max_points)
         num_thinned = len(peaks) - len(left)
         order, seconds, peaks = order[left], seconds[left], peaks[left]
-    offsets = np.cumsum([0] + [len(f.steps) for f in fronts])
+    offsets = np.cumsum([0] + [len(f.peaks) for f in fronts])
+    which = offsets.searchsorted(order, side="right") - 1
     return Front(
         peaks=peaks,
         seconds=seconds,
         gradient_bytes=fronts[0].gradient_bytes,
-        steps=tuple(step for f in fronts for step in f.steps),
-        step=np.concatenate([f.step + offset for f, offset in zip(fronts, offsets, strict=False)])[order],
-        after=np.concatenate([f.after for f in fronts])[order],
-        inner=np.concatenate([f.inner for f in fronts])[order],
+        origin=Pool(origins=tuple(f.origin for f in fronts), which=which, index=order - offsets[which]),
         num_thinned=num_thinned,
     )
 
@@ -172,24 +197,31 @@ def choice_at(front: Front, point: int) -> Choice:
     """Returns the choice behind a point of a front."""
     picks: list[Pick] = []
     at = 0
-    current: Front = front
-    while current.steps:
-        step = current.steps[int(current.step[point])]
-        inner: Choice = ()
-        if step.inner is not None:
-            inner = choice_at(step.inner, int(current.inner[point]))
-        picks.append(
-            Pick(
-                first=at,
-                last=at + step.num_leaves,
-                action=step.action,
-                inner=inner,
-                rank=step.rank,
-                num_calls=step.num_calls,
+    while front.origin is not None:
+        peak = int(front.peaks[point])
+        origin: Origin = front.origin
+        while isinstance(origin, Pool):
+            which = int(origin.which[point])
+            point = int(origin.index[point])
+            origin = origin.origins[which]
+        if isinstance(origin, LeafStep):
+            picks.append(Pick(first=at, last=at + 1, action=origin.action))
+            at += 1
+            point += origin.skip
+        else:
+            assert origin is not None, "only the end of a sequence has no origin"
+            inner_point = int(origin.inner.peaks.searchsorted(peak - origin.inner_bytes, side="right")) - 1
+            point = int(origin.after.peaks.searchsorted(peak - origin.after_bytes, side="right")) - 1
+            picks.append(
+                Pick(
+                    first=at,
+                    last=at + origin.num_leaves,
+                    action="recompute",
+                    inner=choice_at(origin.inner, inner_point),
+                    rank=origin.rank,
+                    num_calls=origin.num_calls,
+                )
             )
-        )
-        at += step.num_leaves
-        point = int(current.after[point])
-        assert step.after is not None
-        current = step.after
+            at += origin.num_leaves
+        front = origin.after
     return tuple(picks)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from recoup.solve.pareto import Front, before_leaf, before_region, best_of, empty
@@ -17,8 +18,8 @@ from recoup.solve.problem import Leaf, Region
 from recoup.solve.sequence import Call, Line, combine
 
 _EVERY_LENGTH = 16
-_LONGEST_SPAN = 160
-_MOST_OPEN = 2
+_LONGEST_SPAN = 64
+_MOST_OPEN, _MOST_OPEN_IF_SMALL, _SMALL = 3, 6, 64
 _Units = frozenset[int]
 
 
@@ -64,8 +65,11 @@ class Search:
         self._nested_spans = nested_spans
         self._max_points = max_points
         self._max_inner_points = max_inner_points
+        self._most_open = _MOST_OPEN if len(line.leaves) > _SMALL else _MOST_OPEN_IF_SMALL
+        # Segments of a chain of n calls are best at about sqrt(n); three times that leaves room for unequal ones.
+        self._longest_span = max(_LONGEST_SPAN, 3 * math.isqrt(len(line.leaves)))
         self._inside: dict[tuple[int, int], _Inside] = {}
-        self._known_starts: dict[int, list[int]] = {}
+        self._linked: dict[tuple[tuple[int, ...], ...], Front] = {}
         self._nothing = empty()
         self.num_thinned = 0
 
@@ -78,7 +82,9 @@ class Search:
         self.num_thinned += front.num_thinned
         return front
 
-    def _walk(self, call: Call, after: Front, rederived: _Units, max_points: int) -> Front:
+    def _walk(
+        self, call: Call, after: Front, rederived: _Units, max_points: int, *, with_regions: bool = True
+    ) -> Front:
         """Returns the front of a call's parts followed by `after`.
 
         A unit (leaves that act together) forks the walk where its last leaf is met and joins it behind its first one:
@@ -86,6 +92,7 @@ class Search:
 
         Args:
             rederived: units that reach out of this call and rederive; those not in it save.
+            with_regions: whether this call's own parts may be regions.
         """
         parts = call.parts
         opening, closing = self._forks(call)
@@ -95,9 +102,9 @@ class Search:
         for i in reversed(range(len(parts))):
             part = parts[i]
             found: dict[_Units, list[Front]] = {}
-            is_region = isinstance(part, Call) and part.block.region is not None and "recompute" in self._actions
+            is_region = with_regions and isinstance(part, Call) and self._may_be_region(part)
             if isinstance(part, Call) and is_region:
-                insides[i] = self._insides(part, i, insides)
+                insides[i] = self._insides(call, i, insides)
             for state, rest in fronts[i + 1].items():
                 for forked in _forked(state, opening.get(i, ())):
                     active = rederived | forked
@@ -122,35 +129,24 @@ class Search:
     def _forks(self, call: Call) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
         """Returns the units that open and close at each part of a call, walking from the last to the first.
 
-        At most `_MOST_OPEN` are open anywhere, those that free the most bytes; the rest save.
+        At most `_MOST_OPEN` are open anywhere (more on a small line), those that free the most bytes; the rest save.
         """
         opening: dict[int, list[int]] = {}
         closing: dict[int, list[int]] = {}
         if "rederive" not in self._actions or not call.units:
             return opening, closing
-        starts = self._starts(call)
+        starts = call.starts
         num_open = [0] * len(starts)
         for unit in sorted(call.units, key=self._freed_bytes, reverse=True):
             positions = self._line.units[unit]
             first = bisect.bisect_right(starts, positions[0]) - 1
             last = bisect.bisect_right(starts, positions[-1]) - 1
-            if max(num_open[first : last + 1]) < _MOST_OPEN:
+            if max(num_open[first : last + 1]) < self._most_open:
                 opening.setdefault(last, []).append(unit)
                 closing.setdefault(first, []).append(unit)
                 for i in range(first, last + 1):
                     num_open[i] += 1
         return opening, closing
-
-    def _starts(self, call: Call) -> list[int]:
-        """Returns the leaf at which each part of a call begins."""
-        starts = self._known_starts.get(id(call))
-        if starts is None:
-            starts = self._known_starts[id(call)] = []
-            at = call.first
-            for part in call.parts:
-                starts.append(at)
-                at = part.last if isinstance(part, Call) else at + 1
-        return starts
 
     def _freed_bytes(self, unit: int) -> int:
         leaves = [self._line.leaves[i] for i in self._line.units[unit]]
@@ -159,7 +155,7 @@ class Search:
     def _leaf(self, leaf: Leaf, call: Call, i: int, after: Front, rederived: _Units) -> list[Front]:
         options = [o for o in leaf.options if o.action in self._actions] or list(leaf.options[:1])
         if len(options) > 1:
-            unit = self._line.unit_of[self._starts(call)[i]]
+            unit = self._line.unit_of[call.starts[i]]
             if unit >= 0:
                 action = "rederive" if unit in rederived else "save"
                 options = [o for o in options if o.action == action]
@@ -187,15 +183,20 @@ class Search:
             last = last.following
         return fronts
 
-    def _insides(self, call: Call, i: int, known: Mapping[int, list[_Inside]]) -> list[_Inside]:
-        """Returns the insides of regions over 1, 2, ... calls that begin at `call`, part `i` of its sequence.
+    def _may_be_region(self, call: Call) -> bool:
+        return call.block.region is not None and "recompute" in self._actions
+
+    def _insides(self, around: Call, i: int, known: Mapping[int, list[_Inside]]) -> list[_Inside]:
+        """Returns the insides of regions over 1, 2, ... calls, the first of which is part `i` of `around`.
 
         Args:
             known: the same for the parts behind it.
         """
+        call = around.parts[i]
+        assert isinstance(call, Call)
         following = known[i + 1] if call.following is not None and self._spans else []
         found: list[_Inside] = []
-        for length in range(1, min(len(following) + 1, _LONGEST_SPAN) + 1):
+        for length in range(1, min(len(following) + 1, self._longest_span) + 1):
             key = (call.structure, following[length - 2].structure if length > 1 else -1)
             inside = self._inside.get(key)
             if inside is None:
@@ -210,8 +211,34 @@ class Search:
                     sequence = self._best_of([front, *whole], self._max_inner_points)
                 structure = self._line.structure(("inside", *key))
                 inside = self._inside[key] = _Inside(structure=structure, front=front, sequence=sequence)
+            if length > 1 and around.units and is_tried(length):
+                inside = self._with_links(around, i, length, inside)
             found.append(inside)
         return found
+
+    def _with_links(self, around: Call, i: int, length: int, inside: _Inside) -> _Inside:
+        """Returns the inside of a span in which units that link its calls may rederive too."""
+        members = [part for part in around.parts[i : i + length] if isinstance(part, Call)]
+        first, last = members[0].first, members[-1].last
+        positions = self._line.units
+        units = [u for u in around.units if first <= positions[u][0] and positions[u][-1] < last]
+        if not units:
+            return inside
+        names = {unit: name for name, unit in enumerate(units)}
+        key = tuple((m.structure, *(names.get(u, -1) for u in m.open_units)) for m in members)
+        front = self._linked.get(key)
+        if front is None:
+            span = dataclasses.replace(
+                around,
+                parts=tuple(members),
+                starts=tuple(member.first for member in members),
+                first=first,
+                last=last,
+                units=tuple(units),
+            )
+            linked = self._walk(span, self._nothing, frozenset(), self._max_inner_points, with_regions=False)
+            front = self._linked[key] = self._best_of([inside.front, linked], self._max_inner_points)
+        return dataclasses.replace(inside, front=front)
 
 
 def _forked(state: _Units, opening: Sequence[int]) -> Iterator[_Units]:

@@ -43,7 +43,8 @@ class Call:
     """A block that holds leaves, where it lies in the line.
 
     Attributes:
-        first, last: its leaves. rank: how many calls inside it begin at the same leaf.
+        first, last: its leaves. starts: the leaf at which each part begins.
+        rank: how many calls inside it begin at the same leaf.
         structure: equal for calls with the same numbers inside.
         units: those that are inside this call but in none of its parts alone.
         open_units: those with some leaves inside this call and some outside.
@@ -52,6 +53,7 @@ class Call:
 
     block: Block
     parts: tuple[Leaf | Call, ...]
+    starts: tuple[int, ...]
     first: int
     last: int
     rank: int
@@ -108,6 +110,7 @@ class Line:
 
     def _lay(self, block: Block, first: int) -> Call:
         parts: list[Leaf | Call] = []
+        starts: list[int] = []
         numbers: list[Hashable] = []
         names: dict[int, int] = {}  # units by order of appearance: part of the structure, unlike their numbers
         at = first
@@ -115,6 +118,7 @@ class Line:
         for part in block.parts:
             if isinstance(part, Leaf):
                 parts.append(part)
+                starts.append(at)
                 unit = self.unit_of[at]
                 name = names.setdefault(unit, len(names)) if unit >= 0 else -1
                 numbers.append((part.options, part.gradient_bytes, name))
@@ -127,6 +131,7 @@ class Line:
             if isinstance(previous, Call) and part.chained and part.region and previous.block.region:
                 previous.following = inside
             parts.append(inside)
+            starts.append(at)
             numbers.append((inside.structure, tuple(names.setdefault(u, len(names)) for u in inside.open_units)))
             at = inside.last
         units = self.units
@@ -134,6 +139,7 @@ class Line:
         call = Call(
             block=block,
             parts=tuple(parts),
+            starts=tuple(starts),
             first=first,
             last=at,
             rank=len(starting),
