@@ -122,4 +122,9 @@ def cpu_memory_events(profiler: Any) -> list[int]:
     """
     events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
     events.sort(key=lambda e: e.start_ns())
-    return [int(e.nbytes()) for e in events if e.device_type() == torch.autograd.DeviceType.CPU]
+    return [int(e.nbytes()) for e in events if e.device_type() == torch.autograd.DeviceType.CPU]  # type: ignore[attr-defined]
+
+
+def cuda_is_initialized() -> bool:
+    """Whether this process has touched CUDA; `torch.cuda.is_initialized` is public but untyped (torch 2.11, 2.13)."""
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]

@@ -23,13 +23,13 @@ from recoup.engine.conflicts import refuse_conflicts
 from recoup.engine.handle import Applied, apply_decisions, plain
 from recoup.engine.rederive import rederive
 from recoup.errors import InfeasibleBudget, PlanMismatch, UsageError
+from recoup.evidence.verify import verify_plan
 from recoup.ir.evidence import Evidence
 from recoup.ir.plan import Plan
 from recoup.ir.profile import FrontierPoint, Profile
 from recoup.planning import ACTIONS, Planner, check_actions, is_on_meta, plan_for_budget
 from recoup.profiling import make_profile
 from recoup.units import check_budget, format_bytes
-from recoup.evidence.verify import verify_plan
 
 __all__ = [
     "Applied",
@@ -267,9 +267,7 @@ def fit(
         candidate = planner.fit(target) if target > 0 else None
         if candidate is None:
             break
-        again = planner.plan(
-            candidate, budget_bytes=made.budget_bytes, budget_text=str(budget), device=name
-        )
+        again = planner.plan(candidate, budget_bytes=made.budget_bytes, budget_text=str(budget), device=name)
         made = dataclasses.replace(
             again, notes=(*again.notes, "planned for less than the budget: an earlier plan measured above it")
         )

@@ -284,9 +284,7 @@ def _group_labels(items: list[tuple[str, int]]) -> list[tuple[str, int]]:
     for label, size in items:
         key = re.sub(r"\.\d+(?=\.|$)", ".*", label)
         sums.setdefault(key, []).append(size)
-    grouped = [
-        (f"{label} (x{len(sizes)})" if len(sizes) > 1 else label, sum(sizes)) for label, sizes in sums.items()
-    ]
+    grouped = [(f"{label} (x{len(sizes)})" if len(sizes) > 1 else label, sum(sizes)) for label, sizes in sums.items()]
     grouped.sort(key=lambda item: -item[1])
     return grouped
 

@@ -39,9 +39,7 @@ def parse_bytes(text: str | int) -> int:
         UsageError: if it is not a positive number with a known unit.
     """
     if isinstance(text, bool) or not isinstance(text, (int, str)):
-        raise UsageError(
-            f"A budget is an int (bytes) or a string such as '8GiB'; got {text!r}."
-        )
+        raise UsageError(f"A budget is an int (bytes) or a string such as '8GiB'; got {text!r}.")
     if isinstance(text, int):
         value = text
     else:
@@ -50,17 +48,13 @@ def parse_bytes(text: str | int) -> int:
             raise UsageError(
                 f"Cannot read {text!r} as a number of bytes. Write a number and a unit: '8GiB', '750MiB', '80GB'."
             )
-        value = int(
-            float(match.group(1).replace("_", "")) * _SUFFIX_BYTES[match.group(2).lower()]
-        )
+        value = int(float(match.group(1).replace("_", "")) * _SUFFIX_BYTES[match.group(2).lower()])
     if value <= 0:
         raise UsageError(f"A number of bytes must be positive; got {text!r}.")
     return value
 
 
-def parse_budget(
-    budget: str | int, *, plain_peak_bytes: int, free_bytes: int | None = None
-) -> int:
+def parse_budget(budget: str | int, *, plain_peak_bytes: int, free_bytes: int | None = None) -> int:
     """Returns the budget in bytes.
 
     Args:
@@ -88,9 +82,7 @@ def parse_percent(text: str) -> float:
     try:
         percent = float(number)
     except ValueError:
-        raise UsageError(
-            f"Cannot read {text!r} as a percentage. Write a number and a percent sign: '60%'."
-        ) from None
+        raise UsageError(f"Cannot read {text!r} as a percentage. Write a number and a percent sign: '60%'.") from None
     if not 0 < percent < float("inf"):
         raise UsageError(f"A percentage must be positive; got {text!r}.")
     return percent

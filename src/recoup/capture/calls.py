@@ -46,9 +46,7 @@ class CallRecorder:
 
     def __enter__(self) -> CallRecorder:
         for path, module in self._model.named_modules():
-            self._removers.append(
-                module.register_forward_pre_hook(_Enter(self, path), with_kwargs=True)
-            )
+            self._removers.append(module.register_forward_pre_hook(_Enter(self, path), with_kwargs=True))
             self._removers.append(
                 module.register_forward_hook(_Leave(self), with_kwargs=True, always_call=True, prepend=True)
             )
@@ -63,6 +61,7 @@ class CallRecorder:
         return self._tracker.phase == "forward" and not activity.is_recomputing()
 
     def enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Notes that a call begins."""
         if not self._listens():
             return
         tracker = self._tracker
@@ -89,6 +88,7 @@ class CallRecorder:
         self.calls.append(call)
 
     def leave(self, output: Any) -> None:
+        """Notes that the innermost call ends."""
         if not self._listens() or not self._stack:
             return
         tracker = self._tracker

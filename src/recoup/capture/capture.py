@@ -77,9 +77,7 @@ def capture(spec: StepSpec, *, known: Trace | None = None) -> Trace:
     return _capture_real(spec, reason)
 
 
-def _run(
-    spec: StepSpec, batch: Any, tracker: Tracker, recorder: CallRecorder, *, backward: bool
-) -> str:
+def _run(spec: StepSpec, batch: Any, tracker: Tracker, recorder: CallRecorder, *, backward: bool) -> str:
     """Runs forward, loss and backward; returns the loss's source.
 
     The output is let go before backward, as trainers do; a loop that holds its logits needs that much more.
@@ -244,7 +242,7 @@ def _attributes(model: nn.Module) -> list[tuple[str, dict[str, Any]]]:
 
 def _changed_attributes(model: nn.Module, before: list[tuple[str, dict[str, Any]]]) -> dict[str, str]:
     """Returns path -> attribute name for modules whose forward re-bound one of their attributes to something else."""
-    changed = {}
+    changed: dict[str, str] = {}
     for (path, old), module in zip(before, dict(model.named_modules()).values(), strict=False):
         for key, value in module.__dict__.items():
             if key in _OWN_ATTRIBUTES or "hook" in key:

@@ -55,7 +55,7 @@ def rebuild_optimizer(
             groups.append({"params": members, **settings})
     if not groups:
         raise UsageError(
-            f"None of the {type(optimizer).__name__}'s parameters belong to the model. Build it from model.parameters()."
+            f"None of the {type(optimizer).__name__}'s parameters belong to the model. Build it from its parameters()."
         )
     rebuilt = object.__new__(type(optimizer))
     torch.optim.Optimizer.__init__(rebuilt, groups, dict(optimizer.defaults))

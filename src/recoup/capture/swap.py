@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from recoup import _compat
 from recoup.engine.nest import map_tensors
 
 _INTEGER_BUFFER_ELEMENTS = 1 << 22
@@ -24,7 +25,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
     tables = [(dict(m._parameters), dict(m._buffers)) for m in modules]
     gradients = [(p, p.grad) for p in model.parameters()]
     cpu = torch.get_rng_state()
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    cuda = torch.cuda.get_rng_state_all() if _compat.cuda_is_initialized() else None
     python = random.getstate()
     numpy = sys.modules.get("numpy")
     numpy_state = numpy.random.get_state() if numpy is not None else None
@@ -101,7 +102,6 @@ def fake_batch(batch: Any, device: str) -> Any:
 
     Integers without data (on `meta`) become zeros, booleans become True. Call under the fake mode.
     """
-    from recoup import _compat
 
     def convert(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.is_floating_point() or tensor.is_complex():

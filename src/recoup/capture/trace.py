@@ -38,9 +38,7 @@ def build_trace(
     for op, storage in tracker.writes:
         if tracker.ops[op].phase in ("forward", "loss"):
             writes_by_storage[storage] = max(op, writes_by_storage.get(storage, -1))
-    buffer_names = {
-        i: r.label for i, r in enumerate(tracker.storages) if r.category == "buffer"
-    }
+    buffer_names = {i: r.label for i, r in enumerate(tracker.storages) if r.category == "buffer"}
     return Trace(
         source="real" if reason else "fake",
         reason=reason,

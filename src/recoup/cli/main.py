@@ -5,6 +5,7 @@ Exit status: 0 ok, 1 failed (evidence that is not ok, or a bug), 2 usage, 3 no p
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -22,6 +23,7 @@ from recoup.cli.show import show
 from recoup.cli.verify import verify
 from recoup.errors import RecoupError
 
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own chatter, read when torch is loaded
 app = typer.Typer(
     name="recoup",
     help="Fit a PyTorch training step into a byte budget, exactly, and prove it.",

@@ -162,4 +162,4 @@ def _silence_transformers() -> None:
         import transformers
     except ImportError:  # resolve_target says what to do
         return
-    transformers.logging.set_verbosity_error()
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]

@@ -13,7 +13,20 @@ from recoup.ir.trace import TensorSpec
 
 Kind = Literal["matmul", "convolution", "attention", "other"]
 _MATMULS = frozenset(
-    ("mm", "addmm", "bmm", "baddbmm", "linear", "mkldnn_linear", "_scaled_mm", "mv", "addmv", "dot", "_int_mm", "addbmm")
+    (
+        "mm",
+        "addmm",
+        "bmm",
+        "baddbmm",
+        "linear",
+        "mkldnn_linear",
+        "_scaled_mm",
+        "mv",
+        "addmv",
+        "dot",
+        "_int_mm",
+        "addbmm",
+    )
 )
 
 
@@ -84,7 +97,7 @@ def _convolution(short: str, args: tuple[Any, ...], outputs: tuple[TensorSpec, .
         mask = args[10] if len(args) > 10 else (True, True, False)
         spatial = math.prod((inputs if transposed else grad)[2:])
         once = 2 * grad[0] * spatial * math.prod(weight)
-        return once * (int(bool(mask[0])) + int(bool(mask[1])))
+        return int(once * (int(bool(mask[0])) + int(bool(mask[1]))))
     inputs, weight = args[0].shape, args[1].shape
     transposed = bool(args[6]) if len(args) > 6 else False
     out = outputs[0].shape

@@ -111,9 +111,7 @@ def _is_small(signature: Signature) -> bool:
     return signature.is_view or signature.bytes_moved < SMALL_BYTES
 
 
-def _measure_batch(
-    signatures: Sequence[Signature], device: torch.device
-) -> list[tuple[Signature, tuple[float, int]]]:
+def _measure_batch(signatures: Sequence[Signature], device: torch.device) -> list[tuple[Signature, tuple[float, int]]]:
     """Returns (signature, (seconds, workspace bytes)) of those that can be run alone."""
     runs: list[tuple[Signature, float, int]] = []
     meter = _CudaMeter(device) if device.type == "cuda" else _CpuMeter()
@@ -145,11 +143,11 @@ class _CpuMeter:
     def __enter__(self) -> _CpuMeter:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            self._profiler.__enter__()
+            self._profiler.__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exc: Any) -> None:
-        self._profiler.__exit__(*exc)
+        self._profiler.__exit__(*exc)  # type: ignore[no-untyped-call]
 
     def _mark(self) -> None:
         torch.empty(self._MARK, dtype=torch.uint8)
@@ -259,7 +257,7 @@ def available_host_bytes() -> int:
                 return int(line.split()[1]) * 1024
     except OSError:
         pass
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2)
 
 
 @contextlib.contextmanager

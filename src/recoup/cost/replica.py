@@ -15,7 +15,7 @@ def make_call(signature: Signature, device: torch.device) -> Callable[[], Any] |
 
     Floats are drawn at random in [0.5, 1.5); integers are zeros, which are valid indices everywhere; booleans True.
     """
-    namespace, name, overload = (signature.name.split(".") + ["default"])[:3]
+    namespace, name, overload = [*signature.name.split("."), "default"][:3]
     packet = getattr(getattr(torch.ops, namespace), name, None)
     function = getattr(packet, overload or "default", None)
     if function is None:

@@ -61,9 +61,7 @@ def make_signature(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out
 
 def _is_view(func: Any) -> bool:
     schema = func._schema
-    return bool(schema.returns) and all(
-        r.alias_info is not None and not r.alias_info.is_write for r in schema.returns
-    )
+    return bool(schema.returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:

@@ -12,22 +12,93 @@ from typing import Any
 
 import torch
 
-_ELEMENTWISE = """
-    abs add addcdiv addcmul bitwise_and bitwise_not bitwise_or ceil clamp clamp_max clamp_min cos div elu eq erf exp
-    expm1 floor ge gelu gt hardsigmoid hardswish hardtanh le leaky_relu lerp log log1p log2 logical_and logical_not
-    logical_or lt masked_fill maximum minimum mish mul ne neg pow reciprocal relu round rsqrt rsub sigmoid sign silu
-    sin softplus sqrt square sub tanh threshold where
-    """.split()
-_MOVES = "_to_copy cat clone constant_pad_nd embedding flip repeat roll stack".split()
-_FACTORIES = "arange full full_like ones ones_like scalar_tensor zeros zeros_like".split()
-_NORMS = """
-    native_layer_norm native_group_norm native_batch_norm _native_batch_norm_legit _fused_rms_norm _softmax
-    _log_softmax mean sum amax
-    """.split()
-_POOLS = """
-    avg_pool1d avg_pool2d avg_pool3d max_pool2d_with_indices max_pool3d_with_indices upsample_bilinear2d
-    upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_trilinear3d
-    """.split()
+_ELEMENTWISE = [
+    "abs",
+    "add",
+    "addcdiv",
+    "addcmul",
+    "bitwise_and",
+    "bitwise_not",
+    "bitwise_or",
+    "ceil",
+    "clamp",
+    "clamp_max",
+    "clamp_min",
+    "cos",
+    "div",
+    "elu",
+    "eq",
+    "erf",
+    "exp",
+    "expm1",
+    "floor",
+    "ge",
+    "gelu",
+    "gt",
+    "hardsigmoid",
+    "hardswish",
+    "hardtanh",
+    "le",
+    "leaky_relu",
+    "lerp",
+    "log",
+    "log1p",
+    "log2",
+    "logical_and",
+    "logical_not",
+    "logical_or",
+    "lt",
+    "masked_fill",
+    "maximum",
+    "minimum",
+    "mish",
+    "mul",
+    "ne",
+    "neg",
+    "pow",
+    "reciprocal",
+    "relu",
+    "round",
+    "rsqrt",
+    "rsub",
+    "sigmoid",
+    "sign",
+    "silu",
+    "sin",
+    "softplus",
+    "sqrt",
+    "square",
+    "sub",
+    "tanh",
+    "threshold",
+    "where",
+]
+_MOVES = ["_to_copy", "cat", "clone", "constant_pad_nd", "embedding", "flip", "repeat", "roll", "stack"]
+_FACTORIES = ["arange", "full", "full_like", "ones", "ones_like", "scalar_tensor", "zeros", "zeros_like"]
+_NORMS = [
+    "native_layer_norm",
+    "native_group_norm",
+    "native_batch_norm",
+    "_native_batch_norm_legit",
+    "_fused_rms_norm",
+    "_softmax",
+    "_log_softmax",
+    "mean",
+    "sum",
+    "amax",
+]
+_POOLS = [
+    "avg_pool1d",
+    "avg_pool2d",
+    "avg_pool3d",
+    "max_pool2d_with_indices",
+    "max_pool3d_with_indices",
+    "upsample_bilinear2d",
+    "upsample_nearest1d",
+    "upsample_nearest2d",
+    "upsample_nearest3d",
+    "upsample_trilinear3d",
+]
 CHEAP_NAMES = frozenset([*_ELEMENTWISE, *_MOVES, *_FACTORIES, *_NORMS, *_POOLS])
 # Ops that change buffers they are handed without saying so in their schema, with the positions of those arguments.
 SILENT_WRITERS = {
@@ -65,9 +136,7 @@ class OpFacts:
             if not a.kwarg_only and a.alias_info is not None and a.alias_info.is_write
         )
         self.written_names = tuple(
-            a.name
-            for a in arguments
-            if a.kwarg_only and a.alias_info is not None and a.alias_info.is_write
+            a.name for a in arguments if a.kwarg_only and a.alias_info is not None and a.alias_info.is_write
         )
         self.is_batch_norm = name in ("native_batch_norm", "_native_batch_norm_legit")
         self.is_random_mask = name == "bernoulli_"

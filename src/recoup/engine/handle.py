@@ -230,7 +230,8 @@ def apply_decisions(model: nn.Module, decisions: Sequence[Decision]) -> Applied:
     missing = [path for path in [*by_path, *joins] if path not in modules]
     if missing:
         raise PlanMismatch(
-            f"The plan names `{missing[0]}`" + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
+            f"The plan names `{missing[0]}`"
+            + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
             + f", which {type(model).__name__} does not have. Make a plan for this model."
         )
     if not decisions:

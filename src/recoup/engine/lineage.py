@@ -22,7 +22,7 @@ from torch import nn
 from recoup import _compat
 from recoup.engine.cheap_ops import CHEAP, IN_PLACE, OPAQUE, VIEW, OpFacts, op_facts
 
-Geometry = tuple[Any, Any, int, torch.dtype]  # size, stride, storage offset, dtype
+Geometry = tuple[Any, Any, Any, torch.dtype]  # size, stride, storage offset, dtype
 
 
 def geometry_of(tensor: torch.Tensor) -> Geometry:
@@ -93,9 +93,7 @@ class Made:
 
     __slots__ = ("args", "function", "kwargs", "reads", "traffic_bytes")
 
-    def __init__(
-        self, function: Any, args: Any, kwargs: Any, reads: list[Read], traffic_bytes: int
-    ) -> None:
+    def __init__(self, function: Any, args: Any, kwargs: Any, reads: list[Read], traffic_bytes: int) -> None:
         self.function = function
         self.args = args
         self.kwargs = kwargs
@@ -193,7 +191,7 @@ class Recorder(_compat.dispatch_mode_class()):  # type: ignore[misc]
         kwargs = kwargs or {}
         facts = op_facts(func)
         kind = facts.kind
-        if kind == OPAQUE or kind == VIEW or (kind == CHEAP and self.paused):
+        if kind in (OPAQUE, VIEW) or (kind == CHEAP and self.paused):
             return func(*args, **kwargs)
         if kind == CHEAP:
             made = self._made(facts, args, kwargs)
@@ -203,9 +201,7 @@ class Recorder(_compat.dispatch_mode_class()):  # type: ignore[misc]
             return out
         return self._write(facts, func, args, kwargs)
 
-    def _made(
-        self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Made | None:
+    def _made(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Made | None:
         if facts.is_batch_norm and len(args) > 5 and args[5]:
             # Training: the output depends on the batch alone; without the buffers nothing is updated twice.
             args = (*args[:3], None, None, *args[5:])
@@ -268,10 +264,13 @@ class Recorder(_compat.dispatch_mode_class()):  # type: ignore[misc]
         """Runs an op that changes arguments and gives the changed storages new values."""
         made = None
         target = args[0] if facts.kind == IN_PLACE else None
-        if isinstance(target, torch.Tensor) and not self.paused:
-            if target.numel() * target.dtype.itemsize == target.untyped_storage().nbytes():
-                same = all(a.dtype == target.dtype for a in args if isinstance(a, torch.Tensor))
-                made = self._made(facts, args, kwargs) if same else None
+        if (
+            isinstance(target, torch.Tensor)
+            and not self.paused
+            and target.numel() * target.dtype.itemsize == target.untyped_storage().nbytes()
+            and all(a.dtype == target.dtype for a in args if isinstance(a, torch.Tensor))
+        ):
+            made = self._made(facts, args, kwargs)
         written = [args[i] for i in facts.written if i < len(args)]
         written += [kwargs[name] for name in facts.written_names if name in kwargs]
         out = func(*args, **kwargs)

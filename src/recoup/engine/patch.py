@@ -46,6 +46,7 @@ class PatchedForward:
         return type(module).forward(module, *args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module's forward the planned way."""
         return self.runner(self, args, kwargs)
 
     @property

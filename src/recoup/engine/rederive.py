@@ -285,16 +285,17 @@ def pack(tensor: torch.Tensor) -> Kept | KeptView | Rederived:
             return Rederived(value, geometry, [alive])
         activity.kept(tensor)
         return alive if geometry_of(alive.tensor) == geometry else KeptView(alive, geometry)
-    if made is not None and recorder.deriving and num_bytes >= MIN_BYTES:
-        if value.base is not None and value.base[3] == geometry[3]:
-            sources = _find_sources(value, num_bytes)
-            if sources is None:
-                mask = _compact_mask(value, made, tensor)
-                if mask is not None:
-                    sources = _find_sources(value, num_bytes)
-            if sources is not None:
-                activity.rederived(tensor, [s.nonzero if isinstance(s, KeptMask) else s.tensor for s in sources])
-                return Rederived(value, geometry, sources)
+    can_derive = made is not None and recorder.deriving and num_bytes >= MIN_BYTES
+    if can_derive and value.base is not None and value.base[3] == geometry[3]:
+        assert made is not None
+        sources = _find_sources(value, num_bytes)
+        if sources is None:
+            mask = _compact_mask(value, made, tensor)
+            if mask is not None:
+                sources = _find_sources(value, num_bytes)
+        if sources is not None:
+            activity.rederived(tensor, [s.nonzero if isinstance(s, KeptMask) else s.tensor for s in sources])
+            return Rederived(value, geometry, sources)
     kept = Kept(tensor)
     value.kept = weakref.ref(kept)
     return kept

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from recoup import _compat
+
 
 class RandomState:
     """The random number streams at one moment.
@@ -72,7 +74,7 @@ class RandomState:
 
 
 def _cuda_devices(tensors: Iterable[torch.Tensor]) -> list[int]:
-    if not torch.cuda.is_initialized():
+    if not _compat.cuda_is_initialized():
         return []
     return sorted({t.get_device() for t in tensors if t.device.type == "cuda"})
 

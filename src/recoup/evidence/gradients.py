@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from recoup import _compat
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
@@ -39,7 +41,7 @@ def take_result(model: nn.Module, loss: torch.Tensor) -> StepResult:
 
 def random_state() -> tuple[Any, ...]:
     """Returns the random streams as they are now."""
-    cuda = tuple(torch.cuda.get_rng_state_all()) if torch.cuda.is_initialized() else ()
+    cuda = tuple(torch.cuda.get_rng_state_all()) if _compat.cuda_is_initialized() else ()
     return torch.get_rng_state(), cuda, random.getstate()
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from recoup import _compat
 from recoup.capture.optimizer import OptimizerLike, rebuild_optimizer
 from recoup.capture.step import Loss, call_model, loss_of
 from recoup.capture.swap import untouched
@@ -20,11 +21,11 @@ from recoup.engine import activity
 from recoup.engine.handle import apply_decisions, find_patches, plain
 from recoup.engine.nest import iterate_tensors, map_tensors
 from recoup.errors import UsageError
-from recoup.ir.evidence import Evidence
-from recoup.ir.plan import Plan
 from recoup.evidence.gradients import Comparison, StepResult, compare, take_result
 from recoup.evidence.memory import measure_peak, meter_name, storage_bytes
 from recoup.evidence.speed import time_ratio
+from recoup.ir.evidence import Evidence
+from recoup.ir.plan import Plan
 
 
 class _Bench:
@@ -38,13 +39,11 @@ class _Bench:
         self._buffers = [(b, b.detach().clone()) for b in model.buffers()]
         self._weights = [(p, p.detach().clone()) for p in model.parameters()] if optimizer is not None else []
         self._random = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+        self._cuda = torch.cuda.get_rng_state_all() if _compat.cuda_is_initialized() else None
         self.optimizer: torch.optim.Optimizer | None = None
         if optimizer is not None:
             parameters = [p for p in model.parameters() if isinstance(p, nn.Parameter)]
-            self.optimizer = rebuild_optimizer(
-                optimizer, {id(p): p for p in parameters}, parameters, foreach=False
-            )
+            self.optimizer = rebuild_optimizer(optimizer, {id(p): p for p in parameters}, parameters, foreach=False)
             for parameter in parameters:
                 parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
             self.optimizer.step()

@@ -13,9 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 Phase = Literal["forward", "loss", "backward", "optimizer"]
-Category = Literal[
-    "parameter", "buffer", "gradient", "optimizer", "batch", "saved", "temporary"
-]
+Category = Literal["parameter", "buffer", "gradient", "optimizer", "batch", "saved", "temporary"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

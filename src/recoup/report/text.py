@@ -123,7 +123,9 @@ def format_fit(plan: Plan, evidence: Evidence) -> str:
         textwrap.fill(line, _WIDTH, initial_indent="  - ", subsequent_indent="    ") for line in describe(plan)
     )
     verdict = "ok: within the budget, and exact" if evidence.ok else "FAILED: see above"
-    notes = "".join("\n" + textwrap.fill(f"  note: {note}", _WIDTH, subsequent_indent="        ") for note in plan.notes)
+    notes = "".join(
+        "\n" + textwrap.fill(f"  note: {note}", _WIDTH, subsequent_indent="        ") for note in plan.notes
+    )
     return (
         f"{plan.model_class} on {plan.device}, budget {plan.budget_text}\n{does}\n"
         f"{_rows(_evidence_rows(evidence))}{_evidence_notes(evidence)}{notes}\n{verdict}"
@@ -138,7 +140,9 @@ def sparkline(values: Sequence[int], width: int = 80) -> str:
     columns = min(width, len(values))
     line = ""
     for i in range(columns):
-        chunk = values[i * len(values) // columns : max((i + 1) * len(values) // columns, i * len(values) // columns + 1)]
+        chunk = values[
+            i * len(values) // columns : max((i + 1) * len(values) // columns, i * len(values) // columns + 1)
+        ]
         line += _BARS[round(max(chunk) / top * (len(_BARS) - 1))]
     return line
 
@@ -148,10 +152,16 @@ def format_profile(profile: Profile, *, max_rows: int = 24) -> str:
     rows = [
         ("peak", f"{format_bytes(profile.peak_bytes)}, in the {profile.phase}"),
         ("saved for backward", format_bytes(profile.saved_bytes)),
-        ("step", f"{format_seconds(profile.step_seconds)}, {format_flops(profile.plain_flops)} ({profile.cost_source})"),
+        (
+            "step",
+            f"{format_seconds(profile.step_seconds)}, {format_flops(profile.plain_flops)} ({profile.cost_source})",
+        ),
         ("parameters", f"{profile.num_parameters:,}"),
     ]
-    at_peak = [(f"  {category}", f"{format_bytes(size)} ({_share(size, profile.peak_bytes)})") for category, size in profile.at_peak]
+    at_peak = [
+        (f"  {category}", f"{format_bytes(size)} ({_share(size, profile.peak_bytes)})")
+        for category, size in profile.at_peak
+    ]
     totals = [sum(values) for values in zip(*(series for _, series in profile.timeline), strict=True)]
     lines = [
         f"Profile of {profile.model_class} on {profile.device}",
@@ -189,8 +199,8 @@ def _advice(profile: Profile) -> str:
     if profile.saved_bytes < 0.15 * profile.peak_bytes:
         what = max((c for c in at_peak), key=lambda c: at_peak[c])
         return textwrap.fill(
-            f"  Recomputing can free at most {format_bytes(profile.saved_bytes)} of {format_bytes(profile.peak_bytes)}: "
-            f"most of the peak is {what}. A leaner optimizer, dtype or batch frees more.",
+            f"  Recomputing can free at most {format_bytes(profile.saved_bytes)} of "
+            f"{format_bytes(profile.peak_bytes)}: most of the peak is {what}. A leaner optimizer, dtype or batch frees more.",
             _WIDTH,
             subsequent_indent="  ",
         )
@@ -209,6 +219,7 @@ def format_frontier(points: Sequence[FrontierPoint]) -> str:
         predicted = point.plan.predicted
         lines.append(
             f"  {format_bytes(point.peak_bytes):>11} {_share(point.peak_bytes, predicted.plain_peak_bytes):>9} "
-            f"{_percent(point.extra_time_ratio):>9} {format_flops(point.recomputed_flops):>12}  {len(point.plan.regions)}"
+            f"{_percent(point.extra_time_ratio):>9} {format_flops(point.recomputed_flops):>12}  "
+            f"{len(point.plan.regions)}"
         )
     return "\n".join(lines)

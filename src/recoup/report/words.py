@@ -25,8 +25,10 @@ def describe(plan: Plan) -> list[str]:
         text = ranges([d.path or "(the model)" for d in members])
         if members[0].span:
             through = members[0].span[-1]
-            text += f" through {_tail(members[0].path, through)}" if len(members) == 1 else " each through " + _tail(
-                members[0].path, through
+            text += (
+                f" through {_tail(members[0].path, through)}"
+                if len(members) == 1
+                else " each through " + _tail(members[0].path, through)
             )
         if inside == "rederive":
             text += " (rederiving inside)"

@@ -90,7 +90,12 @@ def build_problem(variants: Mapping[str, PricedTrace], *, spans: bool = True) ->
             )
         if len(options) == 2 and dataclasses.replace(options[1], action="save") == options[0]:
             options = options[:1]
-        return Leaf(owner=owner, options=tuple(options), gradient_bytes=int(base.gradient[position]), group=groups.get(position, -1))
+        return Leaf(
+            owner=owner,
+            options=tuple(options),
+            gradient_bytes=int(base.gradient[position]),
+            group=groups.get(position, -1),
+        )
 
     def block(index: int) -> Block:
         call = trace.calls[index]

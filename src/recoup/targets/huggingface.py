@@ -122,7 +122,7 @@ def _own_randomness() -> Iterator[None]:
     """Draws from a seed of its own and leaves the caller's random streams as they were."""
     python = random.getstate()
     with torch.random.fork_rng(devices=[]):
-        torch.random.default_generator.manual_seed(_SEED)
+        torch.default_generator.manual_seed(_SEED)
         random.seed(_SEED)
         try:
             yield
@@ -143,7 +143,7 @@ def _parameters_on_meta() -> Iterator[None]:
             return None  # as it is: tied parameters stay one object
         return nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
 
-    handle = torch.nn.modules.module.register_module_parameter_registration_hook(to_meta)
+    handle = torch.nn.modules.module.register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]
     try:
         yield
     finally:
