@@ -237,7 +237,7 @@ def _bytes_of(nest: Any) -> int:
         size = 1
         for n in nest.shape:
             size *= n
-        return size * getattr(torch, nest.dtype).itemsize
+        return int(size * getattr(torch, nest.dtype).itemsize)
     if isinstance(nest, (list, tuple)):
         return sum(_bytes_of(item) for item in nest)
     return 0

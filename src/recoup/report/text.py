@@ -200,7 +200,8 @@ def _advice(profile: Profile) -> str:
         what = max((c for c in at_peak), key=lambda c: at_peak[c])
         return textwrap.fill(
             f"  Recomputing can free at most {format_bytes(profile.saved_bytes)} of "
-            f"{format_bytes(profile.peak_bytes)}: most of the peak is {what}. A leaner optimizer, dtype or batch frees more.",
+            f"{format_bytes(profile.peak_bytes)}: most of the peak is {what}. "
+            "A leaner optimizer, dtype or batch frees more.",
             _WIDTH,
             subsequent_indent="  ",
         )
