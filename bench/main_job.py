@@ -1,4 +1,4 @@
-"""The main job's table: real models into byte budgets, predicted beside measured, against the plans people make by hand.
+"""The main job's table: real models into byte budgets, predicted beside measured, against plans made by hand.
 
     python -m bench.main_job [workload ...] [--quick]
 

@@ -132,7 +132,7 @@ def format_fit(plan: Plan, evidence: Evidence) -> str:
     )
 
 
-def sparkline(values: Sequence[int], width: int = 80) -> str:
+def sparkline(values: Sequence[int], width: int = 72) -> str:
     """Returns the values as one line of characters, the largest of each column."""
     if not values:
         return ""

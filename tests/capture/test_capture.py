@@ -1,0 +1,157 @@
+"""A captured step: exact bytes, exact FLOPs, nothing touched."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from recoup.capture.capture import StepSpec, capture
+from recoup.errors import StepError
+from recoup.evidence.memory import measure_peak, storage_bytes
+from tests.models import KINDS, make, plain_step, same, step
+
+
+def _saved_bytes(trace) -> int:
+    forward = sum(1 for o in trace.ops if o.phase in ("forward", "loss"))
+    return sum(s.nbytes for s in trace.storages if s.category == "saved" and s.alloc_op < forward <= s.free_op)
+
+
+def test_saved_bytes_and_flops_of_an_mlp_are_exact() -> None:
+    batch, width = 16, 8
+    model = nn.Sequential(nn.Linear(width, 4 * width), nn.Tanh(), nn.Linear(4 * width, 1))
+    trace = capture(StepSpec(model=model, batch=torch.randn(batch, width), loss=lambda out, _: out.sum()))
+    assert _saved_bytes(trace) == 4 * batch * 4 * width  # tanh's result; the batch is held anyway
+    matmuls = [trace.signatures[o.signature] for o in trace.ops]
+    flops = sum(s.flops for s in matmuls if "mm" in s.name)
+    first, second = 2 * batch * width * 4 * width, 2 * batch * 4 * width
+    assert flops == first + second + first + 2 * second  # weights twice, the input of the second once
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fake_peak_is_the_allocators(kind: str) -> None:
+    model, batch, loss = make(kind)
+    trace = capture(StepSpec(model=model, batch=batch, loss=loss))
+    assert trace.source == "fake"
+    held = storage_bytes([*model.parameters(), *model.buffers()])
+    held += sum(s.nbytes for s in trace.storages if s.category == "batch")
+    step(model, batch, loss)
+    model.zero_grad()
+
+    def run() -> None:
+        from recoup.capture.step import call_model, loss_of
+
+        value, _ = loss_of(call_model(model, batch), batch, loss)
+        value.backward()
+
+    measured = measure_peak(run, device=torch.device("cpu"), held_bytes=held)
+    tolerance = 0.25 if kind == "conv" else 0.02  # oneDNN's own buffers weigh much in a tiny network
+    assert max(trace.levels()) == pytest.approx(measured, rel=tolerance)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_touched(kind: str) -> None:
+    model, batch, loss = make(kind)
+    step(model, batch, loss)
+    before = copy.deepcopy(model.state_dict())
+    identities = [id(p) for p in model.parameters()]
+    gradients = [p.grad for p in model.parameters()]
+    torch.manual_seed(5)
+    capture(StepSpec(model=model, batch=batch, loss=loss, optimizer=torch.optim.AdamW))
+    after = torch.rand(1)
+    torch.manual_seed(5)
+    assert torch.equal(after, torch.rand(1))
+    assert [id(p) for p in model.parameters()] == identities
+    assert all(p.grad is g for p, g in zip(model.parameters(), gradients, strict=True))
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert same(step(model, batch, loss), plain_step(make(kind)[0], batch, loss)) or kind in ("batch-norm", "conv")
+
+
+def test_nothing_is_touched_after_an_exception() -> None:
+    class Broken(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            raise ValueError("no")
+
+    model = Broken()
+    weight = model.linear.weight
+    with pytest.raises(StepError, match=r"forward of Broken failed.*ValueError: no"):
+        capture(StepSpec(model=model, batch=torch.randn(2, 4)))
+    assert model.linear.weight is weight
+    assert model.calls == 0
+    assert not model.linear._forward_hooks
+
+
+def test_data_dependent_models_are_captured_for_real_and_that_is_said() -> None:
+    class Picks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.linear(x)
+            self.seen += 1
+            return y[y.sum(1) > float(y.mean())].sum()
+
+    model = Picks()
+    trace = capture(StepSpec(model=model, batch=torch.randn(8, 4)))
+    assert trace.source == "real"
+    assert trace.reason
+    assert model.seen.item() == 0
+    assert model.linear.weight.grad is None
+
+
+def test_meta_models_tied_weights_and_reused_modules() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(10, 8)
+            self.mix = nn.Linear(8, 8)
+            self.head = nn.Linear(8, 10, bias=False)
+            self.head.weight = self.embed.weight
+
+        def forward(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+            x = self.mix(self.mix(self.embed(ids)))
+            return {"loss": self.head(x).logsumexp(-1).mean()}
+
+    with torch.device("meta"):
+        model = Tied()
+    trace = capture(StepSpec(model=model, batch=torch.zeros(4, dtype=torch.long)))
+    assert [c.index for c in trace.calls if c.path == "mix"] == [0, 1]
+    weights = [s for s in trace.storages if s.category == "parameter"]
+    assert sum(s.nbytes for s in weights) == 4 * (80 + 64 + 8)  # the tied weight once
+
+
+def test_optimizer_state_counts() -> None:
+    model = nn.Linear(64, 64)
+    trace = capture(
+        StepSpec(model=model, batch=torch.randn(2, 64), loss=lambda o, _: o.sum(), optimizer=torch.optim.Adam)
+    )
+    state = sum(s.nbytes for s in trace.storages if s.category == "optimizer")
+    assert state >= 2 * 4 * (64 * 64 + 64)
+    assert any(o.phase == "optimizer" for o in trace.ops)
+
+
+@pytest.mark.parametrize(
+    ("model", "loss", "message"),
+    [
+        (nn.ReLU(), None, "has no parameters"),
+        (nn.Linear(4, 4), lambda o, _: o, "must be a scalar"),
+        (nn.Linear(4, 4), lambda o, _: 3.0, "must be a scalar tensor"),
+        (nn.Linear(4, 4).requires_grad_(False), None, "nothing to differentiate"),
+        (nn.Linear(4, 4), lambda o, _: o.detach().sum(), "has no gradient"),
+        (nn.Linear(5, 4), None, "failed on this batch"),
+    ],
+)
+def test_steps_that_cannot_be(model: nn.Module, loss, message: str) -> None:
+    with pytest.raises(StepError, match=message):
+        capture(StepSpec(model=model, batch=torch.randn(2, 4), loss=loss))
