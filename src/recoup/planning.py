@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from recoup.cost.model import CostModel, PricedTrace
 from recoup.engine.handle import apply_decisions
 from recoup.engine.state import statistics_buffers
 from recoup.errors import InfeasibleBudget, UsageError
-from recoup.ir.plan import Decision, Plan, Prediction
+from recoup.ir.plan import Decision, Inside, Plan, Prediction
 from recoup.ir.trace import Trace
 from recoup.solve.build import build_problem, only
 from recoup.solve.decisions import to_decisions
@@ -33,6 +33,7 @@ ACTIONS = ("rederive", "recompute")
 _EVERYWHERE = (Decision(path="", action="rederive"),)
 _MAX_REPAIRS = 5
 _SEARCH_SECONDS = 8.0
+_KINDS_BY_HAND = 2
 _WORTH_ANOTHER_TRY = 0.985
 
 
@@ -76,18 +77,29 @@ class Planner:
             progress.advance("capturing the step with everything rederived")
             variants["rederive"] = self._simulate_priced(_EVERYWHERE)
         self.problem: Problem = build_problem(variants, spans=spans)
-        # Three views of one problem. Mixing actions freely is the richest, and the one where what a decision drops may
-        # be what another rebuilds from; the other two have no such coupling. The simulation decides between them.
-        self.solvers = [Solver(self.problem, actions=self.actions, spans=spans)]
-        if "rederive" in self.actions:
-            self.solvers.append(Solver(only(self.problem, "rederive"), actions=self.actions, spans=spans))
-            if "recompute" in self.actions:
-                self.solvers.append(Solver(only(self.problem, "save"), actions=("recompute",), spans=spans))
+        self.solvers = self._views(variants, spans)
         known = set(statistics_buffers(spec.model))  # the engine finds these by itself
         self._buffers = {c.path: tuple(b for b in c.mutated_buffers if b not in known) for c in trace.calls}
         self._num_calls: dict[str, int] = {}
         for call in trace.calls:
             self._num_calls[call.path] = max(self._num_calls.get(call.path, 0), call.index + 1)
+
+    def _views(self, variants: dict[str, PricedTrace], spans: bool) -> list[Solver]:
+        """Returns solvers for several views of the problem; the simulation decides between their answers.
+
+        Mixing actions freely is the richest view, and the one where what one decision drops may be what another
+        rebuilds from. The others leave out a coupling each: region inputs that are rebuilt, single tensors that are.
+        """
+        if "rederive" not in variants:
+            return [Solver(self.problem, actions=self.actions, spans=spans)]
+        views = [Solver(self.problem, actions=self.actions, spans=spans)]
+        views.append(Solver(only(self.problem, "rederive"), actions=self.actions, spans=spans))
+        if "recompute" in self.actions:
+            pinned = build_problem(variants, spans=spans, rebuilds_inputs=False)
+            views.append(Solver(pinned, actions=self.actions, spans=spans))
+            views.append(Solver(only(pinned, "rederive"), actions=self.actions, spans=spans))
+            views.append(Solver(only(pinned, "save"), actions=("recompute",), spans=spans))
+        return views
 
     @property
     def trace(self) -> Trace:
@@ -166,9 +178,35 @@ class Planner:
         """Returns the plan with the smallest simulated peak that was found."""
         for solver in self.solvers:
             self.simulate(self.decide(solver, solver.leanest()))
-        if "rederive" in self.actions:
-            self.simulate(_EVERYWHERE)
+        for chosen in self._by_hand():
+            self.simulate(chosen)
         return min([*self._seen.values(), self.plain], key=lambda c: (c.peak_bytes, c.step_seconds))
+
+    def _by_hand(self) -> Iterator[tuple[Decision, ...]]:
+        """Yields what people would try: every call of a kind that repeats, with and without rederive around it."""
+        ambients: list[tuple[Decision, ...]] = [()]
+        if "rederive" in self.actions:
+            yield _EVERYWHERE
+            ambients.append(_EVERYWHERE)
+        if "recompute" not in self.actions:
+            return
+        trace = self.trace
+        kinds: dict[str, list[int]] = {}
+        for index, call in enumerate(trace.calls):
+            if call.path and not call.refusal and call.last_save_op >= 0 and call.children:
+                kinds.setdefault(call.kind, []).append(index)
+        saved = dict.fromkeys(kinds, 0)
+        for kind, members in kinds.items():
+            spans = [(trace.calls[i].first_op, trace.calls[i].last_op) for i in members]
+            for storage in trace.storages:
+                if storage.category == "saved" and any(a <= storage.saved_op < b for a, b in spans):
+                    saved[kind] += storage.nbytes
+        repeated = [k for k in kinds if len(kinds[k]) >= 3]
+        for kind in sorted(repeated, key=lambda k: -saved[k])[:_KINDS_BY_HAND]:
+            paths = dict.fromkeys(trace.calls[i].path for i in kinds[kind])
+            for ambient in ambients:
+                inside: Inside = "rederive" if ambient else "save"
+                yield ambient + tuple(Decision(path=p, action="recompute", inside=inside) for p in paths)
 
     def fit(self, budget_bytes: int) -> Candidate | None:
         """Returns the fastest plan found whose simulated peak is at or under the budget, None if there is none."""

@@ -47,12 +47,14 @@ class _Numbers:
     levels: _Array
 
 
-def build_problem(variants: Mapping[str, PricedTrace], *, spans: bool = True) -> Problem:
+def build_problem(variants: Mapping[str, PricedTrace], *, spans: bool = True, rebuilds_inputs: bool = True) -> Problem:
     """Returns the problem.
 
     Args:
         variants: the priced trace of the plain step under "save", and under "rederive" that of the step in which
             everything is rederived, if that action may be chosen.
+        rebuilds_inputs: count a region's input as free where it is rederived when everything is; that fails if what
+            it is rebuilt from lies in another region.
         spans: whether calls that hand one tensor on may form one region.
     """
     plain = variants["save"]
@@ -70,7 +72,7 @@ def build_problem(variants: Mapping[str, PricedTrace], *, spans: bool = True) ->
     by_call: dict[int, list[int]] = {}
     for position, segment in enumerate(segments):
         by_call.setdefault(segment.call, []).append(position)
-    free = _rederivable(variants)
+    free = _rederivable(variants) if rebuilds_inputs else set()
     holders = _input_holders(trace)
     lookup = _Lookup(plain, segments)
     groups = _groups(variants["rederive"].trace) if "rederive" in numbers else {}
