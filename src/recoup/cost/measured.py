@@ -9,6 +9,7 @@ op's host time. Results are kept on disk, by device, thread count and torch vers
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import os
@@ -36,7 +37,9 @@ SMALL_OP_SECONDS = {"cpu": 4e-6, "cuda": 8e-6}
 TOTAL_SECONDS = 25.0
 _SECONDS_EACH = 0.04
 _BATCH = 24
-_CACHE_VERSION = 2
+_CACHE_VERSION = 3
+_EXTRA_BYTES = 1 << 14
+_Prices = tuple[float, int, int]  # seconds, workspace bytes, bytes its output holds beyond what it shows
 
 
 class MeasuredCost:
@@ -47,7 +50,7 @@ class MeasuredCost:
         self.name = _device_name(device)
         self._path = _cache_path(self.name) if cache else None
         self._spent = 0.0
-        self._known: dict[str, tuple[float, int]] = _load(self._path)
+        self._known: dict[str, _Prices] = _load(self._path)
 
     def price(self, trace: Trace) -> PricedTrace:
         """Returns the priced trace; ops that could not be measured are scaled from the roofline, and that is said."""
@@ -79,19 +82,38 @@ class MeasuredCost:
             if found is None:
                 unmeasured += 1
                 return roofline.seconds(signature) * scale, 0
-            return found
+            return found[:2]
 
-        priced = price_by_signature(trace, price, source=self._source(), is_estimate=False)
+        priced = price_by_signature(self._with_real_sizes(trace), price, source=self._source(), is_estimate=False)
         if not unmeasured:
             return priced
         note = f"{priced.source} ({unmeasured} of {len(trace.signatures)} distinct ops scaled from a roofline)"
         return PricedTrace(
-            trace=trace,
+            trace=priced.trace,
             op_seconds=priced.op_seconds,
             op_workspace_bytes=priced.op_workspace_bytes,
             source=note,
             is_estimate=False,
         )
+
+    def _with_real_sizes(self, trace: Trace) -> Trace:
+        """Returns the trace with storages as large as the kernels really leave them.
+
+        Some allocate more than their result needs and hand all of it out: `mse_loss` on a CPU leaves a scalar in a
+        storage of its input's size.
+        """
+        larger: dict[int, int] = {}
+        for op in trace.ops:
+            signature = trace.signatures[op.signature]
+            found = None if _is_small(signature) else self._known.get(_key(signature))
+            if found is not None and found[2] and op.outputs:
+                larger[op.outputs[0]] = found[2]
+        if not larger:
+            return trace
+        storages = list(trace.storages)
+        for index, extra_bytes in larger.items():
+            storages[index] = dataclasses.replace(storages[index], nbytes=storages[index].nbytes + extra_bytes)
+        return dataclasses.replace(trace, storages=tuple(storages))
 
     def _source(self) -> str:
         threads = f", {torch.get_num_threads()} threads" if self.device.type == "cpu" else ""
@@ -111,8 +133,8 @@ def _is_small(signature: Signature) -> bool:
     return signature.is_view or signature.bytes_moved < SMALL_BYTES
 
 
-def _measure_batch(signatures: Sequence[Signature], device: torch.device) -> list[tuple[Signature, tuple[float, int]]]:
-    """Returns (signature, (seconds, workspace bytes)) of those that can be run alone."""
+def _measure_batch(signatures: Sequence[Signature], device: torch.device) -> list[tuple[Signature, _Prices]]:
+    """Returns the prices of those signatures that can be run alone."""
     runs: list[tuple[Signature, float, int]] = []
     meter = _CudaMeter(device) if device.type == "cuda" else _CpuMeter()
     with meter:
@@ -127,8 +149,14 @@ def _measure_batch(signatures: Sequence[Signature], device: torch.device) -> lis
                     runs.append((signature, _time(call, device), number))
             except (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError):
                 continue  # an op that made-up data cannot satisfy; the roofline prices it
-    workspaces = meter.workspace_bytes()
-    return [(s, (seconds, workspaces[number])) for s, seconds, number in runs]
+    metered = meter.metered_bytes()
+    found = []
+    for signature, seconds, number in runs:
+        workspace_bytes, remaining_bytes = metered[number]
+        extra_bytes = max(remaining_bytes - signature.output_bytes, 0)
+        # An allocator that rounds is no reason to call an output larger.
+        found.append((signature, (seconds, workspace_bytes, extra_bytes if extra_bytes >= _EXTRA_BYTES else 0)))
+    return found
 
 
 class _CpuMeter:
@@ -163,10 +191,10 @@ class _CpuMeter:
         del out
         return self._num_runs - 1
 
-    def workspace_bytes(self) -> list[int]:
-        """Returns each run's workspace, once the meter was left."""
+    def metered_bytes(self) -> list[tuple[int, int]]:
+        """Returns (workspace, what remains) of each run, once the meter was left."""
         changes = _compat.cpu_memory_events(self._profiler)
-        found: list[int] = []
+        found: list[tuple[int, int]] = []
         level = peak = position = 0
         inside = False
         while position < len(changes):
@@ -175,7 +203,7 @@ class _CpuMeter:
             if change == self._MARK and position < len(changes) and changes[position] == -self._MARK:
                 position += 1
                 if inside:
-                    found.append(max(peak - max(level, 0), 0))
+                    found.append((max(peak - max(level, 0), 0), max(level, 0)))
                 inside = not inside
                 level = peak = 0
             elif inside:
@@ -189,7 +217,7 @@ class _CudaMeter:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._found: list[int] = []
+        self._found: list[tuple[int, int]] = []
 
     def __enter__(self) -> _CudaMeter:
         return self
@@ -206,12 +234,13 @@ class _CudaMeter:
         out = call()
         torch.cuda.synchronize(self._device)
         remains = torch.cuda.memory_allocated(self._device) - before
-        self._found.append(max(int(torch.cuda.max_memory_allocated(self._device)) - before - remains, 0))
+        peak = int(torch.cuda.max_memory_allocated(self._device)) - before
+        self._found.append((max(peak - remains, 0), remains))
         del out
         return len(self._found) - 1
 
-    def workspace_bytes(self) -> list[int]:
-        """Returns each run's workspace."""
+    def metered_bytes(self) -> list[tuple[int, int]]:
+        """Returns (workspace, what remains) of each run."""
         return self._found
 
 
@@ -304,16 +333,16 @@ def _key(signature: Signature) -> str:
     return f"{signature.name}|{signature.args}|{signature.kwargs}"
 
 
-def _load(path: Path | None) -> dict[str, tuple[float, int]]:
+def _load(path: Path | None) -> dict[str, _Prices]:
     if path is None:
         return {}
     try:
-        return {k: (float(v[0]), int(v[1])) for k, v in json.loads(path.read_text()).items()}
+        return {k: (float(v[0]), int(v[1]), int(v[2])) for k, v in json.loads(path.read_text()).items()}
     except (OSError, ValueError, TypeError, IndexError, AttributeError):
         return {}
 
 
-def _store(path: Path | None, known: dict[str, tuple[float, int]]) -> None:
+def _store(path: Path | None, known: dict[str, _Prices]) -> None:
     """Writes the cache in one move; a directory that cannot be written to is no reason to fail."""
     if path is None:
         return
