@@ -128,3 +128,20 @@ def cpu_memory_events(profiler: Any) -> list[int]:
 def cuda_is_initialized() -> bool:
     """Whether this process has touched CUDA; `torch.cuda.is_initialized` is public but untyped (torch 2.11, 2.13)."""
     return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
+@contextlib.contextmanager
+def quiet_fake_errors() -> Iterator[None]:
+    """Keeps fake tensors from logging a traceback for an error that is reported anyway (torch 2.11, 2.13).
+
+    Freed by: fake tensors that only raise.
+    """
+    import logging
+
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)

@@ -112,7 +112,7 @@ def _first_line(error: BaseException) -> str:
 
 def _capture_fake(spec: StepSpec, known: Trace | None) -> Trace:
     device = _device_of(spec.model)
-    with untouched(spec.model):
+    with untouched(spec.model), _compat.quiet_fake_errors():
         mode = _compat.fake_tensor_mode()
         old = [(id(p), path) for path, p in spec.model.named_parameters()]
         with mode:

@@ -1,0 +1,106 @@
+"""Imports point one way; torch is imported only where it is needed."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent / "src" / "recoup"
+# A file may import only from stages above its own, or from its own.
+ORDER = (
+    "errors",
+    "units",
+    "progress",
+    "ir",
+    "_compat",
+    "cost",
+    "solve",
+    "engine",
+    "capture",
+    "evidence",
+    "profiling",
+    "planning",
+    "api",
+    "targets",
+    "report",
+    "cli",
+)
+# Late imports that a comment in the file explains.
+LATE = {("ir", "report"), ("api", "report")}
+WITHOUT_TORCH = ("errors", "units", "progress", "ir", "solve", "report", "profiling")
+
+
+def _stage(path: Path) -> str:
+    part = path.relative_to(ROOT).parts[0]
+    return part.removesuffix(".py")
+
+
+def _imports(path: Path) -> list[str]:
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.append(node.module)
+            if node.module == "recoup":
+                found += [f"recoup.{alias.name}" for alias in node.names]
+    return found
+
+
+FILES = [p for p in sorted(ROOT.rglob("*.py")) if p.name != "__init__.py" or p.parent != ROOT]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_point_one_way(path: Path) -> None:
+    stage = _stage(path)
+    assert stage in ORDER, f"{stage} has no place in the order"
+    for name in _imports(path):
+        parts = name.split(".")
+        if parts[0] == "recoup" and len(parts) > 1 and parts[1] in ORDER:
+            is_late = (stage, parts[1]) in LATE
+            assert ORDER.index(parts[1]) <= ORDER.index(stage) or is_late, f"{stage} imports {name}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_torch_only_where_it_is_needed(path: Path) -> None:
+    if _stage(path) in WITHOUT_TORCH:
+        assert not any(name.split(".")[0] == "torch" for name in _imports(path))
+
+
+def test_private_torch_is_in_one_file() -> None:
+    for path in FILES:
+        if path.name == "_compat.py":
+            continue
+        for name in _imports(path):
+            assert not name.startswith("torch._"), f"{path.name} imports {name}"
+        assert "torch._C" not in path.read_text(), f"{path.name} reaches into torch._C"
+
+
+@pytest.mark.parametrize("command", ["import recoup", "from recoup import Plan, errors, InfeasibleBudget"])
+def test_importing_recoup_does_not_import_torch(command: str) -> None:
+    code = f"{command}; import sys; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_help_does_not_import_torch() -> None:
+    code = (
+        "import sys\nsys.argv = ['recoup', '--help']\nfrom recoup.cli.main import main\n"
+        "try:\n    main()\nexcept SystemExit:\n    pass\nassert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "fit" in done.stdout
+
+
+def test_public_names() -> None:
+    import recoup
+
+    assert recoup.__all__ == sorted(recoup.__all__)
+    for name in recoup.__all__:
+        assert getattr(recoup, name) is not None
+    import recoup.evidence.verify  # noqa: F401  a submodule must not hide the function of the same name
+
+    assert callable(recoup.verify)
