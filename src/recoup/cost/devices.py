@@ -1,8 +1,9 @@
 """Devices recoup can plan for without having one: rates, bandwidths and sizes, each with its source.
 
-Rates are dense peaks of the vendor's datasheet; `matmul_fraction` and `bandwidth_fraction` are what large kernels
-reach of them in practice (an assumption, stated in the plan's cost source as "roofline"). fp32 matmuls are counted at
-the plain fp32 rate: torch leaves TF32 off for matmuls unless it is asked for.
+Rates are *dense* matmul peaks of the vendor's datasheet (some datasheets print them with 2:4 sparsity, twice as high).
+float32 matmuls are counted at the plain float32 rate: torch leaves TF32 off for matmuls unless it is asked for. Peaks
+are never reached; `matmul_fraction`, `attention_fraction` and `bandwidth_fraction` are what large kernels reach of
+them in practice, assumptions unless the source says measured.
 """
 
 from __future__ import annotations
@@ -21,11 +22,14 @@ class Device:
     """One device.
 
     Attributes:
+        dialect: "cpu" or "cuda".
         bf16_flops, fp16_flops, fp32_flops: FLOP/s of dense matmuls. bandwidth_bytes: bytes/s of its memory.
-        memory_bytes: what a program can have. copy_bytes: bytes/s to and from the host.
-        launch_seconds: host time of one op. round_bytes: what its allocator rounds sizes up to.
+        memory_bytes: what a program can have: a little less than what it is sold as.
+        copy_bytes: bytes/s to and from the host, one direction, pinned memory.
+        launch_seconds: the least an eager op takes. round_bytes: what its allocator rounds sizes up to.
         fixed_bytes: what libraries take once a step runs (cuBLAS workspace).
-        dialect: "cpu" or "cuda". source: where the numbers come from.
+        matmul_fraction, attention_fraction, bandwidth_fraction: of the peaks, what large kernels reach.
+        source: the datasheet. sources: where each number is from, as (field, source).
     """
 
     name: str
@@ -36,16 +40,86 @@ class Device:
     bandwidth_bytes: float
     memory_bytes: int
     copy_bytes: float
+    launch_seconds: float
+    round_bytes: int
+    fixed_bytes: int
+    matmul_fraction: float
+    attention_fraction: float
+    bandwidth_fraction: float
     source: str
-    launch_seconds: float = 5e-6
-    round_bytes: int = 512
-    fixed_bytes: int = 0
-    matmul_fraction: float = 0.7
-    bandwidth_fraction: float = 0.8
+    sources: tuple[tuple[str, str], ...]
 
 
-_CUBLAS_HOPPER = 32 * 2**20  # torch's default workspace on compute capability 9.0 (CUDABlas.cpp)
-_CUBLAS = 8519680  # and elsewhere: 4096 KiB x 2 + 16 KiB x 8
+# [Note: cuBLAS workspace] torch gives each cuBLAS handle a workspace from its caching allocator, by handle and stream:
+# 4096 KiB x 2 + 16 KiB x 8, on Hopper 32 MiB (aten/src/ATen/cuda/CublasHandlePool.cpp). Handles belong to threads, and
+# backward runs in a thread of its own, so a training step has two.
+_CUBLAS = 2 * 8519680
+_CUBLAS_HOPPER = 2 * 32 * 2**20
+_CUBLAS_SOURCE = "PyTorch, CublasHandlePool.cpp: default workspace, one for forward's thread and one for backward's"
+
+_PCIE = {
+    3: (12 * _G, "PCIe 3.0 x16, 15.75 GB/s a direction; assumed reached: about 0.8 of it"),
+    4: (25 * _G, "PCIe 4.0 x16, 31.5 GB/s a direction; assumed reached: about 0.8 of it"),
+    5: (50 * _G, "PCIe 5.0 x16, 63 GB/s a direction; assumed reached: about 0.8 of it"),
+}
+
+
+def _nvidia(
+    name: str,
+    *,
+    datasheet: str,
+    bf16: float,
+    fp16: float,
+    fp32: float,
+    bandwidth: float,
+    gibibytes: float,
+    pcie: int,
+    hopper: bool = False,
+    matmul: float = 0.7,
+    attention: float = 0.5,
+    streaming: float = 0.8,
+    notes: dict[str, str] | None = None,
+) -> Device:
+    """Returns a table entry; rates in TFLOP/s, bandwidth in GB/s, memory in GiB; `notes` replace default sources."""
+    copy_bytes, copy_source = _PCIE[pcie]
+    sources = {
+        "bf16_flops": datasheet,
+        "fp16_flops": datasheet,
+        "fp32_flops": datasheet,
+        "bandwidth_bytes": datasheet,
+        "memory_bytes": "total capacity as torch reports it in CUDA out-of-memory messages, the least seen",
+        "copy_bytes": copy_source,
+        "launch_seconds": "assumption: host time of an eager op",
+        "round_bytes": "PyTorch, CUDACachingAllocator: kMinBlockSize",
+        "fixed_bytes": _CUBLAS_SOURCE,
+        "matmul_fraction": "assumption: large matmuls",
+        "attention_fraction": "assumption: fused attention, forward and backward together",
+        "bandwidth_fraction": "assumption: large elementwise ops",
+        **(notes or {}),
+    }
+    return Device(
+        name=name,
+        dialect="cuda",
+        bf16_flops=bf16 * _T,
+        fp16_flops=fp16 * _T,
+        fp32_flops=fp32 * _T,
+        bandwidth_bytes=bandwidth * _G,
+        memory_bytes=int(gibibytes * _GIB),
+        copy_bytes=copy_bytes,
+        launch_seconds=5e-6,
+        round_bytes=512,
+        fixed_bytes=_CUBLAS_HOPPER if hopper else _CUBLAS,
+        matmul_fraction=matmul,
+        attention_fraction=attention,
+        bandwidth_fraction=streaming,
+        source=datasheet,
+        sources=tuple(sources.items()),
+    )
+
+
+_NO_BF16 = "no bfloat16 tensor cores in this generation: taken as the float32 rate (assumption)"
+_POWER = "assumption: about 70 W hold the clock well under boost, so less of the datasheet's peak than elsewhere"
+_CPU_SOURCE = "two cores of a server CPU as measured with torch 2.13"
 
 _DEVICES = (
     Device(
@@ -57,95 +131,145 @@ _DEVICES = (
         bandwidth_bytes=15 * _G,
         memory_bytes=16 * _GIB,
         copy_bytes=15 * _G,
-        round_bytes=1,
         launch_seconds=3e-6,
-        source="two cores of a server CPU as measured with torch 2.13",
+        round_bytes=1,
+        fixed_bytes=0,
+        matmul_fraction=0.7,
+        attention_fraction=0.5,
+        bandwidth_fraction=0.8,
+        source=_CPU_SOURCE,
+        sources=(
+            ("bf16_flops", "assumption: as float32, without bfloat16 units"),
+            ("fp16_flops", "assumption: as float32, without float16 units"),
+            ("fp32_flops", _CPU_SOURCE),
+            ("bandwidth_bytes", _CPU_SOURCE),
+            ("memory_bytes", "assumption"),
+            ("copy_bytes", "a copy within the same memory"),
+            ("launch_seconds", "assumption: dispatch of an eager op"),
+            ("round_bytes", "PyTorch's CPU allocator aligns to 64 bytes and counts what was asked for"),
+            ("fixed_bytes", "no library keeps blocks of torch's CPU allocator"),
+            ("matmul_fraction", "assumption: large matmuls"),
+            ("attention_fraction", "assumption: fused attention"),
+            ("bandwidth_fraction", "assumption: large elementwise ops"),
+        ),
     ),
-    Device(
-        name="a100-80gb",
-        dialect="cuda",
-        bf16_flops=312 * _T,
-        fp16_flops=312 * _T,
-        fp32_flops=19.5 * _T,
-        bandwidth_bytes=2039 * _G,
-        memory_bytes=80 * 10**9,
-        copy_bytes=25 * _G,
-        fixed_bytes=_CUBLAS,
-        source="NVIDIA A100 80GB SXM datasheet",
+    _nvidia(
+        "a100-80gb",
+        datasheet="NVIDIA A100 datasheet (80GB SXM)",
+        bf16=312,
+        fp16=312,
+        fp32=19.5,
+        bandwidth=2039,
+        gibibytes=79.15,
+        pcie=4,
     ),
-    Device(
-        name="a100-40gb",
-        dialect="cuda",
-        bf16_flops=312 * _T,
-        fp16_flops=312 * _T,
-        fp32_flops=19.5 * _T,
-        bandwidth_bytes=1555 * _G,
-        memory_bytes=40 * 10**9,
-        copy_bytes=25 * _G,
-        fixed_bytes=_CUBLAS,
-        source="NVIDIA A100 40GB datasheet",
+    _nvidia(
+        "a100-40gb",
+        datasheet="NVIDIA A100 datasheet (40GB)",
+        bf16=312,
+        fp16=312,
+        fp32=19.5,
+        bandwidth=1555,
+        gibibytes=39.39,
+        pcie=4,
     ),
-    Device(
-        name="h100-sxm",
-        dialect="cuda",
-        bf16_flops=989 * _T,
-        fp16_flops=989 * _T,
-        fp32_flops=67 * _T,
-        bandwidth_bytes=3350 * _G,
-        memory_bytes=80 * 10**9,
-        copy_bytes=50 * _G,
-        fixed_bytes=_CUBLAS_HOPPER,
-        source="NVIDIA H100 SXM datasheet (dense rates)",
+    _nvidia(
+        "h100-sxm",
+        datasheet="NVIDIA H100 datasheet and architecture whitepaper (SXM5, dense rates)",
+        bf16=989.4,
+        fp16=989.4,
+        fp32=66.9,
+        bandwidth=3350,
+        gibibytes=79.1,
+        pcie=5,
+        hopper=True,
     ),
-    Device(
-        name="h200",
-        dialect="cuda",
-        bf16_flops=989 * _T,
-        fp16_flops=989 * _T,
-        fp32_flops=67 * _T,
-        bandwidth_bytes=4800 * _G,
-        memory_bytes=141 * 10**9,
-        copy_bytes=50 * _G,
-        fixed_bytes=_CUBLAS_HOPPER,
-        matmul_fraction=0.79,
-        bandwidth_fraction=0.89,
-        source="NVIDIA H200 datasheet; fractions from measured 784 TFLOP/s bf16 and 4.3 TB/s copies",
+    _nvidia(
+        "h200",
+        datasheet="NVIDIA H200 datasheet; H100 architecture whitepaper for the dense rates",
+        bf16=989.4,
+        fp16=989.4,
+        fp32=66.9,
+        bandwidth=4800,
+        gibibytes=139.7,
+        pcie=5,
+        hopper=True,
+        matmul=0.79,
+        streaming=0.89,
+        notes={
+            "matmul_fraction": "measured: bfloat16 matmul of 8192^3 at 769 to 798 TFLOP/s",
+            "bandwidth_fraction": "measured: device copy at 4.3 TB/s",
+        },
     ),
-    Device(
-        name="rtx-4090",
-        dialect="cuda",
-        bf16_flops=165.2 * _T,
-        fp16_flops=165.2 * _T,
-        fp32_flops=82.6 * _T,
-        bandwidth_bytes=1008 * _G,
-        memory_bytes=24 * _GIB,
-        copy_bytes=25 * _G,
-        fixed_bytes=_CUBLAS,
-        source="NVIDIA Ada GPU architecture whitepaper (fp32 accumulation, dense)",
+    _nvidia(
+        "b200",
+        datasheet="NVIDIA HGX B200 datasheet, one GPU of eight (dense rates)",
+        bf16=2250,
+        fp16=2250,
+        fp32=75,
+        bandwidth=7700,
+        gibibytes=178.3,
+        pcie=5,
+        hopper=True,
+        notes={"fixed_bytes": "assumption: as on Hopper; the default moved between torch versions"},
     ),
-    Device(
-        name="l4",
-        dialect="cuda",
-        bf16_flops=121 * _T,
-        fp16_flops=121 * _T,
-        fp32_flops=30.3 * _T,
-        bandwidth_bytes=300 * _G,
-        memory_bytes=24 * 10**9,
-        copy_bytes=25 * _G,
-        fixed_bytes=_CUBLAS,
-        source="NVIDIA L4 datasheet (half of the sparse rates)",
+    _nvidia(
+        "rtx-4090",
+        datasheet="NVIDIA Ada GPU architecture whitepaper (fp32 accumulation, dense)",
+        bf16=165.2,
+        fp16=165.2,
+        fp32=82.6,
+        bandwidth=1008,
+        gibibytes=23.5,
+        pcie=4,
     ),
-    Device(
-        name="t4",
-        dialect="cuda",
-        bf16_flops=8.1 * _T,
-        fp16_flops=65 * _T,
-        fp32_flops=8.1 * _T,
-        bandwidth_bytes=320 * _G,
-        memory_bytes=16 * 10**9,
-        copy_bytes=12 * _G,
-        fixed_bytes=_CUBLAS,
-        source="NVIDIA T4 datasheet; no bf16 units, so bf16 runs at the fp32 rate",
+    _nvidia(
+        "a10g",
+        datasheet="NVIDIA A10G datasheet (AWS G5)",
+        bf16=70,
+        fp16=70,
+        fp32=35,
+        bandwidth=600,
+        gibibytes=21.9,
+        pcie=4,
+    ),
+    _nvidia(
+        "l4",
+        datasheet="NVIDIA L4 datasheet (half of the sparse rates)",
+        bf16=121,
+        fp16=121,
+        fp32=30.3,
+        bandwidth=300,
+        gibibytes=21.9,
+        pcie=4,
+        matmul=0.5,
+        attention=0.4,
+        notes={"matmul_fraction": _POWER, "attention_fraction": _POWER},
+    ),
+    _nvidia(
+        "t4",
+        datasheet="NVIDIA T4 product brief",
+        bf16=8.1,
+        fp16=65,
+        fp32=8.1,
+        bandwidth=320,
+        gibibytes=14.5,
+        pcie=3,
+        matmul=0.5,
+        attention=0.35,
+        notes={"bf16_flops": _NO_BF16, "matmul_fraction": _POWER, "attention_fraction": _POWER},
+    ),
+    _nvidia(
+        "v100-16gb",
+        datasheet="NVIDIA V100 datasheet (SXM2)",
+        bf16=15.7,
+        fp16=125,
+        fp32=15.7,
+        bandwidth=900,
+        gibibytes=15.7,
+        pcie=3,
+        attention=0.35,
+        notes={"bf16_flops": _NO_BF16},
     ),
 )
 DEVICES = {device.name: device for device in _DEVICES}
@@ -157,9 +281,9 @@ def get_device(name: str) -> Device:
     Raises:
         UsageError: if it is not in the table; names the closest ones.
     """
-    device = DEVICES.get(name.lower())
+    device = DEVICES.get(name.strip().lower())
     if device is None:
-        close = difflib.get_close_matches(name.lower(), DEVICES, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
+        close = difflib.get_close_matches(name.strip().lower(), DEVICES, n=3, cutoff=0.5)
+        hint = f" Did you mean {' or '.join(repr(match) for match in close)}?" if close else ""
         raise UsageError(f"Unknown device {name!r}.{hint} Known: cpu, cuda, {', '.join(DEVICES)}.")
     return device

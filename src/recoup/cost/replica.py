@@ -1,30 +1,112 @@
-"""From a signature back to a call that can be run: the same op on tensors of the same shapes, strides and dtypes."""
+"""From a signature back to a call that can be run: the same op on tensors of the same shapes, strides and dtypes.
+
+Values do not matter for time, with exceptions: NaN and denormal floats are slow, indices must be valid, and an index
+that is always 0 finds its row in the cache. So floats are drawn in [0.5, 1.5), integers are zeros (valid indices
+everywhere) but random rows for embeddings, booleans are a coin toss.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from recoup.cost.flops import op_name
 from recoup.ir.trace import Signature, TensorSpec
 
+_POOL_ELEMENTS = 1 << 16
+_ALIGNMENT_BYTES = 256
+# What their opaque or resized arguments hold cannot be made up.
+_REFUSED = frozenset({"_cudnn_rnn_backward", "mkldnn_rnn_layer_backward", "miopen_rnn_backward", "resize", "set"})
+# Position of the indices, and of what says how many rows there are.
+_ROW_INDICES = {"embedding": (1, 0), "embedding_dense_backward": (1, 2)}
 
-def make_call(signature: Signature, device: torch.device) -> Callable[[], Any] | None:
-    """Returns a function that runs the op on fresh data, None where an argument cannot be made again.
 
-    Floats are drawn at random in [0.5, 1.5); integers are zeros, which are valid indices everywhere; booleans True.
+class Arena:
+    """One block for the floating arguments of one op after the other, so that its pages are faulted in once.
+
+    A call made with it is only good until the next one is made.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._block = torch.empty(0, dtype=torch.uint8, device=device)
+        self._used_bytes = 0
+        self._pools: dict[torch.dtype, torch.Tensor] = {}
+
+    def reset(self, needed_bytes: int) -> None:
+        """Forgets the tensors handed out, and makes room for `needed_bytes` of new ones."""
+        self._used_bytes = 0
+        if self._block.numel() < needed_bytes:
+            self._block = torch.empty(0, dtype=torch.uint8, device=self.device)  # before the new one is there
+            self._block = torch.empty(needed_bytes, dtype=torch.uint8, device=self.device)
+
+    def floats(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Returns `count` numbers in [0.5, 1.5)."""
+        num_bytes = aligned(count * dtype.itemsize)
+        flat = self._block[self._used_bytes : self._used_bytes + count * dtype.itemsize].view(dtype)
+        self._used_bytes += num_bytes
+        pool = self._pools.get(dtype)
+        if pool is None:
+            pool = (torch.rand(_POOL_ELEMENTS, device=self.device) + 0.5).to(dtype)
+            self._pools[dtype] = pool
+        whole = count // _POOL_ELEMENTS
+        flat[: whole * _POOL_ELEMENTS].view(whole, _POOL_ELEMENTS).copy_(pool.expand(whole, _POOL_ELEMENTS))
+        flat[whole * _POOL_ELEMENTS :].copy_(pool[: count % _POOL_ELEMENTS])
+        return flat
+
+
+def aligned(num_bytes: int) -> int:
+    """Returns what `num_bytes` take in an arena."""
+    return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+
+def extent(spec: TensorSpec) -> int:
+    """Returns the elements of the smallest block a tensor fits in, gaps between its strides included."""
+    if 0 in spec.shape:
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(spec.shape, spec.stride, strict=True))
+
+
+def extent_bytes(nest: Any) -> int:
+    """Returns the bytes that all tensors of a nest take when each has a block of its own."""
+    if isinstance(nest, TensorSpec):
+        if len(nest.stride) != len(nest.shape):
+            return 0
+        return aligned(extent(nest) * int(getattr(torch, nest.dtype).itemsize))
+    if isinstance(nest, (list, tuple)):
+        return sum(extent_bytes(item) for item in nest)
+    return 0
+
+
+def make_call(signature: Signature, device: torch.device, arena: Arena | None = None) -> Callable[[], Any] | None:
+    """Returns a function that runs the op on made-up data.
+
+    Args:
+        arena: where to lay out the floating arguments; left out: a new one.
+
+    Returns:
+        A function without arguments that returns what the op returns; None for ops outside `aten` (who knows what
+        they do to the world) and where an argument cannot be made again.
     """
     namespace, name, overload = [*signature.name.split("."), "default"][:3]
-    packet = getattr(getattr(torch.ops, namespace), name, None)
-    function = getattr(packet, overload or "default", None)
-    if function is None:
+    short = op_name(signature.name)
+    function = getattr(getattr(torch.ops.aten, name, None), overload or "default", None)
+    if namespace != "aten" or short in _REFUSED or function is None:
         return None
+    arena = arena or Arena(device)
+    arena.reset(extent_bytes((signature.args, tuple(v for _, v in signature.kwargs))))
     try:
-        args = [_decode(a, device) for a in signature.args]
-        kwargs = {k: _decode(v, device) for k, v in signature.kwargs}
+        args = [_decode(a, arena) for a in signature.args]
+        kwargs = {k: _decode(v, arena) for k, v in signature.kwargs}
     except _CannotDecode:
         return None
+    if short in _ROW_INDICES:
+        position, source = _ROW_INDICES[short]
+        rows = args[source].shape[0] if isinstance(args[source], torch.Tensor) else args[source]
+        args[position].random_(0, max(int(rows), 1))
     return lambda: function(*args, **kwargs)
 
 
@@ -32,30 +114,32 @@ class _CannotDecode(Exception):
     pass
 
 
-def _decode(item: Any, device: torch.device) -> Any:
+def _decode(item: Any, arena: Arena) -> Any:
     if isinstance(item, TensorSpec):
-        return _tensor(item, device)
+        return _tensor(item, arena)
     if isinstance(item, (list, tuple)):
-        return [_decode(i, device) for i in item]
+        return [_decode(i, arena) for i in item]
     if isinstance(item, str) and ":" in item:
         kind, _, name = item.partition(":")
         if kind == "device":
-            return device
+            return arena.device
         if kind in ("dtype", "layout", "memory_format"):
             return getattr(torch, name)
         raise _CannotDecode
     return item
 
 
-def _tensor(spec: TensorSpec, device: torch.device) -> torch.Tensor:
-    if len(spec.stride) != len(spec.shape):
+def _tensor(spec: TensorSpec, arena: Arena) -> torch.Tensor:
+    dtype = getattr(torch, spec.dtype, None)
+    if len(spec.stride) != len(spec.shape) or not isinstance(dtype, torch.dtype):
         raise _CannotDecode
-    dtype = getattr(torch, spec.dtype)
-    extent = 1 + sum((n - 1) * s for n, s in zip(spec.shape, spec.stride, strict=True)) if 0 not in spec.shape else 0
+    count = extent(spec)
     if dtype.is_floating_point and dtype.itemsize >= 2:
-        flat = torch.rand(extent, device=device, dtype=torch.float32).add_(0.5).to(dtype)
+        flat = arena.floats(count, dtype)
     elif dtype == torch.bool:
-        flat = torch.ones(extent, device=device, dtype=dtype)
+        # Ones and zeros are what a mask's byte may hold; drawing bytes is quicker than drawing booleans.
+        flat = torch.randint(0, 2, (min(count, _POOL_ELEMENTS),), device=arena.device, dtype=torch.uint8)
+        flat = flat.repeat(math.ceil(count / max(flat.numel(), 1)))[:count].view(torch.bool)
     else:
-        flat = torch.zeros(extent, device=device, dtype=dtype)
+        flat = torch.zeros(count, device=arena.device, dtype=dtype)
     return flat.as_strided(spec.shape, spec.stride)

@@ -1,15 +1,16 @@
 """Prices from a device's rates: an op takes as long as its FLOPs or its bytes, whichever is longer.
 
 The roofline model (Williams, Waterman and Patterson, 2009). An estimate: good for comparing plans, and for a device
-that is elsewhere. It sees no hidden workspace.
+that is elsewhere. It sees no hidden workspace beyond the fixed one of `Device.fixed_bytes`: what cuDNN takes for a
+convolution is not known without the device.
 """
 
 from __future__ import annotations
 
 from recoup.cost.devices import Device
-from recoup.cost.flops import is_heavy
+from recoup.cost.flops import kind, tensor_specs
 from recoup.cost.model import PricedTrace, price_by_signature
-from recoup.ir.trace import Signature, TensorSpec, Trace
+from recoup.ir.trace import Signature, Trace
 
 
 class RooflineCost:
@@ -31,14 +32,18 @@ class RooflineCost:
             return 0.0
         moving = signature.bytes_moved / (device.bandwidth_bytes * device.bandwidth_fraction)
         computing = 0.0
-        if is_heavy(signature.name):
-            computing = signature.flops / (self._rate(signature) * device.matmul_fraction)
+        work = kind(signature.name)
+        if work != "other":
+            fraction = device.attention_fraction if work == "attention" else device.matmul_fraction
+            computing = signature.flops / (self._rate(signature) * fraction)
         return max(moving, computing, device.launch_seconds if device.dialect == "cuda" else 0.0)
 
     def _rate(self, signature: Signature) -> float:
-        dtypes = [a.dtype for a in signature.args if isinstance(a, TensorSpec)]
+        dtypes = {spec.dtype for spec in tensor_specs(signature.args)}
         if "bfloat16" in dtypes:
             return self.device.bf16_flops
         if "float16" in dtypes:
             return self.device.fp16_flops
+        if "float64" in dtypes:
+            return self.device.fp32_flops / 2
         return self.device.fp32_flops

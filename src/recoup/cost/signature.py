@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from recoup.cost.flops import count_flops
+from recoup.cost.flops import count_flops, op_name
 from recoup.ir.trace import Signature, TensorSpec
+
+# They say they return a new tensor and return the old one.
+_UNDECLARED_VIEWS = frozenset({"_unsafe_view", "lift_fresh"})
+# They hand out memory and do not touch it.
+_ALLOCATIONS = frozenset({"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"})
+# In-place ops that write their first argument without reading it.
+_OVERWRITERS = frozenset({"bernoulli", "copy", "exponential", "fill", "normal", "random", "uniform", "zero"})
+# They read only what their indices name: as much of the first argument (or, for the backward, of the result) as there
+# is in the rest.
+_GATHERS = frozenset({"embedding", "gather", "index", "index_select", "nll_loss_forward", "take"})
 
 
 def signature_key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -28,33 +39,40 @@ def _key(items: Any) -> tuple[Any, ...]:
             result.append(_key(item))
         elif isinstance(item, (bool, int, float, complex, str, type(None))):
             result.append((type(item), item))
-        else:
+        elif not isinstance(item, torch.Generator):
             result.append(str(item))
+        else:
+            result.append(None)
     return tuple(result)
 
 
 def make_signature(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> Signature:
     """Returns the signature of a dispatched op.
 
+    `bytes_moved` is what the op has to read and write at least once: its inputs (a dimension of stride 0 only once),
+    what it writes in place, and its new outputs. `output_bytes` is what it newly allocates for its outputs; results
+    that are an argument written in place, or a view of one, are not new.
+
     Args:
         func: the overload. args, kwargs: as dispatched, tensors fake or real. outputs: what it returned.
     """
-    inputs = list(_tensors((args, tuple(kwargs.values()))))
-    results = list(_tensors((outputs,)))
-    is_view = _is_view(func)
-    output_bytes = sum(_num_bytes(t) for t in results)
-    moved = 0 if is_view else sum(_num_bytes(t) for t in inputs) + output_bytes
+    name = f"{func._schema.name.replace('::', '.')}.{func._overloadname}"
+    short = op_name(name)
     encoded = tuple(_encode(a) for a in args)
     encoded_kwargs = tuple((k, _encode(v)) for k, v in kwargs.items())
-    name = f"{func._schema.name.replace('::', '.')}.{func._overloadname}"
-    output_spec = tuple(_encode(t) for t in results)
+    results = list(_tensors((outputs,)))
+    # `prim` ops ask a tensor for its device or dtype.
+    is_view = short in _UNDECLARED_VIEWS or name.startswith("prim.") or _is_view(func)
+    written = _written(func, args, kwargs)
+    fresh = [] if is_view else [t for t in results if not any(t is w for w in written)]
+    is_idle = is_view or short in _ALLOCATIONS
     return Signature(
         name=name,
         args=encoded,
         kwargs=encoded_kwargs,
-        flops=0 if is_view else count_flops(name, encoded, dict(encoded_kwargs), output_spec),
-        bytes_moved=moved,
-        output_bytes=0 if is_view else output_bytes,
+        flops=0 if is_idle else count_flops(name, encoded, dict(encoded_kwargs), _encode_outputs(outputs)),
+        bytes_moved=0 if is_idle else _bytes_moved(func, args, kwargs, written, fresh),
+        output_bytes=sum(_num_bytes(t) for t in fresh),
         is_view=is_view,
     )
 
@@ -64,8 +82,46 @@ def _is_view(func: Any) -> bool:
     return bool(schema.returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
 
 
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Returns the arguments the op says it writes."""
+    written: list[torch.Tensor] = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        item = args[position] if position < len(args) else kwargs.get(argument.name)
+        written += _tensors((item,))
+    return written
+
+
+def _bytes_moved(
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    written: list[torch.Tensor],
+    fresh: list[torch.Tensor],
+) -> int:
+    short = op_name(func._schema.name.replace("::", "."))
+    overwrites = any(argument.is_out for argument in func._schema.arguments)
+    inputs = list(_tensors((args, tuple(kwargs.values()))))
+    writes = sum(_num_bytes(t) for t in (*written, *fresh))
+    if written and (short in _OVERWRITERS or overwrites):
+        inputs = [t for t in inputs if not any(t is w for w in written)]
+    if short in _GATHERS and inputs:
+        source, indices = inputs[0], sum(_touched_bytes(t) for t in inputs[1:])
+        elements = max(sum(t.numel() for t in fresh), max((t.numel() for t in inputs[1:]), default=0))
+        return min(_touched_bytes(source), elements * source.dtype.itemsize) + indices + writes
+    return sum(_touched_bytes(t) for t in inputs) + writes
+
+
 def _num_bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.dtype.itemsize
+    return int(tensor.numel()) * tensor.dtype.itemsize
+
+
+def _touched_bytes(tensor: torch.Tensor) -> int:
+    if tensor.layout is not torch.strided:
+        return _num_bytes(tensor)
+    sizes = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride or not size)
+    return int(math.prod(sizes)) * tensor.dtype.itemsize
 
 
 def _tensors(nest: Any) -> Iterator[torch.Tensor]:
@@ -74,6 +130,11 @@ def _tensors(nest: Any) -> Iterator[torch.Tensor]:
             yield item
         elif isinstance(item, (list, tuple)):
             yield from _tensors(item)
+
+
+def _encode_outputs(outputs: Any) -> tuple[Any, ...]:
+    # Several results are a tuple, a list of tensors is one result.
+    return tuple(_encode(o) for o in outputs) if isinstance(outputs, tuple) else (_encode(outputs),)
 
 
 def _encode(item: Any) -> Any:
