@@ -73,9 +73,10 @@ def extent(spec: TensorSpec) -> int:
 def extent_bytes(nest: Any) -> int:
     """Returns the bytes that all tensors of a nest take when each has a block of its own."""
     if isinstance(nest, TensorSpec):
-        if len(nest.stride) != len(nest.shape):
+        dtype = getattr(torch, nest.dtype, None)
+        if len(nest.stride) != len(nest.shape) or not isinstance(dtype, torch.dtype):
             return 0
-        return aligned(extent(nest) * int(getattr(torch, nest.dtype).itemsize))
+        return aligned(extent(nest) * dtype.itemsize)
     if isinstance(nest, (list, tuple)):
         return sum(extent_bytes(item) for item in nest)
     return 0

@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from recoup import _compat
+from recoup.cost import cache, measured
+from recoup.cost.measured import MeasuredCost
+from tests.cost.helpers import signature_of, trace_of
+
+aten = torch.ops.aten
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("RECOUP_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def some_ops() -> Any:
+    x = torch.rand(256, 256)
+    return trace_of([
+        signature_of(aten.mm.default, x, x),
+        signature_of(aten.native_dropout.default, x, 0.5, True),
+        signature_of(aten.relu.default, torch.rand(8)),
+        signature_of(aten.view.default, x, [-1]),
+    ])  # fmt: skip
+
+
+def test_prices_and_source() -> None:
+    priced = MeasuredCost(CPU).price(some_ops())
+    big, dropout, small, view = priced.op_seconds
+    assert 0 < big < 1 and 0 < dropout < 1
+    assert small == measured.SMALL_OP_SECONDS["cpu"] and view == 0
+    assert priced.source.startswith("measured on cpu") and torch.__version__ in priced.source
+    assert "roofline" not in priced.source
+    assert not priced.is_estimate
+
+
+def test_second_time_comes_from_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    trace = some_ops()
+    first = MeasuredCost(CPU).price(trace)
+    monkeypatch.setattr(measured, "_measure_batch", None)  # calling it would fail
+    assert MeasuredCost(CPU).price(trace) == first
+    (file,) = (tmp_path / "cache").iterdir()
+    data = json.loads(file.read_text())
+    assert data["torch"] == torch.__version__ and len(data["ops"]) == 2
+
+
+def test_cache_is_for_these_threads_and_this_torch() -> None:
+    paths = {
+        cache.cache_path(name, threads=threads, torch_version=version)
+        for name in ("a", "b")
+        for threads in (1, 2)
+        for version in ("2.11", "2.13")
+    }
+    assert len(paths) == 8
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"ops": 3}', '{"ops": {"a": [1]}}', "\x00"])
+def test_a_broken_cache_is_no_cache(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "ops.json"
+    path.write_text(content)
+    assert cache.load(path) == {}
+
+
+def test_an_unwritable_cache_is_no_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("RECOUP_CACHE_DIR", str(tmp_path / "file" / "below"))
+    assert MeasuredCost(CPU).price(some_ops()).op_seconds[0] > 0
+
+
+def test_stores_merge(tmp_path: Path) -> None:
+    path = tmp_path / "ops.json"
+    entry = cache.Measurement(seconds=1.5, spread_seconds=0.25, workspace_bytes=7, extra_output_bytes=0)
+    cache.store(path, {"a": entry}, device_name="d", torch_version="v")
+    cache.store(path, {"b": None}, device_name="d", torch_version="v")
+    assert cache.load(path) == {"a": entry, "b": None}
+    assert [p.name for p in tmp_path.iterdir()] == ["ops.json"]
+
+
+def test_ops_that_cannot_run_alone_are_scaled_from_the_roofline_and_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.rand(256, 256)
+    impossible = signature_of(aten.relu.default, x)
+    object.__setattr__(impossible, "name", "aten.no_such_op.default")
+    trace = trace_of([signature_of(aten.mm.default, x, x), impossible])
+    priced = MeasuredCost(CPU).price(trace)
+    assert priced.op_seconds[1] > 0
+    assert "1 of 2 distinct ops scaled from a roofline" in priced.source
+    monkeypatch.setattr(measured, "_measure_batch", None)
+    assert MeasuredCost(CPU).price(trace) == priced
+
+
+def test_out_of_time_and_out_of_memory_leave_it_to_the_roofline(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = some_ops()
+    with monkeypatch.context() as patch:
+        patch.setattr(measured, "TOTAL_SECONDS", -1.0)
+        assert "2 of 4 distinct ops scaled" in MeasuredCost(CPU).price(trace).source
+    with monkeypatch.context() as patch:
+        patch.setattr(measured, "available_host_bytes", lambda: 1 << 16)
+        assert "2 of 4 distinct ops scaled" in MeasuredCost(CPU).price(trace).source
+    # Neither was held against the ops.
+    assert "scaled" not in MeasuredCost(CPU).price(trace).source
+
+
+def test_leaves_random_numbers_alone() -> None:
+    trace = some_ops()
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    MeasuredCost(CPU, cache=False).price(trace)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_runs_the_recorded_ops_inside_autocast_and_fake_modes() -> None:
+    trace = some_ops()
+    with torch.autocast("cpu", dtype=torch.bfloat16), _compat.fake_tensor_mode():
+        cost = MeasuredCost(CPU, cache=False)
+        cost.price(trace)
+    found = cost.measurement(trace.signatures[0])
+    assert found is not None and found.workspace_bytes == 0 and found.spread_seconds >= 0
