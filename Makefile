@@ -39,9 +39,12 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-bench bench-quick: $(STAMP)
-	@test -f bench/run.py || { echo "bench/run.py is not there yet" >&2; exit 2; }
-	$(BIN)/python bench/run.py $(if $(filter bench-quick,$@),--quick)
+bench: $(STAMP)
+	$(BIN)/python -m bench.main_job
+	$(BIN)/python -m bench.rederive --timed
+
+bench-quick: $(STAMP)
+	$(BIN)/python -m bench.main_job llama unet --quick --out build/bench
 
 clean:
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache dist build

@@ -189,6 +189,8 @@ class Tracker(_compat.dispatch_mode_class()):  # type: ignore[misc]
         if kwargs:
             _collect(tuple(kwargs.values()), tensors)
         out = self._run(func, args, kwargs, tensors)
+        if func.namespace == "prim":  # questions about a tensor's device and the like
+            return out
         self._record(func, args, kwargs, tensors, out)
         return out
 

@@ -40,7 +40,9 @@ class Value:
         kept: the `Kept` that holds these contents now, if any (weak).
         constant: a parameter that holds these contents, with `constant_version`.
         random_mask: these are zeros and ones drawn by `bernoulli_`.
-        waiting: rebuilt tensors that will still be asked for; `cache` serves them once it was rebuilt for another.
+        waiting: the turns at which rederived tensors of this value were saved and will still be asked for; `cache`
+            serves them once it was rebuilt for another, if that is soon.
+        overwritten: the storage holds something else by now: what autograd saved of it before may not be used.
     """
 
     __slots__ = (
@@ -53,6 +55,7 @@ class Value:
         "made",
         "nbytes",
         "output",
+        "overwritten",
         "random_mask",
         "waiting",
     )
@@ -66,7 +69,8 @@ class Value:
         self.constant: torch.Tensor | None = None
         self.constant_version = 0
         self.random_mask = False
-        self.waiting = 0
+        self.overwritten = False
+        self.waiting: list[int] = []
         self.cache: torch.Tensor | None = None
 
     def alive(self) -> Any | None:
@@ -132,6 +136,7 @@ class Recorder(_compat.dispatch_mode_class()):  # type: ignore[misc]
         super().__init__()
         self.paused = 0
         self.deriving = True
+        self.turn = 0  # counts saved tensors: backward asks for them about in reverse
         self._entries: dict[int, _Entry] = {}
         self._outer: Recorder | None = None
 
@@ -195,7 +200,14 @@ class Recorder(_compat.dispatch_mode_class()):  # type: ignore[misc]
             return func(*args, **kwargs)
         if kind == CHEAP:
             made = self._made(facts, args, kwargs)
+            statistics: list[torch.Tensor] = []
+            if facts.is_batch_norm and len(args) > 5 and args[5]:  # it updates them, though its schema does not say so
+                statistics = [a for a in args[3:5] if isinstance(a, torch.Tensor) and self._existing(a) is not None]
+            for tensor in statistics:
+                self._rescue(tensor)
             out = func(*args, **kwargs)
+            for tensor in statistics:
+                self._replace(tensor, Value())
             if made is not None:
                 self._attach(made, out)
             return out
@@ -273,6 +285,10 @@ class Recorder(_compat.dispatch_mode_class()):  # type: ignore[misc]
             made = self._made(facts, args, kwargs)
         written = [args[i] for i in facts.written if i < len(args)]
         written += [kwargs[name] for name in facts.written_names if name in kwargs]
+        for item in written:
+            for tensor in item if isinstance(item, (list, tuple)) else (item,):
+                if isinstance(tensor, torch.Tensor):
+                    self._rescue(tensor)
         out = func(*args, **kwargs)
         for item in written:
             for tensor in item if isinstance(item, (list, tuple)) else (item,):
@@ -289,5 +305,26 @@ class Recorder(_compat.dispatch_mode_class()):  # type: ignore[misc]
                 elif facts.is_random_mask:
                     value.random_mask = True
                     value.base = geometry_of(tensor)
-                self._set(tensor.untyped_storage(), value)
+                self._replace(tensor, value)
         return out
+
+    def _rescue(self, tensor: torch.Tensor) -> None:
+        """Copies what is about to be overwritten, if something is to be rebuilt from it: plain would have kept that."""
+        old = self._existing(tensor)
+        kept = old.alive() if old is not None else None
+        if kept is not None:
+            kept.rescue()
+
+    def _replace(self, tensor: torch.Tensor, value: Value) -> None:
+        """Gives a storage that was written to its new value."""
+        old = self._existing(tensor)
+        if old is not None:
+            old.overwritten = True
+            kept = old.alive()
+            if kept is None or not kept.is_rescued():  # a write through `.data` leaves the version as it was
+                old.kept = old.constant = None
+        storage = tensor.untyped_storage()
+        if isinstance(tensor, nn.Parameter):
+            self._entries.pop(storage._cdata, None)  # its version counts up only after this
+        else:
+            self._set(storage, value)

@@ -26,17 +26,24 @@ from recoup.engine.lineage import Geometry, Made, Read, Recorder, Value, current
 
 MIN_BYTES = 4096
 MAX_OPS = 14
+SOON = 16
 MAX_TRAFFIC_RATIO = 40.0
+_CHANGED = (
+    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+    "[{tensor}] is {versions}. It was saved, or is what a saved tensor is rederived from; clone it before changing it."
+)
 
 
 class Kept:
     """A saved tensor that is kept as it is."""
 
-    __slots__ = ("__weakref__", "tensor", "version")
+    __slots__ = ("__weakref__", "copy", "is_source", "tensor", "version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
         self.version = tensor._version
+        self.is_source = False
+        self.copy: torch.Tensor | None = None
         activity.kept(tensor)
 
     def unpack(self) -> torch.Tensor:
@@ -44,11 +51,25 @@ class Kept:
         _check_version(self.tensor, self.version)
         return self.tensor
 
-    contents = unpack
+    def contents(self) -> torch.Tensor:
+        """Returns what something is rebuilt from."""
+        return self.unpack() if self.copy is None else self.copy
+
+    def rescue(self) -> None:
+        """Called before it is overwritten: copies the storage if something is to be rebuilt from it."""
+        if self.is_source and self.copy is None:
+            size, stride, offset, dtype = geometry_of(self.tensor)
+            copy = torch.empty(0, dtype=dtype, device=self.tensor.device)
+            storage = self.tensor.untyped_storage().clone()  # type: ignore[no-untyped-call]
+            self.copy = copy.set_(storage, offset, size, stride)
+
+    def is_rescued(self) -> bool:
+        """Whether it holds what was saved, whatever was written since."""
+        return self.copy is not None
 
     def is_current(self) -> bool:
         """Whether it still holds what was saved."""
-        return self.tensor._version == self.version
+        return self.copy is not None or self.tensor._version == self.version
 
 
 class KeptView:
@@ -81,6 +102,13 @@ class KeptMask:
         mask = torch.empty_strided(size, stride, dtype=dtype, device=self.nonzero.device)
         return mask.copy_(self.nonzero)
 
+    def rescue(self) -> None:
+        """Nothing to do: nobody else can write to it."""
+
+    def is_rescued(self) -> bool:
+        """Always."""
+        return True
+
     def is_current(self) -> bool:
         """Always: nobody else holds it."""
         return True
@@ -89,32 +117,39 @@ class KeptMask:
 class Rederived:
     """A saved tensor that will be rebuilt: a value, where it starts from, and the geometry it is wanted in."""
 
-    __slots__ = ("geometry", "sources", "value", "waits")
+    __slots__ = ("geometry", "sources", "turn", "value", "waits")
 
-    def __init__(self, value: Value, geometry: Geometry, sources: list[Kept | KeptMask]) -> None:
+    def __init__(self, value: Value, geometry: Geometry, sources: list[Kept | KeptMask], turn: int) -> None:
+        self.turn = turn
         self.value = value
         self.geometry = geometry
         self.sources = sources
         self.waits = True
-        value.waiting += 1
+        value.waiting.append(turn)
+        for source in sources:
+            if isinstance(source, Kept):
+                source.is_source = True
 
     def unpack(self) -> torch.Tensor:
         """Runs the chain and returns the tensor."""
         self._done()
+        if self.value.overwritten:
+            size, _, _, dtype = self.geometry
+            raise RuntimeError(_CHANGED.format(tensor=f"{dtype} {list(size)}", versions="overwritten since"))
         with _compat.below_autocast_and_autograd(), activity.recomputing(), _paused():
-            tensor = _Rebuild(self.value).contents(self.value)
+            tensor = _Rebuild(self.value, self.turn).contents(self.value)
             activity.count_rederived()
-            _drop_if_done(self.value, tensor)
+            self.value.cache = tensor if _wanted_soon(self.value, self.turn) else None
             return _lay(tensor, self.geometry)
 
     def _done(self) -> None:
         if self.waits:
             self.waits = False
-            self.value.waiting -= 1
+            self.value.waiting.remove(self.turn)
 
     def __del__(self) -> None:
         self._done()
-        if self.value.waiting == 0:
+        if not self.value.waiting:
             self.value.cache = None
 
 
@@ -133,11 +168,8 @@ def _paused() -> Iterator[None]:
 
 def _check_version(tensor: torch.Tensor, version: int) -> None:
     if tensor._version != version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"[{tensor.dtype} {list(tensor.shape)}] is at version {tensor._version}; expected version {version}. "
-            "It was saved, or is what a saved tensor is rederived from; clone it before changing it."
-        )
+        versions = f"at version {tensor._version}; expected version {version}"
+        raise RuntimeError(_CHANGED.format(tensor=f"{tensor.dtype} {list(tensor.shape)}", versions=versions))
 
 
 def _lay(tensor: torch.Tensor, geometry: Geometry) -> torch.Tensor:
@@ -149,16 +181,21 @@ def _lay(tensor: torch.Tensor, geometry: Geometry) -> torch.Tensor:
     return tensor.as_strided(size, stride, offset)
 
 
-def _drop_if_done(value: Value, tensor: torch.Tensor) -> None:
-    value.cache = tensor if value.waiting > 0 else None
+def _wanted_soon(value: Value, turn: int) -> bool:
+    """Whether backward, which is at `turn`, will soon ask for the value again: worth keeping it until then.
+
+    A skip that a decoder rebuilt is wanted by the encoder too, but much later; holding it would undo the saving.
+    """
+    return any(turn - other <= SOON for other in value.waiting)
 
 
 class _Rebuild:
     """One run of a chain. Intermediates live until their last use here, longer only if others wait for them."""
 
-    __slots__ = ("_made", "_uses")
+    __slots__ = ("_made", "_turn", "_uses")
 
-    def __init__(self, value: Value) -> None:
+    def __init__(self, value: Value, turn: int) -> None:
+        self._turn = turn
         self._uses: dict[int, int] = {}
         self._made: dict[int, torch.Tensor] = {}
         pending = [value]
@@ -203,7 +240,7 @@ class _Rebuild:
             tensor = torch.empty_strided(size, stride, dtype=dtype, device=tensor.device).copy_(tensor)
         if self._uses.get(id(value), 0) > 0:
             self._made[id(value)] = tensor
-        if value.waiting > 0:
+        if _wanted_soon(value, self._turn):
             value.cache = tensor
         return tensor
 
@@ -275,6 +312,7 @@ def pack(tensor: torch.Tensor) -> Kept | KeptView | Rederived:
     value = recorder.value_of(tensor)
     if value.constant is not None:
         return Kept(tensor)
+    recorder.turn += 1
     made = value.made
     num_bytes = tensor.numel() * tensor.dtype.itemsize
     geometry = geometry_of(tensor)
@@ -282,7 +320,7 @@ def pack(tensor: torch.Tensor) -> Kept | KeptView | Rederived:
     if alive is not None:
         # One Kept per value: whoever rebuilds from it must find it, however long other savers of it live.
         if isinstance(alive, KeptMask):
-            return Rederived(value, geometry, [alive])
+            return Rederived(value, geometry, [alive], recorder.turn)
         activity.kept(tensor)
         return alive if geometry_of(alive.tensor) == geometry else KeptView(alive, geometry)
     can_derive = made is not None and recorder.deriving and num_bytes >= MIN_BYTES
@@ -295,7 +333,7 @@ def pack(tensor: torch.Tensor) -> Kept | KeptView | Rederived:
                 sources = _find_sources(value, num_bytes)
         if sources is not None:
             activity.rederived(tensor, [s.nonzero if isinstance(s, KeptMask) else s.tensor for s in sources])
-            return Rederived(value, geometry, sources)
+            return Rederived(value, geometry, sources, recorder.turn)
     kept = Kept(tensor)
     value.kept = weakref.ref(kept)
     return kept
