@@ -18,7 +18,7 @@ from torch import nn
 from recoup import progress
 from recoup.capture.capture import StepSpec, capture
 from recoup.cost.model import CostModel, PricedTrace
-from recoup.engine.handle import apply_decisions
+from recoup.engine.handle import apply_decisions, caching_paths
 from recoup.engine.state import statistics_buffers
 from recoup.errors import InfeasibleBudget, UsageError
 from recoup.ir.plan import Decision, Inside, Plan, Prediction
@@ -332,6 +332,8 @@ class Planner:
             notes.append(f"the loss is {self.trace.grad_mode_default_loss}")
         if self.plain.peak_bytes <= budget_bytes:
             notes.append("the unplanned step fits: nothing is changed")
+        if caching_paths(modules, [d.path for d in candidate.decisions if d.action == "recompute"]):
+            notes.append("the key-value cache is off while this plan trains (use_cache); evaluation keeps it")
         refused = sorted({(c.path, c.refusal) for c in self.trace.calls if c.refusal and "keeps state" in c.refusal})
         notes += [f"`{path or 'the model'}` is never recomputed: {why}" for path, why in refused[:3]]
         return Plan(

@@ -239,7 +239,7 @@ def apply_decisions(model: nn.Module, decisions: Sequence[Decision]) -> Applied:
     state = StepState(counts_calls=any(d.call is not None for d in decisions))
     patches: list[PatchedForward] = []
     paths = dict.fromkeys([*by_path, *joins])
-    caching = _caching_paths(modules, [d.path for d in decisions if d.action == "recompute"])
+    caching = caching_paths(modules, [d.path for d in decisions if d.action == "recompute"])
     paths.update(dict.fromkeys(caching))
     records = any(d.action == "rederive" or (d.path == "" and d.action == "save") for d in decisions)
     if state.counts_calls or joins or records:
@@ -275,7 +275,7 @@ def _buffers(module: nn.Module, prefix: str, decisions: Sequence[Decision]) -> t
     return tuple(dict.fromkeys([*statistics_buffers(module), *seen]))
 
 
-def _caching_paths(modules: dict[str, nn.Module], regions_at: Sequence[str]) -> set[str]:
+def caching_paths(modules: dict[str, nn.Module], regions_at: Sequence[str]) -> set[str]:
     """Returns the modules above a region whose forward takes `use_cache` and would use one by default.
 
     In training nobody reads that cache; transformers itself drops it when its own checkpointing is on.

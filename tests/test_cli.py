@@ -1,0 +1,98 @@
+"""The command line: exit codes, one line for bad input, data on stdout."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from recoup.cli.main import run
+
+SOURCE = """
+import torch
+
+def target():
+    model = torch.nn.Sequential(*(
+        torch.nn.Sequential(torch.nn.LayerNorm(64), torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
+        for _ in range(4)
+    ))
+    return dict(model=model, batch=torch.randn(512, 64), loss=lambda o, b: o.square().mean())
+
+def no_gradient():
+    return dict(model=torch.nn.Linear(4, 4), batch=torch.randn(2, 4), loss=lambda o, b: o.detach().sum())
+
+def no_scalar():
+    return dict(model=torch.nn.Linear(4, 4), batch=torch.randn(2, 4), loss=lambda o, b: o)
+
+def no_parameters():
+    return dict(model=torch.nn.ReLU(), batch=torch.randn(2, 4))
+
+def wrong_batch():
+    return dict(model=torch.nn.Linear(4, 4), batch=torch.randn(2, 5))
+
+def no_dict():
+    return 3
+"""
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("RECOUP_CACHE_DIR", str(tmp_path / "cache"))
+    path = tmp_path / "models.py"
+    path.write_text(SOURCE)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("target", "options", "message"),
+    [
+        ("missing.py", ["--budget", "1GiB"], "No file"),
+        ("{source}:nothing", ["--budget", "1GiB"], "No function 'nothing'"),
+        ("hf:gtp2", ["--budget", "1GiB"], "Did you mean gpt2"),
+        ("{source}", ["--budget", "8 bananas"], "8 bananas"),
+        ("{source}", ["--budget", "60%", "--device", "h9000"], "Unknown device"),
+        ("{source}", ["--budget", "60%", "--actions", "magic"], "Unknown action"),
+        ("{source}:no_gradient", ["--budget", "60%"], "no gradient"),
+        ("{source}:no_scalar", ["--budget", "60%"], "must be a scalar"),
+        ("{source}:no_parameters", ["--budget", "60%"], "has no parameters"),
+        ("{source}:wrong_batch", ["--budget", "60%"], "failed on this batch"),
+        ("{source}:no_dict", ["--budget", "60%"], "must return a dict"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_2(target: str, options: list[str], message: str, source, capsys) -> None:
+    assert run(["plan", target.format(source=source), *options, "--quiet"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    errors = [line for line in captured.err.splitlines() if line and not line.startswith("hint:")]
+    assert len(errors) == 1, captured.err
+    assert message in errors[0]
+
+
+def test_an_impossible_budget_is_exit_3(source: str, capsys) -> None:
+    assert run(["plan", source, "--budget", "1KiB", "--quiet"]) == 3
+    assert "smallest reachable peak" in capsys.readouterr().err
+
+
+def test_plan_json_out_and_show(source: str, tmp_path: Path, capsys) -> None:
+    out = tmp_path / "plan.json"
+    assert run(["plan", source, "--budget", "85%", "--json", "--quiet", "--out", str(out)]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["predicted"]["peak_bytes"] <= data["budget_bytes"]
+    assert json.loads(out.read_text())["schema"] == "recoup-plan/1"
+    assert run(["show", str(out)]) == 0
+    assert "predicted peak" in capsys.readouterr().out
+
+
+def test_fit_ends_with_the_verdict(source: str, capsys) -> None:
+    assert run(["fit", source, "--budget", "85%", "--quiet"]) == 0
+    text = capsys.readouterr().out
+    assert text.rstrip().endswith("ok: within the budget, and exact")
+    assert "bit-equal to plain" in text
+
+
+def test_profile_and_frontier(source: str, capsys) -> None:
+    assert run(["profile", source, "--quiet"]) == 0
+    assert "alive at the peak" in capsys.readouterr().out
+    assert run(["frontier", source, "--quiet"]) == 0
+    assert "of plain" in capsys.readouterr().out
