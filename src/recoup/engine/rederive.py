@@ -27,7 +27,6 @@ from recoup.engine.lineage import Geometry, Made, Read, Recorder, Value, current
 MIN_BYTES = 4096
 MAX_OPS = 14
 SOON = 16
-_WORTH_PARTS = 0.75
 MAX_TRAFFIC_RATIO = 40.0
 _CHANGED = (
     "one of the variables needed for gradient computation has been modified by an inplace operation: "
@@ -330,10 +329,6 @@ def pack(tensor: torch.Tensor) -> Kept | KeptView | Rederived:
         assert made is not None
         sources = _find_sources(value, num_bytes)
         if sources is None:
-            parts = _keep_joined(recorder, made, num_bytes)
-            if parts:
-                sources = _find_sources(value, num_bytes)
-        if sources is None:
             mask = _compact_mask(value, made, tensor)
             if mask is not None:
                 sources = _find_sources(value, num_bytes)
@@ -348,24 +343,6 @@ def pack(tensor: torch.Tensor) -> Kept | KeptView | Rederived:
 def _find_sources(value: Value, num_bytes: int) -> list[Kept | KeptMask] | None:
     search = _Search(MAX_TRAFFIC_RATIO * num_bytes)
     return search.sources if search.reach(value) else None
-
-
-def _keep_joined(recorder: Recorder, made: Made, num_bytes: int) -> list[Kept]:
-    """Keeps the parts that `made` just joined, where that is less than the joined tensor; the caller holds them."""
-    wanted = {id(read.value) for read in made.reads}
-    parts = [(value, part) for value, part in recorder.joined if id(value) in wanted]
-    if not parts or sum(p.numel() * p.dtype.itemsize for _, p in parts) > _WORTH_PARTS * num_bytes:
-        return []
-    others = [read.value for read in made.reads if all(read.value is not value for value, _ in parts)]
-    if not all(_Search(MAX_TRAFFIC_RATIO * num_bytes).reach(value) for value in others):
-        return []
-    kept = []
-    for value, part in parts:
-        keeper = Kept(part.detach())
-        value.kept = weakref.ref(keeper)
-        kept.append(keeper)
-    recorder.joined.clear()
-    return kept
 
 
 def _compact_mask(value: Value, made: Made, tensor: torch.Tensor) -> KeptMask | None:
