@@ -17,20 +17,18 @@ def _own_cache(tmp_path_factory, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_plan_is_over_its_budget_and_smaller_budgets_cost_more(kind: str) -> None:
+def test_no_plan_is_over_its_budget(kind: str) -> None:
     model, batch, loss = make(kind)
-    seconds = 0.0
+    planned = 0
     for budget in ("100%", "90%", "80%", "70%", "60%"):
         try:
             plan = recoup.plan(model, batch, loss=loss, budget=budget, cost=FlopsCost())
         except recoup.InfeasibleBudget:
             break
         assert plan.predicted.peak_bytes <= plan.budget_bytes
-        assert plan.predicted.step_seconds >= seconds * 0.999
-        seconds = plan.predicted.step_seconds
-        if budget == "100%":
-            assert plan.decisions == ()
-    assert seconds > 0
+        assert (plan.decisions == ()) == (budget == "100%")
+        planned += 1
+    assert planned > 1
 
 
 @pytest.mark.parametrize("actions", [("recompute",), ("rederive", "recompute")])
