@@ -2,7 +2,7 @@
 
 The first forward runs under saved-tensor hooks that keep nothing but numbered `Slot`s. The first slot that backward
 asks for replays the forward from the kept inputs; the k-th tensor saved in the replay fills the k-th slot, and the
-replay stops at the last one. Inputs are saved through autograd (`_SaveInputs`), so hooks around the region, a
+replay stops at the last one. Inputs are saved through autograd (`inputs.py`), so hooks around the region, a
 region around the region, or a user's own, see them: regions nest, and an input can be rederived. The replay saves
 through `rederive.pack`, so a region may hold only what cheap ops cannot rebuild.
 
@@ -25,9 +25,18 @@ import torch
 
 from recoup import _compat
 from recoup.engine import activity, rederive
+from recoup.engine.inputs import Inputs
 from recoup.engine.lineage import Recorder, current_recorder
-from recoup.engine.nest import iterate_tensors, map_tensors
-from recoup.engine.state import AutocastState, BufferState, RandomState
+from recoup.engine.nest import iterate_tensors
+from recoup.engine.state import (
+    AttributeState,
+    AutocastState,
+    BufferState,
+    RandomState,
+    Sample,
+    StreamState,
+    statistics_buffers,
+)
 from recoup.errors import ReplayError
 
 
@@ -35,44 +44,16 @@ class _Stop(BaseException):
     """Ends a replay whose last slot is filled; a BaseException so that no model's `except Exception` eats it."""
 
 
-class _Input:
-    """Stands for the i-th saved tensor input in a step's arguments."""
-
-    __slots__ = ("index",)
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-
-
-class _Previous:
-    """Stands for the output of the step before."""
-
-
-class _SaveInputs(torch.autograd.Function):
-    """Lets autograd keep tensors, through whatever saved-tensor hooks are on."""
-
-    @staticmethod
-    def forward(*tensors: torch.Tensor) -> torch.Tensor:
-        return torch.empty((0,))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        ctx.save_for_backward(*inputs[1:])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        raise AssertionError("nothing flows through the saver of a region's inputs")
-
-
 class Slot:
     """A tensor saved inside a region: not there until the region is replayed."""
 
-    __slots__ = ("__weakref__", "backward_id", "dtype", "filled", "frame", "shape")
+    __slots__ = ("__weakref__", "backward_id", "dtype", "filled", "frame", "sample", "shape")
 
     def __init__(self, frame: Frame, tensor: torch.Tensor) -> None:
         self.frame = frame
         self.shape = tensor.shape
         self.dtype = tensor.dtype
+        self.sample = Sample(tensor)
         self.filled: Any = None
         self.backward_id = -1
 
@@ -93,67 +74,54 @@ class Slot:
 class _Step:
     """One call inside a frame: what to run, on what, in which state."""
 
-    __slots__ = ("args", "autocast", "buffers", "forward", "kwargs", "random", "saver", "versions")
+    __slots__ = ("attributes", "autocast", "buffers", "forward", "inputs", "random", "streams", "versions")
 
     def __init__(self, member: Member, args: Any, kwargs: Any, previous: torch.Tensor | None) -> None:
         self.forward = member.forward
-        saved: list[torch.Tensor] = []
-
-        def replace(tensor: torch.Tensor) -> Any:
-            if tensor is previous:
-                return _Previous
-            saved.append(tensor)
-            return _Input(len(saved) - 1)
-
-        self.args = map_tensors(replace, args)
-        self.kwargs = map_tensors(replace, kwargs)
-        dummy = torch.empty((0,), requires_grad=True)
-        with _deriving():  # whatever the decision around: an input that can be rebuilt need not be kept
-            self.saver = _SaveInputs.apply(dummy, *saved).grad_fn  # type: ignore[no-untyped-call]
-        self.random = RandomState(saved)
-        self.autocast = AutocastState(t.device.type for t in saved[:1])
-        self.buffers = BufferState(member.module(), member.buffers) if member.buffers else None
+        module = member.module()
+        names = tuple(dict.fromkeys([*member.buffers, *statistics_buffers(module)]))
+        self.inputs = Inputs(member.path, args, kwargs, previous)
+        self.random = RandomState(self.inputs.tensors)
+        self.autocast = AutocastState(t.device.type for t in self.inputs.tensors[:1])
+        self.attributes = AttributeState(module, names)
+        self.streams = StreamState([*self.inputs.others, *self.attributes.others])
+        self.buffers = BufferState(module, names) if names else None
         self.versions = [(p, p._version) for p in member.parameters()]
+        self.inputs.forget()
 
-    def inputs(self, previous: Any) -> tuple[Any, Any]:
-        """Returns the arguments, tensors detached from the first forward's graph."""
-        tensors = [
-            t.detach().requires_grad_(t.requires_grad) if t.is_floating_point() or t.is_complex() else t.detach()
-            for t in self.saver.saved_tensors
-        ]
-
-        def restore(nest: Any) -> Any:
-            if isinstance(nest, _Input):
-                return tensors[nest.index]
-            if nest is _Previous:
-                return previous
-            return None
-
-        return _restore(restore, self.args), _restore(restore, self.kwargs)
+    def check(self, path: str) -> None:
+        """Raises if something was changed in place that the second forward would read."""
+        for parameter, version in self.versions:
+            if parameter._version != version:
+                raise ReplayError(
+                    f"Region `{path}`: a parameter {list(parameter.shape)} was changed between forward and backward; "
+                    "its replay would not give the same gradients. Call backward before changing it."
+                )
+        what = self.inputs.changed()
+        if what:
+            raise ReplayError(
+                f"Region `{path}`: {what} was changed in place by the region itself or before backward. Change a copy "
+                f"(`inplace=False`, `x = x + ...`), or leave this module out of the plan with a `save` decision for "
+                f"{path!r}."
+            )
+        what = self.attributes.changed()
+        if what:
+            raise ReplayError(
+                f"Region `{path}`: its tensor `{what}` was changed in place in its forward or before backward, so a "
+                "second forward would read other values. Bind a new tensor instead (`self.x = self.x + ...`), make a "
+                "plan with `recoup.plan` if it is a buffer, or leave this module out of the plan."
+            )
 
     @contextlib.contextmanager
     def state(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.random.replayed())
             stack.enter_context(self.autocast.replayed())
+            stack.enter_context(self.streams.replayed())
+            stack.enter_context(self.attributes.replayed())
             if self.buffers is not None:
                 stack.enter_context(self.buffers.replayed())
             yield
-
-
-def _restore(restore: Callable[[Any], Any], nest: Any) -> Any:
-    found = restore(nest)
-    if found is not None:
-        return found
-    if isinstance(nest, (list, tuple)):
-        items = [_restore(restore, item) for item in nest]
-        if type(nest) in (list, tuple):
-            return type(nest)(items)
-        return type(nest)(*items) if hasattr(nest, "_fields") else type(nest)(items)
-    if isinstance(nest, dict):
-        mapped = {key: _restore(restore, item) for key, item in nest.items()}
-        return mapped if type(nest) is dict else type(nest)(mapped)
-    return nest
 
 
 class Member:
@@ -225,12 +193,7 @@ class Frame:
     def replay(self, backward_id: int) -> None:
         """Runs the region again and fills its slots."""
         for step in self.steps:
-            for parameter, version in step.versions:
-                if parameter._version != version:
-                    raise ReplayError(
-                        f"Region `{self.path}`: a parameter {list(parameter.shape)} was changed between forward and "
-                        "backward; its replay would not give the same gradients. Call backward before changing it."
-                    )
+            step.check(self.path)
         filled = 0
 
         def fill(tensor: torch.Tensor) -> Any:
@@ -247,6 +210,8 @@ class Frame:
                             f"{slot.dtype} {list(slot.shape)}"
                         )
                     )
+                if not slot.sample.matches(tensor):
+                    raise ReplayError(self._drift(f"saved other values in {tensor.dtype} {list(tensor.shape)}"))
                 slot.filled = rederive.pack(tensor.detach())
                 slot.backward_id = backward_id
             if filled == len(self.slots):
@@ -269,7 +234,7 @@ class Frame:
             try:
                 previous: Any = None
                 for step in self.steps:
-                    args, kwargs = step.inputs(previous)
+                    args, kwargs = step.inputs.rebuild(previous)
                     with step.state():
                         previous = step.forward(*args, **kwargs)
             except _Stop:
@@ -297,19 +262,6 @@ _gone = object()
 
 def _gone_unpack(packed: object) -> torch.Tensor:
     raise ReplayError("The graph of a replay was differentiated; only the first forward's graph may be.")
-
-
-@contextlib.contextmanager
-def _deriving() -> Iterator[None]:
-    recorder = current_recorder()
-    if recorder is None:
-        yield
-        return
-    before, recorder.deriving = recorder.deriving, True
-    try:
-        yield
-    finally:
-        recorder.deriving = before
 
 
 @contextlib.contextmanager

@@ -1,0 +1,155 @@
+"""What a region was called with, kept so that it can be called again.
+
+Tensors are kept through autograd (`_SaveInputs`), so hooks around the region see them; lists and dicts are copied, so
+what the forward writes into them is not there the second time. An iterator can be read once only and is refused.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from recoup.engine.lineage import current_recorder
+from recoup.engine.state import version_of
+from recoup.errors import ReplayError
+
+
+class _Input:
+    """Stands for the i-th saved tensor input in a step's arguments."""
+
+    __slots__ = ("index",)
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+class _Previous:
+    """Stands for the output of the step before."""
+
+
+class _SaveInputs(torch.autograd.Function):
+    """Lets autograd keep tensors, through whatever saved-tensor hooks are on."""
+
+    @staticmethod
+    def forward(*tensors: torch.Tensor) -> torch.Tensor:
+        return torch.empty((0,))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.save_for_backward(*inputs[1:])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        raise AssertionError("nothing flows through the saver of a region's inputs")
+
+
+class Inputs:
+    """The arguments of one call.
+
+    Attributes:
+        tensors: those to keep and `others`: what else the arguments hold; both only until `forget()`.
+    """
+
+    __slots__ = ("_args", "_kwargs", "_saver", "_versions", "others", "tensors")
+
+    def __init__(self, path: str, args: Any, kwargs: Any, previous: torch.Tensor | None) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self.others: list[Any] = []
+
+        def keep(leaf: Any) -> Any:
+            if isinstance(leaf, torch.Tensor):
+                if leaf is previous:
+                    return _Previous
+                self.tensors.append(leaf)
+                return _Input(len(self.tensors) - 1)
+            if isinstance(leaf, Iterator):
+                raise ReplayError(
+                    f"Region `{path}`: its argument of type {type(leaf).__name__} is an iterator, which its second "
+                    "forward would find used up. Pass a list, or leave this module out of the plan."
+                )
+            self.others.append(leaf)
+            return leaf
+
+        self._args = _map(keep, args)
+        self._kwargs = _map(keep, kwargs)
+        dummy = torch.empty((0,), requires_grad=True)
+        with _deriving():  # whatever the decision around: an input that can be rebuilt need not be kept
+            self._saver = _SaveInputs.apply(dummy, *self.tensors).grad_fn  # type: ignore[no-untyped-call]
+        self._versions = [(weakref.ref(t), version_of(t)) for t in self.tensors]
+
+    def forget(self) -> None:
+        """Lets go of the tensors that are kept through autograd now."""
+        self.tensors, self.others = [], []
+
+    def changed(self) -> str:
+        """Returns what changed in place since the call, or ""."""
+        for i, (ref, version) in enumerate(self._versions):
+            tensor = ref()
+            if tensor is not None and version_of(tensor) != version:
+                return f"tensor {i} of its arguments, {list(tensor.shape)},"
+        return ""
+
+    def rebuild(self, previous: Any) -> tuple[Any, Any]:
+        """Returns the arguments, tensors detached from the first forward's graph."""
+        tensors = [
+            t.detach().requires_grad_(t.requires_grad) if t.is_floating_point() or t.is_complex() else t.detach()
+            for t in self._saver.saved_tensors
+        ]
+
+        def restore(leaf: Any) -> Any:
+            if isinstance(leaf, _Input):
+                return tensors[leaf.index]
+            return previous if leaf is _Previous else leaf
+
+        return _map(restore, self._args), _map(restore, self._kwargs)
+
+
+_ATOMS = frozenset([int, float, bool, str, type(None), torch.dtype, torch.device])
+
+
+def _map(function: Callable[[Any], Any], nest: Any) -> Any:
+    """Returns `nest` with `function` applied to what is in it; lists and dicts come back copied."""
+    kind = type(nest)
+    if kind in _ATOMS:
+        return nest
+    if isinstance(nest, (list, tuple)):
+        items = [_map(function, item) for item in nest]
+        if kind is list or kind is tuple:
+            return kind(items)
+        if all(new is old for new, old in zip(items, nest, strict=True)):
+            return nest
+        return kind(*items) if hasattr(nest, "_fields") else kind(items)
+    if isinstance(nest, dict):
+        mapped = {key: _map(function, item) for key, item in nest.items()}
+        if kind is dict:
+            return mapped
+        return nest if all(mapped[key] is nest[key] for key in mapped) else kind(mapped)  # type: ignore[call-arg]
+    if kind is set or kind is collections.deque:
+        return kind(nest)
+    if dataclasses.is_dataclass(nest) and not isinstance(nest, type):
+        old = {field.name: getattr(nest, field.name, None) for field in dataclasses.fields(nest)}
+        new = {name: _map(function, value) for name, value in old.items()}
+        try:
+            return dataclasses.replace(nest, **new)
+        except (TypeError, ValueError):
+            return nest
+    return function(nest)
+
+
+@contextlib.contextmanager
+def _deriving() -> Iterator[None]:
+    recorder = current_recorder()
+    if recorder is None:
+        yield
+        return
+    before, recorder.deriving = recorder.deriving, True
+    try:
+        yield
+    finally:
+        recorder.deriving = before
