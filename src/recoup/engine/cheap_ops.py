@@ -73,6 +73,13 @@ _ELEMENTWISE = [
     "threshold",
     "where",
 ]
+# Of these, those with an in-place form that computes the same bits, and those that give them in either order.
+_OVER = {
+    *("abs", "add", "clamp", "clamp_max", "clamp_min", "cos", "div", "elu", "erf", "exp", "expm1", "gelu", "hardtanh"),
+    *("leaky_relu", "log", "mul", "neg", "pow", "reciprocal", "relu", "rsqrt", "sigmoid", "silu", "sin", "sqrt", "sub"),
+    *("tanh", "hardswish", "hardsigmoid", "mish"),
+}
+_COMMUTES = {"add", "mul"}
 _MOVES = ["_to_copy", "cat", "clone", "constant_pad_nd", "embedding", "flip", "repeat", "roll", "stack"]
 _FACTORIES = ["arange", "full", "full_like", "ones", "ones_like", "scalar_tensor", "zeros", "zeros_like"]
 _NORMS = [
@@ -120,10 +127,21 @@ class OpFacts:
         kind: OPAQUE, CHEAP, IN_PLACE (a cheap op written over its first argument), VIEW or WRITES (anything else that
             changes an argument).
         function: the overload to run again (for IN_PLACE the functional one).
+        over: the in-place overload that computes what `function` does, if there is one. commutes: the two tensors it
+            reads may change places.
         written: positions of positional arguments that are changed. written_names: of keyword ones.
     """
 
-    __slots__ = ("function", "is_batch_norm", "is_random_mask", "kind", "written", "written_names")
+    __slots__ = (
+        "commutes",
+        "function",
+        "is_batch_norm",
+        "is_random_mask",
+        "kind",
+        "over",
+        "written",
+        "written_names",
+    )
 
     def __init__(self, overload: Any) -> None:
         schema = overload._schema
@@ -141,6 +159,8 @@ class OpFacts:
         self.is_batch_norm = name in ("native_batch_norm", "_native_batch_norm_legit")
         self.is_random_mask = name == "bernoulli_"
         self.function = overload
+        self.over = _in_place(name, overload) if namespace == "aten" and name in _OVER else None
+        self.commutes = name in _COMMUTES
         if self.is_batch_norm and namespace == "aten":
             self.kind = CHEAP
             self.written = ()
@@ -162,6 +182,11 @@ def _functional(name: str, overload: Any) -> Any | None:
     if not name.endswith("_") or name.endswith("__") or name[:-1] not in CHEAP_NAMES:
         return None
     packet = getattr(torch.ops.aten, name[:-1], None)
+    return getattr(packet, overload._overloadname, None) if packet is not None else None
+
+
+def _in_place(name: str, overload: Any) -> Any | None:
+    packet = getattr(torch.ops.aten, f"{name}_", None)
     return getattr(packet, overload._overloadname, None) if packet is not None else None
 
 

@@ -93,9 +93,10 @@ class Made:
     """One cheap op: what to call again, on what.
 
     `args` and `kwargs` are the op's own with tensors replaced by `Read`s. `traffic_bytes`: bytes read and written.
+    `outputs`: the values of all its results, where there are several. `statistics`: what keeps BatchNorm's.
     """
 
-    __slots__ = ("args", "function", "kwargs", "reads", "traffic_bytes")
+    __slots__ = ("args", "function", "kwargs", "outputs", "reads", "statistics", "traffic_bytes")
 
     def __init__(self, function: Any, args: Any, kwargs: Any, reads: list[Read], traffic_bytes: int) -> None:
         self.function = function
@@ -103,6 +104,8 @@ class Made:
         self.kwargs = kwargs
         self.reads = reads
         self.traffic_bytes = traffic_bytes
+        self.outputs: tuple[weakref.ref[Value], ...] = ()
+        self.statistics: tuple[weakref.ref[Any], ...] = ()
 
 
 class _Entry(weakref.ref):  # type: ignore[type-arg]
@@ -267,6 +270,8 @@ class Recorder(_compat.dispatch_mode_class()):  # type: ignore[misc]
             value.nbytes = tensor.numel() * tensor.dtype.itemsize
             made.traffic_bytes += value.nbytes
             values.append((tensor, value))
+        if len(outputs) > 1 and len(values) == len(outputs):
+            made.outputs = tuple(weakref.ref(value) for _, value in values)
         for tensor, value in values:
             if any(tensor is a for a in made.args):
                 continue  # an op that may hand its input back (`_to_copy` never does, but stay safe)

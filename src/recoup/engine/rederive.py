@@ -21,12 +21,13 @@ import torch
 from torch import nn
 
 from recoup import _compat
-from recoup.engine import activity
+from recoup.engine import activity, shortcuts
+from recoup.engine.cheap_ops import op_facts
 from recoup.engine.lineage import Geometry, Made, Read, Recorder, Value, current_recorder, geometry_of
 
 MIN_BYTES = 4096
 MAX_OPS = 14
-SOON = 16
+SOON = 64
 MAX_TRAFFIC_RATIO = 40.0
 _CHANGED = (
     "one of the variables needed for gradient computation has been modified by an inplace operation: "
@@ -230,37 +231,68 @@ class _Rebuild:
                 "a saved tensor cannot be rederived: one of the tensors it comes from has been modified by an "
                 "inplace operation since it was saved; clone that tensor before changing it."
             )
-        args = self._decode(made.args)
-        kwargs = {key: self._decode((item,))[0] for key, item in made.kwargs.items()}
-        out = made.function(*args, **kwargs)
-        del args, kwargs
-        tensor: torch.Tensor = out[value.output] if isinstance(out, (tuple, list)) else out
-        del out
-        if geometry_of(tensor) != value.base:
-            size, stride, _, dtype = value.base
-            tensor = torch.empty_strided(size, stride, dtype=dtype, device=tensor.device).copy_(tensor)
+        tensor = self._run(made, value)
         if self._uses.get(id(value), 0) > 0:
             self._made[id(value)] = tensor
         if _wanted_soon(value, self._turn):
             value.cache = tensor
         return tensor
 
-    def _decode(self, items: Any) -> list[Any]:
+    def _run(self, made: Made, value: Value) -> torch.Tensor:
+        """Runs the op and returns the result that is `value`'s; others that are wanted soon are cached."""
+        assert value.base is not None
+        spare: list[torch.Tensor] = []
+        args = self._decode(made.args, spare)
+        kwargs = {key: self._decode((item,), spare)[0] for key, item in made.kwargs.items()}
+        out: Any = None
+        if spare:
+            out = shortcuts.call_over(op_facts(made.function), args, kwargs, spare)
+            spare.clear()
+        if out is None and value.output == 0 and made.statistics:
+            mean, reciprocal_deviation = (ref() for ref in made.statistics)
+            if mean is not None and reciprocal_deviation is not None:
+                out = shortcuts.batch_norm_applied(args, mean.contents(), reciprocal_deviation.contents())
+        if out is None:
+            out = made.function(*args, **kwargs)
+        del args, kwargs
+        for read in made.reads:
+            self._used(read.value)
+        if not isinstance(out, (tuple, list)):
+            return _fitted(out, value.base)
+        for position, ref in enumerate(made.outputs):
+            other = ref()
+            if other is not None and other is not value and other.base is not None:
+                if _wanted_soon(other, self._turn) and other.cache is None:
+                    other.cache = _fitted(out[position], other.base)
+        return _fitted(out[value.output], value.base)
+
+    def _decode(self, items: Any, spare: list[torch.Tensor]) -> list[Any]:
+        """Returns `items` with reads replaced by tensors; those that nobody reads after are put in `spare` too."""
         result: list[Any] = []
         for item in items:
             if isinstance(item, Read):
                 result.append(_lay(self.contents(item.value), item.geometry))
-                self._used(item.value)
+                if self._uses.get(id(item.value)) == 1 and item.value.cache is None and id(item.value) in self._made:
+                    spare.append(self._made[id(item.value)])
             elif isinstance(item, (list, tuple)):
-                result.append(self._decode(item))
+                result.append(self._decode(item, spare))
             else:
                 result.append(item)
         return result
 
     def _used(self, value: Value) -> None:
+        """Counts a read off, after the op that read: until then an op further out may hold the tensor too."""
         left = self._uses[id(value)] = self._uses.get(id(value), 1) - 1
         if left <= 0:
             self._made.pop(id(value), None)
+
+
+def _fitted(tensor: torch.Tensor, base: Geometry) -> torch.Tensor:
+    """Returns the tensor laid out as the first time."""
+    if geometry_of(tensor) == base:
+        return tensor
+    size, stride, _, dtype = base
+    return torch.empty_strided(size, stride, dtype=dtype, device=tensor.device).copy_(tensor)
 
 
 def _at_hand(value: Value) -> bool:
@@ -296,7 +328,19 @@ class _Search:
         if self.ops < 0 or self.traffic_bytes < 0:
             return False
         self.seen.add(id(value))
-        return all(self.reach(read.value) for read in made.reads)
+        if not all(self.reach(read.value) for read in made.reads):
+            return False
+        if made.outputs and value.output == 0 and op_facts(made.function).is_batch_norm and made.args[5]:
+            self._keep_statistics(made)
+        return True
+
+    def _keep_statistics(self, made: Made) -> None:
+        """Has BatchNorm's statistics kept for as long as its output may be asked for, if they are kept at all."""
+        values = [ref() for ref in made.outputs[1:3]]
+        kept = [value.alive() for value in values if value is not None]
+        if len(kept) == 2 and all(isinstance(k, Kept) for k in kept):
+            self.sources += kept
+            made.statistics = tuple(weakref.ref(k) for k in kept)
 
 
 def pack(tensor: torch.Tensor) -> Kept | KeptView | Rederived:
