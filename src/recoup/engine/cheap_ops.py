@@ -106,6 +106,7 @@ _POOLS = [
     "upsample_nearest3d",
     "upsample_trilinear3d",
 ]
+_MAX_POOLS = {"max_pool2d_with_indices": 2, "max_pool3d_with_indices": 3}
 CHEAP_NAMES = frozenset([*_ELEMENTWISE, *_MOVES, *_FACTORIES, *_NORMS, *_POOLS])
 # Ops that change buffers they are handed without saying so in their schema, with the positions of those arguments.
 SILENT_WRITERS = {
@@ -129,6 +130,7 @@ class OpFacts:
         function: the overload to run again (for IN_PLACE the functional one).
         over: the in-place overload that computes what `function` does, if there is one. commutes: the two tensors it
             reads may change places.
+        pooled_dims: how many dimensions a max-pooling with indices pools, 0 for other ops.
         written: positions of positional arguments that are changed. written_names: of keyword ones.
     """
 
@@ -139,6 +141,7 @@ class OpFacts:
         "is_random_mask",
         "kind",
         "over",
+        "pooled_dims",
         "written",
         "written_names",
     )
@@ -157,6 +160,7 @@ class OpFacts:
             a.name for a in arguments if a.kwarg_only and a.alias_info is not None and a.alias_info.is_write
         )
         self.is_batch_norm = name in ("native_batch_norm", "_native_batch_norm_legit")
+        self.pooled_dims = _MAX_POOLS.get(name, 0)
         self.is_random_mask = name == "bernoulli_"
         self.function = overload
         self.over = _in_place(name, overload) if namespace == "aten" and name in _OVER else None

@@ -93,10 +93,11 @@ class Made:
     """One cheap op: what to call again, on what.
 
     `args` and `kwargs` are the op's own with tensors replaced by `Read`s. `traffic_bytes`: bytes read and written.
-    `outputs`: the values of all its results, where there are several. `statistics`: what keeps BatchNorm's.
+    `outputs`: the values of all its results, where there are several. `side_results`: what
+    keeps all but the first of them, if that helps to rebuild the first (`shortcuts.py`).
     """
 
-    __slots__ = ("args", "function", "kwargs", "outputs", "reads", "statistics", "traffic_bytes")
+    __slots__ = ("args", "function", "kwargs", "outputs", "reads", "side_results", "traffic_bytes")
 
     def __init__(self, function: Any, args: Any, kwargs: Any, reads: list[Read], traffic_bytes: int) -> None:
         self.function = function
@@ -105,7 +106,7 @@ class Made:
         self.reads = reads
         self.traffic_bytes = traffic_bytes
         self.outputs: tuple[weakref.ref[Value], ...] = ()
-        self.statistics: tuple[weakref.ref[Any], ...] = ()
+        self.side_results: tuple[weakref.ref[Any], ...] = ()
 
 
 class _Entry(weakref.ref):  # type: ignore[type-arg]

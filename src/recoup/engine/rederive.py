@@ -88,21 +88,21 @@ class KeptView:
         return _lay(self.kept.unpack(), self.geometry)
 
 
-class KeptMask:
-    """A random mask of zeros and ones, kept as one byte an element."""
+class KeptCompact:
+    """A tensor whose values fit a smaller dtype: a random mask of zeros and ones, the indices of a max-pooling."""
 
-    __slots__ = ("__weakref__", "base", "nonzero")
+    __slots__ = ("__weakref__", "base", "narrow")
 
-    def __init__(self, nonzero: torch.Tensor, base: Geometry) -> None:
-        self.nonzero = nonzero
+    def __init__(self, narrow: torch.Tensor, base: Geometry) -> None:
+        self.narrow = narrow
         self.base = base
-        activity.kept(nonzero)
+        activity.kept(narrow)
 
     def contents(self) -> torch.Tensor:
-        """Returns the mask in its own dtype and layout."""
+        """Returns it in its own dtype and layout."""
         size, stride, _, dtype = self.base
-        mask = torch.empty_strided(size, stride, dtype=dtype, device=self.nonzero.device)
-        return mask.copy_(self.nonzero)
+        wide = torch.empty_strided(size, stride, dtype=dtype, device=self.narrow.device)
+        return wide.copy_(self.narrow)
 
     def rescue(self) -> None:
         """Nothing to do: nobody else can write to it."""
@@ -121,7 +121,7 @@ class Rederived:
 
     __slots__ = ("geometry", "sources", "turn", "value", "waits")
 
-    def __init__(self, value: Value, geometry: Geometry, sources: list[Kept | KeptMask], turn: int) -> None:
+    def __init__(self, value: Value, geometry: Geometry, sources: list[Kept | KeptCompact], turn: int) -> None:
         self.turn = turn
         self.value = value
         self.geometry = geometry
@@ -248,10 +248,11 @@ class _Rebuild:
         if spare:
             out = shortcuts.call_over(op_facts(made.function), args, kwargs, spare)
             spare.clear()
-        if out is None and value.output == 0 and made.statistics:
-            mean, reciprocal_deviation = (ref() for ref in made.statistics)
-            if mean is not None and reciprocal_deviation is not None:
-                out = shortcuts.batch_norm_applied(args, mean.contents(), reciprocal_deviation.contents())
+        if out is None and value.output == 0 and made.side_results:
+            side_results = [ref() for ref in made.side_results]
+            if all(kept is not None and kept.is_current() for kept in side_results):
+                contents = [kept.contents() for kept in side_results]  # type: ignore[union-attr]
+                out = shortcuts.from_side_results(op_facts(made.function), args, contents)
         if out is None:
             out = made.function(*args, **kwargs)
         del args, kwargs
@@ -261,9 +262,10 @@ class _Rebuild:
             return _fitted(out, value.base)
         for position, ref in enumerate(made.outputs):
             other = ref()
-            if other is not None and other is not value and other.base is not None:
-                if _wanted_soon(other, self._turn) and other.cache is None:
-                    other.cache = _fitted(out[position], other.base)
+            if other is None or other is value or other.base is None or other.cache is not None:
+                continue
+            if _wanted_soon(other, self._turn):
+                other.cache = _fitted(out[position], other.base)
         return _fitted(out[value.output], value.base)
 
     def _decode(self, items: Any, spare: list[torch.Tensor]) -> list[Any]:
@@ -308,7 +310,7 @@ class _Search:
         self.ops = MAX_OPS
         self.traffic_bytes = traffic_bytes
         self.seen: set[int] = set()
-        self.sources: list[Kept | KeptMask] = []
+        self.sources: list[Kept | KeptCompact] = []
 
     def reach(self, value: Value) -> bool:
         if id(value) in self.seen:
@@ -330,17 +332,17 @@ class _Search:
         self.seen.add(id(value))
         if not all(self.reach(read.value) for read in made.reads):
             return False
-        if made.outputs and value.output == 0 and op_facts(made.function).is_batch_norm and made.args[5]:
-            self._keep_statistics(made)
+        if made.outputs and value.output == 0 and shortcuts.has_shortcut(op_facts(made.function), made.args):
+            self._hold_side_results(made)
         return True
 
-    def _keep_statistics(self, made: Made) -> None:
-        """Has BatchNorm's statistics kept for as long as its output may be asked for, if they are kept at all."""
-        values = [ref() for ref in made.outputs[1:3]]
-        kept = [value.alive() for value in values if value is not None]
-        if len(kept) == 2 and all(isinstance(k, Kept) for k in kept):
+    def _hold_side_results(self, made: Made) -> None:
+        """Has the op's other results held for as long as the first may be asked for, if they are kept at all."""
+        values = [ref() for ref in made.outputs[1:]]
+        kept = [k for k in (value.alive() for value in values if value is not None) if k is not None]
+        if len(kept) == len(values):
             self.sources += kept
-            made.statistics = tuple(weakref.ref(k) for k in kept)
+            made.side_results = tuple(weakref.ref(k) for k in kept)
 
 
 def pack(tensor: torch.Tensor) -> Kept | KeptView | Rederived:
@@ -364,32 +366,36 @@ def pack(tensor: torch.Tensor) -> Kept | KeptView | Rederived:
     alive = value.alive()
     if alive is not None:
         # One Kept per value: whoever rebuilds from it must find it, however long other savers of it live.
-        if isinstance(alive, KeptMask):
+        if isinstance(alive, KeptCompact):
             return Rederived(value, geometry, [alive], recorder.turn)
         activity.kept(tensor)
         return alive if geometry_of(alive.tensor) == geometry else KeptView(alive, geometry)
     can_derive = made is not None and recorder.deriving and num_bytes >= MIN_BYTES
     if can_derive and value.base is not None and value.base[3] == geometry[3]:
         assert made is not None
-        sources = _find_sources(value, num_bytes)
+        sources: list[Kept | KeptCompact] | None
+        if shortcuts.keeps_indices(op_facts(made.function), made.args, value.output, tensor):
+            sources = [_compact_indices(value, tensor)]
+        else:
+            sources = _find_sources(value, num_bytes)
         if sources is None:
-            mask = _compact_mask(value, made, tensor)
+            mask = _compact_mask(value, made, tensor)  # only weakly held until it is among the sources
             if mask is not None:
                 sources = _find_sources(value, num_bytes)
         if sources is not None:
-            activity.rederived(tensor, [s.nonzero if isinstance(s, KeptMask) else s.tensor for s in sources])
+            activity.rederived(tensor, [s.narrow if isinstance(s, KeptCompact) else s.tensor for s in sources])
             return Rederived(value, geometry, sources, recorder.turn)
     kept = Kept(tensor)
     value.kept = weakref.ref(kept)
     return kept
 
 
-def _find_sources(value: Value, num_bytes: int) -> list[Kept | KeptMask] | None:
+def _find_sources(value: Value, num_bytes: int) -> list[Kept | KeptCompact] | None:
     search = _Search(MAX_TRAFFIC_RATIO * num_bytes)
     return search.sources if search.reach(value) else None
 
 
-def _compact_mask(value: Value, made: Made, tensor: torch.Tensor) -> KeptMask | None:
+def _compact_mask(value: Value, made: Made, tensor: torch.Tensor) -> KeptCompact | None:
     """Returns the random mask that `tensor` was scaled from, as bytes, and makes it the mask's kept contents."""
     if len(made.reads) != 1 or not made.reads[0].value.random_mask or tensor.dtype == torch.bool:
         return None
@@ -398,9 +404,17 @@ def _compact_mask(value: Value, made: Made, tensor: torch.Tensor) -> KeptMask | 
     if name not in ("aten::div", "aten::mul") or source.base is None or value.base != geometry_of(tensor):
         return None
     with _paused(), activity.recomputing(), _compat.below_autocast_and_autograd():
-        mask = KeptMask(tensor.detach() != 0, source.base)
+        mask = KeptCompact(tensor.detach() != 0, source.base)
     source.kept = weakref.ref(mask)
     return mask
+
+
+def _compact_indices(value: Value, tensor: torch.Tensor) -> KeptCompact:
+    """Returns the indices of a max-pooling in four bytes each, and makes that their kept contents."""
+    with _paused(), activity.recomputing(), _compat.below_autocast_and_autograd():
+        compact = KeptCompact(tensor.detach().to(torch.int32), geometry_of(tensor))
+    value.kept = weakref.ref(compact)
+    return compact
 
 
 def unpack(packed: Any) -> torch.Tensor:

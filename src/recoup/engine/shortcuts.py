@@ -4,6 +4,8 @@
 - *BatchNorm from its statistics*: in training the op finds mean and variance and then applies them. The node keeps the
   mean and the reciprocal deviation; on the CPU the second half, which is the op in evaluation, can run alone. Both
   multiply by `reciprocal deviation * weight`, so that product goes in as the weight of a distribution of variance one.
+- *Max-pooling from its indices*: the CPU's kernel costs as much as sixteen copies, a gather two. The indices are
+  autograd's anyway; they are kept in four bytes each instead of eight.
 """
 
 from __future__ import annotations
@@ -46,6 +48,43 @@ def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and a.stride() == b.stride()
 
 
+def has_shortcut(facts: OpFacts, args: Sequence[Any]) -> bool:
+    """Whether the op's first result can be had from its others."""
+    return (facts.is_batch_norm and bool(args[5])) or facts.pooled_dims > 0
+
+
+def from_side_results(facts: OpFacts, args: Sequence[Any], side_results: Sequence[torch.Tensor]) -> Any | None:
+    """Returns the op's results, of which only the first counts, or None where it has to run.
+
+    Args:
+        args: the op's own. side_results: its results but the first, as it returned them.
+    """
+    if facts.is_batch_norm:
+        out = batch_norm_applied(args, side_results[0], side_results[1])
+    else:
+        out = max_pool_gathered(args[0], side_results[0], facts.pooled_dims)
+    return None if out is None else (out, *side_results)
+
+
+def keeps_indices(facts: OpFacts, args: Sequence[Any], output: int, tensor: torch.Tensor) -> bool:
+    """Whether these are indices of a max-pooling to keep rather than find again: on the CPU, fewer than 2**31."""
+    return (
+        facts.pooled_dims > 0
+        and output == 1
+        and tensor.device.type == "cpu"
+        and tensor.is_contiguous()
+        and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.dtype.itemsize
+        and args[0].geometry[0].numel() < 2**31
+    )
+
+
+def max_pool_gathered(x: torch.Tensor, indices: torch.Tensor, pooled_dims: int) -> torch.Tensor | None:
+    """Returns max-pooling's output from the positions it found, each within its own plane."""
+    if x.device.type != "cpu" or not x.is_contiguous():
+        return None
+    return x.flatten(-pooled_dims).gather(-1, indices.flatten(-pooled_dims)).view_as(indices)
+
+
 def batch_norm_applied(
     args: Sequence[Any], mean: torch.Tensor, reciprocal_deviation: torch.Tensor
 ) -> torch.Tensor | None:
@@ -67,7 +106,7 @@ def batch_norm_applied(
 
 
 def _is_dense(x: torch.Tensor) -> bool:
-    """Whether the kernel folds the statistics into one scale and shift a channel; it does so for these layouts alone."""
+    """Whether the kernel folds the statistics into one scale and shift a channel: in these layouts alone."""
     if x.is_contiguous():
         return True
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
