@@ -65,8 +65,9 @@ def counters() -> tuple[int, int]:
 
 def kept(tensor: torch.Tensor) -> None:
     """Tells the observer, if there is one, that a saved tensor is kept as it is."""
-    if _activity.observer is not None:
-        _activity.observer.saved(tensor)
+    observer = _activity.observer
+    if observer is not None:
+        observer.saved(tensor)
 
 
 def rederived(tensor: torch.Tensor, sources: list[torch.Tensor]) -> None:

@@ -36,7 +36,6 @@ class Value:
     Attributes:
         made: how a cheap op made it, None if something else did. output: which of that op's results it is.
         base: geometry of the tensor that fills the storage, None while unknown.
-        nbytes: of that tensor.
         kept: the `Kept` that holds these contents now, if any (weak).
         constant: a parameter that holds these contents, with `constant_version`.
         random_mask: these are zeros and ones drawn by `bernoulli_`.
@@ -53,7 +52,6 @@ class Value:
         "constant_version",
         "kept",
         "made",
-        "nbytes",
         "output",
         "overwritten",
         "random_mask",
@@ -64,7 +62,6 @@ class Value:
         self.made: Made | None = None
         self.output = 0
         self.base: Geometry | None = None
-        self.nbytes = 0
         self.kept: weakref.ref[Any] | None = None
         self.constant: torch.Tensor | None = None
         self.constant_version = 0
@@ -130,6 +127,7 @@ def current_recorder() -> Recorder | None:
     return recorder if recorder is not None and not recorder.paused else None
 
 
+@_compat.without_dynamo_wrapper
 class Recorder(_compat.dispatch_mode_class()):  # type: ignore[misc]
     """The dispatch mode that records lineage; `paused` it only watches for writes.
 
@@ -175,7 +173,7 @@ class Recorder(_compat.dispatch_mode_class()):  # type: ignore[misc]
         if entry is not None and entry() is storage:
             return entry.value
         value = Value()
-        if isinstance(tensor, nn.Parameter):
+        if type(tensor) is not torch.Tensor and isinstance(tensor, nn.Parameter):
             value.constant = tensor
             value.constant_version = tensor._version
         self._set(storage, value)
@@ -213,7 +211,7 @@ class Recorder(_compat.dispatch_mode_class()):  # type: ignore[misc]
             for tensor in statistics:
                 self._replace(tensor, Value())
             if made is not None:
-                self._attach(made, out)
+                self._attach(made, out, facts.is_batch_norm or facts.pooled_dims > 0)
             return out
         return self._write(facts, func, args, kwargs)
 
@@ -258,25 +256,29 @@ class Recorder(_compat.dispatch_mode_class()):  # type: ignore[misc]
                 result.append(item)
         return tuple(result)
 
-    def _attach(self, made: Made, out: Any) -> None:
-        outputs = out if isinstance(out, (tuple, list)) else (out,)
+    def _attach(self, made: Made, out: Any, has_side_results: bool) -> None:
+        if isinstance(out, torch.Tensor):
+            self._attach_one(made, out, 0)
+            return
         values = []
-        for position, tensor in enumerate(outputs):
+        for position, tensor in enumerate(out):
             if not isinstance(tensor, torch.Tensor):
                 continue
-            value = Value()
-            value.made = made
-            value.output = position
-            value.base = geometry_of(tensor)
-            value.nbytes = tensor.numel() * tensor.dtype.itemsize
-            made.traffic_bytes += value.nbytes
-            values.append((tensor, value))
-        if len(outputs) > 1 and len(values) == len(outputs):
-            made.outputs = tuple(weakref.ref(value) for _, value in values)
-        for tensor, value in values:
-            if any(tensor is a for a in made.args):
-                continue  # an op that may hand its input back (`_to_copy` never does, but stay safe)
-            self._set(tensor.untyped_storage(), value)
+            if position > 0 and not has_side_results and tensor.numel() * 16 <= out[0].numel():
+                made.traffic_bytes += tensor.numel() * tensor.dtype.itemsize
+                continue  # a norm's statistics: too small to be worth a rebuild
+            values.append(self._attach_one(made, tensor, position))
+        if len(values) == len(out):
+            made.outputs = tuple(weakref.ref(value) for value in values)
+
+    def _attach_one(self, made: Made, tensor: torch.Tensor, position: int) -> Value:
+        value = Value()
+        value.made = made
+        value.output = position
+        value.base = base = geometry_of(tensor)
+        made.traffic_bytes += base[0].numel() * base[3].itemsize
+        self._set(tensor.untyped_storage(), value)
+        return value
 
     def _write(self, facts: OpFacts, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs an op that changes arguments and gives the changed storages new values."""
@@ -306,8 +308,7 @@ class Recorder(_compat.dispatch_mode_class()):  # type: ignore[misc]
                 if made is not None:
                     value.made = made
                     value.base = geometry_of(tensor)
-                    value.nbytes = tensor.numel() * tensor.dtype.itemsize
-                    made.traffic_bytes += value.nbytes
+                    made.traffic_bytes += tensor.numel() * tensor.dtype.itemsize
                 elif facts.is_random_mask:
                     value.random_mask = True
                     value.base = geometry_of(tensor)

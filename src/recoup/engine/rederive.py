@@ -42,7 +42,7 @@ class Kept:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         # With its node it would be a cycle: a saved output is held by the node that made it.
-        self.tensor = tensor if tensor.grad_fn is None else tensor.detach()
+        self.tensor = tensor if tensor.grad_fn is None else _compat.detach_past_modes(tensor)
         self.version = tensor._version
         self.is_source = False
         self.copy: torch.Tensor | None = None
@@ -50,7 +50,8 @@ class Kept:
 
     def unpack(self) -> torch.Tensor:
         """Returns the tensor; raises if it was changed in place since it was saved, as autograd would."""
-        _check_version(self.tensor, self.version)
+        if self.tensor._version != self.version:
+            _check_version(self.tensor, self.version)
         return self.tensor
 
     def contents(self) -> torch.Tensor:
@@ -350,7 +351,7 @@ def pack(tensor: torch.Tensor) -> Kept | KeptView | Rederived:
     recorder = current_recorder()
     if (
         recorder is None
-        or isinstance(tensor, nn.Parameter)
+        or (type(tensor) is not torch.Tensor and isinstance(tensor, nn.Parameter))
         or tensor.layout is not torch.strided
         or tensor.is_neg()
         or tensor.is_conj()
@@ -362,17 +363,21 @@ def pack(tensor: torch.Tensor) -> Kept | KeptView | Rederived:
     recorder.turn += 1
     made = value.made
     num_bytes = tensor.numel() * tensor.dtype.itemsize
-    geometry = geometry_of(tensor)
-    alive = value.alive()
+    alive = value.alive() if value.kept is not None else None
     if alive is not None:
+        geometry = geometry_of(tensor)
         # One Kept per value: whoever rebuilds from it must find it, however long other savers of it live.
         if isinstance(alive, KeptCompact):
             return Rederived(value, geometry, [alive], recorder.turn)
         activity.kept(tensor)
         return alive if geometry_of(alive.tensor) == geometry else KeptView(alive, geometry)
-    can_derive = made is not None and recorder.deriving and num_bytes >= MIN_BYTES
-    if can_derive and value.base is not None and value.base[3] == geometry[3]:
-        assert made is not None
+    if (
+        made is not None
+        and num_bytes >= MIN_BYTES
+        and recorder.deriving
+        and value.base is not None
+        and value.base[3] == tensor.dtype
+    ):
         sources: list[Kept | KeptCompact] | None
         if shortcuts.keeps_indices(op_facts(made.function), made.args, value.output, tensor):
             sources = [_compact_indices(value, tensor)]
@@ -384,7 +389,7 @@ def pack(tensor: torch.Tensor) -> Kept | KeptView | Rederived:
                 sources = _find_sources(value, num_bytes)
         if sources is not None:
             activity.rederived(tensor, [s.narrow if isinstance(s, KeptCompact) else s.tensor for s in sources])
-            return Rederived(value, geometry, sources, recorder.turn)
+            return Rederived(value, geometry_of(tensor), sources, recorder.turn)
     kept = Kept(tensor)
     value.kept = weakref.ref(kept)
     return kept
