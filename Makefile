@@ -41,7 +41,7 @@ format: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m bench.main_job
-	$(BIN)/python -m bench.rederive --timed
+	$(BIN)/python -m bench.rederive --timed --autocast
 
 bench-quick: $(STAMP)
 	$(BIN)/python -m bench.main_job llama unet --quick --out build/bench
