@@ -194,10 +194,10 @@ def report(head: dict[str, Any], rows: list[dict[str, Any]], overhead: dict[str,
         "# Rederive alone, measured",
         "",
         f"- date: {head['date']}, torch {head['torch']}, {head['threads']} threads",
-        "- whole-step peak by allocator events, parameters and batch excluded; CPU time: median of nine interleaved",
-        "  pairs, beside the middle half of plain over plain",
+        "- whole-step peak by allocator events, parameters and batch excluded, and saved bytes, both over plain's; CPU time:",
+        "  median of nine interleaved pairs over plain; noise: the middle half of plain over plain",
         "",
-        "| workload | | plain MiB | peak / plain | saved bytes / plain | exact | heavy FLOPs equal | CPU time | noise |",
+        "| workload | | plain, MiB | peak | saved bytes | exact | heavy FLOPs equal | CPU time | noise |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for r in rows:
@@ -214,7 +214,8 @@ def report(head: dict[str, Any], rows: list[dict[str, Any]], overhead: dict[str,
         lines += [
             "",
             f"24 tiny blocks, best of 40 steps: plain {overhead['plain']:.2f} ms, "
-            f"rederive {overhead['rederived']:.2f} ms, op-level selective checkpointing {overhead['selective']:.2f} ms: rederive adds "
+            f"rederive {overhead['rederived']:.2f} ms, "
+            f"op-level selective checkpointing {overhead['selective']:.2f} ms: rederive adds "
             f"{overhead['overhead_over_selective']:.2f} of what that adds.",
         ]
     return "\n".join(lines) + "\n"
@@ -250,8 +251,8 @@ def main() -> None:
             time_text = f", CPU time {row['cpu_time_ratio']:.3f}" if arguments.timed else ""
             print(
                 f"{name} ({row['dtype']}): peak {row['peak_ratio']:.3f} of plain's "
-                f"{row['plain_bytes'] / 2**20:.0f} MiB, saved {row['saved_ratio']:.3f}, exact {row['exact']}, heavy FLOPs equal {row['heavy_flops_equal']}"
-                f"{time_text}",
+                f"{row['plain_bytes'] / 2**20:.0f} MiB, saved {row['saved_ratio']:.3f}, exact {row['exact']}, "
+                f"heavy FLOPs equal {row['heavy_flops_equal']}{time_text}",
                 flush=True,
             )
     if arguments.timed:
