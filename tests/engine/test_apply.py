@@ -25,6 +25,18 @@ STACK = {
         Decision(path="layers.0.act", action="recompute", inside="rederive"),
     ],
     "span": [Decision(path="layers.0", action="recompute", span=("layers.1", "layers.2"), inside="rederive")],
+    "spans in a span": [
+        Decision(path="layers.0", action="recompute", span=("layers.1", "layers.2", "layers.3")),
+        Decision(path="layers.0", action="recompute", span=("layers.1",)),
+        Decision(path="layers.1", action="recompute"),
+        Decision(path="layers.2", action="recompute", span=("layers.3",), inside="rederive"),
+        Decision(path="layers.3", action="rederive"),
+    ],
+    "a region in itself": [
+        Decision(path="layers.1", action="recompute", span=("layers.2",)),
+        Decision(path="layers.1", action="recompute"),
+        Decision(path="layers.1", action="recompute", inside="rederive"),
+    ],
     "rederive": [Decision(path="", action="rederive")],
     "rederive but one": [Decision(path="", action="rederive"), Decision(path="layers.2", action="save")],
     "rederive below a region": [

@@ -21,12 +21,11 @@ from recoup.ir.plan import Decision
 
 
 class StepState:
-    """What the patched forwards of one model share: which call of each path comes next, the open span."""
+    """What the patched forwards of one model share: which call of each path comes next."""
 
     def __init__(self, *, counts_calls: bool) -> None:
         self.counts_calls = counts_calls
         self.calls: dict[str, int] = {}
-        self.frame: regions.Frame | None = None
         self.suspended = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StepState:
@@ -47,8 +46,10 @@ class Settings:
     """What one patched forward does.
 
     Attributes:
-        decisions: those of its path; one with a call number holds for that call only.
-        joins: whether its calls may join the span of the call before. derives_below: a deeper decision rederives.
+        decisions: those of its path; one with a call number holds for that call only. Several regions of one call nest,
+            the outermost first.
+        joins: spans that its calls are part of without beginning them, the outermost first. derives_below: a decision
+            inside rederives.
         records: it is the model itself, and lineage is recorded for rederive decisions somewhere below: the ops that
             lead to a tensor may lie in other calls than the one that saves it.
         drops_cache: it would fill a key-value cache (`use_cache`), which a replay below it would fill again.
@@ -65,8 +66,16 @@ class Settings:
     records: bool = False
 
     def decide(self, call: int) -> Decision | None:
-        """Returns the decision for the given call, if there is one."""
-        return next((d for d in self.decisions if d.call is None or d.call == call), None)
+        """Returns the decision for the given call that is not a region, if there is one."""
+        return next((d for d in self.decisions if _holds(d, call) and d.action != "recompute"), None)
+
+    def regions(self, call: int) -> list[Decision]:
+        """Returns the regions that the given call is in or begins, the outermost first."""
+        return [d for d in (*self.joins, *self.decisions) if _holds(d, call) and d.action == "recompute"]
+
+
+def _holds(decision: Decision, call: int) -> bool:
+    return decision.call is None or decision.call == call
 
 
 def _run(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -78,7 +87,6 @@ def _run(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, Any])
         return _run_compiled(patched, args, kwargs)
     if settings.is_root:
         state.calls.clear()
-        state.frame = None
     if settings.drops_cache:
         kwargs = {**kwargs, "use_cache": False}
     call = 0
@@ -86,13 +94,9 @@ def _run(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, Any])
         call = state.calls.get(settings.path, 0)
         state.calls[settings.path] = call + 1
     decision = settings.decide(call)
-    if decision is not None and decision.action == "recompute":
-        return _run_region(patched, settings, decision, call, args, kwargs)
-    open_frame = _joinable(settings, state, call)
-    if open_frame is not None:
-        member = _member(patched, settings, open_frame.derives, open_frame.derives_by_default)
-        output, state.frame = regions.run_region(member, args, kwargs, joins=open_frame)
-        return output
+    inside = settings.regions(call)
+    if inside:
+        return _Nested(patched, inside, decision, dict(state.calls) if state.counts_calls else None)(*args, **kwargs)
     derives = decision is not None and decision.action == "rederive"
     if settings.records and current_recorder() is None and not regions.inside_region():
         with rederive.rederive(by_default=derives):
@@ -103,59 +107,62 @@ def _run(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, Any])
         return patched.original(*args, **kwargs)
 
 
-def _joinable(settings: Settings, state: StepState, call: int) -> regions.Frame | None:
-    if state.frame is None or not settings.joins:
-        return None
-    return state.frame if any(d.call is None or d.call == call for d in settings.joins) else None
+class _Nested:
+    """A call inside regions within regions, from the `depth`-th region on: the forward and every replay run it alike.
 
+    Attributes:
+        calls: how often each path had been called before, for decisions about single calls inside; None without them.
+    """
 
-def _member(patched: PatchedForward, settings: Settings, derives: bool, by_default: bool) -> regions.Member:
-    return regions.Member(
-        path=settings.path,
-        module=patched._module,  # type: ignore[arg-type]
-        forward=patched.original,
-        buffers=settings.buffers,
-        derives=derives,
-        derives_by_default=by_default,
-    )
+    __slots__ = ("calls", "decision", "depth", "inside", "patched", "ran")
 
-
-def _run_region(
-    patched: PatchedForward, settings: Settings, decision: Decision, call: int, args: Any, kwargs: Any
-) -> Any:
-    by_default = decision.inside == "rederive"
-    member = _member(patched, settings, by_default or settings.derives_below, by_default)
-    state = settings.state
-    if state.counts_calls:
-        member.forward = _CountedForward(patched, state, dict(state.calls))
-    output, frame = regions.run_region(member, args, kwargs)
-    state.frame = frame if decision.span else None
-    return output
-
-
-class _CountedForward:
-    """A region's forward that, replayed, counts the calls inside it from where they were."""
-
-    __slots__ = ("calls", "patched", "ran", "state")
-
-    def __init__(self, patched: PatchedForward, state: StepState, calls: dict[str, int]) -> None:
+    def __init__(
+        self,
+        patched: PatchedForward,
+        inside: list[Decision],
+        decision: Decision | None,
+        calls: dict[str, int] | None,
+        depth: int = 0,
+    ) -> None:
         self.patched = patched
-        self.state = state
+        self.inside = inside
+        self.decision = decision
         self.calls = calls
+        self.depth = depth
         self.ran = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.ran:
-            self.ran = True
-            return self.patched.original(*args, **kwargs)
-        current = dict(self.state.calls)
-        self.state.calls.clear()
-        self.state.calls.update(self.calls)
-        try:
-            return self.patched.original(*args, **kwargs)
-        finally:
-            self.state.calls.clear()
-            self.state.calls.update(current)
+        if self.depth == len(self.inside):
+            return self._run(args, kwargs)
+        settings: Settings = self.patched.settings
+        region = self.inside[self.depth]
+        by_default = region.inside == "rederive"
+        member = regions.Member(
+            path=settings.path,
+            module=self.patched._module,  # type: ignore[arg-type]
+            forward=_Nested(self.patched, self.inside, self.decision, self.calls, self.depth + 1),
+            buffers=settings.buffers,
+            derives=by_default or settings.derives_below,
+            derives_by_default=by_default,
+        )
+        return regions.run_region(member, args, kwargs, span=region if region.span else None)
+
+    def _run(self, args: Any, kwargs: Any) -> Any:
+        original = self.patched.original
+        ambient = contextlib.nullcontext() if self.decision is None else _ambient(self.decision.action == "rederive")
+        with ambient:
+            if self.calls is None or not self.ran:
+                self.ran = True
+                return original(*args, **kwargs)
+            calls = self.patched.settings.state.calls
+            current = dict(calls)
+            calls.clear()
+            calls.update(self.calls)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                calls.clear()
+                calls.update(current)
 
 
 @contextlib.contextmanager
@@ -177,8 +184,7 @@ def _ambient(derives: bool) -> Iterator[None]:
 
 def _run_compiled(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Under torch.compile regions are torch's own (Dynamo knows them); rederive is left to the compiler."""
-    decision = patched.settings.decide(0)
-    if decision is None or decision.action != "recompute":
+    if not any(d.action == "recompute" and _holds(d, 0) for d in patched.settings.decisions):
         return patched.original(*args, **kwargs)
     from torch.utils.checkpoint import checkpoint
 
@@ -264,7 +270,7 @@ def apply_decisions(model: nn.Module, decisions: Sequence[Decision]) -> Applied:
 def _derives_below(decisions: Sequence[Decision], paths: Sequence[str]) -> bool:
     """Whether a decision inside one of these calls rederives."""
     prefixes = tuple(f"{path}." if path else "" for path in paths)
-    return any(d.action == "rederive" and d.path.startswith(prefixes) for d in decisions)
+    return any(d.action == "rederive" and (d.path.startswith(prefixes) or d.path in paths) for d in decisions)
 
 
 def _buffers(module: nn.Module, prefix: str, decisions: Sequence[Decision]) -> tuple[str, ...]:

@@ -7,7 +7,8 @@ region around the region, or a user's own, see them: regions nest, and an input 
 through `rederive.pack`, so a region may hold only what cheap ops cannot rebuild.
 
 A *span* is one region over several calls that follow each other, each one's first argument being exactly what the one
-before returned. No user code changes: a call joins the open span when it is handed that very tensor.
+before returned. No user code changes: a call joins the open span when it is handed that very tensor. The calls of a
+span may be regions and spans again: the first forward opens them too, so that it and the replay save alike.
 
 Compared with `torch.utils.checkpoint` (non-reentrant, whose slot-filling idea this follows): rederive inside, spans,
 buffers and foreign random streams handled, errors that name the module.
@@ -279,19 +280,24 @@ def _no_recorder() -> Iterator[None]:
 
 
 class _Scope(threading.local):
-    """Where this thread is: `depth` regions deep in a first forward, or in a replay."""
+    """Where this thread is: `depth` regions deep in a first forward, or in a replay.
 
-    depth = 0
-    in_replay = False
+    `spans`: the frame that each span has open. A frame lives as long as a graph needs it; a replay opens its own.
+    """
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.in_replay = False
+        self.spans: weakref.WeakValueDictionary[int, Frame] = weakref.WeakValueDictionary()
 
     @contextlib.contextmanager
     def replaying(self) -> Iterator[None]:
-        before = self.depth, self.in_replay
-        self.depth, self.in_replay = 0, True
+        before = self.depth, self.in_replay, self.spans
+        self.depth, self.in_replay, self.spans = 0, True, weakref.WeakValueDictionary()
         try:
             yield
         finally:
-            self.depth, self.in_replay = before
+            self.depth, self.in_replay, self.spans = before
 
 
 _scope = _Scope()
@@ -302,16 +308,23 @@ def inside_region() -> bool:
     return _scope.depth > 0 or _scope.in_replay
 
 
-def run_region(member: Member, args: Any, kwargs: Any, *, joins: Frame | None = None) -> tuple[Any, Frame | None]:
-    """Runs a module's forward as a region, or as the next call of the open span `joins`.
+def run_region(member: Member, args: Any, kwargs: Any, *, span: object | None = None) -> Any:
+    """Runs a module's forward as a region.
 
-    Returns:
-        The forward's output, and the frame that the next call of a span may join (None where nothing was recorded).
+    Args:
+        span: says which span the call is part of; it joins the frame that this span opened, if it is handed the very
+            tensor that the call before returned, and opens a new one otherwise.
     """
     if not torch.is_grad_enabled() or _compat.inside_functorch():
-        return member.forward(*args, **kwargs), None
-    previous = joins.last_output() if joins is not None and joins.last_output is not None else None
-    first = next(iterate_tensors(args), None)
-    if joins is None or previous is None or first is not previous:
-        joins, previous = Frame(member), None
-    return joins.run(member, args, kwargs, previous), joins
+        return member.forward(*args, **kwargs)
+    frame, previous = None, None
+    if span is not None:
+        frame = _scope.spans.get(id(span))
+        previous = frame.last_output() if frame is not None and frame.last_output is not None else None
+        if previous is None or next(iterate_tensors(args), None) is not previous:
+            frame, previous = None, None
+    if frame is None:
+        frame = Frame(member)
+        if span is not None:
+            _scope.spans[id(span)] = frame
+    return frame.run(member, args, kwargs, previous)
