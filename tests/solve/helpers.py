@@ -132,7 +132,7 @@ def repeat(problem_block: Block, count: int) -> Problem:
 
 
 def all_choices(line: Line) -> Iterator[Choice]:
-    """Yields every choice of a line: regions nest, spans hold their calls' parts, and units act together.
+    """Yields every choice of a line: regions nest, the calls of a span may be regions and spans, units act together.
 
     A unit saves, or rederives with all its leaves in the same region (or in none).
     """
@@ -144,9 +144,12 @@ _Fixed = dict[int, tuple[str, tuple[int, ...]]]
 
 
 def _suffixes(
-    line: Line, parts: list[Leaf | Call], fixed: _Fixed, at: int, around: tuple[int, ...]
+    line: Line, parts: list[Leaf | Call], fixed: _Fixed, at: int, around: tuple[int, ...], whole: int = 0
 ) -> Iterator[tuple[Choice, _Fixed]]:
-    """Yields the choices of `parts`, with what they fix; `around` names the regions they are in by first leaves."""
+    """Yields the choices of `parts`, with what they fix; `around` names the regions they are in by first leaves.
+
+    `whole`: a span over this many calls is the one they are in already.
+    """
     if not parts:
         yield (), fixed
         return
@@ -170,14 +173,15 @@ def _suffixes(
     calls = [part]
     while True:
         length = calls[-1].last - part.first
-        inside = [p for call in calls for p in call.parts]
-        for inner, decided in _suffixes(line, inside, fixed, 0, (*around, start + at)):
+        inside = list(calls) if len(calls) > 1 else list(part.parts)
+        nested = _suffixes(line, inside, fixed, 0, (*around, start + at), len(calls) if len(calls) > 1 else 0)
+        for inner, decided in nested if len(calls) != whole else ():
             pick = Pick(
                 first=at, last=at + length, action="recompute", inner=inner, rank=part.rank, num_calls=len(calls)
             )
             for choice, final in _suffixes(line, parts[len(calls) :], decided, at + length, around):
                 yield (pick, *choice), final
         following = calls[-1].following
-        if following is None:
+        if following is None or len(calls) == len(parts) or parts[len(calls)] is not following:
             return
         calls.append(following)

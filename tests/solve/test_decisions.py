@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,7 +12,7 @@ from recoup.ir.plan import Decision
 from recoup.solve.decisions import decisions
 from recoup.solve.frontier import Solver
 from recoup.solve.problem import Leaf
-from recoup.solve.sequence import Call, Choice, Line
+from recoup.solve.sequence import Call, Choice, Line, Pick
 from recoup.solve.simulate import uniform
 
 from .helpers import random_chain, random_problem
@@ -18,7 +20,9 @@ from .helpers import random_chain, random_problem
 
 def read_back(line: Line, plan: tuple[Decision, ...]) -> tuple[dict[int, str], set[tuple[str, tuple[str, ...]]]]:
     """Returns the action of every leaf with a choice, and every region, by the rules of `Decision`."""
-    by_call = {(d.path, d.call): d for d in plan}
+    by_call: dict[tuple[str, int | None], list[Decision]] = {}
+    for d in plan:
+        by_call.setdefault((d.path, d.call), []).append(d)
     actions: dict[int, str] = {}
     regions: set[tuple[str, tuple[str, ...]]] = set()
 
@@ -32,20 +36,20 @@ def read_back(line: Line, plan: tuple[Decision, ...]) -> tuple[dict[int, str], s
                 at += 1
                 continue
             inherited = members.pop(part.block.path, action)
-            decision = by_call.get((part.block.path, part.block.call))
             own = inherited
-            if decision is not None and decision.action == "recompute":
-                own = decision.inside
-                regions.add((decision.path, decision.span))
-                members = dict.fromkeys(decision.span, own)
-            elif decision is not None:
-                own = decision.action
+            for decision in by_call.get((part.block.path, part.block.call), ()):  # regions, the outermost first
+                if decision.action == "recompute":
+                    own = decision.inside
+                    regions.add((decision.path, decision.span))
+                    members |= dict.fromkeys(decision.span, own)
+                else:
+                    own = decision.action
             walk(part, own)
             at = part.last
 
     # Leaves beside the model (the loss) follow the decision for the model itself.
     root = by_call.get(("", 0))
-    walk(line.root, root.action if root is not None else "save")
+    walk(line.root, root[0].action if root is not None else "save")
     return actions, regions
 
 
@@ -91,10 +95,18 @@ def test_one_decision_rederives_everything() -> None:
 
 
 @pytest.mark.parametrize("num_stages", [6, 9])
-def test_a_span_is_one_decision(num_stages: int) -> None:
+def test_a_region_is_one_decision(num_stages: int) -> None:
     problem = random_chain(4, num_stages)
     for solution in Solver(problem).frontier(12):
         plan = decisions(problem, solution.choice)
         covered = [path for d in plan for path in (d.path, *d.span)]
-        assert len(plan) == sum(pick.action == "recompute" for pick in solution.choice)
-        assert len(covered) == sum(pick.num_calls for pick in solution.choice)
+        chosen = list(all_regions(solution.choice))
+        assert len(plan) == len(chosen)
+        assert len(covered) == sum(pick.num_calls for pick in chosen)
+
+
+def all_regions(choice: Choice) -> Iterator[Pick]:
+    for pick in choice:
+        if pick.action == "recompute":
+            yield pick
+            yield from all_regions(pick.inner)

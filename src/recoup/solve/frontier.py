@@ -47,8 +47,7 @@ class Solver:
         problem: the step.
         actions: what may be chosen besides "save": "rederive", "recompute".
         spans: whether consecutive calls may form one region.
-        nested_spans: whether calls inside a span may be regions again. The curve is Rotor's then, or below it, but the
-            engine cannot run such a plan yet, so it is off.
+        nested_spans: whether calls inside a span may be regions and spans again, as in Rotor's recursion.
     """
 
     def __init__(
@@ -57,7 +56,7 @@ class Solver:
         *,
         actions: Sequence[str] = ACTIONS,
         spans: bool = True,
-        nested_spans: bool = False,
+        nested_spans: bool = True,
     ) -> None:
         self.problem = problem
         self.line = Line(problem)

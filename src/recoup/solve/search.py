@@ -11,16 +11,26 @@ import bisect
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from recoup.solve.pareto import Front, before_leaf, before_region, best_of, empty
-from recoup.solve.problem import Leaf, Region
-from recoup.solve.sequence import Call, Line, combine
+from recoup.solve.problem import Leaf
+from recoup.solve.sequence import Call, Line, Span
 
 _EVERY_LENGTH = 16
 _LONGEST_SPAN = 64
 _MOST_OPEN, _MOST_OPEN_IF_SMALL, _SMALL = 3, 6, 64
 _Units = frozenset[int]
+
+
+def is_tried(length: int) -> bool:
+    """Whether spans of this many calls are tried: all short ones, longer ones in steps of an eighth to a quarter."""
+    return length <= _EVERY_LENGTH or length % (1 << max(length.bit_length() - 3, 0)) == 0
+
+
+def is_tried_inside(length: int) -> bool:
+    """Whether spans of this many calls are tried inside spans: in steps of a quarter to a half."""
+    return length % (1 << max(length.bit_length() - 2, 0)) == 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -161,19 +171,25 @@ class Search:
                 options = [o for o in options if o.action == action]
         return [before_leaf(after, o, leaf.gradient_bytes, is_plain=o.action == "save") for o in options]
 
-    def _regions(self, call: Call, inner: Sequence[Front], after: Sequence[Front]) -> list[Front]:
+    def _regions(
+        self,
+        call: Call,
+        inner: Sequence[Front],
+        after: Sequence[Front],
+        tried: Callable[[int], bool] = is_tried,
+    ) -> list[Front]:
         """Returns the fronts of regions that begin at `call`: over n calls, with inner[n - 1], before after[n - 1]."""
         fronts = []
-        regions: list[Region] = []
+        span = Span()
         last: Call | None = call
         for length, (inside, rest) in enumerate(zip(inner, after, strict=True), start=1):
             assert last is not None and last.block.region is not None
-            regions.append(last.block.region)
-            if is_tried(length):
+            span.add(last.block.region)
+            if tried(length):
                 fronts.append(
                     before_region(
                         rest,
-                        combine(regions),
+                        span.region(),
                         inside,
                         num_leaves=last.last - call.first,
                         rank=call.rank,
@@ -204,10 +220,11 @@ class Search:
                 fronts = [self._walk(call, after, frozenset(), self._max_inner_points)]
                 if self._nested_spans and length > 1:
                     behind = [known[i + k][length - k - 1].sequence for k in range(1, length)]
-                    fronts += self._regions(call, [other.front for other in found], behind)
+                    fronts += self._regions(call, [other.front for other in found], behind, is_tried_inside)
                 front = sequence = self._best_of(fronts, self._max_inner_points)
-                if self._nested_spans:
-                    whole = self._regions(call, [*(o.front for o in found), front], [self._nothing] * length)[-1:]
+                if self._nested_spans and is_tried(length):
+                    inner = [*(o.front for o in found), front]
+                    whole = self._regions(call, inner, [self._nothing] * length, length.__eq__)
                     sequence = self._best_of([front, *whole], self._max_inner_points)
                 structure = self._line.structure(("inside", *key))
                 inside = self._inside[key] = _Inside(structure=structure, front=front, sequence=sequence)
@@ -246,8 +263,3 @@ def _forked(state: _Units, opening: Sequence[int]) -> Iterator[_Units]:
     for size in range(len(opening) + 1):
         for units in itertools.combinations(opening, size):
             yield state.union(units)
-
-
-def is_tried(length: int) -> bool:
-    """Whether spans of this many calls are tried: all short ones, longer ones in steps of an eighth to a quarter."""
-    return length <= _EVERY_LENGTH or length % max(2 ** (length.bit_length() - 3), 1) == 0

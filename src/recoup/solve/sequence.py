@@ -192,21 +192,49 @@ def _units(leaves: Sequence[Leaf]) -> list[list[int]]:
     return [positions for positions in gathered.values() if len(positions) > 1]
 
 
-def combine(regions: Sequence[Region]) -> Region:
-    """Returns the price of one region over consecutive calls.
+class Span:
+    """The price of one region over consecutive calls, which are added one by one.
 
     What it saves are the first call's inputs. `replay_bytes` has two sides: incoming gradients are the last call's;
     inputs that the replay counts again (negative) are the first call's.
     """
-    if len(regions) == 1:
-        return regions[0]
-    return Region(
-        saved_bytes=regions[0].saved_bytes,
-        forward_bytes=max(r.forward_bytes for r in regions),
-        replay_bytes=min(regions[0].replay_bytes, 0) + max(regions[-1].replay_bytes, 0),
-        seconds=sum(r.seconds for r in regions),
-        flops=sum(r.flops for r in regions),
-    )
+
+    __slots__ = ("_first", "_flops", "_forward_bytes", "_last", "_seconds")
+
+    def __init__(self) -> None:
+        self._first: Region | None = None
+        self._last: Region | None = None
+        self._forward_bytes = 0
+        self._seconds = 0.0
+        self._flops = 0
+
+    def add(self, region: Region) -> None:
+        """Appends a call."""
+        self._first = self._first or region
+        self._last = region
+        self._forward_bytes = max(self._forward_bytes, region.forward_bytes)
+        self._seconds += region.seconds
+        self._flops += region.flops
+
+    def region(self) -> Region:
+        """Returns the price of what was added, one call at least."""
+        first, last = self._first, self._last
+        assert first is not None and last is not None
+        return Region(
+            saved_bytes=first.saved_bytes,
+            forward_bytes=self._forward_bytes,
+            replay_bytes=min(first.replay_bytes, 0) + max(last.replay_bytes, 0),
+            seconds=self._seconds,
+            flops=self._flops,
+        )
+
+
+def combine(regions: Sequence[Region]) -> Region:
+    """Returns the price of one region over consecutive calls."""
+    span = Span()
+    for region in regions:
+        span.add(region)
+    return span.region()
 
 
 def region_of(calls: tuple[Call, ...]) -> Region:
