@@ -15,6 +15,7 @@ ORDER = (
     "errors",
     "units",
     "progress",
+    "labels",
     "ir",
     "_compat",
     "cost",
@@ -23,15 +24,18 @@ ORDER = (
     "capture",
     "evidence",
     "profiling",
+    "timeline",
     "planning",
     "api",
     "targets",
     "report",
+    "export",
+    "reporting",
     "cli",
 )
 # Late imports that a comment in the file explains.
 LATE = {("ir", "report"), ("api", "report")}
-WITHOUT_TORCH = ("errors", "units", "progress", "ir", "solve", "report", "profiling")
+WITHOUT_TORCH = ("errors", "units", "progress", "labels", "ir", "solve", "report", "export", "profiling", "timeline")
 
 
 def _stage(path: Path) -> str:

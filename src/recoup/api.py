@@ -308,6 +308,11 @@ class Frontier:
         self._free_bytes = free_bytes
         self.points = points
 
+    @property
+    def planner(self) -> Planner:
+        """The planner behind the curve, for reports: the captured steps and the simulator."""
+        return self._planner
+
     def plan(self, budget: int | str) -> Plan:
         """Returns the plan for a budget, without capturing again."""
         check_budget(budget)

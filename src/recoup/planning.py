@@ -23,6 +23,7 @@ from recoup.engine.state import statistics_buffers
 from recoup.errors import InfeasibleBudget, UsageError
 from recoup.ir.plan import Decision, Inside, Plan, Prediction
 from recoup.ir.trace import Trace
+from recoup.labels import group_labels
 from recoup.solve.baselines import baselines
 from recoup.solve.build import build_problem, only
 from recoup.solve.decisions import to_decisions
@@ -79,7 +80,7 @@ class Planner:
         variants = {"save": self.priced}
         if "rederive" in self.actions:
             progress.advance("capturing the step with everything rederived")
-            variants["rederive"] = self._simulate_priced(_EVERYWHERE)
+            variants["rederive"] = self.simulate_priced(_EVERYWHERE)
         self.problem: Problem = build_problem(variants, spans=spans)
         self.solvers = self._views(variants, spans)
         known = set(statistics_buffers(spec.model))  # the engine finds these by itself
@@ -110,7 +111,8 @@ class Planner:
         """The trace of the plain step."""
         return self.priced.trace
 
-    def _simulate_priced(self, chosen: tuple[Decision, ...]) -> PricedTrace:
+    def simulate_priced(self, chosen: tuple[Decision, ...]) -> PricedTrace:
+        """Returns the step with `chosen` applied, captured and priced; without the optimizer's part."""
         with apply_decisions(self.spec.model, chosen):
             return self.cost.price(capture(self.spec, known=self.trace))
 
@@ -121,7 +123,7 @@ class Planner:
         found = self._seen.get(chosen)
         if found is None:
             progress.advance(f"simulating a plan with {len(chosen)} decisions")
-            found = self._seen[chosen] = self._candidate(chosen, self._simulate_priced(chosen))
+            found = self._seen[chosen] = self._candidate(chosen, self.simulate_priced(chosen))
         return found
 
     def _optimizer_step(self) -> tuple[int, float]:
@@ -139,7 +141,7 @@ class Planner:
         alive = sorted(
             (s for s in trace.storages if s.alloc_op <= at <= s.free_op), key=lambda s: s.nbytes, reverse=True
         )
-        tensors = _group_labels([(s.label, s.nbytes) for s in alive])
+        tensors = group_labels([(s.label, s.nbytes) for s in alive])
         if priced.op_workspace_bytes[at]:
             name = trace.signatures[op.signature].name
             tensors = [*tensors, (f"workspace of {name}", priced.op_workspace_bytes[at])]
@@ -348,19 +350,6 @@ class Planner:
             notes=tuple(notes),
             versions=(("recoup", __version__), ("torch", str(torch.__version__))),
         )
-
-
-def _group_labels(items: list[tuple[str, int]]) -> list[tuple[str, int]]:
-    """Returns (label, bytes), storages with one label summed, largest first; layer numbers count as one label."""
-    import re
-
-    sums: dict[str, list[int]] = {}
-    for label, size in items:
-        key = re.sub(r"\.\d+(?=\.|$)", ".*", label)
-        sums.setdefault(key, []).append(size)
-    grouped = [(f"{label} (x{len(sizes)})" if len(sizes) > 1 else label, sum(sizes)) for label, sizes in sums.items()]
-    grouped.sort(key=lambda item: -item[1])
-    return grouped
 
 
 def check_actions(actions: Any) -> tuple[str, ...]:

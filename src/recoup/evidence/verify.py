@@ -28,7 +28,7 @@ from recoup.ir.evidence import Evidence
 from recoup.ir.plan import Plan
 
 
-class _Bench:
+class StepBench:
     """A model in a fixed state, on which steps are run and taken back."""
 
     def __init__(self, model: nn.Module, batch: Any, loss: Loss | None, optimizer: OptimizerLike | None) -> None:
@@ -108,7 +108,7 @@ def verify_plan(
         )
     notes: list[str] = []
     with untouched(model), _in_place(model, plan):
-        bench = _Bench(model, batch, loss, optimizer)
+        bench = StepBench(model, batch, loss, optimizer)
         try:
             comparison, baseline_peak, peak, counters = _measure(bench, notes)
             ratio: float | None = None
@@ -147,7 +147,7 @@ def _in_place(model: nn.Module, plan: Plan) -> Iterator[None]:
         yield
 
 
-def _measure(bench: _Bench, notes: list[str]) -> tuple[Comparison, int | None, int, tuple[int, int]]:
+def _measure(bench: StepBench, notes: list[str]) -> tuple[Comparison, int | None, int, tuple[int, int]]:
     """Runs one plain and one planned step under the meter, and one of each for the values."""
     held, device = bench.held_bytes(), bench.device
 
@@ -174,7 +174,7 @@ def _measure(bench: _Bench, notes: list[str]) -> tuple[Comparison, int | None, i
     return comparison, baseline, peak, (after[0] - before[0], after[1] - before[1])
 
 
-def _result(bench: _Bench, *, planned: bool) -> StepResult:
+def _result(bench: StepBench, *, planned: bool) -> StepResult:
     bench.restore()
     with contextlib.nullcontext() if planned else plain(bench.model):
         result = bench.step(take=True)
@@ -182,7 +182,7 @@ def _result(bench: _Bench, *, planned: bool) -> StepResult:
     return result
 
 
-def _time(bench: _Bench, max_seconds: float) -> tuple[float, float]:
+def _time(bench: StepBench, max_seconds: float) -> tuple[float, float]:
     def runner(planned: bool) -> Callable[[], None]:
         def run() -> None:
             with contextlib.nullcontext() if planned else plain(bench.model):

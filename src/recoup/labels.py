@@ -1,0 +1,18 @@
+"""Names of tensors for people, equal layers said once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+_NUMBER = re.compile(r"\.\d+(?=\.|$)")
+
+
+def group_labels(items: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
+    """Returns (label, bytes), storages with one label summed, largest first; layer numbers count as one label."""
+    sums: dict[str, list[int]] = {}
+    for label, size in items:
+        sums.setdefault(_NUMBER.sub(".*", label), []).append(size)
+    grouped = [(f"{label} (x{len(sizes)})" if len(sizes) > 1 else label, sum(sizes)) for label, sizes in sums.items()]
+    grouped.sort(key=lambda item: -item[1])
+    return grouped
