@@ -15,6 +15,7 @@ from recoup.labels import group_labels
 CATEGORIES = ("parameter", "buffer", "library", "optimizer", "batch", "gradient", "saved", "temporary")
 _MAX_POINTS = 420
 _NUM_TENSORS = 8
+_NOBODY = ("", -1)  # the loss outside the model
 _Levels = dict[str, "np.ndarray[tuple[int], np.dtype[np.int64]]"]
 
 
@@ -142,7 +143,8 @@ def module_rows(plain: PricedTrace, planned: PricedTrace | None, decisions: Sequ
             for column in (saved, kept, extra, forward):
                 column[parent] += column[i]  # type: ignore[index]
     actions = _actions(trace, decisions)
-    return tuple(
+    in_loss = before.get(_NOBODY, 0), after.get(_NOBODY, 0)
+    rows = tuple(
         ModuleRow(
             path=call.path,
             call=call.index,
@@ -157,6 +159,21 @@ def module_rows(plain: PricedTrace, planned: PricedTrace | None, decisions: Sequ
         )
         for i, call in enumerate(trace.calls)
     )
+    if not any(in_loss):
+        return rows
+    loss = ModuleRow(
+        path="(loss)",
+        call=0,
+        kind="outside the model",
+        depth=0,
+        action="save",
+        is_decided=False,
+        plain_saved_bytes=in_loss[0],
+        saved_bytes=in_loss[1],
+        extra_seconds=0.0,
+        forward_seconds=sum(s for s, o in zip(plain.op_seconds, trace.ops, strict=True) if o.phase == "loss"),
+    )
+    return (*rows, loss)
 
 
 def _held(trace: Trace) -> dict[tuple[str, int], int]:
@@ -166,9 +183,8 @@ def _held(trace: Trace) -> dict[tuple[str, int], int]:
     for storage in trace.storages:
         if storage.category == "saved" and storage.alloc_op < end <= storage.free_op:
             owner = storage.saved_by[0] if storage.saved_by else -1
-            if owner >= 0:
-                call = trace.calls[owner]
-                held[call.path, call.index] = held.get((call.path, call.index), 0) + storage.nbytes
+            key = (trace.calls[owner].path, trace.calls[owner].index) if owner >= 0 else _NOBODY
+            held[key] = held.get(key, 0) + storage.nbytes
     return held
 
 
@@ -227,7 +243,12 @@ def _actions(trace: Trace, decisions: Sequence[Decision]) -> list[tuple[str, boo
             inside.append(True)
         else:
             action = plain_one.action if plain_one is not None else inherited
-            found.append((f"{action} in the replay" if in_region else action, plain_one is not None))
+            words = f"{action} in the replay" if in_region else action
+            prefix = f"{call.path}." if call.path else ""
+            below = [] if in_region else sorted({d.action for d in decisions if d.path and d.path.startswith(prefix)} - {action})
+            if below and call.children:
+                words += f", inside: {', '.join(below)}"
+            found.append((words, plain_one is not None))
             ambient.append(action)
             inside.append(in_region)
     return found

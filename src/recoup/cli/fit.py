@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
 import typer
 
 from recoup.cli import options
 from recoup.cli.allocator import keep_freed_memory
 from recoup.cli.console import print_data, print_json, say, showing_progress
+from recoup.cli.report import check_writable, write_html
+
+if TYPE_CHECKING:
+    from recoup.api import Fit
+    from recoup.ir.report import Report
+    from recoup.targets.resolve import Target
 
 
 def fit(
@@ -20,10 +29,12 @@ def fit(
     device: options.RunDevice = None,
     actions: options.Actions = None,
     out: options.Out = None,
+    html: Annotated[Path | None, typer.Option(help="Also write a report here, one offline page", dir_okay=False)] = None,
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
     """Fit a training step into a budget, and prove it: same gradients, measured peak, measured time."""
+    check_writable(html, "--html")
     request = options.check_request(
         target,
         batch=batch,
@@ -42,7 +53,9 @@ def fit(
         found = request.resolve(runs=True)
         from recoup import api  # with it comes torch
 
-        done = api.fit(found.model, found.batch, budget=budget, **request.planning_keywords(found))
+        keywords = request.planning_keywords(found)
+        done = api.fit(found.model, found.batch, budget=budget, **keywords)
+        shown = _report(done, found, keywords) if html is not None else None
     if json:
         print_json({"plan": done.plan.to_json(), "evidence": done.evidence.to_json()})
     else:
@@ -50,5 +63,20 @@ def fit(
     if out is not None:
         done.plan.save(out)
         say(f"plan written to {out}", quiet=quiet)
+    if shown is not None and html is not None:
+        write_html(shown, html, quiet=quiet)
     if not done.evidence.ok:
         raise typer.Exit(1)
+
+
+def _report(done: Fit, found: Target, keywords: dict[str, Any]) -> Report:
+    """Returns the report of what was fitted; the model is without its plan afterwards."""
+    from recoup import api, reporting
+    from recoup.evidence.timeline import measure_timelines
+
+    done.applied.remove()
+    step = {"loss": keywords.get("loss"), "optimizer": keywords.get("optimizer")}
+    measured = measure_timelines(found.model, done.plan, found.batch, **step)
+    curve = api.frontier(found.model, found.batch, **keywords)
+    shown, _, _ = reporting.make_report(curve, plan=done.plan, evidence=done.evidence, measured=measured)
+    return shown

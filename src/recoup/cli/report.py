@@ -1,7 +1,8 @@
-"""`recoup report`: profile, curve and plan in one text."""
+"""`recoup report`: everything about a step and its plan, as one offline page, a text, or a trace file."""
 
 from __future__ import annotations
 
+import json as json_module
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,11 +10,22 @@ import typer
 
 from recoup.cli import options
 from recoup.cli.console import print_data, print_json, say, showing_progress
+from recoup.errors import UsageError
+from recoup.ir.plan import Plan
+from recoup.ir.report import Report
+
+TargetOrPlan = Annotated[
+    str, typer.Argument(metavar="TARGET", help="FILE.py[:FUNCTION], hf:MODEL_TYPE?key=value, or a plan file (.json)")
+]
+PlanFile = Annotated[Path | None, typer.Option(help="Show this plan of the target, as --out wrote it", dir_okay=False)]
+OutFile = Annotated[Path | None, typer.Option(help="Write here: a page if it ends in .html, else text", dir_okay=False)]
+TraceFile = Annotated[Path | None, typer.Option(help="Also write a Chrome trace for Perfetto here", dir_okay=False)]
 
 
 def report(
-    target: options.TargetText,
+    target: TargetOrPlan,
     budget: options.BudgetIfAny = None,
+    plan: PlanFile = None,
     batch: options.Batch = None,
     seq: options.Seq = None,
     image: options.Image = None,
@@ -21,11 +33,19 @@ def report(
     optimizer: options.Optimizer = None,
     device: options.PlanDevice = None,
     actions: options.Actions = None,
-    out: Annotated[Path | None, typer.Option(help="Write the text here instead of to stdout", dir_okay=False)] = None,
+    out: OutFile = None,
+    trace: TraceFile = None,
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Show the profile of the unplanned step, the curve of memory against time, and the plan for a budget."""
+    """Show the profile of the unplanned step, the curve of memory against time, and a plan."""
+    if target.endswith(".json"):
+        _report_plan(target, out=out, json=json, quiet=quiet, budget=budget, plan=plan, trace=trace)
+        return
+    if plan is not None and budget is not None:
+        raise UsageError("--plan and --budget both name a plan to show. Give one of them.")
+    given = Plan.load(plan) if plan is not None else None
+    check_writable(trace, "--trace")
     request = options.check_request(
         target,
         batch=batch,
@@ -33,28 +53,86 @@ def report(
         image=image,
         dtype=dtype,
         optimizer=optimizer,
-        device=device,
+        device=device if device is not None or given is None else _device_of(given),
         actions=actions,
         budget=budget,
         out=out,
     )
     with showing_progress(quiet=quiet):
         found = request.resolve(runs=False)
-        from recoup import api  # with it comes torch
+        from recoup import api, reporting  # with them comes torch
 
-        seen = api.profile(found.model, found.batch, **request.keywords(found))
         curve = api.frontier(found.model, found.batch, **request.planning_keywords(found))
-        made = curve.plan(budget) if budget is not None else None
+        made = given
+        if given is not None:
+            _check_same_model(given, curve.planner.trace.fingerprint)
+        elif budget is not None:
+            made = curve.plan(budget)
+        shown, plain, planned = reporting.make_report(curve, plan=made)
+        if trace is not None:
+            from recoup.report.chrome_trace import make_chrome_trace
+
+            data = make_chrome_trace(plain, planned, made.decisions if made is not None else ())
+            trace.write_text(json_module.dumps(data))
+            say(f"trace written to {trace}: open it in ui.perfetto.dev", quiet=quiet)
     if json:
-        data: dict[str, Any] = {"profile": seen.to_json(), "frontier": [p.to_json() for p in curve.points]}
-        print_json({**data, "plan": made.to_json() if made is not None else None})
+        print_json(shown.to_json())
+    if out is not None and out.suffix.lower() in (".html", ".htm"):
+        write_html(shown, out, quiet=quiet)
         return
-    parts = [str(seen), f"Plans for {seen.model_class}, from the smallest reachable peak up\n{curve}"]
+    parts = [str(shown.profile), f"Plans for {shown.title}, from the smallest reachable peak up\n{curve}"]
     if made is not None:
         parts.append(str(made))
-    text = "\n\n".join(parts)
-    if out is None:
-        print_data(text)
-    else:
-        out.write_text(text + "\n")
+    if out is not None:
+        out.write_text("\n\n".join(parts) + "\n")
         say(f"report written to {out}", quiet=quiet)
+    elif not json:
+        print_data("\n\n".join(parts))
+
+
+def write_html(shown: Report, out: Path, *, quiet: bool) -> None:
+    """Writes the page."""
+    from recoup.report.html import format_html
+
+    out.write_text(format_html(shown), encoding="utf-8")
+    say(f"report written to {out}", quiet=quiet)
+
+
+def check_writable(path: Path | None, option: str) -> None:
+    """Raises UsageError if there is no folder to write `path` in."""
+    if path is not None and not path.parent.is_dir():
+        raise UsageError(f"{option} {path}: there is no folder {str(path.parent)!r}. Make it first.")
+
+
+def _report_plan(target: str, *, out: Path | None, json: bool, quiet: bool, **others: Any) -> None:
+    """Shows a plan file by itself: words and predictions, no captured step."""
+    for name, value in others.items():
+        if value is not None:
+            raise UsageError(
+                f"--{name} needs the model: `recoup report TARGET --plan {target}` shows this plan on its step."
+            )
+    check_writable(out, "--out")
+    made = Plan.load(target)
+    shown = Report(title=f"{made.model_class} on {made.device}", plan=made)
+    if json:
+        print_json(shown.to_json())
+    elif out is not None and out.suffix.lower() in (".html", ".htm"):
+        write_html(shown, out, quiet=quiet)
+    elif out is not None:
+        out.write_text(f"{made}\n")
+    else:
+        print_data(str(made))
+
+
+def _device_of(plan: Plan) -> str | None:
+    return plan.device if plan.device != "cpu" else None
+
+
+def _check_same_model(plan: Plan, fingerprint: str) -> None:
+    from recoup.errors import PlanMismatch
+
+    if plan.fingerprint != fingerprint:
+        raise PlanMismatch(
+            f"This plan was made for another model (structure {plan.fingerprint}, this one {fingerprint}). Name the "
+            "target with the sizes the plan was made with."
+        )

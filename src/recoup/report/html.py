@@ -45,6 +45,8 @@ def format_html(report: Report) -> str:
             charts=charts,
             legend=[c for c in CATEGORY_NAMES if any(c == name for chart in charts for name, _ in chart["series"])],
             names=CATEGORY_NAMES,
+            share=_share,
+            max_seconds=max((c["data"]["max"] for c in charts), default=0) / 1e6 or 1.0,
             data=json.dumps([chart["data"] for chart in charts], separators=(",", ":")),
             frontier_wide=draw_frontier(report, wide=True),
             frontier_narrow=draw_frontier(report, wide=False),
@@ -75,6 +77,11 @@ def _environment() -> jinja2.Environment:
     )
     environment.filters.update(bytes=format_bytes, seconds=format_seconds, flops=format_flops, percent=_percent)
     return environment
+
+
+def _share(part: float, whole: float) -> str:
+    percent = 100 * part / whole if whole else 0.0
+    return "< 1 %" if 0 < percent < 0.5 else f"{percent:.0f} %"
 
 
 def _percent(ratio: float) -> str:
@@ -112,18 +119,19 @@ def _charts(report: Report) -> list[dict[str, Any]]:
                 "measured": measured,
                 "series": timeline.series,
                 "svgs": svgs,
-                "data": _chart_data(timeline),
+                "data": _chart_data(timeline, max_seconds),
             }
         )
     return charts
 
 
-def _chart_data(timeline: Timeline) -> dict[str, Any]:
+def _chart_data(timeline: Timeline, max_seconds: float) -> dict[str, Any]:
     """Returns what the page's script needs for its read-out: KiB, microseconds."""
     return {
         "t": [round(s * 1e6) for s in timeline.seconds],
         "end": round(timeline.duration_seconds * 1e6),
-        "peak": min(range(len(timeline.seconds)), key=lambda i: abs(timeline.seconds[i] - timeline.peak_seconds)),
+        "max": round(max_seconds * 1e6),
+        "peak": round(timeline.peak_seconds * 1e6),
         "names": [CATEGORY_NAMES[c] for c, _ in timeline.series],
         "series": [[v >> 10 for v in values] for _, values in timeline.series],
         "phases": [[name, round(begin * 1e6)] for name, begin, _ in timeline.phases][:4000],

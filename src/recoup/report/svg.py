@@ -22,7 +22,7 @@ class Frame:
     y_min: float = 0.0
     left: int = 58
     right: int = 14
-    top: int = 22
+    top: int = 36
     bottom: int = 40
 
     def x(self, value: float) -> float:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from recoup.ir.evidence import Evidence
 from recoup.ir.plan import Plan
 from recoup.ir.profile import FrontierPoint, Profile
+from recoup.report.advice import advise
 from recoup.report.words import describe
 from recoup.units import format_bytes, format_flops, format_seconds
 
@@ -169,6 +170,7 @@ def format_profile(profile: Profile, *, max_rows: int = 24) -> str:
         "  alive at the peak",
         _rows(at_peak),
         f"  memory over the step |{sparkline(totals)}|",
+        f"  {'':<21}{_phase_marks(profile, len(totals))}",
         "",
         f"  {'saved':>11} {'forward':>9} {'backward':>9}  module",
     ]
@@ -184,33 +186,28 @@ def format_profile(profile: Profile, *, max_rows: int = 24) -> str:
     left = len(profile.rows) - len(shown)
     if left > 0:
         lines.append(f"  {'':>31}  ... and {left} smaller calls (--json has all)")
-    lines.append(_advice(profile))
+    for sentence in advise(profile):
+        lines.append(textwrap.fill(f"  {sentence}", _WIDTH, subsequent_indent="  "))
     return "\n".join(lines)
+
+
+def _phase_marks(profile: Profile, num_points: int, width: int = 72) -> str:
+    """Returns a line under the sparkline that says where each phase begins."""
+    columns = min(width, num_points)
+    marks = [" "] * (columns + 12)
+    for phase, first, _ in profile.phases:
+        if phase == "loss" or not num_points:
+            continue
+        word = f"^{phase}"
+        at = first * columns // num_points
+        if all(mark == " " for mark in marks[at : at + len(word)]):
+            marks[at : at + len(word)] = word
+    return " " + "".join(marks).rstrip()
 
 
 def _interesting(profile: Profile, max_rows: int) -> set[int]:
     ordered = sorted(profile.rows, key=lambda r: (-r.saved_bytes, r.depth))
     return {id(row) for row in ordered[:max_rows]}
-
-
-def _advice(profile: Profile) -> str:
-    at_peak = dict(profile.at_peak)
-    static = sum(at_peak.get(c, 0) for c in ("parameter", "buffer", "optimizer", "gradient", "batch"))
-    if profile.saved_bytes < 0.15 * profile.peak_bytes:
-        what = max((c for c in at_peak), key=lambda c: at_peak[c])
-        return textwrap.fill(
-            f"  Recomputing can free at most {format_bytes(profile.saved_bytes)} of "
-            f"{format_bytes(profile.peak_bytes)}: most of the peak is {what}. "
-            "A leaner optimizer, dtype or batch frees more.",
-            _WIDTH,
-            subsequent_indent="  ",
-        )
-    return textwrap.fill(
-        f"  Up to {format_bytes(profile.saved_bytes)} is held for backward and can be rederived or recomputed; "
-        f"{format_bytes(static)} is there whatever the plan.",
-        _WIDTH,
-        subsequent_indent="  ",
-    )
 
 
 def format_frontier(points: Sequence[FrontierPoint]) -> str:

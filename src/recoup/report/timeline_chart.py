@@ -29,7 +29,7 @@ def draw_timeline(
     """
     frame = Frame(
         width=1040 if wide else 350,
-        height=270 if wide else 240,
+        height=290 if wide else 250,
         x_max=max_seconds,
         y_max=max_bytes * 1.08,
         left=58 if wide else 46,
@@ -70,7 +70,7 @@ def draw_timeline(
         parts.append(text(frame.width - frame.right - 3, y - 5, words, anchor="end", kind="over budget-text"))
     x, y = frame.x(timeline.peak_seconds), frame.y(timeline.peak_bytes)
     parts.append(f'<circle class="peak" cx="{x:.1f}" cy="{y:.1f}" r="4.5"/>')
-    anchor = "start" if x < frame.width * 0.6 else "end"
+    anchor = "start" if x < frame.width * (0.6 if wide else 0.38) else "end"
     offset = 8 if anchor == "start" else -8
     parts.append(text(x + offset, y - 6, f"peak {format_bytes(timeline.peak_bytes)}", anchor=anchor, kind="over strong"))
     parts.append(f'<path class="cursor" d="M0 {frame.top}V{frame.height - frame.bottom}" visibility="hidden"/>')
@@ -102,9 +102,9 @@ def _phases(frame: Frame, timeline: Timeline, wide: bool) -> list[str]:
             bounds.append((stage, begin, end))
     for stage, begin, end in bounds:
         if begin > 0 and stage != "loss":
-            parts.append(f'<path class="phase-line" d="M{frame.x(begin):.1f} {frame.top}V{base}"/>')
+            parts.append(f'<path class="phase-line" d="M{frame.x(begin):.1f} {frame.top - 14}V{base}"/>')
         if frame.x(end) - frame.x(begin) > (64 if wide else 56):
-            parts.append(text(frame.x(begin) + 4, frame.top + 9, stage, kind="over small"))
+            parts.append(text(frame.x(begin) + 3, frame.top - 6, stage, kind="small"))
     return parts
 
 

@@ -19,7 +19,7 @@ def describe(plan: Plan) -> list[str]:
     lines = []
     groups: dict[tuple[str, ...], list[Decision]] = {}
     for decision in regions:
-        key = (decision.inside, *(_shape(p) for p in (decision.path, *decision.span)))
+        key = (decision.inside, *(shape_of(p) for p in (decision.path, *decision.span)))
         groups.setdefault(key, []).append(decision)
     for (inside, *_), members in groups.items():
         text = ranges([d.path or "(the model)" for d in members])
@@ -48,11 +48,12 @@ def describe(plan: Plan) -> list[str]:
 def _grouped(paths: Sequence[str]) -> list[str]:
     groups: dict[str, list[str]] = {}
     for path in paths:
-        groups.setdefault(_shape(path), []).append(path)
+        groups.setdefault(shape_of(path), []).append(path)
     return [ranges(members) for members in groups.values()]
 
 
-def _shape(path: str) -> str:
+def shape_of(path: str) -> str:
+    """Returns the path with its layer numbers as stars: equal layers have equal shapes."""
     return _NUMBER.sub("*", path)
 
 

@@ -13,21 +13,27 @@
     const chart = data[+figure.dataset.chart];
     const slider = figure.querySelector("input"), output = figure.querySelector("output");
     const svgs = [...figure.querySelectorAll("svg")];
-    const show = () => {
-      const at = +slider.value;
+    const find = (us) => {
+      let low = 0, high = chart.t.length - 1;
+      while (low < high) { const mid = (low + high + 1) >> 1; if (chart.t[mid] <= us) low = mid; else high = mid - 1; }
+      return low;
+    };
+    const show = (moment) => {
+      const us = typeof moment === "number" ? moment : +slider.value;
+      const at = find(us);
       const values = chart.series.map((s) => s[at]);
       const total = values.reduce((a, b) => a + b, 0);
       let phase = "";
-      for (const [name, begin] of chart.phases) { if (begin > chart.t[at]) break; phase = name; }
+      for (const [name, begin] of chart.phases) { if (begin > us) break; phase = name; }
       const parts = values.map((v, i) => [v, chart.names[i]]).filter(([v]) => v > 0).sort((a, b) => b[0] - a[0]);
       output.replaceChildren();
       const strong = document.createElement("b");
-      strong.textContent = `${time(chart.t[at])}, ${phase}: ${bytes(total)}`;
+      strong.textContent = `${time(us)}, ${phase}: ${bytes(total)}`;
       output.append(strong, ` predicted: ${parts.map(([v, n]) => `${n} ${bytes(v)}`).join(", ")}`);
       slider.setAttribute("aria-valuetext", output.textContent);
       for (const svg of svgs) {
         const box = svg.viewBox.baseVal, left = +svg.dataset.left, right = +svg.dataset.right;
-        const x = left + chart.t[at] / 1e6 / +svg.dataset.max * (box.width - left - right);
+        const x = left + us / 1e6 / +svg.dataset.max * (box.width - left - right);
         const line = svg.querySelector(".cursor");
         line.setAttribute("transform", `translate(${x.toFixed(1)} 0)`);
         line.setAttribute("visibility", "visible");
@@ -39,13 +45,11 @@
       const left = +svg.dataset.left, right = +svg.dataset.right;
       const x = (event.clientX - place.left) / place.width * box.width;
       const us = (x - left) / (box.width - left - right) * +svg.dataset.max * 1e6;
-      let low = 0, high = chart.t.length - 1;
-      while (low < high) { const mid = (low + high + 1) >> 1; if (chart.t[mid] <= us) low = mid; else high = mid - 1; }
-      slider.value = low;
+      slider.value = Math.min(Math.max(us, 0), chart.end);
       show();
     });
     slider.value = chart.peak;
-    show();
+    show(chart.peak);
   });
 
   // The module tree: rows in call order with a depth each; sorting orders siblings, folding hides what is below.

@@ -1,0 +1,112 @@
+"""A step as a Chrome trace, for Perfetto or chrome://tracing: lanes of calls, memory as counters.
+
+Predicted time, in microseconds, as the trace event format wants it. The plain and the planned step are two processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import Any
+
+from recoup.cost.model import PricedTrace
+from recoup.ir.plan import Decision
+from recoup.timeline import CATEGORIES, category_levels, op_phase
+
+_LANES = {"forward": 1, "loss": 1, "replay": 2, "backward": 3, "optimizer": 4, "regions": 5}
+_MAX_COUNTERS = 4000
+
+
+def make_chrome_trace(
+    plain: PricedTrace, planned: PricedTrace | None = None, decisions: Sequence[Decision] = ()
+) -> dict[str, Any]:
+    """Returns the trace as JSON data.
+
+    Args:
+        plain: the unplanned step. planned: the step with the plan; decisions: the plan's, for the lane of regions.
+    """
+    events = list(_step(plain, 1, "plain step (predicted)", ()))
+    if planned is not None:
+        events += _step(planned, 2, "planned step (predicted)", decisions)
+    return {"displayTimeUnit": "ms", "traceEvents": events, "otherData": {"prices": plain.source}}
+
+
+def _step(priced: PricedTrace, process: int, name: str, decisions: Sequence[Decision]) -> Iterator[dict[str, Any]]:
+    trace = priced.trace
+    begins = [1e6 * s for s in accumulate(priced.op_seconds, initial=0.0)]
+    yield _named(process, None, "process_name", name)
+    lanes = {lane: number for lane, number in _LANES.items() if lane != "loss" and (lane != "regions" or decisions)}
+    for lane, number in lanes.items():
+        yield _named(process, number, "thread_name", lane)
+        yield {"ph": "M", "pid": process, "tid": number, "name": "thread_sort_index", "args": {"sort_index": number}}
+
+    def slice_of(lane: int, title: str, first: int, last: int, **about: Any) -> dict[str, Any]:
+        begin, end = begins[first], begins[last]
+        return {
+            "ph": "X",
+            "pid": process,
+            "tid": lane,
+            "name": title,
+            "ts": round(begin, 3),
+            "dur": round(end - begin, 3),
+            "args": about,
+        }
+
+    for call in trace.calls:
+        if call.last_op > call.first_op:
+            title = call.path or trace.model_class
+            yield slice_of(1, title, call.first_op, call.last_op, module=call.kind, call=call.index)
+    for phase, owner, first, last in _runs(priced):
+        if phase == "forward":
+            continue
+        title = trace.calls[owner].path or trace.model_class if owner >= 0 else phase
+        yield slice_of(_LANES[phase], title, first, last, ops=last - first)
+    yield from _regions(priced, decisions, slice_of)
+    yield from _counters(priced, process, begins)
+
+
+def _named(process: int, thread: int | None, kind: str, name: str) -> dict[str, Any]:
+    event: dict[str, Any] = {"ph": "M", "pid": process, "name": kind, "args": {"name": name}}
+    return event if thread is None else {**event, "tid": thread}
+
+
+def _runs(priced: PricedTrace) -> Iterator[tuple[str, int, int, int]]:
+    """Yields (phase, call, first op, last op + 1) of ops in a row that belong together."""
+    trace = priced.trace
+    first = 0
+    for i in range(1, len(trace.ops) + 1):
+        here = (op_phase(trace, first), trace.ops[first].call)
+        if i == len(trace.ops) or (op_phase(trace, i), trace.ops[i].call) != here:
+            yield (*here, first, i)
+            first = i
+
+
+def _regions(priced: PricedTrace, decisions: Sequence[Decision], slice_of: Any) -> Iterator[dict[str, Any]]:
+    """Yields the forwards of the plan's outermost regions, spans as one."""
+    calls = priced.trace.calls
+    covered = -1
+    by_path = {d.path: d for d in decisions if d.action == "recompute"}
+    for i, call in enumerate(calls):
+        decision = by_path.get(call.path)
+        if decision is None or decision.call not in (None, call.index) or call.first_op < covered:
+            continue
+        last = call.last_op
+        span = [c for c in calls[i + 1 :] if c.path in decision.span and c.index == call.index]
+        last = max([last, *(c.last_op for c in span)])
+        if last > call.first_op:
+            covered = last
+            title = f"recompute {call.path}" + (f" through {decision.span[-1]}" if decision.span else "")
+            yield slice_of(_LANES["regions"], title, call.first_op, last, inside=decision.inside)
+
+
+def _counters(priced: PricedTrace, process: int, begins: Sequence[float]) -> Iterator[dict[str, Any]]:
+    """Yields the memory by category in MiB; of many ops the largest moment each."""
+    levels = category_levels(priced)
+    total = sum(levels[c] for c in CATEGORIES)
+    num_ops = len(priced.trace.ops)
+    stride = max(1, -(-num_ops // _MAX_COUNTERS))
+    shown = [c for c in CATEGORIES if levels[c].any()]
+    for first in range(0, num_ops, stride):
+        at = first + int(total[first : first + stride].argmax())  # type: ignore[union-attr]
+        values = {c: round(int(levels[c][at]) / 2**20, 3) for c in shown}
+        yield {"ph": "C", "pid": process, "name": "memory (MiB)", "ts": round(begins[at], 3), "args": values}
