@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -64,9 +65,7 @@ def make_timeline(priced: PricedTrace, *, plain: PricedTrace | None = None, fixe
     return Timeline(
         seconds=tuple(float(begins[i]) for i in stops[:-1]),
         duration_seconds=float(begins[-1]),
-        series=tuple(
-            (c, _at_column_peaks(levels[c], total, stops)) for c in CATEGORIES if levels[c].any()
-        ),
+        series=tuple((c, _at_column_peaks(levels[c], total, stops)) for c in CATEGORIES if levels[c].any()),
         phases=_merge_phases(phases, begins),
         peak_seconds=float(begins[peak]),
         peak_bytes=int(total[peak]),
@@ -87,9 +86,7 @@ def _columns(begins: np.ndarray, peak: int) -> list[int]:  # type: ignore[type-a
 
 def _at_column_peaks(level: np.ndarray, total: np.ndarray, stops: Sequence[int]) -> tuple[int, ...]:  # type: ignore[type-arg]
     """Returns the level at the moment of each column when the total is largest, so that the stack adds up."""
-    return tuple(
-        int(level[a + int(total[a:b].argmax())]) for a, b in zip(stops[:-1], stops[1:], strict=True)
-    )
+    return tuple(int(level[a + int(total[a:b].argmax())]) for a, b in itertools.pairwise(stops))
 
 
 def _merge_phases(phases: Sequence[str], begins: np.ndarray) -> tuple[tuple[str, float, float], ...]:  # type: ignore[type-arg]
@@ -116,7 +113,9 @@ def _tensors(priced: PricedTrace, plain: PricedTrace | None, peak: int) -> tuple
     return tuple(group_labels(alive)[:_NUM_TENSORS])
 
 
-def module_rows(plain: PricedTrace, planned: PricedTrace | None, decisions: Sequence[Decision]) -> tuple[ModuleRow, ...]:
+def module_rows(
+    plain: PricedTrace, planned: PricedTrace | None, decisions: Sequence[Decision]
+) -> tuple[ModuleRow, ...]:
     """Returns the module tree with what each call keeps, with and without the plan, and what that costs.
 
     A storage counts for the first call that saves it. A second run counts for the region that runs (a span's for its
@@ -140,8 +139,10 @@ def module_rows(plain: PricedTrace, planned: PricedTrace | None, decisions: Sequ
     for i in range(num - 1, -1, -1):  # children come after their parents
         parent = trace.calls[i].parent
         if parent >= 0:
-            for column in (saved, kept, extra, forward):
-                column[parent] += column[i]  # type: ignore[index]
+            saved[parent] += saved[i]
+            kept[parent] += kept[i]
+            extra[parent] += extra[i]
+            forward[parent] += forward[i]
     actions = _actions(trace, decisions)
     in_loss = before.get(_NOBODY, 0), after.get(_NOBODY, 0)
     rows = tuple(
@@ -245,7 +246,11 @@ def _actions(trace: Trace, decisions: Sequence[Decision]) -> list[tuple[str, boo
             action = plain_one.action if plain_one is not None else inherited
             words = f"{action} in the replay" if in_region else action
             prefix = f"{call.path}." if call.path else ""
-            below = [] if in_region else sorted({d.action for d in decisions if d.path and d.path.startswith(prefix)} - {action})
+            below = (
+                []
+                if in_region
+                else sorted({d.action for d in decisions if d.path and d.path.startswith(prefix)} - {action})
+            )
             if below and call.children:
                 words += f", inside: {', '.join(below)}"
             found.append((words, plain_one is not None))

@@ -29,7 +29,9 @@ def fit(
     device: options.RunDevice = None,
     actions: options.Actions = None,
     out: options.Out = None,
-    html: Annotated[Path | None, typer.Option(help="Also write a report here, one offline page", dir_okay=False)] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="Also write a report here, one offline page", dir_okay=False)
+    ] = None,
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from typing import Any
 
@@ -76,7 +77,7 @@ def _run(bench: StepBench) -> MeasuredTimeline:
     levels = held + np.concatenate([[0], np.cumsum([b for _, b in changes])]).astype(np.int64)
     edges = np.linspace(begin, end, _MAX_POINTS + 1)
     at = np.searchsorted(times, edges, side="right")  # levels[at[k]] is the level when column k begins
-    totals = [int(levels[a : max(b, a) + 1].max()) for a, b in zip(at[:-1], at[1:], strict=True)]
+    totals = [int(levels[a : max(b, a) + 1].max()) for a, b in itertools.pairwise(at)]
     return MeasuredTimeline(
         seconds=tuple(float(e - begin) / 1e9 for e in edges[:-1]),
         total_bytes=tuple(totals),

@@ -13,7 +13,7 @@ _LARGE_SHARE = 0.25
 _HEAD = re.compile(r"log_softmax|cross_entropy|nll_loss|\blm_head\b|\bhead\b| in loss\b|\blogits\b")
 _STATIC = ("parameter", "buffer", "optimizer", "gradient", "batch")
 _INSTEAD = {
-    "optimizer": "an optimizer with less state (Adafactor, SGD, 8-bit states), or its state sharded (FSDP) or offloaded",
+    "optimizer": "an optimizer with less state (Adafactor, SGD, 8-bit states), or state sharded (FSDP) or offloaded",
     "parameter": "weights in a smaller dtype, adapters on frozen weights (LoRA), or sharding (FSDP)",
     "gradient": "gradients in a smaller dtype, an optimizer step inside backward, or sharding (FSDP)",
     "batch": "a smaller batch, or one that is loaded in parts",
@@ -45,7 +45,7 @@ def advise(profile: Profile) -> list[str]:
     if head > _LARGE_SHARE * peak:
         sentences.append(
             f"Logits and loss hold {format_bytes(head)} of it. They are at the end of the forward, where running them "
-            "again frees nothing: compute the loss over tiles of tokens, or use fewer positions or a smaller vocabulary."
+            "again frees nothing: compute the loss over tiles of tokens, or use fewer tokens or a smaller vocabulary."
         )
     giant = _giant(profile)
     if giant is not None and giant.saved_bytes > _LARGE_SHARE * peak:
@@ -75,4 +75,8 @@ def _giant(profile: Profile) -> ProfileRow | None:
     if not own:
         return None
     at = max(range(len(own)), key=own.__getitem__)
-    return dataclasses.replace(profile.rows[at], saved_bytes=own[at]) if own[at] > 0.5 * max(profile.saved_bytes, 1) else None
+    return (
+        dataclasses.replace(profile.rows[at], saved_bytes=own[at])
+        if own[at] > 0.5 * max(profile.saved_bytes, 1)
+        else None
+    )

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
+
 from recoup.cost.model import PricedTrace
 from recoup.ir.plan import Decision
 from recoup.timeline import CATEGORIES, category_levels, op_phase
@@ -102,11 +104,11 @@ def _regions(priced: PricedTrace, decisions: Sequence[Decision], slice_of: Any) 
 def _counters(priced: PricedTrace, process: int, begins: Sequence[float]) -> Iterator[dict[str, Any]]:
     """Yields the memory by category in MiB; of many ops the largest moment each."""
     levels = category_levels(priced)
-    total = sum(levels[c] for c in CATEGORIES)
+    total = np.sum([levels[c] for c in CATEGORIES], axis=0)
     num_ops = len(priced.trace.ops)
     stride = max(1, -(-num_ops // _MAX_COUNTERS))
     shown = [c for c in CATEGORIES if levels[c].any()]
     for first in range(0, num_ops, stride):
-        at = first + int(total[first : first + stride].argmax())  # type: ignore[union-attr]
+        at = first + int(total[first : first + stride].argmax())
         values = {c: round(int(levels[c][at]) / 2**20, 3) for c in shown}
         yield {"ph": "C", "pid": process, "name": "memory (MiB)", "ts": round(begins[at], 3), "args": values}

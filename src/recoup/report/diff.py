@@ -71,7 +71,10 @@ def format_diff(a: Plan, b: Plan) -> str:
     found = diff_plans(a, b)
     if not found["figures"] and not found["changes"]:
         return "The plans do the same, and are predicted to cost the same."
-    rows = [(name.removesuffix("_bytes").replace("_", " "), *_figure(name, *pair)) for name, pair in found["figures"].items()]
+    rows = [
+        (name.removesuffix("_bytes").replace("_", " "), *_figure(name, *pair))
+        for name, pair in found["figures"].items()
+    ]
     widths = [max((len(row[i]) for row in rows), default=0) for i in range(3)]
     lines = [
         f"  {name.ljust(widths[0])}  {old.rjust(widths[1])} -> {new.ljust(widths[2])}  {delta}".rstrip()

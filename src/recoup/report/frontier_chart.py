@@ -57,7 +57,9 @@ def draw_frontier(report: Report, *, wide: bool) -> str:
         marks.append((p.peak_bytes, 100 * p.extra_time_ratio, "hand", p.name, f"by hand: {p.name}"))
     if plan is not None:
         predicted = plan.predicted
-        marks.append((predicted.peak_bytes, 100 * predicted.extra_time_ratio, "plan", "this plan, predicted", "this plan"))
+        marks.append(
+            (predicted.peak_bytes, 100 * predicted.extra_time_ratio, "plan", "this plan, predicted", "this plan")
+        )
     if evidence is not None and evidence.time_ratio is not None:
         ratio = 100 * (evidence.time_ratio - 1)
         marks.append((evidence.peak_bytes, ratio, "real", "measured", "measured"))
@@ -94,7 +96,9 @@ def _label(frame: Frame, taken: list[_Box], x: float, y: float, words: str, kind
     best = None
     for dx, dy in places:
         box = (x + dx, y + dy - 11, x + dx + width, y + dy + 3)
-        inside = box[0] >= frame.left and box[2] <= frame.width - 2 and box[1] >= 0 and box[3] <= frame.height - frame.bottom
+        inside = (
+            box[0] >= frame.left and box[2] <= frame.width - 2 and box[1] >= 0 and box[3] <= frame.height - frame.bottom
+        )
         overlaps = sum(_overlap(box, other) for other in taken)
         rank = (not inside, overlaps)
         if best is None or rank < best[0]:

@@ -174,7 +174,11 @@ def _cards(report: Report) -> list[tuple[str, str, str, str]]:
         cards.append(("predicted", "Plain peak", format_bytes(plain_bytes), "without a plan"))
     if plan is not None:
         peak = evidence.peak_bytes if evidence is not None else plan.predicted.peak_bytes
-        remark = f"{100 * peak / plain_bytes:.0f} % of plain, budget {format_bytes(plan.budget_bytes)}" if plain_bytes else ""
+        remark = (
+            f"{100 * peak / plain_bytes:.0f} % of plain, budget {format_bytes(plan.budget_bytes)}"
+            if plain_bytes
+            else ""
+        )
         kind = "measured" if evidence is not None else "predicted"
         cards.append((kind, "Planned peak", format_bytes(peak), remark))
         if evidence is not None and evidence.time_ratio is not None:
@@ -194,7 +198,9 @@ def _cards(report: Report) -> list[tuple[str, str, str, str]]:
         profile = report.profile
         cards.append(("predicted", "Held for backward", format_bytes(profile.saved_bytes), "when backward begins"))
         cards.append(("predicted", "Step", format_seconds(profile.step_seconds), profile.cost_source))
-        cards.append(("predicted", "FLOPs", format_flops(profile.plain_flops), f"{profile.num_parameters:,} parameters"))
+        cards.append(
+            ("predicted", "FLOPs", format_flops(profile.plain_flops), f"{profile.num_parameters:,} parameters")
+        )
     return cards
 
 
@@ -252,10 +258,19 @@ def _figures(report: Report) -> list[tuple[str, str]]:
         return []
     predicted = plan.predicted
     return [
-        ("budget", f"{format_bytes(plan.budget_bytes)}" + (f" ({plan.budget_text})" if not plan.budget_text.isdigit() else "")),
+        (
+            "budget",
+            f"{format_bytes(plan.budget_bytes)}" + (f" ({plan.budget_text})" if not plan.budget_text.isdigit() else ""),
+        ),
         ("predicted peak", f"{format_bytes(predicted.peak_bytes)}, in the {predicted.phase}"),
-        ("held when backward begins", f"{format_bytes(predicted.saved_bytes)}, plain {format_bytes(predicted.plain_saved_bytes)}"),
-        ("predicted time", f"{format_seconds(predicted.step_seconds)} a step, plain {format_seconds(predicted.plain_step_seconds)}"),
+        (
+            "held when backward begins",
+            f"{format_bytes(predicted.saved_bytes)}, plain {format_bytes(predicted.plain_saved_bytes)}",
+        ),
+        (
+            "predicted time",
+            f"{format_seconds(predicted.step_seconds)} a step, plain {format_seconds(predicted.plain_step_seconds)}",
+        ),
         ("prices from", predicted.cost_source),
         ("run twice", f"{format_flops(predicted.recomputed_flops)} of {format_flops(predicted.plain_flops)}"),
         ("made for", f"{plan.model_class} (structure {plan.fingerprint}) on {plan.device}"),

@@ -112,7 +112,9 @@ def area(frame: Frame, xs: Sequence[float], low: Sequence[float], high: Sequence
     for i in range(len(xs) - 1, -1, -1):
         right = xs[i + 1] if i + 1 < len(xs) else end
         if low[i] != last:
-            data.append(f"H{frame.x(right):.1f}V{frame.y(low[i]):.1f}" if last is not None else f"V{frame.y(low[i]):.1f}")
+            data.append(
+                f"H{frame.x(right):.1f}V{frame.y(low[i]):.1f}" if last is not None else f"V{frame.y(low[i]):.1f}"
+            )
             last = low[i]
     return f"{top}{''.join(data)}H{frame.x(xs[0]):.1f}Z" if xs else ""
 

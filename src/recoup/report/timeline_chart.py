@@ -72,7 +72,9 @@ def draw_timeline(
     parts.append(f'<circle class="peak" cx="{x:.1f}" cy="{y:.1f}" r="4.5"/>')
     anchor = "start" if x < frame.width * (0.6 if wide else 0.38) else "end"
     offset = 8 if anchor == "start" else -8
-    parts.append(text(x + offset, y - 6, f"peak {format_bytes(timeline.peak_bytes)}", anchor=anchor, kind="over strong"))
+    parts.append(
+        text(x + offset, y - 6, f"peak {format_bytes(timeline.peak_bytes)}", anchor=anchor, kind="over strong")
+    )
     parts.append(f'<path class="cursor" d="M0 {frame.top}V{frame.height - frame.bottom}" visibility="hidden"/>')
     label = (
         f"Predicted memory over the {name} step, peak {format_bytes(timeline.peak_bytes)} in the {timeline.phase}"
@@ -80,7 +82,8 @@ def draw_timeline(
     )
     return (
         f'<svg class="{"wide" if wide else "narrow"}" viewBox="0 0 {frame.width} {frame.height}" role="img" '
-        f'aria-label="{escape(label)}" data-left="{frame.left}" data-right="{frame.right}" data-max="{max_seconds:.9g}">'
+        f'aria-label="{escape(label)}" data-left="{frame.left}" data-right="{frame.right}" '
+        f'data-max="{max_seconds:.9g}">'
         f"{''.join(parts)}</svg>"
     )
 

@@ -1,0 +1,74 @@
+"""What a plan does that an export cannot say, in words."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from recoup.errors import UsageError
+from recoup.ir.plan import Decision, Plan
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Export:
+    """A plan in somebody else's terms.
+
+    Attributes:
+        code: Python, runs without recoup. left_out: what the plan does and the code does not, in sentences; then the
+            plan's prediction does not hold for it.
+    """
+
+    code: str
+    left_out: tuple[str, ...]
+
+
+def regions_of(plan: Plan, *, target: str) -> tuple[Decision, ...]:
+    """Returns the regions.
+
+    Raises:
+        UsageError: if there are none, or one holds for some calls of its module only.
+    """
+    if not plan.regions:
+        raise UsageError(
+            f"The plan has no regions, and only those can be exported to {target}. Make one with "
+            "`recoup plan TARGET --actions recompute`."
+        )
+    numbered = next((d for d in plan.regions if d.call is not None), None)
+    if numbered is not None:
+        raise UsageError(
+            f"The plan tells calls of `{numbered.path}` apart (call {numbered.call}), which {target} cannot. "
+            "Apply it with `recoup.apply(model, plan)`."
+        )
+    return plan.regions
+
+
+def left_out(plan: Plan) -> tuple[str, ...]:
+    """Returns what only recoup's engine can do of the plan."""
+    rederives = [d for d in plan.decisions if d.action == "rederive" or d.inside == "rederive"]
+    others = sorted({d.action for d in plan.decisions} - {"save", "rederive", "recompute"})
+    sentences = []
+    if rederives:
+        sentences.append(
+            f"{len(rederives)} decisions rederive; PyTorch has no such action, so those tensors are saved and the peak "
+            "is higher. A plan made with `--actions recompute` exports whole."
+        )
+    sentences += [f"action {action!r} is left out" for action in others]
+    return tuple(sentences)
+
+
+def header(plan: Plan, *, what: str, sentences: tuple[str, ...]) -> str:
+    """Returns the docstring of an exported file."""
+    from recoup.units import format_bytes
+
+    predicted = plan.predicted
+    lines = [
+        f'"""{what} for {plan.model_class} on {plan.device}.',
+        "",
+        f"Made by recoup for a budget of {format_bytes(plan.budget_bytes)}; needs PyTorch, not recoup.",
+    ]
+    if sentences:
+        lines += ["Not the whole plan:", *(f"- {s}" for s in sentences)]
+    else:
+        lines.append(
+            f"Predicted: peak {format_bytes(predicted.peak_bytes)}, {100 * predicted.extra_time_ratio:+.1f} % time."
+        )
+    return "\n".join([*lines, '"""', ""])

@@ -1,0 +1,181 @@
+"""Exported code, run in a process of its own without recoup: the same gradients, and the same peak as the plan."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import recoup
+from recoup.errors import UsageError
+from recoup.evidence.memory import measure_peak
+from recoup.export.plain_torch import export_torch
+from recoup.ir.plan import Decision, Plan
+from tests.ir.test_schema import make_plan
+from tests.models import ConvNet, Stack, make, same, step
+
+Regions = list[tuple[str, ...]]
+CASES: list[tuple[str, Regions]] = [
+    ("stack", [("layers.0",), ("layers.2",)]),
+    ("stack", [("layers.0", "layers.1", "layers.2")]),
+    ("batch-norm", [("layers.0",), ("layers.1",)]),
+    ("batch-norm", [("layers.0", "layers.1"), ("layers.2", "layers.3")]),
+    ("conv", [("net.body",)]),
+    ("gpt2", [("transformer.h.0",), ("transformer.h.1",)]),
+    ("gpt2", [("transformer.h.0", "transformer.h.1")]),
+    ("llama", [("model.layers.0", "model.layers.1"), ("model.layers.2",)]),
+    ("llama", [("model.layers.0",), ("model.layers.0.mlp",), ("model.layers.2",)]),
+]
+
+
+def plan_of(regions: Regions, **changes: Any) -> Plan:
+    decisions = tuple(Decision(path=first, action="recompute", span=tuple(rest)) for first, *rest in regions)
+    return make_plan(decisions=decisions, **changes)
+
+
+def applied(plan: Plan, model: torch.nn.Module) -> torch.nn.Module:
+    namespace = types.ModuleType("exported")
+    code = export_torch(plan).code
+    assert "import recoup" not in code and "from recoup" not in code
+    exec(compile(code, "exported.py", "exec"), namespace.__dict__)
+    namespace.apply_plan(model)
+    return model
+
+
+@pytest.mark.parametrize(("kind", "regions"), CASES, ids=lambda v: v if isinstance(v, str) else str(len(v)))
+def test_gradients_buffers_and_random_streams_are_those_of_the_plain_step(kind: str, regions: Regions) -> None:
+    model, batch, loss = make(kind)
+    twin, _, _ = make(kind)
+    applied(plan_of(regions), model)
+    for seed in (1, 2):  # the second step sees the buffers that the first one left
+        assert same(step(model, batch, loss, seed=seed), step(twin, batch, loss, seed=seed))
+
+
+def _peak(model: torch.nn.Module, batch: Any) -> int:
+    def run() -> None:
+        output = model(**batch) if isinstance(batch, dict) else model(batch)
+        (output if isinstance(output, torch.Tensor) else output.loss).backward()
+
+    run()
+    model.zero_grad()
+    peak = measure_peak(run, device=torch.device("cpu"), held_bytes=0)
+    model.zero_grad()
+    return peak
+
+
+def _llama() -> tuple[torch.nn.Module, Any]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        num_hidden_layers=6, hidden_size=128, intermediate_size=384, num_attention_heads=4, vocab_size=256
+    )
+    ids = torch.randint(0, 256, (4, 256))
+    return LlamaForCausalLM(config).train(), {"input_ids": ids, "labels": ids}
+
+
+@pytest.mark.parametrize(
+    ("build", "regions"),
+    [
+        (lambda: (Stack(128, 6), torch.randn(2048, 128)), [(f"layers.{i}",) for i in range(5)]),
+        (lambda: (Stack(128, 6, batch_norm=True), torch.randn(2048, 128)), [("layers.0", "layers.1"), ("layers.2",)]),
+        pytest.param(_llama, [(f"model.layers.{i}",) for i in range(6)], marks=pytest.mark.slow),
+        pytest.param(_llama, [tuple(f"model.layers.{i}" for i in range(3)), ("model.layers.4",)], marks=pytest.mark.slow),
+    ],
+    ids=["stack", "batch-norm-span", "llama", "llama-spans"],
+)
+def test_the_peak_is_within_one_percent_of_the_plan(build: Any, regions: Regions) -> None:
+    model, batch = build()
+    plain = _peak(model, batch)
+    plan = dataclasses.replace(plan_of(regions), fingerprint=_fingerprint(model), model_class=type(model).__name__)
+    with recoup.apply(model, plan):
+        planned = _peak(model, batch)
+    exported = _peak(applied(plan, model), batch)
+    assert exported == pytest.approx(planned, rel=0.01), plain
+    assert exported < 0.9 * plain
+
+
+def _fingerprint(model: torch.nn.Module) -> str:
+    from recoup.capture.fingerprint import fingerprint
+
+    return fingerprint(model)
+
+
+@pytest.mark.slow
+def test_a_fresh_file_needs_no_recoup(tmp_path: Path) -> None:
+    plan = plan_of([("0", "1"), ("3",)])
+    script = export_torch(plan).code + (
+        "\nimport sys\n"
+        "block = lambda: torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(0.5), torch.nn.Tanh())\n"
+        "model = torch.nn.Sequential(*(block() for _ in range(5)))\n"
+        "x = torch.randn(4, 8)\n"
+        "def gradients():\n"
+        "    torch.manual_seed(1)\n"
+        "    model.zero_grad()\n"
+        "    model(x).square().sum().backward()\n"
+        "    return [p.grad.clone() for p in model.parameters()]\n"
+        "before = gradients()\n"
+        "apply_plan(model)\n"
+        "assert all(torch.equal(a, b) for a, b in zip(before, gradients()))\n"
+        "assert not any(name.startswith('recoup') for name in sys.modules)\n"
+        "print('equal')\n"
+    )
+    path = tmp_path / "fresh.py"
+    path.write_text(script)
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", _WITHOUT_RECOUP, str(path)], capture_output=True, text=True, check=False
+    )
+    assert done.stdout.strip() == "equal", done.stderr
+
+
+# Runs a file with every path but those that hold recoup.
+_WITHOUT_RECOUP = f"""
+import os, runpy, sys
+sys.path = [p for p in {[p for p in sys.path if p]!r} if not os.path.isdir(os.path.join(p, "recoup"))]
+runpy.run_path(sys.argv[1], run_name="__main__")
+"""
+
+
+def test_an_export_on_another_model_changes_nothing() -> None:
+    model = ConvNet()
+    with pytest.raises(ValueError, match=r"no module \['layers.0'\]"):
+        applied(plan_of([("body",), ("layers.0",)]), model)
+    assert not any("forward" in vars(m) for m in model.modules())
+
+
+def test_evaluation_and_copies_work() -> None:
+    import copy
+
+    model, batch, loss = make("stack")
+    applied(plan_of([("layers.0", "layers.1"), ("layers.2",)]), model)
+    twin = copy.deepcopy(model)
+    assert same(step(twin, batch, loss), step(model, batch, loss))
+    assert twin.layers[0].forward.__self__ is twin.layers[0]
+    with torch.no_grad():
+        assert torch.isfinite(model.eval()(batch))
+
+
+@pytest.mark.parametrize(
+    ("decisions", "message"),
+    [
+        ((), "no regions"),
+        ((Decision(path="", action="rederive"),), "no regions"),
+        ((Decision(path="a", action="recompute", call=1),), "tells calls of `a` apart"),
+    ],
+)
+def test_what_cannot_be_exported_is_refused(decisions: tuple[Decision, ...], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        export_torch(make_plan(decisions=decisions))
+
+
+def test_what_is_left_out_is_said() -> None:
+    decisions = (Decision(path="", action="rederive"), Decision(path="layers.0", action="recompute"))
+    made = export_torch(make_plan(decisions=decisions))
+    assert "1 decisions rederive" in made.left_out[0]
+    assert "Not the whole plan" in made.code
+    assert "Predicted" not in made.code
