@@ -1,0 +1,62 @@
+"""What the report draws adds up to what the planner says."""
+
+from __future__ import annotations
+
+import pytest
+
+from recoup.timeline import make_timeline
+from tests.report.helpers import small_report
+
+
+def test_the_stack_adds_up_to_the_predicted_peaks() -> None:
+    report, plain, _ = small_report()
+    assert report.plan is not None and report.plain is not None and report.planned is not None
+    for timeline, peak in (
+        (report.plain, report.plan.predicted.plain_peak_bytes),
+        (report.planned, report.plan.predicted.peak_bytes),
+    ):
+        totals = [sum(column) for column in zip(*(values for _, values in timeline.series), strict=True)]
+        assert max(totals) == timeline.peak_bytes == peak == sum(size for _, size in timeline.at_peak)
+        assert len(timeline.seconds) == len(totals)
+        assert list(timeline.seconds) == sorted(timeline.seconds)
+        assert timeline.phases[0][0] == "forward" and timeline.phases[-1][2] == pytest.approx(timeline.duration_seconds)
+    assert make_timeline(plain, fixed_bytes=100).peak_bytes == report.plain.peak_bytes + 100
+
+
+def test_measured_peaks_are_those_of_verify() -> None:
+    report, _, _ = small_report()
+    assert report.measured_plain is not None and report.measured_planned is not None and report.evidence is not None
+    assert report.measured_plain.peak_bytes == report.evidence.baseline_peak_bytes
+    assert report.measured_planned.peak_bytes == report.evidence.peak_bytes
+    assert max(report.measured_planned.total_bytes) == report.measured_planned.peak_bytes
+    assert [name for name, _, _ in report.measured_plain.phases] == ["forward", "backward"]
+
+
+def test_module_rows_add_up_to_what_is_held_and_paid() -> None:
+    report, _, planned = small_report()
+    assert report.plan is not None
+    top = [row for row in report.rows if row.depth == 0]
+    predicted = report.plan.predicted
+    assert sum(row.plain_saved_bytes for row in top) == predicted.plain_saved_bytes
+    assert sum(row.saved_bytes for row in top) == predicted.saved_bytes
+    twice = sum(s for s, o in zip(planned.op_seconds, planned.trace.ops, strict=True) if o.replayed)
+    assert sum(row.extra_seconds for row in top) == pytest.approx(twice)
+    assert [row.path for row in report.rows if row.depth == 1][:2] == ["layers.0", "layers.1"]
+
+
+def test_the_optimizers_part_follows_the_planned_step() -> None:
+    import torch
+
+    from recoup import api
+    from recoup.cost.model import FlopsCost
+    from recoup.ir.plan import Decision
+    from tests.models import make
+
+    model, batch, loss = make("stack")
+    curve = api.frontier(model, batch, loss=loss, optimizer=torch.optim.Adam, cost=FlopsCost(), num_points=2)
+    plain = curve.planner.priced
+    planned = curve.planner.simulate_priced((Decision(path="layers.0", action="recompute"),))
+    timeline = make_timeline(planned, plain=plain)
+    assert timeline.phases[-1][0] == "optimizer"
+    assert "replay" in {phase for phase, _, _ in timeline.phases}
+    assert dict(timeline.series)["optimizer"]
