@@ -91,6 +91,50 @@ def test_fit_ends_with_the_verdict(source: str, capsys) -> None:
     assert "bit-equal to plain" in text
 
 
+def test_report_is_a_page_with_a_trace_and_needs_a_plan_of_this_model(source: str, tmp_path: Path, capsys) -> None:
+    plan, page, trace = tmp_path / "plan.json", tmp_path / "page.html", tmp_path / "trace.json"
+    assert run(["plan", source, "--budget", "85%", "--quiet", "--out", str(plan)]) == 0
+    capsys.readouterr()
+    options = ["--plan", str(plan), "--out", str(page), "--trace", str(trace), "--quiet"]
+    assert run(["report", source, *options]) == 0
+    assert capsys.readouterr().out == ""
+    assert page.read_text().startswith("<!doctype html>") and "Planned step" in page.read_text()
+    assert json.loads(trace.read_text())["traceEvents"]
+    assert run(["report", source, "--plan", str(plan), "--budget", "60%"]) == 2
+    assert "Give one of them" in capsys.readouterr().err
+    changed = json.loads(plan.read_text()) | {"fingerprint": "other"}
+    plan.write_text(json.dumps(changed))
+    assert run(["report", source, *options]) == 2
+    assert "made for another model" in capsys.readouterr().err
+    assert run(["report", str(plan), "--out", str(page), "--quiet"]) == 0
+    assert "Planned step" not in page.read_text() and "The plan in words" in page.read_text()
+
+
+def test_fit_writes_a_page_of_what_was_measured(source: str, tmp_path: Path, capsys) -> None:
+    page = tmp_path / "page.html"
+    assert run(["fit", source, "--budget", "85%", "--quiet", "--html", str(page)]) == 0
+    assert "Measured: within the budget, and exact." in page.read_text()
+    assert run(["fit", source, "--budget", "85%", "--html", str(tmp_path / "no" / "page.html")]) == 2
+    assert "there is no folder" in capsys.readouterr().err
+
+
+def test_diff_and_export(source: str, tmp_path: Path, capsys) -> None:
+    a, b, code = tmp_path / "a.json", tmp_path / "b.json", tmp_path / "code.py"
+    assert run(["plan", source, "--budget", "85%", "--quiet", "--out", str(a)]) == 0
+    assert run(["plan", source, "--budget", "85%", "--actions", "recompute", "--quiet", "--out", str(b)]) == 0
+    capsys.readouterr()
+    assert run(["diff", str(a), str(a)]) == 0
+    assert "do the same" in capsys.readouterr().out
+    assert run(["diff", str(a), str(b), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["changes"]
+    assert run(["export", str(b), "--out", str(code)]) == 0
+    assert "def apply_plan(model)" in code.read_text()
+    assert run(["export", str(b), "--to", "fsdp"]) == 0
+    assert "make_policy" in capsys.readouterr().out
+    assert run(["export", str(b), "--to", "keras"]) == 2
+    assert run(["diff", str(a), str(tmp_path / "none.json")]) == 2
+
+
 def test_profile_and_frontier(source: str, capsys) -> None:
     assert run(["profile", source, "--quiet"]) == 0
     assert "alive at the peak" in capsys.readouterr().out

@@ -166,6 +166,10 @@ def test_evaluation_and_copies_work() -> None:
         ((), "no regions"),
         ((Decision(path="", action="rederive"),), "no regions"),
         ((Decision(path="a", action="recompute", call=1),), "tells calls of `a` apart"),
+        (
+            (Decision(path="a", action="recompute", span=("b",)), Decision(path="b", action="recompute")),
+            "`b` is a call of two regions",
+        ),
     ],
 )
 def test_what_cannot_be_exported_is_refused(decisions: tuple[Decision, ...], message: str) -> None:

@@ -70,7 +70,7 @@ slider.value = 0; slider.dispatchEvent(new Event("input"));
 saw.first = [figure.querySelector("output").textContent, slider.getAttribute("aria-valuetext")];
 const svg = [...figure.querySelectorAll("svg")].find((s) => s.getBoundingClientRect().width > 0);
 const place = svg.getBoundingClientRect();
-svg.dispatchEvent(new PointerEvent("pointermove", { clientX: place.left + place.width * 0.5, clientY: place.top + 50 }));
+svg.dispatchEvent(new PointerEvent("pointermove", { clientX: place.left + place.width / 2, clientY: place.top }));
 saw.hover = figure.querySelector("output").textContent;
 saw.cursor = svg.querySelector(".cursor").getAttribute("visibility");
 saw.wide = svg.classList.contains("wide");

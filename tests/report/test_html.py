@@ -6,6 +6,8 @@ import dataclasses
 import html.parser
 import re
 
+import pytest
+
 from recoup.ir.report import Report
 from recoup.report.html import CATEGORY_NAMES, format_html
 from recoup.timeline import CATEGORIES
@@ -96,6 +98,7 @@ def test_a_plan_alone_and_an_empty_report_are_pages_too() -> None:
     check(format_html(Report(title="nothing")))
 
 
+@pytest.mark.slow
 def test_eighty_layers_stay_under_a_megabyte() -> None:
     report = deep_report(80)
     page = format_html(report)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pprint
 from importlib.resources import files
 
+from recoup.errors import UsageError
 from recoup.export.left_out import Export, header, left_out, regions_of
 from recoup.ir.plan import Plan
 
@@ -17,9 +18,16 @@ def export_torch(plan: Plan) -> Export:
     The same gradients as the plan; for a plan of save and recompute, the same regions and so the same peak.
 
     Raises:
-        UsageError: if the plan has no regions, or tells calls of one module apart.
+        UsageError: if the plan has no regions, tells calls of one module apart, or has a call in two regions.
     """
     regions = regions_of(plan, target="plain PyTorch")
+    covered = [path for d in regions for path in (d.path, *d.span)]
+    twice = next((path for path in covered if covered.count(path) > 1), None)
+    if twice is not None:
+        raise UsageError(
+            f"`{twice}` is a call of two regions, one inside the other, which this export cannot write. Apply the plan "
+            "with `recoup.apply(model, plan)`."
+        )
     has_spans = any(d.span for d in regions)
     missing = left_out(plan)
     code = _template("plain_torch.py.txt")

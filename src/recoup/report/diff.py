@@ -8,6 +8,8 @@ from recoup.ir.plan import Decision, Plan
 from recoup.report.words import ranges, shape_of
 from recoup.units import format_bytes, format_flops, format_seconds
 
+_REPLAY = " in the replay of "
+
 
 def diff_plans(a: Plan, b: Plan) -> dict[str, Any]:
     """Returns what differs as plain data.
@@ -29,11 +31,17 @@ def diff_plans(a: Plan, b: Plan) -> dict[str, Any]:
     figures["regions"] = (len(a.regions), len(b.regions))
     keys = dict.fromkeys([_key(d) for d in a.decisions] + [_key(d) for d in b.decisions])
     keys.update(dict.fromkeys((p, d.call) for plan in (a, b) for d in plan.decisions for p in d.span))
-    changes = {}
+    changes: dict[str, list[str]] = {}
     for path, call in keys:
         before, after = action_at(a, path, call), action_at(b, path, call)
         if before != after:
             changes[path if call is None else f"{path} call {call}"] = [before, after]
+    # What only moved into a region, or out of one, is said by that region.
+    changes = {
+        where: pair
+        for where, pair in changes.items()
+        if not any(_REPLAY in words and words.partition(_REPLAY)[2] in changes for words in pair)
+    }
     return {"figures": {k: list(v) for k, v in figures.items() if v[0] != v[1]}, "changes": changes}
 
 
@@ -62,7 +70,7 @@ def action_at(plan: Plan, path: str, call: int | None) -> str:
         for decision in plan.decisions:
             if decision.path == parent:
                 inherited = decision.inside if decision.action == "recompute" else decision.action
-                return f"{inherited} in the replay of {parent}" if decision.action == "recompute" else inherited
+                return f"{inherited}{_REPLAY}{parent}" if decision.action == "recompute" else inherited
     return "save"
 
 
