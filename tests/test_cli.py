@@ -91,6 +91,7 @@ def test_fit_ends_with_the_verdict(source: str, capsys) -> None:
     assert "bit-equal to plain" in text
 
 
+@pytest.mark.slow
 def test_report_is_a_page_with_a_trace_and_needs_a_plan_of_this_model(source: str, tmp_path: Path, capsys) -> None:
     plan, page, trace = tmp_path / "plan.json", tmp_path / "page.html", tmp_path / "trace.json"
     assert run(["plan", source, "--budget", "85%", "--quiet", "--out", str(plan)]) == 0
@@ -110,6 +111,7 @@ def test_report_is_a_page_with_a_trace_and_needs_a_plan_of_this_model(source: st
     assert "Planned step" not in page.read_text() and "The plan in words" in page.read_text()
 
 
+@pytest.mark.slow
 def test_fit_writes_a_page_of_what_was_measured(source: str, tmp_path: Path, capsys) -> None:
     page = tmp_path / "page.html"
     assert run(["fit", source, "--budget", "85%", "--quiet", "--html", str(page)]) == 0

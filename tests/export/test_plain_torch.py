@@ -82,8 +82,8 @@ def _llama() -> tuple[torch.nn.Module, Any]:
 @pytest.mark.parametrize(
     ("build", "regions"),
     [
-        (lambda: (Stack(128, 6), torch.randn(2048, 128)), [(f"layers.{i}",) for i in range(5)]),
-        (lambda: (Stack(128, 6, batch_norm=True), torch.randn(2048, 128)), [("layers.0", "layers.1"), ("layers.2",)]),
+        (lambda: (Stack(128, 6), torch.randn(1024, 128)), [(f"layers.{i}",) for i in range(5)]),
+        (lambda: (Stack(128, 6, batch_norm=True), torch.randn(1024, 128)), [("layers.0", "layers.1"), ("layers.2",)]),
         pytest.param(_llama, [(f"model.layers.{i}",) for i in range(6)], marks=pytest.mark.slow),
         pytest.param(_llama, [("model.layers.0", "model.layers.1"), ("model.layers.4",)], marks=pytest.mark.slow),
     ],

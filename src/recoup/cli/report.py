@@ -62,12 +62,12 @@ def report(
         found = request.resolve(runs=False)
         from recoup import api, reporting  # with them comes torch
 
-        curve = api.frontier(found.model, found.batch, **request.planning_keywords(found))
-        made = given
         if given is not None:
-            _check_same_model(given, curve.planner.trace.fingerprint)
-        elif budget is not None:
-            made = curve.plan(budget)
+            from recoup.capture.fingerprint import fingerprint
+
+            _check_same_model(given, fingerprint(found.model))
+        curve = api.frontier(found.model, found.batch, **request.planning_keywords(found))
+        made = curve.plan(budget) if given is None and budget is not None else given
         shown, plain, planned = reporting.make_report(curve, plan=made)
         if trace is not None:
             from recoup.report.chrome_trace import make_chrome_trace
