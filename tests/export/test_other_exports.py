@@ -84,3 +84,29 @@ def test_spans_in_a_policy_are_said() -> None:
     assert "1 regions go over several calls" in export_fsdp(plan_of([("layers.0", "layers.1")])).left_out[0]
     decisions = (Decision(path="a", action="recompute", buffers=("a.count",)),)
     assert "changes these buffers again: a.count" in export_fsdp(make_plan(decisions=decisions)).left_out[0]
+
+
+@pytest.fixture
+def one_rank() -> Any:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_the_fsdp_policy_under_fully_shard(one_rank: Any) -> None:
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
+    model, batch, loss = make("stack")
+    twin, _, _ = make("stack")
+    run(export_fsdp(plan_of([("layers.0",), ("layers.2",)]))).apply_plan(model)
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    found, expected = step(model, batch, loss), step(twin, batch, loss)
+    assert len(found) == len(expected)
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a.full_tensor() if isinstance(a, DTensor) else a, b)
