@@ -204,8 +204,8 @@ def _cards(report: Report) -> list[tuple[str, str, str, str]]:
     return cards
 
 
-def _evidence(report: Report) -> list[tuple[str, str, str, bool]]:
-    """Returns (what, predicted, measured, is ok), "" where there is none."""
+def _evidence(report: Report) -> list[tuple[str, str, str, bool | None]]:
+    """Returns (what, predicted, measured, is as promised), "" or None where there is none."""
     plan, evidence = report.plan, report.evidence
     if evidence is None or plan is None:
         return []
@@ -217,7 +217,7 @@ def _evidence(report: Report) -> list[tuple[str, str, str, bool]]:
             "peak of the plain step",
             format_bytes(predicted.plain_peak_bytes),
             format_bytes(baseline) if baseline is not None else "does not fit",
-            True,
+            None,
         ),
         (
             "peak of the planned step",
@@ -225,7 +225,7 @@ def _evidence(report: Report) -> list[tuple[str, str, str, bool]]:
             f"{format_bytes(evidence.peak_bytes)} of {format_bytes(evidence.budget_bytes)} allowed",
             evidence.within_budget,
         ),
-        ("time over plain", f"{1 + predicted.extra_time_ratio:.3f}", ratio or "not timed", True),
+        ("time over plain", f"{1 + predicted.extra_time_ratio:.3f}", ratio or "not timed", None),
         (
             "gradients",
             "",
@@ -245,11 +245,16 @@ def _evidence(report: Report) -> list[tuple[str, str, str, bool]]:
         ),
         (
             "run twice",
-            f"{len(plan.regions)} regions, {format_flops(predicted.recomputed_flops)}",
-            f"{evidence.num_regions_replayed} regions, {evidence.num_rederived} saved tensors rederived",
-            True,
+            f"{_count(len(plan.regions), 'region')}, {format_flops(predicted.recomputed_flops)}",
+            f"{_count(evidence.num_regions_replayed, 'region')}, "
+            f"{_count(evidence.num_rederived, 'saved tensor')} rederived",
+            None,
         ),
     ]
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" + ("" if number == 1 else "s")
 
 
 def _figures(report: Report) -> list[tuple[str, str]]:
