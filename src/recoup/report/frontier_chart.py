@@ -8,7 +8,7 @@ from recoup.ir.report import Report
 from recoup.report.svg import Frame, axes, byte_unit, text
 from recoup.units import format_bytes
 
-_LABEL_WIDTH = 6.6  # of one character of the chart's text, in drawing units
+_LABEL_WIDTH = 7.2  # of one character of the chart's text, in drawing units
 _Box = tuple[float, float, float, float]
 
 
@@ -63,14 +63,16 @@ def draw_frontier(report: Report, *, wide: bool) -> str:
     if evidence is not None and evidence.time_ratio is not None:
         ratio = 100 * (evidence.time_ratio - 1)
         marks.append((evidence.peak_bytes, ratio, "real", "measured", "measured"))
+    shapes = []
     for peak, extra, kind, _, title in marks:
         x, y = frame.x(peak), frame.y(extra)
         taken.append((x - 6, y - 6, x + 6, y + 6))
         hint = f"<title>{escape(title)}: {format_bytes(peak)}, {extra:+.1f} % time</title>"
-        parts.append(f'<path class="{kind}" d="{_shape(kind, x, y)}">{hint}</path>')
+        shapes.append(f'<path class="{kind}" d="{_shape(kind, x, y)}">{hint}</path>')
     for peak, extra, _, words, _ in marks:
         if words:
             parts.append(_label(frame, taken, frame.x(peak), frame.y(extra), words, "over"))
+    parts += shapes  # over the labels' outlines
     label = "Predicted extra time against the peak of the step; the same numbers are in the table below"
     return (
         f'<svg class="{"wide" if wide else "narrow"}" viewBox="0 0 {frame.width} {frame.height}" role="img" '

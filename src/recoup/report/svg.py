@@ -58,7 +58,7 @@ def ticks(low: float, high: float, count: int) -> list[float]:
         return [low]
     rough = (high - low) / max(count, 1)
     power = 10.0 ** math.floor(math.log10(rough))
-    step = next(s * power for s in (1, 2, 5, 10) if s * power >= rough * 0.999)
+    step = next(s * power for s in (1, 2, 5, 10) if s * power >= 0.8 * rough)
     first = math.ceil(low / step - 1e-9)
     return [i * step for i in range(first, math.floor(high / step + 1e-9) + 1)]
 
