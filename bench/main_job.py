@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from recoup import InfeasibleBudget
 from recoup.api import _planner
 from recoup.evidence.memory import measure_peak
-from recoup.evidence.verify import _Bench, verify_plan
+from recoup.evidence.verify import StepBench, verify_plan
 from recoup.planning import Candidate, Planner, plan_for_budget
 from recoup.solve.baselines import baselines
 from recoup.solve.decisions import to_decisions
@@ -133,7 +133,7 @@ def run_workload(name: str, quick: bool) -> dict[str, Any]:
         rows.append(row)
     smallest = planner.smallest()
     blocks = sorted({d.path for d in full.decisions}) if full is not None else []
-    bench = _Bench(model, batch, target.loss, None)
+    bench = StepBench(model, batch, target.loss, None)
     with every_block(model, blocks):
         bench.step()
         bench.restore()

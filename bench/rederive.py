@@ -30,7 +30,7 @@ from recoup.cli.allocator import keep_freed_memory
 from recoup.cost.flops import kind
 from recoup.engine.handle import apply_decisions
 from recoup.evidence.memory import measure_peak
-from recoup.evidence.verify import _Bench
+from recoup.evidence.verify import StepBench
 from recoup.ir.plan import Decision
 from recoup.targets.resolve import resolve_target
 
@@ -92,7 +92,7 @@ def run_workload(name: str, timed: bool, autocast: bool) -> dict[str, Any]:
         model = Autocast(model)
     plain_saved, plain_flops = simulated(model, batch, target.loss, ())
     saved, flops = simulated(model, batch, target.loss, (Decision(path="", action="rederive"),))
-    bench = _Bench(model, batch, target.loss, None)
+    bench = StepBench(model, batch, target.loss, None)
 
     def planned() -> Any:
         return apply_decisions(model, (Decision(path="", action="rederive"),))
