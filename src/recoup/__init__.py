@@ -13,6 +13,7 @@ _HOMES = {
     "ConflictError": "recoup.errors",
     "Decision": "recoup.ir.plan",
     "Evidence": "recoup.ir.evidence",
+    "Explanation": "recoup.ir.explanation",
     "Fit": "recoup.api",
     "Frontier": "recoup.api",
     "FrontierPoint": "recoup.ir.profile",
@@ -26,8 +27,10 @@ _HOMES = {
     "ReplayError": "recoup.errors",
     "StepError": "recoup.errors",
     "TargetError": "recoup.errors",
+    "Trade": "recoup.ir.explanation",
     "UsageError": "recoup.errors",
     "apply": "recoup.api",
+    "explain": "recoup.api",
     "fit": "recoup.api",
     "frontier": "recoup.api",
     "is_recomputing": "recoup.engine.activity",
@@ -43,6 +46,7 @@ if TYPE_CHECKING:
     from recoup.api import Fit as Fit
     from recoup.api import Frontier as Frontier
     from recoup.api import apply as apply
+    from recoup.api import explain as explain
     from recoup.api import fit as fit
     from recoup.api import frontier as frontier
     from recoup.api import max_batch as max_batch
@@ -62,6 +66,8 @@ if TYPE_CHECKING:
     from recoup.errors import TargetError as TargetError
     from recoup.errors import UsageError as UsageError
     from recoup.ir.evidence import Evidence as Evidence
+    from recoup.ir.explanation import Explanation as Explanation
+    from recoup.ir.explanation import Trade as Trade
     from recoup.ir.plan import Decision as Decision
     from recoup.ir.plan import Plan as Plan
     from recoup.ir.plan import Prediction as Prediction
