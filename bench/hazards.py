@@ -1,6 +1,6 @@
 """How activation checkpointing goes wrong, row by row: plain torch's checkpoint and recoup on the same small models.
 
-    python -m bench.hazards
+    make hazards        (python -m bench.hazards)
 
 Each row runs one training step three times from the same state: as it is, with `torch.utils.checkpoint` (non-reentrant)
 on the named modules, and with recoup on the same modules. What the step leaves (loss, gradients, buffers, attributes,
@@ -193,6 +193,16 @@ def _with_buffer() -> nn.Module:
 
 
 row("buffer changed in place in a region", _with_buffer)(lambda m: train(m, inputs()))
+
+
+def _with_large_buffer() -> nn.Module:
+    body = Body(lambda b, h: (b.table.mul_(0.9).add_(h.detach().mean()), h * b.table[0, 0])[1])
+    body.register_buffer("table", torch.ones(256, 256))
+    return Net(body)
+
+
+row("large buffer changed in place in a region", _with_large_buffer)(lambda m: train(m, inputs()))
+row("large buffer changed in place, planned by recoup", _with_large_buffer, planned=True)(lambda m: train(m, inputs()))
 row("tensor attribute changed in place in a region", net(_average, mean=lambda: torch.ones(WIDTH)))(
     lambda m: [*train(m, inputs()), m.body.mean]
 )
@@ -346,9 +356,14 @@ def _(m: nn.Module) -> Any:
     return left(m, loss.detach())
 
 
-@row("iterator as an argument", net(lambda b, h, it: h * next(it, 0.0)))
+@row("iterator of a list as an argument", net(lambda b, h, it: h * next(it, 0.0)))
 def _(m: nn.Module) -> Any:
     return train(m, inputs(), iter([2.0, 3.0]))
+
+
+@row("generator as an argument", net(lambda b, h, it: h * next(it, 0.0)))
+def _(m: nn.Module) -> Any:
+    return train(m, inputs(), (scale for scale in (2.0, 3.0)))
 
 
 _nonce = [0]
@@ -599,12 +614,21 @@ def _same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-def run_row(item: Row, way: str) -> str:
-    """Returns "exact", "refused: <message>" or "silently wrong" for a way ("torch", "recoup")."""
+def plain_outcome(item: Row) -> Any:
+    """Returns what the step leaves without checkpointing, or the exception it ends in."""
     try:
-        expected, raised = item.step(_seeded(item)), ""
+        return item.step(_seeded(item))
     except Exception as error:
-        expected, raised = None, type(error).__name__
+        return error
+
+
+def run_row(item: Row, way: str) -> str:
+    """Returns "exact", "refused: <message>" or "silently wrong" for a way ("torch", "recoup").
+
+    "refused, as plain" says that the step without checkpointing raises as well.
+    """
+    expected = plain_outcome(item)
+    raised = isinstance(expected, Exception)
     model = _seeded(item)
     try:
         if way == "torch":
@@ -622,7 +646,7 @@ def run_row(item: Row, way: str) -> str:
             with apply_decisions(model, [Decision(path=p, action="recompute") for p in item.regions]):
                 found = item.step(model)
     except Exception as error:
-        return f"refused: {_short(error)}"
+        return f"refused{', as plain' if raised else ''}: {_short(error)}"
     return "exact" if not raised and _same(expected, found) else "silently wrong"
 
 
@@ -638,11 +662,11 @@ def table(outcomes: list[tuple[str, str, str]]) -> str:
     lines = [
         "# Hazards",
         "",
-        f"Written by `python -m bench.hazards` (torch {torch.__version__}, CPU). {len(outcomes)} ways in which activation "
-        "checkpointing goes wrong for people,",
-        "each run with `torch.utils.checkpoint(use_reentrant=False)` and with recoup on the same modules and compared bit "
-        "for bit with",
-        "the same step without checkpointing: loss, gradients, buffers, attributes, the next random numbers.",
+        f"Written by `make hazards` (torch {torch.__version__}, CPU). {len(outcomes)} ways in which activation",
+        "checkpointing goes wrong for people, each run with `torch.utils.checkpoint(use_reentrant=False)` and with recoup on the same",
+        "modules and compared bit for bit with the same step without checkpointing: loss, gradients, buffers,",
+        "attributes,",
+        'the next random numbers. "Refused, as plain": the step without checkpointing raises as well.',
         "",
         "| | exact | refused | silently wrong |",
         "|---|---|---|---|",
@@ -655,13 +679,11 @@ def table(outcomes: list[tuple[str, str, str]]) -> str:
         "|---|---|---|",
         *("| " + " | ".join(cell.replace("|", "\\|") for cell in outcome) + " |" for outcome in outcomes),
         "",
-        "recoup compares a few bytes of every tensor that a region saves with what its second forward saves there, on the "
-        "CPU only: on a",
-        "GPU that would wait for the device. What neither a module, its arguments nor the global random streams hold (a "
-        "global setting, a",
-        "generator in a global variable, a routing decision made from outside) is therefore noticed on the CPU and not "
-        "on a GPU. A",
-        "change that misses every sampled byte is not noticed either; `recoup.verify` compares whole values.",
+        "recoup compares a few bytes of every tensor that a region saves with what its second forward saves there, on the",
+        "CPU only: on a GPU that would wait for the device. What neither a module, its arguments nor the global random",
+        "streams hold (a global setting, a generator in a global variable, a routing decision made from outside) is",
+        "therefore noticed on the CPU and not on a GPU. A change that misses every sampled byte is not noticed either;",
+        "`recoup.verify` compares whole values.",
         "",
     ]
     return "\n".join(lines)

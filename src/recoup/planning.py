@@ -83,7 +83,7 @@ class Planner:
             variants["rederive"] = self.simulate_priced(_EVERYWHERE)
         self.problem: Problem = build_problem(variants, spans=spans)
         self.solvers = self._views(variants, spans)
-        known = set(statistics_buffers(spec.model))  # the engine finds these by itself
+        known = set(statistics_buffers(spec.model.named_modules()))  # the engine finds these by itself
         self._buffers = {c.path: tuple(b for b in c.mutated_buffers if b not in known) for c in trace.calls}
         self._num_calls: dict[str, int] = {}
         for call in trace.calls:

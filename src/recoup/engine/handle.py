@@ -278,7 +278,7 @@ def _buffers(module: nn.Module, prefix: str, decisions: Sequence[Decision]) -> t
     if all(d.action != "recompute" for d in decisions):
         return ()
     seen = [name.removeprefix(prefix) for d in decisions for name in d.buffers if name.startswith(prefix)]
-    return tuple(dict.fromkeys([*statistics_buffers(module), *seen]))
+    return tuple(dict.fromkeys([*statistics_buffers(module.named_modules()), *seen]))
 
 
 def caching_paths(modules: dict[str, nn.Module], regions_at: Sequence[str]) -> set[str]:

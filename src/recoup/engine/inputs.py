@@ -1,13 +1,15 @@
 """What a region was called with, kept so that it can be called again.
 
 Tensors are kept through autograd (`_SaveInputs`), so hooks around the region see them; lists and dicts are copied, so
-what the forward writes into them is not there the second time. An iterator can be read once only and is refused.
+what the forward writes into them is not there the second time. An iterator is copied where Python can copy one (of a
+list, a tuple, a range); any other can be read once only and is refused.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import copy
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterator
@@ -27,6 +29,18 @@ class _Input:
 
     def __init__(self, index: int) -> None:
         self.index = index
+
+
+class _Iterator:
+    """Stands for an iterator in a step's arguments: holds one that stays where the forward found it."""
+
+    __slots__ = ("start",)
+
+    def __init__(self, start: Any) -> None:
+        self.start = start
+
+
+_COPYABLE_ITERATORS = frozenset([type(iter([])), type(iter(())), type(iter(range(0)))])
 
 
 class _Previous:
@@ -68,6 +82,8 @@ class Inputs:
                     return _Previous
                 self.tensors.append(leaf)
                 return _Input(len(self.tensors) - 1)
+            if type(leaf) in _COPYABLE_ITERATORS:
+                return _Iterator(copy.copy(leaf))
             if isinstance(leaf, Iterator):
                 raise ReplayError(
                     f"Region `{path}`: its argument of type {type(leaf).__name__} is an iterator, which its second "
@@ -105,6 +121,8 @@ class Inputs:
         def restore(leaf: Any) -> Any:
             if isinstance(leaf, _Input):
                 return tensors[leaf.index]
+            if isinstance(leaf, _Iterator):
+                return copy.copy(leaf.start)
             return previous if leaf is _Previous else leaf
 
         return _map(restore, self._args), _map(restore, self._kwargs)

@@ -26,18 +26,12 @@ import torch
 
 from recoup import _compat
 from recoup.engine import activity, rederive
+from recoup.engine.attributes import COPIED_BYTES, AttributeState, walk
 from recoup.engine.inputs import Inputs
 from recoup.engine.lineage import Recorder, current_recorder
 from recoup.engine.nest import iterate_tensors
-from recoup.engine.state import (
-    AttributeState,
-    AutocastState,
-    BufferState,
-    RandomState,
-    Sample,
-    StreamState,
-    statistics_buffers,
-)
+from recoup.engine.sample import Sample
+from recoup.engine.state import AutocastState, RandomState, StreamState, statistics_buffers
 from recoup.errors import ReplayError
 
 
@@ -75,20 +69,24 @@ class Slot:
 class _Step:
     """One call inside a frame: what to run, on what, in which state."""
 
-    __slots__ = ("attributes", "autocast", "buffers", "forward", "inputs", "random", "streams", "versions")
+    __slots__ = ("attributes", "autocast", "forward", "inputs", "random", "streams", "versions")
 
     def __init__(self, member: Member, args: Any, kwargs: Any, previous: torch.Tensor | None) -> None:
         self.forward = member.forward
-        module = member.module()
-        names = tuple(dict.fromkeys([*member.buffers, *statistics_buffers(module)]))
+        modules = walk(member.module())
         self.inputs = Inputs(member.path, args, kwargs, previous)
         self.random = RandomState(self.inputs.tensors)
         self.autocast = AutocastState(t.device.type for t in self.inputs.tensors[:1])
-        self.attributes = AttributeState(module, names)
+        written = (*member.buffers, *statistics_buffers(modules))
+        self.attributes = AttributeState(modules, self.inputs.others, written)
         self.streams = StreamState([*self.inputs.others, *self.attributes.others])
-        self.buffers = BufferState(module, names) if names else None
-        self.versions = [(p, p._version) for p in member.parameters()]
+        self.versions = [(p, p._version) for _, module in modules for p in module._parameters.values() if p is not None]
         self.inputs.forget()
+
+    def settle(self) -> None:
+        """Forgets what the forward, which is over now, did not change."""
+        self.random.settle()
+        self.attributes.settle()
 
     def check(self, path: str) -> None:
         """Raises if something was changed in place that the second forward would read."""
@@ -108,9 +106,10 @@ class _Step:
         what = self.attributes.changed()
         if what:
             raise ReplayError(
-                f"Region `{path}`: its tensor `{what}` was changed in place in its forward or before backward, so a "
-                "second forward would read other values. Bind a new tensor instead (`self.x = self.x + ...`), make a "
-                "plan with `recoup.plan` if it is a buffer, or leave this module out of the plan."
+                f"Region `{path}`: its tensor `{what}` was changed in place since its forward began, after it or being "
+                f"larger than {COPIED_BYTES} bytes, so a second forward would read other values. Name it in the "
+                "decision's `buffers` (`recoup.plan` does), bind a new tensor instead (`self.x = self.x + ...`), or "
+                "leave this module out of the plan."
             )
 
     @contextlib.contextmanager
@@ -120,8 +119,6 @@ class _Step:
             stack.enter_context(self.autocast.replayed())
             stack.enter_context(self.streams.replayed())
             stack.enter_context(self.attributes.replayed())
-            if self.buffers is not None:
-                stack.enter_context(self.buffers.replayed())
             yield
 
 
@@ -149,10 +146,6 @@ class Member:
         self.buffers = buffers
         self.derives = derives
         self.derives_by_default = derives_by_default
-
-    def parameters(self) -> Iterator[torch.nn.Parameter]:
-        """Yields the module's parameters, for the version check."""
-        return self.module().parameters()
 
 
 class Frame:
@@ -186,7 +179,7 @@ class Frame:
             _scope.depth -= 1
             if recorder is not None:
                 recorder.paused -= 1
-        step.random.settle()
+        step.settle()
         self.steps.append(step)
         self.last_output = weakref.ref(output) if isinstance(output, torch.Tensor) else None
         return output
