@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 WIDTH = 16
-BATCH = 8
+BATCH = 256
 
 
 class Tower(nn.Module):
@@ -229,7 +229,7 @@ def vectors(i: int) -> torch.Tensor:
 
 
 def images(i: int) -> torch.Tensor:
-    return torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(i))
+    return torch.randn(4, 4, 16, 16, generator=torch.Generator().manual_seed(i))
 
 
 def tokens(i: int) -> torch.Tensor:
