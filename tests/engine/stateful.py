@@ -267,7 +267,19 @@ def everything(model: nn.Module) -> dict[str, Any]:
             found[f"{path}.{name}.grad"] = None if parameter is None else parameter.grad
         for name, buffer in module._buffers.items():
             found[f"{path}.{name}"] = buffer
-    return {**found, "torch": torch.get_rng_state(), "python": random.getstate(), "numpy": np.random.get_state()[1:3]}
+    found |= {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": np.random.get_state()[1:3]}
+    return {name: _taken(value) for name, value in found.items()}
+
+
+def _taken(value: Any) -> Any:
+    """Returns a value as it is now, whatever is done to the original later."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if isinstance(value, (list, tuple)):
+        return type(value)([_taken(v) for v in value])
+    return dict(value) if type(value) is dict else value
 
 
 def differing(a: dict[str, Any], b: dict[str, Any]) -> list[str]:

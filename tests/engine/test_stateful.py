@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -69,3 +74,22 @@ def test_a_large_buffer_is_exact_when_the_decision_names_it() -> None:
     model = seeded(lambda: torch.nn.Sequential(Table()))
     with apply_decisions(model, [Decision(path="0", action="recompute", buffers=("0.table",))]):
         assert all(torch.equal(a, b) for a, b in zip(expected, run(model), strict=True))
+
+
+@pytest.mark.slow
+def test_synchronised_batch_norm_on_two_processes(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.engine.synchronised"]
+    root = Path(__file__).parents[2]
+    processes = [
+        subprocess.Popen(
+            [*command, str(rank), str(tmp_path / "meeting")],
+            cwd=root,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)

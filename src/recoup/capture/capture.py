@@ -19,8 +19,9 @@ from recoup import _compat
 from recoup.capture.calls import CallRecorder
 from recoup.capture.fingerprint import fingerprint
 from recoup.capture.optimizer import OptimizerLike, rebuild_optimizer
+from recoup.capture.snapshot import untouched
 from recoup.capture.step import Loss, call_model, loss_of
-from recoup.capture.swap import fake_batch, swap_parameters, untouched
+from recoup.capture.swap import fake_batch, swap_parameters
 from recoup.capture.trace import build_trace
 from recoup.capture.tracker import Tracker
 from recoup.engine import activity
@@ -264,7 +265,6 @@ def _same(a: Any, b: Any) -> bool:
 def _capture_real(spec: StepSpec, reason: str) -> Trace:
     """Runs a real step (no optimizer) on the model's own tensors; everything is put back."""
     with untouched(spec.model):
-        buffers = [(b, b.detach().clone()) for b in spec.model.buffers()]
         parameters: dict[str, torch.Tensor] = dict(spec.model.named_parameters())
         for parameter in parameters.values():
             parameter.grad = None
@@ -285,10 +285,6 @@ def _capture_real(spec: StepSpec, reason: str) -> Trace:
                 parameter.grad = None
         except _Unfollowable as error:
             raise StepError(f"The step cannot be captured: {error}") from error
-        finally:
-            with torch.no_grad():
-                for buffer, before in buffers:
-                    buffer.copy_(before)
         return build_trace(
             tracker=tracker,
             recorder=recorder,

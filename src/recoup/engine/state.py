@@ -133,12 +133,16 @@ class StreamState:
         states = [(o, _state_of(o)) for o in objects]
         self._states = [(o, state) for o, state in states if state is not None]
 
+    def restore(self) -> None:
+        """Sets the streams to where they were."""
+        for stream, state in self._states:
+            _set_state(stream, state)
+
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:
         """Sets the streams to where they were and, at the end, to where they are now."""
         now = [(stream, _state_of(stream)) for stream, _ in self._states]
-        for stream, state in self._states:
-            _set_state(stream, state)
+        self.restore()
         try:
             yield
         finally:

@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from recoup import _compat
 from recoup.capture.optimizer import OptimizerLike, rebuild_optimizer
+from recoup.capture.snapshot import Snapshot, untouched
 from recoup.capture.step import Loss, call_model, loss_of
-from recoup.capture.swap import untouched
 from recoup.engine import activity
 from recoup.engine.handle import apply_decisions, find_patches, plain
 from recoup.engine.nest import iterate_tensors, map_tensors
@@ -36,10 +35,7 @@ class StepBench:
         self.batch = batch
         self.loss = loss
         self.device = next(model.parameters()).device
-        self._buffers = [(b, b.detach().clone()) for b in model.buffers()]
-        self._weights = [(p, p.detach().clone()) for p in model.parameters()] if optimizer is not None else []
-        self._random = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state_all() if _compat.cuda_is_initialized() else None
+        self._before = Snapshot(model, weights=optimizer is not None)
         self.optimizer: torch.optim.Optimizer | None = None
         if optimizer is not None:
             parameters = [p for p in model.parameters() if isinstance(p, nn.Parameter)]
@@ -50,17 +46,10 @@ class StepBench:
             self.restore()
 
     def restore(self) -> None:
-        """Puts weights, buffers, gradients and random streams back."""
-        with torch.no_grad():
-            for buffer, before in self._buffers:
-                buffer.copy_(before)
-            for weight, before in self._weights:
-                weight.copy_(before)
+        """Puts weights, buffers, attributes and random streams back; no parameter has a gradient then."""
+        self._before.restore()
         for parameter in self.model.parameters():
             parameter.grad = None
-        torch.set_rng_state(self._random)
-        if self._cuda is not None:
-            torch.cuda.set_rng_state_all(self._cuda)
 
     def held_bytes(self) -> int:
         """Returns the bytes that are there before a step: weights, buffers, optimizer state, batch."""
