@@ -100,3 +100,7 @@ class InternalError(RecoupError, RuntimeError):
     """A bug in recoup itself."""
 
     code = "internal"
+
+
+class InexactWarning(UserWarning):
+    """A fitted model's step is not bit-equal to its plain step; says what differs first."""

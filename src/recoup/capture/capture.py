@@ -66,11 +66,16 @@ def capture(spec: StepSpec, *, known: Trace | None = None) -> Trace:
             f"{type(spec.model).__name__} has no parameters; there is no training step to plan. Pass the nn.Module "
             "that holds the weights."
         )
+    on_meta = any(p.device.type == "meta" for p in spec.model.parameters())
     try:
         return _capture_fake(spec, known)
     except _Unfollowable as error:
         reason = str(error)
-    if any(p.device.type == "meta" for p in spec.model.parameters()):
+    except StepError as error:
+        if on_meta:
+            raise
+        reason = str(error)  # an op may run and have no fake kernel, or one that is pickier: the real step decides
+    if on_meta:
         raise StepError(
             f"The step cannot be followed without data ({reason}), and the model has none (it is on `meta`). Build "
             "it on a real device."

@@ -160,30 +160,36 @@ class AttributeState:
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:
         """Puts the attributes in place and, at the end, the present ones back."""
-        present = []
-        shared: dict[int, Any] = {}
-        for owner in self._owners:
-            holder = owner.get()
-            if holder is None:
-                continue
-            attributes = holder.__dict__
-            present.append((attributes, {k: v for k, v in attributes.items() if k not in _SKIPPED}))
-            entry = dict(owner.kept)
-            for key, container, copy in owner.containers:
-                if id(container) not in shared:  # two modules may share a list: they still do
-                    shared[id(container)] = type(container)() if copy is None else copy.copy()
-                entry[key] = shared[id(container)]
-            for values, tensors in ((entry, owner.tensors), (entry.get("_buffers", {}), owner.buffers)):
-                for held in tensors:
-                    if id(held.tensor) not in shared:
-                        shared[id(held.tensor)] = held.again()
-                    values[held.leaf] = shared[id(held.tensor)]
-            _put(attributes, entry)
+        entries = self._entries()  # copies are made before anything is changed: there may be no memory for them
+        present = [(at, {k: v for k, v in at.items() if k not in _SKIPPED}) for at, _ in entries]
         try:
+            for attributes, values in entries:
+                _put(attributes, values)
             yield
         finally:
             for attributes, now in present:
                 _put(attributes, now)
+
+    def _entries(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """Returns, for each owner still there, its `__dict__` and what a replay is to find in it."""
+        entries = []
+        shared: dict[int, Any] = {}  # two modules may share a list or a tensor: they still do
+        for owner in self._owners:
+            holder = owner.get()
+            if holder is None:
+                continue
+            values = dict(owner.kept)
+            for key, container, copy in owner.containers:
+                if id(container) not in shared:
+                    shared[id(container)] = type(container)() if copy is None else copy.copy()
+                values[key] = shared[id(container)]
+            for into, tensors in ((values, owner.tensors), (values.get("_buffers", {}), owner.buffers)):
+                for held in tensors:
+                    if id(held.tensor) not in shared:
+                        shared[id(held.tensor)] = held.again()
+                    into[held.leaf] = shared[id(held.tensor)]
+            entries.append((holder.__dict__, values))
+        return entries
 
 
 def _put(attributes: dict[str, Any], values: dict[str, Any]) -> None:

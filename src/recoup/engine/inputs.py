@@ -75,13 +75,16 @@ class Inputs:
     def __init__(self, path: str, args: Any, kwargs: Any, previous: torch.Tensor | None) -> None:
         self.tensors: list[torch.Tensor] = []
         self.others: list[Any] = []
+        indices: dict[int, int] = {}  # one tensor given twice is one tensor again: models ask `query is key`
 
         def keep(leaf: Any) -> Any:
             if isinstance(leaf, torch.Tensor):
                 if leaf is previous:
                     return _Previous
-                self.tensors.append(leaf)
-                return _Input(len(self.tensors) - 1)
+                if id(leaf) not in indices:
+                    indices[id(leaf)] = len(self.tensors)
+                    self.tensors.append(leaf)
+                return _Input(indices[id(leaf)])
             if type(leaf) in _COPYABLE_ITERATORS:
                 return _Iterator(copy.copy(leaf))
             if isinstance(leaf, Iterator):

@@ -53,15 +53,15 @@ class RandomState:
         python = random.getstate() if self._python is not None else None
         numpy = sys.modules["numpy"].random if self._numpy is not None else None
         numpy_state = numpy.get_state() if numpy is not None else None
-        if self._cpu is not None:
-            torch.set_rng_state(self._cpu)
-        for i, state in self._devices:
-            torch.cuda.set_rng_state(state, i)
-        if self._python is not None:
-            random.setstate(self._python)
-        if numpy is not None:
-            numpy.set_state(self._numpy)
         try:
+            if self._cpu is not None:
+                torch.set_rng_state(self._cpu)
+            for i, state in self._devices:
+                torch.cuda.set_rng_state(state, i)
+            if self._python is not None:
+                random.setstate(self._python)
+            if numpy is not None:
+                numpy.set_state(self._numpy)
             yield
         finally:
             if cpu is not None:
@@ -142,8 +142,8 @@ class StreamState:
     def replayed(self) -> Iterator[None]:
         """Sets the streams to where they were and, at the end, to where they are now."""
         now = [(stream, _state_of(stream)) for stream, _ in self._states]
-        self.restore()
         try:
+            self.restore()
             yield
         finally:
             for stream, state in now:
