@@ -470,6 +470,29 @@ def _(m: nn.Module) -> Any:
     return left(m, loss.detach(), x.grad)
 
 
+class Attention(nn.Module):
+    """Takes the packed path if the very same tensor is query and key, as `nn.MultiheadAttention` does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = nn.Linear(WIDTH, 2 * WIDTH)
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        if query is key:
+            a, b = self.both(query).chunk(2, -1)
+        else:
+            a, b = (nn.functional.linear(x, w) for x, w in zip((query, key), self.both.weight.chunk(2), strict=True))
+        return torch.tanh(a) * torch.tanh(b)
+
+
+class SelfAttention(Net):
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        h = self.stem(x)
+        return self.head(self.body(h, h))
+
+
+row("one tensor as two arguments (`query is key`)", lambda: SelfAttention(Attention()))(lambda m: train(m, inputs()))
+
 # -- transforms
 
 

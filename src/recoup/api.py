@@ -264,7 +264,7 @@ def fit(
             if not evidence.exact:
                 warnings.warn(
                     f"{type(model).__name__} under its plan is not bit-equal to the plain step: "
-                    f"{evidence.differences[0]}. `print(fit)` shows all; `fit.applied.remove()` undoes the plan.",
+                    f"{evidence.differences[0]}. `print(fit)` shows all; `fit.applied.remove()` undoes it. [E300]",
                     InexactWarning,
                     stacklevel=2,
                 )

@@ -90,7 +90,8 @@ class Inputs:
             if isinstance(leaf, Iterator):
                 raise ReplayError(
                     f"Region `{path}`: its argument of type {type(leaf).__name__} is an iterator, which its second "
-                    "forward would find used up. Pass a list, or leave this module out of the plan."
+                    "forward would find used up. Pass a list, or leave this module out of the plan.",
+                    code="E204",
                 )
             self.others.append(leaf)
             return leaf

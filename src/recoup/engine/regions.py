@@ -62,7 +62,8 @@ class Slot:
         if filled is None:
             raise ReplayError(
                 f"Region `{self.frame.path}`: its second forward did not save the tensor {list(self.shape)} again. "
-                "Its forward depends on something that changed since; leave the module out of the plan."
+                "Its forward depends on something that changed since; leave the module out of the plan.",
+                code="E205",
             )
         return rederive.unpack(filled)
 
@@ -95,14 +96,16 @@ class _Step:
             if parameter._version != version:
                 raise ReplayError(
                     f"Region `{path}`: a parameter {list(parameter.shape)} was changed between forward and backward; "
-                    "its replay would not give the same gradients. Call backward before changing it."
+                    "its replay would not give the same gradients. Call backward before changing it.",
+                    code="E201",
                 )
         what = self.inputs.changed()
         if what:
             raise ReplayError(
                 f"Region `{path}`: {what} was changed in place by the region itself or before backward. Change a copy "
                 f"(`inplace=False`, `x = x + ...`), or leave this module out of the plan with a `save` decision for "
-                f"{path!r}."
+                f"{path!r}.",
+                code="E202",
             )
         what = self.attributes.changed()
         if what:
@@ -110,7 +113,8 @@ class _Step:
                 f"Region `{path}`: its tensor `{what}` was changed in place since its forward began, after it or being "
                 f"larger than {COPIED_BYTES} bytes, so a second forward would read other values. Name it in the "
                 "decision's `buffers` (`recoup.plan` does), bind a new tensor instead (`self.x = self.x + ...`), or "
-                "leave this module out of the plan."
+                "leave this module out of the plan.",
+                code="E203",
             )
 
     @contextlib.contextmanager
@@ -194,21 +198,20 @@ class Frame:
         def fill(tensor: torch.Tensor) -> Any:
             nonlocal filled
             if filled >= len(self.slots):
-                raise ReplayError(self._drift("saved more tensors than the first one"))
+                raise self._drift("saved more tensors than the first one", "E205")
             slot = self.slots[filled]()
             filled += 1
             if slot is not None:
                 if slot.shape != tensor.shape or slot.dtype != tensor.dtype:
-                    raise ReplayError(
-                        self._drift(
-                            f"saved {tensor.dtype} {list(tensor.shape)} where the first one saved "
-                            f"{slot.dtype} {list(slot.shape)}"
-                        )
+                    raise self._drift(
+                        f"saved {tensor.dtype} {list(tensor.shape)} where the first one saved "
+                        f"{slot.dtype} {list(slot.shape)}",
+                        "E205",
                     )
                 if slot.original is not None:
                     slot.original.compare(tensor, self.path)
                 elif not slot.sample.matches(tensor):
-                    raise ReplayError(self._drift(f"saved other values in {tensor.dtype} {list(tensor.shape)}"))
+                    raise self._drift(f"saved other values in {tensor.dtype} {list(tensor.shape)}", "E206")
                 slot.filled = rederive.pack(tensor.detach())
                 slot.backward_id = backward_id
             if filled == len(self.slots):
@@ -236,17 +239,21 @@ class Frame:
                         previous = step.forward(*args, **kwargs)
             except _Stop:
                 return
-            except (ReplayError, torch.OutOfMemoryError):
+            except ReplayError:
+                raise
+            except torch.OutOfMemoryError as error:
+                error.add_note(f"while region `{self.path}` ran its forward a second time")
                 raise
             except Exception as error:
-                raise ReplayError(self._drift(f"failed: {type(error).__name__}: {error}")) from error
-        raise ReplayError(self._drift(f"saved {filled} tensors where the first one saved {len(self.slots)}"))
+                raise self._drift(f"failed: {type(error).__name__}: {error}", "E207") from error
+        raise self._drift(f"saved {filled} tensors where the first one saved {len(self.slots)}", "E205")
 
-    def _drift(self, what: str) -> str:
-        return (
+    def _drift(self, what: str, code: str) -> ReplayError:
+        return ReplayError(
             f"Region `{self.path}`: its second forward {what}. Something its forward reads changed between forward "
             "and backward (a flag, a hook, a cache, an input changed in place); keep it fixed, or leave this module "
-            f"out of the plan with a `save` decision for {self.path!r}."
+            f"out of the plan with a `save` decision for {self.path!r}.",
+            code=code,
         )
 
 
@@ -258,7 +265,11 @@ _gone = object()
 
 
 def _gone_unpack(packed: object) -> torch.Tensor:
-    raise ReplayError("The graph of a replay was differentiated; only the first forward's graph may be.")
+    raise ReplayError(
+        "The graph of a replay was differentiated; only the first forward's graph may be. Keep no tensor that a "
+        "region's forward leaves outside its return value during backward (`recoup.is_recomputing()` tells).",
+        code="E208",
+    )
 
 
 @contextlib.contextmanager
