@@ -81,7 +81,9 @@ def _holds(decision: Decision, call: int) -> bool:
 def _run(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     settings: Settings = patched.settings
     state = settings.state
-    if state.suspended or not torch.is_grad_enabled() or _compat.inside_functorch():
+    if state.suspended or not torch.is_grad_enabled() or _compat.inside_transform():
+        return patched.original(*args, **kwargs)
+    if torch.compiler.is_exporting():
         return patched.original(*args, **kwargs)
     if torch.compiler.is_compiling():
         return _run_compiled(patched, args, kwargs)

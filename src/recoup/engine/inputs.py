@@ -70,9 +70,10 @@ class Inputs:
         tensors: those to keep and `others`: what else the arguments hold; both only until `forget()`.
     """
 
-    __slots__ = ("_args", "_kwargs", "_saver", "_versions", "others", "tensors")
+    __slots__ = ("_args", "_kwargs", "_path", "_saver", "_versions", "others", "tensors")
 
     def __init__(self, path: str, args: Any, kwargs: Any, previous: torch.Tensor | None) -> None:
+        self._path = path
         self.tensors: list[torch.Tensor] = []
         self.others: list[Any] = []
         indices: dict[int, int] = {}  # one tensor given twice is one tensor again: models ask `query is key`
@@ -107,19 +108,35 @@ class Inputs:
         """Lets go of the tensors that are kept through autograd now."""
         self.tensors, self.others = [], []
 
-    def changed(self) -> str:
-        """Returns what changed in place since the call, or ""."""
+    def check(self) -> None:
+        """Raises if a tensor was changed in place since the call, as far as it is still there to be asked."""
         for i, (ref, version) in enumerate(self._versions):
             tensor = ref()
             if tensor is not None and version_of(tensor) != version:
-                return f"tensor {i} of its arguments, {list(tensor.shape)},"
-        return ""
+                raise self.refusal(f"tensor {i} of its arguments, {list(tensor.shape)},")
+
+    def refusal(self, what: str) -> ReplayError:
+        """Returns the error that says that `what` was changed in place."""
+        return ReplayError(
+            f"Region `{self._path}`: {what} was changed in place by the region itself or before backward. Change a "
+            f"copy (`inplace=False`, `x = x + ...`), or leave this module out of the plan with a `save` decision for "
+            f"{self._path!r}.",
+            code="E202",
+        )
 
     def rebuild(self, previous: Any) -> tuple[Any, Any]:
         """Returns the arguments, tensors detached from the first forward's graph."""
+        try:
+            saved = self._saver.saved_tensors
+        except ReplayError:
+            raise  # of a region around this one
+        except RuntimeError as error:
+            if "inplace operation" not in str(error):
+                raise
+            raise self.refusal("a tensor of its arguments, or one it is rebuilt from,") from error
         tensors = [
             t.detach().requires_grad_(t.requires_grad) if t.is_floating_point() or t.is_complex() else t.detach()
-            for t in self._saver.saved_tensors
+            for t in saved
         ]
 
         def restore(leaf: Any) -> Any:

@@ -445,7 +445,7 @@ def rederive(*, by_default: bool = True) -> Iterator[None]:
         loss.backward()
         ```
     """
-    if _compat.inside_functorch():  # torch.func refuses saved-tensor hooks; it runs as plain autograd
+    if _compat.inside_transform():  # torch.func refuses saved-tensor hooks; it runs as plain autograd
         yield
         return
     if not torch.is_grad_enabled():

@@ -99,14 +99,7 @@ class _Step:
                     "its replay would not give the same gradients. Call backward before changing it.",
                     code="E201",
                 )
-        what = self.inputs.changed()
-        if what:
-            raise ReplayError(
-                f"Region `{path}`: {what} was changed in place by the region itself or before backward. Change a copy "
-                f"(`inplace=False`, `x = x + ...`), or leave this module out of the plan with a `save` decision for "
-                f"{path!r}.",
-                code="E202",
-            )
+        self.inputs.check()
         what = self.attributes.changed()
         if what:
             raise ReplayError(
@@ -245,6 +238,8 @@ class Frame:
                 error.add_note(f"while region `{self.path}` ran its forward a second time")
                 raise
             except Exception as error:
+                if "a leaf Variable that requires grad is being used in an in-place" in str(error):
+                    raise step.inputs.refusal("one of its arguments") from error
                 raise self._drift(f"failed: {type(error).__name__}: {error}", "E207") from error
         raise self._drift(f"saved {filled} tensors where the first one saved {len(self.slots)}", "E205")
 
@@ -322,7 +317,7 @@ def run_region(member: Member, args: Any, kwargs: Any, *, span: object | None = 
         span: says which span the call is part of; it joins the frame that this span opened, if it is handed the very
             tensor that the call before returned, and opens a new one otherwise.
     """
-    if not torch.is_grad_enabled() or _compat.inside_functorch():
+    if not torch.is_grad_enabled() or _compat.inside_transform():
         return member.forward(*args, **kwargs)
     frame, previous = None, None
     if span is not None:
