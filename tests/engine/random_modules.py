@@ -163,8 +163,7 @@ def random_decisions(seed: int, model: nn.Module) -> list[Decision]:
         own = {name for name, _ in model.named_modules()}
         members = [m for m in members if m in own]
         if len(members) > 1:
-            for path in [p for p in chosen if p.split(".")[0] in members]:
-                del chosen[path]
+            chosen.pop(members[0], None)  # the other members, and what is inside, keep decisions of their own
             inside = rng.choice(["save", "rederive"])
             chosen[members[0]] = Decision(path=members[0], action="recompute", span=tuple(members[1:]), inside=inside)
     if not chosen:
