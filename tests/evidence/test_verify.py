@@ -112,10 +112,8 @@ def test_no_false_alarm(name: str) -> None:
     loss = None if isinstance(batch, dict) else (lambda output, batch: output.float().square().mean())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        try:
-            plan = recoup.plan(model, batch, budget=1, loss=loss, cost=FlopsCost())
-        except recoup.InfeasibleBudget as error:
-            plan = recoup.plan(model, batch, budget=error.minimum_bytes, loss=loss, cost=FlopsCost())
+        curve = recoup.frontier(model, batch, loss=loss, cost=FlopsCost(), num_points=2)
+        plan = min(curve.points, key=lambda point: point.peak_bytes).plan
         assert plan.decisions
         recomputed = [d.path for d in plan.decisions if d.action == "recompute"]
         evidence = recoup.verify(model, plan, batch, loss=loss, timed=False)
