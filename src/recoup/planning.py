@@ -336,8 +336,6 @@ class Planner:
             notes.append("the unplanned step fits: nothing is changed")
         if caching_paths(modules, [d.path for d in candidate.decisions if d.action == "recompute"]):
             notes.append("the key-value cache is off while this plan trains (use_cache); evaluation keeps it")
-        refused = sorted({(c.path, c.refusal) for c in self.trace.calls if c.refusal and "keeps state" in c.refusal})
-        notes += [f"`{path or 'the model'}` is never recomputed: {why}" for path, why in refused[:3]]
         return Plan(
             decisions=candidate.decisions,
             budget_bytes=budget_bytes,

@@ -215,3 +215,35 @@ def test_a_model_whose_verification_fails_is_as_before() -> None:
     assert all(torch.equal(v, before[k]) for k, v in net.state_dict().items())
     assert [layer.calls for layer in net.layers] == [0, 0, 0]
     assert not any("forward" in m.__dict__ for m in net.modules())
+
+
+def test_a_checkpoint_error_inside_a_region_says_where() -> None:
+    """Torch's own checkpoint below a region drifts: its error becomes the cause of one that names the region."""
+    from torch.utils.checkpoint import CheckpointError, checkpoint
+
+    runs = []
+
+    class Drifting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            def inner(x: torch.Tensor) -> torch.Tensor:
+                runs.append(1)
+                y = self.fc(x).tanh()
+                return y.exp() if len(runs) % 3 else y.exp().sin()
+
+            y = checkpoint(inner, x, use_reentrant=False)
+            with torch.enable_grad():
+                (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+            return y * gradient
+
+    net = nn.Sequential(nn.Linear(8, 8), Drifting(), nn.Linear(8, 8))
+    with (
+        apply_decisions(net, [Decision(path="1", action="recompute")]),
+        pytest.raises(recoup.ReplayError, match=r"Region `1`: its second forward failed: CheckpointError") as caught,
+    ):
+        net(torch.randn(4, 8)).sum().backward()
+    assert caught.value.code == "E207"
+    assert isinstance(caught.value.__cause__, CheckpointError)

@@ -134,11 +134,9 @@ def _capture_fake(spec: StepSpec, known: Trace | None) -> Trace:
             batch = fake_batch(spec.batch, device)
             for tensor in iterate_tensors(batch):
                 tracker.add(tensor, "batch", "batch")
-            attributes = _attributes(spec.model)
             recorder = CallRecorder(spec.model, tracker)
             with tracker, _saving(tracker):
                 source = _run(spec, batch, tracker, recorder, backward=True)
-            changed = _changed_attributes(spec.model, attributes)
             gradients = _note_gradients(parameters, tracker)
             if stepper is not None:
                 tracker.phase = "optimizer"
@@ -154,7 +152,6 @@ def _capture_fake(spec: StepSpec, known: Trace | None) -> Trace:
             fingerprint=fingerprint(spec.model),
             device=spec.dialect,
             loss_source=source,
-            changed_attributes=changed,
             reason="",
         )
 
@@ -236,37 +233,6 @@ def _note_gradients(parameters: dict[str, torch.Tensor], tracker: Tracker) -> li
     return gradients
 
 
-_OWN_ATTRIBUTES = ("_parameters", "_buffers", "_modules", "training", "forward")
-
-
-def _attributes(model: nn.Module) -> list[tuple[str, dict[str, Any]]]:
-    return [
-        (path, {k: v for k, v in m.__dict__.items() if k not in _OWN_ATTRIBUTES and "hook" not in k})
-        for path, m in model.named_modules()
-    ]
-
-
-def _changed_attributes(model: nn.Module, before: list[tuple[str, dict[str, Any]]]) -> dict[str, str]:
-    """Returns path -> attribute name for modules whose forward re-bound one of their attributes to something else."""
-    changed: dict[str, str] = {}
-    for (path, old), module in zip(before, dict(model.named_modules()).values(), strict=False):
-        for key, value in module.__dict__.items():
-            if key in _OWN_ATTRIBUTES or "hook" in key:
-                continue
-            if key not in old or (old[key] is not value and not _same(old[key], value)):
-                changed.setdefault(path, key)
-    return changed
-
-
-def _same(a: Any, b: Any) -> bool:
-    if type(a) is not type(b) or isinstance(a, torch.Tensor):
-        return False
-    try:
-        return bool(a == b)
-    except Exception:  # a foreign __eq__ may do anything; then it counts as changed
-        return False
-
-
 def _capture_real(spec: StepSpec, reason: str) -> Trace:
     """Runs a real step (no optimizer) on the model's own tensors; everything is put back."""
     with untouched(spec.model):
@@ -279,11 +245,9 @@ def _capture_real(spec: StepSpec, reason: str) -> Trace:
             batch = map_tensors(lambda t: t.detach().clone().requires_grad_(t.requires_grad), spec.batch)
             for tensor in iterate_tensors(batch):
                 tracker.add(tensor, "batch", "batch")
-            attributes = _attributes(spec.model)
             recorder = CallRecorder(spec.model, tracker)
             with tracker, _saving(tracker):
                 source = _run(spec, batch, tracker, recorder, backward=True)
-            changed = _changed_attributes(spec.model, attributes)
             gradients = _note_gradients(parameters, tracker)
             del gradients
             for parameter in parameters.values():
@@ -298,6 +262,5 @@ def _capture_real(spec: StepSpec, reason: str) -> Trace:
             fingerprint=fingerprint(spec.model),
             device=spec.dialect,
             loss_source=source,
-            changed_attributes=changed,
             reason=reason,
         )
