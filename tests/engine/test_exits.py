@@ -217,33 +217,46 @@ def test_a_model_whose_verification_fails_is_as_before() -> None:
     assert not any("forward" in m.__dict__ for m in net.modules())
 
 
-def test_a_checkpoint_error_inside_a_region_says_where() -> None:
-    """Torch's own checkpoint below a region drifts: its error becomes the cause of one that names the region."""
-    from torch.utils.checkpoint import CheckpointError, checkpoint
+class _Checkpointed(nn.Module):
+    """Has torch's own checkpoint inside."""
 
-    runs = []
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+        self.runs = 0
 
-    class Drifting(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc = nn.Linear(8, 8)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        from torch.utils.checkpoint import checkpoint
 
+        return checkpoint(self.inner, torch.tanh(x), use_reentrant=False) * 2
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sigmoid(self.fc(x))
+
+
+def test_the_users_own_checkpoint_inside_a_region_is_exact() -> None:
+    def run(regions: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(8, 8), _Checkpointed(), nn.Linear(8, 8))
+        with apply_decisions(net, [Decision(path="1", action="recompute")] if regions else []):
+            net(torch.ones(4, 8)).square().sum().backward()
+        return [p.grad for p in net.parameters()]
+
+    assert all(torch.equal(a, b) for a, b in zip(run(True), run(False), strict=True))
+
+
+def test_an_error_in_a_second_forward_says_where_and_keeps_its_cause() -> None:
+    class Breaking(_Checkpointed):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            def inner(x: torch.Tensor) -> torch.Tensor:
-                runs.append(1)
-                y = self.fc(x).tanh()
-                return y.exp() if len(runs) % 3 else y.exp().sin()
+            if recoup.is_recomputing():
+                raise Fault("the file is closed")
+            return super().forward(x)
 
-            y = checkpoint(inner, x, use_reentrant=False)
-            with torch.enable_grad():
-                (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-            return y * gradient
-
-    net = nn.Sequential(nn.Linear(8, 8), Drifting(), nn.Linear(8, 8))
+    net = nn.Sequential(nn.Linear(8, 8), Breaking(), nn.Linear(8, 8))
     with (
         apply_decisions(net, [Decision(path="1", action="recompute")]),
-        pytest.raises(recoup.ReplayError, match=r"Region `1`: its second forward failed: CheckpointError") as caught,
+        pytest.raises(recoup.ReplayError, match=r"Region `1`: its second forward failed: Fault") as caught,
     ):
-        net(torch.randn(4, 8)).sum().backward()
+        net(torch.ones(4, 8)).square().sum().backward()
     assert caught.value.code == "E207"
-    assert isinstance(caught.value.__cause__, CheckpointError)
+    assert isinstance(caught.value.__cause__, Fault)
