@@ -38,9 +38,14 @@ class Sample:
 
 
 def _read(tensor: torch.Tensor) -> bytes:
-    """Returns bytes from the start, the middle and the end; none of what is not plain host memory."""
+    """Returns bytes from the start, the middle and the end.
+
+    None of what is not plain host memory, and none of weights and views of weights: their versions are checked.
+    """
     kind = type(tensor)
-    if (kind is not torch.Tensor and kind is not nn.Parameter) or not tensor.is_cpu:
+    if kind is nn.Parameter or type(tensor._base) is nn.Parameter:
+        return b""
+    if kind is not torch.Tensor or not tensor.is_cpu:
         return b""
     if tensor.dtype not in _SAMPLED or tensor.layout is not torch.strided:
         return b""
