@@ -20,7 +20,7 @@ def _rows() -> torch.Tensor:
 
 
 def _mlp() -> Made:
-    return _chain(lambda: nn.Linear(32, 32), nn.ReLU), _rows()
+    return _chain(lambda: nn.Linear(32, 128), nn.Tanh, lambda: nn.Linear(128, 32)), _rows()
 
 
 def _mlp_in_place() -> Made:

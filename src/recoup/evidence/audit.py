@@ -94,6 +94,7 @@ class Audit(_compat.dispatch_mode_class()):  # type: ignore[misc]
         self.buffers = frozenset(_address(b) for b in model.buffers())
         self._modules: list[str] = []
         self._makers: dict[int, tuple[str, str]] = {}
+        self._opaque: set[int] = set()
         self.divergences: list[Divergence] = []
         self.num_compared = 0
         self.num_kept = 0
@@ -104,8 +105,8 @@ class Audit(_compat.dispatch_mode_class()):  # type: ignore[misc]
         return min(self.divergences, key=lambda d: d.order, default=None)
 
     def keep(self, tensor: torch.Tensor) -> _Original | None:
-        """Returns the tensor as it is now, to be compared later; nothing during a replay."""
-        if activity.is_recomputing():
+        """Returns the tensor as it is now, to be compared later; nothing during a replay, or for a workspace."""
+        if activity.is_recomputing() or _address(tensor) in self._opaque:
             return None
         self.num_kept += 1
         return _Original(self, tensor)
@@ -120,10 +121,13 @@ class Audit(_compat.dispatch_mode_class()):  # type: ignore[misc]
         if not activity.is_recomputing():
             here = self._modules[-1] if self._modules else ""
             outputs = out if isinstance(out, (tuple, list)) else (out,)
-            for result, found in zip(func._schema.returns, outputs, strict=False):
+            for i, (result, found) in enumerate(zip(func._schema.returns, outputs, strict=False)):
                 alias = result.alias_info
                 if isinstance(found, torch.Tensor) and (alias is None or alias.is_write):
-                    self._makers[_address(found)] = (func._schema.name.replace("::", "."), here)
+                    address = _address(found)
+                    self._makers[address] = (func._schema.name.replace("::", "."), here)
+                    # Bytes beside a result are a kernel's own workspace (recurrent layers): parts are never written.
+                    (self._opaque.add if i > 0 and found.dtype is torch.uint8 else self._opaque.discard)(address)
         return out
 
     @contextlib.contextmanager
