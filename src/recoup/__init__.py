@@ -17,6 +17,7 @@ _HOMES = {
     "Fit": "recoup.api",
     "Frontier": "recoup.api",
     "FrontierPoint": "recoup.ir.profile",
+    "InexactWarning": "recoup.errors",
     "InfeasibleBudget": "recoup.errors",
     "InternalError": "recoup.errors",
     "Plan": "recoup.ir.plan",
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     from recoup.engine.handle import Applied as Applied
     from recoup.engine.rederive import rederive as rederive
     from recoup.errors import ConflictError as ConflictError
+    from recoup.errors import InexactWarning as InexactWarning
     from recoup.errors import InfeasibleBudget as InfeasibleBudget
     from recoup.errors import InternalError as InternalError
     from recoup.errors import PlanMismatch as PlanMismatch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ from recoup.engine.activity import is_recomputing
 from recoup.engine.conflicts import refuse_conflicts
 from recoup.engine.handle import Applied, apply_decisions, plain
 from recoup.engine.rederive import rederive
-from recoup.errors import InfeasibleBudget, PlanMismatch, UsageError
+from recoup.errors import InexactWarning, InfeasibleBudget, PlanMismatch, UsageError
 from recoup.evidence.verify import verify_plan
 from recoup.explaining import explain as explain_plan
 from recoup.explaining import trade
@@ -264,6 +265,13 @@ def fit(
             raise
         over = evidence.peak_bytes - made.budget_bytes
         if over <= 0:
+            if not evidence.exact:
+                warnings.warn(
+                    f"{type(model).__name__} under its plan is not bit-equal to the plain step: "
+                    f"{evidence.differences[0]}. `print(fit)` shows all; `fit.applied.remove()` undoes it. [E300]",
+                    InexactWarning,
+                    stacklevel=2,
+                )
             return Fit(plan=made, applied=applied, evidence=evidence)
         applied.remove()
         progress.advance(f"measured {format_bytes(over)} over the budget; planning for less")
