@@ -27,6 +27,7 @@ ORDER = (
     "timeline",
     "planning",
     "api",
+    "selective",
     "targets",
     "report",
     "export",
