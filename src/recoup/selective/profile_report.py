@@ -46,7 +46,8 @@ class ProfileReport:
 
     Attributes:
         layers: sorted by activation bytes, largest first; together they cover the model without overlap.
-        total_activation_bytes: of all layers. activation_spread: (largest - smallest) / mean of that total over the
+        total_activation_bytes: of all layers, captured. measured_activation_bytes: of the real runs, their mean (None
+            where nothing was run). activation_spread: (largest - smallest) / mean of that total over the
             runs, 0.02 is 2 %.
         parameter_bytes, gradient_bytes, buffer_bytes: of the model.
         peak_bytes: measured, of forward and backward (None where nothing was run). forward_peak_bytes,
@@ -59,6 +60,7 @@ class ProfileReport:
 
     layers: tuple[LayerProfile, ...]
     total_activation_bytes: int
+    measured_activation_bytes: int | None
     activation_spread: float
     parameter_bytes: int
     gradient_bytes: int

@@ -239,7 +239,8 @@ def _report(
     return ProfileReport(
         layers=tuple(layers),
         total_activation_bytes=total,
-        activation_spread=(max(totals) - min(totals)) / statistics.mean(totals) if totals and max(totals) else 0.0,
+        measured_activation_bytes=round(statistics.mean(totals)) if totals else None,
+        activation_spread=(max(totals) - min(totals)) / max(1, statistics.mean(totals)) if totals else 0.0,
         parameter_bytes=sum(s.nbytes for s in trace.storages if s.category == "parameter"),
         gradient_bytes=sum(s.nbytes for s in trace.storages if s.category == "gradient"),
         buffer_bytes=sum(s.nbytes for s in trace.storages if s.category == "buffer"),
@@ -275,7 +276,7 @@ def _captured(trace: Trace, paths: list[str]) -> tuple[dict[str, int], dict[str,
     for i in _calls_of(trace, paths):
         call = trace.calls[i]
         inputs[call.path].update(call.inputs)
-        top[call.path] = max(top[call.path], max(levels[call.first_op : call.last_op], default=0))
+        top[call.path] = max([top[call.path], *levels[call.first_op : call.last_op]])
     pinned = {path: set(indices) for path, indices in inputs.items()}
     for index, storage in enumerate(trace.storages):
         if storage.category != "saved" or not storage.saved_by:

@@ -5,8 +5,8 @@ Additive coupling of RevNet (Gomez et al., arXiv 1707.04585): with x = (a, b) al
     c = a + f(b)        d = b + g(c)        and back:  b = d - g(c)        a = c - f(b)
 
 so backward needs only the last output. Another model than a residual stack, not another way to run one.
-`a + f(b) - f(b)` rounds, so gradients differ from the plain run of the same blocks by some 1e-6 relative in float32 and grow
-with depth; in float64 1e-15. In half precision use checkpointing instead.
+`a + f(b) - f(b)` rounds, so gradients differ from the plain run of the same blocks by some 1e-6 relative in float32,
+growing with depth; in float64 by some 1e-15. In half precision use checkpointing instead.
 """
 
 from __future__ import annotations
