@@ -1,7 +1,8 @@
 """`MemoryProfiler`: what each layer keeps for backward and how long it takes, over several steps.
 
 Bytes are counted twice, independently: from a captured step (`recoup.capture`), and in each run by saved-tensor hooks
-over real tensors, storages told apart by address and parameters left out. The spread over the runs is of the second.
+over real tensors, storages told apart by address, parameters and batch left out. The spread over the runs is of the
+second.
 """
 
 from __future__ import annotations
@@ -85,10 +86,11 @@ class MemoryProfiler:
                 batch = _moved(sample_input, self.device)
                 self._step(batch)  # the first one allocates and compiles what later ones find
                 for _ in range(num_runs):
-                    run = _Run(self.model, paths, self.device)
+                    run = _Run(self.model, paths, self.device, batch)
                     with run:
                         self._step(batch, run)
                     runs.append(run)
+                self._forget_gradients()  # else their release would count as the step's
                 held = storage_bytes([*self.model.parameters(), *self.model.buffers(), *iterate_tensors([batch])])
                 peak = measure_peak(lambda: self._step(batch), device=self.device, held_bytes=held)
         self.report = _report(self.model, trace, paths, runs, peak, str(self.device))
@@ -111,9 +113,12 @@ class MemoryProfiler:
             raise UsageError("recommend_layers needs a profile: call profile(sample_input) first.")
         return self.report.over(memory_budget_mb)
 
-    def _step(self, batch: Any, run: _Run | None = None) -> None:
+    def _forget_gradients(self) -> None:
         for parameter in self.model.parameters():
             parameter.grad = None
+
+    def _step(self, batch: Any, run: _Run | None = None) -> None:
+        self._forget_gradients()
         output = call_model(self.model, batch)
         loss, _ = loss_of(output, batch, self.loss)
         del output
@@ -127,10 +132,10 @@ class MemoryProfiler:
 class _Run:
     """One run: seconds and saved bytes by layer."""
 
-    def __init__(self, model: nn.Module, paths: list[str], device: torch.device) -> None:
+    def __init__(self, model: nn.Module, paths: list[str], device: torch.device, batch: Any) -> None:
         self._modules = [(p, model.get_submodule(p)) for p in paths]
         self._device = device
-        self._parameters = {_key(t) for t in [*model.parameters(), *model.buffers()]}
+        self._known = {_key(t) for t in [*model.parameters(), *model.buffers(), *iterate_tensors([batch])]}
         self._seen: dict[int, torch.Tensor] = {}
         self._open: list[tuple[str, float]] = []
         self._handles: list[Any] = []
@@ -173,7 +178,7 @@ class _Run:
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         key = _key(tensor)
-        if self._open and key not in self._parameters and key not in self._seen:
+        if self._open and key not in self._known and key not in self._seen:
             self._seen[key] = tensor.detach()  # while it is held its address is its own
             self.saved_bytes[self._open[-1][0]] += tensor.untyped_storage().nbytes()
         return tensor
