@@ -112,6 +112,7 @@ def test_layers_of_unlike_models() -> None:
     assert find_layers(nested) == ["1.0", "1.1", "1.2"]
 
 
+@pytest.mark.slow
 def test_budget_is_met() -> None:
     model, batch = Stack(width=64, depth=6), torch.randn(512, 64)
     profiler = MemoryProfiler(model)
