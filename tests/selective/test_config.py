@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import math
+import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -158,6 +161,27 @@ def test_unrolled_time_is_refused_by_name_where_it_is_not_built(monkeypatch: pyt
     with pytest.raises(UsageError, match=r"snn_chunk_size=4 needs recoup\.recurrent"):
         _on(snn_timestep_checkpoint=True, snn_chunk_size=4)(model)
     assert not any("forward" in m.__dict__ for m in model.modules())
+
+
+def test_unrolled_time_is_handed_to_recurrent(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    class Handle:
+        def remove(self) -> None:
+            asked.append("removed")
+
+    def checkpoint_timesteps(model: nn.Module, *, chunk: int) -> Handle:
+        asked.append(chunk)
+        return Handle()
+
+    module = types.ModuleType("recoup.recurrent")
+    module.checkpoint_timesteps = checkpoint_timesteps  # type: ignore[attr-defined]
+    module.__spec__ = importlib.machinery.ModuleSpec("recoup.recurrent", None)
+    monkeypatch.setitem(sys.modules, "recoup.recurrent", module)
+    checkpointer = SelectiveCheckpointer(CheckpointConfig(enabled=True, snn_timestep_checkpoint=True, snn_chunk_size=4))
+    checkpointer.apply(Stack())
+    checkpointer.remove()
+    assert asked == [4, "removed"]
 
 
 def test_defaults_are_those_of_the_contract() -> None:

@@ -26,5 +26,5 @@ def checkpoint_timesteps(model: nn.Module, *, chunk_size: int) -> Callable[[], N
             f"snn_timestep_checkpoint=True with snn_chunk_size={chunk_size} needs {MODULE}.{FUNCTION}, which this "
             "version of recoup does not have. Use strategy='full' on what runs inside a step, or strategy='budget'."
         )
-    undo: Callable[[], None] = function(model, chunk_size=chunk_size)
+    undo: Callable[[], None] = function(model, chunk=chunk_size).remove
     return undo
