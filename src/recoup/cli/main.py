@@ -17,8 +17,8 @@ from recoup.cli.advise import advise
 from recoup.cli.bench import bench
 from recoup.cli.console import hint_for, print_error
 from recoup.cli.diff import diff
-from recoup.cli.export import export
 from recoup.cli.estimate import estimate
+from recoup.cli.export import export
 from recoup.cli.fit import fit
 from recoup.cli.frontier import frontier
 from recoup.cli.gen_tests import gen_tests
