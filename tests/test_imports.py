@@ -30,6 +30,7 @@ ORDER = (
     "explaining",
     "api",
     "targets",
+    "selective",
     "export",
     "reporting",
     "cli",

@@ -30,6 +30,12 @@ _HOMES = {
     "TargetError": "recoup.errors",
     "Trade": "recoup.ir.explanation",
     "UsageError": "recoup.errors",
+    "CheckpointConfig": "recoup.selective.config",
+    "CheckpointWrapper": "recoup.selective.wrapper",
+    "MemoryProfiler": "recoup.selective.profiler",
+    "ProfileReport": "recoup.selective.profile_report",
+    "ReversibleSequential": "recoup.selective.reversible",
+    "SelectiveCheckpointer": "recoup.selective.checkpointer",
     "apply": "recoup.api",
     "explain": "recoup.api",
     "fit": "recoup.api",
@@ -75,6 +81,12 @@ if TYPE_CHECKING:
     from recoup.ir.plan import Prediction as Prediction
     from recoup.ir.profile import FrontierPoint as FrontierPoint
     from recoup.ir.profile import Profile as Profile
+    from recoup.selective.checkpointer import SelectiveCheckpointer as SelectiveCheckpointer
+    from recoup.selective.config import CheckpointConfig as CheckpointConfig
+    from recoup.selective.profile_report import ProfileReport as ProfileReport
+    from recoup.selective.profiler import MemoryProfiler as MemoryProfiler
+    from recoup.selective.reversible import ReversibleSequential as ReversibleSequential
+    from recoup.selective.wrapper import CheckpointWrapper as CheckpointWrapper
 
 
 def __getattr__(name: str) -> Any:

@@ -13,16 +13,21 @@ from typing import Annotated, Any
 import typer
 
 from recoup import __version__
+from recoup.cli.advise import advise
+from recoup.cli.bench import bench
 from recoup.cli.console import hint_for, print_error
 from recoup.cli.diff import diff
+from recoup.cli.estimate import estimate
 from recoup.cli.explain import explain
 from recoup.cli.export import export
 from recoup.cli.fit import fit
 from recoup.cli.frontier import frontier
+from recoup.cli.gen_tests import gen_tests
 from recoup.cli.plan import plan
 from recoup.cli.profile import profile
 from recoup.cli.report import report
 from recoup.cli.show import show
+from recoup.cli.validate import validate
 from recoup.cli.verify import verify
 from recoup.errors import RecoupError
 
@@ -35,7 +40,11 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-for _command in (fit, plan, explain, profile, frontier, verify, report, show, diff, export):
+_COMMANDS = (
+    *(fit, plan, explain, profile, frontier, verify, report, show, diff, export),
+    *(advise, validate, gen_tests, bench, estimate),
+)
+for _command in _COMMANDS:
     app.command(short_help=(_command.__doc__ or "").partition("\n")[0])(_command)
 
 # typer carries its own copy of click since 0.20 or so, and used click's before; the base class is found through it.

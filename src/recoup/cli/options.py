@@ -64,7 +64,7 @@ class Request:
         from recoup.targets.resolve import resolve_target
 
         if self.text.startswith("hf:"):
-            _silence_transformers()
+            silence_transformers()
         return resolve_target(
             self.text,
             batch=self.batch,
@@ -156,7 +156,7 @@ def _check_device(device: str, *, runs: bool) -> None:
         )
 
 
-def _silence_transformers() -> None:
+def silence_transformers() -> None:
     """Leaves out transformers' remarks on configurations: random weights have no tokens to be wrong about."""
     try:
         import transformers

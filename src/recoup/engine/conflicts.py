@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from recoup.engine.handle import find_patches
+from recoup.engine.patch import PatchedForward
 from recoup.errors import ConflictError
 
 
@@ -19,7 +20,14 @@ def refuse_conflicts(model: nn.Module, *, allow_ours: bool = False) -> None:
             f"A recoup plan is already applied to this {type(model).__name__}. Call `.remove()` on what `apply` or "
             "`fit` returned first."
         )
+    ours = [] if not allow_ours else [id(f) for f in find_patches(model)]
     for path, module in model.named_modules():
+        forward = module.__dict__.get("forward")
+        if isinstance(forward, PatchedForward) and id(forward) not in ours:
+            raise ConflictError(
+                f"`{path or type(model).__name__}` is already a region of recoup (`checkpoint_ops`, or a plan of "
+                "another model it is part of). Call `.remove()` on what applied it first."
+            )
         if type(module).__name__ in ("CheckpointWrapper", "ActivationWrapper", "CheckpointFunction"):
             raise ConflictError(
                 f"`{path or type(model).__name__}` is already wrapped by checkpoint_wrapper. Pass the model without "

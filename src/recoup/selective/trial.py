@@ -1,0 +1,112 @@
+"""Strategies tried on a model and a batch: each one's regions as a plan, run and measured beside the plain step."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import nn
+
+from recoup import progress
+from recoup.capture.capture import StepSpec
+from recoup.capture.optimizer import OptimizerLike
+from recoup.capture.step import Loss
+from recoup.cost.measured import MeasuredCost
+from recoup.engine.conflicts import refuse_conflicts
+from recoup.errors import UsageError
+from recoup.evidence.verify import verify_plan
+from recoup.ir.evidence import Evidence
+from recoup.ir.plan import Decision, Plan
+from recoup.planning import ACTIONS, Candidate, Planner, is_on_meta
+from recoup.selective.config import CheckpointConfig
+from recoup.selective.profile_report import ProfileReport
+from recoup.selective.profiler import MemoryProfiler
+from recoup.selective.strategies import choose
+
+TRIED = ("full", "every-2", "sequential", "selective", "rederive", "budget")
+_BUDGET_SHARE = 0.6
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """One strategy: what it recomputes and what was measured."""
+
+    strategy: str
+    plan: Plan
+    evidence: Evidence
+
+    @property
+    def memory_saved(self) -> float:
+        """The share of the plain step's measured peak that is gone: 0.3 is 30 %."""
+        plain = self.evidence.baseline_peak_bytes
+        return 1 - self.evidence.peak_bytes / plain if plain else 0.0
+
+
+class Trials:
+    """A model with its captured, priced step, on which strategies are tried; nothing of the model changes."""
+
+    def __init__(
+        self, model: nn.Module, batch: Any, *, loss: Loss | None = None, optimizer: OptimizerLike | None = None
+    ) -> None:
+        if is_on_meta(model):
+            raise UsageError(f"{type(model).__name__} is on `meta`: there is nothing to measure. Build it on a device.")
+        refuse_conflicts(model)
+        self.model, self.batch, self.loss, self.optimizer = model, batch, loss, optimizer
+        parameter = next(model.parameters(), None)
+        self.device = parameter.device if parameter is not None else torch.device("cpu")
+        on_cuda = self.device.type == "cuda"
+        spec = StepSpec(
+            model=model,
+            batch=batch,
+            loss=loss,
+            optimizer=optimizer,
+            dialect="cuda" if on_cuda else "cpu",
+            round_bytes=512 if on_cuda else 1,
+        )
+        self.planner = Planner(spec, cost=MeasuredCost(self.device), actions=ACTIONS)
+        self._report: ProfileReport | None = None
+
+    def report(self, num_runs: int = 3) -> ProfileReport:
+        """Returns the layers' profile, taken once."""
+        if self._report is None:
+            progress.advance("profiling the layers")
+            self._report = MemoryProfiler(self.model, loss=self.loss).profile(self.batch, num_runs)
+        return self._report
+
+    def threshold_mb(self) -> float:
+        """Returns the line for "selective": half of what a layer that frees something keeps on average."""
+        worth = [layer.activation_mb for layer in self.report().layers if layer.freed_bytes > 0]
+        return sum(worth) / len(worth) / 2 if worth else 0.0
+
+    def candidate(self, strategy: str) -> Candidate:
+        """Returns the strategy's decisions with what their simulation says.
+
+        Raises:
+            UsageError: if it is not one of `TRIED`, or finds nothing to work on in this model.
+        """
+        if strategy not in TRIED:
+            raise UsageError(f"Unknown strategy {strategy!r} to try. Choose from {', '.join(TRIED)}.")
+        if strategy == "rederive":
+            return self.planner.simulate((Decision(path="", action="rederive"),))
+        if strategy == "budget":
+            found = self.planner.fit(int(self.planner.plain.peak_bytes * _BUDGET_SHARE))
+            return found if found is not None else self.planner.smallest()
+        if strategy == "selective":
+            config = CheckpointConfig(strategy="selective", memory_threshold_mb=self.threshold_mb())
+            return self.planner.simulate(choose(config, self.model, self.report()).decisions)
+        every = 2 if strategy == "every-2" else 1
+        config = CheckpointConfig(strategy="sequential" if strategy == "sequential" else "full", every=every)
+        return self.planner.simulate(choose(config, self.model, None).decisions)
+
+    def run(self, strategy: str, *, timed: bool = False) -> Trial:
+        """Returns the strategy run and measured beside the plain step."""
+        progress.advance(f"trying {strategy}")
+        candidate = self.candidate(strategy)
+        plan = self.planner.plan(
+            candidate, budget_bytes=candidate.peak_bytes, budget_text=strategy, device=self.device.type
+        )
+        evidence = verify_plan(
+            self.model, plan, self.batch, loss=self.loss, optimizer=self.optimizer, timed=timed, max_seconds=5.0
+        )
+        return Trial(strategy=strategy, plan=plan, evidence=evidence)
