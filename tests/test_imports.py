@@ -27,6 +27,7 @@ ORDER = (
     "timeline",
     "planning",
     "api",
+    "integrations",
     "targets",
     "report",
     "export",

@@ -10,6 +10,7 @@ __version__ = "0.1.0"
 # Public name -> where it lives. Loaded on first use: `import recoup` does not import torch.
 _HOMES = {
     "Applied": "recoup.engine.handle",
+    "BatchTooLarge": "recoup.errors",
     "ConflictError": "recoup.errors",
     "Decision": "recoup.ir.plan",
     "Evidence": "recoup.ir.evidence",
@@ -25,6 +26,7 @@ _HOMES = {
     "RecoupError": "recoup.errors",
     "ReplayError": "recoup.errors",
     "StepError": "recoup.errors",
+    "StepOutOfMemory": "recoup.errors",
     "TargetError": "recoup.errors",
     "UsageError": "recoup.errors",
     "apply": "recoup.api",
@@ -36,6 +38,7 @@ _HOMES = {
     "profile": "recoup.api",
     "rederive": "recoup.engine.rederive",
     "verify": "recoup.api",
+    "watch": "recoup.integrations.watch",
 }
 __all__ = sorted(["__version__", *_HOMES])
 
@@ -52,6 +55,7 @@ if TYPE_CHECKING:
     from recoup.engine.activity import is_recomputing as is_recomputing
     from recoup.engine.handle import Applied as Applied
     from recoup.engine.rederive import rederive as rederive
+    from recoup.errors import BatchTooLarge as BatchTooLarge
     from recoup.errors import ConflictError as ConflictError
     from recoup.errors import InfeasibleBudget as InfeasibleBudget
     from recoup.errors import InternalError as InternalError
@@ -59,8 +63,10 @@ if TYPE_CHECKING:
     from recoup.errors import RecoupError as RecoupError
     from recoup.errors import ReplayError as ReplayError
     from recoup.errors import StepError as StepError
+    from recoup.errors import StepOutOfMemory as StepOutOfMemory
     from recoup.errors import TargetError as TargetError
     from recoup.errors import UsageError as UsageError
+    from recoup.integrations.watch import watch as watch
     from recoup.ir.evidence import Evidence as Evidence
     from recoup.ir.plan import Decision as Decision
     from recoup.ir.plan import Plan as Plan

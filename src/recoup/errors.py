@@ -6,8 +6,10 @@
     |   +-- StepError                      the training step itself fails on this model and batch
     |   +-- ConflictError                  the model already has activation checkpointing on
     |   +-- PlanMismatch                   the plan was made for another model
+    |   +-- BatchTooLarge                  a watched step that would not fit; it was not run
     +-- InfeasibleBudget (RuntimeError)    no plan reaches the budget                                       exit 3
     +-- ReplayError (RuntimeError)         a region's second forward was not the first one                  exit 1
+    +-- StepOutOfMemory (RuntimeError)     a watched step ran out of memory                                 exit 1
     +-- InternalError (RuntimeError)       a bug in recoup                                                  exit 1
 
 A message says what was asked, what was found (numbers with units), and what to do next. `code` is stable.
@@ -61,6 +63,12 @@ class PlanMismatch(UsageError):
     code = "plan-mismatch"
 
 
+class BatchTooLarge(UsageError):
+    """A watched step would not fit its budget on this batch; it was refused before it ran."""
+
+    code = "batch-too-large"
+
+
 class InfeasibleBudget(RecoupError, RuntimeError):
     """No plan fits the budget.
 
@@ -94,6 +102,12 @@ class ReplayError(RecoupError, RuntimeError):
     """A region was run again in backward and did not do what it did the first time."""
 
     code = "replay"
+
+
+class StepOutOfMemory(RecoupError, RuntimeError):
+    """A watched step ran out of memory; the message says what held it and what would fit."""
+
+    code = "out-of-memory"
 
 
 class InternalError(RecoupError, RuntimeError):

@@ -239,5 +239,3 @@ def main(rank: int, port: int, job: str, out: str) -> None:
         dist.barrier()
     finally:
         dist.destroy_process_group()
-
-

@@ -98,9 +98,8 @@ def test_a_plan_on_a_compiled_model() -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_inductor() -> None:
     model, batch = _build("gpt2")
-    plain = copy.deepcopy(model)
-    expected = _gradients(plain, torch.compile(plain), batch)
-    torch.compiler.reset()
+    model.transformer.h = model.transformer.h[:1]  # type: ignore[union-attr, operator, index]
+    expected = _gradients(model, model, batch)
     with apply_decisions(model, PLANS["regions"](_blocks(model))):
         found = _gradients(model, torch.compile(model), batch)
     for a, b in zip(found, expected, strict=True):
