@@ -83,12 +83,12 @@ def _run(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, Any])
     state = settings.state
     if state.suspended or not torch.is_grad_enabled() or _compat.inside_functorch():
         return patched.original(*args, **kwargs)
+    if settings.drops_cache:
+        kwargs = {**kwargs, "use_cache": False}
     if torch.compiler.is_compiling():
         return _run_compiled(patched, args, kwargs)
     if settings.is_root:
         state.calls.clear()
-    if settings.drops_cache:
-        kwargs = {**kwargs, "use_cache": False}
     call = 0
     if state.counts_calls:
         call = state.calls.get(settings.path, 0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from torch import nn
 
@@ -16,6 +17,7 @@ from recoup.capture.optimizer import OptimizerLike
 from recoup.capture.step import Loss
 from recoup.errors import ConflictError
 from recoup.integrations.distributed import check_same_plan, unwrap
+from recoup.integrations.precision import autocast_forward
 
 
 def fit(
@@ -51,7 +53,8 @@ def fit(
         )
     core = unwrap(model)
     optimizer = getattr(optimizer, "optimizer", optimizer)
-    with accelerator.autocast():
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(str(accelerator.mixed_precision))
+    with autocast_forward(core, dtype):
         found = api.fit(core, batch, budget=budget, loss=loss, optimizer=optimizer, timed=timed)
     check_same_plan(found.plan)
     return found

@@ -2,7 +2,7 @@
 
     trainer = lightning.Trainer(callbacks=[RecoupCallback(budget="8GiB")])
 
-The step that is planned is `training_step(batch, batch_idx)`, whatever modules it calls; `self.log` does nothing while
+A few steps are run and taken back to prove the plan. The step that is planned is `training_step(batch, batch_idx)`, whatever modules it calls; `self.log` does nothing while
 it is captured. The plan is in place from the first batch on, after every strategy has set up the model.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -33,15 +33,18 @@ class TrainingStep(nn.Module):
 
     Attributes:
         module: the LightningModule; a plan's paths begin with `module.`.
+        context: entered around it; Lightning enters its precision's own when it trains.
     """
 
     def __init__(self, module: LightningModule) -> None:
         super().__init__()
         self.module = module
+        self.context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Returns what `training_step` returns."""
-        return type(self.module).training_step(self.module, *args, **kwargs)
+        with self.context():
+            return type(self.module).training_step(self.module, *args, **kwargs)
 
 
 class RecoupCallback(Callback):
@@ -108,8 +111,12 @@ class RecoupCallback(Callback):
             assert self.budget is not None
             made = None
             if trainer.global_rank == 0:
-                with _silent(pl_module), trainer.precision_plugin.forward_context():
-                    made = api.plan(step, (batch, 0), budget=self.budget, optimizer=optimizer)
+                step.context = trainer.precision_plugin.forward_context
+                with _silent(pl_module):
+                    fit = api.fit(step, (batch, 0), budget=self.budget, optimizer=optimizer, timed=False)
+                fit.applied.remove()
+                made = fit.plan
+                step.context = contextlib.nullcontext
             self.plan = broadcast_plan(made)
         check_same_plan(self.plan)
         self._applied = api.apply(step, self.plan)

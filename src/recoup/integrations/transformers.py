@@ -6,7 +6,7 @@ Trainer(model=model, args=args, train_dataset=train_dataset, callbacks=[RecoupCa
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 import itertools
 import warnings
 from collections.abc import Callable, Iterable
@@ -21,6 +21,7 @@ from recoup.engine.handle import find_patches
 from recoup.errors import ConflictError, UsageError
 from recoup.integrations.distributed import check_same_plan, unwrap
 from recoup.integrations.meter import StepMeter
+from recoup.integrations.precision import autocast_forward
 from recoup.ir.plan import Plan
 from recoup.units import format_bytes, parse_bytes
 
@@ -46,18 +47,27 @@ def fit(
         ConflictError: if `args` turn on another activation checkpointing. What `recoup.fit` raises.
     """
     refuse_arguments(args)
+    held = 0
+    target = budget
     if args.gradient_accumulation_steps > 1:
-        if isinstance(budget, str) and not budget.strip()[-1:].isalpha() and not budget.strip().isdigit():
+        if isinstance(budget, str) and (budget.strip().endswith("%") or budget.strip().lower() == "auto"):
             raise UsageError(f"With gradient accumulation the budget must be in bytes ('8GiB'); got {budget!r}.")
         held = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
-        budget = parse_bytes(budget) - held
-        if budget <= 0:
+        target = parse_bytes(budget) - held
+        if target <= 0:
             raise UsageError(f"The budget is below the {format_bytes(held)} of gradients that accumulate.")
     batch = sample_batch(train_dataset, args.per_device_train_batch_size, data_collator)
     optimizer, _ = Trainer.get_optimizer_cls_and_kwargs(args, model)  # type: ignore[arg-type]
     model.train()
-    with autocast(model, args):
-        return api.fit(model, batch, budget=budget, optimizer=optimizer, timed=timed)
+    with autocast_forward(model, torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None):
+        found = api.fit(model, batch, budget=target, optimizer=optimizer, timed=timed)
+    if not held:
+        return found
+    note = f"planned for {format_bytes(held)} less than the budget: gradients accumulate over several batches"
+    plan = dataclasses.replace(
+        found.plan, budget_bytes=parse_bytes(budget), budget_text=str(budget), notes=(*found.plan.notes, note)
+    )
+    return dataclasses.replace(found, plan=plan)
 
 
 def sample_batch(
@@ -76,14 +86,6 @@ def _length(example: Any) -> int:
     if not isinstance(example, dict):
         return 0
     return max((len(v) for v in example.values() if hasattr(v, "__len__") and not isinstance(v, str)), default=0)
-
-
-def autocast(model: nn.Module, args: TrainingArguments) -> contextlib.AbstractContextManager[Any]:
-    """Returns the autocast that a Trainer with these arguments runs forward in."""
-    if not (args.bf16 or args.fp16):
-        return contextlib.nullcontext()
-    device = next(model.parameters()).device.type
-    return torch.autocast(device, torch.bfloat16 if args.bf16 else torch.float16)
 
 
 def refuse_arguments(args: TrainingArguments) -> None:
