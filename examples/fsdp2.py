@@ -28,8 +28,7 @@ def main(rank: int, world_size: int) -> None:
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters())
     for step in range(3):
-        loss = model(**batch).loss
-        loss.backward()
+        (loss := model(**batch).loss).backward()
         optimizer.step()
         optimizer.zero_grad()
         print(f"rank {rank} step {step} loss {loss.item():.4f}", flush=True)

@@ -41,6 +41,7 @@ def _build(kind: str) -> tuple[nn.Module, Any]:
         if isinstance(module, nn.Dropout):
             module.p = 0.0  # a compiled region draws other random numbers than an eager one
     if kind == "gpt2":
+        model.loss_type = "ForCausalLM"  # type: ignore[assignment]  # without it transformers logs, a graph break
         model.transformer.h = model.transformer.h[:2]  # type: ignore[union-attr, operator, index]
     return model, batch
 
@@ -79,7 +80,7 @@ def test_aot_eager(kind: str, name: str) -> None:
     decisions = PLANS[name](_blocks(model))
     with apply_decisions(model, decisions):
         found = _gradients(model, torch.compile(model, backend="aot_eager"), batch)
-    assert _num_breaks() - plain_breaks <= plain_breaks
+    assert _num_breaks() - plain_breaks <= plain_breaks == 0
     assert len(found) == len(expected)
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)

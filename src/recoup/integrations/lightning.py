@@ -3,7 +3,8 @@
     trainer = lightning.Trainer(callbacks=[RecoupCallback(budget="8GiB")])
 
 A few steps are run and taken back to prove the plan. The step that is planned is `training_step(batch, batch_idx)`, whatever modules it calls; `self.log` does nothing while
-it is captured. The plan is in place from the first batch on, after every strategy has set up the model.
+it is captured. The gradients of the step before are let go when a batch begins, before forward instead of after. With
+gradient accumulation they are there from the start of a forward: leave room for them. The plan is in place from the first batch on, after every strategy has set up the model.
 """
 
 from __future__ import annotations
@@ -73,6 +74,11 @@ class RecoupCallback(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Plans and applies with the first batch; begins measuring with the chosen one."""
         optimizer = trainer.optimizers[0] if trainer.optimizers else None
+        accumulates = trainer.accumulate_grad_batches
+        if pl_module.automatic_optimization and batch_idx % accumulates == 0:
+            # Lightning drops the last step's gradients between forward and backward: too late for forward's peak.
+            for used in trainer.optimizers:
+                used.zero_grad(set_to_none=True)
         if self._applied is None:
             self._install(trainer, pl_module, batch, optimizer)
         if batch_idx >= self.measured_step and self.meter.peak_bytes is None:
