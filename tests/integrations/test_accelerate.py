@@ -32,8 +32,8 @@ def _train(accelerator: Any, model: nn.Module, optimizer: Any, batch: Any) -> li
     return losses
 
 
-@pytest.mark.parametrize("precision", ["no", "bf16"])
-@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.slow
+@pytest.mark.parametrize(("order", "precision"), [("before", "bf16"), ("after", "no"), ("after", "bf16")])
 def test_plan_before_and_after_prepare(order: str, precision: str) -> None:
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = accelerate.Accelerator(cpu=True, mixed_precision=precision)

@@ -36,6 +36,7 @@ def _count(run: Any) -> tuple[Counter[str], Any]:
     return ops.counts, result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", ["60%", "75%"])
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_same_ops_and_results_as_plain(kind: str, budget: str) -> None:
@@ -65,6 +66,7 @@ def test_same_ops_and_results_as_plain(kind: str, budget: str) -> None:
     assert model.config.use_cache is True  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_time_is_within_two_percent() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 

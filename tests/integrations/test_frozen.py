@@ -71,6 +71,7 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
     assert all(torch.equal(found[n], expected[n]) for n in expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", [lora, frozen_embeddings, bitfit, frozen_tower], ids=lambda f: f.__name__)
 def test_same_parameters_get_a_gradient(build: Callable[[], tuple[nn.Module, Any]]) -> None:
     model, batch = build()

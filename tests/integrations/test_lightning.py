@@ -66,6 +66,7 @@ class _Measure(RecoupCallback):
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"precision": "bf16-mixed"}, {"accumulate_grad_batches": 3}], ids=str)
 def test_training_is_the_same_and_fits(tmp_path: Path, options: dict[str, Any]) -> None:
     torch.manual_seed(1)
@@ -88,6 +89,7 @@ def test_training_is_the_same_and_fits(tmp_path: Path, options: dict[str, Any]) 
     assert not any("forward" in m.__dict__ for m in module.modules())
 
 
+@pytest.mark.slow
 def test_a_plan_is_used_again(tmp_path: Path) -> None:
     torch.manual_seed(1)
     module = Module()

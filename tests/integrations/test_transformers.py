@@ -50,6 +50,7 @@ def _train(model: nn.Module, args: TrainingArguments, *callbacks: Any, **how: An
     return [*losses, trainer.evaluate()["eval_loss"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"bf16": True}, {"gradient_accumulation_steps": 2}], ids=str)
 def test_training_is_the_same_and_fits(tmp_path: Path, options: dict[str, Any]) -> None:
     model, _, _ = make("llama")
@@ -73,6 +74,7 @@ def test_training_is_the_same_and_fits(tmp_path: Path, options: dict[str, Any]) 
     assert model.config.use_cache == twin.config.use_cache  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_save_load_and_resume(tmp_path: Path) -> None:
     model, batch, _ = make("llama")
     twin = copy.deepcopy(model)

@@ -2,9 +2,10 @@
 
     trainer = lightning.Trainer(callbacks=[RecoupCallback(budget="8GiB")])
 
-A few steps are run and taken back to prove the plan. The step that is planned is `training_step(batch, batch_idx)`, whatever modules it calls; `self.log` does nothing while
-it is captured. The gradients of the step before are let go when a batch begins, before forward instead of after. With
-gradient accumulation they are there from the start of a forward: leave room for them. The plan is in place from the first batch on, after every strategy has set up the model.
+A few steps are run and taken back to prove the plan. The step that is planned is `training_step(batch, batch_idx)`,
+whatever modules it calls; `self.log` does nothing while it is captured. The gradients of the step before are let go
+when a batch begins, before forward instead of after. With gradient accumulation they are there from the start of a
+forward: leave room for them. The plan is in place from the first batch on, after every strategy set up the model.
 """
 
 from __future__ import annotations
