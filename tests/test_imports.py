@@ -29,6 +29,7 @@ ORDER = (
     "planning",
     "explaining",
     "api",
+    "integrations",
     "targets",
     "selective",
     "export",

@@ -10,6 +10,7 @@ __version__ = "0.1.0"
 # Public name -> where it lives. Loaded on first use: `import recoup` does not import torch.
 _HOMES = {
     "Applied": "recoup.engine.handle",
+    "BatchTooLarge": "recoup.errors",
     "ConflictError": "recoup.errors",
     "Decision": "recoup.ir.plan",
     "Evidence": "recoup.ir.evidence",
@@ -27,6 +28,7 @@ _HOMES = {
     "RecoupError": "recoup.errors",
     "ReplayError": "recoup.errors",
     "StepError": "recoup.errors",
+    "StepOutOfMemory": "recoup.errors",
     "TargetError": "recoup.errors",
     "Trade": "recoup.ir.explanation",
     "UsageError": "recoup.errors",
@@ -46,6 +48,7 @@ _HOMES = {
     "profile": "recoup.api",
     "rederive": "recoup.engine.rederive",
     "verify": "recoup.api",
+    "watch": "recoup.integrations.watch",
 }
 __all__ = sorted(["__version__", *_HOMES])
 
@@ -63,6 +66,7 @@ if TYPE_CHECKING:
     from recoup.engine.activity import is_recomputing as is_recomputing
     from recoup.engine.handle import Applied as Applied
     from recoup.engine.rederive import rederive as rederive
+    from recoup.errors import BatchTooLarge as BatchTooLarge
     from recoup.errors import ConflictError as ConflictError
     from recoup.errors import InexactWarning as InexactWarning
     from recoup.errors import InfeasibleBudget as InfeasibleBudget
@@ -71,8 +75,10 @@ if TYPE_CHECKING:
     from recoup.errors import RecoupError as RecoupError
     from recoup.errors import ReplayError as ReplayError
     from recoup.errors import StepError as StepError
+    from recoup.errors import StepOutOfMemory as StepOutOfMemory
     from recoup.errors import TargetError as TargetError
     from recoup.errors import UsageError as UsageError
+    from recoup.integrations.watch import watch as watch
     from recoup.ir.evidence import Evidence as Evidence
     from recoup.ir.explanation import Explanation as Explanation
     from recoup.ir.explanation import Trade as Trade

@@ -6,8 +6,10 @@
     |   +-- StepError                      the training step itself fails on this model and batch
     |   +-- ConflictError                  the model already has activation checkpointing on
     |   +-- PlanMismatch                   the plan was made for another model
+    |   +-- BatchTooLarge                  a watched step that would not fit; it was not run
     +-- InfeasibleBudget (RuntimeError)    no plan reaches the budget                                       exit 3
     +-- ReplayError (RuntimeError)         a region's second forward was not the first one                  exit 1
+    +-- StepOutOfMemory (RuntimeError)     a watched step ran out of memory                                 exit 1
     +-- InternalError (RuntimeError)       a bug in recoup                                                  exit 1
 
 A message says what was asked, what was found (numbers with units), and what to do next, and ends with its code, which
@@ -24,6 +26,7 @@ CODES = {
     "E102": "the training step fails",
     "E103": "activation checkpointing is on already",
     "E104": "the plan is for another model",
+    "E105": "a watched batch is too large",
     "E110": "the budget cannot be reached",
     "E200": "a replay failed",
     "E201": "weights changed before backward",
@@ -34,6 +37,7 @@ CODES = {
     "E206": "the second forward saved other values",
     "E207": "the second forward raised an error",
     "E208": "the graph of a replay was differentiated",
+    "E209": "a watched step ran out of memory",
     "E300": "the fitted step is not bit-equal",
     "E900": "a bug in recoup",
 }
@@ -86,6 +90,12 @@ class PlanMismatch(UsageError):
     code = "E104"
 
 
+class BatchTooLarge(UsageError):
+    """A watched step would not fit its budget on this batch; it was refused before it ran."""
+
+    code = "E105"
+
+
 class InfeasibleBudget(RecoupError, RuntimeError):
     """No plan fits the budget.
 
@@ -123,6 +133,12 @@ class ReplayError(RecoupError, RuntimeError):
     def __init__(self, message: str, *, code: str = "E200") -> None:
         super().__init__(message)
         self.code = code
+
+
+class StepOutOfMemory(RecoupError, RuntimeError):
+    """A watched step ran out of memory; the message says what held it and what would fit."""
+
+    code = "E209"
 
 
 class InternalError(RecoupError, RuntimeError):

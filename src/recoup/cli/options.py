@@ -41,6 +41,7 @@ Optimizer = Annotated[str | None, typer.Option(help="Its state counts too: sgd, 
 PlanDevice = Annotated[str | None, typer.Option(help="Where the plan will run: cpu, cuda, or e.g. h100-sxm, a100-80gb")]
 RunDevice = Annotated[str | None, typer.Option(help="Where to run: cpu or cuda")]
 Actions = Annotated[str | None, typer.Option(help="What a plan may use: rederive, recompute, or both with a comma")]
+Fsdp = Annotated[int | None, typer.Option(help="Bytes of one rank of so many, sharded as FSDP2 does", min=1)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr")]
 Out = Annotated[Path | None, typer.Option(help="Also write the plan here, as JSON", dir_okay=False)]
@@ -58,6 +59,7 @@ class Request:
     optimizer: str | None
     device: str | None
     actions: str | None
+    fsdp: int | None = None
 
     def resolve(self, *, runs: bool) -> Target:
         """Returns the target: with data where the step `runs`, else `hf:` models without."""
@@ -88,6 +90,12 @@ class Request:
     def planning_keywords(self, target: Target) -> dict[str, Any]:
         """Returns the same, and the actions if some were named."""
         keywords = self.keywords(target)
+        if self.fsdp is not None:
+            from recoup.cost.roofline import RooflineCost
+            from recoup.cost.sharded import ShardedCost
+
+            assert self.device is not None  # check_request saw to it
+            keywords["cost"] = ShardedCost(RooflineCost(get_device(self.device)), world_size=self.fsdp)
         if self.actions is not None:
             keywords["actions"] = tuple(name.strip() for name in self.actions.split(",") if name.strip())
         return keywords
@@ -105,6 +113,7 @@ def check_request(
     actions: str | None = None,
     budget: str | None = None,
     out: Path | None = None,
+    fsdp: int | None = None,
     runs: bool = False,
 ) -> Request:
     """Returns what was asked.
@@ -118,6 +127,8 @@ def check_request(
     if budget is not None:
         check_budget(budget)
     parse_target(text)
+    if fsdp is not None and (device is None or device == "cpu" or device.split(":")[0] == "cuda"):
+        raise UsageError("--fsdp needs the name of a device: --fsdp 8 --device h100-sxm.")
     if device is not None:
         _check_device(device, runs=runs)
     if out is not None and not out.parent.is_dir():
@@ -131,6 +142,7 @@ def check_request(
         optimizer=_look_up(optimizer, _OPTIMIZERS, "--optimizer"),
         device=device,
         actions=actions,
+        fsdp=fsdp,
     )
 
 

@@ -16,6 +16,7 @@ def plan(
     optimizer: options.Optimizer = None,
     device: options.PlanDevice = None,
     actions: options.Actions = None,
+    fsdp: options.Fsdp = None,
     out: options.Out = None,
     json: options.Json = False,
     quiet: options.Quiet = False,
@@ -32,6 +33,7 @@ def plan(
         actions=actions,
         budget=budget,
         out=out,
+        fsdp=fsdp,
     )
     with showing_progress(quiet=quiet):
         found = request.resolve(runs=False)

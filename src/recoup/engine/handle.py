@@ -85,12 +85,12 @@ def _run(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, Any])
         return patched.original(*args, **kwargs)
     if torch.compiler.is_exporting():
         return patched.original(*args, **kwargs)
+    if settings.drops_cache:
+        kwargs = {**kwargs, "use_cache": False}
     if torch.compiler.is_compiling():
         return _run_compiled(patched, args, kwargs)
     if settings.is_root:
         state.calls.clear()
-    if settings.drops_cache:
-        kwargs = {**kwargs, "use_cache": False}
     call = 0
     if state.counts_calls:
         call = state.calls.get(settings.path, 0)

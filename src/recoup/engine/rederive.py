@@ -302,6 +302,14 @@ def _at_hand(value: Value) -> bool:
     return value.constant is not None or value.cache is not None or value.alive() is not None
 
 
+def _is_there(tensor: torch.Tensor) -> bool:
+    """Whether the storage has its memory: FSDP takes a unit's parameters away when its forward ends.
+
+    What is there when a tensor is saved is there when its unit runs backward: it belongs to the same unit, or stays.
+    """
+    return tensor.untyped_storage().nbytes() > 0 or tensor.numel() == 0
+
+
 class _Search:
     """Looks for a chain from kept tensors to a value, within a bound on ops and on bytes moved."""
 
@@ -317,9 +325,11 @@ class _Search:
         if id(value) in self.seen:
             return True
         if value.constant is not None:
-            return bool(value.constant._version == value.constant_version)
+            return value.constant._version == value.constant_version and _is_there(value.constant)
         kept = value.alive()
         if kept is not None:
+            if isinstance(kept, Kept) and not _is_there(kept.tensor):
+                return False
             self.sources.append(kept)
             self.seen.add(id(value))
             return True

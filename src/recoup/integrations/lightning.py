@@ -1,0 +1,155 @@
+"""Lightning: a callback that plans from the first real batch and takes the plan away when fitting ends.
+
+    trainer = lightning.Trainer(callbacks=[RecoupCallback(budget="8GiB")])
+
+A few steps are run and taken back to prove the plan. The step that is planned is `training_step(batch, batch_idx)`,
+whatever modules it calls; `self.log` does nothing while it is captured. The gradients of the step before are let go
+when a batch begins, before forward instead of after. With gradient accumulation they are there from the start of a
+forward: leave room for them. The plan is in place from the first batch on, after every strategy set up the model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import nn
+
+from recoup import api
+from recoup.engine.handle import Applied
+from recoup.errors import UsageError
+from recoup.integrations.distributed import broadcast_plan, check_same_plan
+from recoup.integrations.meter import StepMeter
+from recoup.ir.plan import Plan
+from recoup.units import format_bytes
+
+_LOGGERS = ("log", "log_dict", "print")
+
+
+class TrainingStep(nn.Module):
+    """A LightningModule's `training_step` as a module's forward: what is captured, planned and run.
+
+    Attributes:
+        module: the LightningModule; a plan's paths begin with `module.`.
+        context: entered around it; Lightning enters its precision's own when it trains.
+    """
+
+    def __init__(self, module: LightningModule) -> None:
+        super().__init__()
+        self.module = module
+        self.context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns what `training_step` returns."""
+        with self.context():
+            return type(self.module).training_step(self.module, *args, **kwargs)
+
+
+class RecoupCallback(Callback):
+    """Plans for a budget from the first training batch, measures the step after, and reports.
+
+    Attributes:
+        plan: None before the first batch. meter: the measured step.
+    """
+
+    def __init__(self, budget: int | str | None = None, *, plan: Plan | None = None, measured_step: int = 1) -> None:
+        """Takes a budget, or a plan that was made by this callback before (`plan.save`).
+
+        Args:
+            budget: as for `recoup.plan`. plan: its paths begin with `module.`. measured_step: which batch to measure,
+                counted from 0.
+        """
+        if (budget is None) == (plan is None):
+            raise UsageError("RecoupCallback takes a budget or a plan, one of the two.")
+        self.budget = budget
+        self.plan = plan
+        self.meter = StepMeter()
+        self.measured_step = measured_step
+        self._applied: Applied | None = None
+        self._step: TrainingStep | None = None
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Plans and applies with the first batch; begins measuring with the chosen one."""
+        optimizer = trainer.optimizers[0] if trainer.optimizers else None
+        accumulates = trainer.accumulate_grad_batches
+        if pl_module.automatic_optimization and batch_idx % accumulates == 0:
+            # Lightning drops the last step's gradients between forward and backward: too late for forward's peak.
+            for used in trainer.optimizers:
+                used.zero_grad(set_to_none=True)
+        if self._applied is None:
+            self._install(trainer, pl_module, batch, optimizer)
+        if batch_idx >= self.measured_step and self.meter.peak_bytes is None:
+            self.meter.start(pl_module, optimizer, batch)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        """Ends measuring and logs the peak."""
+        if not self.meter.is_running:
+            return
+        self.meter.stop()
+        assert self.meter.peak_bytes is not None
+        if trainer.loggers:
+            pl_module.log("recoup/peak_bytes", float(self.meter.peak_bytes))
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Takes the plan away: the module is as it was."""
+        if self.meter.is_running:
+            self.meter.stop()
+        if self._applied is not None:
+            self._applied.remove()
+            pl_module.__dict__.pop("training_step", None)
+            self._applied = self._step = None
+
+    def report(self) -> str:
+        """Returns one line on the measured step."""
+        if self.meter.peak_bytes is None or self.plan is None:
+            return "no step was measured"
+        return (
+            f"peak {format_bytes(self.meter.peak_bytes)}, budget {format_bytes(self.plan.budget_bytes)}, "
+            f"{self.meter.num_replays} regions run twice, {self.meter.num_rederived} tensors rederived"
+        )
+
+    def _install(self, trainer: Trainer, pl_module: LightningModule, batch: Any, optimizer: Any) -> None:
+        step = TrainingStep(pl_module)
+        if self.plan is None:
+            assert self.budget is not None
+            made = None
+            if trainer.global_rank == 0:
+                step.context = trainer.precision_plugin.forward_context
+                with _silent(pl_module):
+                    fit = api.fit(step, (batch, 0), budget=self.budget, optimizer=optimizer, timed=False)
+                fit.applied.remove()
+                made = fit.plan
+                step.context = contextlib.nullcontext
+            self.plan = broadcast_plan(made)
+        check_same_plan(self.plan)
+        self._applied = api.apply(step, self.plan)
+        self._step = step
+        ref = weakref.ref(step)  # the module holds the step's caller, the step holds the module: no cycle
+
+        def training_step(*args: Any, **kwargs: Any) -> Any:
+            found = ref()
+            assert found is not None
+            return found(*args, **kwargs)
+
+        pl_module.__dict__["training_step"] = training_step
+
+
+@contextlib.contextmanager
+def _silent(module: LightningModule) -> Iterator[None]:
+    """Has `self.log` and its kin do nothing, and random streams stay where they are."""
+    for name in _LOGGERS:
+        module.__dict__[name] = _ignore
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        for name in _LOGGERS:
+            module.__dict__.pop(name, None)
+
+
+def _ignore(*args: Any, **kwargs: Any) -> None:
+    """Does nothing."""

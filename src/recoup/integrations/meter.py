@@ -1,0 +1,73 @@
+"""Measures one step of somebody else's loop: begun in one callback, ended in another."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from recoup import _compat
+from recoup.engine import activity
+from recoup.engine.nest import iterate_tensors
+from recoup.evidence.memory import storage_bytes
+
+
+class StepMeter:
+    """The peak of a step and what ran twice in it.
+
+    Attributes:
+        peak_bytes: None before the first measured step. num_replays, num_rederived: of that step, on this thread.
+    """
+
+    def __init__(self) -> None:
+        self.peak_bytes: int | None = None
+        self.num_replays = 0
+        self.num_rederived = 0
+        self._profiler: Any = None
+        self._held_bytes = 0
+        self._counters = (0, 0)
+        self._device = torch.device("cpu")
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a step is being measured."""
+        return self._profiler is not None
+
+    def start(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, batch: Any = None) -> None:
+        """Begins; what is there now (weights, gradients, optimizer state, `batch`) counts as held."""
+        self._device = next(model.parameters()).device
+        self._counters = activity.counters()
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+            self._profiler = True
+            return
+        optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
+        state = [dict(s) for s in optimizer.state.values()] if optimizer is not None else []
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        self._held_bytes = storage_bytes(
+            [*model.parameters(), *model.buffers(), *grads, *iterate_tensors([batch, state])]
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self._profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+            self._profiler.__enter__()
+
+    def stop(self) -> None:
+        """Ends; the peak is in `peak_bytes` then."""
+        if self._device.type == "cuda":
+            self.peak_bytes = int(torch.cuda.max_memory_allocated(self._device))
+        else:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                self._profiler.__exit__(None, None, None)
+            level = peak = 0
+            for change in _compat.cpu_memory_events(self._profiler):
+                level += change
+                peak = max(peak, level)
+            self.peak_bytes = self._held_bytes + peak
+        self._profiler = None
+        after = activity.counters()
+        self.num_replays, self.num_rederived = after[0] - self._counters[0], after[1] - self._counters[1]

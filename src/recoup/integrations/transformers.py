@@ -1,0 +1,166 @@
+"""transformers' Trainer (and trainers built on it): one line before it, and a callback that measures.
+
+fit = recoup.integrations.transformers.fit(model, args, train_dataset, budget="8GiB")
+Trainer(model=model, args=args, train_dataset=train_dataset, callbacks=[RecoupCallback(fit.plan)]).train()
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator
+
+from recoup import api
+from recoup.engine.handle import find_patches
+from recoup.errors import ConflictError, UsageError
+from recoup.integrations.distributed import check_same_plan, unwrap
+from recoup.integrations.meter import StepMeter
+from recoup.integrations.precision import autocast_forward
+from recoup.ir.plan import Plan
+from recoup.units import format_bytes, parse_bytes
+
+_LOOKED_AT = 1000
+
+
+def fit(
+    model: nn.Module,
+    args: TrainingArguments,
+    train_dataset: Iterable[Any],
+    *,
+    budget: int | str,
+    data_collator: Callable[[list[Any]], Any] | None = None,
+    timed: bool = False,
+) -> api.Fit:
+    """Plans for the steps that a `Trainer` with these arguments will run, changes the model and proves it.
+
+    The batch is the `per_device_train_batch_size` longest of the first 1000 examples, collated; precision and optimizer
+    are those of `args`. With gradient accumulation the gradients are there from the start of a forward, so their bytes
+    are taken off the budget.
+
+    Raises:
+        ConflictError: if `args` turn on another activation checkpointing. What `recoup.fit` raises.
+    """
+    refuse_arguments(args)
+    held = 0
+    target = budget
+    if args.gradient_accumulation_steps > 1:
+        if isinstance(budget, str) and (budget.strip().endswith("%") or budget.strip().lower() == "auto"):
+            raise UsageError(f"With gradient accumulation the budget must be in bytes ('8GiB'); got {budget!r}.")
+        held = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+        target = parse_bytes(budget) - held
+        if target <= 0:
+            raise UsageError(f"The budget is below the {format_bytes(held)} of gradients that accumulate.")
+    batch = sample_batch(train_dataset, args.per_device_train_batch_size, data_collator)
+    optimizer, _ = Trainer.get_optimizer_cls_and_kwargs(args, model)  # type: ignore[arg-type]
+    model.train()
+    with autocast_forward(model, torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None):
+        found = api.fit(model, batch, budget=target, optimizer=optimizer, timed=timed)
+    if not held:
+        return found
+    note = f"planned for {format_bytes(held)} less than the budget: gradients accumulate over several batches"
+    plan = dataclasses.replace(
+        found.plan, budget_bytes=parse_bytes(budget), budget_text=str(budget), notes=(*found.plan.notes, note)
+    )
+    return dataclasses.replace(found, plan=plan)
+
+
+def sample_batch(
+    dataset: Iterable[Any], batch_size: int, data_collator: Callable[[list[Any]], Any] | None = None
+) -> Any:
+    """Returns the collated batch of the longest examples: the one whose step takes the most."""
+    examples = list(itertools.islice(iter(dataset), _LOOKED_AT))
+    if not examples:
+        raise UsageError("The training dataset is empty; there is no batch to plan for.")
+    longest = sorted(examples, key=_length, reverse=True)[:batch_size]
+    collate = default_data_collator if data_collator is None else data_collator
+    return collate(longest)
+
+
+def _length(example: Any) -> int:
+    if not isinstance(example, dict):
+        return 0
+    return max((len(v) for v in example.values() if hasattr(v, "__len__") and not isinstance(v, str)), default=0)
+
+
+def refuse_arguments(args: TrainingArguments) -> None:
+    """Raises ConflictError if the training arguments turn on another activation checkpointing."""
+    fsdp = args.fsdp_config if isinstance(args.fsdp_config, dict) else {}
+    found = [name for name in ("gradient_checkpointing", "activation_checkpointing") if getattr(args, name, False)]
+    found += [f"fsdp_config[{name!r}]" for name in ("activation_checkpointing",) if fsdp.get(name)]
+    if found:
+        raise ConflictError(
+            f"TrainingArguments have {' and '.join(found)} on, and a recoup plan decides which modules are recomputed. "
+            "Leave it out of the arguments, or train without a plan."
+        )
+
+
+class RecoupCallback(TrainerCallback):
+    """Measures one optimizer step, compares it with the budget and reports; refuses conflicting arguments.
+
+    Attributes:
+        meter: after the measured step its peak and what ran twice. On a CPU the batch's own bytes are not in it: the
+            Trainer loads it before the step begins.
+    """
+
+    def __init__(self, plan: Plan | None = None, *, measured_step: int = 2) -> None:
+        """Takes the plan that is in place, for its budget, and which optimizer step to measure (the first is 1)."""
+        self.plan = plan
+        self.measured_step = measured_step
+        self.meter = StepMeter()
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Refuses arguments that turn on another activation checkpointing."""
+        refuse_arguments(args)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Checks that the plan is in place, and the same on every rank."""
+        refuse_arguments(args)
+        model = unwrap(kwargs["model"])
+        if self.plan is None:
+            return
+        check_same_plan(self.plan)
+        if self.plan.decisions and not find_patches(model):
+            warnings.warn(
+                "RecoupCallback was given a plan, but none is in place on the model: call recoup.apply(model, plan) "
+                "before the Trainer is made.",
+                stacklevel=2,
+            )
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Begins measuring when the step has come."""
+        if self.meter.peak_bytes is None and state.global_step + 1 >= self.measured_step:
+            self.meter.start(kwargs["model"], kwargs.get("optimizer"))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Ends measuring; warns if the step was over the budget."""
+        if not self.meter.is_running:
+            return
+        self.meter.stop()
+        peak_bytes = self.meter.peak_bytes
+        if self.plan is not None and peak_bytes is not None and peak_bytes > self.plan.budget_bytes:
+            warnings.warn(
+                f"Step {state.global_step} peaked at {format_bytes(peak_bytes)}, over the plan's budget of "
+                f"{format_bytes(self.plan.budget_bytes)}: its batch is larger than the planned one, or something "
+                "else holds memory. Plan with the largest batch, or for a smaller budget.",
+                stacklevel=2,
+            )
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Ends a measurement that is still running."""
+        if self.meter.is_running:
+            self.meter.stop()
+
+    def report(self) -> str:
+        """Returns one line on the measured step."""
+        if self.meter.peak_bytes is None:
+            return "no step was measured"
+        text = f"step {self.measured_step} peaked at {format_bytes(self.meter.peak_bytes)}"
+        if self.plan is not None:
+            text += f", budget {format_bytes(self.plan.budget_bytes)}"
+        return f"{text}; {self.meter.num_replays} regions run twice, {self.meter.num_rederived} tensors rederived"

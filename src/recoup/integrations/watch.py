@@ -1,0 +1,165 @@
+"""A guard around a running job: larger batches are weighed before they run, and running out of memory is explained.
+
+Before the model runs on a batch that is larger, in some dimension, than every one weighed so far, the step is
+simulated under fake tensors with whatever plan is in place (about a second, once for each new largest shape); over the
+budget, `BatchTooLarge` is raised before anything is allocated. An out-of-memory error inside the block becomes
+`StepOutOfMemory`, which says what held the memory and which budget a plan would fit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from recoup import api
+from recoup.capture.capture import StepSpec, capture
+from recoup.capture.optimizer import OptimizerLike
+from recoup.capture.step import Loss
+from recoup.cost.devices import get_device
+from recoup.cost.roofline import RooflineCost
+from recoup.engine.handle import find_patches, plain
+from recoup.engine.nest import iterate_tensors, map_tensors
+from recoup.errors import BatchTooLarge, InfeasibleBudget, RecoupError, StepOutOfMemory
+from recoup.profiling import make_profile
+from recoup.units import format_bytes, parse_bytes
+
+_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
+
+
+@contextlib.contextmanager
+def watch(
+    model: nn.Module, *, budget: int | str, loss: Loss | None = None, optimizer: OptimizerLike | None = None
+) -> Iterator[None]:
+    """Watches the training steps of `model` inside the block.
+
+    Args:
+        model: with a plan in place or without. budget: bytes of one step, an int or `"8GiB"`.
+        loss, optimizer: as for `recoup.plan`: needed where the model does not return its loss, or where the
+            optimizer's state is to be counted.
+
+    Raises:
+        BatchTooLarge: from a forward in training whose step would not fit, before it runs.
+        StepOutOfMemory: instead of torch's out-of-memory error.
+    """
+    guard = _Guard(model, parse_bytes(budget), loss, optimizer)
+    hook = model.register_forward_pre_hook(guard.before_forward, with_kwargs=True, prepend=True)
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        if isinstance(error, RecoupError) or not _is_out_of_memory(error):
+            raise
+        hook.remove()
+        raise StepOutOfMemory(guard.explain()) from error
+    finally:
+        hook.remove()
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return any(text in str(error) for text in _OUT_OF_MEMORY)
+
+
+class _Guard:
+    """What has been weighed so far, and the last batch: shapes alone, and integers' values."""
+
+    def __init__(self, model: nn.Module, budget_bytes: int, loss: Loss | None, optimizer: OptimizerLike | None) -> None:
+        self.model = model
+        self.budget_bytes = budget_bytes
+        self.loss = loss
+        self.optimizer = optimizer
+        self.weighed: list[list[tuple[int, ...]]] = []
+        self.batch: Any = None
+        self.inside = False
+
+    def before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.inside or not torch.is_grad_enabled() or not model.training or torch.compiler.is_compiling():
+            return
+        shapes = [tuple(t.shape) for t in iterate_tensors([args, kwargs])]
+        if any(_covers(known, shapes) for known in self.weighed):
+            return
+        self.batch = map_tensors(_without_data, kwargs if kwargs and not args else args)
+        if args and kwargs:
+            return  # a mixed call is not one that a plan can be made for
+        self.inside = True
+        try:
+            trace = capture(self._spec())
+        finally:
+            self.inside = False
+        peak_bytes = max(trace.levels(), default=0)
+        if peak_bytes > self.budget_bytes:
+            raise BatchTooLarge(
+                f"A batch of {_words(shapes)} would peak at {format_bytes(peak_bytes)}; the budget is "
+                f"{format_bytes(self.budget_bytes)}. It was not run. {self._advice()}"
+            )
+        self.weighed.append(shapes)
+
+    def explain(self) -> str:
+        """Returns what held the memory by module, and what would fit."""
+        if self.batch is None:
+            return "Out of memory before the model ran on a batch in training: its weights alone do not fit."
+        self.inside = True
+        try:
+            with plain(self.model):
+                trace = capture(self._spec())
+        except RecoupError as error:
+            return f"Out of memory. The step could not be profiled: {error}"
+        finally:
+            self.inside = False
+        found = make_profile(RooflineCost(get_device("cpu-generic")).price(trace))
+        depth = min((row.depth for row in found.rows if row.depth > 0), default=0)
+        rows = sorted((r for r in found.rows if r.depth in (depth, depth + 1)), key=lambda r: -r.saved_bytes)[:4]
+        held = ", ".join(f"`{r.path}` {format_bytes(r.saved_bytes)}" for r in rows if r.saved_bytes)
+        share = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in found.at_peak[:4])
+        return (
+            f"Out of memory. Without a plan this step peaks at {format_bytes(found.peak_bytes)} in {found.phase} "
+            f"({share}). Saved for backward, by module: {held or 'nothing'}. {self._advice()}"
+        )
+
+    def _spec(self) -> StepSpec:
+        return StepSpec(model=self.model, batch=self.batch, loss=self.loss, optimizer=self.optimizer)
+
+    def _advice(self) -> str:
+        """Returns what to do: which plan fits the budget, or how much is needed."""
+        if find_patches(self.model):
+            return "Remove the plan (`.remove()`), and call recoup.fit on the largest batch that will come."
+        self.inside = True
+        try:
+            made = api.plan(
+                self.model,
+                self.batch,
+                budget=self.budget_bytes,
+                loss=self.loss,
+                optimizer=self.optimizer,
+                cost=RooflineCost(get_device("cpu-generic")),
+            )
+        except InfeasibleBudget as error:
+            return f"No plan fits either; the smallest reachable peak is {format_bytes(error.minimum_bytes)}."
+        except RecoupError as error:
+            return f"A plan could not be made: {error}"
+        finally:
+            self.inside = False
+        return (
+            f"A plan fits: recoup.fit(model, batch, budget={self.budget_bytes}) peaks at "
+            f"{format_bytes(made.predicted.peak_bytes)}."
+        )
+
+
+def _without_data(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_floating_point() or tensor.is_complex():
+        return torch.empty_like(tensor, device="meta").requires_grad_(tensor.requires_grad)
+    return tensor.detach()
+
+
+def _covers(known: list[tuple[int, ...]], shapes: list[tuple[int, ...]]) -> bool:
+    return len(known) == len(shapes) and all(
+        len(a) == len(b) and all(x >= y for x, y in zip(a, b, strict=True)) for a, b in zip(known, shapes, strict=True)
+    )
+
+
+def _words(shapes: list[tuple[int, ...]]) -> str:
+    return ", ".join(str(list(shape)) for shape in shapes[:3])

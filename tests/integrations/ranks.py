@@ -1,0 +1,241 @@
+"""What each of two gloo ranks runs: a table of {wrapper} x {plan before, after} x {mode}, against one process."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.nn.parallel import DistributedDataParallel
+
+from recoup.capture.fingerprint import fingerprint, structure_of
+from recoup.errors import PlanMismatch
+from recoup.integrations import distributed
+from recoup.ir.plan import Decision, Plan, Prediction
+
+WIDTH, DEPTH = 32, 3
+WRAPPERS = ("ddp", "ddp static_graph", "ddp find_unused", "fsdp1", "fsdp2")
+MODES = ("plain", "accumulation", "bf16")
+
+
+class Block(nn.Module):
+    """Norm before and after: the outer norm's output is saved by the next block, which is another FSDP unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.up, self.act, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.outer(x + self.down(self.act(self.up(self.inner(x)))))
+
+
+class Net(nn.Module):
+    """Blocks and a head; `spare` is never used."""
+
+    def __init__(self, *, spare: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(DEPTH))
+        self.head = nn.Linear(WIDTH, 3)
+        if spare:
+            self.spare = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x).square().mean()
+
+
+PLANS = {
+    "regions": tuple(Decision(path=f"layers.{i}", action="recompute") for i in range(DEPTH)),
+    "span": (Decision(path="layers.0", action="recompute", span=("layers.1",), inside="rederive"),),
+    "rederive": (Decision(path="", action="rederive"),),
+}
+
+
+def plan_of(model: nn.Module, decisions: tuple[Decision, ...]) -> Plan:
+    prediction = Prediction(
+        peak_bytes=0,
+        plain_peak_bytes=0,
+        step_seconds=0.0,
+        plain_step_seconds=0.0,
+        recomputed_flops=0,
+        plain_flops=0,
+        saved_bytes=0,
+        plain_saved_bytes=0,
+        phase="forward",
+        tensors=(),
+        cost_source="none",
+    )
+    structure = structure_of(model)
+    return Plan(
+        decisions=decisions,
+        budget_bytes=1,
+        budget_text="1",
+        device="cpu",
+        model_class=type(model).__name__,
+        fingerprint=fingerprint(model),
+        structure=tuple((d.path, structure[d.path]) for d in decisions if d.path),
+        predicted=prediction,
+    )
+
+
+def wrap(kind: str, model: nn.Module, mode: str, *, reshard: bool = True) -> nn.Module:
+    low = mode == "bf16"
+    if kind == "fsdp1":
+        policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if low else None
+        return FullyShardedDataParallel(
+            model,
+            auto_wrap_policy=ModuleWrapPolicy({Block}),
+            device_id=torch.device("cpu"),
+            use_orig_params=True,
+            mixed_precision=policy,
+        )
+    if kind == "fsdp2":
+        options: dict[str, Any] = {"reshard_after_forward": reshard}
+        if low:
+            options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for layer in model.layers:  # type: ignore[union-attr]
+            fully_shard(layer, **options)
+        return fully_shard(model, **{**options, "reshard_after_forward": None if reshard else False})
+    return DistributedDataParallel(
+        model, static_graph=kind == "ddp static_graph", find_unused_parameters=kind == "ddp find_unused"
+    )
+
+
+def train(wrapped: nn.Module, kind: str, mode: str, batches: list[torch.Tensor], rank: int) -> None:
+    """Two steps; under accumulation the second is of two batches, the first of them without synchronising."""
+    mine = [b.chunk(dist.get_world_size())[rank] for b in batches]
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=mode == "bf16" and kind.startswith("ddp"))
+
+    def backward(batch: torch.Tensor) -> None:
+        with autocast:
+            loss = wrapped(batch)
+        loss.backward()
+
+    backward(mine[0])  # DDP's static graph is learnt in a synchronised step
+    for parameter in wrapped.parameters():
+        parameter.grad = None
+    if mode == "accumulation":
+        if kind == "fsdp2":
+            wrapped.set_requires_gradient_sync(False)  # type: ignore[operator]
+            backward(mine[1])
+            wrapped.set_requires_gradient_sync(True)  # type: ignore[operator]
+        else:
+            with wrapped.no_sync():  # type: ignore[operator]
+                backward(mine[1])
+    backward(mine[2])
+
+
+def gradients(wrapped: nn.Module, kind: str) -> list[torch.Tensor | None]:
+    context: Any = contextlib.nullcontext()
+    if kind == "fsdp1":
+        context = FullyShardedDataParallel.summon_full_params(wrapped, with_grads=True)
+    with context:
+        found = []
+        for parameter in wrapped.parameters():
+            grad = parameter.grad
+            found.append(grad.full_tensor() if grad is not None and kind == "fsdp2" else grad)  # type: ignore[operator]
+        return [None if g is None else g.detach().clone() for g in found]
+
+
+def error_of(found: list[torch.Tensor | None], expected: list[torch.Tensor | None]) -> float:
+    assert [g is None for g in found] == [g is None for g in expected]
+    pairs = [(a, b) for a, b in zip(found, expected, strict=True) if a is not None and b is not None]
+    return max(float((a - b).norm() / b.norm()) for a, b in pairs)
+
+
+def cell(kind: str, order: str, mode: str, name: str, rank: int) -> dict[str, float]:
+    """Returns the relative error against one process, and against the same wrapper without a plan."""
+    torch.manual_seed(0)
+    base = Net(spare=kind == "ddp find_unused").to(torch.float32 if mode == "bf16" else torch.float64)
+    batches = [torch.randn(128, WIDTH, dtype=base.head.weight.dtype) for _ in range(3)]
+    plan = plan_of(base, PLANS[name])
+    results = []
+    for planned in (True, False):
+        model = copy.deepcopy(base)
+        if planned and order == "before":
+            distributed.apply(model, plan)
+        wrapped = wrap(kind, model, mode)
+        if planned and order == "after":
+            distributed.apply(wrapped, plan)
+        train(wrapped, kind, mode, batches, rank)
+        results.append(gradients(wrapped, kind))
+    for batch in batches[1:] if mode == "accumulation" else batches[2:]:
+        base(batch).backward()
+    single = [p.grad for p in base.parameters()]
+    return {"against one process": error_of(results[0], single), "against unplanned": error_of(*results)}
+
+
+def count_all_gathers(rank: int) -> dict[str, list[int]]:
+    """Returns [stated, counted, counted under torch's own checkpoint] for FSDP2 with resharding on and off."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    found = {}
+    for reshard in (True, False):
+        counts = []
+        for variant in ("regions", "torch"):
+            torch.manual_seed(0)
+            model = Net(spare=False)
+            if variant == "torch":
+                for i, layer in enumerate(model.layers):
+                    model.layers[i] = checkpoint_wrapper(layer)
+            else:
+                distributed.apply(model, plan_of(model, PLANS[variant]))
+            wrapped = wrap("fsdp2", model, "plain", reshard=reshard)
+            with CommDebugMode() as comm:
+                wrapped(torch.randn(16, WIDTH)).backward()
+            counts.append(sum(n for op, n in comm.get_comm_counts().items() if "allgather" in str(op)))
+        stated = distributed.all_gathers(wrapped)
+        found["reshard" if reshard else "keep"] = [stated, *counts]
+    return found
+
+
+def different_plans(rank: int) -> str:
+    """Returns what is said when the ranks hold different plans; checks that broadcasting mends it."""
+    model = Net(spare=False)
+    plan = plan_of(model, PLANS["regions" if rank == 0 else "rederive"])
+    try:
+        distributed.apply(model, plan)
+    except PlanMismatch as error:
+        message = str(error)
+    assert not any("forward" in m.__dict__ for m in model.modules())
+    again = distributed.broadcast_plan(plan if rank == 0 else None)
+    assert again == plan_of(model, PLANS["regions"])
+    with distributed.apply(model, again):
+        assert sum("forward" in m.__dict__ for m in model.modules()) == DEPTH
+    return message
+
+
+def main(rank: int, port: int, job: str, out: str) -> None:
+    """Entry of each process; rank 0 writes the results to `out`."""
+    warnings.simplefilter("ignore")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    try:
+        result: Any
+        if job == "table":
+            result = {
+                f"{kind} | {order} | {mode} | {name}": cell(kind, order, mode, name, rank)
+                for kind in WRAPPERS
+                for order in ("before", "after")
+                for mode in MODES
+                for name in PLANS
+            }
+        else:
+            result = {"all_gathers": count_all_gathers(rank), "message": different_plans(rank)}
+        if rank == 0:
+            torch.save(result, Path(out))
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()

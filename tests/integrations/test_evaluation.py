@@ -1,0 +1,98 @@
+"""Evaluation and generation under a plan: the same results, nothing twice, no extra calls."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import recoup
+from recoup.cost.model import FlopsCost
+from recoup.engine.handle import apply_decisions, plain
+from recoup.ir.plan import Decision
+from tests.models import make
+
+
+class Ops(TorchDispatchMode):
+    """Counts every op that runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _count(run: Any) -> tuple[Counter[str], Any]:
+    torch.manual_seed(0)
+    with Ops() as ops:
+        result = run()
+    return ops.counts, result
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("budget", ["60%", "75%"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_same_ops_and_results_as_plain(kind: str, budget: str) -> None:
+    model, batch, _ = make(kind)
+    plan = recoup.plan(model, batch, budget=budget, cost=FlopsCost())
+    assert plan.decisions
+    prompt = batch["input_ids"][:, :8]
+
+    def evaluate() -> Any:
+        with torch.no_grad():
+            return model(**batch).logits
+
+    def generate() -> Any:
+        return model.generate(  # type: ignore[operator]
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=6, do_sample=False, pad_token_id=0
+        )
+
+    with recoup.apply(model, plan):
+        for mode in (True, False):
+            model.train(mode)
+            for run in (evaluate, generate):
+                found, result = _count(run)
+                with plain(model):
+                    expected, expected_result = _count(run)
+                assert found == expected  # every op, the key-value cache's too: `use_cache` is as the user left it
+                assert torch.equal(result, expected_result)
+    assert model.config.use_cache is True  # type: ignore[union-attr]
+
+
+@pytest.mark.slow
+def test_time_is_within_two_percent() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        num_hidden_layers=3, hidden_size=192, intermediate_size=512, num_attention_heads=4, vocab_size=256
+    )
+    model = LlamaForCausalLM(config).eval()
+    ids = torch.randint(0, 256, (2, 128))
+    decisions = [Decision(path="", action="rederive")]
+    decisions += [Decision(path=f"model.layers.{i}", action="recompute", inside="rederive") for i in range(3)]
+
+    def seconds() -> float:
+        start = time.perf_counter()
+        with torch.no_grad():
+            model(input_ids=ids)
+        return time.perf_counter() - start
+
+    ratios = []
+    for _ in range(6):  # noise only ever adds: the least of several is the one to compare
+        without, under = [], []
+        for _ in range(12):
+            without.append(seconds())
+            with apply_decisions(model, decisions):
+                under.append(seconds())
+        ratios.append(min(under) / min(without))
+        if ratios[-1] <= 1.02:
+            return
+    raise AssertionError(f"a forward under a plan takes {min(ratios):.3f} times as long as plain")

@@ -1,0 +1,107 @@
+"""The real Lightning Trainer: the same weights with a plan, the peak under the budget, nothing left behind."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from recoup.errors import UsageError
+from tests.models import Stack
+
+lightning = pytest.importorskip("lightning.pytorch")
+
+from recoup.integrations.lightning import RecoupCallback  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+
+
+class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
+    """A net called by name in training_step, which logs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Stack()
+        self.losses: list[float] = []
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        loss = self.net(batch)
+        self.log("loss", loss)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def _train(module: nn.Module, folder: Path, *callbacks: Any, **options: Any) -> None:
+    data = torch.randn(1536, 32, generator=torch.Generator().manual_seed(0))
+    trainer = lightning.Trainer(
+        max_steps=3,
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        callbacks=list(callbacks),
+        **options,
+    )
+    torch.manual_seed(0)
+    trainer.fit(module, DataLoader(data, batch_size=512))
+
+
+class _Measure(RecoupCallback):
+    """Measures without a plan."""
+
+    def _install(self, *args: Any) -> None:
+        pass
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"precision": "bf16-mixed"}, {"accumulate_grad_batches": 3}], ids=str)
+def test_training_is_the_same_and_fits(tmp_path: Path, options: dict[str, Any]) -> None:
+    torch.manual_seed(1)
+    module = Module()
+    twin = copy.deepcopy(module)
+    plain = _Measure("1GiB")
+    _train(twin, tmp_path, plain, **options)
+    assert plain.meter.peak_bytes is not None
+    callback = RecoupCallback(int(plain.meter.peak_bytes * 0.85))
+    _train(module, tmp_path, callback, **options)
+    assert module.losses == twin.losses
+    for a, b in zip(module.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert callback.plan is not None
+    assert callback.plan.decisions
+    assert callback.meter.num_replays + callback.meter.num_rederived > 0
+    assert callback.meter.peak_bytes is not None
+    assert callback.meter.peak_bytes <= callback.plan.budget_bytes
+    assert "training_step" not in module.__dict__
+    assert not any("forward" in m.__dict__ for m in module.modules())
+
+
+@pytest.mark.slow
+def test_a_plan_is_used_again(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    module = Module()
+    twin = copy.deepcopy(module)
+    first = RecoupCallback("80%")
+    _train(module, tmp_path, first)
+    second = RecoupCallback(plan=first.plan)
+    _train(twin, tmp_path, second)
+    assert module.losses == twin.losses
+    assert second.meter.num_replays == first.meter.num_replays
+
+
+def test_budget_or_plan() -> None:
+    with pytest.raises(UsageError, match="one of the two"):
+        RecoupCallback()

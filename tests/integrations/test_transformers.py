@@ -1,0 +1,127 @@
+"""The real Trainer: losses equal to training without a plan, the peak under the budget, conflicts named."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import recoup
+from recoup.errors import ConflictError, UsageError
+from tests.models import make
+
+pytest.importorskip("accelerate")
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+from recoup.integrations import transformers as integration
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*pin_memory.*", "ignore:.*use_cpu.*")
+
+
+def _data() -> list[dict[str, torch.Tensor]]:
+    ids = torch.randint(0, 64, (24, 48), generator=torch.Generator().manual_seed(0))
+    return [{"input_ids": row, "labels": row} for row in ids]
+
+
+def _arguments(folder: Path, **options: Any) -> TrainingArguments:
+    settings: dict[str, Any] = {
+        "max_steps": 4,
+        "per_device_train_batch_size": 4,
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "logging_strategy": "steps",
+        "dataloader_pin_memory": False,
+        "log_level": "error",
+    }
+    return TrainingArguments(output_dir=str(folder), **{**settings, **options})
+
+
+def _train(model: nn.Module, args: TrainingArguments, *callbacks: Any, **how: Any) -> list[float]:
+    trainer = Trainer(model=model, args=args, train_dataset=_data(), eval_dataset=_data()[:4], callbacks=[*callbacks])
+    trainer.train(**how)
+    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    return [*losses, trainer.evaluate()["eval_loss"]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"bf16": True}, {"gradient_accumulation_steps": 2}], ids=str)
+def test_training_is_the_same_and_fits(tmp_path: Path, options: dict[str, Any]) -> None:
+    model, _, _ = make("llama")
+    twin = copy.deepcopy(model)
+    args = _arguments(tmp_path, **options)
+    plain = integration.RecoupCallback()
+    expected = _train(twin, args, plain)
+    assert plain.meter.peak_bytes is not None
+    budget = int(plain.meter.peak_bytes * 0.85)
+    fit = integration.fit(model, args, _data(), budget=budget)
+    assert fit.evidence.ok
+    assert fit.plan.decisions
+    watching = integration.RecoupCallback(fit.plan)
+    assert _train(model, args, watching) == expected
+    assert watching.meter.peak_bytes is not None
+    batch_bytes = 2 * 4 * 48 * 8  # input_ids and labels
+    assert watching.meter.peak_bytes + batch_bytes <= budget
+    assert "budget" in watching.report()
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert model.config.use_cache == twin.config.use_cache  # type: ignore[union-attr]
+
+
+@pytest.mark.slow
+def test_save_load_and_resume(tmp_path: Path) -> None:
+    model, batch, _ = make("llama")
+    twin = copy.deepcopy(model)
+    expected = _train(twin, _arguments(tmp_path / "plain"))
+    plan = recoup.plan(model, batch, budget="70%")
+    half = _arguments(tmp_path / "a", save_strategy="steps", save_steps=2)
+    recoup.apply(model, plan)
+    assert _train(model, half) == expected
+    again = make("llama")[0]
+    recoup.apply(again, plan)
+    resumed = _train(again, half, resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
+    assert resumed == expected
+    model.save_pretrained(tmp_path / "saved")  # type: ignore[operator]
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert loaded.state_dict().keys() == twin.state_dict().keys()
+    for key, value in twin.state_dict().items():
+        assert torch.equal(loaded.state_dict()[key], value)
+    with recoup.apply(loaded.train(), plan):  # the plan fits what was loaded
+        assert torch.isfinite(loaded(**batch).loss)
+
+
+@pytest.mark.parametrize("option", ["gradient_checkpointing", "activation_checkpointing"])
+def test_conflicting_arguments_are_refused(tmp_path: Path, option: str) -> None:
+    model, _, _ = make("llama")
+    args = _arguments(tmp_path)
+    setattr(args, option, True)
+    with pytest.raises(ConflictError, match=option):
+        integration.fit(model, args, _data(), budget="80%")
+    with pytest.raises(ConflictError, match=option):
+        Trainer(model=model, args=args, train_dataset=_data(), callbacks=[integration.RecoupCallback()])
+
+
+def test_a_plan_that_is_not_in_place_is_noticed(tmp_path: Path) -> None:
+    model, batch, _ = make("llama")
+    plan = recoup.plan(model, batch, budget="70%")
+    with pytest.warns(UserWarning, match="none is in place"):
+        integration.RecoupCallback(plan).on_train_begin(_arguments(tmp_path), None, None, model=model)
+
+
+def test_the_longest_examples_are_planned_for() -> None:
+    examples = [{"input_ids": torch.zeros(n, dtype=torch.long)} for n in (3, 9, 9, 4)]
+    assert integration.sample_batch(examples, 2)["input_ids"].shape == (2, 9)
+    with pytest.raises(UsageError, match="empty"):
+        integration.sample_batch([], 2)
+
+
+def test_accumulation_needs_bytes(tmp_path: Path) -> None:
+    model, _, _ = make("llama")
+    with pytest.raises(UsageError, match="in bytes"):
+        integration.fit(model, _arguments(tmp_path, gradient_accumulation_steps=2), _data(), budget="80%")
