@@ -36,13 +36,15 @@ class Schedule:
 
     Attributes:
         name: for people. evaluations: how many step evaluations it makes, the first forward included.
-        actions: makes the sequence of actions; may be called again.
+        actions: makes the sequence of actions; may be called again. reloads_tapes: whether it loads a state that only a
+            tape holds.
     """
 
     name: str
     num_steps: int
     evaluations: int
     actions: Callable[[], Iterator[Action]]
+    reloads_tapes: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

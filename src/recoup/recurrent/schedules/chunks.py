@@ -36,13 +36,11 @@ def _actions(num_steps: int, chunk: int) -> Iterator[Action]:
             yield Action("save", start, start)
         yield Action("advance", start, start + chunk)
     last = starts[-1]
-    if last:
-        yield Action("save", last, last)
     for start in reversed(starts):
         stop = min(start + chunk, num_steps)
         if start != last:
             yield Action("load", start, start)
         yield Action("tape", start, stop)
-        if start:
+        if 0 < start < last:
             yield Action("free", start, start)
         yield Action("backward", start, stop)

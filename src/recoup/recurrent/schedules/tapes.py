@@ -116,6 +116,7 @@ def tape_schedule(num_steps: int, units: int, *, state_units: int = 1, tape_unit
         num_steps=num_steps,
         evaluations=table.evaluations(),
         actions=lambda: _actions(table, num_steps),
+        reloads_tapes=True,
     )
 
 
