@@ -17,12 +17,17 @@ class _Leaf:
         self.index = index
 
 
+_FIRST = _Leaf(0)
+
+
 def flatten(nest: Any) -> tuple[list[torch.Tensor], Any]:
     """Returns the distinct tensors of `nest` in order, and the template that `rebuild` needs.
 
     Lists, tuples, named tuples, dicts and dataclasses are walked; anything else is handed on as it is.
     """
     tensors: list[torch.Tensor] = []
+    if type(nest) is torch.Tensor:
+        return [nest], _FIRST
     return tensors, _flatten(nest, tensors, {})
 
 
@@ -35,7 +40,7 @@ def _flatten(nest: Any, tensors: list[torch.Tensor], seen: dict[int, _Leaf]) -> 
         return leaf
     kind = type(nest)
     if kind is tuple or kind is list:
-        return kind([_flatten(item, tensors, seen) for item in nest])
+        return kind([_flatten(item, tensors, seen) for item in nest]) if nest else nest
     if isinstance(nest, (tuple, list)):
         items = [_flatten(item, tensors, seen) for item in nest]
         return kind(*items) if hasattr(nest, "_fields") else kind(items)
@@ -50,11 +55,11 @@ def _flatten(nest: Any, tensors: list[torch.Tensor], seen: dict[int, _Leaf]) -> 
 
 def rebuild(template: Any, tensors: list[torch.Tensor]) -> Any:
     """Returns the nest again, with new containers around `tensors`."""
-    if isinstance(template, _Leaf):
-        return tensors[template.index]
     kind = type(template)
+    if kind is _Leaf:
+        return tensors[template.index]
     if kind is tuple or kind is list:
-        return kind([rebuild(item, tensors) for item in template])
+        return kind([rebuild(item, tensors) for item in template]) if template else kind()
     if isinstance(template, (tuple, list)):
         items = [rebuild(item, tensors) for item in template]
         return kind(*items) if hasattr(template, "_fields") else kind(items)

@@ -136,7 +136,7 @@ class Loop:
     def _collect(self, y: Any) -> None:
         ys = self.outputs.collect(y)
         shared: tuple[tuple[int, int], ...] = ()
-        if ys and self.outputs.mode == "stack":
+        if ys and self.outputs.adds_first(self.outputs.num_collected - 1):
             state = self._state
             if state is y:
                 shared = ((0, 0),)
@@ -149,8 +149,8 @@ class Loop:
 
     def _tape(self, step: int, *, keeps_after: bool) -> Tape:
         """Evaluates the step at hand with its graph."""
-        values = self._carried.read()
-        tensors, template = flatten((self._state, values))
+        given, values = self._state, self._carried.read()
+        tensors, template = flatten((given, values))
         flags = self._flags_at(step, tensors)
         leaves = []
         for tensor, flag in zip(tensors, flags, strict=True):
@@ -173,7 +173,7 @@ class Loop:
         if self._is_probing:
             before = self._carried.learn()
             self._learned(before)
-            leaves += _more((entry_state, entered), before)
+            leaves += _more((given, values), before)
         states, template = flatten((state, self._carried.read()))
         is_new = step == self.outputs.num_collected
         if is_new:
@@ -193,7 +193,7 @@ class Loop:
     def _check(self, tape: Tape, first_node_number: int) -> None:
         captured = self.captured
         step = tape.step
-        if not self._is_replaying or not captured.is_checked(tape) or step < _WALKED or step % _WALKED == 0:
+        if self._is_probing or not captured.is_checked(tape) or step % _WALKED == 0 or step == self.num_steps - 1:
             unknown = captured.walk(tape, None if self._is_replaying else first_node_number)
             if unknown:
                 raise (ReplayError if self._is_replaying else UsageError)(
@@ -494,25 +494,25 @@ class Loop:
         outputs = self.outputs
         seeds: dict[int, torch.Tensor] = {}
         gradients = outputs.gradients_of(step, self._output_gradients)
-        if outputs.mode == "stack":
-            # See [Note: sums in plain's order] in tape.py: a state that is also an output.
-            if step > 0 and self._shared_of[step - 1]:
-                earlier = outputs.gradients_of(step - 1, self._output_gradients)
-                for j, i in self._shared[self._shared_of[step - 1]]:
-                    gradient = earlier[i]
-                    if gradient is not None:
-                        seeds[j] = gradient if j not in seeds else seeds[j] + gradient
-            if step + 1 < self.num_steps and self._shared_of[step]:
-                for j, i in self._shared[self._shared_of[step]]:
-                    if tape.states[j] is not tape.outputs[i]:
-                        raise ReplayError(_DRIFT.format(step=step, what="returned other tensors"))
-                    gradients[i] = None
+        # See [Note: sums in plain's order] in tape.py: a state that is also an output.
+        if step > 0 and self._shared_of[step - 1]:
+            earlier = outputs.gradients_of(step - 1, self._output_gradients)
+            for j, i in self._shared[self._shared_of[step - 1]]:
+                gradient = earlier[i]
+                if gradient is not None:
+                    seeds[j] = gradient if j not in seeds else seeds[j] + gradient
+        if step + 1 < self.num_steps and self._shared_of[step]:
+            gradients = list(gradients)
+            for j, i in self._shared[self._shared_of[step]]:
+                if tape.states[j] is not tape.outputs[i]:
+                    raise ReplayError(_DRIFT.format(step=step, what="returned other tensors"))
+                gradients[i] = None
         if len(tape.states) != len(self._state_gradients) or len(gradients) not in (0, len(tape.outputs)):
             raise ReplayError(_DRIFT.format(step=step, what=f"returned {len(tape.states)} state tensors"))
         self._state_gradients, found = backward(
             tape,
             state_gradients=self._state_gradients,
-            output_gradients=gradients,
+            output_gradients=gradients or [None] * len(tape.outputs),
             seeds=seeds,
             captured=self.captured,
             sums=self._sums,

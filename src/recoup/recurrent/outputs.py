@@ -82,6 +82,14 @@ class Outputs:
         if self.mode == "mean":
             self.results = [result / self._num_steps for result in self.results]
 
+    def adds_first(self, step: int) -> bool:
+        """Whether plain's backward adds the output's loss term to a state before the next step's terms.
+
+        A stack is differentiated before any step. In a running sum, the first addition comes after step 1, any later
+        one before the step that follows it.
+        """
+        return self.mode == "stack" or (self.mode in ("sum", "mean") and step == 0)
+
     def gradients_of(self, step: int, gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Returns the gradients of one step's output tensors, given those of the results."""
         if self.mode == "none" or (self.mode == "last" and step != self._num_steps - 1):

@@ -10,6 +10,7 @@ states that are stacked outputs too, whose loss term comes first.
 from __future__ import annotations
 
 import dataclasses
+import sys
 from typing import Any
 
 import torch
@@ -102,7 +103,7 @@ class Captured:
                             seen.add(node)
                             todo.append(node)
                         continue
-                if id(variable) not in own:
+                if id(variable) in self._leaves or (id(variable) not in own and _is_held(variable)):
                     if first_node_number is None and id(variable) not in self._index:
                         unknown = f"leaf {list(variable.shape)}"
                         continue
@@ -112,6 +113,29 @@ class Captured:
             self.uses[index] = max(self.uses[index], count)
         self._checked.add(tape.num_nodes)
         return unknown
+
+
+def _is_held(leaf: torch.Tensor) -> bool:
+    """Whether somebody else in Python holds the leaf; one that a step made for itself is held by its graph alone."""
+    return sys.getrefcount(leaf) > _OWN_REFERENCES
+
+
+def _count_own_references() -> int:
+    leaf = torch.zeros((), requires_grad=True)
+    graph = leaf * 1.0
+    del leaf
+    assert graph.grad_fn is not None
+    found: list[int] = []
+
+    def count(leaf: torch.Tensor) -> None:
+        found.append(sys.getrefcount(leaf))
+
+    variable = graph.grad_fn.next_functions[0][0].variable  # type: ignore[union-attr]
+    count(variable)
+    return found[0]
+
+
+_OWN_REFERENCES = _count_own_references()
 
 
 class Sums:
