@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from tests.recurrent.helpers import NETWORKS, differing, train_once
 
 OPTIONS: list[dict[str, Any]] = [

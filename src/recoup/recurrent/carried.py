@@ -96,9 +96,9 @@ class Carried:
             now = place.get()
             if key in self._keys or (then is not None and not then.differs(now)):
                 continue
-            if isinstance(now, list) and then is not None and isinstance(then.value, list):
-                if len(now) != len(then.items):
-                    raise UsageError(_COLLECTS.format(name=place.name, before=len(then.items), after=len(now)))
+            was_list = isinstance(now, list) and then is not None and isinstance(then.value, list)
+            if was_list and len(now) != len(then.items):
+                raise UsageError(_COLLECTS.format(name=place.name, before=len(then.items), after=len(now)))
             self._keys.add(key)
             self.places.append(place)
             self.in_place.append(then is not None and isinstance(now, torch.Tensor) and now is then.value)
@@ -116,7 +116,7 @@ class Carried:
             then = self._seen.get(key)
             if key not in self._keys and (then is None or then.differs(place.get())):
                 now = place.get()
-                if isinstance(now, list) and then is not None and len(now) != len(then.items):
+                if isinstance(now, list) and then is not None and len(now) > len(then.items):
                     raise UsageError(_COLLECTS.format(name=place.name, before=len(then.items), after=len(now)))
                 raise UsageError(_CHANGED_LATE.format(name=place.name))
         self._seen = {}

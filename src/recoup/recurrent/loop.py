@@ -62,8 +62,8 @@ class Loop:
     """A loop over time.
 
     Attributes:
-        num_steps: T. evaluations: step evaluations so far. outputs: what the steps returned. captured: parameters and
-            other tensors of the graph. start: the tensors of the first state, as they were given. last: those of the last,
+        num_steps: T. evaluations: step evaluations so far. outputs: what steps returned. captured: parameters and
+            other tensors of the graph. start: the tensors of the first state, as given. last: those of the last state,
             without a graph. last_flags, output_flags: whether they, and the outputs, need a gradient.
     """
 
@@ -163,7 +163,7 @@ class Loop:
             if flag:
                 x.requires_grad_()
         first_node_number = _compat.next_node_number()
-        with self._taping():
+        with self._taping() if self._derives else torch.enable_grad():
             if self._one_input:
                 state, y = checked(self._step(entry_state, inputs[0]))
             else:
@@ -233,10 +233,6 @@ class Loop:
 
     @contextlib.contextmanager
     def _taping(self) -> Iterator[None]:
-        if not self._derives:
-            with torch.enable_grad():
-                yield
-            return
         hooks = torch.autograd.graph.saved_tensors_hooks(rederive.pack, rederive.unpack)
         with torch.enable_grad(), Recorder(), hooks:
             yield

@@ -69,9 +69,9 @@ class StepMeter(_compat.dispatch_mode_class()):  # type: ignore[misc]
         if known is not None and known() is storage:
             return
         for argument in args:
-            if isinstance(argument, torch.Tensor) and argument.layout is torch.strided:
-                if argument.untyped_storage()._cdata == key:
-                    return
+            is_strided = isinstance(argument, torch.Tensor) and argument.layout is torch.strided
+            if is_strided and argument.untyped_storage()._cdata == key:
+                return
         size = storage.nbytes()
 
         def died(ref: Any, self: StepMeter = self, key: int = key, size: int = size) -> None:

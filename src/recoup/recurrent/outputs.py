@@ -44,8 +44,8 @@ class Outputs:
             return tensors
         if len(tensors) != len(self.results):
             raise UsageError(
-                f"recoup.recurrent.scan: step {step} returned {len(tensors)} output tensors, step 0 {len(self.results)}; "
-                "every step must return the same nest of outputs."
+                f"recoup.recurrent.scan: step {step} returned {len(tensors)} output tensors, step 0 "
+                f"{len(self.results)}; every step must return the same nest of outputs."
             )
         for i, tensor in enumerate(tensors):
             self._take(i, step, tensor)

@@ -135,7 +135,7 @@ class Reached:
         if not isinstance(attributes, dict) or _is_of_library(type(found).__module__):
             return []
         self._owners.append((attributes, name, False))
-        call = getattr(type(found), "__call__", None)
+        call = vars(type(found)).get("__call__")
         return [(value, f"{name}.{key}") for key, value in attributes.items()] + [(call, name)]
 
     def _add_module(self, module: nn.Module, name: str) -> None:

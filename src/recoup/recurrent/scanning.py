@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -59,8 +59,8 @@ def scan(
 
     What autograd would keep of every step is kept of few; the others run again in backward. Gradients, outputs and the
     last state are bit for bit those of the plain loop where kernels are deterministic. Parameters the step closes over
-    get their gradients. Attributes that modules change in a step (a membrane potential, BatchNorm's statistics) are part
-    of the state without being named; they end as after the plain loop. Random numbers are drawn again as they were.
+    get their gradients. Attributes that modules change in a step (a membrane potential, BatchNorm's statistics) are
+    part of the state without being named; they end as after the plain loop. Random numbers are drawn again as they were.
 
     Args:
         step: called with the state and the inputs of one time step; may close over modules and tensors.
@@ -79,7 +79,8 @@ def scan(
         report: filled in.
 
     Returns:
-        `(state, outputs)`: nests as `step` returns them. Without grad mode, and in `torch.func` transforms, the plain loop runs.
+        `(state, outputs)`: nests as `step` returns them. Without grad mode, and in `torch.func` transforms, the plain
+        loop runs.
 
     Raises:
         UsageError: for arguments that make no loop. InfeasibleBudget: if one step does not fit the budget.
@@ -272,4 +273,4 @@ def _check(
             f"recoup.recurrent.scan: the first dimension of all inputs is time and must be equal and at least 1; found "
             f"{sorted(sizes)}{'' if length is None else f' with length={length}'}."
         )
-    return cast(int, length if length is not None else next(iter(sizes)))
+    return length if length is not None else next(iter(sizes))

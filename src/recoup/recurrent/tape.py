@@ -177,7 +177,7 @@ def backward(
     """Runs a taped step's backward; adds the captured tensors' gradients to `sums`.
 
     Args:
-        state_gradients, output_gradients: of `tape.states` and `tape.outputs`. seeds: what leaves got already, by index.
+        state_gradients, output_gradients: of `tape.states` and `tape.outputs`. seeds: what leaves got already.
         keeps_graph: for a second backward of the tape.
 
     Returns:

@@ -19,8 +19,8 @@ class Action(NamedTuple):
 
     Attributes:
         kind: "advance": evaluate steps `start .. stop-1` plainly. "tape": evaluate them taped, keep the tapes.
-            "save": hold the current state, which is state `start`. "load": make state `start` current again; it is held,
-            or is what the held tape of step `start - 1` came to.
+            "save": hold the current state, which is state `start`. "load": make state `start` current again; it is
+            held, or is what the held tape of step `start - 1` came to.
             "free": let state `start` go. "backward": of the taped steps `stop-1 .. start`, last first; their tapes go.
         start, stop: steps, or a state where `stop` is `start`.
     """
