@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.recurrent.helpers import Gru, Lif, Spike, differing, plain
 from torch import nn
 
 from recoup.errors import ReplayError, UsageError
 from recoup.recurrent import ScanReport, scan, unroll
+from tests.recurrent.helpers import Gru, Lif, Spike, differing, plain
 
 X = torch.randn(14, 4, 5, generator=torch.Generator().manual_seed(5))
 

@@ -60,7 +60,7 @@ def scan(
     What autograd would keep of every step is kept of few; the others run again in backward. Gradients, outputs and the
     last state are bit for bit those of the plain loop where kernels are deterministic. Parameters the step closes over
     get their gradients. Attributes that modules change in a step (a membrane potential, BatchNorm's statistics) are
-    part of the state without being named; they end as after the plain loop. Random numbers are drawn again as they were.
+    part of the state without being named; they end as after the plain loop. Random numbers are drawn as before.
 
     Args:
         step: called with the state and the inputs of one time step; may close over modules and tensors.

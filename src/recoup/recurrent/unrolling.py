@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from torch import nn
@@ -24,4 +25,8 @@ def unroll(module: nn.Module, inputs: Any, **options: Any) -> Any:
     Raises:
         UsageError, InfeasibleBudget, ReplayError: as `scan`.
     """
-    return scan(lambda state, x: (state, module(x)), inputs, None, **options)[1]
+    return scan(functools.partial(_step, module), inputs, None, **options)[1]
+
+
+def _step(module: nn.Module, state: None, x: Any) -> tuple[None, Any]:
+    return state, module(x)
