@@ -112,10 +112,10 @@ def train(budget: str | int | None, num_batches: int, batch: int, num_steps: int
 def main() -> None:
     """Trains twice and compares."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
-    parser.add_argument("--batches", type=int, default=60)
+    parser.add_argument("--batches", type=int, default=120)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--budget", default="9%", help="bytes, or a share of all steps taped")
+    parser.add_argument("--budget", default="5%", help="bytes, or a share of all steps taped")
     options = parser.parse_args()
     found = [train(budget, options.batches, options.batch, options.steps) for budget in (None, options.budget)]
     for name, (losses, accuracy, peak) in zip(("plain", "scan"), found, strict=True):

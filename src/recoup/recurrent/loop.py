@@ -329,8 +329,8 @@ class Loop:
             tape.after = after
 
     def _meter_backward(self, tape: Tape, meter: StepMeter) -> None:
-        gradients = [torch.zeros_like(t) if t.requires_grad else None for t in tape.states]
         meter.taped(tape, self.captured.tensors)
+        gradients = [torch.zeros_like(t) if t.requires_grad else None for t in tape.states]
         with _compat.without_tensor_hooks(self.captured.tensors):
             backward(
                 tape,
