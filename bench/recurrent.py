@@ -325,8 +325,8 @@ def peers() -> None:
                 break
         ratios.append(ours / hand)
         print(
-            f"{name:10} chunked checkpoint {format_bytes(hand)} in {2 * num_steps} evaluations; scan {format_bytes(ours)} "
-            f"in {report.evaluations} (budget {budget} %): {ours / hand:.2f} of the bytes"
+            f"{name:10} chunked checkpoint {format_bytes(hand)} in {2 * num_steps} evaluations; "
+            f"scan {format_bytes(ours)} in {report.evaluations} (budget {budget} %): {ours / hand:.2f} of the bytes"
         )
     print(
         f"geometric mean {statistics.geometric_mean(ratios):.2f} of the bytes of chunked checkpointing at no more steps"

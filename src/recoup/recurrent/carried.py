@@ -96,9 +96,9 @@ class Carried:
             now = place.get()
             if key in self._keys or (then is not None and not then.differs(now)):
                 continue
-            was_list = isinstance(now, list) and then is not None and isinstance(then.value, list)
-            if was_list and len(now) != len(then.items):
-                raise UsageError(_COLLECTS.format(name=place.name, before=len(then.items), after=len(now)))
+            items = then.items if then is not None and isinstance(then.value, list) else None
+            if isinstance(now, list) and items is not None and len(now) != len(items):
+                raise UsageError(_COLLECTS.format(name=place.name, before=len(items), after=len(now)))
             self._keys.add(key)
             self.places.append(place)
             self.in_place.append(then is not None and isinstance(now, torch.Tensor) and now is then.value)
