@@ -107,7 +107,7 @@ def scan(
         )
         meter = StepMeter() if budget is not None else None
         loop.probe(meter)
-        schedule = _choose(num_steps, budget, slots, chunk, meter, report)
+        schedule = _choose(num_steps, budget, slots, chunk, meter, loop.captured.seeded_bytes(), report)
         loop.forward(schedule)
     if report is not None:
         report.schedule, report.predicted_evaluations = schedule.name, schedule.evaluations
@@ -205,10 +205,13 @@ def _choose(
     slots: int | None,
     chunk: int | None,
     meter: StepMeter | None,
+    seeded_bytes: int,
     report: ScanReport | None,
 ) -> Schedule:
     if meter is not None and budget is not None:
-        step_bytes = StepBytes(state=meter.state_bytes, tape=meter.tape_bytes, working=meter.working_bytes())
+        step_bytes = StepBytes(
+            state=meter.state_bytes, tape=meter.tape_bytes, working=meter.working_bytes() + seeded_bytes
+        )
         if report is not None:
             report.step_bytes = step_bytes
         return schedule_in_bytes(num_steps, budget, step_bytes)

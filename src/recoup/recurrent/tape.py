@@ -70,6 +70,11 @@ class Captured:
             self.uses.append(0)
         return index
 
+    def seeded_bytes(self) -> int:
+        """Returns the bytes of tensors used several times a step, whose sums are not made in place."""
+        pairs = zip(self.tensors, self.uses, strict=True)
+        return sum(t.numel() * t.element_size() for t, count in pairs if count > 1)
+
     def is_checked(self, tape: Tape) -> bool:
         """Whether a tape of this size was walked before."""
         return tape.num_nodes in self._checked
@@ -151,7 +156,9 @@ class Sums:
         """Adds a step's gradient to the total."""
         total = self.totals[index]
         if total is None:
-            self.totals[index] = gradient
+            # A copy at once: the gradient may be somebody else's, and a copy later would come on top of two.
+            self.totals[index] = gradient.clone()
+            self._owned[index] = True
         elif self._owned[index]:
             total.add_(gradient)
         else:
