@@ -5,12 +5,13 @@ STAMP := .venv/.ready
 # A GPT-2 whose unplanned step takes about 0.9 GiB, into 60 % of that.
 DEMO := "hf:gpt2?n_layer=6,n_embd=384,n_head=6,vocab_size=16384" --batch 4 --seq 512 --budget 60%
 
-.PHONY: help setup demo test test-quick check format bench bench-quick clean
+.PHONY: help setup demo test test-quick check format bench bench-quick hazards fuzz clean
 
 help:
 	@echo "make demo        fit a GPT-2 into 60 % of its memory on this CPU, with proof"
 	@echo "make test        all tests          make test-quick  without the slow ones"
 	@echo "make check       ruff and mypy      make format      rewrite the files as ruff wants them"
+	@echo "make hazards     rewrite docs/hazards.md    make fuzz    1,000 random modules under random plans"
 	@echo "make bench       all benchmarks     make bench-quick  the short ones"
 
 setup: $(STAMP)
@@ -45,6 +46,12 @@ bench: $(STAMP)
 
 bench-quick: $(STAMP)
 	$(BIN)/python -m bench.main_job llama unet --quick --out build/bench
+
+hazards: $(STAMP)
+	$(BIN)/python -m bench.hazards
+
+fuzz: $(STAMP)
+	RECOUP_FUZZ=1000 $(BIN)/python -m pytest -q tests/engine/test_regions_fuzz.py
 
 clean:
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache dist build

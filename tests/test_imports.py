@@ -26,16 +26,17 @@ ORDER = (
     "evidence",
     "profiling",
     "timeline",
+    "report",
     "planning",
+    "explaining",
     "api",
     "targets",
-    "report",
     "export",
     "reporting",
     "cli",
 )
 # Late imports that a comment in the file explains.
-LATE = {("ir", "report"), ("api", "report")}
+LATE = {("ir", "report")}
 WITHOUT_TORCH = ("errors", "units", "progress", "labels", "ir", "solve", "report", "export", "profiling", "timeline")
 
 

@@ -13,9 +13,11 @@ _HOMES = {
     "ConflictError": "recoup.errors",
     "Decision": "recoup.ir.plan",
     "Evidence": "recoup.ir.evidence",
+    "Explanation": "recoup.ir.explanation",
     "Fit": "recoup.api",
     "Frontier": "recoup.api",
     "FrontierPoint": "recoup.ir.profile",
+    "InexactWarning": "recoup.errors",
     "InfeasibleBudget": "recoup.errors",
     "InternalError": "recoup.errors",
     "Plan": "recoup.ir.plan",
@@ -26,8 +28,10 @@ _HOMES = {
     "ReplayError": "recoup.errors",
     "StepError": "recoup.errors",
     "TargetError": "recoup.errors",
+    "Trade": "recoup.ir.explanation",
     "UsageError": "recoup.errors",
     "apply": "recoup.api",
+    "explain": "recoup.api",
     "fit": "recoup.api",
     "frontier": "recoup.api",
     "is_recomputing": "recoup.engine.activity",
@@ -44,6 +48,7 @@ if TYPE_CHECKING:
     from recoup.api import Fit as Fit
     from recoup.api import Frontier as Frontier
     from recoup.api import apply as apply
+    from recoup.api import explain as explain
     from recoup.api import fit as fit
     from recoup.api import frontier as frontier
     from recoup.api import max_batch as max_batch
@@ -54,6 +59,7 @@ if TYPE_CHECKING:
     from recoup.engine.handle import Applied as Applied
     from recoup.engine.rederive import rederive as rederive
     from recoup.errors import ConflictError as ConflictError
+    from recoup.errors import InexactWarning as InexactWarning
     from recoup.errors import InfeasibleBudget as InfeasibleBudget
     from recoup.errors import InternalError as InternalError
     from recoup.errors import PlanMismatch as PlanMismatch
@@ -63,6 +69,8 @@ if TYPE_CHECKING:
     from recoup.errors import TargetError as TargetError
     from recoup.errors import UsageError as UsageError
     from recoup.ir.evidence import Evidence as Evidence
+    from recoup.ir.explanation import Explanation as Explanation
+    from recoup.ir.explanation import Trade as Trade
     from recoup.ir.plan import Decision as Decision
     from recoup.ir.plan import Plan as Plan
     from recoup.ir.plan import Prediction as Prediction

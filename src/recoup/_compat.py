@@ -74,12 +74,14 @@ def next_node_number() -> int:
     return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
 
 
-def inside_functorch() -> bool:
-    """Whether a `torch.func` transform runs, under which saved-tensor hooks are refused (torch 2.11, 2.13).
+def inside_transform() -> bool:
+    """Whether a `torch.func` transform runs, which refuses saved-tensor hooks, or forward-mode AD (torch 2.11, 2.13).
 
-    Freed by: a public `torch.func.is_active()`.
+    Freed by: a public `torch.func.is_active()` and `torch.autograd.forward_ad` level.
     """
-    return torch._C._functorch.maybe_current_level() is not None  # type: ignore[attr-defined]
+    if torch._C._functorch.maybe_current_level() is not None:  # type: ignore[attr-defined]
+        return True
+    return bool(torch.autograd.forward_ad._current_level >= 0)
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,20 +23,24 @@ from recoup.engine.activity import is_recomputing
 from recoup.engine.conflicts import refuse_conflicts
 from recoup.engine.handle import Applied, apply_decisions, plain
 from recoup.engine.rederive import rederive
-from recoup.errors import InfeasibleBudget, PlanMismatch, UsageError
+from recoup.errors import InexactWarning, InfeasibleBudget, PlanMismatch, UsageError
 from recoup.evidence.verify import verify_plan
+from recoup.explaining import explain as explain_plan
+from recoup.explaining import trade
 from recoup.ir.evidence import Evidence
+from recoup.ir.explanation import Explanation, Trade
 from recoup.ir.plan import Plan
 from recoup.ir.profile import FrontierPoint, Profile
 from recoup.planning import ACTIONS, Planner, check_actions, is_on_meta, plan_for_budget
 from recoup.profiling import make_profile
-from recoup.units import check_budget, format_bytes
+from recoup.units import check_budget, format_bytes, parse_bytes
 
 __all__ = [
     "Applied",
     "Fit",
     "Frontier",
     "apply",
+    "explain",
     "fit",
     "frontier",
     "is_recomputing",
@@ -260,6 +265,13 @@ def fit(
             raise
         over = evidence.peak_bytes - made.budget_bytes
         if over <= 0:
+            if not evidence.exact:
+                warnings.warn(
+                    f"{type(model).__name__} under its plan is not bit-equal to the plain step: "
+                    f"{evidence.differences[0]}. `print(fit)` shows all; `fit.applied.remove()` undoes it. [E300]",
+                    InexactWarning,
+                    stacklevel=2,
+                )
             return Fit(plan=made, applied=applied, evidence=evidence)
         applied.remove()
         progress.advance(f"measured {format_bytes(over)} over the budget; planning for less")
@@ -312,6 +324,34 @@ class Frontier:
     def planner(self) -> Planner:
         """The planner behind the curve, for reports: the captured steps and the simulator."""
         return self._planner
+
+    def explain(self, budget: int | str) -> Explanation:
+        """Returns why the plan for a budget is what it is: each kind of choice priced, and the budgets beside it.
+
+        Raises:
+            InfeasibleBudget: as `plan`.
+        """
+        made = self.plan(budget)
+        candidate = self._planner.simulate(made.decisions)
+        return explain_plan(self._planner, candidate, budget_bytes=made.budget_bytes)
+
+    def buys(self, budget: int | str, more: int | str) -> Trade:
+        """Returns what `more` bytes on top of a budget would buy: the two plans, and the seconds between them.
+
+        Args:
+            budget: the bytes there are. more: bytes on top of them, as a number or as text ("2GiB").
+        """
+        first = self.plan(budget)
+        second = self.plan(first.budget_bytes + parse_bytes(more))
+        return trade(self._planner.simulate(first.decisions), self._planner.simulate(second.decisions))
+
+    def free(self, wanted: int | str) -> Plan:
+        """Returns the cheapest plan whose peak is at least `wanted` bytes below the plain step's.
+
+        Raises:
+            InfeasibleBudget: if no plan frees as much.
+        """
+        return self.plan(self._planner.plain.peak_bytes - parse_bytes(wanted))
 
     def plan(self, budget: int | str) -> Plan:
         """Returns the plan for a budget, without capturing again."""
@@ -367,6 +407,29 @@ def frontier(
                 )
             )
     return Frontier(planner, name, tuple(points), _free_bytes(name, entry))
+
+
+def explain(
+    model: nn.Module,
+    batch: Any,
+    *,
+    budget: int | str,
+    loss: Loss | None = None,
+    optimizer: OptimizerLike | None = None,
+    device: str | torch.device | None = None,
+    actions: Sequence[str] = ACTIONS,
+    cost: CostModel | None = None,
+) -> Explanation:
+    """Returns why the plan for a budget is what it is: what sets its peak, what each kind of choice is worth (the plan
+    against the same plan without it, both simulated), and what a little less and a little more memory would cost.
+
+    Args and errors are those of `plan`.
+    """
+    check_budget(budget)
+    planner, name, entry = _planner(
+        model, batch, loss=loss, optimizer=optimizer, device=device, actions=actions, cost=cost
+    )
+    return Frontier(planner, name, (), _free_bytes(name, entry)).explain(budget)
 
 
 def max_batch(

@@ -10,55 +10,80 @@
     +-- ReplayError (RuntimeError)         a region's second forward was not the first one                  exit 1
     +-- InternalError (RuntimeError)       a bug in recoup                                                  exit 1
 
-A message says what was asked, what was found (numbers with units), and what to do next. `code` is stable.
+A message says what was asked, what was found (numbers with units), and what to do next, and ends with its code, which
+is stable and has a page in `docs/errors/`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+CODES = {
+    "E100": "input that cannot be used",
+    "E101": "the target is no model",
+    "E102": "the training step fails",
+    "E103": "activation checkpointing is on already",
+    "E104": "the plan is for another model",
+    "E110": "the budget cannot be reached",
+    "E200": "a replay failed",
+    "E201": "weights changed before backward",
+    "E202": "an argument changed before backward",
+    "E203": "a tensor of the module changed before backward",
+    "E204": "an iterator among the arguments",
+    "E205": "the second forward saved other tensors",
+    "E206": "the second forward saved other values",
+    "E207": "the second forward raised an error",
+    "E208": "the graph of a replay was differentiated",
+    "E300": "the fitted step is not bit-equal",
+    "E900": "a bug in recoup",
+}
+"""Every code and its title. The first digit: 1 refused before anything changed, 2 in training, 3 a warning, 9 a bug."""
+
 
 class RecoupError(Exception):
     """Base of every error raised by recoup.
 
     Attributes:
-        code: stable short name, also the name of the page in `docs/errors/`.
+        code: a key of `CODES`, also the name of the page in `docs/errors/`.
         exit_code: what the command line returns.
     """
 
-    code = "recoup"
+    code = "E900"
     exit_code = 1
+
+    def __str__(self) -> str:
+        return f"{super().__str__()} [{self.code}]"
 
 
 class UsageError(RecoupError, ValueError):
     """Input that cannot be used; refused before anything was changed."""
 
-    code = "usage"
+    code = "E100"
     exit_code = 2
 
 
 class TargetError(UsageError):
     """A TARGET of the command line does not name a model that can be built."""
 
-    code = "target"
+    code = "E101"
 
 
 class StepError(UsageError):
     """The training step (forward, loss or backward) fails on this model and batch."""
 
-    code = "step"
+    code = "E102"
 
 
 class ConflictError(UsageError):
     """Somebody else's activation checkpointing is already on in this model."""
 
-    code = "conflict"
+    code = "E103"
 
 
 class PlanMismatch(UsageError):
     """The plan was made for another model than the one it is applied to."""
 
-    code = "plan-mismatch"
+    code = "E104"
 
 
 class InfeasibleBudget(RecoupError, RuntimeError):
@@ -71,7 +96,7 @@ class InfeasibleBudget(RecoupError, RuntimeError):
         tensors: the largest tensors alive there, as (what, bytes), largest first.
     """
 
-    code = "infeasible-budget"
+    code = "E110"
     exit_code = 3
 
     def __init__(
@@ -93,10 +118,20 @@ class InfeasibleBudget(RecoupError, RuntimeError):
 class ReplayError(RecoupError, RuntimeError):
     """A region was run again in backward and did not do what it did the first time."""
 
-    code = "replay"
+    code = "E200"
+
+    def __init__(self, message: str, *, code: str = "E200") -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class InternalError(RecoupError, RuntimeError):
     """A bug in recoup itself."""
 
-    code = "internal"
+    code = "E900"
+
+
+class InexactWarning(UserWarning):
+    """A fitted model's step is not bit-equal to its plain step; says what differs first."""
+
+    code = "E300"

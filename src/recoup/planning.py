@@ -83,7 +83,7 @@ class Planner:
             variants["rederive"] = self.simulate_priced(_EVERYWHERE)
         self.problem: Problem = build_problem(variants, spans=spans)
         self.solvers = self._views(variants, spans)
-        known = set(statistics_buffers(spec.model))  # the engine finds these by itself
+        known = set(statistics_buffers(spec.model.named_modules()))  # the engine finds these by itself
         self._buffers = {c.path: tuple(b for b in c.mutated_buffers if b not in known) for c in trace.calls}
         self._num_calls: dict[str, int] = {}
         for call in trace.calls:
@@ -336,8 +336,6 @@ class Planner:
             notes.append("the unplanned step fits: nothing is changed")
         if caching_paths(modules, [d.path for d in candidate.decisions if d.action == "recompute"]):
             notes.append("the key-value cache is off while this plan trains (use_cache); evaluation keeps it")
-        refused = sorted({(c.path, c.refusal) for c in self.trace.calls if c.refusal and "keeps state" in c.refusal})
-        notes += [f"`{path or 'the model'}` is never recomputed: {why}" for path, why in refused[:3]]
         return Plan(
             decisions=candidate.decisions,
             budget_bytes=budget_bytes,

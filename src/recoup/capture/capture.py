@@ -19,8 +19,9 @@ from recoup import _compat
 from recoup.capture.calls import CallRecorder
 from recoup.capture.fingerprint import fingerprint
 from recoup.capture.optimizer import OptimizerLike, rebuild_optimizer
+from recoup.capture.snapshot import untouched
 from recoup.capture.step import Loss, call_model, loss_of
-from recoup.capture.swap import fake_batch, swap_parameters, untouched
+from recoup.capture.swap import fake_batch, swap_parameters
 from recoup.capture.trace import build_trace
 from recoup.capture.tracker import Tracker
 from recoup.engine import activity
@@ -65,11 +66,16 @@ def capture(spec: StepSpec, *, known: Trace | None = None) -> Trace:
             f"{type(spec.model).__name__} has no parameters; there is no training step to plan. Pass the nn.Module "
             "that holds the weights."
         )
+    on_meta = any(p.device.type == "meta" for p in spec.model.parameters())
     try:
         return _capture_fake(spec, known)
     except _Unfollowable as error:
         reason = str(error)
-    if any(p.device.type == "meta" for p in spec.model.parameters()):
+    except StepError as error:
+        if on_meta:
+            raise
+        reason = str(error)  # an op may run and have no fake kernel, or one that is pickier: the real step decides
+    if on_meta:
         raise StepError(
             f"The step cannot be followed without data ({reason}), and the model has none (it is on `meta`). Build "
             "it on a real device."
@@ -128,11 +134,9 @@ def _capture_fake(spec: StepSpec, known: Trace | None) -> Trace:
             batch = fake_batch(spec.batch, device)
             for tensor in iterate_tensors(batch):
                 tracker.add(tensor, "batch", "batch")
-            attributes = _attributes(spec.model)
             recorder = CallRecorder(spec.model, tracker)
             with tracker, _saving(tracker):
                 source = _run(spec, batch, tracker, recorder, backward=True)
-            changed = _changed_attributes(spec.model, attributes)
             gradients = _note_gradients(parameters, tracker)
             if stepper is not None:
                 tracker.phase = "optimizer"
@@ -148,7 +152,6 @@ def _capture_fake(spec: StepSpec, known: Trace | None) -> Trace:
             fingerprint=fingerprint(spec.model),
             device=spec.dialect,
             loss_source=source,
-            changed_attributes=changed,
             reason="",
         )
 
@@ -230,41 +233,9 @@ def _note_gradients(parameters: dict[str, torch.Tensor], tracker: Tracker) -> li
     return gradients
 
 
-_OWN_ATTRIBUTES = ("_parameters", "_buffers", "_modules", "training", "forward")
-
-
-def _attributes(model: nn.Module) -> list[tuple[str, dict[str, Any]]]:
-    return [
-        (path, {k: v for k, v in m.__dict__.items() if k not in _OWN_ATTRIBUTES and "hook" not in k})
-        for path, m in model.named_modules()
-    ]
-
-
-def _changed_attributes(model: nn.Module, before: list[tuple[str, dict[str, Any]]]) -> dict[str, str]:
-    """Returns path -> attribute name for modules whose forward re-bound one of their attributes to something else."""
-    changed: dict[str, str] = {}
-    for (path, old), module in zip(before, dict(model.named_modules()).values(), strict=False):
-        for key, value in module.__dict__.items():
-            if key in _OWN_ATTRIBUTES or "hook" in key:
-                continue
-            if key not in old or (old[key] is not value and not _same(old[key], value)):
-                changed.setdefault(path, key)
-    return changed
-
-
-def _same(a: Any, b: Any) -> bool:
-    if type(a) is not type(b) or isinstance(a, torch.Tensor):
-        return False
-    try:
-        return bool(a == b)
-    except Exception:  # a foreign __eq__ may do anything; then it counts as changed
-        return False
-
-
 def _capture_real(spec: StepSpec, reason: str) -> Trace:
     """Runs a real step (no optimizer) on the model's own tensors; everything is put back."""
     with untouched(spec.model):
-        buffers = [(b, b.detach().clone()) for b in spec.model.buffers()]
         parameters: dict[str, torch.Tensor] = dict(spec.model.named_parameters())
         for parameter in parameters.values():
             parameter.grad = None
@@ -274,21 +245,15 @@ def _capture_real(spec: StepSpec, reason: str) -> Trace:
             batch = map_tensors(lambda t: t.detach().clone().requires_grad_(t.requires_grad), spec.batch)
             for tensor in iterate_tensors(batch):
                 tracker.add(tensor, "batch", "batch")
-            attributes = _attributes(spec.model)
             recorder = CallRecorder(spec.model, tracker)
             with tracker, _saving(tracker):
                 source = _run(spec, batch, tracker, recorder, backward=True)
-            changed = _changed_attributes(spec.model, attributes)
             gradients = _note_gradients(parameters, tracker)
             del gradients
             for parameter in parameters.values():
                 parameter.grad = None
         except _Unfollowable as error:
             raise StepError(f"The step cannot be captured: {error}") from error
-        finally:
-            with torch.no_grad():
-                for buffer, before in buffers:
-                    buffer.copy_(before)
         return build_trace(
             tracker=tracker,
             recorder=recorder,
@@ -297,6 +262,5 @@ def _capture_real(spec: StepSpec, reason: str) -> Trace:
             fingerprint=fingerprint(spec.model),
             device=spec.dialect,
             loss_source=source,
-            changed_attributes=changed,
             reason=reason,
         )

@@ -1,11 +1,7 @@
-"""A model on fake parameters for the duration, and everything as it was afterwards, whatever happens."""
+"""A model on fake parameters for the duration (inside `snapshot.untouched`)."""
 
 from __future__ import annotations
 
-import contextlib
-import random
-import sys
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,42 +11,6 @@ from recoup import _compat
 from recoup.engine.nest import map_tensors
 
 _INTEGER_BUFFER_ELEMENTS = 1 << 22
-
-
-@contextlib.contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
-    """Restores modules' attributes, flags, parameters, buffers' identity, `.grad`s and random streams at the end."""
-    modules = list(model.modules())
-    attributes = [dict(m.__dict__) for m in modules]
-    tables = [(dict(m._parameters), dict(m._buffers)) for m in modules]
-    gradients = [(p, p.grad) for p in model.parameters()]
-    cpu = torch.get_rng_state()
-    cuda = torch.cuda.get_rng_state_all() if _compat.cuda_is_initialized() else None
-    python = random.getstate()
-    numpy = sys.modules.get("numpy")
-    numpy_state = numpy.random.get_state() if numpy is not None else None
-    try:
-        yield
-    finally:
-        for module, before, (parameters, buffers) in zip(modules, attributes, tables, strict=True):
-            module.__dict__.clear()
-            module.__dict__.update(before)
-            _restore(module._parameters, parameters)
-            _restore(module._buffers, buffers)
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-        torch.set_rng_state(cpu)
-        if cuda is not None:
-            torch.cuda.set_rng_state_all(cuda)
-        random.setstate(python)
-        if numpy is not None:
-            numpy.random.set_state(numpy_state)
-
-
-def _restore(table: dict[str, Any], before: dict[str, Any]) -> None:
-    if table.keys() != before.keys() or any(table[k] is not before[k] for k in before):
-        table.clear()
-        table.update(before)
 
 
 def fake_like(tensor: torch.Tensor, device: str) -> torch.Tensor:

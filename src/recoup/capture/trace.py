@@ -18,7 +18,6 @@ def build_trace(
     fingerprint: str,
     device: str,
     loss_source: str,
-    changed_attributes: dict[str, str],
     reason: str,
 ) -> Trace:
     """Returns the trace.
@@ -26,7 +25,6 @@ def build_trace(
     Args:
         released: the run in which autograd kept nothing (None: not to be had; then saved storages count as released
             with the call that made them).
-        changed_attributes: module path -> attribute its forward re-bound, which makes a region of it inexact.
         reason: why a real step was run; "" after a fake one.
     """
     num_ops = len(tracker.ops)
@@ -74,9 +72,7 @@ def build_trace(
             for r in tracker.storages
         ),
         rederive_links=tuple((op, tuple(sources)) for op, sources in tracker.rederive_links),
-        calls=tuple(
-            _call(call, tracker, writes_by_storage, buffer_names, changed_attributes) for call in recorder.calls
-        ),
+        calls=tuple(_call(call, tracker, writes_by_storage, buffer_names) for call in recorder.calls),
     )
 
 
@@ -85,17 +81,11 @@ def _call(
     tracker: Tracker,
     writes: dict[int, int],
     buffer_names: dict[int, str],
-    changed_attributes: dict[str, str],
 ) -> Call:
     prefix = f"{call.path}." if call.path else ""
     refusal = call.refusal
     if not refusal and any(writes.get(i, -1) >= call.first_op for i in call.inputs):
         refusal = "its input is changed in place later in the step"
-    if not refusal:
-        for path, name in changed_attributes.items():
-            if path == call.path or path.startswith(prefix):
-                refusal = f"`{path}` keeps state in its attribute `{name}`"
-                break
     buffers = tuple(
         dict.fromkeys(
             buffer_names[storage]

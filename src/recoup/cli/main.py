@@ -15,6 +15,7 @@ import typer
 from recoup import __version__
 from recoup.cli.console import hint_for, print_error
 from recoup.cli.diff import diff
+from recoup.cli.explain import explain
 from recoup.cli.export import export
 from recoup.cli.fit import fit
 from recoup.cli.frontier import frontier
@@ -34,7 +35,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-for _command in (fit, plan, profile, frontier, verify, report, show, diff, export):
+for _command in (fit, plan, explain, profile, frontier, verify, report, show, diff, export):
     app.command(short_help=(_command.__doc__ or "").partition("\n")[0])(_command)
 
 # typer carries its own copy of click since 0.20 or so, and used click's before; the base class is found through it.

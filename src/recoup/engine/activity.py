@@ -20,8 +20,23 @@ class Observer(Protocol):
         """The tensor is not kept: it will be rebuilt from `sources`, which are."""
 
 
+class Original(Protocol):
+    """A tensor as a region's first forward saved it."""
+
+    def compare(self, again: torch.Tensor, region: str) -> None:
+        """Takes note of what the second forward saved in its place."""
+
+
+class Auditor(Protocol):
+    """Somebody who compares replays with first forwards."""
+
+    def keep(self, tensor: torch.Tensor) -> Original | None:
+        """Returns a handle on a tensor that a region saves, or None."""
+
+
 class _Activity(threading.local):
     observer: Observer | None = None
+    auditor: Auditor | None = None
     recomputing = 0
     replays = 0
     rederived = 0
@@ -84,3 +99,18 @@ def observing(observer: Observer) -> Iterator[None]:
         yield
     finally:
         _activity.observer = before
+
+
+def original(tensor: torch.Tensor) -> Original | None:
+    """Returns the auditor's handle on a tensor that a region saves now, None if nobody audits."""
+    return None if _activity.auditor is None else _activity.auditor.keep(tensor)
+
+
+@contextlib.contextmanager
+def auditing(auditor: Auditor) -> Iterator[None]:
+    """Has `auditor` keep what regions save, and compare."""
+    before, _activity.auditor = _activity.auditor, auditor
+    try:
+        yield
+    finally:
+        _activity.auditor = before

@@ -81,7 +81,9 @@ def _holds(decision: Decision, call: int) -> bool:
 def _run(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     settings: Settings = patched.settings
     state = settings.state
-    if state.suspended or not torch.is_grad_enabled() or _compat.inside_functorch():
+    if state.suspended or not torch.is_grad_enabled() or _compat.inside_transform():
+        return patched.original(*args, **kwargs)
+    if torch.compiler.is_exporting():
         return patched.original(*args, **kwargs)
     if torch.compiler.is_compiling():
         return _run_compiled(patched, args, kwargs)
@@ -278,7 +280,7 @@ def _buffers(module: nn.Module, prefix: str, decisions: Sequence[Decision]) -> t
     if all(d.action != "recompute" for d in decisions):
         return ()
     seen = [name.removeprefix(prefix) for d in decisions for name in d.buffers if name.startswith(prefix)]
-    return tuple(dict.fromkeys([*statistics_buffers(module), *seen]))
+    return tuple(dict.fromkeys([*statistics_buffers(module.named_modules()), *seen]))
 
 
 def caching_paths(modules: dict[str, nn.Module], regions_at: Sequence[str]) -> set[str]:

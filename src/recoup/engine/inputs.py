@@ -1,13 +1,15 @@
 """What a region was called with, kept so that it can be called again.
 
 Tensors are kept through autograd (`_SaveInputs`), so hooks around the region see them; lists and dicts are copied, so
-what the forward writes into them is not there the second time. An iterator can be read once only and is refused.
+what the forward writes into them is not there the second time. An iterator is copied where Python can copy one (of a
+list, a tuple, a range); any other can be read once only and is refused.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import copy
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterator
@@ -27,6 +29,18 @@ class _Input:
 
     def __init__(self, index: int) -> None:
         self.index = index
+
+
+class _Iterator:
+    """Stands for an iterator in a step's arguments: holds one that stays where the forward found it."""
+
+    __slots__ = ("start",)
+
+    def __init__(self, start: Any) -> None:
+        self.start = start
+
+
+_COPYABLE_ITERATORS = frozenset([type(iter([])), type(iter(())), type(iter(range(0)))])
 
 
 class _Previous:
@@ -56,22 +70,29 @@ class Inputs:
         tensors: those to keep and `others`: what else the arguments hold; both only until `forget()`.
     """
 
-    __slots__ = ("_args", "_kwargs", "_saver", "_versions", "others", "tensors")
+    __slots__ = ("_args", "_kwargs", "_path", "_saver", "_versions", "others", "tensors")
 
     def __init__(self, path: str, args: Any, kwargs: Any, previous: torch.Tensor | None) -> None:
+        self._path = path
         self.tensors: list[torch.Tensor] = []
         self.others: list[Any] = []
+        indices: dict[int, int] = {}  # one tensor given twice is one tensor again: models ask `query is key`
 
         def keep(leaf: Any) -> Any:
             if isinstance(leaf, torch.Tensor):
                 if leaf is previous:
                     return _Previous
-                self.tensors.append(leaf)
-                return _Input(len(self.tensors) - 1)
+                if id(leaf) not in indices:
+                    indices[id(leaf)] = len(self.tensors)
+                    self.tensors.append(leaf)
+                return _Input(indices[id(leaf)])
+            if type(leaf) in _COPYABLE_ITERATORS:
+                return _Iterator(copy.copy(leaf))
             if isinstance(leaf, Iterator):
                 raise ReplayError(
                     f"Region `{path}`: its argument of type {type(leaf).__name__} is an iterator, which its second "
-                    "forward would find used up. Pass a list, or leave this module out of the plan."
+                    "forward would find used up. Pass a list, or leave this module out of the plan.",
+                    code="E204",
                 )
             self.others.append(leaf)
             return leaf
@@ -87,24 +108,42 @@ class Inputs:
         """Lets go of the tensors that are kept through autograd now."""
         self.tensors, self.others = [], []
 
-    def changed(self) -> str:
-        """Returns what changed in place since the call, or ""."""
+    def check(self) -> None:
+        """Raises if a tensor was changed in place since the call, as far as it is still there to be asked."""
         for i, (ref, version) in enumerate(self._versions):
             tensor = ref()
             if tensor is not None and version_of(tensor) != version:
-                return f"tensor {i} of its arguments, {list(tensor.shape)},"
-        return ""
+                raise self.refusal(f"tensor {i} of its arguments, {list(tensor.shape)},")
+
+    def refusal(self, what: str) -> ReplayError:
+        """Returns the error that says that `what` was changed in place."""
+        return ReplayError(
+            f"Region `{self._path}`: {what} was changed in place by the region itself or before backward. Change a "
+            f"copy (`inplace=False`, `x = x + ...`), or leave this module out of the plan with a `save` decision for "
+            f"{self._path!r}.",
+            code="E202",
+        )
 
     def rebuild(self, previous: Any) -> tuple[Any, Any]:
         """Returns the arguments, tensors detached from the first forward's graph."""
+        try:
+            saved = self._saver.saved_tensors
+        except ReplayError:
+            raise  # of a region around this one
+        except RuntimeError as error:
+            if "inplace operation" not in str(error):
+                raise
+            raise self.refusal("a tensor of its arguments, or one it is rebuilt from,") from error
         tensors = [
             t.detach().requires_grad_(t.requires_grad) if t.is_floating_point() or t.is_complex() else t.detach()
-            for t in self._saver.saved_tensors
+            for t in saved
         ]
 
         def restore(leaf: Any) -> Any:
             if isinstance(leaf, _Input):
                 return tensors[leaf.index]
+            if isinstance(leaf, _Iterator):
+                return copy.copy(leaf.start)
             return previous if leaf is _Previous else leaf
 
         return _map(restore, self._args), _map(restore, self._kwargs)

@@ -17,6 +17,9 @@ from torch import nn
 Runner = Callable[["PatchedForward", tuple[Any, ...], dict[str, Any]], Any]
 
 
+_FUNCTION_ATTRIBUTES = frozenset(["__code__", "__defaults__", "__func__", "__globals__", "__kwdefaults__", "__name__"])
+
+
 class PatchedForward:
     """A module's forward, run by `runner`.
 
@@ -55,6 +58,11 @@ class PatchedForward:
             return self.previous
         module = self.module
         return type(module).forward.__get__(module)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _FUNCTION_ATTRIBUTES:  # torch.export and fx look at forward as at the method it stands for
+            return getattr(self.__wrapped__, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PatchedForward:
         module = memo.get(id(self.module))

@@ -61,10 +61,10 @@ class Kept:
     def rescue(self) -> None:
         """Called before it is overwritten: copies the storage if something is to be rebuilt from it."""
         if self.is_source and self.copy is None:
-            size, stride, offset, dtype = geometry_of(self.tensor)
-            copy = torch.empty(0, dtype=dtype, device=self.tensor.device)
-            storage = self.tensor.untyped_storage().clone()  # type: ignore[no-untyped-call]
-            self.copy = copy.set_(storage, offset, size, stride)
+            size, stride, offset, _ = geometry_of(self.tensor)
+            num_elements = self.tensor.untyped_storage().nbytes() // self.tensor.element_size()
+            whole = self.tensor.detach().as_strided((num_elements,), (1,), 0)  # `set_` is refused by fake tensors
+            self.copy = whole.clone().as_strided(size, stride, offset)
 
     def is_rescued(self) -> bool:
         """Whether it holds what was saved, whatever was written since."""
@@ -445,7 +445,7 @@ def rederive(*, by_default: bool = True) -> Iterator[None]:
         loss.backward()
         ```
     """
-    if _compat.inside_functorch():  # torch.func refuses saved-tensor hooks; it runs as plain autograd
+    if _compat.inside_transform():  # torch.func refuses saved-tensor hooks; it runs as plain autograd
         yield
         return
     if not torch.is_grad_enabled():

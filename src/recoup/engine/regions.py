@@ -26,18 +26,12 @@ import torch
 
 from recoup import _compat
 from recoup.engine import activity, rederive
+from recoup.engine.attributes import COPIED_BYTES, AttributeState, walk
 from recoup.engine.inputs import Inputs
 from recoup.engine.lineage import Recorder, current_recorder
 from recoup.engine.nest import iterate_tensors
-from recoup.engine.state import (
-    AttributeState,
-    AutocastState,
-    BufferState,
-    RandomState,
-    Sample,
-    StreamState,
-    statistics_buffers,
-)
+from recoup.engine.sample import Sample
+from recoup.engine.state import AutocastState, RandomState, StreamState, statistics_buffers
 from recoup.errors import ReplayError
 
 
@@ -48,13 +42,14 @@ class _Stop(BaseException):
 class Slot:
     """A tensor saved inside a region: not there until the region is replayed."""
 
-    __slots__ = ("__weakref__", "backward_id", "dtype", "filled", "frame", "sample", "shape")
+    __slots__ = ("__weakref__", "backward_id", "dtype", "filled", "frame", "original", "sample", "shape")
 
     def __init__(self, frame: Frame, tensor: torch.Tensor) -> None:
         self.frame = frame
         self.shape = tensor.shape
         self.dtype = tensor.dtype
         self.sample = Sample(tensor)
+        self.original = activity.original(tensor)  # only while `verify` compares whole values
         self.filled: Any = None
         self.backward_id = -1
 
@@ -67,7 +62,8 @@ class Slot:
         if filled is None:
             raise ReplayError(
                 f"Region `{self.frame.path}`: its second forward did not save the tensor {list(self.shape)} again. "
-                "Its forward depends on something that changed since; leave the module out of the plan."
+                "Its forward depends on something that changed since; leave the module out of the plan.",
+                code="E205",
             )
         return rederive.unpack(filled)
 
@@ -75,20 +71,24 @@ class Slot:
 class _Step:
     """One call inside a frame: what to run, on what, in which state."""
 
-    __slots__ = ("attributes", "autocast", "buffers", "forward", "inputs", "random", "streams", "versions")
+    __slots__ = ("attributes", "autocast", "forward", "inputs", "random", "streams", "versions")
 
     def __init__(self, member: Member, args: Any, kwargs: Any, previous: torch.Tensor | None) -> None:
         self.forward = member.forward
-        module = member.module()
-        names = tuple(dict.fromkeys([*member.buffers, *statistics_buffers(module)]))
+        modules = walk(member.module())
         self.inputs = Inputs(member.path, args, kwargs, previous)
         self.random = RandomState(self.inputs.tensors)
         self.autocast = AutocastState(t.device.type for t in self.inputs.tensors[:1])
-        self.attributes = AttributeState(module, names)
+        written = (*member.buffers, *statistics_buffers(modules))
+        self.attributes = AttributeState(modules, self.inputs.others, written)
         self.streams = StreamState([*self.inputs.others, *self.attributes.others])
-        self.buffers = BufferState(module, names) if names else None
-        self.versions = [(p, p._version) for p in member.parameters()]
+        self.versions = [(p, p._version) for _, module in modules for p in module._parameters.values() if p is not None]
         self.inputs.forget()
+
+    def settle(self) -> None:
+        """Forgets what the forward, which is over now, did not change."""
+        self.random.settle()
+        self.attributes.settle()
 
     def check(self, path: str) -> None:
         """Raises if something was changed in place that the second forward would read."""
@@ -96,21 +96,18 @@ class _Step:
             if parameter._version != version:
                 raise ReplayError(
                     f"Region `{path}`: a parameter {list(parameter.shape)} was changed between forward and backward; "
-                    "its replay would not give the same gradients. Call backward before changing it."
+                    "its replay would not give the same gradients. Call backward before changing it.",
+                    code="E201",
                 )
-        what = self.inputs.changed()
-        if what:
-            raise ReplayError(
-                f"Region `{path}`: {what} was changed in place by the region itself or before backward. Change a copy "
-                f"(`inplace=False`, `x = x + ...`), or leave this module out of the plan with a `save` decision for "
-                f"{path!r}."
-            )
+        self.inputs.check()
         what = self.attributes.changed()
         if what:
             raise ReplayError(
-                f"Region `{path}`: its tensor `{what}` was changed in place in its forward or before backward, so a "
-                "second forward would read other values. Bind a new tensor instead (`self.x = self.x + ...`), make a "
-                "plan with `recoup.plan` if it is a buffer, or leave this module out of the plan."
+                f"Region `{path}`: its tensor `{what}` was changed in place since its forward began, after it or being "
+                f"larger than {COPIED_BYTES} bytes, so a second forward would read other values. Name it in the "
+                "decision's `buffers` (`recoup.plan` does), bind a new tensor instead (`self.x = self.x + ...`), or "
+                "leave this module out of the plan.",
+                code="E203",
             )
 
     @contextlib.contextmanager
@@ -120,8 +117,6 @@ class _Step:
             stack.enter_context(self.autocast.replayed())
             stack.enter_context(self.streams.replayed())
             stack.enter_context(self.attributes.replayed())
-            if self.buffers is not None:
-                stack.enter_context(self.buffers.replayed())
             yield
 
 
@@ -149,10 +144,6 @@ class Member:
         self.buffers = buffers
         self.derives = derives
         self.derives_by_default = derives_by_default
-
-    def parameters(self) -> Iterator[torch.nn.Parameter]:
-        """Yields the module's parameters, for the version check."""
-        return self.module().parameters()
 
 
 class Frame:
@@ -186,7 +177,7 @@ class Frame:
             _scope.depth -= 1
             if recorder is not None:
                 recorder.paused -= 1
-        step.random.settle()
+        step.settle()
         self.steps.append(step)
         self.last_output = weakref.ref(output) if isinstance(output, torch.Tensor) else None
         return output
@@ -200,19 +191,20 @@ class Frame:
         def fill(tensor: torch.Tensor) -> Any:
             nonlocal filled
             if filled >= len(self.slots):
-                raise ReplayError(self._drift("saved more tensors than the first one"))
+                raise self._drift("saved more tensors than the first one", "E205")
             slot = self.slots[filled]()
             filled += 1
             if slot is not None:
                 if slot.shape != tensor.shape or slot.dtype != tensor.dtype:
-                    raise ReplayError(
-                        self._drift(
-                            f"saved {tensor.dtype} {list(tensor.shape)} where the first one saved "
-                            f"{slot.dtype} {list(slot.shape)}"
-                        )
+                    raise self._drift(
+                        f"saved {tensor.dtype} {list(tensor.shape)} where the first one saved "
+                        f"{slot.dtype} {list(slot.shape)}",
+                        "E205",
                     )
-                if not slot.sample.matches(tensor):
-                    raise ReplayError(self._drift(f"saved other values in {tensor.dtype} {list(tensor.shape)}"))
+                if slot.original is not None:
+                    slot.original.compare(tensor, self.path)
+                elif not slot.sample.matches(tensor):
+                    raise self._drift(f"saved other values in {tensor.dtype} {list(tensor.shape)}", "E206")
                 slot.filled = rederive.pack(tensor.detach())
                 slot.backward_id = backward_id
             if filled == len(self.slots):
@@ -240,17 +232,23 @@ class Frame:
                         previous = step.forward(*args, **kwargs)
             except _Stop:
                 return
-            except (ReplayError, torch.OutOfMemoryError):
+            except ReplayError:
+                raise
+            except torch.OutOfMemoryError as error:
+                error.add_note(f"while region `{self.path}` ran its forward a second time")
                 raise
             except Exception as error:
-                raise ReplayError(self._drift(f"failed: {type(error).__name__}: {error}")) from error
-        raise ReplayError(self._drift(f"saved {filled} tensors where the first one saved {len(self.slots)}"))
+                if "a leaf Variable that requires grad is being used in an in-place" in str(error):
+                    raise step.inputs.refusal("one of its arguments") from error
+                raise self._drift(f"failed: {type(error).__name__}: {error}", "E207") from error
+        raise self._drift(f"saved {filled} tensors where the first one saved {len(self.slots)}", "E205")
 
-    def _drift(self, what: str) -> str:
-        return (
+    def _drift(self, what: str, code: str) -> ReplayError:
+        return ReplayError(
             f"Region `{self.path}`: its second forward {what}. Something its forward reads changed between forward "
             "and backward (a flag, a hook, a cache, an input changed in place); keep it fixed, or leave this module "
-            f"out of the plan with a `save` decision for {self.path!r}."
+            f"out of the plan with a `save` decision for {self.path!r}.",
+            code=code,
         )
 
 
@@ -262,7 +260,11 @@ _gone = object()
 
 
 def _gone_unpack(packed: object) -> torch.Tensor:
-    raise ReplayError("The graph of a replay was differentiated; only the first forward's graph may be.")
+    raise ReplayError(
+        "The graph of a replay was differentiated; only the first forward's graph may be. Keep no tensor that a "
+        "region's forward leaves outside its return value during backward (`recoup.is_recomputing()` tells).",
+        code="E208",
+    )
 
 
 @contextlib.contextmanager
@@ -315,7 +317,7 @@ def run_region(member: Member, args: Any, kwargs: Any, *, span: object | None = 
         span: says which span the call is part of; it joins the frame that this span opened, if it is handed the very
             tensor that the call before returned, and opens a new one otherwise.
     """
-    if not torch.is_grad_enabled() or _compat.inside_functorch():
+    if not torch.is_grad_enabled() or _compat.inside_transform():
         return member.forward(*args, **kwargs)
     frame, previous = None, None
     if span is not None:

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-import random
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from recoup import _compat
+from recoup.capture.snapshot import random_state
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
     """What a step left behind.
 
-    `random_state` is torch's CPU stream, the device's, and python's.
+    `buffers` are those of the model and the tensors among its modules' attributes; `attributes` the numbers and
+    strings, and the lengths of lists and dicts. `random_state` is torch's CPU stream, the device's, python's, numpy's.
     """
 
     loss: torch.Tensor
     gradients: dict[str, torch.Tensor | None]
     buffers: dict[str, torch.Tensor]
+    attributes: dict[str, Any]
     random_state: tuple[Any, ...]
 
 
@@ -34,25 +36,38 @@ def take_result(model: nn.Module, loss: torch.Tensor) -> StepResult:
     return StepResult(
         loss=loss.detach().clone(),
         gradients=gradients,
-        buffers={name: b.detach().clone() for name, b in model.named_buffers()},
+        buffers={name: t.detach().clone() for name, t in [*model.named_buffers(), *_tensor_attributes(model)]},
+        attributes=dict(_plain_attributes(model)),
         random_state=random_state(),
     )
 
 
-def random_state() -> tuple[Any, ...]:
-    """Returns the random streams as they are now."""
-    cuda = tuple(torch.cuda.get_rng_state_all()) if _compat.cuda_is_initialized() else ()
-    return torch.get_rng_state(), cuda, random.getstate()
+def _attributes(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    for path, module in model.named_modules():
+        for name, value in module.__dict__.items():
+            if not name.startswith("_") and name != "forward":
+                yield f"{path}.{name}" if path else name, value
+
+
+def _tensor_attributes(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    return ((name, value) for name, value in _attributes(model) if isinstance(value, torch.Tensor))
+
+
+def _plain_attributes(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    for name, value in _attributes(model):
+        if isinstance(value, (bool, int, float, str)):
+            yield name, value
+        elif type(value) in (list, dict, set):
+            yield name, len(value)
 
 
 def same_random_state(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
     """Whether two results of `random_state` are the same."""
-    return (
-        torch.equal(a[0], b[0])
-        and len(a[1]) == len(b[1])
-        and all(torch.equal(x, y) for x, y in zip(a[1], b[1], strict=True))
-        and a[2] == b[2]
-    )
+    if (a[3] is None) != (b[3] is None):
+        return False
+    numpy_equal = a[3] is None or (a[3][2:] == b[3][2:] and bool((a[3][1] == b[3][1]).all()))
+    devices_equal = len(a[1] or ()) == len(b[1] or ()) and all(map(torch.equal, a[1] or (), b[1] or ()))
+    return numpy_equal and devices_equal and torch.equal(a[0], b[0]) and bool(a[2] == b[2])
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +86,7 @@ class Comparison:
 def compare(plain: StepResult, planned: StepResult) -> Comparison:
     """Compares bit for bit; NaNs in the same places count as equal."""
     differences: list[str] = []
-    loss_equal = _equal(plain.loss, planned.loss)
+    loss_equal = equal_values(plain.loss, planned.loss)
     if not loss_equal:
         differences.append(f"loss {plain.loss.item():.9g} became {planned.loss.item():.9g}")
     same_set, gradients_equal, worst = True, True, 0.0
@@ -80,16 +95,21 @@ def compare(plain: StepResult, planned: StepResult) -> Comparison:
         if (gradient is None) != (other is None):
             same_set = gradients_equal = False
             differences.append(f"`{name}` {'got a gradient' if other is not None else 'lost its gradient'}")
-        elif gradient is not None and other is not None and not _equal(gradient, other):
+        elif gradient is not None and other is not None and not equal_values(gradient, other):
             gradients_equal = False
             error = _relative_error(gradient, other)
             worst = max(worst, error)
             differences.append(f"gradient of `{name}` differs by {error:.2e} (relative)")
     buffers_equal = True
     for name, buffer in plain.buffers.items():
-        if not _equal(buffer, planned.buffers[name]):
+        other = planned.buffers.get(name)
+        if other is None or not equal_values(buffer, other):
             buffers_equal = False
             differences.append(f"buffer `{name}` differs")
+    for name, value in plain.attributes.items():
+        if planned.attributes.get(name) != value and value == value:  # a NaN is no difference
+            buffers_equal = False
+            differences.append(f"attribute `{name}` is {planned.attributes.get(name)!r}, {value!r} without the plan")
     rng_equal = same_random_state(plain.random_state, planned.random_state)
     if not rng_equal:
         differences.append("the random number streams ended elsewhere")
@@ -104,7 +124,8 @@ def compare(plain: StepResult, planned: StepResult) -> Comparison:
     )
 
 
-def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+def equal_values(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors have the same shape, dtype and values; NaNs in the same places count as equal."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     if torch.equal(a, b):

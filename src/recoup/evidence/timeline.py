@@ -13,8 +13,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from recoup import _compat
 from recoup.capture.optimizer import OptimizerLike
+from recoup.capture.snapshot import untouched
 from recoup.capture.step import Loss, call_model, loss_of
-from recoup.capture.swap import untouched
 from recoup.engine.handle import apply_decisions, plain
 from recoup.evidence.memory import meter_name
 from recoup.evidence.verify import StepBench

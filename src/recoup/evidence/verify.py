@@ -1,7 +1,8 @@
 """Runs the plain and the planned step from the same state and compares everything.
 
-Both start from the same weights, buffers and random streams. The first planned step is run under the meter; time is
-taken over interleaved pairs. Nothing of the model changes: weights, buffers, `.grad`s, flags and streams are put back.
+Both start from the same weights, buffers, attributes and random streams. One more planned step keeps what regions drop
+and compares every replay with it (`audit.py`). One planned step is run under the meter; time is taken over interleaved
+pairs. Nothing of the model changes: weights, buffers, `.grad`s, flags and streams are put back.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from recoup import _compat
 from recoup.capture.optimizer import OptimizerLike, rebuild_optimizer
+from recoup.capture.snapshot import Snapshot, untouched
 from recoup.capture.step import Loss, call_model, loss_of
-from recoup.capture.swap import untouched
 from recoup.engine import activity
 from recoup.engine.handle import apply_decisions, find_patches, plain
 from recoup.engine.nest import iterate_tensors, map_tensors
 from recoup.errors import UsageError
+from recoup.evidence.audit import Audit
 from recoup.evidence.gradients import Comparison, StepResult, compare, take_result
 from recoup.evidence.memory import measure_peak, meter_name, storage_bytes
 from recoup.evidence.speed import time_ratio
@@ -36,10 +37,7 @@ class StepBench:
         self.batch = batch
         self.loss = loss
         self.device = next(model.parameters()).device
-        self._buffers = [(b, b.detach().clone()) for b in model.buffers()]
-        self._weights = [(p, p.detach().clone()) for p in model.parameters()] if optimizer is not None else []
-        self._random = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state_all() if _compat.cuda_is_initialized() else None
+        self._before = Snapshot(model, weights=optimizer is not None)
         self.optimizer: torch.optim.Optimizer | None = None
         if optimizer is not None:
             parameters = [p for p in model.parameters() if isinstance(p, nn.Parameter)]
@@ -50,17 +48,10 @@ class StepBench:
             self.restore()
 
     def restore(self) -> None:
-        """Puts weights, buffers, gradients and random streams back."""
-        with torch.no_grad():
-            for buffer, before in self._buffers:
-                buffer.copy_(before)
-            for weight, before in self._weights:
-                weight.copy_(before)
+        """Puts weights, buffers, attributes and random streams back; no parameter has a gradient then."""
+        self._before.restore()
         for parameter in self.model.parameters():
             parameter.grad = None
-        torch.set_rng_state(self._random)
-        if self._cuda is not None:
-            torch.cuda.set_rng_state_all(self._cuda)
 
     def held_bytes(self) -> int:
         """Returns the bytes that are there before a step: weights, buffers, optimizer state, batch."""
@@ -110,7 +101,7 @@ def verify_plan(
     with untouched(model), _in_place(model, plan):
         bench = StepBench(model, batch, loss, optimizer)
         try:
-            comparison, baseline_peak, peak, counters = _measure(bench, notes)
+            comparison, baseline_peak, peak, counters, audit = _measure(bench, notes)
             ratio: float | None = None
             spread: float | None = None
             if timed and baseline_peak is not None:
@@ -132,9 +123,11 @@ def verify_plan(
         time_spread=spread,
         num_regions_replayed=counters[0],
         num_rederived=counters[1],
-        differences=comparison.differences,
+        differences=(*([str(audit.first)] if audit.first is not None else []), *comparison.differences),
         meter=meter_name(bench.device),
         notes=tuple(notes),
+        replays_equal=not audit.divergences,
+        num_replays_compared=audit.num_compared,
     )
 
 
@@ -147,8 +140,8 @@ def _in_place(model: nn.Module, plan: Plan) -> Iterator[None]:
         yield
 
 
-def _measure(bench: StepBench, notes: list[str]) -> tuple[Comparison, int | None, int, tuple[int, int]]:
-    """Runs one plain and one planned step under the meter, and one of each for the values."""
+def _measure(bench: StepBench, notes: list[str]) -> tuple[Comparison, int | None, int, tuple[int, int], Audit]:
+    """Runs one plain and one planned step under the meter, one of each for the values, and one to audit replays."""
     held, device = bench.held_bytes(), bench.device
 
     def metered() -> int:
@@ -168,10 +161,15 @@ def _measure(bench: StepBench, notes: list[str]) -> tuple[Comparison, int | None
     before = activity.counters()
     planned_result = _result(bench, planned=True)
     after = activity.counters()
+    comparison = compare(plain_result, planned_result)
+    del plain_result, planned_result
+    bench.restore()
+    audit = Audit(bench.model)
+    with audit.running():
+        bench.step(take=True)
     bench.batch = whole
     peak = metered()
-    comparison = compare(plain_result, planned_result)
-    return comparison, baseline, peak, (after[0] - before[0], after[1] - before[1])
+    return comparison, baseline, peak, (after[0] - before[0], after[1] - before[1]), audit
 
 
 def _result(bench: StepBench, *, planned: bool) -> StepResult:

@@ -20,6 +20,8 @@ class Evidence:
         time_ratio: planned step over plain step, median of interleaved pairs; None when it was not timed.
         time_spread: half the distance between the quartiles of that ratio.
         num_regions_replayed: regions that ran again. num_rederived: saved tensors rebuilt.
+        replays_equal: every tensor that a region's second forward saved had the bits of the first one's.
+            num_replays_compared: how many were compared.
         differences: what differed, in words, the first first.
         meter: how the peak was measured. notes: what was left out and why.
     """
@@ -41,6 +43,8 @@ class Evidence:
     differences: tuple[str, ...]
     meter: str
     notes: tuple[str, ...] = ()
+    replays_equal: bool = True
+    num_replays_compared: int = 0
 
     @property
     def within_budget(self) -> bool:
@@ -48,16 +52,21 @@ class Evidence:
         return self.peak_bytes <= self.budget_bytes
 
     @property
-    def ok(self) -> bool:
-        """Whether everything that was promised held."""
+    def exact(self) -> bool:
+        """Whether the planned step did what the plain step does, bit for bit."""
         return (
-            self.within_budget
-            and self.gradients_equal
+            self.gradients_equal
             and self.loss_equal
             and self.buffers_equal
             and self.rng_equal
             and self.same_gradient_set
+            and self.replays_equal
         )
+
+    @property
+    def ok(self) -> bool:
+        """Whether everything that was promised held."""
+        return self.within_budget and self.exact
 
     def to_json(self) -> dict[str, Any]:
         """Returns plain JSON data."""

@@ -267,7 +267,7 @@ class Loop:
         if moment.random is not None:
             moment.random.put()
         if moment.streams is not None:
-            moment.streams.put()
+            moment.streams.restore()
 
     # -- forward ------------------------------------------------------------------------------------------------
 
@@ -448,7 +448,7 @@ class Loop:
             if random is not None:
                 random.put()
             if streams is not None:
-                streams.put()
+                streams.restore()
         found = self._state_gradients, self._input_gradients, self._sums.totals
         self._state_gradients, self._input_gradients, self._output_gradients = [], [], []
         self._sums = Sums(0)

@@ -90,7 +90,7 @@ def scan(
     if report is not None:
         report.evaluations = report.predicted_evaluations = num_steps
         report.schedule = "plain"
-    if not torch.is_grad_enabled() or _compat.inside_functorch() or torch.compiler.is_compiling():
+    if not torch.is_grad_enabled() or _compat.inside_transform() or torch.compiler.is_compiling():
         return _plain(step, inputs, state, num_steps, outputs)
     recorder = current_recorder()
     derives = rederive if rederive is not None else recorder is not None and recorder.deriving

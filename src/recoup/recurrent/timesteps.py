@@ -146,7 +146,7 @@ class _Steps:
         return type(module).forward(module, *args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or _compat.inside_functorch() or activity.is_recomputing():
+        if not torch.is_grad_enabled() or _compat.inside_transform() or activity.is_recomputing():
             return self.run(args, kwargs)
         group = self._group() if self._group is not None else None
         if group is None or not group.continues():

@@ -102,6 +102,7 @@ def _evidence_rows(evidence: Evidence) -> list[tuple[str, str]]:
         ("loss", "bit-equal" if evidence.loss_equal else "DIFFERS"),
         ("buffers", "bit-equal" if evidence.buffers_equal else "DIFFER"),
         ("random streams", "end where plain's end" if evidence.rng_equal else "END ELSEWHERE"),
+        *([("replays", _replays(evidence))] if evidence.num_replays_compared else []),
         ("run twice", f"{evidence.num_regions_replayed} regions, {evidence.num_rederived} saved tensors rederived"),
     ]
     if evidence.time_ratio is not None:
@@ -109,6 +110,11 @@ def _evidence_rows(evidence: Evidence) -> list[tuple[str, str]]:
             ("time over plain", f"{evidence.time_ratio:.3f} +- {evidence.time_spread or 0:.3f} (median of pairs)")
         )
     return rows
+
+
+def _replays(evidence: Evidence) -> str:
+    saved = f"{evidence.num_replays_compared} saved tensors"
+    return f"{saved} bit-equal to the first forward's" if evidence.replays_equal else f"of {saved}, some DIFFER"
 
 
 def _evidence_notes(evidence: Evidence) -> str:

@@ -12,16 +12,36 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
 
 def describe(plan: Plan) -> list[str]:
     """Returns what the plan does, one line an action, e.g. `recompute model.layers.0-7`."""
-    if not plan.decisions:
-        return ["nothing is changed"]
-    root = next((d.action for d in plan.decisions if d.path == "" and d.action != "recompute"), "save")
-    regions = [d for d in plan.decisions if d.action == "recompute"]
-    lines = []
+    return describe_decisions(plan.decisions)
+
+
+def kinds(decisions: Sequence[Decision]) -> list[list[Decision]]:
+    """Returns the decisions that do something, by kind: regions of equal layers, all that rederive."""
+    regions = [d for d in decisions if d.action == "recompute"]
+    found = list(_region_kinds(regions).values())
+    for action in ("rederive", "tile", "offload"):
+        members = [d for d in decisions if d.action == action]
+        if members:
+            found.append(members)
+    return found
+
+
+def _region_kinds(regions: Sequence[Decision]) -> dict[tuple[str, ...], list[Decision]]:
     groups: dict[tuple[str, ...], list[Decision]] = {}
     for decision in regions:
         key = (decision.inside, *(shape_of(p) for p in (decision.path, *decision.span)))
         groups.setdefault(key, []).append(decision)
-    for (inside, *_), members in groups.items():
+    return groups
+
+
+def describe_decisions(decisions: Sequence[Decision]) -> list[str]:
+    """Returns what the decisions do, one line an action."""
+    if not decisions:
+        return ["nothing is changed"]
+    root = next((d.action for d in decisions if d.path == "" and d.action != "recompute"), "save")
+    regions = [d for d in decisions if d.action == "recompute"]
+    lines = []
+    for (inside, *_), members in _region_kinds(regions).items():
         text = ranges([d.path or "(the model)" for d in members])
         if members[0].span:
             through = members[0].span[-1]
@@ -34,9 +54,9 @@ def describe(plan: Plan) -> list[str]:
             text += " (rederiving inside)"
         lines.append(f"recompute {text}")
     for action in ("rederive", "save"):
-        paths = [d.path for d in plan.decisions if d.action == action and d.path]
+        paths = [d.path for d in decisions if d.action == action and d.path]
         if root == action:
-            lines.append(f"{action} everywhere else" if regions or len(plan.decisions) > 1 else f"{action} everywhere")
+            lines.append(f"{action} everywhere else" if regions or len(decisions) > 1 else f"{action} everywhere")
         elif paths:
             for text in _grouped(paths):
                 lines.append(f"{action} {text}")

@@ -1,0 +1,124 @@
+"""`verify` as a lie detector: compares values, names the first module and op that differ, gives no false alarm."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import recoup
+from recoup.cost.model import FlopsCost
+from recoup.evidence.verify import verify_plan
+from recoup.ir.plan import Decision, Plan
+from tests.evidence.ordinary import ORDINARY
+
+_WIDTH = 64
+
+
+class Lying(nn.Module):
+    """Its `act` adds a number that is larger each time it runs, at one place where no sampled byte is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(_WIDTH, _WIDTH)
+        self.act = Act()
+        self.down = nn.Linear(_WIDTH, _WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.tanh(self.act(self.up(x))))
+
+
+_runs = [0.0]
+
+
+class Act(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        _runs[0] += 1.0
+        where = torch.zeros_like(x)
+        where[5, 17] = 1e-3 * _runs[0]
+        return x.exp() + where
+
+
+def _plan(model: nn.Module, batch: Any, *decisions: Decision) -> Plan:
+    import dataclasses
+
+    plan = recoup.plan(model, batch, budget="100%", cost=FlopsCost())
+    return dataclasses.replace(plan, decisions=decisions)
+
+
+def test_names_the_first_module_and_op_that_differ() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(_WIDTH, _WIDTH), Lying(), nn.Linear(_WIDTH, 1))
+    batch = torch.randn(32, _WIDTH)
+    evidence = verify_plan(model, _plan(model, batch, Decision(path="1", action="recompute")), batch, timed=False)
+    assert not evidence.replays_equal and not evidence.exact and not evidence.ok
+    first = evidence.differences[0]
+    assert first.startswith("region `1`: its second forward gave other values, first from")
+    assert "`aten.tanh` in `1`" in first or "`aten.add` in `1.act`" in first
+    assert "differs" in str(evidence) and "DIFFER" in str(evidence)
+
+
+def test_fit_warns_of_what_is_not_exact() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Lying() for _ in range(5)), nn.Linear(_WIDTH, 1))
+    batch = torch.randn(1024, _WIDTH)
+    with pytest.warns(recoup.InexactWarning, match="not bit-equal to the plain step"):
+        fitted = recoup.fit(model, batch, budget="75%", timed=False, actions=("recompute",))
+    assert any(d.action == "recompute" for d in fitted.plan.decisions)
+    fitted.applied.remove()
+
+
+def test_state_in_attributes_is_no_difference_and_is_put_back() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(_WIDTH, _WIDTH)
+            self.calls = 0
+            self.seen: list[int] = []
+            self.total = torch.zeros(_WIDTH)
+            self.stream = torch.Generator().manual_seed(3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            self.seen.append(self.calls)
+            self.total += x.detach().mean(0)
+            noise = torch.rand(x.shape, generator=self.stream)
+            return torch.tanh(self.fc(x) * self.calls + self.total + noise)
+
+    model = nn.Sequential(Counting(), Counting(), nn.Linear(_WIDTH, 1))
+    stream = model[0].stream.get_state()
+    batch = torch.randn(32, _WIDTH)
+    decisions = [Decision(path=p, action="recompute") for p in ("0", "1")]
+    evidence = verify_plan(model, _plan(model, batch, *decisions), batch, timed=False)
+    assert evidence.exact and evidence.num_regions_replayed == 2, evidence.differences
+    assert evidence.num_replays_compared >= 4
+    assert (model[0].calls, model[0].seen) == (0, [])
+    assert torch.equal(model[0].total, torch.zeros(_WIDTH))
+    assert torch.equal(model[0].stream.get_state(), stream)
+
+
+def test_there_are_twenty_ordinary_models() -> None:
+    assert len(ORDINARY) == 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ORDINARY)
+def test_no_false_alarm(name: str) -> None:
+    torch.manual_seed(0)
+    model, batch = ORDINARY[name]()
+    loss = None if isinstance(batch, dict) else (lambda output, batch: output.float().square().mean())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        curve = recoup.frontier(model, batch, loss=loss, cost=FlopsCost(), num_points=2)
+        plan = min(curve.points, key=lambda point: point.peak_bytes).plan
+        assert plan.decisions
+        recomputed = [d.path for d in plan.decisions if d.action == "recompute"]
+        evidence = recoup.verify(model, plan, batch, loss=loss, timed=False)
+    ours = [w for w in caught if "recoup" in str(w.filename) or "recoup" in str(w.message)]
+    assert not ours, [str(w.message) for w in ours]
+    assert evidence.exact, evidence.differences
+    assert evidence.differences == ()
+    assert not recomputed or evidence.num_replays_compared
