@@ -46,6 +46,7 @@ _HOMES = {
     "max_batch": "recoup.api",
     "plan": "recoup.api",
     "profile": "recoup.api",
+    "recurrent": "recoup",
     "rederive": "recoup.engine.rederive",
     "verify": "recoup.api",
     "watch": "recoup.integrations.watch",
@@ -99,6 +100,8 @@ def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'recoup' has no attribute {name!r}")
+    if name == "recurrent":  # a subpackage, not a name in one; light until one of its own names is used
+        return importlib.import_module("recoup.recurrent")
     # `recoup.plan` the function wins over nothing: no submodule carries a public function's name.
     value = getattr(importlib.import_module(home), name)
     globals()[name] = value

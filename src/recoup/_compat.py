@@ -28,6 +28,36 @@ def current_backward_id() -> int:
     return int(torch._C._current_graph_task_id())
 
 
+def run_backward(
+    roots: list[torch.Tensor], gradients: list[torch.Tensor], inputs: list[torch.Tensor], *, keeps_graph: bool
+) -> tuple[torch.Tensor | None, ...]:
+    """Returns the gradients of `inputs`, as `torch.autograd.grad` without its checks of shapes (torch 2.13).
+
+    Those take longer than a small step's backward. Freed by: a cheaper `torch.autograd.grad`.
+    """
+    engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+    found: tuple[torch.Tensor | None, ...] = engine.run_backward(
+        tuple(roots), tuple(gradients), keeps_graph, False, tuple(inputs), True, False
+    )
+    return found
+
+
+@contextlib.contextmanager
+def without_tensor_hooks(tensors: list[torch.Tensor]) -> Iterator[None]:
+    """Takes the hooks of `Tensor.register_hook` off for the time being (torch 2.13).
+
+    Freed by: a way to ask for gradients below a leaf's hooks.
+    """
+    hooks = [(t, t._backward_hooks) for t in tensors if t._backward_hooks]
+    for tensor, _ in hooks:
+        tensor._backward_hooks = None
+    try:
+        yield
+    finally:
+        for tensor, found in hooks:
+            tensor._backward_hooks = found
+
+
 def node_number(node: Any) -> int:
     """Returns the position of a node in the order nodes were made on its thread (torch 2.11, 2.13).
 

@@ -45,6 +45,21 @@ class RandomState:
         if self._cpu is not None and torch.equal(self._cpu, torch.get_rng_state()):
             self._cpu = None
 
+    def put(self) -> None:
+        """Sets the streams to where they were, for good."""
+        if self._cpu is not None:
+            torch.set_rng_state(self._cpu)
+        for i, state in self._devices:
+            torch.cuda.set_rng_state(state, i)
+        if self._python is not None:
+            random.setstate(self._python)
+        if self._numpy is not None:
+            sys.modules["numpy"].random.set_state(self._numpy)
+
+    def is_settled(self) -> bool:
+        """Whether no stream of the host is kept: `settle` found that none moved."""
+        return self._cpu is None and self._python is None and self._numpy is None and not self._devices
+
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:
         """Sets the streams to where they were and, at the end, to where they are now."""

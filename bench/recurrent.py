@@ -1,0 +1,382 @@
+"""Loops over time: counts against the published optimum, bytes by the allocator, exactness, and peers.
+
+    python -m bench.recurrent [counts] [budgets] [long] [problems] [peers]
+
+Peaks are the allocator's events over forward and backward, above what was there before; `budget` counts the same less
+the loop's results (outputs, last state, the gradients of parameters), which are reported too.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from recoup.evidence.memory import measure_peak
+from recoup.recurrent import ScanReport, scan, unroll
+from recoup.recurrent.schedules.tapes import tape_schedule
+from recoup.recurrent.schedules.treeverse import treeverse_schedule
+from recoup.units import format_bytes
+
+CPU = torch.device("cpu")
+
+
+class Spike(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, v: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(v)
+        return (v > 0).to(v.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        (v,) = ctx.saved_tensors
+        return gradient / (1 + 10 * v.abs()) ** 2
+
+
+class Lif(nn.Module):
+    def __init__(self, inputs: int, hidden: int, outputs: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(inputs, hidden), nn.Linear(hidden, outputs)
+        self.sizes = (hidden, outputs)
+
+    def start(self, batch: int) -> Any:
+        return tuple(torch.zeros(batch, size) for size in self.sizes)
+
+    def step(self, state: Any, x: torch.Tensor) -> Any:
+        u, v = state
+        u = 0.9 * u + self.first(x)
+        spikes = Spike.apply(u - 1)
+        u = u - spikes
+        v = 0.9 * v + self.second(spikes)
+        out = Spike.apply(v - 1)
+        return (u, v - out), out
+
+
+def plain(step: Any, inputs: Any, state: Any, *, outputs: str) -> Any:
+    total, ys = None, []
+    for x in inputs:
+        state, y = step(state, x)
+        if outputs == "sum":
+            total = y if total is None else total + y
+        else:
+            ys.append(y)
+    return state, torch.stack(ys) if outputs == "stack" else total
+
+
+def trained(network: nn.Module, run: Callable[[], Any]) -> list[torch.Tensor]:
+    network.zero_grad()
+    state, ys = run()
+    (ys.square().sum() + sum(t.square().sum() for t in (state if isinstance(state, tuple) else (state,)))).backward()
+    return [ys.detach(), *(p.grad for p in network.parameters() if p.grad is not None), *network.buffers()]
+
+
+def counts() -> None:
+    print("## forward evaluations, treeverse")
+    for num_steps in (64, 256, 1000):
+        print(num_steps, {s: treeverse_schedule(num_steps, s).evaluations for s in (2, 3, 4, 6, 8, 12)})
+    print("## states or tapes, T = 1000, a tape takes a state's bytes: evaluations a step")
+    print({f"{u / 10:.0f} %": tape_schedule(1000, u).evaluations / 1000 for u in (20, 50, 100, 200)})
+
+
+def budgets() -> None:
+    print("## LIF network 64-256-10, batch 32, T = 1000, in a share of the full tape")
+    torch.manual_seed(0)
+    network, num_steps = Lif(64, 256, 10), 1000
+    x = (torch.rand(num_steps, 32, 64) < 0.3).float()
+    results = sum(p.numel() * 4 for p in network.parameters()) + 2 * 32 * 10 * 4
+
+    def run(options: Any) -> Any:
+        start = network.start(32)
+        if options is None:
+            return plain(network.step, x, start, outputs="sum")
+        return scan(network.step, x, start, outputs="sum", **options)
+
+    def loss(options: Any) -> None:
+        run(options)[1].sum().backward()
+
+    expected = trained(network, lambda: run(None))
+    network.zero_grad()
+    full = measure_peak(lambda: loss(None), device=CPU, held_bytes=0)
+    print(f"plain: peak {format_bytes(full)}")
+    tape_bytes = 0
+    for derives in (False, True):
+        for share in (2, 5, 10, 20):
+            report = ScanReport()
+            options = {"budget": f"{share}%" if not derives else tape_bytes * share * num_steps // 100}
+            options |= {"report": report, "rederive": derives}
+            equal = all(
+                torch.equal(a, b) for a, b in zip(expected, trained(network, lambda o=options: run(o)), strict=True)
+            )
+            network.zero_grad()
+            peak = measure_peak(lambda o=options: loss(o), device=CPU, held_bytes=0) - results
+            assert report.step_bytes is not None
+            if not derives:
+                tape_bytes = report.step_bytes.tape
+            budget = tape_bytes * num_steps * share // 100
+            print(
+                f"{share:3} % rederive={derives!s:5} evaluations a step {report.evaluations / num_steps:.3f} "
+                f"(predicted {report.predicted_evaluations / num_steps:.3f}), peak {format_bytes(peak)} of "
+                f"{format_bytes(budget)} {'ok' if peak <= budget else 'OVER'}, bit-equal {equal}, "
+                f"tape {report.step_bytes.tape} B, state {report.step_bytes.state} B"
+            )
+
+
+def long() -> None:
+    print("## T = 20,000")
+    torch.manual_seed(0)
+    network, num_steps, batch = Lif(16, 1024, 10), 20_000, 64
+    x = (torch.rand(num_steps, 1, 16) < 0.3).float()
+    report = ScanReport()
+    start = time.perf_counter()
+
+    def step(state: Any, frame: torch.Tensor) -> Any:
+        return network.step(state, frame.expand(batch, -1))
+
+    def loss() -> None:
+        scan(step, x, network.start(batch), outputs="sum", budget="200MiB", report=report)[1].sum().backward()
+
+    loss()
+    seconds = time.perf_counter() - start
+    assert report.step_bytes is not None
+    full = report.step_bytes.tape * num_steps
+    print(
+        f"budget 200 MiB, plain's tape {format_bytes(full)}, evaluations a step {report.evaluations / num_steps:.2f}, "
+        f"{seconds:.0f} s"
+    )
+    small, num_steps = Lif(16, 32, 10), 2000
+    x = (torch.rand(num_steps, 4, 16) < 0.3).float()
+    found: dict[str, list[float]] = {}
+    for _ in range(7):
+        for name, options in (
+            ("plain", None),
+            ("taped", {"chunk": num_steps}),
+            ("chunks", {}),
+            ("5 %", {"budget": "5%"}),
+        ):
+            report = ScanReport(evaluations=num_steps)
+            begin = time.process_time()
+            run = plain if options is None else lambda *a, o=options, r=report, **k: scan(*a, report=r, **o, **k)
+            run(small.step, x, small.start(4), outputs="sum")[1].sum().backward()
+            spent = time.process_time() - begin
+            begin = time.process_time()
+            with torch.no_grad():
+                plain(small.step, x, small.start(4), outputs="sum")
+            forward = time.process_time() - begin
+            extra = (report.evaluations - num_steps) / num_steps * forward if options is not None else 0.0
+            found.setdefault(name, []).append((spent - extra) / num_steps * 1e6)
+    base = found["plain"]
+    for name in ("taped", "chunks", "5 %"):
+        over = [a - b for a, b in zip(found[name], base, strict=True)]
+        print(f"host overhead a step, {name}: median {statistics.median(over):.0f} us, least {min(over):.0f} us")
+
+
+def problems() -> None:
+    print("## problems, bit-equal to the plain loop")
+    torch.manual_seed(0)
+
+    class Cell(nn.Module):
+        def __init__(self, cell: nn.Module, pair: bool) -> None:
+            super().__init__()
+            self.cell, self.pair = cell, pair
+
+        def step(self, state: Any, x: torch.Tensor) -> Any:
+            state = self.cell(x, state)
+            return state, state[0] if self.pair else state
+
+    class StateSpace(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = nn.Parameter(torch.rand(16) * -1), nn.Linear(8, 16), nn.Linear(16, 8)
+
+        def step(self, h: Any, x: torch.Tensor) -> Any:
+            h = torch.exp(self.a) * h + self.b(x)
+            return h, self.c(h) * torch.sigmoid(x)
+
+    class Field(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.f = nn.Sequential(nn.Linear(17, 32), nn.Tanh(), nn.Linear(32, 16))
+
+        def rate(self, y: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.f(torch.cat([y, t.expand(len(y), 1)], 1))
+            return out
+
+        def step(self, y: Any, t: torch.Tensor) -> Any:  # Runge-Kutta 4
+            d = 1 / 500
+            k1 = self.rate(y, t)
+            k2 = self.rate(y + d / 2 * k1, t + d / 2)
+            k3 = self.rate(y + d / 2 * k2, t + d / 2)
+            k4 = self.rate(y + d * k3, t + d)
+            return y + d / 6 * (k1 + 2 * k2 + 2 * k3 + k4), y.sum()
+
+        def denoise(self, y: Any, t: torch.Tensor) -> Any:
+            noise = self.rate(y, t)
+            return (y - 0.02 * noise) * 1.001 + 0.01 * torch.randn_like(y), y.mean()
+
+    field, field2, ssm = Field(), Field(), StateSpace()
+    lstm, gru = Cell(nn.LSTMCell(8, 16), True), Cell(nn.GRUCell(8, 16), False)
+    h, x = torch.randn(8, 16), torch.randn(200, 8, 8)
+    cases: list[tuple[str, nn.Module, Any, Any, Any]] = [
+        ("LSTM cell, 200", lstm, lstm.step, x, (h, h.clone())),
+        ("GRU cell, 200", gru, gru.step, x, h),
+        ("state space, 200", ssm, ssm.step, x, h),
+        ("neural ODE, RK4, 500", field, field.step, torch.linspace(0, 1, 500), h),
+        ("diffusion sampler, 100", field2, field2.denoise, torch.linspace(1, 0, 100), h),
+    ]
+    for name, network, step, inputs, state in cases:
+        torch.manual_seed(1)
+        expected = trained(network, lambda a=(step, inputs, state): plain(*a, outputs="stack"))
+        for options in ({}, {"slots": 6}, {"budget": "20%"}):
+            report = ScanReport()
+            torch.manual_seed(1)
+            found = trained(network, lambda a=(step, inputs, state), o=options, r=report: scan(*a, report=r, **o))
+            equal = all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+            print(f"{name:24} {report.schedule:48} evaluations {report.evaluations:5} bit-equal {equal}")
+
+
+def peers() -> None:
+    print("## peers: equal steps (every step evaluated about twice), peak of forward and backward")
+    neuron, memopt = None, None
+    try:
+        from spikingjelly.activation_based import functional, layer, memopt, neuron  # type: ignore[import-not-found]
+    except ImportError as error:
+        print(f"spikingjelly is not here ({error}); only torch's checkpoint by hand")
+    torch.manual_seed(0)
+
+    def lif(*shape: int) -> nn.Module:
+        return neuron.LIFNode(step_mode="s") if neuron is not None else _OwnLif()
+
+    nets: dict[str, tuple[nn.Module, torch.Tensor]] = {}
+    for name, widths in (("mlp 2", (64, 128, 10)), ("mlp 4", (64, 256, 256, 256, 10)), ("mlp wide", (64, 1024, 10))):
+        layers: list[nn.Module] = []
+        for a, b in itertools.pairwise(widths):
+            layers += [nn.Linear(a, b), lif()]
+        nets[name] = nn.Sequential(*layers), (torch.rand(128, 16, 64) < 0.3).float()
+    for name, widths in (("conv 2", (1, 8, 16)), ("conv 3", (1, 16, 16, 16)), ("conv norm", (1, 12, 12))):
+        layers = []
+        for a, b in itertools.pairwise(widths):
+            layers += [nn.Conv2d(a, b, 3, padding=1), *([nn.BatchNorm2d(b)] if "norm" in name else []), lif()]
+        nets[name] = nn.Sequential(*layers, nn.Flatten(), nn.Linear(widths[-1] * 64, 10)), torch.rand(64, 8, 1, 8, 8)
+    ratios = []
+    for name, (network, x) in nets.items():
+        num_steps = len(x)
+
+        def reset(net: nn.Module) -> None:
+            for module in net.modules():
+                if hasattr(module, "reset"):
+                    module.reset()
+
+        def by_scan(net: nn.Module, x: torch.Tensor, **options: Any) -> torch.Tensor:
+            found: torch.Tensor = unroll(net, x, outputs="mean", rederive=True, **options)
+            return found
+
+        def by_hand(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+            """Chunks of sqrt(T) under torch's checkpoint, attribute state handed through by hand."""
+            chunk = round(len(x) ** 0.5)
+            cells = [m for m in net.modules() if hasattr(m, "reset")]
+
+            def run(x: torch.Tensor, *state: Any) -> Any:
+                for m, v in zip(cells, state, strict=True):
+                    m.v = v
+                total = 0
+                for frame in x:
+                    total = total + net(frame)
+                return (total, *(m.v for m in cells))
+
+            state: Any = [m.v for m in cells]
+            total: Any = 0
+            for part in x.split(chunk):
+                y, *state = checkpoint(run, part, *state, use_reentrant=False)
+                total = total + y
+            for m, v in zip(cells, state, strict=True):
+                m.v = v
+            return total / len(x)
+
+        def peak_of(run: Any, net: nn.Module = network, x: torch.Tensor = x) -> int:
+            net = copy.deepcopy(net)
+            reset(net)
+            run(net, x).sum().backward()
+            reset(net)
+            net.zero_grad()
+            return measure_peak(lambda: run(net, x).sum().backward(), device=CPU, held_bytes=0)
+
+        hand = peak_of(by_hand)
+        report = ScanReport()
+        budget = 1.0
+        ours = peak_of(by_scan)
+        for percent in (5, 6, 7, 8, 9, 10, 11, 12, 15, 20, 30):
+            trial = ScanReport()
+            try:
+                peak = peak_of(lambda n, x, p=percent, r=trial: by_scan(n, x, budget=f"{p}%", report=r))
+            except Exception as error:
+                if "below" not in str(error):
+                    raise
+                continue
+            if trial.evaluations <= 2 * num_steps:
+                ours, report, budget = peak, trial, percent
+                break
+        ratios.append(ours / hand)
+        print(
+            f"{name:10} chunked checkpoint {format_bytes(hand)} in {2 * num_steps} evaluations; "
+            f"scan {format_bytes(ours)} in {report.evaluations} (budget {budget} %): {ours / hand:.2f} of the bytes"
+        )
+    print(
+        f"geometric mean {statistics.geometric_mean(ratios):.2f} of the bytes of chunked checkpointing at no more steps"
+    )
+    if memopt is not None:
+        _against_memopt(nets, neuron, layer, functional, memopt)
+
+
+class _OwnLif(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.v: Any = 0.0
+
+    def reset(self) -> None:
+        self.v = 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.v = self.v + (x - self.v) / 2.0
+        spikes = Spike.apply(self.v - 1)
+        self.v = self.v * (1 - spikes)
+        return spikes
+
+
+def _against_memopt(nets: Any, neuron: Any, layer: Any, functional: Any, memopt: Any) -> None:
+    """Layer by layer in time: every neuron layer of the multi-step network under `memopt.checkpoint_module`."""
+    print("## spikingjelly memopt, multi-step networks, each neuron layer checkpointed, no compression of inputs")
+    for name, (network, x) in nets.items():
+        try:
+            modules = [
+                neuron.LIFNode(step_mode="m")
+                if isinstance(m, neuron.LIFNode)
+                else layer.SeqToANNContainer(copy.deepcopy(m))
+                for m in network
+            ]
+            net = nn.Sequential(*(memopt.checkpoint_module(m) if isinstance(m, neuron.LIFNode) else m for m in modules))
+            functional.reset_net(net)
+
+            def run(net: nn.Module = net, x: torch.Tensor = x) -> None:
+                functional.reset_net(net)
+                net(x).mean(0).sum().backward()
+
+            run()
+            net.zero_grad()
+            print(f"{name:10} memopt peak {format_bytes(measure_peak(run, device=CPU, held_bytes=0))}")
+        except Exception as error:  # a peer that does not run is reported, not hidden
+            print(f"{name:10} memopt did not run: {type(error).__name__}: {str(error)[:120]}")
+
+
+if __name__ == "__main__":
+    wanted = sys.argv[1:] or ["counts", "budgets", "long", "problems", "peers"]
+    for part in (counts, budgets, long, problems, peers):
+        if part.__name__ in wanted:
+            part()

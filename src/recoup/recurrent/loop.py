@@ -1,0 +1,534 @@
+"""The engine of a scan: one loop over time, run by a schedule, forward and backward.
+
+The first forward follows the schedule's actions up to its first backward; autograd's backward follows the rest. Between
+the two the loop holds what the schedule says: states (`_Moment`) and taped steps (`Tape`). Nothing is recursive.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from recoup import _compat
+from recoup.engine import activity, rederive
+from recoup.engine.lineage import Recorder
+from recoup.engine.state import RandomState, StreamState, version_of
+from recoup.errors import InternalError, ReplayError, UsageError
+from recoup.recurrent.carried import Carried
+from recoup.recurrent.leaves import flatten, is_differentiable, rebuild
+from recoup.recurrent.meter import StepMeter
+from recoup.recurrent.outputs import Outputs
+from recoup.recurrent.reach import Reached
+from recoup.recurrent.schedules.actions import Action, Schedule
+from recoup.recurrent.tape import Captured, Sums, Tape, backward
+
+_PROBED = 2
+_WALKED = 32
+_DRIFT = (
+    "recoup.recurrent.scan: step {step}, run a second time, {what}, other than the first time. It depends on something "
+    "that changed since (a flag, a counter outside of the step's reach); keep that fixed or hand it through the state."
+)
+
+
+class _Moment:
+    """A state that is held: tensors without a graph, random streams, and how to put it all back."""
+
+    __slots__ = ("random", "streams", "template", "tensors", "versions")
+
+    def __init__(self, tensors: list[torch.Tensor], template: Any) -> None:
+        self.tensors = tensors
+        self.template = template
+        self.versions = [version_of(t) for t in tensors]
+        self.random: RandomState | None = None
+        self.streams: StreamState | None = None
+
+    def nest(self, step: int) -> Any:
+        """Returns (state, carried values); raises if a tensor was changed in place since."""
+        for tensor, version in zip(self.tensors, self.versions, strict=True):
+            if version_of(tensor) != version:
+                raise ReplayError(
+                    f"recoup.recurrent.scan: a state tensor {list(tensor.shape)} of step {step} was changed in place, "
+                    "so the steps after it cannot be run again. Bind a new tensor instead (`h = h + ...`), or clone "
+                    "the state on entry of the step."
+                )
+        return rebuild(self.template, self.tensors)
+
+
+class Loop:
+    """A loop over time.
+
+    Attributes:
+        num_steps: T. evaluations: step evaluations so far. outputs: what steps returned. captured: parameters and
+            other tensors of the graph. start: the tensors of the first state, as given. last: those of the last state,
+            without a graph. last_flags, output_flags: whether they, and the outputs, need a gradient.
+    """
+
+    def __init__(
+        self,
+        step: Callable[[Any, Any], tuple[Any, Any]],
+        inputs: Any,
+        state: Any,
+        *,
+        num_steps: int,
+        outputs: Outputs,
+        derives: bool,
+        extra: list[torch.Tensor],
+    ) -> None:
+        self.num_steps = num_steps
+        self.evaluations = 0
+        self.outputs = outputs
+        self.inputs, self._inputs_template = flatten(inputs)
+        self._xs = [x.detach() for x in self.inputs]
+        self._x_flags = [x.requires_grad for x in self.inputs]
+        self._x_versions = [version_of(x) for x in self._xs]
+        self._one_input = isinstance(inputs, torch.Tensor)
+        self._step = step
+        self._derives = derives
+        self._state = state
+        self._at = 0
+        self._held: dict[int, _Moment] = {}
+        self._tapes: list[Tape] = []
+        self._actions: Iterator[Action] = iter(())
+        self._schedule: Schedule | None = None
+        self._reached = Reached(step)
+        self._training = [(m, m.training) for m in self._reached.modules]
+        self._carried = Carried(self._reached)
+        self.captured = Captured([*self._reached.parameters(), *self._reached.tensors, *extra])
+        self._frozen = [(p, p._version) for p in self._reached.parameters() if not p.requires_grad]
+        self._flags: list[list[bool]] = []
+        self._shared: list[tuple[tuple[int, int], ...]] = [()]
+        self._shared_of = bytearray()
+        self._is_random = True
+        self._is_probing = self._is_replaying = self._is_fresh = False
+        self._first: tuple[Any, list[Any]] = (None, [])
+        self._first_tapes: dict[int, Tape] = {}
+        self._last_template: Any = None
+        self._pending: Action
+        self.start: list[torch.Tensor] = []
+        self.last: list[torch.Tensor] = []
+        self.last_flags: list[bool] = []
+        self.output_flags: list[bool] = []
+
+    # -- steps --------------------------------------------------------------------------------------------------
+
+    def _x(self, step: int) -> Any:
+        if self._one_input:
+            return self._xs[0][step]
+        return rebuild(self._inputs_template, [x[step] for x in self._xs])
+
+    def _advance(self, start: int, stop: int) -> None:
+        run, state = self._step, self._state
+        collected = self.outputs.num_collected
+        with torch.no_grad():
+            for t in range(start, stop):
+                state, y = checked(run(state, self._x(t)))
+                if t >= collected:
+                    self._state = state
+                    self._collect(y)
+        self._state = state
+        self._at = stop
+        self.evaluations += stop - start
+
+    def _collect(self, y: Any) -> None:
+        ys = self.outputs.collect(y)
+        shared: tuple[tuple[int, int], ...] = ()
+        if ys and self.outputs.adds_first(self.outputs.num_collected - 1):
+            state = self._state
+            if state is y:
+                shared = ((0, 0),)
+            elif not (isinstance(state, torch.Tensor) and not self._carried.places):
+                at = {id(tensor): i for i, tensor in enumerate(flatten((state, self._carried.read()))[0])}
+                shared = tuple((at[id(tensor)], i) for i, tensor in enumerate(ys) if id(tensor) in at)
+        if shared not in self._shared and len(self._shared) < 256:
+            self._shared.append(shared)
+        self._shared_of.append(self._shared.index(shared) if shared in self._shared else 0)
+
+    def _tape(self, step: int, *, keeps_after: bool) -> Tape:
+        """Evaluates the step at hand with its graph."""
+        given, values = self._state, self._carried.read()
+        tensors, template = flatten((given, values))
+        flags = self._flags_at(step, tensors)
+        leaves = []
+        for tensor, flag in zip(tensors, flags, strict=True):
+            leaf = tensor.detach()
+            leaves.append(leaf.requires_grad_() if flag else leaf)
+        entry_state, entered = rebuild(template, leaves)
+        self._enter(entered)
+        inputs = [x[step] for x in self._xs]
+        for x, flag in zip(inputs, self._x_flags, strict=True):
+            if flag:
+                x.requires_grad_()
+        first_node_number = _compat.next_node_number()
+        with self._taping() if self._derives else torch.enable_grad():
+            if self._one_input:
+                state, y = checked(self._step(entry_state, inputs[0]))
+            else:
+                state, y = checked(self._step(entry_state, rebuild(self._inputs_template, inputs)))
+        num_nodes = _compat.next_node_number() - first_node_number
+        self.evaluations += 1
+        if self._is_probing:
+            before = self._carried.learn()
+            self._learned(before)
+            leaves += _more((given, values), before)
+        states, template = flatten((state, self._carried.read()))
+        is_new = step == self.outputs.num_collected
+        if is_new:
+            self._state = state
+            self._collect(y)
+        ys = flatten(y)[0] if self.outputs.mode != "none" else []
+        tape = Tape(step=step, leaves=leaves, inputs=inputs, states=states, outputs=ys, num_nodes=num_nodes)
+        self._check(tape, first_node_number)
+        detached = [t.detach() for t in states]
+        self._state, left = rebuild(template, detached)
+        self._leave(left)
+        self._at = step + 1
+        if keeps_after:
+            tape.after = self._moment()
+        return tape
+
+    def _check(self, tape: Tape, first_node_number: int) -> None:
+        captured = self.captured
+        step = tape.step
+        if self._is_probing or not captured.is_checked(tape) or step % _WALKED == 0 or step == self.num_steps - 1:
+            unknown = captured.walk(tape, None if self._is_replaying else first_node_number)
+            if unknown:
+                raise (ReplayError if self._is_replaying else UsageError)(
+                    f"recoup.recurrent.scan: step {step} uses a tensor ({unknown}) that takes part in autograd but is "
+                    "not handed to the step and could not be found in what the step closes over. Hand it over: "
+                    "`scan(..., captured=[tensor])`, or through the state."
+                )
+        if self._is_replaying:
+            flags = self._flags_at(step + 1, tape.states)
+            for tensor, flag in zip(tape.states, flags, strict=True):
+                if tensor.requires_grad and not flag and step + 1 < self.num_steps and is_differentiable(tensor):
+                    raise ReplayError(
+                        f"recoup.recurrent.scan: a state tensor {list(tensor.shape)} begins to need a gradient only at "
+                        f"step {step}. Let it need one from the start: `state.requires_grad_()`."
+                    )
+
+    def _flags_at(self, step: int, tensors: list[torch.Tensor]) -> list[bool]:
+        """Returns which leaves of a state need a gradient: what plain's do, as seen in the first steps."""
+        if step == 0 and not self._flags:
+            return [t.requires_grad for t in tensors]
+        flags = self._flags[min(step, len(self._flags) - 1)]
+        if len(flags) != len(tensors):
+            return [is_differentiable(t) for t in tensors]
+        return flags
+
+    def _enter(self, values: list[Any]) -> None:
+        for place, value, in_place in zip(self._carried.places, values, self._carried.in_place, strict=True):
+            if not in_place:
+                place.put(value)
+            elif isinstance(value, torch.Tensor) and value.requires_grad:
+                place.put(value.clone())
+
+    def _leave(self, values: list[Any]) -> None:
+        for place, value, in_place in zip(self._carried.places, values, self._carried.in_place, strict=True):
+            if not in_place or (isinstance(value, torch.Tensor) and place.get().requires_grad):
+                place.put(value)
+
+    @contextlib.contextmanager
+    def _taping(self) -> Iterator[None]:
+        hooks = torch.autograd.graph.saved_tensors_hooks(rederive.pack, rederive.unpack)
+        with torch.enable_grad(), Recorder(), hooks:
+            yield
+
+    # -- states -------------------------------------------------------------------------------------------------
+
+    def _moment(self) -> _Moment:
+        """Returns the state at hand, to be held."""
+        values = self._carried.read()
+        for i, in_place in enumerate(self._carried.in_place):
+            if in_place and isinstance(values[i], torch.Tensor):
+                values[i] = values[i].detach().clone()
+        tensors, template = flatten((self._state, values))
+        moment = _Moment([t.detach() for t in tensors], template)
+        if self._is_random:
+            moment.random = RandomState(tensors)
+            moment.streams = StreamState(self._reached.streams) if self._reached.streams else None
+        return moment
+
+    def _load(self, step: int) -> None:
+        moment = self._held.get(step)
+        if moment is None:
+            moment = next((t.after for t in reversed(self._tapes) if t.step == step - 1), None)
+        if moment is None:
+            raise InternalError(f"recoup.recurrent: the schedule asks for state {step}, which is not held")
+        self._state, values = moment.nest(step)
+        for i, in_place in enumerate(self._carried.in_place):
+            if in_place and isinstance(values[i], torch.Tensor):
+                values[i] = values[i].clone()
+        self._carried.write(values)
+        self._at = step
+        if moment.random is not None:
+            moment.random.put()
+        if moment.streams is not None:
+            moment.streams.restore()
+
+    # -- forward ------------------------------------------------------------------------------------------------
+
+    def probe(self, meter: StepMeter | None = None) -> None:
+        """Evaluates the first steps taped, until it is known which attributes carry state and what needs a gradient.
+
+        Args:
+            meter: measures the last of these steps, if given.
+        """
+        self._first = self._state, []
+        self._first_random = RandomState(self.inputs)
+        self._first_streams = StreamState(self._reached.streams) if self._reached.streams else None
+        self._is_probing = True
+        settled = False
+        while self._at < self.num_steps and not settled:
+            step = self._at
+            if step:
+                self._carried.watch(copies=True)
+            known = len(self._carried.places)
+            with meter if meter is not None else contextlib.nullcontext():
+                tape = self._tape(step, keeps_after=True)
+                if meter is not None:
+                    self._meter_backward(tape, meter)
+            flags = [t.requires_grad for t in tape.states]
+            settled = step + 1 >= _PROBED and known == len(self._carried.places) and flags == self._flags[-1]
+            self._flags.append(flags)
+            self._first_tapes[step] = tape
+        self._is_probing = False
+        self.start, template = flatten(self._first)
+        self._first = None, []
+        first = _Moment([t.detach() for t in self.start], template)
+        first.random, first.streams = self._first_random, self._first_streams
+        self._held[0] = first
+        self._first_random.settle()
+        draws = any(isinstance(m, nn.modules.dropout._DropoutNd) for m in self._reached.modules)
+        self._is_random = draws or self._first_streams is not None or not self._first_random.is_settled()
+        self._carried.watch(copies=False)
+
+    def _learned(self, before: list[Any]) -> None:
+        """Adds places found just now to what is known of the steps before, where they held `before`."""
+        state, values = self._first
+        self._first = state, values + before
+        if not self._flags:
+            self._flags.append([t.requires_grad for t in flatten(self._first)[0]])
+            return
+        if not before:
+            return
+        self._flags[0] = [t.requires_grad for t in flatten(self._first)[0]]
+        for step, tape in self._first_tapes.items():
+            state, values = rebuild(tape.after.template, tape.after.tensors)
+            tensors, template = flatten((state, values + before))
+            more = _more((state, values), before)
+            tape.leaves += more
+            tape.states += more
+            flags = self._flags[step + 1]
+            flags += [t.requires_grad for t in tensors[len(flags) :]]
+            after = _Moment([t.detach() for t in tensors], template)
+            after.random, after.streams = tape.after.random, tape.after.streams
+            tape.after = after
+
+    def _meter_backward(self, tape: Tape, meter: StepMeter) -> None:
+        meter.taped(tape, self.captured.tensors)
+        gradients = [torch.zeros_like(t) if t.requires_grad else None for t in tape.states]
+        with _compat.without_tensor_hooks(self.captured.tensors):
+            backward(
+                tape,
+                state_gradients=gradients,
+                output_gradients=[torch.zeros_like(t) if t.requires_grad else None for t in tape.outputs],
+                seeds={},
+                captured=self.captured,
+                sums=Sums(len(self.captured.tensors)),
+                keeps_graph=True,
+            )
+
+    def forward(self, schedule: Schedule) -> None:
+        """Follows the schedule to its first backward."""
+        self._schedule = schedule
+        self._actions = schedule.actions()
+        probed = self._at
+        for action in self._actions:
+            if action.kind == "backward":
+                self._pending = action
+                break
+            self._do_first(action, probed)
+        self._first_tapes = {}
+        self.outputs.finish()
+        self._carried.check()
+        self._first_random.settle()
+        if not self._is_random and not self._first_random.is_settled():
+            raise UsageError(
+                "recoup.recurrent.scan: the step draws random numbers, but drew none in its first evaluations, so the "
+                "streams' states were not kept. Draw in every step, or before the loop and hand them in as inputs."
+            )
+        if self._first_random.is_settled() and self._first_streams is None:
+            self._is_random = False
+            for moment in [*self._held.values(), *(t.after for t in self._tapes if t.after is not None)]:
+                moment.random = None
+        tensors, self._last_template = flatten((self._state, self._carried.read()))
+        self.last = [t.detach() for t in tensors]
+        self.last_flags = [t.requires_grad for t in self._tapes[-1].states]
+        self.output_flags = [t.requires_grad for t in self._tapes[-1].outputs]
+        self._state = None
+        self._is_fresh = True
+
+    def _do_first(self, action: Action, probed: int) -> None:
+        """Does an action of the first forward, whose first `probed` steps were evaluated by `probe` already."""
+        kind, start, stop = action
+        if kind == "save":
+            after = self._first_tapes.get(start - 1)
+            self._held[start] = self._moment() if after is None else after.after
+        elif kind == "advance":
+            if stop > probed:
+                if start <= probed:
+                    self._first_tapes.clear()
+                self._advance(max(start, probed), stop)
+        elif kind == "tape":
+            for step in range(start, stop):
+                self._tapes.append(self._first_tapes[step] if step < probed else self._tape_next(step))
+        else:
+            raise InternalError(f"recoup.recurrent: {kind} before the end of the first forward")
+
+    def _tape_next(self, step: int) -> Tape:
+        assert self._schedule is not None
+        return self._tape(step, keeps_after=self._schedule.reloads_tapes and step + 1 < self.num_steps)
+
+    def finish(self, tensors: list[torch.Tensor] | None) -> Any:
+        """Puts the last state in place, attributes included, and returns what the caller gets of it."""
+        state, values = rebuild(self._last_template, self.last if tensors is None else tensors)
+        if tensors is not None:
+            self._leave(values)
+        self.last, self._last_template = [], None
+        return state
+
+    # -- backward -----------------------------------------------------------------------------------------------
+
+    def backward(
+        self, output_gradients: list[torch.Tensor | None], state_gradients: list[torch.Tensor | None]
+    ) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None], list[torch.Tensor | None]]:
+        """Follows the rest of the schedule.
+
+        Returns:
+            The gradients of `start`, `inputs` and `captured.tensors`.
+        """
+        self._check_unchanged()
+        if not self._is_fresh:  # a second backward over a retained graph: from the start again
+            assert self._schedule is not None
+            self._actions = self._schedule.actions()
+            self._tapes = []
+            self._held = {0: self._held[0]}
+        is_fresh, self._is_fresh = self._is_fresh, False
+        self._output_gradients = self.outputs.scaled(output_gradients)
+        self._state_gradients = state_gradients
+        self._input_gradients: list[torch.Tensor | None] = [
+            torch.zeros_like(x) if flag else None for x, flag in zip(self._xs, self._x_flags, strict=True)
+        ]
+        self._sums = Sums(len(self.captured.tensors))
+        random = RandomState(self.inputs) if self._is_random else None
+        streams = StreamState(self._reached.streams) if random is not None and self._reached.streams else None
+        present = self._carried.read()
+        self._is_replaying = True
+        flipped = [(m, m.training) for m, training in self._training if m.training != training]
+        try:
+            for module, training in flipped:
+                module.training = not training
+            with activity.recomputing(), _compat.without_tensor_hooks([*self.captured.tensors, *self.start]):
+                if is_fresh:
+                    self._do(self._pending)
+                else:
+                    self._load(0)
+                for action in self._actions:
+                    self._do(action)
+        finally:
+            for module, training in flipped:
+                module.training = training
+            self._carried.write(present)
+            self._state = None
+            self._is_replaying = False
+            if random is not None:
+                random.put()
+            if streams is not None:
+                streams.restore()
+        found = self._state_gradients, self._input_gradients, self._sums.totals
+        self._state_gradients, self._input_gradients, self._output_gradients = [], [], []
+        self._sums = Sums(0)
+        return found
+
+    def _check_unchanged(self) -> None:
+        for i, (x, version) in enumerate(zip(self._xs, self._x_versions, strict=True)):
+            if version_of(x) != version:
+                raise ReplayError(
+                    f"recoup.recurrent.scan: input {i}, {list(x.shape)}, was changed in place between forward and "
+                    "backward; steps that run again would read other values. Clone it before changing it."
+                )
+        for parameter, version in self._frozen:
+            if parameter._version != version:
+                raise ReplayError(
+                    f"recoup.recurrent.scan: a parameter {list(parameter.shape)} was changed between forward and "
+                    "backward; steps that run again would read other values. Call backward before changing it."
+                )
+
+    def _do(self, action: Action) -> None:
+        kind, start, stop = action
+        if kind == "backward":
+            for step in range(stop - 1, start - 1, -1):
+                self._backward(step)
+        elif kind == "tape":
+            for step in range(start, stop):
+                self._tapes.append(self._tape_next(step))
+        elif kind == "load":
+            self._load(start)
+        elif kind == "advance":
+            self._advance(start, stop)
+        elif kind == "save":
+            self._held[start] = self._moment()
+        else:
+            del self._held[start]
+
+    def _backward(self, step: int) -> None:
+        tape = self._tapes.pop()
+        outputs = self.outputs
+        seeds: dict[int, torch.Tensor] = {}
+        gradients = outputs.gradients_of(step, self._output_gradients)
+        # See [Note: sums in plain's order] in tape.py: a state that is also an output.
+        if step > 0 and self._shared_of[step - 1]:
+            earlier = outputs.gradients_of(step - 1, self._output_gradients)
+            for j, i in self._shared[self._shared_of[step - 1]]:
+                gradient = earlier[i]
+                if gradient is not None:
+                    seeds[j] = gradient if j not in seeds else seeds[j] + gradient
+        if step + 1 < self.num_steps and self._shared_of[step]:
+            gradients = list(gradients)
+            for j, i in self._shared[self._shared_of[step]]:
+                if tape.states[j] is not tape.outputs[i]:
+                    raise ReplayError(_DRIFT.format(step=step, what="returned other tensors"))
+                gradients[i] = None
+        if len(tape.states) != len(self._state_gradients) or len(gradients) not in (0, len(tape.outputs)):
+            raise ReplayError(_DRIFT.format(step=step, what=f"returned {len(tape.states)} state tensors"))
+        self._state_gradients, found = backward(
+            tape,
+            state_gradients=self._state_gradients,
+            output_gradients=gradients or [None] * len(tape.outputs),
+            seeds=seeds,
+            captured=self.captured,
+            sums=self._sums,
+        )
+        for total, gradient in zip(self._input_gradients, found, strict=True):
+            if total is not None and gradient is not None:
+                total[step].copy_(gradient)
+
+
+def _more(nest: tuple[Any, list[Any]], values: list[Any]) -> list[torch.Tensor]:
+    """Returns stand-ins for the tensors that `values` add to (state, carried values): no gradient goes through them."""
+    state, carried = nest
+    before = len(flatten(nest)[0])
+    return [t.detach() for t in flatten((state, carried + values))[0][before:]]
+
+
+def checked(result: Any) -> tuple[Any, Any]:
+    """Returns what a step returned if it is a pair; raises UsageError."""
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise UsageError(
+            f"recoup.recurrent.scan: `step(state, x)` must return a pair `(state, y)`; got {type(result).__name__}."
+        )
+    return result

@@ -1,0 +1,122 @@
+"""What a schedule is: a sequence of actions on a loop of steps, and a simulator that checks one.
+
+A loop has steps `0 .. T-1` and states `0 .. T`: step `t` turns state `t` into state `t + 1`. The *current state* is the
+one the loop stands at. A step is *evaluated* either plainly or taped, that is with its autograd graph; its backward
+needs the tape. Which states and tapes are held in the meantime is what schedules differ in.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Literal, NamedTuple
+
+Kind = Literal["advance", "save", "load", "free", "tape", "backward"]
+
+
+class Action(NamedTuple):
+    """One thing to do.
+
+    Attributes:
+        kind: "advance": evaluate steps `start .. stop-1` plainly. "tape": evaluate them taped, keep the tapes.
+            "save": hold the current state, which is state `start`. "load": make state `start` current again; it is
+            held, or is what the held tape of step `start - 1` came to.
+            "free": let state `start` go. "backward": of the taped steps `stop-1 .. start`, last first; their tapes go.
+        start, stop: steps, or a state where `stop` is `start`.
+    """
+
+    kind: Kind
+    start: int
+    stop: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """How a loop of `num_steps` is run forward and backward.
+
+    Attributes:
+        name: for people. evaluations: how many step evaluations it makes, the first forward included.
+        actions: makes the sequence of actions; may be called again. reloads_tapes: whether it loads a state that only a
+            tape holds.
+    """
+
+    name: str
+    num_steps: int
+    evaluations: int
+    actions: Callable[[], Iterator[Action]]
+    reloads_tapes: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Simulation:
+    """What a schedule does when it is followed.
+
+    Attributes:
+        evaluations: step evaluations. taped: how many of them taped. weighted: evaluations weighted by cost.
+        peak_units: the most that states and tapes took at once, the start state not counted. peak_states: the most
+            states held at once, the start state counted.
+    """
+
+    evaluations: int
+    taped: int
+    weighted: float
+    peak_units: int
+    peak_states: int
+
+
+def simulate(
+    actions: Iterator[Action],
+    num_steps: int,
+    *,
+    state_units: int = 1,
+    tape_units: int = 0,
+    step_costs: list[float] | None = None,
+) -> Simulation:
+    """Follows a schedule without running anything, and checks that it is one.
+
+    Args:
+        state_units, tape_units: what a held state and a taped step take. step_costs: of each step; 1 if left out.
+
+    Raises:
+        ValueError: if an action needs a state or a tape that is not there, or a step's backward is missing.
+    """
+    current = 0
+    states = {0}
+    tapes: list[int] = []
+    evaluations = taped = peak_units = 0
+    peak_states = 1
+    weighted = 0.0
+    left = num_steps
+    for action in actions:
+        kind, start, stop = action
+        if kind in ("advance", "tape"):
+            if start != current or stop <= start:
+                raise ValueError(f"{action}: the loop stands at {current}")
+            current = stop
+            evaluations += stop - start
+            weighted += sum(step_costs[start:stop]) if step_costs is not None else stop - start
+            if kind == "tape":
+                taped += stop - start
+                tapes.extend(range(start, stop))
+        elif kind == "save":
+            if start != current or start in states:
+                raise ValueError(f"{action}: the loop stands at {current}, held are {sorted(states)}")
+            states.add(start)
+        elif kind == "load":
+            if start not in states and start - 1 not in tapes:
+                raise ValueError(f"{action}: held are {sorted(states)}")
+            current = start
+        elif kind == "free":
+            states.remove(start)
+        else:
+            for step in range(stop - 1, start - 1, -1):
+                if step != left - 1 or not tapes or tapes.pop() != step:
+                    raise ValueError(f"{action}: step {step} is not the one whose backward comes next, or has no tape")
+                left = step
+        peak_states = max(peak_states, len(states))
+        peak_units = max(peak_units, (len(states) - 1) * state_units + len(tapes) * tape_units)
+    if left:
+        raise ValueError(f"{left} steps are left without a backward")
+    return Simulation(
+        evaluations=evaluations, taped=taped, weighted=weighted, peak_units=peak_units, peak_states=peak_states
+    )

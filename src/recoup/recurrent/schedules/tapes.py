@@ -1,0 +1,158 @@
+"""States or tapes: the fewest step evaluations in a given memory, which may hold states and taped steps alike.
+
+Gruslys et al. 2016 (arXiv 1606.03401), "mixed" memorisation, by dynamic programming. Memory is counted in units; a
+state takes `state_units`, a taped step `tape_units`. For n steps from a state that is at hand, in m units free:
+
+    F(n, m) = min of   1 + F(n - 1, m - tape)                         tape the first step, keep its tape
+                       n + F(n - 1, m)                                go to the last step, tape it, come back
+                       k + F(n - k, m - state) + F(k, m), 0 < k < n   save a state k steps on
+    F(1, m) = 1 where m >= tape
+
+The full search over k is O(T^2 m). In loops too long for it, k is searched near the best one of n - 1; the result is
+then still a valid schedule with the count it says, but its optimality is not proven (F is not convex in n). The tests
+bound the gap. The start state is not counted: somebody else holds it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from recoup.recurrent.schedules.actions import Action, Schedule
+
+_NEVER = 1 << 60
+_TAPE, _RETURN = 0, -1
+_FULL_SEARCH = 600_000_000
+_WINDOW = np.arange(-24, 25)[:, None]
+
+
+class Table:
+    """The solved recurrence: `evaluations(n, m)` and what to do first, `choice(n, m)`.
+
+    A choice is the number of steps to advance before a state is saved, 0 to tape the first step, -1 to tape the last
+    one and come back.
+    """
+
+    def __init__(self, num_steps: int, units: int, state_units: int, tape_units: int) -> None:
+        self.units = units
+        self.state_units = state_units
+        self.tape_units = tape_units
+        cost = np.full((num_steps + 1, units + 1), _NEVER, dtype=np.int64)
+        choices = np.zeros((num_steps + 1, units + 1), dtype=np.int32)
+        cost[0] = 0
+        cost[1, tape_units:] = 1
+        if units >= state_units:
+            memory = np.arange(state_units, units + 1)
+            split = np.ones(len(memory), dtype=np.int64)
+        is_long = num_steps * num_steps * units > _FULL_SEARCH
+        for n in range(2, num_steps + 1):
+            best = np.minimum(n + cost[n - 1], _NEVER)
+            choice = np.full(units + 1, _RETURN, dtype=np.int32)
+            if units >= state_units:
+                found, split = self._split(cost, n, memory, split if is_long else None)
+                better = found < best[state_units:]
+                best[state_units:][better] = found[better]
+                choice[state_units:][better] = split[better]
+            if units >= tape_units:
+                taped = 1 + cost[n - 1, : units + 1 - tape_units]
+                better = taped <= best[tape_units:]
+                best[tape_units:][better] = taped[better]
+                choice[tape_units:][better] = _TAPE
+            cost[n], choices[n] = best, choice
+        self._choices = choices
+        self._totals = cost[:, units].copy()
+        self._last_row = cost[num_steps].copy()
+
+    def _split(
+        self,
+        cost: npt.NDArray[np.int64],
+        n: int,
+        memory: npt.NDArray[np.int64],
+        near: npt.NDArray[np.int64] | None,
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Returns the cost of the best splits of `n` and the splits, searched everywhere or `near` the last ones."""
+        columns = np.arange(len(memory))
+        if near is None:
+            k = np.arange(1, n)[:, None]
+            total = k + cost[n - 1 : 0 : -1, : len(memory)] + cost[1:n, self.state_units :]
+        else:
+            k = np.clip(near + _WINDOW, 1, n - 1)
+            total = k + cost[n - k, columns] + cost[k, memory]
+        at = total.argmin(axis=0)
+        best = total[at, columns]
+        return best, np.broadcast_to(k, total.shape)[at, columns]
+
+    def evaluations(self, units: int | None = None) -> int:
+        """Returns the step evaluations of the whole loop, or -1 if the units do not hold one tape."""
+        total = int(self._last_row[self.units if units is None else units])
+        return total if total < _NEVER else -1
+
+    def choice(self, n: int, m: int) -> int:
+        """Returns what to do first with `n` steps and `m` units."""
+        return int(self._choices[n, m])
+
+
+@functools.lru_cache(maxsize=8)
+def solve(num_steps: int, units: int, state_units: int, tape_units: int) -> Table:
+    """Returns the solved table, kept for the next training steps."""
+    return Table(num_steps, units, state_units, tape_units)
+
+
+def tape_schedule(num_steps: int, units: int, *, state_units: int = 1, tape_units: int = 1) -> Schedule:
+    """Returns the optimal schedule in `units` of memory.
+
+    Raises:
+        ValueError: if the units do not hold one tape.
+    """
+    units = min(units, num_steps * max(tape_units, state_units))
+    if units < tape_units:
+        raise ValueError(f"{units} units do not hold a tape of {tape_units}")
+    table = solve(num_steps, units, state_units, tape_units)
+    return Schedule(
+        name=f"states or tapes in {units} units (state {state_units}, tape {tape_units})",
+        num_steps=num_steps,
+        evaluations=table.evaluations(),
+        actions=lambda: _actions(table, num_steps),
+        reloads_tapes=True,
+    )
+
+
+def _actions(table: Table, num_steps: int) -> Iterator[Action]:
+    current = 0
+    # Parts still to do, the next one last: (first step, end, units); (state, -1, 0) to let it go; (step, -2, 0) for a
+    # backward.
+    todo = [(0, num_steps, table.units)]
+    while todo:
+        start, end, m = todo.pop()
+        if end == -1:
+            yield Action("free", start, start)
+            continue
+        if end == -2:
+            yield Action("backward", start, start + 1)
+            continue
+        if current != start:
+            yield Action("load", start, start)
+            current = start
+        n = end - start
+        choice = _TAPE if n == 1 else table.choice(n, m)
+        if choice == _TAPE:
+            yield Action("tape", start, start + 1)
+            current = start + 1
+            todo.append((start, -2, 0))
+            if n > 1:
+                todo.append((start + 1, end, m - table.tape_units))
+        elif choice == _RETURN:
+            yield Action("advance", start, end - 1)
+            yield Action("tape", end - 1, end)
+            yield Action("backward", end - 1, end)
+            current = end
+            todo.append((start, end - 1, m))
+        else:
+            middle = start + choice
+            yield Action("advance", start, middle)
+            yield Action("save", middle, middle)
+            current = middle
+            todo += [(start, middle, m), (middle, -1, 0), (middle, end, m - table.state_units)]

@@ -1,0 +1,242 @@
+"""One taped step: a piece of autograd graph from a step's leaves to what it returned, and its backward.
+
+[Note: sums in plain's order] A gradient that a plain loop sums over steps is summed by autograd from the last use to
+the first, one addition at a time. Floating-point sums depend on the order, so a step's backward must continue the sum
+where the later step left it: what was summed so far enters as one more root at the tensor itself, before the step's own
+terms. That is done for captured tensors a step uses more than once (for one use, `sum + term` is the same), and for
+states that are stacked outputs too, whose loss term comes first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from typing import Any
+
+import torch
+
+from recoup import _compat
+
+
+@dataclasses.dataclass(slots=True, kw_only=True, eq=False)
+class Tape:
+    """A taped step.
+
+    Attributes:
+        step: which. leaves: its state as leaves of the graph. inputs: its slice of the loop's inputs, as leaves.
+        states, outputs: what came out, with the graph. num_nodes: of the graph, about.
+        after: the state it came to, if it may be loaded from here.
+    """
+
+    step: int
+    leaves: list[torch.Tensor]
+    inputs: list[torch.Tensor]
+    states: list[torch.Tensor]
+    outputs: list[torch.Tensor]
+    num_nodes: int
+    after: Any = None
+
+
+class Captured:
+    """Tensors that take part in the loop's graph without being handed through it: parameters above all.
+
+    Attributes:
+        tensors: in a fixed order. uses: how many edges of a step's graph lead to each; at least 2 where unknown.
+    """
+
+    def __init__(self, candidates: list[torch.Tensor]) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self.uses: list[int] = []
+        self._index: dict[int, int] = {}
+        self._edges: dict[tuple[Any, int], torch.Tensor] = {}
+        self._nodes: set[Any] = set()
+        self._leaves = {id(t) for t in candidates}
+        self._checked: set[int] = set()
+        for tensor in candidates:
+            if not tensor.requires_grad:
+                continue
+            if tensor.grad_fn is None:
+                self._add(tensor)
+            else:
+                edge = torch.autograd.graph.get_gradient_edge(tensor)
+                self._edges[edge.node, edge.output_nr] = tensor
+                self._nodes.add(edge.node)
+
+    def _add(self, tensor: torch.Tensor) -> int:
+        index = self._index.get(id(tensor))
+        if index is None:
+            index = self._index[id(tensor)] = len(self.tensors)
+            self.tensors.append(tensor)
+            self.uses.append(0)
+        return index
+
+    def seeded_bytes(self) -> int:
+        """Returns the bytes of tensors used several times a step, whose sums are not made in place."""
+        pairs = zip(self.tensors, self.uses, strict=True)
+        return sum(t.numel() * t.element_size() for t, count in pairs if count > 1)
+
+    def is_checked(self, tape: Tape) -> bool:
+        """Whether a tape of this size was walked before."""
+        return tape.num_nodes in self._checked
+
+    def walk(self, tape: Tape, first_node_number: int | None) -> str:
+        """Counts how the tape's graph uses captured tensors; returns the name of a node that cannot be told, or "".
+
+        Args:
+            first_node_number: nodes with smaller numbers were there before the step; None where numbers do not tell
+                (another thread), then only known tensors are looked for.
+        """
+        own = {id(t) for t in (*tape.leaves, *tape.inputs)}
+        uses: dict[int, int] = {}
+        todo = [t.grad_fn for t in (*tape.states, *tape.outputs) if t.grad_fn is not None]
+        seen = set(todo)
+        unknown = ""
+        while todo:
+            for node, output_nr in todo.pop().next_functions:
+                if node is None:
+                    continue
+                variable = getattr(node, "variable", None)
+                if variable is None:
+                    variable = self._edges.get((node, output_nr))
+                    if variable is None:
+                        is_outside = node in self._nodes or (
+                            first_node_number is not None and _compat.node_number(node) < first_node_number
+                        )
+                        if is_outside:
+                            unknown = node.name()
+                        elif node not in seen:
+                            seen.add(node)
+                            todo.append(node)
+                        continue
+                if id(variable) in self._leaves or (id(variable) not in own and _is_held(variable)):
+                    if first_node_number is None and id(variable) not in self._index:
+                        unknown = f"leaf {list(variable.shape)}"
+                        continue
+                    index = self._add(variable)
+                    uses[index] = uses.get(index, 0) + 1
+        for index, count in uses.items():
+            self.uses[index] = max(self.uses[index], count)
+        self._checked.add(tape.num_nodes)
+        return unknown
+
+
+def _is_held(leaf: torch.Tensor) -> bool:
+    """Whether somebody else in Python holds the leaf; one that a step made for itself is held by its graph alone."""
+    return sys.getrefcount(leaf) > _OWN_REFERENCES
+
+
+def _count_own_references() -> int:
+    leaf = torch.zeros((), requires_grad=True)
+    graph = leaf * 1.0
+    del leaf
+    assert graph.grad_fn is not None
+    found: list[int] = []
+
+    def count(leaf: torch.Tensor) -> None:
+        found.append(sys.getrefcount(leaf))
+
+    variable = graph.grad_fn.next_functions[0][0].variable  # type: ignore[union-attr]
+    count(variable)
+    return found[0]
+
+
+_OWN_REFERENCES = _count_own_references()
+
+
+class Sums:
+    """Gradients of captured tensors, summed in plain's order ([Note: sums in plain's order])."""
+
+    __slots__ = ("_owned", "totals")
+
+    def __init__(self, count: int) -> None:
+        self.totals: list[torch.Tensor | None] = [None] * count
+        self._owned = [False] * count
+
+    def add(self, index: int, gradient: torch.Tensor) -> None:
+        """Adds a step's gradient to the total."""
+        total = self.totals[index]
+        if total is None:
+            # A copy at once: the gradient may be somebody else's, and a copy later would come on top of two.
+            self.totals[index] = gradient.clone()
+            self._owned[index] = True
+        elif self._owned[index]:
+            total.add_(gradient)
+        else:
+            self.totals[index] = total + gradient
+            self._owned[index] = True
+
+    def replace(self, index: int, total: torch.Tensor) -> None:
+        """Sets a total that already contains what was summed before."""
+        self.totals[index] = total
+        self._owned[index] = False
+
+
+def backward(
+    tape: Tape,
+    *,
+    state_gradients: list[torch.Tensor | None],
+    output_gradients: list[torch.Tensor | None],
+    seeds: dict[int, torch.Tensor],
+    captured: Captured,
+    sums: Sums,
+    keeps_graph: bool = False,
+) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
+    """Runs a taped step's backward; adds the captured tensors' gradients to `sums`.
+
+    Args:
+        state_gradients, output_gradients: of `tape.states` and `tape.outputs`. seeds: what leaves got already.
+        keeps_graph: for a second backward of the tape.
+
+    Returns:
+        The gradients of the tape's leaves and of its inputs.
+    """
+    roots: list[torch.Tensor] = []
+    gradients: list[torch.Tensor] = []
+    wanted = [i for i, leaf in enumerate(tape.leaves) if leaf.requires_grad]
+    inputs = [tape.leaves[i] for i in wanted]
+    for index, seed in seeds.items():
+        if tape.leaves[index].requires_grad:
+            roots.append(tape.leaves[index])
+            gradients.append(seed)
+    tensors, uses, totals = captured.tensors, captured.uses, sums.totals
+    seeded = [False] * len(tensors)
+    for index, count in enumerate(uses):
+        total = totals[index]
+        if count > 1 and total is not None:
+            seeded[index] = True
+            roots.append(tensors[index])
+            gradients.append(total)
+    num_seeds = len(roots)
+    for tensor, gradient in zip(tape.states, state_gradients, strict=True):
+        if gradient is not None and tensor.requires_grad:
+            roots.append(tensor)
+            gradients.append(gradient)
+    for tensor, gradient in zip(tape.outputs, output_gradients, strict=True):
+        if gradient is not None and tensor.requires_grad:
+            roots.append(tensor)
+            gradients.append(gradient)
+    leaf_gradients: list[torch.Tensor | None] = [None] * len(tape.leaves)
+    input_gradients: list[torch.Tensor | None] = [None] * len(tape.inputs)
+    for index, seed in seeds.items():
+        leaf_gradients[index] = seed
+    if len(roots) == num_seeds:
+        return leaf_gradients, input_gradients
+    wanted_inputs = [i for i, x in enumerate(tape.inputs) if x.requires_grad]
+    inputs += [tape.inputs[i] for i in wanted_inputs]
+    inputs += tensors
+    found = _compat.run_backward(roots, gradients, inputs, keeps_graph=keeps_graph)
+    del roots, gradients
+    for index, gradient in zip(wanted, found):
+        leaf_gradients[index] = gradient
+    offset = len(wanted)
+    for index, gradient in zip(wanted_inputs, found[offset:]):
+        input_gradients[index] = gradient
+    offset += len(wanted_inputs)
+    for index, gradient in enumerate(found[offset:]):
+        if gradient is None:
+            continue
+        if seeded[index]:
+            sums.replace(index, gradient)
+        else:
+            sums.add(index, gradient)
+    return leaf_gradients, input_gradients

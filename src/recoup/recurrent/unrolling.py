@@ -1,0 +1,32 @@
+"""`unroll`: a module that keeps its own state, called once a step."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import nn
+
+from recoup.recurrent.scanning import scan
+
+
+def unroll(module: nn.Module, inputs: Any, **options: Any) -> Any:
+    """Calls `module(inputs[t])` for every time step and returns its outputs, in the memory of a few steps.
+
+    The module, or what is inside of it, keeps its state in attributes (membrane potentials); they end as after the
+    plain loop, with their gradients: reset or detach them between sequences as always.
+
+    Args:
+        inputs: a nest of tensors whose first dimension is time. options: those of `scan`.
+
+    Returns:
+        The outputs, stacked over time or as `outputs=` says.
+
+    Raises:
+        UsageError, InfeasibleBudget, ReplayError: as `scan`.
+    """
+    return scan(functools.partial(_step, module), inputs, None, **options)[1]
+
+
+def _step(module: nn.Module, state: None, x: Any) -> tuple[None, Any]:
+    return state, module(x)
