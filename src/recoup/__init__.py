@@ -35,6 +35,7 @@ _HOMES = {
     "plan": "recoup.api",
     "profile": "recoup.api",
     "rederive": "recoup.engine.rederive",
+    "tiled_cross_entropy": "recoup.engine.tile",
     "verify": "recoup.api",
 }
 __all__ = sorted(["__version__", *_HOMES])
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from recoup.engine.activity import is_recomputing as is_recomputing
     from recoup.engine.handle import Applied as Applied
     from recoup.engine.rederive import rederive as rederive
+    from recoup.engine.tile import tiled_cross_entropy as tiled_cross_entropy
     from recoup.errors import ConflictError as ConflictError
     from recoup.errors import InfeasibleBudget as InfeasibleBudget
     from recoup.errors import InternalError as InternalError
