@@ -81,7 +81,7 @@ class LazyLogits(torch.Tensor):
     _real: torch.Tensor | None
     _parent: LazyLogits | None
 
-    def real(self) -> torch.Tensor:
+    def made(self) -> torch.Tensor:
         """Returns the logits, computed now if they were not before."""
         if self._real is None:
             self._real = self._make()
@@ -114,11 +114,11 @@ class LazyLogits(torch.Tensor):
                 for member in list(lazy.head.family):
                     alive = member()
                     if alive is not None:
-                        alive.real()
+                        alive.made()
         return func(*_made(args), **_made(kwargs))
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         return func(*_made(args), **_made(kwargs or {}))
@@ -154,7 +154,7 @@ def derive(
 
     def run() -> torch.Tensor:
         with torch.enable_grad():
-            return make(source.real())
+            return make(source.made())
 
     bias = source.bias if bias is None else bias
     return _new(source.head, rows, bias, steps, dtype, source.requires_grad, run, source)
@@ -190,7 +190,7 @@ def _all_lazy(nest: Any) -> list[LazyLogits]:
 
 def _made(nest: Any) -> Any:
     if isinstance(nest, LazyLogits):
-        return nest.real()
+        return nest.made()
     if isinstance(nest, (list, tuple)):
         items = [_made(item) for item in nest]
         return type(nest)(*items) if hasattr(nest, "_fields") else type(nest)(items)
