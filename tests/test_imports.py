@@ -25,6 +25,7 @@ ORDER = (
     "evidence",
     "profiling",
     "timeline",
+    "tiling",
     "planning",
     "api",
     "targets",

@@ -14,7 +14,7 @@ def describe(plan: Plan) -> list[str]:
     """Returns what the plan does, one line an action, e.g. `recompute model.layers.0-7`."""
     if not plan.decisions:
         return ["nothing is changed"]
-    root = next((d.action for d in plan.decisions if d.path == "" and d.action != "recompute"), "save")
+    root = next((d.action for d in plan.decisions if d.path == "" and d.action in ("save", "rederive")), "save")
     regions = [d for d in plan.decisions if d.action == "recompute"]
     lines = []
     groups: dict[tuple[str, ...], list[Decision]] = {}
@@ -33,6 +33,10 @@ def describe(plan: Plan) -> list[str]:
         if inside == "rederive":
             text += " (rederiving inside)"
         lines.append(f"recompute {text}")
+    for decision in plan.decisions:
+        if decision.action == "tile":
+            size = f" by {decision.tile_tokens} tokens" if decision.tile_tokens else ""
+            lines.append(f"tile {decision.path} and its loss{size}")
     for action in ("rederive", "save"):
         paths = [d.path for d in plan.decisions if d.action == action and d.path]
         if root == action:
