@@ -21,7 +21,7 @@ from recoup.engine import activity
 from recoup.engine.handle import apply_decisions, find_patches, plain
 from recoup.engine.nest import iterate_tensors, map_tensors
 from recoup.errors import UsageError
-from recoup.evidence.gradients import Comparison, StepResult, compare, take_result
+from recoup.evidence.gradients import Comparison, StepResult, compare, rounding_bound, take_result
 from recoup.evidence.memory import measure_peak, meter_name, storage_bytes
 from recoup.evidence.speed import time_ratio
 from recoup.ir.evidence import Evidence
@@ -107,10 +107,11 @@ def verify_plan(
             "stop at `plan`."
         )
     notes: list[str] = []
+    tiled = any(d.action == "tile" for d in plan.decisions)
     with untouched(model), _in_place(model, plan):
         bench = StepBench(model, batch, loss, optimizer)
         try:
-            comparison, baseline_peak, peak, counters = _measure(bench, notes)
+            comparison, baseline_peak, peak, counters = _measure(bench, notes, tiled)
             ratio: float | None = None
             spread: float | None = None
             if timed and baseline_peak is not None:
@@ -135,6 +136,8 @@ def verify_plan(
         differences=comparison.differences,
         meter=meter_name(bench.device),
         notes=tuple(notes),
+        error_bound=rounding_bound(model) if tiled else 0.0,
+        loss_error=comparison.loss_error,
     )
 
 
@@ -147,7 +150,7 @@ def _in_place(model: nn.Module, plan: Plan) -> Iterator[None]:
         yield
 
 
-def _measure(bench: StepBench, notes: list[str]) -> tuple[Comparison, int | None, int, tuple[int, int]]:
+def _measure(bench: StepBench, notes: list[str], tiled: bool) -> tuple[Comparison, int | None, int, tuple[int, int]]:
     """Runs one plain and one planned step under the meter, and one of each for the values."""
     held, device = bench.held_bytes(), bench.device
 
@@ -170,7 +173,7 @@ def _measure(bench: StepBench, notes: list[str]) -> tuple[Comparison, int | None
     after = activity.counters()
     bench.batch = whole
     peak = metered()
-    comparison = compare(plain_result, planned_result)
+    comparison = compare(plain_result, planned_result, rounds_differently=tiled)
     return comparison, baseline, peak, (after[0] - before[0], after[1] - before[1])
 
 

@@ -22,6 +22,9 @@ class Evidence:
         num_regions_replayed: regions that ran again. num_rederived: saved tensors rebuilt.
         differences: what differed, in words, the first first.
         meter: how the peak was measured. notes: what was left out and why.
+        error_bound: 0 where every gradient must be bit-equal; with `tile`, which sums in another order, how far the
+            loss and gradients may be from plain's, relative (a gradient's error counts beyond one rounding of the norm
+            of all gradients). loss_error: relative difference of the loss.
     """
 
     peak_bytes: int
@@ -41,6 +44,20 @@ class Evidence:
     differences: tuple[str, ...]
     meter: str
     notes: tuple[str, ...] = ()
+    error_bound: float = 0.0
+    loss_error: float = 0.0
+
+    @property
+    def exactness(self) -> str:
+        """What was promised of the gradients: "bit-equal", or "rounding" where sums are taken in another order."""
+        return "rounding" if self.error_bound else "bit-equal"
+
+    @property
+    def values_hold(self) -> bool:
+        """Whether loss and gradients are what was promised: equal bits, or within the bound of a plan with tiles."""
+        if self.gradients_equal and self.loss_equal:
+            return True
+        return max(self.max_gradient_error, self.loss_error) <= self.error_bound and self.same_gradient_set
 
     @property
     def within_budget(self) -> bool:
@@ -51,17 +68,13 @@ class Evidence:
     def ok(self) -> bool:
         """Whether everything that was promised held."""
         return (
-            self.within_budget
-            and self.gradients_equal
-            and self.loss_equal
-            and self.buffers_equal
-            and self.rng_equal
-            and self.same_gradient_set
+            self.within_budget and self.values_hold and self.buffers_equal and self.rng_equal and self.same_gradient_set
         )
 
     def to_json(self) -> dict[str, Any]:
         """Returns plain JSON data."""
-        return {**dataclasses.asdict(self), "within_budget": self.within_budget, "ok": self.ok}
+        properties = {"within_budget": self.within_budget, "exactness": self.exactness, "ok": self.ok}
+        return {**dataclasses.asdict(self), **properties}
 
     def __str__(self) -> str:
         from recoup.report.text import format_evidence  # report/ stands above ir/: only needed when somebody prints
