@@ -85,10 +85,11 @@ def compare(plain: StepResult, planned: StepResult, *, rounds_differently: bool 
     """Compares bit for bit; NaNs in the same places count as equal.
 
     Args:
-        rounds_differently: sums are taken in another order. A gradient's error is then counted beyond one rounding of
-            the norm of all gradients: some are nothing but rounding (a key's bias, which softmax ignores).
+        rounds_differently: sums are taken in another order. A gradient's error is then relative to its norm, or to a
+            thousandth of the norm of all gradients where that is more: some gradients are nothing but rounding (that of
+            a key's bias, which softmax ignores).
     """
-    noise = _rounding_noise(plain.gradients) if rounds_differently else 0.0
+    smallest = _SMALL_SHARE * _norm_of_all(plain.gradients) if rounds_differently else 0.0
     differences: list[str] = []
     loss_equal = _equal(plain.loss, planned.loss)
     if not loss_equal:
@@ -101,7 +102,7 @@ def compare(plain: StepResult, planned: StepResult, *, rounds_differently: bool 
             differences.append(f"`{name}` {'got a gradient' if other is not None else 'lost its gradient'}")
         elif gradient is not None and other is not None and not _equal(gradient, other):
             gradients_equal = False
-            error = _relative_error(gradient, other, noise)
+            error = _relative_error(gradient, other, smallest)
             worst = max(worst, error)
             differences.append(f"gradient of `{name}` differs by {error:.2e} (relative)")
     buffers_equal = True
@@ -132,16 +133,15 @@ def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.is_floating_point() and bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
-def _rounding_noise(gradients: dict[str, torch.Tensor | None]) -> float:
-    total, epsilon = 0.0, 0.0
-    for gradient in gradients.values():
-        if gradient is not None and gradient.is_floating_point():
-            total += float(gradient.detach().double().square().sum())
-            epsilon = max(epsilon, torch.finfo(gradient.dtype).eps)
-    return float(epsilon * total**0.5)
+_SMALL_SHARE = 1e-3
 
 
-def _relative_error(a: torch.Tensor, b: torch.Tensor, noise: float) -> float:
+def _norm_of_all(gradients: dict[str, torch.Tensor | None]) -> float:
+    floating = [g.detach() for g in gradients.values() if g is not None and g.is_floating_point()]
+    return float(sum(float(g.double().square().sum()) for g in floating) ** 0.5)
+
+
+def _relative_error(a: torch.Tensor, b: torch.Tensor, smallest: float) -> float:
     wide = torch.float64 if not a.is_complex() else torch.complex128
     a, b = a.detach().to(wide), b.detach().to(wide)
-    return float(((a - b).norm() - noise).clamp_min(0) / a.norm().clamp_min(1e-300))
+    return float((a - b).norm() / a.norm().clamp_min(max(smallest, 1e-300)))

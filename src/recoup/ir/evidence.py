@@ -23,8 +23,8 @@ class Evidence:
         differences: what differed, in words, the first first.
         meter: how the peak was measured. notes: what was left out and why.
         error_bound: 0 where every gradient must be bit-equal; with `tile`, which sums in another order, how far the
-            loss and gradients may be from plain's, relative (a gradient's error counts beyond one rounding of the norm
-            of all gradients). loss_error: relative difference of the loss.
+            loss and gradients may be from plain's, relative (a gradient's error to its norm, or to a thousandth of the
+            norm of all gradients where that is more). loss_error: relative difference of the loss.
     """
 
     peak_bytes: int
