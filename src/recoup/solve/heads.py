@@ -6,7 +6,7 @@ import dataclasses
 
 from recoup.ir.trace import Trace
 
-_SMALLEST_SHARE = 0.01  # of the peak: a head whose output is smaller is not worth a tile
+_SMALLEST_SHARE = 0.002  # of the peak: a head whose output is smaller is not worth a tile
 _TILE_SHARE = 0.02  # of the plain peak: what a tile may take
 _FEWEST_TOKENS = 64  # matmuls of fewer rows are slow everywhere
 _NUM_HEADS = 2
