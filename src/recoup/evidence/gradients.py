@@ -67,15 +67,17 @@ class Comparison:
     max_gradient_error: float
     differences: tuple[str, ...]
     loss_error: float = 0.0
+    error_bound: float = 0.0
 
 
-def rounding_bound(model: nn.Module) -> float:
+def rounding_bound(result: StepResult) -> float:
     """Returns how far gradients may be from plain's, relative, where sums are taken in another order.
 
-    In float32 1e-6, in float64 1e-12; in lower precision a few roundings of the type itself.
+    In float32 1e-6, in float64 1e-12, in lower precision a few roundings of the type itself; by the lowest precision
+    among the loss (transformers takes it in float32 whatever the model is in) and the gradients.
     """
-    kinds = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    return max((_BOUNDS.get(kind, 1e-6) for kind in kinds), default=1e-6)
+    tensors = [result.loss, *(g for g in result.gradients.values() if g is not None)]
+    return max(_BOUNDS.get(t.dtype, 1e-6) for t in tensors)
 
 
 _BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-6, torch.float16: 5e-3, torch.bfloat16: 4e-2}
@@ -121,6 +123,7 @@ def compare(plain: StepResult, planned: StepResult, *, rounds_differently: bool 
         rng_equal=rng_equal,
         max_gradient_error=worst,
         differences=tuple(differences),
+        error_bound=rounding_bound(plain) if rounds_differently else 0.0,
         loss_error=0.0 if loss_equal else _relative_error(plain.loss, planned.loss, 0.0),
     )
 

@@ -21,7 +21,7 @@ from recoup.engine import activity
 from recoup.engine.handle import apply_decisions, find_patches, plain
 from recoup.engine.nest import iterate_tensors, map_tensors
 from recoup.errors import UsageError
-from recoup.evidence.gradients import Comparison, StepResult, compare, rounding_bound, take_result
+from recoup.evidence.gradients import Comparison, StepResult, compare, take_result
 from recoup.evidence.memory import measure_peak, meter_name, storage_bytes
 from recoup.evidence.speed import time_ratio
 from recoup.ir.evidence import Evidence
@@ -136,7 +136,7 @@ def verify_plan(
         differences=comparison.differences,
         meter=meter_name(bench.device),
         notes=tuple(notes),
-        error_bound=rounding_bound(model) if tiled else 0.0,
+        error_bound=comparison.error_bound,
         loss_error=comparison.loss_error,
     )
 
