@@ -218,7 +218,7 @@ def test_never_holds_all_logits(reduction: str) -> None:
     peak = measure_peak(step, device=torch.device("cpu"), held_bytes=held)
     gradients = held - labels.numel() * 8
     small = tokens * 8 * 6  # a few numbers a token
-    assert peak <= held + gradients + 4 * tile * classes + small
+    assert peak <= held + gradients + 2 * 4 * tile * classes + small
     assert peak < 4 * tokens * classes  # the logits alone
 
 

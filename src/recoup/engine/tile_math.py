@@ -1,7 +1,7 @@
 """One tile of tokens: from its logits to its loss and back to the gradient of its logits, in as few buffers as can be.
 
-In float32 there is one buffer of the tile's size: the logits turn into exponentials, and those into the gradient, where
-they lie. Low precision adds the float32 copy that the loss is taken in, soft-capping the copies that tanh needs.
+The loss is taken by the kernel that the plain loss uses, so it rounds alike; its result turns into the gradient where it
+lies. That is two buffers of the tile's size, for a moment. Low precision adds its own copy, soft-capping what tanh needs.
 """
 
 from __future__ import annotations
@@ -38,6 +38,13 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
+def _without_last_cast(dtype: torch.dtype, steps: tuple[Step, ...]) -> tuple[Step, ...]:
+    """Returns the steps without a cast at the end that the loss does by itself."""
+    for kind, value in steps[:-1]:
+        dtype = value if kind == "to" else dtype
+    return steps[:-1] if steps and steps[-1] == ("to", wide(dtype)) else steps
+
+
 class Tile:
     """The logits of one tile; `rows` takes the loss, `gradient` turns them into the gradient of the head's output.
 
@@ -48,13 +55,13 @@ class Tile:
         self.spec = spec
         self._tape: list[tuple[str, Any, torch.Tensor]] = []
         logits = output_TV
-        for kind, value in spec.steps:
+        for kind, value in _without_last_cast(output_TV.dtype, spec.steps):
             logits = self._step(logits, kind, value)
-        self.logits_dtype = logits.dtype
-        logits = self._step(logits, "to", wide(logits.dtype))
-        if any(saved is logits for kind, _, saved in self._tape if kind == "tanh"):
-            logits = logits.clone()
-        self._buffer = logits
+        dtype = wide(logits.dtype)
+        if dtype != logits.dtype:
+            self._tape.append(("to", dtype, logits))
+        self._buffer = logits.log_softmax(1, dtype=dtype)
+        self._lse_T = logits.amax(1).to(dtype) - self._buffer.amax(1) if spec.z_loss else None
         self.counts_T = labels_T != spec.ignore_index
         self._target_T1 = labels_T.masked_fill(~self.counts_T, 0).unsqueeze(1)
 
@@ -77,34 +84,26 @@ class Tile:
         return any(kind == "tanh" and saved is logits for kind, _, saved in self._tape)
 
     def rows(self) -> torch.Tensor:
-        """Returns the loss of each token, 0 where its label is ignored; the logits become exponentials."""
-        spec, z_TV = self.spec, self._buffer
-        target_T = z_TV.gather(1, self._target_T1).squeeze(1)
-        mean_T = z_TV.mean(1) if spec.label_smoothing else None
-        largest_T = z_TV.amax(1)
-        z_TV.sub_(largest_T.unsqueeze(1)).exp_()
-        self._sum_T = z_TV.sum(1)
-        log_sum_T = self._sum_T.log()
-        self._lse_T = log_sum_T + largest_T
-        loss_T = log_sum_T - (target_T - largest_T)
-        if mean_T is not None:
-            smooth_T = log_sum_T - (mean_T - largest_T)
-            loss_T = loss_T * (1 - spec.label_smoothing) + smooth_T * spec.label_smoothing
-        if spec.z_loss:
+        """Returns the loss of each token, 0 where its label is ignored."""
+        spec, logp_TV = self.spec, self._buffer
+        loss_T = -logp_TV.gather(1, self._target_T1).squeeze(1)
+        if spec.label_smoothing:
+            loss_T = loss_T * (1 - spec.label_smoothing) - logp_TV.mean(1) * spec.label_smoothing
+        if self._lse_T is not None:
             loss_T = loss_T + spec.z_loss * self._lse_T.square()
         return loss_T.masked_fill(~self.counts_T, 0)
 
     def gradient(self, scale_T: torch.Tensor) -> torch.Tensor:
-        """Returns the gradient of the head's output (T, V); call after `rows`.
+        """Returns the gradient of the head's output (T, V); the last thing asked of a tile.
 
         Args:
             scale_T: gradient of each token's loss.
         """
-        spec, d_TV = self.spec, self._buffer
+        spec, d_TV = self.spec, self._buffer.exp_()
         scale_T = scale_T.to(d_TV.dtype) * self.counts_T
-        factor_T = scale_T / self._sum_T
-        if spec.z_loss:
-            factor_T = factor_T * (1 + 2 * spec.z_loss * self._lse_T)
+        factor_T = scale_T
+        if self._lse_T is not None:
+            factor_T = scale_T * (1 + 2 * spec.z_loss * self._lse_T)
         d_TV.mul_(factor_T.unsqueeze(1))
         smoothing = spec.label_smoothing
         if smoothing:

@@ -50,7 +50,7 @@ def heads(trace: Trace, *, peak_bytes: int) -> list[HeadCall]:
             continue
         classes, itemsize = rows
         tokens = nbytes // (classes * itemsize)
-        token_bytes = classes * (_WIDE_BYTES if itemsize == _WIDE_BYTES else itemsize + max(itemsize, _WIDE_BYTES))
+        token_bytes = classes * (itemsize + max(itemsize, _WIDE_BYTES))
         if tokens > 1 and classes in scored:
             found[call.path] = HeadCall(path=call.path, output_bytes=nbytes, tokens=tokens, token_bytes=token_bytes)
     return sorted(found.values(), key=lambda h: -h.output_bytes)[:_NUM_HEADS]
