@@ -104,8 +104,8 @@ def as_markdown(rows: list[dict[str, Any]], header: dict[str, str]) -> str:
     lines += [f"- {key}: {value}" for key, value in header.items()]
     lines += [
         "",
-        "Bytes in MiB, everything counted; *of the step*: measured over plain without parameters, buffers and batch, which "
-        "are there whatever the plan; time over plain; error: the largest of one gradient, relative. The floor is the "
+        "Bytes in MiB, everything counted; *of the step*: measured over plain without parameters, buffers and batch, "
+        "which are there whatever the plan; time over plain; error: the largest of one gradient, relative. The floor is the "
         "smallest reachable peak.",
         "",
         "| workload | plan | plain | predicted | measured | of plain | of the step | time | error | GFLOP twice |",

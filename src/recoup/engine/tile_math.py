@@ -1,7 +1,8 @@
 """One tile of tokens: from its logits to its loss and back to the gradient of its logits, in as few buffers as can be.
 
-The loss is taken by the kernel that the plain loss uses, so it rounds alike; its result turns into the gradient where it
-lies. That is two buffers of the tile's size, for a moment. Low precision adds its own copy, soft-capping what tanh needs.
+The loss is taken by the kernel that the plain loss uses, so it rounds alike; its result turns into the gradient where
+it lies. That is two buffers of the tile's size, for a moment. Low precision adds its own copy, soft-capping what tanh
+needs.
 """
 
 from __future__ import annotations
