@@ -2,8 +2,9 @@
 
     python -m bench.tile [workload ...] [--out bench/results]
 
-`rederive + tile` runs no layer twice. Peaks are metered by allocator events on real steps, everything counted; time is
-the median of interleaved pairs of steps on one example, under an allocator that keeps its memory.
+`rederive + tile` runs no layer twice. Peaks at full size are simulated under fake tensors, as `recoup plan` does it on
+a roofline; the same plans are then run for real on one example a step: measured beside predicted peak (allocator
+events, everything counted), gradients beside plain's, and time as the median of interleaved pairs.
 """
 
 from __future__ import annotations
@@ -19,13 +20,12 @@ from typing import Any
 import torch
 
 from recoup.api import _planner
-from recoup.capture.swap import untouched
 from recoup.cli.allocator import keep_freed_memory
-from recoup.engine.handle import apply_decisions
-from recoup.evidence.memory import storage_bytes
-from recoup.evidence.verify import _Bench, _time, verify_plan
+from recoup.cost.devices import get_device
+from recoup.cost.roofline import RooflineCost
+from recoup.evidence.verify import verify_plan
 from recoup.ir.plan import Decision
-from recoup.planning import Candidate, Planner
+from recoup.planning import ACTIONS, Candidate, Planner
 from recoup.targets.resolve import resolve_target
 
 _NO_DROP = "attn_pdrop=0.0,resid_pdrop=0.0,embd_pdrop=0.0"
@@ -48,66 +48,71 @@ WORKLOADS: dict[str, tuple[str, dict[str, int]]] = {
 EVERYWHERE = Decision(path="", action="rederive")
 
 
-def timed(name: str, decisions: tuple[Decision, ...]) -> tuple[float, float]:
-    """Returns the time of a step over plain's, and its spread, for one example a step."""
+def planner_for(name: str, actions: tuple[str, ...], batch: int | None = None) -> Planner:
+    """Returns a planner for a workload, or for another batch of it that is to be measured."""
     target, sizes = WORKLOADS[name]
-    resolved = resolve_target(target, **{**sizes, "batch": 1})
-    with untouched(resolved.model), apply_decisions(resolved.model, decisions):
-        return _time(_Bench(resolved.model, resolved.batch, None, None), 60.0)
+    torch.manual_seed(0)
+    where = {"device": "cpu"} if batch else {"device": "meta"}
+    resolved = resolve_target(target, **where, **{**sizes, **({"batch": batch} if batch else {})})
+    cost = RooflineCost(get_device("cpu-generic"))
+    planner, _, _ = _planner(
+        resolved.model, resolved.batch, loss=None, optimizer=None, device="cpu", actions=actions, cost=cost
+    )
+    return planner
 
 
-def measured(planner: Planner, candidate: Candidate, batch: Any) -> dict[str, Any]:
-    """Returns what a plan of the candidate measures on the real model."""
-    plan = planner.plan(candidate, budget_bytes=candidate.peak_bytes, budget_text="-", device="cpu")
-    evidence = verify_plan(planner.spec.model, plan, batch, timed=False)
-    assert evidence.baseline_peak_bytes is not None
-    model = planner.spec.model
-    held = storage_bytes([*model.parameters(), *model.buffers(), *batch.values()])
+def simulated(planner: Planner, candidate: Candidate) -> dict[str, Any]:
+    """Returns the peaks at full size."""
+    plain = planner.plain.peak_bytes
+    held = sum(s.nbytes for s in planner.trace.storages if s.category in ("parameter", "buffer", "batch"))
     return {
+        "plain_bytes": plain,
+        "peak_bytes": candidate.peak_bytes,
         "held_bytes": held,
-        "share_beyond_held": (evidence.peak_bytes - held) / (evidence.baseline_peak_bytes - held),
-        "plain_bytes": evidence.baseline_peak_bytes,
-        "predicted_bytes": candidate.peak_bytes,
-        "peak_bytes": evidence.peak_bytes,
-        "share_of_plain": evidence.peak_bytes / evidence.baseline_peak_bytes,
-        "time_ratio": None,
-        "time_spread": None,
+        "share_of_plain": candidate.peak_bytes / plain,
+        "share_beyond_held": (candidate.peak_bytes - held) / (plain - held),
+        "recomputed_flops": candidate.recomputed_flops,
+    }
+
+
+def measured(planner: Planner, decisions: tuple[Decision, ...]) -> dict[str, Any]:
+    """Returns what the decisions measure on one example."""
+    candidate = planner.simulate(decisions)
+    plan = planner.plan(candidate, budget_bytes=candidate.peak_bytes, budget_text="-", device="cpu")
+    evidence = verify_plan(planner.spec.model, plan, planner.spec.batch, max_seconds=60.0)
+    assert evidence.baseline_peak_bytes is not None
+    return {
+        "measured_over_predicted": evidence.peak_bytes / candidate.peak_bytes,
+        "measured_of_plain": evidence.peak_bytes / evidence.baseline_peak_bytes,
+        "time_ratio": evidence.time_ratio,
+        "time_spread": evidence.time_spread,
         "max_gradient_error": evidence.max_gradient_error,
         "loss_error": evidence.loss_error,
         "within_bound": evidence.values_hold,
-        "recomputed_flops": candidate.recomputed_flops,
     }
 
 
 def run(name: str) -> list[dict[str, Any]]:
     """Returns the rows of one workload."""
-    target, sizes = WORKLOADS[name]
-    torch.manual_seed(0)
-    resolved = resolve_target(target, **sizes)
-    model, batch = resolved.model, resolved.batch
-    planner, _, _ = _planner(
-        model, batch, loss=None, optimizer=None, device=None, actions=("rederive", "recompute", "tile"), cost=None
-    )
-    assert planner.tiled is not None, f"{name}: no head to tile was found"
-    tile = planner.tiled.decision
-    head = dataclasses.asdict(planner.tiled.head)
+    planner, small = planner_for(name, ACTIONS), planner_for(name, ACTIONS, batch=1)
+    assert planner.tiled is not None and small.tiled is not None, f"{name}: no head to tile was found"
     rows: list[dict[str, Any]] = []
-    without, _, _ = _planner(
-        model, batch, loss=None, optimizer=None, device=None, actions=("rederive", "recompute"), cost=None
-    )
-    rows.append({"plan": "floor without tile", **measured(without, without.smallest(), batch)})
-    smallest = planner.smallest()
-    tokens = next((d.tile_tokens for d in smallest.decisions if d.action == "tile"), None)
-    rows.append({"plan": "floor", "tile_tokens": tokens, **measured(planner, smallest, batch)})
-    by_hand = {"rederive": (EVERYWHERE,), "tile": (tile,), "rederive + tile": (EVERYWHERE, tile)}
-    for label, decisions in by_hand.items():
-        rows.append({"plan": label, **measured(planner, planner.simulate(decisions), batch)})
-    del model, batch, resolved, planner, without
-    keep_freed_memory()
-    for row in rows:
-        if row["plan"] in by_hand:
-            row["time_ratio"], row["time_spread"] = timed(name, by_hand[row["plan"]])
-    return [{"workload": name, "head": head, **row} for row in rows]
+    for label, everywhere, tiles in (
+        ("rederive", True, False),
+        ("tile", False, True),
+        ("rederive + tile", True, True),
+    ):
+        ambient = (EVERYWHERE,) if everywhere else ()
+        candidate = planner.simulate((*ambient, *([planner.tiled.decision] if tiles else [])))
+        # As many tiles as at full size.
+        share = (planner.tiled.decision.tile_tokens or 1) / planner.tiled.head.tokens
+        tile = dataclasses.replace(small.tiled.decision, tile_tokens=max(1, round(small.tiled.head.tokens * share)))
+        real = measured(small, (*ambient, *([tile] if tiles else [])))
+        rows.append({"plan": label, **simulated(planner, candidate), **real})
+    without = planner_for(name, ("rederive", "recompute"))
+    for label, chosen in (("floor without tile", without), ("floor", planner)):
+        rows.append({"plan": label, **simulated(chosen, chosen.smallest())})
+    return [{"workload": name, "tile_tokens": planner.tiled.decision.tile_tokens, **row} for row in rows]
 
 
 def as_markdown(rows: list[dict[str, Any]], header: dict[str, str]) -> str:
@@ -116,21 +121,25 @@ def as_markdown(rows: list[dict[str, Any]], header: dict[str, str]) -> str:
     lines += [f"- {key}: {value}" for key, value in header.items()]
     lines += [
         "",
-        "Bytes in MiB, everything counted; *of the step*: measured over plain without parameters, buffers and batch, "
-        "which are there whatever the plan; time over plain, one example a step; error: the largest of one gradient, "
-        "relative. The floor is the smallest reachable peak.",
+        "Bytes in MiB, everything counted, at full size, simulated. *Of the step*: over plain without parameters, "
+        "buffers and batch, which are there whatever the plan. The floor is the smallest reachable peak. Measured on "
+        "one example a step: *measured* over predicted peak, *time* over plain, *error* of the worst gradient, "
+        "relative.",
         "",
-        "| workload | plan | plain | predicted | measured | of plain | of the step | time | error | GFLOP twice |",
+        "| workload | plan | plain | peak | of plain | of the step | GFLOP twice | measured | time | error |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        mib = [f"{row[k] / 2**20:.1f}" for k in ("plain_bytes", "predicted_bytes", "peak_bytes")]
-        time = "-" if row["time_ratio"] is None else f"{row['time_ratio']:.3f} +- {row['time_spread']:.3f}"
-        lines.append(
-            f"| {row['workload']} | {row['plan']} | {' | '.join(mib)} | {row['share_of_plain']:.3f} "
-            f"| {row['share_beyond_held']:.3f} | {time} "
-            f"| {row['max_gradient_error']:.1e} | {row['recomputed_flops'] / 1e9:.1f} |"
-        )
+        cells = [row["workload"], row["plan"], *(f"{row[k] / 2**20:.1f}" for k in ("plain_bytes", "peak_bytes"))]
+        cells += [f"{row['share_of_plain']:.3f}", f"{row['share_beyond_held']:.3f}"]
+        cells.append(f"{row['recomputed_flops'] / 1e9:.1f}")
+        if "time_ratio" in row:
+            cells.append(f"{row['measured_over_predicted']:.4f}")
+            cells.append(f"{row['time_ratio']:.3f} +- {row['time_spread']:.3f}")
+            cells.append(f"{row['max_gradient_error']:.1e}")
+        else:
+            cells += ["-", "-", "-"]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -139,6 +148,7 @@ def main() -> None:
     parser.add_argument("workloads", nargs="*", default=list(WORKLOADS))
     parser.add_argument("--out", default="bench/results")
     options = parser.parse_args()
+    keep_freed_memory()
     rows: list[dict[str, Any]] = []
     for name in options.workloads:
         rows += run(name)
