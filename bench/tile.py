@@ -92,10 +92,11 @@ def measured(planner: Planner, decisions: tuple[Decision, ...]) -> dict[str, Any
     }
 
 
-def run(name: str) -> list[dict[str, Any]]:
-    """Returns the rows of one workload."""
-    planner, small = planner_for(name, ACTIONS), planner_for(name, ACTIONS, batch=1)
-    assert planner.tiled is not None and small.tiled is not None, f"{name}: no head to tile was found"
+def run(name: str, *, runs: bool) -> list[dict[str, Any]]:
+    """Returns the rows of one workload; with `runs`, also what real steps measure."""
+    planner = planner_for(name, ACTIONS)
+    small = planner_for(name, ACTIONS, batch=1) if runs else None
+    assert planner.tiled is not None, f"{name}: no head to tile was found"
     rows: list[dict[str, Any]] = []
     for label, everywhere, tiles in (
         ("rederive", True, False),
@@ -104,6 +105,9 @@ def run(name: str) -> list[dict[str, Any]]:
     ):
         ambient = (EVERYWHERE,) if everywhere else ()
         candidate = planner.simulate((*ambient, *([planner.tiled.decision] if tiles else [])))
+        if small is None or small.tiled is None:
+            rows.append({"plan": label, **simulated(planner, candidate)})
+            continue
         # As many tiles as at full size.
         share = (planner.tiled.decision.tile_tokens or 1) / planner.tiled.head.tokens
         tile = dataclasses.replace(small.tiled.decision, tile_tokens=max(1, round(small.tiled.head.tokens * share)))
@@ -143,35 +147,41 @@ def as_markdown(rows: list[dict[str, Any]], header: dict[str, str]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def write(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
+    """Writes what there is so far."""
+    date = datetime.date.today().isoformat()
+    header = {
+        "date": date,
+        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
+        "torch": str(torch.__version__),
+        "command": f"python -m bench.tile {' '.join(options.workloads)}{' --simulated' if options.simulated else ''}",
+    }
+    out = Path(options.out)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / f"tile-cpu-{date}.json").write_text(json.dumps({**header, "rows": rows}, indent=1) + "\n")
+    (out / f"tile-cpu-{date}.md").write_text(as_markdown(rows, header))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("workloads", nargs="*", default=list(WORKLOADS))
     parser.add_argument("--out", default="bench/results")
+    parser.add_argument("--simulated", action="store_true", help="leave out the real steps")
     options = parser.parse_args()
     keep_freed_memory()
     rows: list[dict[str, Any]] = []
     for name in options.workloads:
-        rows += run(name)
+        rows += run(name, runs=not options.simulated)
         for row in rows:
             if row["workload"] == name:
                 print(
                     name,
                     row["plan"],
                     f"{row['share_of_plain']:.3f} {row['share_beyond_held']:.3f}",
-                    row["time_ratio"],
-                    row["max_gradient_error"],
+                    row.get("time_ratio"),
+                    row.get("max_gradient_error"),
                 )
-    date = datetime.date.today().isoformat()
-    header = {
-        "date": date,
-        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
-        "torch": str(torch.__version__),
-        "command": f"python -m bench.tile {' '.join(options.workloads)}",
-    }
-    out = Path(options.out)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / f"tile-cpu-{date}.json").write_text(json.dumps({**header, "rows": rows}, indent=1) + "\n")
-    (out / f"tile-cpu-{date}.md").write_text(as_markdown(rows, header))
+        write(rows, options)
 
 
 if __name__ == "__main__":
