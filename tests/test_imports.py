@@ -26,6 +26,7 @@ ORDER = (
     "evidence",
     "profiling",
     "timeline",
+    "tiling",
     "report",
     "planning",
     "explaining",

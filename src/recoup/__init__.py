@@ -44,10 +44,12 @@ _HOMES = {
     "frontier": "recoup.api",
     "is_recomputing": "recoup.engine.activity",
     "max_batch": "recoup.api",
+    "offload": "recoup.engine.offload",
     "plan": "recoup.api",
     "profile": "recoup.api",
     "recurrent": "recoup",
     "rederive": "recoup.engine.rederive",
+    "tiled_cross_entropy": "recoup.engine.tile",
     "verify": "recoup.api",
     "watch": "recoup.integrations.watch",
 }
@@ -66,7 +68,9 @@ if TYPE_CHECKING:
     from recoup.api import verify as verify
     from recoup.engine.activity import is_recomputing as is_recomputing
     from recoup.engine.handle import Applied as Applied
+    from recoup.engine.offload import offload as offload
     from recoup.engine.rederive import rederive as rederive
+    from recoup.engine.tile import tiled_cross_entropy as tiled_cross_entropy
     from recoup.errors import BatchTooLarge as BatchTooLarge
     from recoup.errors import ConflictError as ConflictError
     from recoup.errors import InexactWarning as InexactWarning

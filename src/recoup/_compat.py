@@ -230,3 +230,29 @@ def quiet_fake_errors() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(before)
+
+
+def backward_keeps_graph() -> bool:
+    """Whether the backward that runs now was called with `retain_graph` (torch 2.11, 2.13).
+
+    Freed by: a public way for a custom backward to know that it will run again.
+    """
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def tensor_without_data(cls: type[Any], like: Any, shape: Any, dtype: Any, requires_grad: bool) -> Any:
+    """Returns an instance of a Tensor subclass that has a shape and no memory (torch 2.11, 2.13).
+
+    Freed by: a public constructor of wrapper subclasses.
+    """
+    return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        cls, shape, dtype=dtype, device=like.device, requires_grad=requires_grad
+    )
+
+
+def without_torch_function() -> Any:
+    """Returns a context in which a tensor subclass is asked as the plain tensor it is (torch 2.11, 2.13).
+
+    Freed by: a public name for the guard the documentation tells to use.
+    """
+    return torch._C.DisableTorchFunctionSubclass()

@@ -29,9 +29,10 @@ from recoup.solve.build import build_problem, only
 from recoup.solve.decisions import to_decisions
 from recoup.solve.frontier import Solution, Solver
 from recoup.solve.problem import Problem
+from recoup.tiling import TiledHead, find_tiled_head, is_tiled, retile
 from recoup.units import format_bytes, parse_budget
 
-ACTIONS = ("rederive", "recompute")
+ACTIONS = ("rederive", "recompute", "tile")
 _EVERYWHERE = (Decision(path="", action="rederive"),)
 _MAX_REPAIRS = 5
 _SEARCH_SECONDS = 8.0
@@ -40,6 +41,9 @@ _NUM_BY_HAND = 4
 _SAME_TIME = 0.01  # two plans closer than this are equally fast
 _HOPEFUL = 1.04  # how far over the budget a plan may be by the solver's reckoning and still be simulated
 _WORTH_ANOTHER_TRY = 0.985
+_WORTH_SMALLER_TILES = 0.995
+_FEWEST_TILE_TOKENS = 32
+_TILE_COPIES = 2  # of a tile's logits, at worst, when tiles are made larger
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,24 +85,44 @@ class Planner:
         if "rederive" in self.actions:
             progress.advance("capturing the step with everything rederived")
             variants["rederive"] = self.simulate_priced(_EVERYWHERE)
+            self._seen[_EVERYWHERE] = self._candidate(_EVERYWHERE, variants["rederive"])
         self.problem: Problem = build_problem(variants, spans=spans)
-        self.solvers = self._views(variants, spans)
+        self.solvers = self._views(self.problem, variants, spans)
+        self.tiled: TiledHead | None = None
+        self.tiled_solvers: list[Solver] = []
+        if "tile" in self.actions and trace.source == "fake":
+            self._add_tiled_views(spans)
         known = set(statistics_buffers(spec.model.named_modules()))  # the engine finds these by itself
         self._buffers = {c.path: tuple(b for b in c.mutated_buffers if b not in known) for c in trace.calls}
         self._num_calls: dict[str, int] = {}
         for call in trace.calls:
             self._num_calls[call.path] = max(self._num_calls.get(call.path, 0), call.index + 1)
 
-    def _views(self, variants: dict[str, PricedTrace], spans: bool) -> list[Solver]:
+    def _add_tiled_views(self, spans: bool) -> None:
+        """Adds views of the step with its head tiled, if it has one that can be: priced as that step runs."""
+        progress.advance("capturing the step with its head tiled")
+        self.tiled = find_tiled_head(self.spec, self.trace, peak_bytes=self.plain.peak_bytes)
+        if self.tiled is None:
+            return
+        tile = (self.tiled.decision,)
+        variants = {"save": self.cost.price(self.tiled.trace)}
+        self._seen[tile] = self._candidate(tile, variants["save"])
+        if "rederive" in self.actions:
+            both = (*_EVERYWHERE, *tile)
+            variants["rederive"] = self.simulate_priced(both)
+            self._seen[both] = self._candidate(both, variants["rederive"])
+        self.tiled_solvers = self._views(build_problem(variants, spans=spans), variants, spans)
+
+    def _views(self, problem: Problem, variants: dict[str, PricedTrace], spans: bool) -> list[Solver]:
         """Returns solvers for several views of the problem; the simulation decides between their answers.
 
         Mixing actions freely is the richest view, and the one where what one decision drops may be what another
         rebuilds from. The others leave out a coupling each: region inputs that are rebuilt, single tensors that are.
         """
         if "rederive" not in variants:
-            return [Solver(self.problem, actions=self.actions, spans=spans)]
-        views = [Solver(self.problem, actions=self.actions, spans=spans)]
-        views.append(Solver(only(self.problem, "rederive"), actions=self.actions, spans=spans))
+            return [Solver(problem, actions=self.actions, spans=spans)]
+        views = [Solver(problem, actions=self.actions, spans=spans)]
+        views.append(Solver(only(problem, "rederive"), actions=self.actions, spans=spans))
         if "recompute" in self.actions:
             pinned = build_problem(variants, spans=spans, rebuilds_inputs=False)
             views.append(Solver(pinned, actions=self.actions, spans=spans))
@@ -176,16 +200,35 @@ class Planner:
                 buffers = tuple(b for p in paths for b in self._buffers.get(p, ()))
             call = None if self._num_calls.get(decision.path, 1) == 1 else decision.call
             chosen.append(dataclasses.replace(decision, call=call, buffers=tuple(sorted(buffers))))
-        if "rederive" in self.actions and chosen and chosen[0].path and solver is not self.solvers[-1]:
+        is_tiled_view = any(solver is view for view in self.tiled_solvers)
+        saves_only = self.tiled_solvers[-1] if is_tiled_view else self.solvers[-1]
+        if "rederive" in self.actions and chosen and chosen[0].path and solver is not saves_only:
             chosen.insert(0, Decision(path="", action="save"))  # lineage is recorded: regions' inputs use it
-        return tuple(chosen)
+        return self._with_tile(chosen) if is_tiled_view else tuple(chosen)
+
+    def _with_tile(self, chosen: Sequence[Decision]) -> tuple[Decision, ...]:
+        assert self.tiled is not None
+        head = self.tiled.decision
+        return (*(d for d in chosen if d.path != head.path), head)
 
     def smallest(self) -> Candidate:
         """Returns the plan with the smallest simulated peak that was found."""
-        for solver in self.solvers:
+        for solver in (*self.solvers, *self.tiled_solvers):
             self.simulate(self.decide(solver, solver.leanest()))
         for chosen in self._by_hand():
             self.simulate(chosen)
+            if self.tiled is not None:
+                self.simulate(self._with_tile(chosen))
+        least = self._least()
+        while is_tiled(least.decisions):  # smaller tiles as long as they lower the peak
+            tokens = least.decisions[-1].tile_tokens or 1
+            smaller = self.simulate(retile(least.decisions, max(tokens // 2, 1)))
+            if smaller.peak_bytes > _WORTH_SMALLER_TILES * least.peak_bytes or tokens <= _FEWEST_TILE_TOKENS:
+                break
+            least = smaller
+        return self._least()
+
+    def _least(self) -> Candidate:
         return min([*self._seen.values(), self.plain], key=lambda c: (c.peak_bytes, c.step_seconds))
 
     def _by_hand(self) -> Iterator[tuple[Decision, ...]]:
@@ -221,6 +264,9 @@ class Planner:
         began = time.perf_counter()
         for solver in self.solvers:
             self._search(solver, budget_bytes, until=began + _SEARCH_SECONDS)
+        began = time.perf_counter()
+        for solver in self.tiled_solvers:
+            self._search(solver, budget_bytes, until=began + _SEARCH_SECONDS)
         self._try_by_hand(budget_bytes)
         fitting = self._fitting(budget_bytes)
         if not fitting:
@@ -229,9 +275,25 @@ class Planner:
         if not fitting:
             return None
         fastest = min(c.step_seconds for c in fitting)
-        # Within what timing can tell apart, the one that runs the least twice.
+        # Within what timing can tell apart, one that is bit-equal, and then the one that runs the least twice.
         equal = [c for c in fitting if c.step_seconds <= fastest * (1 + _SAME_TIME)]
-        return min(equal, key=lambda c: (c.recomputed_flops, c.step_seconds, len(c.decisions), c.peak_bytes))
+        best = min(
+            equal,
+            key=lambda c: (is_tiled(c.decisions), c.recomputed_flops, c.step_seconds, len(c.decisions), c.peak_bytes),
+        )
+        return self._with_larger_tiles(best, budget_bytes) if is_tiled(best.decisions) else best
+
+    def _with_larger_tiles(self, candidate: Candidate, budget_bytes: int) -> Candidate:
+        """Returns the plan with tiles as large as the budget leaves room for, if that is no slower."""
+        assert self.tiled is not None
+        head, tokens = self.tiled.head, candidate.decisions[-1].tile_tokens or 1
+        room = (budget_bytes - candidate.peak_bytes) // _TILE_COPIES
+        larger = head.tile_tokens(tokens * head.token_bytes + room)
+        if larger < 2 * tokens:
+            return candidate
+        tried = self.simulate(retile(candidate.decisions, larger))
+        fits = tried.peak_bytes <= budget_bytes and tried.step_seconds <= candidate.step_seconds
+        return tried if fits else candidate
 
     def _try_by_hand(self, budget_bytes: int) -> None:
         """Simulates the plans people make by hand that may be faster than what was found: none is left on the table."""
@@ -275,7 +337,8 @@ class Planner:
             if solution.status == "infeasible":
                 return
             best = min((c.step_seconds for c in self._fitting(budget_bytes)), default=float("inf"))
-            if self.plain.step_seconds + solution.extra_seconds >= best:
+            base = self._seen[(self.tiled.decision,)] if self.tiled and solver in self.tiled_solvers else self.plain
+            if base.step_seconds + solution.extra_seconds >= best:
                 return  # even by its own reckoning no faster than what fits already
             candidate = self.simulate(self.decide(solver, solution))
             gap = candidate.peak_bytes - budget_bytes
@@ -336,6 +399,7 @@ class Planner:
             notes.append("the unplanned step fits: nothing is changed")
         if caching_paths(modules, [d.path for d in candidate.decisions if d.action == "recompute"]):
             notes.append("the key-value cache is off while this plan trains (use_cache); evaluation keeps it")
+        notes += self._tile_notes(candidate)
         return Plan(
             decisions=candidate.decisions,
             budget_bytes=budget_bytes,
@@ -348,6 +412,26 @@ class Planner:
             notes=tuple(notes),
             versions=(("recoup", __version__), ("torch", str(torch.__version__))),
         )
+
+    def _tile_notes(self, candidate: Candidate) -> list[str]:
+        """Returns what each action gives by itself, and what tiles cost in exactness."""
+        if self.tiled is None or not is_tiled(candidate.decisions):
+            return []
+        tile = (self.tiled.decision,)
+        alone = f"tile alone peaks at {format_bytes(self._seen[tile].peak_bytes)}"
+        both = self._seen.get((*_EVERYWHERE, *tile))
+        if both is not None:
+            alone = (
+                f"rederive alone peaks at {format_bytes(self._seen[_EVERYWHERE].peak_bytes)}, {alone}, both at "
+                f"{format_bytes(both.peak_bytes)}"
+            )
+        regions = sum(d.action == "recompute" for d in candidate.decisions)
+        if regions:
+            alone += f"; {regions} regions recomputed give the rest, {format_bytes(candidate.peak_bytes)}"
+        return [
+            f"{alone} (plain {format_bytes(self.plain.peak_bytes)})",
+            "tile sums in another order: gradients are equal up to rounding, not bit for bit",
+        ]
 
 
 def check_actions(actions: Any) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from torch import nn
 
 from recoup.capture.tracker import Tracker
 from recoup.engine import activity
+from recoup.engine.lazy_logits import is_lazy
 from recoup.engine.nest import iterate_tensors
 
 
@@ -94,7 +95,7 @@ class CallRecorder:
         tracker = self._tracker
         call = self.calls[self._stack.pop()]
         call.last_op = len(tracker.ops)
-        tensors = [t for t in iterate_tensors(output) if t.layout is torch.strided]
+        tensors = [t for t in iterate_tensors(output) if t.layout is torch.strided and not is_lazy(t)]
         call.outputs = tuple(dict.fromkeys(i for i in map(tracker.find, tensors) if i is not None))
         call.output_grad_bytes = sum(_num_bytes(t) for t in tensors if t.requires_grad)
         tracker.call = self._stack[-1] if self._stack else -1

@@ -40,6 +40,8 @@ class _Activity(threading.local):
     recomputing = 0
     replays = 0
     rederived = 0
+    tiled = 0
+    logits_made = 0
 
 
 _activity = _Activity()
@@ -76,6 +78,21 @@ def count_rederived() -> None:
 def counters() -> tuple[int, int]:
     """Returns how many regions were replayed and saved tensors rebuilt on this thread so far."""
     return _activity.replays, _activity.rederived
+
+
+def count_tiled() -> None:
+    """Counts one loss taken over tiles."""
+    _activity.tiled += 1
+
+
+def count_logits_made() -> None:
+    """Counts one tiled head whose logits were asked for and computed whole."""
+    _activity.logits_made += 1
+
+
+def tile_counters() -> tuple[int, int]:
+    """Returns how many losses were taken over tiles, and tiled heads' logits computed whole, on this thread so far."""
+    return _activity.tiled, _activity.logits_made
 
 
 def kept(tensor: torch.Tensor) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from recoup import _compat
-from recoup.engine import rederive, regions
+from recoup.engine import rederive, regions, tile_apply
 from recoup.engine.lineage import current_recorder
 from recoup.engine.patch import PatchedForward, patch, unpatch
 from recoup.engine.state import statistics_buffers
@@ -99,6 +99,8 @@ def _run(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, Any])
     inside = settings.regions(call)
     if inside:
         return _Nested(patched, inside, decision, dict(state.calls) if state.counts_calls else None)(*args, **kwargs)
+    if decision is not None and decision.action == "tile" and not regions.inside_region():
+        return tile_apply.run_tiled(patched, decision, args, kwargs)
     derives = decision is not None and decision.action == "rederive"
     if settings.records and current_recorder() is None and not regions.inside_region():
         with rederive.rederive(by_default=derives):
@@ -242,6 +244,7 @@ def apply_decisions(model: nn.Module, decisions: Sequence[Decision]) -> Applied:
             + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
             + f", which {type(model).__name__} does not have. Make a plan for this model."
         )
+    tile_apply.check_tiled(modules, decisions)
     if not decisions:
         return Applied(model, [], StepState(counts_calls=False))
     state = StepState(counts_calls=any(d.call is not None for d in decisions))

@@ -98,10 +98,11 @@ def verify_plan(
             "stop at `plan`."
         )
     notes: list[str] = []
+    tiled = any(d.action == "tile" for d in plan.decisions)
     with untouched(model), _in_place(model, plan):
         bench = StepBench(model, batch, loss, optimizer)
         try:
-            comparison, baseline_peak, peak, counters, audit = _measure(bench, notes)
+            comparison, baseline_peak, peak, counters, audit = _measure(bench, notes, tiled)
             ratio: float | None = None
             spread: float | None = None
             if timed and baseline_peak is not None:
@@ -128,6 +129,8 @@ def verify_plan(
         notes=tuple(notes),
         replays_equal=not audit.divergences,
         num_replays_compared=audit.num_compared,
+        error_bound=comparison.error_bound,
+        loss_error=comparison.loss_error,
     )
 
 
@@ -140,7 +143,9 @@ def _in_place(model: nn.Module, plan: Plan) -> Iterator[None]:
         yield
 
 
-def _measure(bench: StepBench, notes: list[str]) -> tuple[Comparison, int | None, int, tuple[int, int], Audit]:
+def _measure(
+    bench: StepBench, notes: list[str], tiled: bool
+) -> tuple[Comparison, int | None, int, tuple[int, int], Audit]:
     """Runs one plain and one planned step under the meter, one of each for the values, and one to audit replays."""
     held, device = bench.held_bytes(), bench.device
 
@@ -161,7 +166,7 @@ def _measure(bench: StepBench, notes: list[str]) -> tuple[Comparison, int | None
     before = activity.counters()
     planned_result = _result(bench, planned=True)
     after = activity.counters()
-    comparison = compare(plain_result, planned_result)
+    comparison = compare(plain_result, planned_result, rounds_differently=tiled)
     del plain_result, planned_result
     bench.restore()
     audit = Audit(bench.model)

@@ -24,6 +24,9 @@ class Evidence:
             num_replays_compared: how many were compared.
         differences: what differed, in words, the first first.
         meter: how the peak was measured. notes: what was left out and why.
+        error_bound: 0 where every gradient must be bit-equal; with `tile`, which sums in another order, how far the
+            loss and gradients may be from plain's, relative (a gradient's error to its norm, or to a thousandth of the
+            norm of all gradients where that is more). loss_error: relative difference of the loss.
     """
 
     peak_bytes: int
@@ -45,6 +48,20 @@ class Evidence:
     notes: tuple[str, ...] = ()
     replays_equal: bool = True
     num_replays_compared: int = 0
+    error_bound: float = 0.0
+    loss_error: float = 0.0
+
+    @property
+    def exactness(self) -> str:
+        """What was promised of the gradients: "bit-equal", or "rounding" where sums are taken in another order."""
+        return "rounding" if self.error_bound else "bit-equal"
+
+    @property
+    def values_hold(self) -> bool:
+        """Whether loss and gradients are what was promised: equal bits, or within the bound of a plan with tiles."""
+        if self.gradients_equal and self.loss_equal:
+            return True
+        return max(self.max_gradient_error, self.loss_error) <= self.error_bound and self.same_gradient_set
 
     @property
     def within_budget(self) -> bool:
@@ -53,14 +70,9 @@ class Evidence:
 
     @property
     def exact(self) -> bool:
-        """Whether the planned step did what the plain step does, bit for bit."""
+        """Whether the planned step did what the plain step does: bit for bit, or to rounding with tiles."""
         return (
-            self.gradients_equal
-            and self.loss_equal
-            and self.buffers_equal
-            and self.rng_equal
-            and self.same_gradient_set
-            and self.replays_equal
+            self.values_hold and self.buffers_equal and self.rng_equal and self.same_gradient_set and self.replays_equal
         )
 
     @property
@@ -70,7 +82,8 @@ class Evidence:
 
     def to_json(self) -> dict[str, Any]:
         """Returns plain JSON data."""
-        return {**dataclasses.asdict(self), "within_budget": self.within_budget, "ok": self.ok}
+        properties = {"within_budget": self.within_budget, "exactness": self.exactness, "ok": self.ok}
+        return {**dataclasses.asdict(self), **properties}
 
     def __str__(self) -> str:
         from recoup.report.text import format_evidence  # report/ stands above ir/: only needed when somebody prints

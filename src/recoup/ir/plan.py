@@ -30,6 +30,7 @@ class Decision:
         span: for `recompute`, paths of the calls that follow directly and belong to the same region.
         buffers: for `recompute`, paths of buffers that the region's forward was seen to change; the replay runs
             on copies of what they were. (Those of normalisation layers are found by themselves.)
+        tile_tokens: for `tile`, tokens of a tile; None: as many as `recoup.tiled_cross_entropy` takes by itself.
     """
 
     path: str
@@ -38,6 +39,7 @@ class Decision:
     inside: Inside = "save"
     span: tuple[str, ...] = ()
     buffers: tuple[str, ...] = ()
+    tile_tokens: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -53,7 +53,8 @@ class _Moment:
                 raise ReplayError(
                     f"recoup.recurrent.scan: a state tensor {list(tensor.shape)} of step {step} was changed in place, "
                     "so the steps after it cannot be run again. Bind a new tensor instead (`h = h + ...`), or clone "
-                    "the state on entry of the step."
+                    "the state on entry of the step.",
+                    code="E203",
                 )
         return rebuild(self.template, self.tensors)
 
@@ -207,7 +208,8 @@ class Loop:
                 if tensor.requires_grad and not flag and step + 1 < self.num_steps and is_differentiable(tensor):
                     raise ReplayError(
                         f"recoup.recurrent.scan: a state tensor {list(tensor.shape)} begins to need a gradient only at "
-                        f"step {step}. Let it need one from the start: `state.requires_grad_()`."
+                        f"step {step}. Let it need one from the start: `state.requires_grad_()`.",
+                        code="E203",
                     )
 
     def _flags_at(self, step: int, tensors: list[torch.Tensor]) -> list[bool]:
@@ -459,13 +461,15 @@ class Loop:
             if version_of(x) != version:
                 raise ReplayError(
                     f"recoup.recurrent.scan: input {i}, {list(x.shape)}, was changed in place between forward and "
-                    "backward; steps that run again would read other values. Clone it before changing it."
+                    "backward; steps that run again would read other values. Clone it before changing it.",
+                    code="E202",
                 )
         for parameter, version in self._frozen:
             if parameter._version != version:
                 raise ReplayError(
                     f"recoup.recurrent.scan: a parameter {list(parameter.shape)} was changed between forward and "
-                    "backward; steps that run again would read other values. Call backward before changing it."
+                    "backward; steps that run again would read other values. Call backward before changing it.",
+                    code="E201",
                 )
 
     def _do(self, action: Action) -> None:
@@ -501,10 +505,10 @@ class Loop:
             gradients = list(gradients)
             for j, i in self._shared[self._shared_of[step]]:
                 if tape.states[j] is not tape.outputs[i]:
-                    raise ReplayError(_DRIFT.format(step=step, what="returned other tensors"))
+                    raise ReplayError(_DRIFT.format(step=step, what="returned other tensors"), code="E205")
                 gradients[i] = None
         if len(tape.states) != len(self._state_gradients) or len(gradients) not in (0, len(tape.outputs)):
-            raise ReplayError(_DRIFT.format(step=step, what=f"returned {len(tape.states)} state tensors"))
+            raise ReplayError(_DRIFT.format(step=step, what=f"returned {len(tape.states)} state tensors"), code="E205")
         self._state_gradients, found = backward(
             tape,
             state_gradients=self._state_gradients,

@@ -173,7 +173,7 @@ class _Slot:
             self.group.replay()
         filled, self.filled = self.filled, None
         if filled is None:
-            raise ReplayError(self.group.drift("did not save a tensor again"))
+            raise ReplayError(self.group.drift("did not save a tensor again"), code="E205")
         return filled
 
 
@@ -248,18 +248,22 @@ class _Group:
         """Runs the calls again and fills every slot that is still wanted."""
         for parameter, version in self._versions:
             if parameter._version != version:
-                raise ReplayError(self.drift(f"would read a parameter {list(parameter.shape)} that was changed since"))
+                raise ReplayError(
+                    self.drift(f"would read a parameter {list(parameter.shape)} that was changed since"), code="E201"
+                )
         position = 0
 
         def fill(tensor: torch.Tensor) -> None:
             nonlocal position
             if position >= len(self._slots):
-                raise ReplayError(self.drift("saved more tensors"))
+                raise ReplayError(self.drift("saved more tensors"), code="E205")
             slot = self._slots[position]()
             position += 1
             if slot is not None:
                 if slot.shape != tensor.shape or slot.dtype != tensor.dtype:
-                    raise ReplayError(self.drift(f"saved {list(tensor.shape)} in place of {list(slot.shape)}"))
+                    raise ReplayError(
+                        self.drift(f"saved {list(tensor.shape)} in place of {list(slot.shape)}"), code="E205"
+                    )
                 slot.filled = tensor.detach()
 
         present = self._carried.read()
@@ -287,7 +291,7 @@ class _Group:
             self._carried.write(present)
             random.put()
         if position != len(self._slots):
-            raise ReplayError(self.drift(f"saved {position} tensors in place of {len(self._slots)}"))
+            raise ReplayError(self.drift(f"saved {position} tensors in place of {len(self._slots)}"), code="E205")
 
     def drift(self, what: str) -> str:
         """Returns the message for a second run that was not as the first."""
@@ -319,4 +323,6 @@ def _arguments(call: _Call, outputs: list[list[torch.Tensor]]) -> list[torch.Ten
 
 
 def _gone(packed: Any) -> torch.Tensor:
-    raise ReplayError("recoup.recurrent: the graph of a second run was differentiated; only the first one's may be.")
+    raise ReplayError(
+        "recoup.recurrent: the graph of a second run was differentiated; only the first one's may be.", code="E205"
+    )

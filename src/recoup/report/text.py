@@ -77,7 +77,19 @@ def format_plan(plan: Plan) -> str:
 def _exactness(evidence: Evidence) -> str:
     if evidence.gradients_equal:
         return "bit-equal to plain, every one"
+    if evidence.error_bound and evidence.max_gradient_error <= evidence.error_bound:
+        return (
+            f"equal to plain up to rounding: largest relative error {evidence.max_gradient_error:.1e}, the bound with "
+            f"tiles is {evidence.error_bound:.0e}"
+        )
     return f"DIFFER: largest relative error {evidence.max_gradient_error:.2e}"
+
+
+def _loss(evidence: Evidence) -> str:
+    if evidence.loss_equal:
+        return "bit-equal"
+    held = evidence.loss_error <= evidence.error_bound
+    return f"equal up to rounding: relative error {evidence.loss_error:.1e}" if held else "DIFFERS"
 
 
 def format_evidence(evidence: Evidence) -> str:
@@ -99,7 +111,7 @@ def _evidence_rows(evidence: Evidence) -> list[tuple[str, str]]:
             + (", within the budget" if evidence.within_budget else ", OVER THE BUDGET"),
         ),
         ("gradients", _exactness(evidence)),
-        ("loss", "bit-equal" if evidence.loss_equal else "DIFFERS"),
+        ("loss", _loss(evidence)),
         ("buffers", "bit-equal" if evidence.buffers_equal else "DIFFER"),
         ("random streams", "end where plain's end" if evidence.rng_equal else "END ELSEWHERE"),
         *([("replays", _replays(evidence))] if evidence.num_replays_compared else []),
@@ -118,7 +130,8 @@ def _replays(evidence: Evidence) -> str:
 
 
 def _evidence_notes(evidence: Evidence) -> str:
-    lines = [f"  differs: {d}" for d in evidence.differences[:8]]
+    shown = () if evidence.values_hold and evidence.buffers_equal and evidence.rng_equal else evidence.differences[:8]
+    lines = [f"  differs: {d}" for d in shown]
     lines += [f"  note: {n}" for n in evidence.notes]
     lines.append(f"  meter: {evidence.meter}")
     return "\n" + "\n".join(lines)
@@ -129,7 +142,8 @@ def format_fit(plan: Plan, evidence: Evidence) -> str:
     does = "\n".join(
         textwrap.fill(line, _WIDTH, initial_indent="  - ", subsequent_indent="    ") for line in describe(plan)
     )
-    verdict = "ok: within the budget, and exact" if evidence.ok else "FAILED: see above"
+    exact = "exact" if evidence.gradients_equal else "equal up to rounding"
+    verdict = f"ok: within the budget, and {exact}" if evidence.ok else "FAILED: see above"
     notes = "".join(
         "\n" + textwrap.fill(f"  note: {note}", _WIDTH, subsequent_indent="        ") for note in plan.notes
     )

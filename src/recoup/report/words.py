@@ -38,7 +38,7 @@ def describe_decisions(decisions: Sequence[Decision]) -> list[str]:
     """Returns what the decisions do, one line an action."""
     if not decisions:
         return ["nothing is changed"]
-    root = next((d.action for d in decisions if d.path == "" and d.action != "recompute"), "save")
+    root = next((d.action for d in decisions if d.path == "" and d.action in ("save", "rederive")), "save")
     regions = [d for d in decisions if d.action == "recompute"]
     lines = []
     for (inside, *_), members in _region_kinds(regions).items():
@@ -53,6 +53,10 @@ def describe_decisions(decisions: Sequence[Decision]) -> list[str]:
         if inside == "rederive":
             text += " (rederiving inside)"
         lines.append(f"recompute {text}")
+    for decision in decisions:
+        if decision.action == "tile":
+            size = f" by {decision.tile_tokens} tokens" if decision.tile_tokens else ""
+            lines.append(f"tile {decision.path} and its loss{size}")
     for action in ("rederive", "save"):
         paths = [d.path for d in decisions if d.action == action and d.path]
         if root == action:

@@ -1,0 +1,49 @@
+"""The action `tile` on a model: its head returns logits that are not there, and the loss runs over tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from recoup.engine.lazy_logits import Head, lazy_logits
+from recoup.engine.patch import PatchedForward
+from recoup.engine.tile import default_tile_tokens
+from recoup.errors import UsageError
+from recoup.ir.plan import Decision
+
+
+def check_tiled(modules: Mapping[str, nn.Module], decisions: Sequence[Decision]) -> None:
+    """Raises unless every module that `tile` names can be a tiled head.
+
+    Raises:
+        UsageError: if one is not a `torch.nn.Linear`, or a tile has no tokens.
+    """
+    for decision in decisions:
+        if decision.action != "tile":
+            continue
+        module = modules[decision.path]
+        if not isinstance(module, nn.Linear):
+            raise UsageError(
+                f"The plan tiles `{decision.path}`, a {type(module).__name__}; tiling needs the torch.nn.Linear that "
+                "makes the logits. Name that one. (recoup.engine.tile_apply)"
+            )
+        if decision.tile_tokens is not None and decision.tile_tokens < 1:
+            raise UsageError(
+                f"The plan tiles `{decision.path}` by {decision.tile_tokens} tokens; a tile has at least 1. "
+                "(recoup.engine.tile_apply)"
+            )
+
+
+def run_tiled(patched: PatchedForward, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Returns lazy logits; the head's own output where it is called in another way than on one tensor."""
+    module = patched.module
+    hidden = args[0] if len(args) == 1 and not kwargs else None
+    plain_linear = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+    if not isinstance(hidden, torch.Tensor) or not plain_linear or patched.previous is not None or hidden.dim() < 2:
+        return patched.original(*args, **kwargs)
+    assert isinstance(module, nn.Linear)
+    tokens = decision.tile_tokens or default_tile_tokens(hidden.view(-1, hidden.shape[-1]), module.weight)
+    return lazy_logits(Head(hidden, module.weight, module.bias, tokens, patched.original))

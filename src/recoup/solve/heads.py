@@ -1,0 +1,77 @@
+"""Which call makes the logits, and into how many tiles they should go: from a trace's bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from recoup.ir.trace import Trace
+
+_SMALLEST_SHARE = 0.002  # of the peak: a head whose output is smaller is not worth a tile
+_TILE_SHARE = 0.02  # of the plain peak: what a tile may take
+_FEWEST_TOKENS = 64  # matmuls of fewer rows are slow everywhere
+_NUM_HEADS = 2
+_WIDE_BYTES = 4  # the loss is taken in float32
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class HeadCall:
+    """A call that may be the head of a language model.
+
+    Attributes:
+        output_bytes: of its logits. tokens: their rows. token_bytes: what a row takes in a tile.
+    """
+
+    path: str
+    output_bytes: int
+    tokens: int
+    token_bytes: int
+
+    def tile_tokens(self, tile_bytes: int) -> int:
+        """Returns how many tokens make a tile of so many bytes: at least 64, and tiles of about equal size."""
+        most = max(tile_bytes // self.token_bytes, min(_FEWEST_TOKENS, self.tokens), 1)
+        num_tiles = -(-self.tokens // most)
+        return -(-self.tokens // num_tiles)
+
+
+def heads(trace: Trace, *, peak_bytes: int) -> list[HeadCall]:
+    """Returns the Linear calls with the largest outputs, the largest first, each path once.
+
+    Args:
+        trace: of the plain step. peak_bytes: of the plain step.
+    """
+    found: dict[str, HeadCall] = {}
+    scored = {_classes(trace, op.signature) for op in trace.ops if op.phase in ("forward", "loss")}
+    for call in trace.calls:
+        if call.kind != "Linear" or call.children or call.index or len(call.outputs) != 1:
+            continue
+        nbytes = trace.storages[call.outputs[0]].nbytes
+        rows = _rows(trace, call.first_op, call.last_op)
+        if nbytes < _SMALLEST_SHARE * peak_bytes or not rows:
+            continue
+        classes, itemsize = rows
+        tokens = nbytes // (classes * itemsize)
+        token_bytes = classes * (itemsize + max(itemsize, _WIDE_BYTES))
+        if tokens > 1 and classes in scored:
+            found[call.path] = HeadCall(path=call.path, output_bytes=nbytes, tokens=tokens, token_bytes=token_bytes)
+    return sorted(found.values(), key=lambda h: -h.output_bytes)[:_NUM_HEADS]
+
+
+def _classes(trace: Trace, signature: int) -> int:
+    """Returns over how many classes an op takes a log-softmax, 0 if it takes none."""
+    found = trace.signatures[signature]
+    return int(found.args[0].shape[-1]) if found.name.startswith("aten._log_softmax.") else 0
+
+
+def _rows(trace: Trace, first: int, last: int) -> tuple[int, int] | None:
+    """Returns the classes and the bytes of one logit of the call's matmul, None if it has none."""
+    for op in trace.ops[first:last]:
+        signature = trace.signatures[op.signature]
+        if signature.name.split(".")[1] in ("mm", "addmm") and signature.output_bytes:
+            weight = signature.args[-1]
+            return int(weight.shape[1]), {"float64": 8, "float32": 4}.get(weight.dtype, 2)
+    return None
+
+
+def tile_bytes(peak_bytes: int) -> int:
+    """Returns what a tile may take when nothing else is known: a small share of the plain step's peak."""
+    return int(peak_bytes * _TILE_SHARE)
