@@ -492,7 +492,7 @@ def live_tensors() -> int:
     return sum(issubclass(type(o), Tensor) for o in gc.get_objects())
 
 
-@pytest.mark.parametrize("make", [transformer, cnn])
+@pytest.mark.parametrize("make", [transformer, pytest.param(cnn, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("graph", ["freed", "retained", "never_differentiated"])
 def test_no_leak_without_the_collector(make: Callable[[], tuple[nn.Module, Tensor]], graph: str, no_gc: None) -> None:
     model, batch = make()
@@ -620,7 +620,7 @@ PLANS: dict[str, list[Decision]] = {
 
 
 @pytest.mark.parametrize("around", [False, True])
-@pytest.mark.parametrize("make", [transformer, cnn])
+@pytest.mark.parametrize("make", [transformer, pytest.param(cnn, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("plan", PLANS)
 def test_with_regions(plan: str, make: Callable[[], tuple[nn.Module, Tensor]], around: bool) -> None:
     model, batch = make()
@@ -640,7 +640,7 @@ def test_with_regions(plan: str, make: Callable[[], tuple[nn.Module, Tensor]], a
         assert after[1] == before[1]
 
 
-@pytest.mark.parametrize("make", [transformer, cnn])
+@pytest.mark.parametrize("make", [transformer, pytest.param(cnn, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("plan", ["nested", "spans", "nested_span", "both"])
 def test_no_leak_with_regions(plan: str, make: Callable[[], tuple[nn.Module, Tensor]], no_gc: None) -> None:
     model, batch = make()

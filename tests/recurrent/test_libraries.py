@@ -13,6 +13,8 @@ from torch import nn
 from recoup.recurrent import scan
 from tests.recurrent.helpers import differing, plain
 
+pytestmark = pytest.mark.slow
+
 OPTIONS: list[dict[str, Any]] = [{"chunk": 4}, {"slots": 3}, {"budget": "70%"}, {"slots": 2, "rederive": True}]
 X = torch.rand(15, 6, 12, generator=torch.Generator().manual_seed(8)) * 2
 

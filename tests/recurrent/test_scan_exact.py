@@ -9,6 +9,8 @@ import torch
 
 from tests.recurrent.helpers import NETWORKS, differing, train_once
 
+pytestmark = pytest.mark.slow
+
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"chunk": 1},

@@ -43,8 +43,9 @@ class Snapshot:
     def restore(self) -> None:
         """Puts everything back."""
         for module, before in self._attributes:
+            forward = {k: v for k, v in module.__dict__.items() if k == "forward"}  # a plan is not the step's doing
             module.__dict__.clear()
-            module.__dict__.update(before)
+            module.__dict__.update({k: v for k, v in before.items() if k != "forward"} | forward)
         for container, copy in self._containers:
             _refill(container, copy)
         with torch.no_grad():
