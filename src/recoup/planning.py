@@ -39,6 +39,7 @@ _SEARCH_SECONDS = 8.0
 _KINDS_BY_HAND = 2
 _NUM_BY_HAND = 4
 _SAME_TIME = 0.01  # two plans closer than this are equally fast
+_EQUAL_BITS_ARE_WORTH = 0.05  # of a step's time: a plan that rounds differently must be faster by more
 _HOPEFUL = 1.04  # how far over the budget a plan may be by the solver's reckoning and still be simulated
 _WORTH_ANOTHER_TRY = 0.985
 _WORTH_SMALLER_TILES = 0.995
@@ -264,9 +265,11 @@ class Planner:
         began = time.perf_counter()
         for solver in self.solvers:
             self._search(solver, budget_bytes, until=began + _SEARCH_SECONDS)
-        began = time.perf_counter()
-        for solver in self.tiled_solvers:
-            self._search(solver, budget_bytes, until=began + _SEARCH_SECONDS)
+        exact = min((c.step_seconds for c in self._fitting(budget_bytes) if not is_tiled(c.decisions)), default=None)
+        if exact is None or exact > self.plain.step_seconds * (1 + _EQUAL_BITS_ARE_WORTH):
+            began = time.perf_counter()
+            for solver in self.tiled_solvers:
+                self._search(solver, budget_bytes, until=began + _SEARCH_SECONDS)
         self._try_by_hand(budget_bytes)
         fitting = self._fitting(budget_bytes)
         if not fitting:
@@ -275,12 +278,13 @@ class Planner:
         if not fitting:
             return None
         fastest = min(c.step_seconds for c in fitting)
-        # Within what timing can tell apart, one that is bit-equal, and then the one that runs the least twice.
+        exact_ones = [c for c in fitting if not is_tiled(c.decisions)]
+        exact = min((c.step_seconds for c in exact_ones), default=float("inf"))
+        if exact <= fastest * (1 + _EQUAL_BITS_ARE_WORTH):
+            fitting, fastest = exact_ones, exact
+        # Within what timing can tell apart, the one that runs the least twice.
         equal = [c for c in fitting if c.step_seconds <= fastest * (1 + _SAME_TIME)]
-        best = min(
-            equal,
-            key=lambda c: (is_tiled(c.decisions), c.recomputed_flops, c.step_seconds, len(c.decisions), c.peak_bytes),
-        )
+        best = min(equal, key=lambda c: (c.recomputed_flops, c.step_seconds, len(c.decisions), c.peak_bytes))
         return self._with_larger_tiles(best, budget_bytes) if is_tiled(best.decisions) else best
 
     def _with_larger_tiles(self, candidate: Candidate, budget_bytes: int) -> Candidate:
