@@ -245,10 +245,10 @@ def main() -> None:
 
     for autocast in [False, True] if arguments.autocast else [False]:
         for name in arguments.workloads or list(WORKLOADS):
-            row = run_workload(name, arguments.timed, autocast)
+            row = run_workload(name, arguments.timed and not autocast, autocast)
             rows.append(row)
             write()
-            time_text = f", CPU time {row['cpu_time_ratio']:.3f}" if arguments.timed else ""
+            time_text = f", CPU time {row['cpu_time_ratio']:.3f}" if "cpu_time_ratio" in row else ""
             print(
                 f"{name} ({row['dtype']}): peak {row['peak_ratio']:.3f} of plain's "
                 f"{row['plain_bytes'] / 2**20:.0f} MiB, saved {row['saved_ratio']:.3f}, exact {row['exact']}, "

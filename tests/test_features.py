@@ -1,4 +1,4 @@
-"""Every test that the feature table names exists, and every row names one or says where it is."""
+"""Every test that the feature table names exists, and every row names one or says that it is not built."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ def test_every_named_test_exists() -> None:
     assert len(rows) >= 20
     for row in rows:
         named = re.findall(r"(tests/[\w/]+\.py)::(\w+)", row)
-        assert named or "issue" in row, row
+        assert named or "not built" in row, row
         for file, function in named:
             assert f"def {function}(" in (ROOT / file).read_text(), row

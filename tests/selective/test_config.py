@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.machinery
 import math
-import sys
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -155,33 +152,47 @@ def test_settings_without_effect_are_one_warning(field: dict[str, bool]) -> None
     assert len(told) == 1
 
 
-def test_unrolled_time_is_refused_by_name_where_it_is_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("recoup.selective.unrolled.FUNCTION", "not_there")
-    model = Stack()
-    with pytest.raises(UsageError, match=r"snn_chunk_size=4 needs recoup\.recurrent"):
-        _on(snn_timestep_checkpoint=True, snn_chunk_size=4)(model)
-    assert not any("forward" in m.__dict__ for m in model.modules())
+class Leaky(nn.Module):
+    """A neuron that keeps its potential as an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.v: torch.Tensor | float = 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.v = 0.9 * self.v + self.linear(x)
+        return torch.sigmoid(self.v)
 
 
-def test_unrolled_time_is_handed_to_recurrent(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+class Unrolled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.neuron, self.head = Leaky(), nn.Linear(6, 2)
 
-    class Handle:
-        def remove(self) -> None:
-            asked.append("removed")
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.neuron.v = 0.0
+        return self.head(sum(self.neuron(x[t]) for t in range(len(x))))
 
-    def checkpoint_timesteps(model: nn.Module, *, chunk: int) -> Handle:
-        asked.append(chunk)
-        return Handle()
 
-    module = types.ModuleType("recoup.recurrent")
-    module.checkpoint_timesteps = checkpoint_timesteps  # type: ignore[attr-defined]
-    module.__spec__ = importlib.machinery.ModuleSpec("recoup.recurrent", None)
-    monkeypatch.setitem(sys.modules, "recoup.recurrent", module)
-    checkpointer = SelectiveCheckpointer(CheckpointConfig(enabled=True, snn_timestep_checkpoint=True, snn_chunk_size=4))
-    checkpointer.apply(Stack())
+@pytest.mark.parametrize("chunk_size", [1, 4])
+def test_unrolled_time_by_chunks_of_steps(chunk_size: int) -> None:
+    torch.manual_seed(0)
+    model, x = Unrolled(), torch.randn(10, 3, 6)
+
+    def gradients() -> list[torch.Tensor]:
+        model.zero_grad()
+        model(x).square().sum().backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    plain = gradients()
+    config = CheckpointConfig(enabled=True, snn_timestep_checkpoint=True, snn_chunk_size=chunk_size)
+    checkpointer = SelectiveCheckpointer(config)
+    checkpointer.apply(model)
+    assert any("forward" in vars(m) for m in model.modules())
+    assert all(torch.equal(a, b) for a, b in zip(plain, gradients(), strict=True))
     checkpointer.remove()
-    assert asked == [4, "removed"]
+    assert not any("forward" in vars(m) for m in model.modules())
 
 
 def test_defaults_are_those_of_the_contract() -> None:

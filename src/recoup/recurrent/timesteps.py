@@ -89,7 +89,7 @@ def _find_step(module: nn.Module, chunk: int) -> str:
         ) from error
     found: dict[str, None] = {}
     for loop in ast.walk(tree):
-        if not isinstance(loop, (ast.For, ast.While, ast.ListComp)):
+        if not isinstance(loop, (ast.For, ast.While, ast.ListComp, ast.GeneratorExp)):
             continue
         for node in ast.walk(loop):
             if isinstance(node, ast.Call):

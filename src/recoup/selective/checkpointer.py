@@ -13,12 +13,12 @@ from recoup.engine.conflicts import refuse_conflicts
 from recoup.engine.handle import apply_decisions
 from recoup.errors import UsageError
 from recoup.ir.plan import Plan
+from recoup.recurrent.timesteps import checkpoint_timesteps
 from recoup.selective.config import CheckpointConfig
 from recoup.selective.ops import checkpoint_ops, find_policy
 from recoup.selective.profile_report import ProfileReport
 from recoup.selective.profiler import MemoryProfiler
 from recoup.selective.strategies import choose
-from recoup.selective.unrolled import checkpoint_timesteps
 from recoup.selective.wrapper import warn_of_settings
 
 
@@ -68,7 +68,7 @@ class SelectiveCheckpointer:
         if config.strategy == "none" and not config.include_patterns and not config.snn_timestep_checkpoint:
             return model
         if config.snn_timestep_checkpoint:
-            self._undo = checkpoint_timesteps(model, chunk_size=config.snn_chunk_size)
+            self._undo = checkpoint_timesteps(model, chunk=config.snn_chunk_size).remove
             return model
         warn_of_settings(use_reentrant=config.use_reentrant, preserve_rng_state=config.preserve_rng_state)
         if config.strategy == "budget":
