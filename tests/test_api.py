@@ -125,9 +125,9 @@ def test_max_batch_is_tight() -> None:
 
     budget = 400_000
     size = recoup.max_batch(model, make_batch, budget=budget)
-    assert recoup.plan(model, make_batch(size), budget=budget, cost=FlopsCost()).predicted.peak_bytes <= budget
+    assert recoup.plan(model, make_batch(size), budget=budget).predicted.peak_bytes <= budget
     with pytest.raises(recoup.InfeasibleBudget):
-        recoup.plan(model, make_batch(size + 1), budget=budget, cost=FlopsCost())
+        recoup.plan(model, make_batch(size + 1), budget=budget)
 
 
 def test_the_optimizer_counts() -> None:

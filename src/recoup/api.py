@@ -457,7 +457,9 @@ def max_batch(
         raise UsageError("max_batch needs a budget in bytes ('8GiB'); a percentage of what changes with the batch.")
     errors: list[InfeasibleBudget] = []
 
-    def fits(size: int) -> bool:
+    here = device in (None, "cpu")
+
+    def fits(size: int, *, metered: bool = not here) -> bool:
         planner, name, entry = _planner(
             model,
             make_batch(size),
@@ -465,7 +467,7 @@ def max_batch(
             optimizer=optimizer,
             device=device,
             actions=actions,
-            cost=RooflineCost(get_device("cpu-generic")) if device in (None, "cpu") else None,
+            cost=None if metered else RooflineCost(get_device("cpu-generic")),
         )
         try:
             plan_for_budget(planner, budget=budget, free_bytes=_free_bytes(name, entry), device=name)
@@ -485,6 +487,16 @@ def max_batch(
         middle = (low + high) // 2
         progress.advance(f"trying size {middle}")
         low, high = (middle, high) if fits(middle) else (low, middle)
+    # So far without the workspace of this machine's kernels, which is slow to meter: now with it, from there down.
+    step = 1
+    while here and not fits(low, metered=True):
+        progress.advance(f"size {low} fits but for its kernels' workspace")
+        if low == 1:
+            raise errors[-1]
+        low, high, step = max(low - step, 1), low, step * 2
+    while here and high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle, metered=True) else (low, middle)
     return low
 
 
