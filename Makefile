@@ -43,6 +43,7 @@ format: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python -m bench.main_job
 	$(BIN)/python -m bench.rederive --timed --autocast
+	$(BIN)/python -m bench.peers
 
 bench-quick: $(STAMP)
 	$(BIN)/python -m bench.main_job llama unet --quick --out build/bench

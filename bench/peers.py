@@ -163,16 +163,25 @@ def measured(
 ) -> dict[str, Any]:
     """Returns peak bytes, FLOPs, whether it is exact, and CPU time over plain's of one way to run the step."""
     row: dict[str, Any] = {}
+
+    def fresh() -> None:
+        bench.restore()  # before the method comes in: it would put back what the method changed
+
+    fresh()
     with enter(bench.model):
-        bench.restore()
         bench.step()  # what a first step allocates or compiles once
-        bench.restore()
-        row["peak_bytes"] = measure_peak(bench.step, device=bench.device, held_bytes=bench.held_bytes())
-        bench.restore()
-        with FlopCounterMode(display=False) as counter:
+    fresh()
+    with enter(bench.model):
+        if compiles:
             bench.step()
-        row["flops"] = counter.get_total_flops()
-        bench.restore()
+            bench.model.zero_grad()
+        row["peak_bytes"] = measure_peak(bench.step, device=bench.device, held_bytes=bench.held_bytes())
+    fresh()
+    with enter(bench.model), FlopCounterMode(display=False) as counter:
+        bench.step()
+    row["flops"] = counter.get_total_flops()
+    fresh()
+    with enter(bench.model):
         result = bench.step(take=True)
     bench.restore()
     if plain is None:
@@ -186,8 +195,8 @@ def measured(
         seconds = {}
         ways = [("plain", METHODS["plain"]), ("it", enter)]
         for label, way in ways if turn % 2 else reversed(ways):
+            fresh()
             with way(bench.model):
-                bench.restore()
                 if compiles:
                     bench.step()
                 begun = time.process_time()
