@@ -21,7 +21,7 @@ def write_report(file: Path) -> None:
     lines = [
         "# Side by side",
         "",
-        f"{data['date']}, {data['machine']}, torch {data['torch']}, load {data['load']}. by `python -m bench.peers`.",
+        f"{data['date']}, {data['machine']}, torch {data['torch']}, load {data['load']}, by `python -m bench.peers`.",
         "",
         "Peak bytes by allocator events, weights and batch included; FLOPs of the whole step (matmul, convolution,",
         "attention); CPU time: median of three interleaved pairs; all over plain's. recoup was given the method's peak",
