@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +12,7 @@ from torch import nn
 import recoup
 from recoup.engine import shortcuts
 from recoup.engine.cheap_ops import op_facts
+from recoup.engine.lineage import geometry_of
 
 aten = torch.ops.aten
 
@@ -49,17 +52,31 @@ def test_max_pooling_from_its_indices(shape: tuple[int, ...]) -> None:
 
 
 def test_over_a_spare_argument_only() -> None:
-    facts = op_facts(aten.add.Tensor)
     a, b = torch.randn(5, 4), torch.randn(5, 4)
     expected = a + b
-    assert shortcuts.call_over(facts, [a, b], {}, []) is None
-    assert shortcuts.call_over(facts, [a, b[:1]], {}, [a]) is None  # a smaller operand: leave it to the op
-    assert shortcuts.call_over(facts, [a, b], {"alpha": 2}, [b]) is None  # a + 2 * b, not 2 * a + b
-    out = shortcuts.call_over(facts, [a, b], {}, [b])
+
+    def over(op: Any, args: list[Any], kwargs: dict[str, Any], spare: list[torch.Tensor]) -> Any:
+        return shortcuts.call_over(op_facts(op), args, kwargs, spare=spare, result=geometry_of(a))
+
+    assert over(aten.add.Tensor, [a, b], {}, []) is None
+    assert over(aten.add.Tensor, [a, b[:1]], {}, [a]) is None  # a smaller operand: leave it to the op
+    assert over(aten.add.Tensor, [a, b], {"alpha": 2}, [b]) is None  # a + 2 * b, not 2 * a + b
+    assert over(aten.sub.Tensor, [a, b], {}, [b]) is None
+    out = over(aten.add.Tensor, [a, b], {}, [b])
     assert out is b
     assert torch.equal(out, expected)
-    sub = op_facts(aten.sub.Tensor)
-    assert shortcuts.call_over(sub, [a, b], {}, [b]) is None
+
+
+def test_a_result_of_another_dtype_is_not_written_over_its_argument() -> None:
+    parameter = nn.Parameter(torch.randn(64, 64))
+
+    def loss() -> torch.Tensor:
+        return (torch.tanh(parameter) * ((parameter > 0).to(torch.int32) * 0.5)).sum()
+
+    (plain,) = torch.autograd.grad(loss(), parameter)
+    with recoup.rederive():
+        mine = loss()
+    assert torch.equal(plain, torch.autograd.grad(mine, parameter)[0])
 
 
 def test_an_intermediate_that_an_outer_op_has_read_is_not_overwritten() -> None:

@@ -137,16 +137,6 @@ def kind(name: str) -> Kind:
     return "other"
 
 
-def is_heavy(name: str) -> bool:
-    """Whether the op is a matmul, a convolution or attention: the kinds that are never run twice to rederive."""
-    return kind(name) != "other"
-
-
-def is_data_movement(name: str) -> bool:
-    """Whether the op only moves or fills memory and computes nothing."""
-    return op_name(name) in _DATA_MOVEMENT
-
-
 def count_flops(
     name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, outputs: tuple[Any, ...] = ()
 ) -> int:

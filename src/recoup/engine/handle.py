@@ -115,10 +115,12 @@ class _Nested:
     """A call inside regions within regions, from the `depth`-th region on: the forward and every replay run it alike.
 
     Attributes:
+        member: the `depth`-th region, whose forward is the rest of them; None for the module itself.
+        span: names the span that it is part of. decision: what else was decided for the call.
         calls: how often each path had been called before, for decisions about single calls inside; None without them.
     """
 
-    __slots__ = ("calls", "decision", "depth", "inside", "patched", "ran")
+    __slots__ = ("calls", "decision", "member", "patched", "ran", "span")
 
     def __init__(
         self,
@@ -129,27 +131,30 @@ class _Nested:
         depth: int = 0,
     ) -> None:
         self.patched = patched
-        self.inside = inside
         self.decision = decision
         self.calls = calls
-        self.depth = depth
         self.ran = False
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.depth == len(self.inside):
-            return self._run(args, kwargs)
-        settings: Settings = self.patched.settings
-        region = self.inside[self.depth]
+        self.member: regions.Member | None = None
+        self.span: Decision | None = None
+        if depth == len(inside):
+            return
+        settings: Settings = patched.settings
+        region = inside[depth]
         by_default = region.inside == "rederive"
-        member = regions.Member(
+        self.span = region if region.span else None
+        self.member = regions.Member(
             path=settings.path,
-            module=self.patched._module,  # type: ignore[arg-type]
-            forward=_Nested(self.patched, self.inside, self.decision, self.calls, self.depth + 1),
+            module=patched._module,  # type: ignore[arg-type]  # weakly held: called, it returns the module
+            forward=_Nested(patched, inside, decision, calls, depth + 1),
             buffers=settings.buffers,
             derives=by_default or settings.derives_below,
             derives_by_default=by_default,
         )
-        return regions.run_region(member, args, kwargs, span=region if region.span else None)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.member is None:
+            return self._run(args, kwargs)
+        return regions.run_region(self.member, args, kwargs, span=self.span)
 
     def _run(self, args: Any, kwargs: Any) -> Any:
         original = self.patched.original

@@ -247,7 +247,7 @@ class _Rebuild:
         kwargs = {key: self._decode((item,), spare)[0] for key, item in made.kwargs.items()}
         out: Any = None
         if spare:
-            out = shortcuts.call_over(op_facts(made.function), args, kwargs, spare)
+            out = shortcuts.call_over(op_facts(made.function), args, kwargs, spare=spare, result=value.base)
             spare.clear()
         if out is None and value.output == 0 and made.side_results:
             side_results = [ref() for ref in made.side_results]

@@ -16,14 +16,18 @@ from typing import Any
 import torch
 
 from recoup.engine.cheap_ops import OpFacts
+from recoup.engine.lineage import Geometry, geometry_of
 
 
-def call_over(facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any], spare: Sequence[Any]) -> Any | None:
+def call_over(
+    facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any], *, spare: Sequence[Any], result: Geometry
+) -> Any | None:
     """Runs an elementwise op over one of its arguments, if that is in `spare` and the result will fit it exactly.
 
     Args:
         facts: of the functional overload.
         spare: tensors that nobody reads after this op.
+        result: how the op's result lay the first time; an integer times 0.5, say, is no integer.
 
     Returns:
         The result, or None: nothing was run.
@@ -31,6 +35,8 @@ def call_over(facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any], spare
     if facts.over is None or not args or not isinstance(args[0], torch.Tensor):
         return None
     first = args[0]
+    if geometry_of(first) != result:
+        return None
     other = args[1] if len(args) > 1 and isinstance(args[1], torch.Tensor) else None
     for tensor in args[2:]:
         if isinstance(tensor, torch.Tensor):

@@ -117,8 +117,3 @@ def area(frame: Frame, xs: Sequence[float], low: Sequence[float], high: Sequence
             )
             last = low[i]
     return f"{top}{''.join(data)}H{frame.x(xs[0]):.1f}Z" if xs else ""
-
-
-def coarser(values: Sequence[int], factor: int) -> tuple[int, ...]:
-    """Returns the largest of each `factor` values."""
-    return tuple(max(values[i : i + factor]) for i in range(0, len(values), factor))

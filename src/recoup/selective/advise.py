@@ -70,7 +70,7 @@ def _what(plan: Plan) -> str:
 
 def _by_hand(curve: Frontier, plan: Plan) -> str:
     """Compares with checkpointing each repeated block, the usual first try, by the same simulation."""
-    planner = curve._planner
+    planner = curve.planner
     everywhere = planner.simulate((Decision(path="", action="rederive"),))
     options = [("rederive everywhere alone", everywhere)]
     model = planner.spec.model
