@@ -641,7 +641,7 @@ def plain_outcome(item: Row) -> Any:
     """Returns what the step leaves without checkpointing, or the exception it ends in."""
     try:
         return item.step(_seeded(item))
-    except Exception as error:
+    except Exception as error:  # whatever plain raises is the outcome to compare with
         return error
 
 
@@ -668,7 +668,7 @@ def run_row(item: Row, way: str) -> str:
         else:
             with apply_decisions(model, [Decision(path=p, action="recompute") for p in item.regions]):
                 found = item.step(model)
-    except Exception as error:
+    except Exception as error:  # any exception is a refusal: the row says which
         return f"refused{', as plain' if raised else ''}: {_short(error)}"
     return "exact" if not raised and _same(expected, found) else "silently wrong"
 

@@ -1,6 +1,7 @@
 """Every private torch API recoup touches, one function each, with the versions it was seen working on.
 
-Whatever is not here is public API. Each function says what would free us from it.
+Whatever is not here is public API. Each function says what would free us from it. Torch's type stubs leave most of these
+names out: that is what `type: ignore[attr-defined]` stands for in this file.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 
 
 def current_backward_node() -> Any | None:
-    """Returns the autograd node that runs now, or None outside backward (torch 2.11, 2.13).
+    """Returns the autograd node that runs now, or None outside backward (torch 2.13).
 
     Freed by: a public `torch.autograd.graph.current_node()`.
     """
@@ -21,7 +22,7 @@ def current_backward_node() -> Any | None:
 
 
 def current_backward_id() -> int:
-    """Returns a number that names the backward pass that runs now, -1 outside one (torch 2.11, 2.13).
+    """Returns a number that names the backward pass that runs now, -1 outside one (torch 2.13).
 
     Freed by: a public graph-task handle.
     """
@@ -59,7 +60,7 @@ def without_tensor_hooks(tensors: list[torch.Tensor]) -> Iterator[None]:
 
 
 def node_number(node: Any) -> int:
-    """Returns the position of a node in the order nodes were made on its thread (torch 2.11, 2.13).
+    """Returns the position of a node in the order nodes were made on its thread (torch 2.13).
 
     Leaf accumulators have the largest unsigned 64-bit number. Freed by: public `Node.sequence_nr`.
     """
@@ -67,7 +68,7 @@ def node_number(node: Any) -> int:
 
 
 def next_node_number() -> int:
-    """Returns the number the next node of this thread will get (torch 2.11, 2.13).
+    """Returns the number the next node of this thread will get (torch 2.13).
 
     Freed by: public `torch.autograd.graph` sequence numbers.
     """
@@ -75,7 +76,7 @@ def next_node_number() -> int:
 
 
 def inside_transform() -> bool:
-    """Whether a `torch.func` transform runs, which refuses saved-tensor hooks, or forward-mode AD (torch 2.11, 2.13).
+    """Whether a `torch.func` transform runs, which refuses saved-tensor hooks, or forward-mode AD (torch 2.13).
 
     Freed by: a public `torch.func.is_active()` and `torch.autograd.forward_ad` level.
     """
@@ -86,7 +87,7 @@ def inside_transform() -> bool:
 
 @contextlib.contextmanager
 def below_autocast_and_autograd() -> Iterator[None]:
-    """Runs aten ops as they ran when they were recorded: no autocast, no graph (torch 2.11, 2.13).
+    """Runs aten ops as they ran when they were recorded: no autocast, no graph (torch 2.13).
 
     Freed by: a public guard that excludes the autocast dispatch keys for every device.
     """
@@ -96,7 +97,7 @@ def below_autocast_and_autograd() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_dispatch_modes() -> Iterator[None]:
-    """Runs real ops from inside a dispatch mode, past every mode on the stack (torch 2.11, 2.13).
+    """Runs real ops from inside a dispatch mode, past every mode on the stack (torch 2.13).
 
     Freed by: a public way to leave FakeTensorMode for one op.
     """
@@ -107,7 +108,7 @@ def without_dispatch_modes() -> Iterator[None]:
 
 
 def fake_tensor_mode() -> Any:
-    """Returns a new FakeTensorMode that accepts real tensors beside fake ones (torch 2.11, 2.13).
+    """Returns a new FakeTensorMode that accepts real tensors beside fake ones (torch 2.13).
 
     Freed by: FakeTensorMode in `torch.testing` or any public name.
     """
@@ -117,14 +118,14 @@ def fake_tensor_mode() -> Any:
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is a fake one (torch 2.11, 2.13). Freed by: as `fake_tensor_mode`."""
+    """Whether the tensor is a fake one (torch 2.13). Freed by: as `fake_tensor_mode`."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return isinstance(tensor, FakeTensor)
 
 
 def dispatch_mode_class() -> type[Any]:
-    """Returns TorchDispatchMode, documented but kept under a private module name (torch 2.11, 2.13)."""
+    """Returns TorchDispatchMode, documented but kept under a private module name (torch 2.13)."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     return TorchDispatchMode
@@ -133,7 +134,7 @@ def dispatch_mode_class() -> type[Any]:
 def without_dynamo_wrapper(mode: type[Any]) -> type[Any]:
     """Class decorator of a dispatch mode: has Dynamo skip its frames by their code, not by a wrapper around each call.
 
-    The wrapper costs 4 us an op. Seen working on torch 2.11 and 2.13; where it does not, the mode is left as it is.
+    The wrapper costs 4 us an op. Seen working on torch 2.13; where it does not, the mode is left as it is.
     Freed by: a public way to mark code that Dynamo never compiles.
     """
     wrapped = mode.__dict__["__torch_dispatch__"]
@@ -151,7 +152,7 @@ def without_dynamo_wrapper(mode: type[Any]) -> type[Any]:
 
 
 def detach_past_modes(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns `tensor.detach()` without telling the dispatch modes that are on (torch 2.11, 2.13).
+    """Returns `tensor.detach()` without telling the dispatch modes that are on (torch 2.13).
 
     Freed by: a `detach` that is free under a dispatch mode.
     """
@@ -162,7 +163,7 @@ def detach_past_modes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def fake_tensor_errors() -> tuple[type[BaseException], ...]:
-    """Returns the errors that say a fake tensor cannot answer what the model asked (torch 2.11, 2.13)."""
+    """Returns the errors that say a fake tensor cannot answer what the model asked (torch 2.13)."""
     from torch._subclasses.fake_tensor import (
         DataDependentOutputException,
         DynamicOutputShapeException,
@@ -181,7 +182,7 @@ def fake_tensor_errors() -> tuple[type[BaseException], ...]:
 def cpu_memory_events(profiler: Any) -> list[int]:
     """Returns the CPU allocator's changes in bytes, in time order, from a finished `profile(profile_memory=True)`.
 
-    Seen working on torch 2.11 and 2.13. Freed by: a public event list with sizes.
+    Seen working on torch 2.13. Freed by: a public event list with sizes.
     """
     events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
     events.sort(key=lambda e: e.start_ns())
@@ -194,7 +195,7 @@ def timed_memory_events(profiler: Any, prefix: str) -> tuple[list[tuple[int, int
     Args:
         prefix: marks are the `record_function` ranges whose names begin with it; it is left out of the name.
 
-    Seen working on torch 2.11 and 2.13. Freed by: a public event list with sizes.
+    Seen working on torch 2.13. Freed by: a public event list with sizes.
     """
     changes, marks = [], []
     cpu = torch.autograd.DeviceType.CPU  # type: ignore[attr-defined]
@@ -211,13 +212,13 @@ def timed_memory_events(profiler: Any, prefix: str) -> tuple[list[tuple[int, int
 
 
 def cuda_is_initialized() -> bool:
-    """Whether this process has touched CUDA; `torch.cuda.is_initialized` is public but untyped (torch 2.11, 2.13)."""
+    """Whether this process has touched CUDA; `torch.cuda.is_initialized` is public but untyped (torch 2.13)."""
     return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
 @contextlib.contextmanager
 def quiet_fake_errors() -> Iterator[None]:
-    """Keeps fake tensors from logging a traceback for an error that is reported anyway (torch 2.11, 2.13).
+    """Keeps fake tensors from logging a traceback for an error that is reported anyway (torch 2.13).
 
     Freed by: fake tensors that only raise.
     """
@@ -233,7 +234,7 @@ def quiet_fake_errors() -> Iterator[None]:
 
 
 def backward_keeps_graph() -> bool:
-    """Whether the backward that runs now was called with `retain_graph` (torch 2.11, 2.13).
+    """Whether the backward that runs now was called with `retain_graph` (torch 2.13).
 
     Freed by: a public way for a custom backward to know that it will run again.
     """
@@ -241,7 +242,7 @@ def backward_keeps_graph() -> bool:
 
 
 def tensor_without_data(cls: type[Any], like: Any, shape: Any, dtype: Any, requires_grad: bool) -> Any:
-    """Returns an instance of a Tensor subclass that has a shape and no memory (torch 2.11, 2.13).
+    """Returns an instance of a Tensor subclass that has a shape and no memory (torch 2.13).
 
     Freed by: a public constructor of wrapper subclasses.
     """
@@ -251,7 +252,7 @@ def tensor_without_data(cls: type[Any], like: Any, shape: Any, dtype: Any, requi
 
 
 def without_torch_function() -> Any:
-    """Returns a context in which a tensor subclass is asked as the plain tensor it is (torch 2.11, 2.13).
+    """Returns a context in which a tensor subclass is asked as the plain tensor it is (torch 2.13).
 
     Freed by: a public name for the guard the documentation tells to use.
     """

@@ -104,7 +104,7 @@ def _run(spec: StepSpec, batch: Any, tracker: Tracker, recorder: CallRecorder, *
         raise
     except _compat.fake_tensor_errors() as error:
         raise _Unfollowable(f"{type(error).__name__}: {_first_line(error)}") from error
-    except Exception as error:
+    except Exception as error:  # the user's model and loss run here and may raise anything
         phase = {"forward": "forward", "loss": "loss"}.get(tracker.phase, "backward")
         raise StepError(
             f"The {phase} of {type(model).__name__} failed on this batch: {type(error).__name__}: {_first_line(error)}"

@@ -237,7 +237,7 @@ class Frame:
             except torch.OutOfMemoryError as error:
                 error.add_note(f"while region `{self.path}` ran its forward a second time")
                 raise
-            except Exception as error:
+            except Exception as error:  # user code runs here: whatever it raises gets the region's path
                 if "a leaf Variable that requires grad is being used in an in-place" in str(error):
                     raise step.inputs.refusal("one of its arguments") from error
                 raise self._drift(f"failed: {type(error).__name__}: {error}", "E207") from error

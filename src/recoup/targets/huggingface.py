@@ -109,7 +109,7 @@ def _guarded(target: HubTarget, make: Any) -> Any:
     """Returns `make()`; whatever transformers says against the values becomes one line."""
     try:
         return make()
-    except Exception as error:
+    except Exception as error:  # configurations are checked by many kinds of exception, validators' own among them
         given = ", ".join(f"{key}={value}" for key, value in target.overrides) or "its defaults"
         what = " ".join(str(error).split())[:300]
         raise TargetError(
