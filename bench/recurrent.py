@@ -316,7 +316,7 @@ def peers() -> None:
             trial = ScanReport()
             try:
                 peak = peak_of(lambda n, x, p=percent, r=trial: by_scan(n, x, budget=f"{p}%", report=r))
-            except Exception as error:  # a budget below what the network needs is no point of the curve; the rest is raised
+            except Exception as error:  # too small a budget is no point of the curve; the rest is raised
                 if "below" not in str(error):
                     raise
                 continue
