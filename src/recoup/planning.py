@@ -243,7 +243,7 @@ class Planner:
         trace = self.trace
         kinds: dict[str, list[int]] = {}
         for index, call in enumerate(trace.calls):
-            if call.path and not call.refusal and call.last_save_op >= 0 and call.children:
+            if call.path and not call.refusal and call.replay_stop_op >= 0 and call.children:
                 kinds.setdefault(call.kind, []).append(index)
         saved = dict.fromkeys(kinds, 0)
         for kind, members in kinds.items():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+
 from torch import nn
 
 from recoup.capture.calls import CallRecord, CallRecorder
@@ -37,6 +39,7 @@ def build_trace(
         if tracker.ops[op].phase in ("forward", "loss"):
             writes_by_storage[storage] = max(op, writes_by_storage.get(storage, -1))
     buffer_names = {i: r.label for i, r in enumerate(tracker.storages) if r.category == "buffer"}
+    buffer_writes = sorted(write for write in tracker.writes if write[1] in buffer_names)
     return Trace(
         source="real" if reason else "fake",
         reason=reason,
@@ -72,27 +75,44 @@ def build_trace(
             for r in tracker.storages
         ),
         rederive_links=tuple((op, tuple(sources)) for op, sources in tracker.rederive_links),
-        calls=tuple(_call(call, tracker, writes_by_storage, buffer_names) for call in recorder.calls),
+        calls=tuple(
+            _call(call, tracker, stop, writes_by_storage, buffer_writes, buffer_names)
+            for call, stop in zip(recorder.calls, _replay_stops(tracker, recorder.calls), strict=True)
+        ),
     )
+
+
+def _replay_stops(tracker: Tracker, calls: list[CallRecord]) -> list[int]:
+    """Returns for each call how many of the step's ops have run when the last thing is saved inside it, -1: nothing."""
+    stops = [-1] * len(calls)
+    for stop, call in tracker.save_ops:
+        if call >= 0:
+            stops[call] = stop
+    for index in range(len(calls) - 1, -1, -1):  # children come after their parents
+        parent = calls[index].parent
+        if parent >= 0:
+            stops[parent] = max(stops[parent], stops[index])
+    return stops
 
 
 def _call(
     call: CallRecord,
     tracker: Tracker,
+    stop: int,
     writes: dict[int, int],
+    buffer_writes: list[tuple[int, int]],
     buffer_names: dict[int, str],
 ) -> Call:
     prefix = f"{call.path}." if call.path else ""
     refusal = call.refusal
     if not refusal and any(writes.get(i, -1) >= call.first_op for i in call.inputs):
         refusal = "its input is changed in place later in the step"
+    low, high = (bisect.bisect_left(buffer_writes, (op, -1)) for op in (call.first_op, call.last_op))
     buffers = tuple(
         dict.fromkeys(
             buffer_names[storage]
-            for op, storage in tracker.writes
-            if call.first_op <= op < call.last_op
-            and storage in buffer_names
-            and buffer_names[storage].startswith(prefix)
+            for _, storage in buffer_writes[low:high]
+            if buffer_names[storage].startswith(prefix)
         )
     )
     return Call(
@@ -107,10 +127,11 @@ def _call(
         outputs=call.outputs,
         input_grad_bytes=call.input_grad_bytes,
         output_grad_bytes=call.output_grad_bytes,
-        last_save_op=max((op for op, _ in tracker.save_ops if call.first_op <= op <= call.last_op), default=-1),
+        replay_stop_op=stop,
         refusal=refusal,
         mutated_buffers=buffers,
-        draws_random=any(call.first_op <= op < call.last_op for op in tracker.random_ops),
+        draws_random=bisect.bisect_left(tracker.random_ops, call.first_op)
+        < bisect.bisect_left(tracker.random_ops, call.last_op),
         chained=call.chained,
     )
 

@@ -157,10 +157,9 @@ class Tracker(_compat.dispatch_mode_class()):  # type: ignore[misc]
             record = self.storages[index]
             if record.category == "temporary":
                 record.category = "saved"
-            at = self._packing_op(tensor)
-            self.save_ops.append((at, self.call))
-            if record.saved_op < 0:
-                record.saved_op = at
+            self.save_ops.append((len(self.ops), self.call))
+            if record.saved_op in (-1, record.alloc_op):  # a later taker keeps it longer than the op that made it
+                record.saved_op = self._packing_op(tensor)
             if not record.saved_by or record.saved_by[-1] != self.call:
                 record.saved_by.append(self.call)
 

@@ -8,6 +8,7 @@ arguments hold is in `attributes.py`.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import random
 import sys
 from collections.abc import Iterable, Iterator
@@ -22,13 +23,14 @@ from recoup import _compat
 class RandomState:
     """The random number streams at one moment.
 
-    Python's and numpy's are kept only if `settle()` finds that they moved since: most forwards leave them alone.
+    Those of the host are kept only if `settle()` finds that they moved since: most forwards leave them alone. The CPU's
+    is kept as bytes, so that the allocator, and whoever counts what it gives, sees nothing of it.
     """
 
     __slots__ = ("_cpu", "_devices", "_numpy", "_python")
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        self._cpu: torch.Tensor | None = torch.get_rng_state()
+        self._cpu: bytes | None = _cpu_state()
         self._devices = [(i, torch.cuda.get_rng_state(i)) for i in _cuda_devices(tensors)]
         self._python: Any = random.getstate()
         numpy = sys.modules.get("numpy")
@@ -42,13 +44,13 @@ class RandomState:
             now = sys.modules["numpy"].random.get_state()
             if now[2] == self._numpy[2] and now[3] == self._numpy[3] and (now[1] == self._numpy[1]).all():
                 self._numpy = None
-        if self._cpu is not None and torch.equal(self._cpu, torch.get_rng_state()):
+        if self._cpu == _cpu_state():
             self._cpu = None
 
     def put(self) -> None:
         """Sets the streams to where they were, for good."""
         if self._cpu is not None:
-            torch.set_rng_state(self._cpu)
+            _set_cpu_state(self._cpu)
         for i, state in self._devices:
             torch.cuda.set_rng_state(state, i)
         if self._python is not None:
@@ -63,14 +65,14 @@ class RandomState:
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:
         """Sets the streams to where they were and, at the end, to where they are now."""
-        cpu = torch.get_rng_state() if self._cpu is not None else None
+        cpu = _cpu_state() if self._cpu is not None else None
         devices = [(i, torch.cuda.get_rng_state(i)) for i, _ in self._devices]
         python = random.getstate() if self._python is not None else None
         numpy = sys.modules["numpy"].random if self._numpy is not None else None
         numpy_state = numpy.get_state() if numpy is not None else None
         try:
             if self._cpu is not None:
-                torch.set_rng_state(self._cpu)
+                _set_cpu_state(self._cpu)
             for i, state in self._devices:
                 torch.cuda.set_rng_state(state, i)
             if self._python is not None:
@@ -80,13 +82,25 @@ class RandomState:
             yield
         finally:
             if cpu is not None:
-                torch.set_rng_state(cpu)
+                _set_cpu_state(cpu)
             for i, state in devices:
                 torch.cuda.set_rng_state(state, i)
             if python is not None:
                 random.setstate(python)
             if numpy is not None:
                 numpy.set_state(numpy_state)
+
+
+# Read and written by address: any other way is an op, which modes that follow ops, fake tensors and lineage see.
+def _cpu_state() -> bytes:
+    state = torch.get_rng_state()
+    return ctypes.string_at(state.data_ptr(), state.nbytes)
+
+
+def _set_cpu_state(saved: bytes) -> None:
+    state = torch.get_rng_state()
+    ctypes.memmove(state.data_ptr(), saved, len(saved))
+    torch.set_rng_state(state)
 
 
 def _cuda_devices(tensors: Iterable[torch.Tensor]) -> list[int]:

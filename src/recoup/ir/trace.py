@@ -70,7 +70,8 @@ class Storage:
     Attributes:
         released_op: the last op during which it would live if autograd kept nothing (forward storages only; equals
             `free_op` elsewhere).
-        saved_op: the forward op with which autograd first keeps it, -1 if it never does.
+        saved_op: the forward op with which autograd first keeps it as an input (or as the result, if it never is an
+            input), -1 if it never does.
         saved_by: calls that save a tensor in it, in order of first saving (may hold -1 for the loss).
         label: for people: the parameter's path, or op and call that made it.
     """
@@ -94,8 +95,9 @@ class Call:
         first_op, last_op: its forward is ops [first_op, last_op).
         inputs, outputs: storages of tensors that go in and come out.
         input_grad_bytes, output_grad_bytes: bytes of gradient that flows out of and into its backward.
-        last_save_op: the last op of its forward with which autograd keeps something (a replay stops there), -1: none.
-        refusal: why it can never be a region ("" if it can).
+        replay_stop_op: a replay runs ops [first_op, replay_stop_op): then the last thing that autograd keeps is there;
+            -1 if it keeps nothing.
+        refusal: why no region may begin with it ("" if one can).
         chained: its only tensor input that needs a gradient is exactly the previous sibling's whole output.
     """
 
@@ -110,7 +112,7 @@ class Call:
     outputs: tuple[int, ...]
     input_grad_bytes: int
     output_grad_bytes: int
-    last_save_op: int
+    replay_stop_op: int
     refusal: str
     mutated_buffers: tuple[str, ...]
     draws_random: bool

@@ -76,12 +76,15 @@ def named_segments(line: Line) -> Iterator[tuple[str, Segments]]:
     blocks = repeated_blocks(line)
     if not blocks:
         return
-    yield "full", [(block,) for block in blocks]
-    for k in _strides(len(blocks)):
-        yield f"every-{k}", [(block,) for block in blocks[::k]]
+    named: list[tuple[str, list[tuple[Call, ...]]]] = [("full", [(block,) for block in blocks])]
+    named += [(f"every-{k}", [(block,) for block in blocks[::k]]) for k in _strides(len(blocks))]
     length = math.isqrt(len(blocks) - 1) + 1
     if length > 1 and all(a.following is b for a, b in itertools.pairwise(blocks)):
-        yield "sqrt", [tuple(blocks[i : i + length]) for i in range(0, len(blocks), length)][:-1]
+        named.append(("sqrt", [tuple(blocks[i : i + length]) for i in range(0, len(blocks), length)][:-1]))
+    for name, segments in named:
+        allowed = [segment for segment in segments if region_of(segment).is_alone]
+        if allowed:
+            yield name, allowed
 
 
 class Pricer:

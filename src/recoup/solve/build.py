@@ -310,15 +310,11 @@ class _Lookup:
 
 def _region(
     lookup: _Lookup, numbers: _Numbers, index: int, free: set[int], holders: Mapping[int, list[int]]
-) -> Region | None:
+) -> Region:
     trace = lookup.trace
     call = trace.calls[index]
-    if call.refusal or call.last_save_op < 0 or call.last_op <= call.first_op:
-        return None
     first, last = call.first_op, call.last_op
-    stop = min(call.last_save_op, last)
-    if all(trace.signatures[o.signature].is_view for o in trace.ops[first:stop]):
-        return None  # its replay would run nothing: what it saves is its own input
+    stop = max(call.replay_stop_op, first)
     pinned, saved_inside, rebuilding = 0, 0, 0.0
     for i in call.inputs:
         storage = trace.storages[i]
@@ -328,7 +324,7 @@ def _region(
         if storage.alloc_op < 0 or _held_before(trace, call, holders.get(i, ())):
             continue
         pinned += storage.nbytes
-        if storage.category == "saved" and call.first_op <= storage.saved_op <= call.last_op:
+        if storage.category == "saved" and call.first_op <= storage.saved_op < call.last_op:
             saved_inside += storage.nbytes
     at = int(np.searchsorted(lookup.segment_starts, first))
     level = numbers.levels[first:last] - lookup.let_go(first, last)
@@ -338,6 +334,12 @@ def _region(
         replay_bytes=-saved_inside,
         seconds=float(lookup.seconds[stop] - lookup.seconds[first]) + rebuilding + REGION_OVERHEAD_SECONDS,
         flops=int(lookup.flops[stop] - lookup.flops[first]),
+        entry_seconds=rebuilding,
+        tail_seconds=float(lookup.seconds[last] - lookup.seconds[stop]),
+        tail_flops=int(lookup.flops[last] - lookup.flops[stop]),
+        # Otherwise its replay would run nothing: what it saves is its own input.
+        is_alone=not all(trace.signatures[o.signature].is_view for o in trace.ops[first:stop]),
+        begins=not call.refusal,
     )
 
 

@@ -51,7 +51,11 @@ class Region:
         saved_bytes: its inputs that nobody else holds anyway (pinned by the region).
         forward_bytes: peak of its forward when autograd keeps nothing, above the level before it.
         replay_bytes: in flight while it is replayed, beside its own replay: incoming gradients.
-        seconds, flops: of one more forward, host overhead included.
+        seconds, flops: of one more forward, host overhead included; a replay stops at the last thing that is saved.
+        entry_seconds: what of `seconds` only the first call of a span pays: rebuilding its inputs.
+        tail_seconds, tail_flops: of what is behind that last save, run again where calls of the same span follow.
+        is_alone: whether it may be a region by itself; a call whose replay would run nothing is only part of spans.
+        begins: whether a region may begin with it; not where its input is changed in place.
     """
 
     saved_bytes: int
@@ -59,6 +63,11 @@ class Region:
     replay_bytes: int
     seconds: float
     flops: int
+    entry_seconds: float = 0.0
+    tail_seconds: float = 0.0
+    tail_flops: int = 0
+    is_alone: bool = True
+    begins: bool = True
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -185,7 +185,7 @@ class Search:
         for length, (inside, rest) in enumerate(zip(inner, after, strict=True), start=1):
             assert last is not None and last.block.region is not None
             span.add(last.block.region)
-            if tried(length):
+            if tried(length) and span.is_allowed:
                 fronts.append(
                     before_region(
                         rest,

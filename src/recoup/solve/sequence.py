@@ -196,7 +196,7 @@ class Span:
     """The price of one region over consecutive calls, which are added one by one.
 
     What it saves are the first call's inputs. `replay_bytes` has two sides: incoming gradients are the last call's;
-    inputs that the replay counts again (negative) are the first call's.
+    inputs that the replay counts again (negative) are the first call's. Its replay stops in the last call.
     """
 
     __slots__ = ("_first", "_flops", "_forward_bytes", "_last", "_seconds")
@@ -210,11 +210,20 @@ class Span:
 
     def add(self, region: Region) -> None:
         """Appends a call."""
+        if self._last is not None:
+            self._seconds += self._last.tail_seconds - region.entry_seconds
+            self._flops += self._last.tail_flops
         self._first = self._first or region
         self._last = region
         self._forward_bytes = max(self._forward_bytes, region.forward_bytes)
         self._seconds += region.seconds
         self._flops += region.flops
+
+    @property
+    def is_allowed(self) -> bool:
+        """Whether what was added may be one region."""
+        first, last = self._first, self._last
+        return first is not None and first.begins and (first is not last or first.is_alone)
 
     def region(self) -> Region:
         """Returns the price of what was added, one call at least."""
@@ -226,6 +235,11 @@ class Span:
             replay_bytes=min(first.replay_bytes, 0) + max(last.replay_bytes, 0),
             seconds=self._seconds,
             flops=self._flops,
+            entry_seconds=first.entry_seconds,
+            tail_seconds=last.tail_seconds,
+            tail_flops=last.tail_flops,
+            is_alone=self.is_allowed,
+            begins=first.begins,
         )
 
 
