@@ -25,7 +25,7 @@ from recoup.ir.plan import Decision, Inside, Plan, Prediction
 from recoup.ir.trace import Trace
 from recoup.labels import group_labels
 from recoup.solve.baselines import baselines
-from recoup.solve.build import build_problem, only
+from recoup.solve.build import REGION_OVERHEAD_SECONDS, build_problem, only
 from recoup.solve.decisions import to_decisions
 from recoup.solve.frontier import Solution, Solver
 from recoup.solve.problem import Problem
@@ -81,6 +81,11 @@ class Planner:
         progress.advance(f"pricing {len(trace.signatures)} distinct ops")
         self.priced = cost.price(trace)
         self._optimizer = self._optimizer_step()
+        known = set(statistics_buffers(spec.model.named_modules()))  # the engine finds these by itself
+        self._buffers = {c.path: tuple(b for b in c.mutated_buffers if b not in known) for c in trace.calls}
+        self._num_calls: dict[str, int] = {}
+        for call in trace.calls:
+            self._num_calls[call.path] = max(self._num_calls.get(call.path, 0), call.index + 1)
         self.plain = self._candidate((), self.priced)
         variants = {"save": self.priced}
         if "rederive" in self.actions:
@@ -93,11 +98,6 @@ class Planner:
         self.tiled_solvers: list[Solver] = []
         if "tile" in self.actions and trace.source == "fake":
             self._add_tiled_views(spans)
-        known = set(statistics_buffers(spec.model.named_modules()))  # the engine finds these by itself
-        self._buffers = {c.path: tuple(b for b in c.mutated_buffers if b not in known) for c in trace.calls}
-        self._num_calls: dict[str, int] = {}
-        for call in trace.calls:
-            self._num_calls[call.path] = max(self._num_calls.get(call.path, 0), call.index + 1)
 
     def _add_tiled_views(self, spans: bool) -> None:
         """Adds views of the step with its head tiled, if it has one that can be: priced as that step runs."""
@@ -180,7 +180,7 @@ class Planner:
         return Candidate(
             decisions=chosen,
             peak_bytes=peak_bytes + self.fixed_bytes,
-            step_seconds=seconds + self._optimizer[1],
+            step_seconds=seconds + self._optimizer[1] + self._host_seconds(chosen),
             recomputed_flops=sum(trace.signatures[o.signature].flops for o in trace.ops if o.replayed),
             saved_bytes=sum(
                 s.nbytes for s in trace.storages if s.category == "saved" and s.alloc_op < forward_end <= s.free_op
@@ -188,6 +188,15 @@ class Planner:
             phase=phase,
             tensors=tuple(tensors[:8]),
         )
+
+    def _host_seconds(self, chosen: Sequence[Decision]) -> float:
+        """Returns what the bookkeeping of the regions takes; the solver charges the same."""
+        num_calls = 0
+        for decision in chosen:
+            if decision.action == "recompute":
+                repeats = 1 if decision.call is not None else self._num_calls.get(decision.path, 1)
+                num_calls += repeats * (1 + len(decision.span))
+        return num_calls * REGION_OVERHEAD_SECONDS
 
     # -- choosing -----------------------------------------------------------------------------------------------
 
