@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator
 
 from recoup.solve.problem import Block, Leaf, Option, Problem, Region
-from recoup.solve.sequence import Call, Choice, Line, Pick
+from recoup.solve.sequence import Call, Choice, Line, Pick, region_of
 
 UNIT = 1000
 
@@ -48,6 +48,10 @@ def random_region(rng: random.Random, seconds: float) -> Region:
         replay_bytes=rng.randrange(4) * UNIT,
         seconds=seconds,
         flops=int(seconds * 100),
+        entry_seconds=rng.choice([0.0, 0.25]),
+        tail_seconds=rng.choice([0.0, 0.5]),
+        is_alone=rng.random() < 0.8,
+        begins=rng.random() < 0.9,
     )
 
 
@@ -175,7 +179,8 @@ def _suffixes(
         length = calls[-1].last - part.first
         inside = list(calls) if len(calls) > 1 else list(part.parts)
         nested = _suffixes(line, inside, fixed, 0, (*around, start + at), len(calls) if len(calls) > 1 else 0)
-        for inner, decided in nested if len(calls) != whole else ():
+        allowed = len(calls) != whole and region_of(tuple(calls)).is_alone
+        for inner, decided in nested if allowed else ():
             pick = Pick(
                 first=at, last=at + length, action="recompute", inner=inner, rank=part.rank, num_calls=len(calls)
             )

@@ -60,6 +60,8 @@ def milp_seconds(problem: Problem, budget_bytes: int) -> float | None:
     for first in range(len(blocks)):
         for last in range(first + 1, len(blocks) + 1):
             region = combine([b.region for b in blocks[first:last] if b.region is not None])
+            if not region.is_alone:
+                continue
             low, high = starts[first], starts[last]
             x = model.addBinary()
             edges.append((low, high, region.saved_bytes, x))

@@ -110,9 +110,7 @@ def _call(
     low, high = (bisect.bisect_left(buffer_writes, (op, -1)) for op in (call.first_op, call.last_op))
     buffers = tuple(
         dict.fromkeys(
-            buffer_names[storage]
-            for _, storage in buffer_writes[low:high]
-            if buffer_names[storage].startswith(prefix)
+            buffer_names[storage] for _, storage in buffer_writes[low:high] if buffer_names[storage].startswith(prefix)
         )
     )
     return Call(

@@ -308,9 +308,7 @@ class _Lookup:
         return np.cumsum(change[:-1])
 
 
-def _region(
-    lookup: _Lookup, numbers: _Numbers, index: int, free: set[int], holders: Mapping[int, list[int]]
-) -> Region:
+def _region(lookup: _Lookup, numbers: _Numbers, index: int, free: set[int], holders: Mapping[int, list[int]]) -> Region:
     trace = lookup.trace
     call = trace.calls[index]
     first, last = call.first_op, call.last_op

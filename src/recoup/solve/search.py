@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
+from recoup.solve.links import Linked, Links, forks
 from recoup.solve.pareto import Front, before_leaf, before_region, best_of, empty
 from recoup.solve.problem import Leaf
 from recoup.solve.sequence import Call, Line, Span
@@ -79,7 +79,8 @@ class Search:
         # Segments of a chain of n calls are best at about sqrt(n); three times that leaves room for unequal ones.
         self._longest_span = max(_LONGEST_SPAN, 3 * math.isqrt(len(line.leaves)))
         self._inside: dict[tuple[int, int], _Inside] = {}
-        self._linked: dict[tuple[tuple[int, ...], ...], Front] = {}
+        self._linked: dict[tuple[int, int], Front] = {}
+        self._known_links: dict[Hashable, Linked] = {}
         self._nothing = empty()
         self.num_thinned = 0
 
@@ -109,14 +110,15 @@ class Search:
         # fronts[i] is that of parts i and on; a span jumps from it to one further right.
         fronts: list[dict[_Units, Front]] = [{}] * len(parts) + [{frozenset(): after}]
         insides: dict[int, list[_Inside]] = {}
+        links = self._links(call) if with_regions else None
         for i in reversed(range(len(parts))):
             part = parts[i]
             found: dict[_Units, list[Front]] = {}
             is_region = with_regions and isinstance(part, Call) and self._may_be_region(part)
             if isinstance(part, Call) and is_region:
-                insides[i] = self._insides(call, i, insides)
+                insides[i] = self._insides(call, i, insides, links)
             for state, rest in fronts[i + 1].items():
-                for forked in _forked(state, opening.get(i, ())):
+                for forked in forks(state, opening.get(i, ())):
                     active = rederived | forked
                     candidates = found.setdefault(forked.difference(closing.get(i, ())), [])
                     if isinstance(part, Leaf):
@@ -137,26 +139,54 @@ class Search:
         return fronts[0][frozenset()]
 
     def _forks(self, call: Call) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
-        """Returns the units that open and close at each part of a call, walking from the last to the first.
-
-        At most `_MOST_OPEN` are open anywhere (more on a small line), those that free the most bytes; the rest save.
-        """
+        """Returns the units that open and close at each part of a call, walking from the last to the first."""
         opening: dict[int, list[int]] = {}
         closing: dict[int, list[int]] = {}
-        if "rederive" not in self._actions or not call.units:
-            return opening, closing
+        for unit, (first, last) in self._reaches(call, len(call.parts)).items():
+            opening.setdefault(last, []).append(unit)
+            closing.setdefault(first, []).append(unit)
+        return opening, closing
+
+    def _links(self, call: Call) -> Links | None:
+        """Returns what links the parts of a call, None if nothing does."""
+        reaches = self._reaches(call, self._longest_span) if self._spans and "recompute" in self._actions else {}
+        if not reaches:
+            return None
+
+        def walk(part: Call, after: Front, rederived: _Units) -> Front:
+            return self._walk(part, after, rederived, self._max_inner_points)
+
+        return Links(
+            call.parts,
+            reaches,
+            walk=walk,
+            best_of=lambda fronts: self._best_of(fronts, self._max_inner_points),
+            structure=self._line.structure,
+            known=self._known_links,
+        )
+
+    def _reaches(self, call: Call, longest: int) -> dict[int, tuple[int, int]]:
+        """Returns the first and the last part that each unit of a call touches, for those that may rederive.
+
+        At most `_MOST_OPEN` are open anywhere (more on a small line), those that free the most bytes; the rest save.
+
+        Args:
+            longest: how many parts a unit may reach over.
+        """
+        reaches: dict[int, tuple[int, int]] = {}
+        if "rederive" not in self._actions:
+            return reaches
         starts = call.starts
         num_open = [0] * len(starts)
         for unit in sorted(call.units, key=self._freed_bytes, reverse=True):
             positions = self._line.units[unit]
             first = bisect.bisect_right(starts, positions[0]) - 1
             last = bisect.bisect_right(starts, positions[-1]) - 1
-            if max(num_open[first : last + 1]) < self._most_open:
-                opening.setdefault(last, []).append(unit)
-                closing.setdefault(first, []).append(unit)
+            if last - first < longest and max(num_open[first : last + 1]) < self._most_open:
+                reaches[unit] = (first, last)
                 for i in range(first, last + 1):
                     num_open[i] += 1
-        return opening, closing
+        return reaches
 
     def _freed_bytes(self, unit: int) -> int:
         leaves = [self._line.leaves[i] for i in self._line.units[unit]]
@@ -202,11 +232,11 @@ class Search:
     def _may_be_region(self, call: Call) -> bool:
         return call.block.region is not None and "recompute" in self._actions
 
-    def _insides(self, around: Call, i: int, known: Mapping[int, list[_Inside]]) -> list[_Inside]:
+    def _insides(self, around: Call, i: int, known: Mapping[int, list[_Inside]], links: Links | None) -> list[_Inside]:
         """Returns the insides of regions over 1, 2, ... calls, the first of which is part `i` of `around`.
 
         Args:
-            known: the same for the parts behind it.
+            known: the same for the parts behind it. links: what links the parts of `around`, None: nothing does.
         """
         call = around.parts[i]
         assert isinstance(call, Call)
@@ -228,38 +258,19 @@ class Search:
                     sequence = self._best_of([front, *whole], self._max_inner_points)
                 structure = self._line.structure(("inside", *key))
                 inside = self._inside[key] = _Inside(structure=structure, front=front, sequence=sequence)
-            if length > 1 and around.units and is_tried(length):
-                inside = self._with_links(around, i, length, inside)
+            if length > 1 and links is not None:
+                inside = self._with_links(links, i, length, inside)
             found.append(inside)
         return found
 
-    def _with_links(self, around: Call, i: int, length: int, inside: _Inside) -> _Inside:
+    def _with_links(self, links: Links, i: int, length: int, inside: _Inside) -> _Inside:
         """Returns the inside of a span in which units that link its calls may rederive too."""
-        members = [part for part in around.parts[i : i + length] if isinstance(part, Call)]
-        first, last = members[0].first, members[-1].last
-        positions = self._line.units
-        units = [u for u in around.units if first <= positions[u][0] and positions[u][-1] < last]
-        if not units:
+        linked = links.extend(i, length)
+        if not is_tried(length):
             return inside
-        names = {unit: name for name, unit in enumerate(units)}
-        key = tuple((m.structure, *(names.get(u, -1) for u in m.open_units)) for m in members)
+        key = (inside.structure, linked.structure)
         front = self._linked.get(key)
         if front is None:
-            span = dataclasses.replace(
-                around,
-                parts=tuple(members),
-                starts=tuple(member.first for member in members),
-                first=first,
-                last=last,
-                units=tuple(units),
-            )
-            linked = self._walk(span, self._nothing, frozenset(), self._max_inner_points, with_regions=False)
-            front = self._linked[key] = self._best_of([inside.front, linked], self._max_inner_points)
+            front = self._best_of([inside.front, linked.fronts[frozenset()]], self._max_inner_points)
+            self._linked[key] = front
         return dataclasses.replace(inside, front=front)
-
-
-def _forked(state: _Units, opening: Sequence[int]) -> Iterator[_Units]:
-    """Yields `state` with every subset of the units that open here."""
-    for size in range(len(opening) + 1):
-        for units in itertools.combinations(opening, size):
-            yield state.union(units)
