@@ -126,8 +126,9 @@ class Planner:
         views.append(Solver(only(problem, "rederive"), actions=self.actions, spans=spans))
         if "recompute" in self.actions:
             pinned = build_problem(variants, spans=spans, rebuilds_inputs=False)
-            views.append(Solver(pinned, actions=self.actions, spans=spans))
-            views.append(Solver(only(pinned, "rederive"), actions=self.actions, spans=spans))
+            if pinned != problem:
+                views.append(Solver(pinned, actions=self.actions, spans=spans))
+                views.append(Solver(only(pinned, "rederive"), actions=self.actions, spans=spans))
             views.append(Solver(only(pinned, "save"), actions=("recompute",), spans=spans))
         return views
 

@@ -19,6 +19,7 @@ from recoup.ir.trace import Call, Trace
 from recoup.solve.problem import Block, Leaf, Option, Problem, Region
 
 _Array = npt.NDArray[np.int64]
+_FEMTO = 1e15
 REGION_OVERHEAD_SECONDS = 150e-6  # host time of one region's bookkeeping, measured on a CPU
 
 
@@ -288,7 +289,9 @@ class _Lookup:
         self.trace = trace
         self.segment_starts = [s.first for s in segments]
         flops = [trace.signatures[o.signature].flops for o in trace.ops]
-        self.seconds = np.concatenate([[0.0], np.cumsum(priced.op_seconds)])
+        # Whole femtoseconds: equal layers get equal sums wherever they lie, which the solver's sharing lives on.
+        whole = np.rint(np.asarray(priced.op_seconds) * _FEMTO).astype(np.int64)
+        self._sums = np.concatenate([[0], np.cumsum(whole)])
         self.flops = np.concatenate([[0], np.cumsum(np.asarray(flops, dtype=np.int64))])
         made = [s for s in trace.storages if s.alloc_op >= 0 and s.nbytes and s.released_op < s.free_op]
         made.sort(key=lambda s: s.alloc_op)
@@ -296,6 +299,10 @@ class _Lookup:
         self.released = np.asarray([s.released_op for s in made], dtype=np.int64)
         self.freed = np.asarray([s.free_op for s in made], dtype=np.int64)
         self.nbytes = np.asarray([s.nbytes for s in made], dtype=np.int64)
+
+    def seconds(self, first: int, last: int) -> float:
+        """Returns how long ops [first, last) take."""
+        return float(self._sums[last] - self._sums[first]) / _FEMTO
 
     def let_go(self, first: int, last: int) -> _Array:
         """Returns for each op of [first, last) the bytes made in that range that only autograd still holds."""
@@ -317,7 +324,7 @@ def _region(lookup: _Lookup, numbers: _Numbers, index: int, free: set[int], hold
     for i in call.inputs:
         storage = trace.storages[i]
         if storage.alloc_op >= 0 and i in free:
-            rebuilding += float(lookup.seconds[storage.alloc_op + 1] - lookup.seconds[storage.alloc_op])
+            rebuilding += lookup.seconds(storage.alloc_op, storage.alloc_op + 1)
             continue
         if storage.alloc_op < 0 or _held_before(trace, call, holders.get(i, ())):
             continue
@@ -330,10 +337,10 @@ def _region(lookup: _Lookup, numbers: _Numbers, index: int, free: set[int], hold
         saved_bytes=pinned,
         forward_bytes=int(level.max()) - numbers.fixed_bytes - int(numbers.saved_before[at]),
         replay_bytes=-saved_inside,
-        seconds=float(lookup.seconds[stop] - lookup.seconds[first]) + rebuilding + REGION_OVERHEAD_SECONDS,
+        seconds=lookup.seconds(first, stop) + rebuilding + REGION_OVERHEAD_SECONDS,
         flops=int(lookup.flops[stop] - lookup.flops[first]),
         entry_seconds=rebuilding,
-        tail_seconds=float(lookup.seconds[last] - lookup.seconds[stop]),
+        tail_seconds=lookup.seconds(stop, last),
         tail_flops=int(lookup.flops[last] - lookup.flops[stop]),
         # Otherwise its replay would run nothing: what it saves is its own input.
         is_alone=not all(trace.signatures[o.signature].is_view for o in trace.ops[first:stop]),

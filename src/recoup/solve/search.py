@@ -20,6 +20,7 @@ from recoup.solve.sequence import Call, Line, Span
 _EVERY_LENGTH = 16
 _LONGEST_SPAN = 64
 _MOST_OPEN, _MOST_OPEN_IF_SMALL, _SMALL = 3, 6, 64
+_MOST_POINTS, _MOST_POINTS_IF_LARGE, _LARGE = 4000, 1000, 1000
 _Units = frozenset[int]
 
 
@@ -56,7 +57,8 @@ class Search:
         actions: what may be chosen besides "save".
         spans: whether consecutive calls may form one region.
         nested_spans: whether the calls inside a span may be regions, and spans, again (Rotor's full recursion).
-        max_points, max_inner_points: how large fronts may grow, of the step and inside regions.
+        max_points, max_inner_points: how large fronts may grow, of the step (None: by the size of the line) and inside
+            regions.
     """
 
     def __init__(
@@ -66,14 +68,14 @@ class Search:
         actions: Sequence[str],
         spans: bool,
         nested_spans: bool,
-        max_points: int = 4000,
+        max_points: int | None = None,
         max_inner_points: int = 100,
     ) -> None:
         self._line = line
         self._actions = frozenset(actions) | {"save"}
         self._spans = spans
         self._nested_spans = nested_spans
-        self._max_points = max_points
+        self._max_points = max_points or (_MOST_POINTS if len(line.leaves) <= _LARGE else _MOST_POINTS_IF_LARGE)
         self._max_inner_points = max_inner_points
         self._most_open = _MOST_OPEN if len(line.leaves) > _SMALL else _MOST_OPEN_IF_SMALL
         # Segments of a chain of n calls are best at about sqrt(n); three times that leaves room for unequal ones.
