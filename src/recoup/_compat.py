@@ -124,6 +124,15 @@ def is_fake(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
+def fake_device(tensor: Any) -> torch.device:
+    """Returns the device that a fake tensor stands for, without dispatching the question (torch 2.13).
+
+    Freed by: a cheap public `FakeTensor.device`.
+    """
+    device: torch.device = tensor.fake_device
+    return device
+
+
 def dispatch_mode_class() -> type[Any]:
     """Returns TorchDispatchMode, documented but kept under a private module name (torch 2.13)."""
     from torch.utils._python_dispatch import TorchDispatchMode

@@ -75,6 +75,7 @@ class _Handle(weakref.ref):  # type: ignore[type-arg]
     index: int
 
 
+@_compat.without_dynamo_wrapper
 class Tracker(_compat.dispatch_mode_class()):  # type: ignore[misc]
     """Records ops and storages.
 
@@ -181,6 +182,8 @@ class Tracker(_compat.dispatch_mode_class()):  # type: ignore[misc]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default and _compat.is_fake(args[0]):
+            return _compat.fake_device(args[0])  # asked about twice an op
         if not self.recording:
             return func(*args, **kwargs)
         tensors: list[torch.Tensor] = []
