@@ -17,6 +17,7 @@ from torch import nn
 
 from recoup import progress
 from recoup.capture.capture import StepSpec, capture
+from recoup.cost.copies import Link, with_copies
 from recoup.cost.model import CostModel, PricedTrace
 from recoup.engine.handle import apply_decisions, caching_paths
 from recoup.engine.state import statistics_buffers
@@ -24,6 +25,7 @@ from recoup.errors import InfeasibleBudget, UsageError
 from recoup.ir.plan import Decision, Inside, Plan, Prediction
 from recoup.ir.trace import Trace
 from recoup.labels import group_labels
+from recoup.offloading import find_link, with_inputs_offloaded
 from recoup.solve.baselines import baselines
 from recoup.solve.build import REGION_OVERHEAD_SECONDS, build_problem, only
 from recoup.solve.decisions import to_decisions
@@ -33,6 +35,7 @@ from recoup.tiling import TiledHead, find_tiled_head, is_tiled, retile
 from recoup.units import format_bytes, parse_budget
 
 ACTIONS = ("rederive", "recompute", "tile")
+OPT_IN_ACTIONS = ("offload",)
 _EVERYWHERE = (Decision(path="", action="rederive"),)
 _MAX_REPAIRS = 5
 _SEARCH_SECONDS = 8.0
@@ -58,6 +61,7 @@ class Candidate:
     saved_bytes: int
     phase: str
     tensors: tuple[tuple[str, int], ...]
+    offloaded_bytes: int = 0
 
 
 class Planner:
@@ -75,6 +79,10 @@ class Planner:
         self.cost = cost
         self.actions = tuple(actions)
         self.fixed_bytes = fixed_bytes
+        self.link: Link | None = None
+        if "offload" in self.actions:
+            device = next((p.device for p in spec.model.parameters() if p.device.type != "meta"), torch.device("cpu"))
+            self.link = find_link(cost, device=device)
         self._seen: dict[tuple[Decision, ...], Candidate] = {}
         progress.advance("capturing the step")
         trace = capture(spec)
@@ -140,7 +148,8 @@ class Planner:
     def simulate_priced(self, chosen: tuple[Decision, ...]) -> PricedTrace:
         """Returns the step with `chosen` applied, captured and priced; without the optimizer's part."""
         with apply_decisions(self.spec.model, chosen):
-            return self.cost.price(capture(self.spec, known=self.trace))
+            priced = self.cost.price(capture(self.spec, known=self.trace))
+        return priced if self.link is None else with_copies(priced, self.link)
 
     def simulate(self, chosen: tuple[Decision, ...]) -> Candidate:
         """Returns what the step costs with `chosen` applied, by running it under fake tensors."""
@@ -181,13 +190,14 @@ class Planner:
         return Candidate(
             decisions=chosen,
             peak_bytes=peak_bytes + self.fixed_bytes,
-            step_seconds=seconds + self._optimizer[1] + self._host_seconds(chosen),
+            step_seconds=seconds + self._optimizer[1] + priced.copy_seconds + self._host_seconds(chosen),
             recomputed_flops=sum(trace.signatures[o.signature].flops for o in trace.ops if o.replayed),
             saved_bytes=sum(
                 s.nbytes for s in trace.storages if s.category == "saved" and s.alloc_op < forward_end <= s.free_op
             ),
             phase=phase,
             tensors=tuple(tensors[:8]),
+            offloaded_bytes=sum(c.nbytes for c in trace.copies if c.kind == "out"),
         )
 
     def _host_seconds(self, chosen: Sequence[Decision]) -> float:
@@ -266,7 +276,11 @@ class Planner:
             paths = dict.fromkeys(trace.calls[i].path for i in kinds[kind])
             for ambient in ambients:
                 inside: Inside = "rederive" if ambient else "save"
-                yield ambient + tuple(Decision(path=p, action="recompute", inside=inside) for p in paths)
+                regions = ambient + tuple(Decision(path=p, action="recompute", inside=inside) for p in paths)
+                yield regions
+                if self.link is not None:
+                    yield with_inputs_offloaded(regions)
+                    yield ambient + tuple(Decision(path=p, action="offload", inside=inside) for p in paths)
 
     def fit(self, budget_bytes: int) -> Candidate | None:
         """Returns the fastest plan found whose simulated peak is at or under the budget, None if there is none."""
@@ -396,6 +410,7 @@ class Planner:
             phase=candidate.phase,
             tensors=candidate.tensors,
             cost_source=self.priced.source,
+            offloaded_bytes=candidate.offloaded_bytes,
         )
 
     def plan(self, candidate: Candidate, *, budget_bytes: int, budget_text: str, device: str) -> Plan:
@@ -456,8 +471,9 @@ def check_actions(actions: Any) -> tuple[str, ...]:
     """
     chosen = (actions,) if isinstance(actions, str) else tuple(actions)
     for action in chosen:
-        if action not in ACTIONS:
-            raise UsageError(f"Unknown action {action!r}. Choose from {', '.join(ACTIONS)} (save is always there).")
+        if action not in (*ACTIONS, *OPT_IN_ACTIONS):
+            known = ", ".join((*ACTIONS, *OPT_IN_ACTIONS))
+            raise UsageError(f"Unknown action {action!r}. Choose from {known} (save is always there).")
     return chosen
 
 

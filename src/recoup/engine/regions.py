@@ -76,7 +76,7 @@ class _Step:
     def __init__(self, member: Member, args: Any, kwargs: Any, previous: torch.Tensor | None) -> None:
         self.forward = member.forward
         modules = walk(member.module())
-        self.inputs = Inputs(member.path, args, kwargs, previous)
+        self.inputs = Inputs(member.path, args, kwargs, previous, offloads=member.offloads)
         self.random = RandomState(self.inputs.tensors)
         self.autocast = AutocastState(t.device.type for t in self.inputs.tensors[:1])
         written = (*member.buffers, *statistics_buffers(modules))
@@ -126,6 +126,7 @@ class Member:
     Attributes:
         path: for messages. module: weakly held. forward: what runs. buffers: names of those its forward changes.
         derives: whether the replay may rederive; derives_by_default: outside of deeper decisions.
+        offloads: whether its inputs go to the host.
     """
 
     def __init__(
@@ -137,6 +138,7 @@ class Member:
         buffers: tuple[str, ...],
         derives: bool,
         derives_by_default: bool,
+        offloads: bool = False,
     ) -> None:
         self.path = path
         self.module = module
@@ -144,6 +146,7 @@ class Member:
         self.buffers = buffers
         self.derives = derives
         self.derives_by_default = derives_by_default
+        self.offloads = offloads
 
 
 class Frame:

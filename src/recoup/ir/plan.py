@@ -25,11 +25,14 @@ class Decision:
         path: dotted module path; "" is the model itself.
         call: which execution of that module in the step, or None for every one.
         action: `save` and `rederive` set what happens to saved tensors from here down; `recompute` makes the call a
-            region: it keeps its inputs and runs again in backward.
-        inside: for `recompute`, what the replay does with its saved tensors.
+            region: it keeps its inputs and runs again in backward; `offload` moves what is saved from here down to
+            the host, and back before backward reads it.
+        inside: for `recompute`, what the replay does with its saved tensors; for `offload`, what happens to saved
+            tensors first: with "rederive" only what cannot be rebuilt is moved.
         span: for `recompute`, paths of the calls that follow directly and belong to the same region.
         buffers: for `recompute`, paths of buffers that the region's forward was seen to change; the replay runs
             on copies of what they were. (Those of normalisation layers are found by themselves.)
+        offload: for `recompute`, whether the inputs that the region keeps go to the host.
         tile_tokens: for `tile`, tokens of a tile; None: as many as `recoup.tiled_cross_entropy` takes by itself.
     """
 
@@ -40,6 +43,7 @@ class Decision:
     span: tuple[str, ...] = ()
     buffers: tuple[str, ...] = ()
     tile_tokens: int | None = None
+    offload: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +56,7 @@ class Prediction:
         extra_time_ratio: step_seconds / plain_step_seconds - 1.
         recomputed_flops: FLOPs run a second time. plain_flops: FLOPs of the step without a plan.
         saved_bytes, plain_saved_bytes: bytes that autograd holds when backward begins.
+        offloaded_bytes: bytes moved to the host in one step.
         phase: where the peak is. tensors: the largest ones alive there, as (what, bytes).
     """
 
@@ -66,6 +71,7 @@ class Prediction:
     phase: str
     tensors: tuple[tuple[str, int], ...]
     cost_source: str
+    offloaded_bytes: int = 0
 
     @property
     def extra_time_ratio(self) -> float:
