@@ -13,8 +13,11 @@ import torch
 from recoup.cost.copies import Link
 from recoup.cost.devices import Device
 from recoup.cost.model import CostModel
+from recoup.engine.elsewhere import MIN_BYTES
 from recoup.engine.transport import make_transport
 from recoup.ir.plan import Decision
+from recoup.solve.offload import Assumption, depths, with_offload
+from recoup.solve.problem import Problem
 
 _TRIED_BYTES = 1 << 24
 _NUM_TRIES = 3
@@ -63,6 +66,25 @@ def measured_link(device: torch.device) -> Link:
         overlaps=device.type == "cuda",
         source=f"measured: {_TRIED_BYTES >> 20} MiB to {where} and back",
     )
+
+
+def problems_with_offload(problem: Problem, link: Link) -> list[Problem]:
+    """Returns the problem with offload's labels, once for each assumption on what copies cost that may hold."""
+    assumptions: list[tuple[Assumption, int]] = [("exposed", 0)]
+    if link.overlaps:
+        assumptions = [*(("window", depth) for depth in depths(problem)), ("hidden", 0), ("exposed", 0)]
+    return [
+        with_offload(
+            problem,
+            out_seconds=1 / link.out_bytes,
+            back_seconds=1 / link.back_bytes,
+            overlaps=link.overlaps,
+            assumption=assumption,
+            min_bytes=MIN_BYTES,
+            depth=depth,
+        )
+        for assumption, depth in assumptions
+    ]
 
 
 def is_offloaded(decisions: Sequence[Decision]) -> bool:

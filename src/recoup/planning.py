@@ -25,7 +25,7 @@ from recoup.errors import InfeasibleBudget, UsageError
 from recoup.ir.plan import Decision, Inside, Plan, Prediction
 from recoup.ir.trace import Trace
 from recoup.labels import group_labels
-from recoup.offloading import find_link, with_inputs_offloaded
+from recoup.offloading import find_link, problems_with_offload, with_inputs_offloaded
 from recoup.solve.baselines import baselines
 from recoup.solve.build import REGION_OVERHEAD_SECONDS, build_problem, only
 from recoup.solve.decisions import to_decisions
@@ -102,6 +102,8 @@ class Planner:
             self._seen[_EVERYWHERE] = self._candidate(_EVERYWHERE, variants["rederive"])
         self.problem: Problem = build_problem(variants, spans=spans)
         self.solvers = self._views(self.problem, variants, spans)
+        self.moving_solvers = self._moving_views(self.problem, spans)
+        self.tiled_moving_solvers: list[Solver] = []
         self.tiled: TiledHead | None = None
         self.tiled_solvers: list[Solver] = []
         if "tile" in self.actions and trace.source == "fake":
@@ -120,7 +122,15 @@ class Planner:
             both = (*_EVERYWHERE, *tile)
             variants["rederive"] = self.simulate_priced(both)
             self._seen[both] = self._candidate(both, variants["rederive"])
-        self.tiled_solvers = self._views(build_problem(variants, spans=spans), variants, spans)
+        problem = build_problem(variants, spans=spans)
+        self.tiled_solvers = self._views(problem, variants, spans)
+        self.tiled_moving_solvers = self._moving_views(problem, spans)
+
+    def _moving_views(self, problem: Problem, spans: bool) -> list[Solver]:
+        """Returns solvers for views in which copies to the host hide, hide as long as the link keeps up, or do not."""
+        if self.link is None:
+            return []
+        return [Solver(p, actions=self.actions, spans=spans) for p in problems_with_offload(problem, self.link)]
 
     def _views(self, problem: Problem, variants: dict[str, PricedTrace], spans: bool) -> list[Solver]:
         """Returns solvers for several views of the problem; the simulation decides between their answers.
@@ -221,7 +231,7 @@ class Planner:
                 buffers = tuple(b for p in paths for b in self._buffers.get(p, ()))
             call = None if self._num_calls.get(decision.path, 1) == 1 else decision.call
             chosen.append(dataclasses.replace(decision, call=call, buffers=tuple(sorted(buffers))))
-        is_tiled_view = any(solver is view for view in self.tiled_solvers)
+        is_tiled_view = any(solver is view for view in (*self.tiled_solvers, *self.tiled_moving_solvers))
         saves_only = self.tiled_solvers[-1] if is_tiled_view else self.solvers[-1]
         if "rederive" in self.actions and chosen and chosen[0].path and solver is not saves_only:
             chosen.insert(0, Decision(path="", action="save"))  # lineage is recorded: regions' inputs use it
@@ -234,7 +244,7 @@ class Planner:
 
     def smallest(self) -> Candidate:
         """Returns the plan with the smallest simulated peak that was found."""
-        for solver in (*self.solvers, *self.tiled_solvers):
+        for solver in (*self.solvers, *self.moving_solvers, *self.tiled_solvers, *self.tiled_moving_solvers):
             self.simulate(self.decide(solver, solver.leanest()))
         for chosen in self._by_hand():
             self.simulate(chosen)
@@ -289,10 +299,16 @@ class Planner:
         began = time.perf_counter()
         for solver in self.solvers:
             self._search(solver, budget_bytes, until=began + _SEARCH_SECONDS)
+        began = time.perf_counter()
+        for solver in self.moving_solvers:
+            self._search(solver, budget_bytes, until=began + _SEARCH_SECONDS)
         exact = min((c.step_seconds for c in self._fitting(budget_bytes) if not is_tiled(c.decisions)), default=None)
         if exact is None or exact > self.plain.step_seconds * (1 + _EQUAL_BITS_ARE_WORTH):
             began = time.perf_counter()
             for solver in self.tiled_solvers:
+                self._search(solver, budget_bytes, until=began + _SEARCH_SECONDS)
+            began = time.perf_counter()
+            for solver in self.tiled_moving_solvers:
                 self._search(solver, budget_bytes, until=began + _SEARCH_SECONDS)
         self._try_by_hand(budget_bytes)
         fitting = self._fitting(budget_bytes)
@@ -365,7 +381,8 @@ class Planner:
             if solution.status == "infeasible":
                 return
             best = min((c.step_seconds for c in self._fitting(budget_bytes)), default=float("inf"))
-            base = self._seen[(self.tiled.decision,)] if self.tiled and solver in self.tiled_solvers else self.plain
+            is_tiled_view = solver in (*self.tiled_solvers, *self.tiled_moving_solvers)
+            base = self._seen[(self.tiled.decision,)] if self.tiled and is_tiled_view else self.plain
             if base.step_seconds + solution.extra_seconds >= best:
                 return  # even by its own reckoning no faster than what fits already
             candidate = self.simulate(self.decide(solver, solution))

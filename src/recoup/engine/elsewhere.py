@@ -79,6 +79,11 @@ class StepOffloader:
         self._shared = shared
         self._stays = stays
         self._last: weakref.ref[_Block] | None = None
+        self._group = 0
+
+    def begin_group(self) -> None:
+        """Begins a group: what one call, or one region, moves. Backward brings groups back one ahead."""
+        self._group += 1
 
     def take(self, value: Value, tensor: torch.Tensor) -> KeptElsewhere | None:
         """Returns what stands for the contents of the tensor's storage, moved away; None if it stays."""
@@ -92,7 +97,7 @@ class StepOffloader:
         flat = tensor.detach().as_strided((nbytes // tensor.dtype.itemsize,), (1,), 0).view(torch.uint8)
         transport, moves = self._shared.transport(tensor.device), self._shared.moves
         before = self._last() if self._last is not None else None
-        block = _Block(transport, moves, transport.put(flat), nbytes, before)
+        block = _Block(transport, moves, transport.put(flat), nbytes, before, self._group)
         moves.bytes_out += nbytes
         moves.num_blocks += 1
         self._last = weakref.ref(block)
@@ -106,9 +111,12 @@ class _Block:
         waiting: how many will still ask for it.
     """
 
-    __slots__ = ("__weakref__", "_before", "_handle", "_held", "_moves", "_nbytes", "_transport", "waiting")
+    __slots__ = ("__weakref__", "_before", "_group", "_handle", "_held", "_moves", "_nbytes", "_transport", "waiting")
 
-    def __init__(self, transport: Transport, moves: Moves, handle: Any, nbytes: int, before: _Block | None) -> None:
+    def __init__(
+        self, transport: Transport, moves: Moves, handle: Any, nbytes: int, before: _Block | None, group: int
+    ) -> None:
+        self._group = group
         self.waiting = 0
         self._transport = transport
         self._moves = moves
@@ -118,16 +126,23 @@ class _Block:
         self._held: torch.Tensor | None = None
 
     def load(self) -> torch.Tensor:
-        """Returns the storage's bytes on the device and begins to bring back the storage that was moved before it."""
+        """Returns the storage's bytes on the device and begins to bring back its group and the one before."""
         flat = self._held
         if flat is None:
             flat = self._transport.get(self._handle)
             self._moves.bytes_back += self._nbytes
         self._held = flat if self.waiting else None
-        before = self._before() if self._before is not None else None
-        if before is not None and before.waiting and before._held is None:
-            self._transport.prefetch(before._handle)
+        self._prefetch()
         return flat
+
+    def _prefetch(self) -> None:
+        groups = {self._group}
+        block = self._before() if self._before is not None else None
+        while block is not None and (len(groups) < 2 or block._group in groups):
+            groups.add(block._group)
+            if block.waiting and block._held is None:
+                self._transport.prefetch(block._handle)
+            block = block._before() if block._before is not None else None
 
     def served(self) -> None:
         """Counts off one who waited."""
@@ -191,10 +206,10 @@ class Returning:
 
     def unpack(self) -> torch.Tensor:
         """Returns the tensor; raises if it was changed in place since it was saved."""
-        self._served()
         self._kept.check()
         with activity.recomputing():
             tensor = self._kept.contents()
+            self._served()
             if geometry_of(tensor) == self._geometry:
                 return tensor
             size, stride, offset, dtype = self._geometry

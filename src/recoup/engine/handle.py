@@ -200,6 +200,8 @@ def _ambient(decision: Decision) -> Iterator[None]:
     if recorder is not None:
         before = recorder.deriving, recorder.offloading
         recorder.deriving, recorder.offloading = derives, decision.action == "offload"
+        if recorder.offloading and recorder.offloader is not None:
+            recorder.offloader.begin_group()
         try:
             yield
         finally:

@@ -102,9 +102,7 @@ class Inputs:
         self._args = _map(keep, args)
         self._kwargs = _map(keep, kwargs)
         dummy = torch.empty((0,), requires_grad=True)
-        with _deriving(
-            offloads=offloads
-        ):  # whatever is decided around: what can be rebuilt need not be kept
+        with _deriving(offloads=offloads):  # whatever is decided around: what can be rebuilt need not be kept
             self._saver = _SaveInputs.apply(dummy, *self.tensors).grad_fn  # type: ignore[no-untyped-call]
         self._versions = [(weakref.ref(t), version_of(t)) for t in self.tensors]
 
@@ -193,6 +191,8 @@ def _deriving(*, offloads: bool) -> Iterator[None]:
         return
     before = recorder.deriving, recorder.offloading
     recorder.deriving, recorder.offloading = True, offloads
+    if offloads and recorder.offloader is not None:
+        recorder.offloader.begin_group()
     try:
         yield
     finally:

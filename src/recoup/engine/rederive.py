@@ -124,7 +124,7 @@ Source = Kept | KeptCompact | KeptElsewhere
 class Rederived:
     """A saved tensor that will be rebuilt: a value, where it starts from, and the geometry it is wanted in."""
 
-    __slots__ = ("geometry", "sources", "turn", "value", "waits")
+    __slots__ = ("geometry", "held", "sources", "turn", "value", "waits")
 
     def __init__(self, value: Value, geometry: Geometry, sources: Sequence[Source], turn: int) -> None:
         self.turn = turn
@@ -136,8 +136,9 @@ class Rederived:
         for source in sources:
             if isinstance(source, Kept):
                 source.is_source = True
-            elif isinstance(source, KeptElsewhere):
-                source.block.waiting += 1
+        self.held = tuple(source for source in sources if isinstance(source, KeptElsewhere))
+        for source in self.held:
+            source.block.waiting += 1
 
     def unpack(self) -> torch.Tensor:
         """Runs the chain and returns the tensor."""
@@ -147,6 +148,7 @@ class Rederived:
             raise RuntimeError(_CHANGED.format(tensor=f"{dtype} {list(size)}", versions="overwritten since"))
         with _compat.below_autocast_and_autograd(), activity.recomputing(), _paused():
             tensor = _Rebuild(self.value, self.turn).contents(self.value)
+            self._let_go()
             activity.count_rederived()
             self.value.cache = tensor if _wanted_soon(self.value, self.turn) else None
             return _lay(tensor, self.geometry)
@@ -155,12 +157,16 @@ class Rederived:
         if self.waits:
             self.waits = False
             self.value.waiting.remove(self.turn)
-            for source in self.sources:
-                if isinstance(source, KeptElsewhere):
-                    source.block.served()
+
+    def _let_go(self) -> None:
+        """Tells sources that were moved away that they were served."""
+        for source in self.held:
+            source.block.served()
+        self.held = ()
 
     def __del__(self) -> None:
         self._done()
+        self._let_go()
         if not self.value.waiting:
             self.value.cache = None
 

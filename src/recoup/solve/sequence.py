@@ -11,7 +11,10 @@ import bisect
 import dataclasses
 from collections.abc import Hashable, Iterator, Sequence
 
-from recoup.solve.problem import Block, Leaf, Problem, Region
+from recoup.solve.problem import Block, Leaf, Offload, Problem, Region
+
+REGION_OFFLOADED = "recompute-offloaded"
+OFFLOAD = "offload-"  # and what the leaves inside do
 
 # A group that reaches further (a residual stream) would leave no choice at all; its leaves choose on their own.
 _LONGEST_GROUP = 24
@@ -22,7 +25,9 @@ class Pick:
     """One step of a choice: leaves [first, last), counted from the start of the region around it.
 
     Attributes:
-        action: a leaf's option, or "recompute" for a region with the choice `inner`.
+        action: a leaf's option, or "recompute" for a region with the choice `inner`, "recompute-offloaded" for one
+            whose inputs go to the host, "offload-save" or "offload-rederive" for a call whose saved tensors do, its
+            leaves running as `inner` says.
         rank: for a region, which of the calls that begin at `first`: 0 is the innermost.
         num_calls: for a region, how many calls it covers; more than one is a span.
     """
@@ -144,7 +149,7 @@ class Line:
             last=at,
             rank=len(starting),
             structure=self.structure(
-                (tuple(numbers), tuple(names[u] for u in open_units), block.region, block.chained)
+                (tuple(numbers), tuple(names[u] for u in open_units), block.region, block.chained, block.offloads)
             ),
             units=tuple(u for u in names if u not in open_units),
             open_units=open_units,
@@ -240,6 +245,7 @@ class Span:
             tail_flops=last.tail_flops,
             is_alone=self.is_allowed,
             begins=first.begins,
+            offload_seconds=first.offload_seconds,
         )
 
 
@@ -256,3 +262,41 @@ def region_of(calls: tuple[Call, ...]) -> Region:
     regions = [call.block.region for call in calls if call.block.region is not None]
     assert len(regions) == len(calls), "a region was chosen where none may be"
     return combine(regions)
+
+
+def inputs_moved(region: Region) -> Region:
+    """Returns the price of a region whose inputs go to the host: there in its forward and in its replay only."""
+    assert region.offload_seconds is not None
+    return dataclasses.replace(
+        region,
+        saved_bytes=0,
+        replay_bytes=region.replay_bytes + region.saved_bytes,
+        seconds=region.seconds + region.offload_seconds,
+    )
+
+
+def saves_moved(offload: Offload) -> Region:
+    """Returns the price of a call whose saved tensors go to the host, as that of a region whose replay is a copy."""
+    return Region(
+        saved_bytes=offload.saved_bytes,
+        forward_bytes=offload.forward_bytes,
+        replay_bytes=-offload.saved_bytes,
+        seconds=offload.seconds,
+        flops=0,
+    )
+
+
+def price_of(line: Line, pick: Pick, start: int) -> Region | None:
+    """Returns the price of a pick that is a region or that moves something to the host; None for a leaf's option.
+
+    Args:
+        start: where the choice that the pick is part of begins.
+    """
+    if not pick.num_calls:
+        return None
+    calls = line.calls(start + pick.first, pick.rank, pick.num_calls)
+    if pick.action.startswith(OFFLOAD):
+        inside = pick.action.removeprefix(OFFLOAD)
+        return saves_moved(next(o for o in calls[0].block.offloads if o.inside == inside))
+    region = region_of(calls)
+    return inputs_moved(region) if pick.action == REGION_OFFLOADED else region
