@@ -12,7 +12,7 @@ import torch
 
 from recoup.cost.copies import Link
 from recoup.cost.devices import Device
-from recoup.cost.model import CostModel
+from recoup.cost.model import CostModel, FlopsCost
 from recoup.engine.elsewhere import MIN_BYTES
 from recoup.engine.transport import make_transport
 from recoup.ir.plan import Decision
@@ -23,12 +23,17 @@ _TRIED_BYTES = 1 << 24
 _NUM_TRIES = 3
 
 
-def find_link(cost: CostModel, *, device: torch.device) -> Link:
-    """Returns the link of the device that `cost` is about: from the table, or measured on this machine.
+def find_link(cost: CostModel, *, device: torch.device, dialect: str) -> Link:
+    """Returns the link of the device that `cost` is about: its own, from the table, or measured on this machine.
 
     Args:
-        device: of this machine, where nothing in the cost model names one.
+        device: of this machine, where nothing in the cost model names one. dialect: "cpu" or "cuda".
     """
+    own = getattr(cost, "link", None)
+    if isinstance(own, Link):
+        return own
+    if isinstance(cost, FlopsCost):
+        return Link(out_bytes=1e10, back_bytes=1e10, overlaps=dialect == "cuda", source="flops")
     found = getattr(cost, "device", None)
     if found is None:
         found = getattr(getattr(cost, "cost", None), "device", None)  # a sharded cost stands around another

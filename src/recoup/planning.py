@@ -39,6 +39,7 @@ OPT_IN_ACTIONS = ("offload",)
 _EVERYWHERE = (Decision(path="", action="rederive"),)
 _MAX_REPAIRS = 5
 _SEARCH_SECONDS = 8.0
+_MOVING_SECONDS = 40.0  # opt-in, and its first answers are further off: copies that do not hide hold memory
 _KINDS_BY_HAND = 2
 _NUM_BY_HAND = 4
 _SAME_TIME = 0.01  # two plans closer than this are equally fast
@@ -82,7 +83,7 @@ class Planner:
         self.link: Link | None = None
         if "offload" in self.actions:
             device = next((p.device for p in spec.model.parameters() if p.device.type != "meta"), torch.device("cpu"))
-            self.link = find_link(cost, device=device)
+            self.link = find_link(cost, device=device, dialect=spec.dialect)
         self._seen: dict[tuple[Decision, ...], Candidate] = {}
         progress.advance("capturing the step")
         trace = capture(spec)
@@ -301,7 +302,7 @@ class Planner:
             self._search(solver, budget_bytes, until=began + _SEARCH_SECONDS)
         began = time.perf_counter()
         for solver in self.moving_solvers:
-            self._search(solver, budget_bytes, until=began + _SEARCH_SECONDS)
+            self._search(solver, budget_bytes, until=began + _MOVING_SECONDS)
         exact = min((c.step_seconds for c in self._fitting(budget_bytes) if not is_tiled(c.decisions)), default=None)
         if exact is None or exact > self.plain.step_seconds * (1 + _EQUAL_BITS_ARE_WORTH):
             began = time.perf_counter()
@@ -309,7 +310,7 @@ class Planner:
                 self._search(solver, budget_bytes, until=began + _SEARCH_SECONDS)
             began = time.perf_counter()
             for solver in self.tiled_moving_solvers:
-                self._search(solver, budget_bytes, until=began + _SEARCH_SECONDS)
+                self._search(solver, budget_bytes, until=began + _MOVING_SECONDS)
         self._try_by_hand(budget_bytes)
         fitting = self._fitting(budget_bytes)
         if not fitting:

@@ -104,7 +104,7 @@ def _walk(
                 offloads=tuple(_offloads(part, link, depth, now, min_bytes)),
             )
         )
-        now = max(now + seconds, inner_end)
+        now += seconds
     return tuple(found), now
 
 
