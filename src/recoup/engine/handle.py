@@ -168,6 +168,7 @@ class _Nested:
             derives=by_default or settings.derives_below,
             derives_by_default=by_default,
             offloads=region.offload,
+            keep=region.keep,
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

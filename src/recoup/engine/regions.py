@@ -28,6 +28,7 @@ from recoup import _compat
 from recoup.engine import activity, rederive
 from recoup.engine.attributes import COPIED_BYTES, AttributeState, walk
 from recoup.engine.inputs import Inputs
+from recoup.engine.keeping import Kept
 from recoup.engine.lineage import Recorder, current_recorder
 from recoup.engine.nest import iterate_tensors
 from recoup.engine.sample import Sample
@@ -71,10 +72,11 @@ class Slot:
 class _Step:
     """One call inside a frame: what to run, on what, in which state."""
 
-    __slots__ = ("attributes", "autocast", "forward", "inputs", "random", "streams", "versions")
+    __slots__ = ("attributes", "autocast", "forward", "inputs", "kept", "random", "streams", "versions")
 
     def __init__(self, member: Member, args: Any, kwargs: Any, previous: torch.Tensor | None) -> None:
         self.forward = member.forward
+        self.kept = Kept(member.keep)
         modules = walk(member.module())
         self.inputs = Inputs(member.path, args, kwargs, previous, offloads=member.offloads)
         self.random = RandomState(self.inputs.tensors)
@@ -126,7 +128,7 @@ class Member:
     Attributes:
         path: for messages. module: weakly held. forward: what runs. buffers: names of those its forward changes.
         derives: whether the replay may rederive; derives_by_default: outside of deeper decisions.
-        offloads: whether its inputs go to the host.
+        offloads: whether its inputs go to the host. keep: labels of ops whose results stay, see `keeping`.
     """
 
     def __init__(
@@ -139,6 +141,7 @@ class Member:
         derives: bool,
         derives_by_default: bool,
         offloads: bool = False,
+        keep: tuple[str, ...] = (),
     ) -> None:
         self.path = path
         self.module = module
@@ -147,6 +150,7 @@ class Member:
         self.derives = derives
         self.derives_by_default = derives_by_default
         self.offloads = offloads
+        self.keep = keep
 
 
 class Frame:
@@ -174,7 +178,7 @@ class Frame:
         if recorder is not None:
             recorder.paused += 1
         try:
-            with hooks:
+            with hooks, step.kept.noting():
                 output = member.forward(*args, **kwargs)
         finally:
             _scope.depth -= 1
@@ -231,7 +235,7 @@ class Frame:
                 previous: Any = None
                 for step in self.steps:
                     args, kwargs = step.inputs.rebuild(previous)
-                    with step.state():
+                    with step.state(), step.kept.taking():
                         previous = step.forward(*args, **kwargs)
             except _Stop:
                 return

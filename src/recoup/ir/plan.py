@@ -32,6 +32,8 @@ class Decision:
         span: for `recompute`, paths of the calls that follow directly and belong to the same region.
         buffers: for `recompute`, paths of buffers that the region's forward was seen to change; the replay runs
             on copies of what they were. (Those of normalisation layers are found by themselves.)
+        keep: for `recompute`, ops whose results the region keeps, so that its replay need not run them: "attention",
+            "matmul:KxN" by the shape of the right factor, "convolution:..." by that of the weight.
         offload: for `recompute`, whether the inputs that the region keeps go to the host.
         tile_tokens: for `tile`, tokens of a tile; None: as many as `recoup.tiled_cross_entropy` takes by itself.
     """
@@ -44,6 +46,7 @@ class Decision:
     buffers: tuple[str, ...] = ()
     tile_tokens: int | None = None
     offload: bool = False
+    keep: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,10 +131,7 @@ class Plan:
             raise UsageError(f"Not a recoup plan: expected schema {SCHEMA!r}, found {found!r}.")
         fields = {k: v for k, v in data.items() if k != "schema"}
         try:
-            fields["decisions"] = tuple(
-                Decision(**{**d, "span": tuple(d.get("span", ())), "buffers": tuple(d.get("buffers", ()))})
-                for d in fields["decisions"]
-            )
+            fields["decisions"] = tuple(_decision(d) for d in fields["decisions"])
             predicted = dict(fields["predicted"])
             predicted["tensors"] = tuple((str(n), int(b)) for n, b in predicted["tensors"])
             fields["predicted"] = Prediction(**predicted)
@@ -161,3 +161,8 @@ class Plan:
         from recoup.report.text import format_plan  # report/ stands above ir/: only needed when somebody prints
 
         return format_plan(self)
+
+
+def _decision(data: dict[str, Any]) -> Decision:
+    lists = {key: tuple(data.get(key, ())) for key in ("span", "buffers", "keep")}
+    return Decision(**{**data, **lists})

@@ -12,7 +12,7 @@ from typing import Literal
 
 from recoup.ir.plan import Decision
 from recoup.solve.problem import Leaf, Problem
-from recoup.solve.sequence import OFFLOAD, REGION_OFFLOADED, Call, Choice, Line
+from recoup.solve.sequence import OFFLOAD, REGION_KEEPING, REGION_OFFLOADED, Call, Choice, Line, region_of
 
 Ambient = Literal["save", "rederive"]
 _AMBIENTS: tuple[Ambient, Ambient] = ("save", "rederive")
@@ -52,7 +52,7 @@ def _collect(
         if pick.num_calls:
             block = line.calls(start + pick.first, pick.rank, 1)[0].block
             regions.setdefault((block.path, block.call), []).append(pick.num_calls)
-            if pick.action != "recompute":  # it moves something to the host
+            if pick.action != "recompute":  # it moves something to the host, or keeps results
                 moved[(block.path, block.call), pick.num_calls] = pick.action
             yield from _collect(line, pick.inner, start + pick.first, regions, moved)
         else:
@@ -92,6 +92,7 @@ class _Writer:
                     inside=inherited,
                     span=paths,
                     offload=moved == REGION_OFFLOADED,
+                    keep=self._labels(group[:length], moved),
                 )
             for call in group:
                 _, action = self._best(call, inherited)
@@ -101,6 +102,12 @@ class _Writer:
                     if action != inherited:
                         yield Decision(path=block.path, call=block.call, action=action)
                 yield from self.write(call.parts, action)
+
+    def _labels(self, calls: _Group, way: str) -> tuple[str, ...]:
+        """Returns the labels of what a region keeps inside."""
+        if not way.startswith(REGION_KEEPING):
+            return ()
+        return region_of(calls).keeps[int(way.removeprefix(REGION_KEEPING))].labels
 
     def _inner_regions(self, call: Call, group: _Group, action: Ambient) -> Iterator[Decision]:
         """Yields the regions that begin at a call inside a span (nested spans only)."""

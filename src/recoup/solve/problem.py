@@ -44,6 +44,23 @@ class Leaf:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Keep:
+    """Ops of a region whose results it keeps, so that its replay need not run them.
+
+    Attributes:
+        labels: of the ops, see `cost.flops.result_label`. nbytes: of their results.
+        saved_inside_bytes: of those, what the replay's autograd saves: there once, not twice.
+        seconds, flops: of the ops.
+    """
+
+    labels: tuple[str, ...]
+    nbytes: int
+    saved_inside_bytes: int
+    seconds: float
+    flops: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
     """The price of making a block one region.
 
@@ -56,6 +73,7 @@ class Region:
         tail_seconds, tail_flops: of what is behind that last save, run again where calls of the same span follow.
         is_alone: whether it may be a region by itself; a call whose replay would run nothing is only part of spans.
         begins: whether a region may begin with it; not where its input is changed in place.
+        keeps: ways to keep results inside.
         offload_seconds: what moving its inputs to the host and back adds; None where that is no choice.
     """
 
@@ -70,6 +88,7 @@ class Region:
     is_alone: bool = True
     begins: bool = True
     offload_seconds: float | None = None
+    keeps: tuple[Keep, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

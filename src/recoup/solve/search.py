@@ -15,7 +15,17 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from recoup.solve.links import Linked, Links, forks
 from recoup.solve.pareto import Front, before_leaf, before_region, best_of, empty
 from recoup.solve.problem import Leaf
-from recoup.solve.sequence import OFFLOAD, REGION_OFFLOADED, Call, Line, Span, inputs_moved, saves_moved
+from recoup.solve.sequence import (
+    OFFLOAD,
+    REGION_KEEPING,
+    REGION_OFFLOADED,
+    Call,
+    Line,
+    Span,
+    inputs_moved,
+    results_kept,
+    saves_moved,
+)
 from recoup.solve.simulate import option_of
 
 _EVERY_LENGTH = 16
@@ -234,6 +244,8 @@ class Search:
                 ways = {"recompute": span.region()}
                 if outermost and ways["recompute"].offload_seconds is not None:
                     ways[REGION_OFFLOADED] = inputs_moved(ways["recompute"])
+                for which, keep in enumerate(ways["recompute"].keeps if outermost else ()):
+                    ways[f"{REGION_KEEPING}{which}"] = results_kept(ways["recompute"], keep)
                 for action, region in ways.items():
                     fronts.append(
                         before_region(
