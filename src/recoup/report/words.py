@@ -30,7 +30,12 @@ def _region_kinds(regions: Sequence[Decision]) -> dict[tuple[str, ...], list[Dec
     groups: dict[tuple[str, ...], list[Decision]] = {}
     for decision in regions:
         offload = "offload" if decision.offload else ""
-        key = (decision.inside, offload, *(shape_of(p) for p in (decision.path, *decision.span)))
+        key = (
+            decision.inside,
+            offload,
+            ", ".join(decision.keep),
+            *(shape_of(p) for p in (decision.path, *decision.span)),
+        )
         groups.setdefault(key, []).append(decision)
     return groups
 
@@ -53,6 +58,8 @@ def describe_decisions(decisions: Sequence[Decision]) -> list[str]:
             )
         if inside == "rederive":
             text += " (rederiving inside)"
+        if members[0].keep:
+            text += f", keeping {', '.join(members[0].keep)}"
         if members[0].offload:
             text += ", inputs offloaded"
         lines.append(f"recompute {text}")
