@@ -24,6 +24,7 @@ from recoup.cost.roofline import RooflineCost
 from recoup.engine.handle import find_patches, plain
 from recoup.engine.nest import iterate_tensors, map_tensors
 from recoup.errors import BatchTooLarge, InfeasibleBudget, RecoupError, StepOutOfMemory
+from recoup.integrations.distributed import unwrap
 from recoup.profiling import make_profile
 from recoup.units import format_bytes, parse_bytes
 
@@ -81,7 +82,7 @@ class Guard:
         weighed: list[list[tuple[int, ...]]] | None = None,
         how: str = "recoup.fit(model, batch, budget={budget_bytes})",
     ) -> None:
-        self.model = model
+        self.model = unwrap(model)  # what DDP and torch.compile run is weighed by itself
         self.budget_bytes = budget_bytes
         self.loss = loss
         self.optimizer = optimizer
