@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import json
 import os
 from typing import Any
 
@@ -87,7 +86,3 @@ def main() -> dict[str, Any]:
             result["engine"][name] = losses(engine, by_engine)
         result["engine"][f"{name} regions"] = activity.counters()[0] - before
     return result
-
-
-if __name__ == "__main__":
-    print("RESULT " + json.dumps(main()), flush=True)
