@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import recoup
 from recoup.capture.fingerprint import fingerprint, structure_of
-from recoup.cost.measured import MeasuredCost
+from recoup.cost.model import FlopsCost
 from recoup.cost.sharded import ShardedCost
 from recoup.engine.nest import iterate_tensors
 from recoup.errors import PlanMismatch
@@ -221,7 +221,7 @@ def llama() -> tuple[nn.Module, dict[str, torch.Tensor]]:
 
 def fsdp_peaks(rank: int) -> dict[str, dict[str, int]]:
     """Returns for the plain step and for planned ones what a rank's plan says and what is measured and counted."""
-    cost = ShardedCost(MeasuredCost(torch.device("cpu")), world_size=2, gathers_by_copy=True)
+    cost = ShardedCost(FlopsCost(), world_size=2, gathers_by_copy=True)
     found = {}
     for budget in ("90%", "75%"):
         model, batch = llama()
