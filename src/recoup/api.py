@@ -20,7 +20,7 @@ from recoup.cost.measured import MeasuredCost, available_host_bytes
 from recoup.cost.model import CostModel
 from recoup.cost.roofline import RooflineCost
 from recoup.engine.activity import is_recomputing
-from recoup.engine.conflicts import refuse_conflicts
+from recoup.engine.conflicts import refuse_conflicts, refuse_wrapped
 from recoup.engine.handle import Applied, apply_decisions, plain
 from recoup.engine.rederive import rederive
 from recoup.engine.transport import Transport
@@ -109,6 +109,7 @@ def _planner(
     check_optimizer(optimizer)
     chosen = check_actions(actions)
     name, entry, here = _target(model, device)
+    refuse_wrapped(model)
     refuse_conflicts(model)
     on_cuda = (entry.dialect if entry is not None else name.split(":")[0]) == "cuda"
     spec = StepSpec(
@@ -182,6 +183,7 @@ def apply(model: nn.Module, plan: Plan, *, transport: Transport | str = "auto") 
         PlanMismatch: if the plan was made for another model; says what differs. ConflictError: if activation
             checkpointing is on already. The model is unchanged then.
     """
+    refuse_wrapped(model)
     found = fingerprint(model)
     if found != plan.fingerprint:
         structure = structure_of(model)

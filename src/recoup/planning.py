@@ -429,6 +429,7 @@ class Planner:
             tensors=candidate.tensors,
             cost_source=self.priced.source,
             offloaded_bytes=candidate.offloaded_bytes,
+            num_all_gathers=self.priced.num_all_gathers,
         )
 
     def plan(self, candidate: Candidate, *, budget_bytes: int, budget_text: str, device: str) -> Plan:

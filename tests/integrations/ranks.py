@@ -14,11 +14,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 
+import recoup
 from recoup.capture.fingerprint import fingerprint, structure_of
+from recoup.cost.model import FlopsCost
+from recoup.cost.sharded import ShardedCost
+from recoup.engine.nest import iterate_tensors
 from recoup.errors import PlanMismatch
+from recoup.evidence.memory import measure_peak, storage_bytes
 from recoup.integrations import distributed
 from recoup.ir.plan import Decision, Plan, Prediction
 
@@ -200,6 +206,73 @@ def count_all_gathers(rank: int) -> dict[str, list[int]]:
     return found
 
 
+def llama() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        num_hidden_layers=3, hidden_size=128, intermediate_size=384, num_attention_heads=4, vocab_size=512
+    )
+    model = LlamaForCausalLM(config).train()
+    model.loss_type = "ForCausalLM"
+    ids = torch.randint(0, 512, (2, 128))
+    return model, {"input_ids": ids, "labels": ids}
+
+
+def fsdp_peaks(rank: int) -> dict[str, dict[str, int]]:
+    """Returns for the plain step and for planned ones what a rank's plan says and what is measured and counted."""
+    cost = ShardedCost(FlopsCost(), world_size=2, gathers_by_copy=True)
+    found = {}
+    for budget in ("90%", "75%"):
+        model, batch = llama()
+        plan = None
+        if rank == 0:
+            actions = ("rederive", "recompute")
+            plan = recoup.plan(model, batch, budget=budget, optimizer=torch.optim.AdamW, cost=cost, actions=actions)
+        plan = distributed.broadcast_plan(plan)
+        predicted = plan.predicted
+        for planned in (False, True):
+            model, _ = llama()
+            if planned:
+                assert plan.decisions
+                distributed.apply(model, plan)
+            for layer in model.model.layers:  # type: ignore[union-attr]
+                fully_shard(layer)
+            fully_shard(model)
+            optimizer = torch.optim.AdamW(model.parameters())
+            measured, counted = _sharded_step(model, batch, optimizer)
+            found[budget if planned else "plain"] = {
+                "budget": plan.budget_bytes if planned else predicted.plain_peak_bytes,
+                "predicted": predicted.peak_bytes if planned else predicted.plain_peak_bytes,
+                "measured": measured,
+                "stated": predicted.num_all_gathers,
+                "counted": counted,
+            }
+    return found
+
+
+def _sharded_step(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer) -> tuple[int, int]:
+    """Returns the peak of a rank's third step, everything counted, and the all-gathers of its fourth."""
+
+    def step() -> None:
+        loss = model(**batch).loss
+        loss.backward()
+        del loss
+        optimizer.step()
+
+    for _ in range(2):
+        step()
+        optimizer.zero_grad()
+    state = [dict(s) for s in optimizer.state.values()]
+    tensors = [*model.parameters(), *model.buffers(), *batch.values(), *iterate_tensors(state)]
+    held = storage_bytes(t.to_local() if isinstance(t, DTensor) else t for t in tensors)
+    measured = measure_peak(step, device=torch.device("cpu"), held_bytes=held)
+    optimizer.zero_grad()
+    with CommDebugMode() as comm:
+        step()
+    return measured, sum(n for op, n in comm.get_comm_counts().items() if "allgather" in str(op))
+
+
 def different_plans(rank: int) -> str:
     """Returns what is said when the ranks hold different plans; checks that broadcasting mends it."""
     model = Net(spare=False)
@@ -232,6 +305,8 @@ def main(rank: int, port: int, job: str, out: str) -> None:
                 for mode in MODES
                 for name in PLANS
             }
+        elif job == "fsdp peaks":
+            result = fsdp_peaks(rank)
         else:
             result = {"all_gathers": count_all_gathers(rank), "message": different_plans(rank)}
         if rank == 0:

@@ -12,10 +12,14 @@ import pytest
 ROOT = Path(__file__).parents[2]
 EXPECTED = {
     "accelerate_loop": "bit-equal",
+    "compiled": "step 2 loss",
     "fsdp2": "rank 1 step 2 loss",
     "hf_trainer": "regions run twice",
     "lightning_fit": "regions run twice",
     "lora": "bit-equal",
+    "mixed_precision": "bit-equal",
+    "other_names": "gradients equal",
+    "shapes": "It was not run",
 }
 
 
@@ -36,5 +40,6 @@ def test_pages_show_the_files() -> None:
         for name in re.findall(r"`examples/(\w+)\.py`", text):
             lines = (ROOT / "examples" / f"{name}.py").read_text().splitlines()
             assert len(lines) < 40
+            assert "\n".join(lines) in text  # the page shows the file as it is
             shown.add(name)
     assert shown == set(EXPECTED)

@@ -51,7 +51,7 @@ def _train(model: nn.Module, args: TrainingArguments, *callbacks: Any, **how: An
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"bf16": True}, {"gradient_accumulation_steps": 2}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"bf16": True}, {"fp16": True}, {"gradient_accumulation_steps": 2}], ids=str)
 def test_training_is_the_same_and_fits(tmp_path: Path, options: dict[str, Any]) -> None:
     model, _, _ = make("llama")
     twin = copy.deepcopy(model)

@@ -18,6 +18,7 @@ class PricedTrace:
             runs and gives back before it returns.
         source: where the numbers come from, for people. is_estimate: False where the device itself was measured.
         copy_seconds: what copies to the host and back add to the step, beyond what hides behind compute.
+        num_all_gathers: of the step on each rank, where it is sharded.
     """
 
     trace: Trace
@@ -26,6 +27,7 @@ class PricedTrace:
     source: str
     is_estimate: bool
     copy_seconds: float = 0.0
+    num_all_gathers: int = 0
 
 
 class CostModel(Protocol):

@@ -39,3 +39,30 @@ def refuse_conflicts(model: nn.Module, *, allow_ours: bool = False) -> None:
                 "(gradient_checkpointing=True). Call model.gradient_checkpointing_disable(), or leave it out of the "
                 "training arguments: recoup decides which modules are recomputed."
             )
+
+
+_WRAPPERS = {
+    "DistributedDataParallel": "its forward runs collectives too; give `model.module`",
+    "OptimizedModule": "compiled code is not run op by op; give `model._orig_mod` (it compiles again with the plan)",
+    "FullyShardedDataParallel": "a rank holds only its part of the step",
+    "FSDPModule": "a rank holds only its part of the step",
+}
+
+
+def refuse_wrapped(model: nn.Module) -> None:
+    """Raises ConflictError if the model is wrapped by DDP or FSDP, or compiled: there is no plain step to plan from.
+
+    A plan that was made before is applied to such a model by `recoup.integrations.distributed.apply`.
+    """
+    for path, module in model.named_modules():
+        names = [base.__name__ for base in type(module).__mro__]
+        kind = next((name for name in _WRAPPERS if name in names), "")
+        what = _WRAPPERS.get(kind, "")
+        if not kind and getattr(module, "_compiled_call_impl", None) is not None:
+            kind, what = "compiled in place", "compiled code is not run op by op"
+        if kind:
+            raise ConflictError(
+                f"`{path or type(model).__name__}` is {kind}: {what}. Plan and apply on the bare model, then wrap or "
+                "compile it. A plan that exists already goes on with recoup.integrations.distributed.apply(model, "
+                "plan). (recoup.engine.conflicts)"
+            )

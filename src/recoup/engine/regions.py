@@ -80,7 +80,7 @@ class _Step:
         modules = walk(member.module())
         self.inputs = Inputs(member.path, args, kwargs, previous, offloads=member.offloads)
         self.random = RandomState(self.inputs.tensors)
-        self.autocast = AutocastState(t.device.type for t in self.inputs.tensors[:1])
+        self.autocast = AutocastState(t.device.type for t in self.inputs.tensors)
         written = (*member.buffers, *statistics_buffers(modules))
         self.attributes = AttributeState(modules, self.inputs.others, written)
         self.streams = StreamState([*self.inputs.others, *self.attributes.others])

@@ -6,10 +6,11 @@ model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
-import torch
 from accelerate import Accelerator
+from accelerate.utils import convert_to_fp32
 from torch import nn
 
 from recoup import api
@@ -17,7 +18,7 @@ from recoup.capture.optimizer import OptimizerLike
 from recoup.capture.step import Loss
 from recoup.errors import ConflictError
 from recoup.integrations.distributed import check_same_plan, unwrap
-from recoup.integrations.precision import autocast_forward
+from recoup.integrations.precision import forward_under
 
 
 def fit(
@@ -53,8 +54,9 @@ def fit(
         )
     core = unwrap(model)
     optimizer = getattr(optimizer, "optimizer", optimizer)
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(str(accelerator.mixed_precision))
-    with autocast_forward(core, dtype):
+    # `native_amp` is off where accelerate runs in full precision whatever was asked for: fp16 on a CPU.
+    in_precision = forward_under(core, accelerator.autocast, convert_to_fp32)
+    with in_precision if accelerator.native_amp else contextlib.nullcontext():
         found = api.fit(core, batch, budget=budget, loss=loss, optimizer=optimizer, timed=timed)
     check_same_plan(found.plan)
     return found

@@ -1,9 +1,9 @@
-"""Mixed precision as trainers do it: forward under autocast, backward outside of it."""
+"""Mixed precision as trainers do it: forward under autocast, its results in float32, backward outside of it."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -13,22 +13,25 @@ from recoup.engine.patch import PatchedForward
 
 
 @contextlib.contextmanager
-def autocast_forward(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
-    """Runs the model's forward under autocast inside the block, so that a step is planned as it will be trained.
+def forward_under(
+    model: nn.Module, context: Callable[[], contextlib.AbstractContextManager[Any]], finish: Callable[[Any], Any]
+) -> Iterator[None]:
+    """Runs the model's forward in a context inside the block, so that a step is planned as it will be trained.
 
-    A plan that is applied inside stays, and is as if it had been applied without this.
+    A plan that is applied inside stays, and is as if it had been applied without this. A model that has a forward of
+    its own already (prepared by accelerate: its precision is in it) is left alone.
 
     Args:
-        dtype: of autocast; None: changes nothing.
+        context: makes what is entered around forward. finish: what is done to forward's result before it is returned.
     """
-    if dtype is None or "forward" in model.__dict__:  # prepared already: its forward has the precision in it
+    if "forward" in model.__dict__:
         yield
         return
-    device = next(model.parameters()).device.type
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        with torch.autocast(device, dtype):
-            return type(model).forward(model, *args, **kwargs)
+        with context():
+            output = type(model).forward(model, *args, **kwargs)
+        return finish(output)
 
     model.__dict__["forward"] = forward
     try:
@@ -41,3 +44,21 @@ def autocast_forward(model: nn.Module, dtype: torch.dtype | None) -> Iterator[No
             current.previous = None
         else:
             model.__dict__.pop("forward", None)
+
+
+@contextlib.contextmanager
+def autocast_forward(
+    model: nn.Module, dtype: torch.dtype | None, *, finish: Callable[[Any], Any] | None = None
+) -> Iterator[None]:
+    """Runs the model's forward under autocast inside the block, and `finish` on its result.
+
+    Args:
+        dtype: of autocast; None: changes nothing. finish: accelerate's and the Trainer's `convert_to_fp32`, which makes
+            a copy of every low-precision output (the logits) that counts in the peak.
+    """
+    if dtype is None:
+        yield
+        return
+    device = next(model.parameters()).device.type
+    with forward_under(model, lambda: torch.autocast(device, dtype), finish or (lambda output: output)):
+        yield

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from accelerate.utils import convert_to_fp32
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator
 
@@ -59,7 +60,7 @@ def fit(
     batch = sample_batch(train_dataset, args.per_device_train_batch_size, data_collator)
     optimizer, _ = Trainer.get_optimizer_cls_and_kwargs(args, model)  # type: ignore[arg-type]
     model.train()
-    with autocast_forward(model, torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None):
+    with autocast_forward(model, _autocast_dtype(model, args), finish=convert_to_fp32):
         found = api.fit(model, batch, budget=target, optimizer=optimizer, timed=timed)
     if not held:
         return found
@@ -68,6 +69,13 @@ def fit(
         found.plan, budget_bytes=parse_bytes(budget), budget_text=str(budget), notes=(*found.plan.notes, note)
     )
     return dataclasses.replace(found, plan=plan)
+
+
+def _autocast_dtype(model: nn.Module, args: TrainingArguments) -> torch.dtype | None:
+    """Returns what a Trainer's forward runs in; on a CPU accelerate runs fp16 in full precision."""
+    if args.bf16:
+        return torch.bfloat16
+    return torch.float16 if args.fp16 and next(model.parameters()).device.type != "cpu" else None
 
 
 def sample_batch(

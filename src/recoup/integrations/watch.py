@@ -9,7 +9,7 @@ budget, `BatchTooLarge` is raised before anything is allocated. An out-of-memory
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from recoup.cost.roofline import RooflineCost
 from recoup.engine.handle import find_patches, plain
 from recoup.engine.nest import iterate_tensors, map_tensors
 from recoup.errors import BatchTooLarge, InfeasibleBudget, RecoupError, StepOutOfMemory
+from recoup.integrations.distributed import unwrap
 from recoup.profiling import make_profile
 from recoup.units import format_bytes, parse_bytes
 
@@ -45,7 +46,7 @@ def watch(
         BatchTooLarge: from a forward in training whose step would not fit, before it runs.
         StepOutOfMemory: instead of torch's out-of-memory error.
     """
-    guard = _Guard(model, parse_bytes(budget), loss, optimizer)
+    guard = Guard(model, parse_bytes(budget), loss, optimizer)
     hook = model.register_forward_pre_hook(guard.before_forward, with_kwargs=True, prepend=True)
     try:
         yield
@@ -64,19 +65,48 @@ def _is_out_of_memory(error: BaseException) -> bool:
     return any(text in str(error) for text in _OUT_OF_MEMORY)
 
 
-class _Guard:
-    """What has been weighed so far, and the last batch: shapes alone, and integers' values."""
+class Guard:
+    """What has been weighed so far, and the last batch: shapes alone, and integers' values.
 
-    def __init__(self, model: nn.Module, budget_bytes: int, loss: Loss | None, optimizer: OptimizerLike | None) -> None:
-        self.model = model
+    Attributes:
+        weighed: shapes of batches that are known to fit. how: a plan that fits is put in place, in a message.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        budget_bytes: int,
+        loss: Loss | None,
+        optimizer: OptimizerLike | None,
+        *,
+        weighed: list[list[tuple[int, ...]]] | None = None,
+        how: str = "recoup.fit(model, batch, budget={budget_bytes})",
+    ) -> None:
+        self.model = unwrap(model)  # what DDP and torch.compile run is weighed by itself
         self.budget_bytes = budget_bytes
         self.loss = loss
         self.optimizer = optimizer
-        self.weighed: list[list[tuple[int, ...]]] = []
+        self.how = how.format(budget_bytes=budget_bytes)
+        self.weighed: list[list[tuple[int, ...]]] = [] if weighed is None else weighed
         self.batch: Any = None
         self.inside = False
 
-    def before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before_forward(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        without_plan: Callable[[], contextlib.AbstractContextManager[None]] | None = None,
+    ) -> None:
+        """Weighs a batch that is larger than those weighed so far.
+
+        Args:
+            without_plan: takes what is in place off the model for a while, so that a plan for this batch can be tried.
+
+        Raises:
+            BatchTooLarge: if its step would not fit.
+        """
         if self.inside or not torch.is_grad_enabled() or not model.training or torch.compiler.is_compiling():
             return
         shapes = [tuple(t.shape) for t in iterate_tensors([args, kwargs])]
@@ -92,9 +122,11 @@ class _Guard:
             self.inside = False
         peak_bytes = max(trace.levels(), default=0)
         if peak_bytes > self.budget_bytes:
+            with contextlib.nullcontext() if without_plan is None else without_plan():
+                advice = self._advice()
             raise BatchTooLarge(
                 f"A batch of {_words(shapes)} would peak at {format_bytes(peak_bytes)}; the budget is "
-                f"{format_bytes(self.budget_bytes)}. It was not run. {self._advice()}"
+                f"{format_bytes(self.budget_bytes)}. It was not run. {advice}"
             )
         self.weighed.append(shapes)
 
@@ -143,10 +175,7 @@ class _Guard:
             return f"A plan could not be made: {error}"
         finally:
             self.inside = False
-        return (
-            f"A plan fits: recoup.fit(model, batch, budget={self.budget_bytes}) peaks at "
-            f"{format_bytes(made.predicted.peak_bytes)}."
-        )
+        return f"A plan fits: {self.how} peaks at {format_bytes(made.predicted.peak_bytes)}."
 
 
 def _without_data(tensor: torch.Tensor) -> torch.Tensor:

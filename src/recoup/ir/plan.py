@@ -60,6 +60,7 @@ class Prediction:
         recomputed_flops: FLOPs run a second time. plain_flops: FLOPs of the step without a plan.
         saved_bytes, plain_saved_bytes: bytes that autograd holds when backward begins.
         offloaded_bytes: bytes moved to the host in one step.
+        num_all_gathers: of the step on each rank, where it is sharded (`plan --fsdp`); with the plan as without.
         phase: where the peak is. tensors: the largest ones alive there, as (what, bytes).
     """
 
@@ -75,6 +76,7 @@ class Prediction:
     tensors: tuple[tuple[str, int], ...]
     cost_source: str
     offloaded_bytes: int = 0
+    num_all_gathers: int = 0
 
     @property
     def extra_time_ratio(self) -> float:

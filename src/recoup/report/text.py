@@ -68,6 +68,8 @@ def format_plan(plan: Plan) -> str:
     ]
     if predicted.offloaded_bytes:
         rows.insert(-1, ("to the host", f"{format_bytes(predicted.offloaded_bytes)} a step, and back"))
+    if predicted.num_all_gathers:
+        rows.append(("all-gathers", f"{predicted.num_all_gathers} a step on each rank, as without a plan"))
     head = f"Plan for {plan.model_class} on {plan.device}"
     does = "\n".join(
         textwrap.fill(line, _WIDTH, initial_indent="  - ", subsequent_indent="    ") for line in describe(plan)
