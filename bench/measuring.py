@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import statistics
 import time
@@ -51,60 +52,69 @@ def flops_by_shape(bench: StepBench) -> Shapes:
     return mode.found
 
 
-def count_flops(bench: StepBench, enter: Enter, known: Shapes, *, compiled: bool) -> int:
-    """Returns the FLOPs of a step: matmul, convolution and attention.
+def _compiled_flops(bench: StepBench, known: Shapes) -> int:
+    """Runs a step and counts its FLOPs from the profiler's record of ops and shapes.
 
-    torch leaves compiled code aside while a dispatch mode is on, so a compiled step is counted from the profiler's
-    record of ops and shapes; ops that the plain step does not have are looked up by their shapes.
+    torch leaves compiled code aside while a dispatch mode is on, so a counter would see the step as eager runs it. Ops
+    that the plain step does not have are looked up by their shapes.
     """
-    bench.restore()
-    if not compiled:
-        with enter(), FlopCounterMode(display=False) as counter:
-            bench.step()
-        return int(counter.get_total_flops())
-    with enter(), warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as record:
             bench.step()
     total = 0
     for event in record.events():
         key = _key(event.name, event.input_shapes)
-        packet = getattr(torch.ops.aten, event.name.removeprefix("aten::"), None)
         if key in known:
             total += known[key]
         elif event.name in ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"):
-            total += int(flop_registry[packet](*event.input_shapes))
+            packet = getattr(torch.ops.aten, event.name.removeprefix("aten::"))
+            total += int(flop_registry[packet](*(s for s in event.input_shapes if s)))
     return total
+
+
+def to_host(result: StepResult | None) -> StepResult:
+    """Returns the result with its tensors in host memory, where they do not count in a device's peak."""
+    assert result is not None
+    return dataclasses.replace(
+        result,
+        loss=result.loss.cpu(),
+        gradients={name: None if g is None else g.cpu() for name, g in result.gradients.items()},
+        buffers={name: b.cpu() for name, b in result.buffers.items()},
+    )
 
 
 def metered(
     bench: StepBench, enter: Enter, reference: StepResult | None, known: Shapes, *, compiled: bool = False
 ) -> dict[str, Any]:
-    """Returns peak bytes, FLOPs and the difference to the reference step of one way to run a step."""
+    """Returns peak bytes, FLOPs (matmul, convolution, attention) and the difference to the reference step."""
     row: dict[str, Any] = {}
 
     def fresh() -> None:
         bench.restore()  # before the method comes in: it would put back what the method changed
 
-    for _ in range(2 if compiled else 1):
-        fresh()
-        with enter():
-            bench.step()  # what a first step allocates or compiles once
     fresh()
     with enter():
-        row["peak_bytes"] = measure_peak(bench.step, device=bench.device, held_bytes=bench.held_bytes())
-    row["flops"] = count_flops(bench, enter, known, compiled=compiled)
-    fresh()
-    with enter():
-        result = bench.step(take=True)
-    bench.restore()
-    assert result is not None
+        result = bench.step(take=True)  # also allocates or compiles what only a first step does
     if reference is not None:
-        comparison = compare(reference, result)
+        comparison = compare(reference, to_host(result))
         row["exact"] = not comparison.differences
         row["gradient_error"] = comparison.max_gradient_error
         if comparison.differences:
             row["difference"] = comparison.differences[0]
+    del result
+    fresh()
+    if compiled:
+        with enter():
+            row["flops"] = _compiled_flops(bench, known)
+    else:
+        with enter(), FlopCounterMode(display=False) as counter:
+            bench.step()
+        row["flops"] = int(counter.get_total_flops())
+    fresh()
+    with enter():
+        row["peak_bytes"] = measure_peak(bench.step, device=bench.device, held_bytes=bench.held_bytes())
+    bench.restore()
     return row
 
 
