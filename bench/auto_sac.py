@@ -148,7 +148,9 @@ def _applied(model: nn.Module, policies: dict[str, list[int]]) -> Iterator[None]
 
         return create_selective_checkpoint_contexts(policy, allow_cache_entry_mutation=True)
 
-    modules = [(model.get_submodule(name.removeprefix(root).removeprefix(".")), kept) for name, kept in policies.items()]
+    modules = [
+        (model.get_submodule(name.removeprefix(root).removeprefix(".")), kept) for name, kept in policies.items()
+    ]
     for module, kept in modules:
         module.forward = functools.partial(  # type: ignore[method-assign]
             checkpoint, module.forward, use_reentrant=False, context_fn=functools.partial(contexts, kept)

@@ -140,7 +140,9 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the benchmark; returns 0, or 1 if a plan is over its budget."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("workloads", nargs="*", help=f"of {', '.join(WORKLOADS)}")
-    parser.add_argument("--rehearse", action="store_true", help="tiny models on the CPU: tries the code, measures nothing")
+    parser.add_argument(
+        "--rehearse", action="store_true", help="tiny models on the CPU: tries the code, measures nothing"
+    )
     parser.add_argument("--minutes", type=float, default=9.0, help="leave out rows that do not fit into this time")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--out", default="bench/results")
@@ -150,8 +152,8 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"no workload {', '.join(unknown)}; there are {', '.join(WORKLOADS)}")
     if not arguments.rehearse and not torch.cuda.is_available():
         print(
-            f"skipped: torch {torch.__version__} sees no CUDA GPU on this machine. `--rehearse` runs the same code with "
-            "tiny models on the CPU.",
+            f"skipped: torch {torch.__version__} sees no CUDA GPU on this machine. `--rehearse` runs the same code "
+            "with tiny models on the CPU.",
             file=sys.stderr,
         )
         return 0

@@ -179,7 +179,7 @@ def vit_l(device: torch.device, *, small: bool) -> Workload:
     with device:
         model = _Vit(**sizes).to(torch.bfloat16)
     layers = [f"layers.{i}" for i in range(sizes["layers"])]
-    return _images(model, 4 if small else 128, sizes["image"], layers, device)
+    return _images(model, 32 if small else 128, sizes["image"], layers, device)
 
 
 class _Bottleneck(nn.Module):
@@ -190,7 +190,9 @@ class _Bottleneck(nn.Module):
         self.conv3, self.norm3 = nn.Conv2d(width, 4 * width, 1, bias=False), nn.BatchNorm2d(4 * width)
         self.shortcut: nn.Module = nn.Identity()
         if stride != 1 or inputs != 4 * width:
-            self.shortcut = nn.Sequential(nn.Conv2d(inputs, 4 * width, 1, stride, bias=False), nn.BatchNorm2d(4 * width))
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(inputs, 4 * width, 1, stride, bias=False), nn.BatchNorm2d(4 * width)
+            )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = F.relu(self.norm1(self.conv1(x)))
@@ -203,7 +205,9 @@ def resnet50(device: torch.device, *, small: bool) -> Workload:
     blocks, width = ((1, 1, 1), 8) if small else ((3, 4, 6, 3), 64)
     with device:
         layers: list[nn.Module] = [
-            nn.Sequential(nn.Conv2d(3, width, 7, 2, 3, bias=False), nn.BatchNorm2d(width), nn.ReLU(), nn.MaxPool2d(3, 2, 1))
+            nn.Sequential(
+                nn.Conv2d(3, width, 7, 2, 3, bias=False), nn.BatchNorm2d(width), nn.ReLU(), nn.MaxPool2d(3, 2, 1)
+            )
         ]
         inputs = width
         for stage, count in enumerate(blocks):

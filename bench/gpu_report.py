@@ -66,7 +66,8 @@ def _line(label: str, found: dict[str, Any], row: dict[str, Any]) -> str:
     note = ""
     if "predicted_bytes" in found:
         note = f"predicted peak {100 * (found['predicted_bytes'] / found['peak_bytes'] - 1):+.2f} %"
+    time = f"{found.get('time_ratio', math.nan):.3f}"
     return (
         f"| {label} | {found['peak_bytes'] / 2**30:.2f} | {found['peak_bytes'] / row['plain_bytes']:.3f} | "
-        f"{found['flops'] / row['plain_flops']:.3f} | {found.get('time_ratio', math.nan):.3f} | {rate} | {exact} | {note} |"
+        f"{found['flops'] / row['plain_flops']:.3f} | {time} | {rate} | {exact} | {note} |"
     )

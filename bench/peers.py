@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import math
 import os
 import platform
 import sys
@@ -69,9 +70,7 @@ class Session:
         """recoup's planner for the workload, captured once."""
         if self._frontier is None:
             self.bench.restore()
-            self._frontier = recoup.frontier(
-                self.target.model, self.target.batch, loss=self.target.loss, num_points=2
-            )
+            self._frontier = recoup.frontier(self.target.model, self.target.batch, loss=self.target.loss, num_points=2)
             self.bench.restore()
         return self._frontier
 
@@ -95,7 +94,11 @@ class Session:
                 return row
         if method != "plain":
             budget: int | str = row.get("peak_bytes", method)
-            row["recoup"] = self.planned(budget)
+            try:
+                row["recoup"] = self.planned(budget)
+            except Exception as error:  # a defect of recoup is a cell as well
+                self.bench.restore()
+                row["recoup"] = {"why_not": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
         self.time(row, enter)
         return row
 
@@ -108,7 +111,7 @@ class Session:
             return self.run(plan) | {"planning_seconds": time.perf_counter() - begun, "budget_bytes": None}
         budget_bytes = plain_bytes * int(budget[:-1]) // 100 if isinstance(budget, str) else budget
         target = budget_bytes
-        for turn in range(_REPAIRS):
+        for _turn in range(_REPAIRS):
             try:
                 plan = self.frontier.plan(target)
             except recoup.InfeasibleBudget as error:
@@ -120,7 +123,7 @@ class Session:
             if over <= 0:
                 break
             target -= over + budget_bytes // _REPAIR_MARGIN
-        return found | {"planned_again": turn}
+        return found | {"planned_again": _turn}
 
     def run(self, plan: Plan) -> Row:
         """Returns one plan's measurements and what it promised."""
@@ -151,7 +154,7 @@ class Session:
         ours = row.get("recoup")
         if ours and "plan" in ours:
             ways["recoup"] = self.entered(Plan.from_json(ours["plan"]))
-        if len(ways) == 1:
+        if len(ways) == 1 or not self.rounds:
             return
         found = timed(self.bench, ways, rounds=self.rounds)
         row["plain_seconds"] = found["plain"]["seconds"]
@@ -173,7 +176,7 @@ def line(row: Row) -> str:
             return str(found.get("why_not", "-"))[:110]
         return (
             f"{found['peak_bytes'] / row['plain_bytes']:.3f} bytes, {found['flops'] / row['plain_flops']:.3f} FLOPs, "
-            f"{found['time_ratio']:.3f} time{'' if found['exact'] else ', NOT EQUAL'}"
+            f"{found.get('time_ratio', math.nan):.3f} time{'' if found['exact'] else ', NOT EQUAL'}"
         )
 
     return f"{row['workload']}, {row['method']}: {cell(row)} | recoup {cell(row.get('recoup'))}"
@@ -205,7 +208,9 @@ def main() -> None:
     parser.add_argument("--retime", action="store_true", help="only time the rows that are there, with their plans")
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds of steps that a row is timed over")
     parser.add_argument("--report", action="store_true", help="only write page and pictures from the file")
-    parser.add_argument("--out", default="bench/results", help="a folder; or a .json file, then without page and pictures")
+    parser.add_argument(
+        "--out", default="bench/results", help="a folder; or a .json file, then without page and pictures"
+    )
     arguments = parser.parse_args()
     unknown = [n for n in arguments.workloads if n not in WORKLOADS]
     if unknown:

@@ -28,8 +28,8 @@ def write_report(file: Path) -> None:
         f"{data['date']}, {data['machine']}, {versions}; by `python -m bench.peers`, {data['rounds']} rounds a row.",
         "",
         "Peak bytes by allocator events, weights and batch included; FLOPs of the whole step (matmul, convolution,",
-        "attention); CPU time: median of interleaved ratios; all over plain's. recoup was given the method's peak as its",
-        f"budget. {_load(rows)}",
+        "attention); CPU time: median of interleaved ratios; all over plain's. recoup was given the method's peak as",
+        f"its budget. {_load(rows)}",
         "",
         f"![slow-down at each budget]({stem}-summary.svg)",
         "",
@@ -70,9 +70,9 @@ def _cells(found: dict[str, Any] | None, row: Row) -> str:
         exact = f"equal, but {found.get('difference', 'something else differs')}".replace("|", "/")[:90]
     else:
         exact = f"off by {found['gradient_error']:.0e}"
+    time = f"{found['time_ratio']:.2f} +- {found.get('time_spread', 0):.2f}" if "time_ratio" in found else "not timed"
     return (
-        f"{found['peak_bytes'] / row['plain_bytes']:.3f} | {found['flops'] / row['plain_flops']:.3f} | "
-        f"{found.get('time_ratio', math.nan):.2f} +- {found.get('time_spread', math.nan):.2f} | {exact}"
+        f"{found['peak_bytes'] / row['plain_bytes']:.3f} | {found['flops'] / row['plain_flops']:.3f} | {time} | {exact}"
     )
 
 
@@ -85,7 +85,9 @@ def _row(row: Row) -> str:
 
 def noise(rows: Sequence[Row]) -> float:
     """Returns the largest distance from 1 of plain's time over plain's."""
-    return max((abs(r["time_ratio"] - 1) for r in rows if r["method"] == "plain" and "time_ratio" in r), default=math.nan)
+    return max(
+        (abs(r["time_ratio"] - 1) for r in rows if r["method"] == "plain" and "time_ratio" in r), default=math.nan
+    )
 
 
 def over_budget(rows: Sequence[Row]) -> list[str]:
@@ -113,7 +115,9 @@ def unreached(rows: Sequence[Row]) -> list[str]:
         ours = row.get("recoup") or {}
         if is_peer(row) and "minimum_bytes" in ours:
             floor = ours["minimum_bytes"] / row["plain_bytes"]
-            found.append(f"{row['workload']}, {row['method']} ({row['peak_bytes'] / row['plain_bytes']:.3f}, floor {floor:.3f})")
+            found.append(
+                f"{row['workload']}, {row['method']} ({row['peak_bytes'] / row['plain_bytes']:.3f}, floor {floor:.3f})"
+            )
     return found
 
 
@@ -187,12 +191,15 @@ def _predictions(rows: Sequence[Row], file: Path) -> list[str]:
         f"![predicted and measured]({file.stem}-predictions.svg)",
         "",
         f"{len(pairs)} plans. Peak: off by {100 * statistics.median(peak_errors):.3f} % in the median, "
-        f"{100 * max(peak_errors):.2f} % at worst. Time over plain: off by {100 * statistics.median(time_errors):.1f} % in "
-        f"the median, {100 * max(time_errors):.0f} % at worst.",
+        f"{100 * max(peak_errors):.2f} % at worst. Time over plain: off by "
+        f"{100 * statistics.median(time_errors):.1f} % in the median, {100 * max(time_errors):.0f} % at worst.",
         "",
         "| worst | predicted | measured | error |",
         "|---|---|---|---|",
-        *(f"| peak: {p[0]} | {p[1]:.2f} MiB | {p[2]:.2f} MiB | {100 * (p[1] / p[2] - 1):+.2f} % |" for p in by_peak[:5]),
+        *(
+            f"| peak: {p[0]} | {p[1]:.2f} MiB | {p[2]:.2f} MiB | {100 * (p[1] / p[2] - 1):+.2f} % |"
+            for p in by_peak[:5]
+        ),
         *(f"| time: {p[0]} | {p[3]:.2f} | {p[4]:.2f} | {100 * (p[3] / p[4] - 1):+.1f} % |" for p in by_time[:5]),
         "",
     ]

@@ -18,7 +18,9 @@ _STYLE = (
 class Axes:
     """A rectangle of the picture with linear scales."""
 
-    def __init__(self, left: float, top: float, width: float, height: float, x: tuple[float, float], y: tuple[float, float]):
+    def __init__(
+        self, left: float, top: float, width: float, height: float, x: tuple[float, float], y: tuple[float, float]
+    ):
         self.left, self.top, self.width, self.height, self.x_range, self.y_range = left, top, width, height, x, y
 
     def at(self, x: float, y: float) -> tuple[float, float]:
@@ -58,7 +60,10 @@ def _mark(x: float, y: float, *, ours: bool, title: str, size: float = 5) -> str
 
 def _svg(width: int, height: int, label: str, parts: Sequence[str]) -> str:
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" aria-label="{label}">'
-    return "\n".join([head, _STYLE, f'<rect class="bg" width="{width}" height="{height}" rx="6"/>', *parts, "</svg>"]) + "\n"
+    return (
+        "\n".join([head, _STYLE, f'<rect class="bg" width="{width}" height="{height}" rx="6"/>', *parts, "</svg>"])
+        + "\n"
+    )
 
 
 def _ticks(low: float, high: float, step: float) -> list[float]:
@@ -72,7 +77,9 @@ def draw_pareto(name: str, here: Sequence[Point]) -> str:
     step = 0.1 if top < 1.8 else 0.25
     parts = [
         _text(20, 26, f"{name}: step time over peak bytes, both over the plain step's", 15),
-        *axes.grid(_ticks(*axes.x_range, 0.1), _ticks(*axes.y_range, step), x_format="{:.1f}", y_format="{:.2f}", size=11),
+        *axes.grid(
+            _ticks(*axes.x_range, 0.1), _ticks(*axes.y_range, step), x_format="{:.1f}", y_format="{:.2f}", size=11
+        ),
         _text(390, 408, "peak bytes of the whole step, weights included (plain = 1)", 12, "m", "middle"),
     ]
     taken: list[tuple[float, float]] = []
@@ -83,24 +90,33 @@ def draw_pareto(name: str, here: Sequence[Point]) -> str:
             flip = x > 560
             parts.append(_text(x + (-8 if flip else 8), y + 4, p.method, 10, "m", "end" if flip else "start"))
             taken.append((x, y))
-    parts += [_mark(530, 22, ours=True, title="recoup"), _text(540, 26, "recoup"), _mark(610, 22, ours=False, title="peers")]
+    parts += [
+        _mark(530, 22, ours=True, title="recoup"),
+        _text(540, 26, "recoup"),
+        _mark(610, 22, ours=False, title="peers"),
+    ]
     return _svg(740, 420, f"time over bytes, {name}", [*parts, _text(620, 26, "other methods")])
 
 
 def draw_summary(groups: dict[str, Sequence[Point]]) -> str:
     """Returns one small panel a workload: at each budget, the slow-down of recoup and of the best other method."""
-    columns, wide, high = 4, 225, 170
+    columns, wide, high = 4, 236, 170
     rows = math.ceil(len(groups) / columns)
     parts = [
         _text(16, 26, "Slow-down of a training step at each memory budget", 17),
         _mark(20, 46, ours=True, title="recoup"),
         _text(31, 50, "recoup", 13),
         _mark(100, 46, ours=False, title="others"),
-        _text(111, 50, "fastest other method that fits (checkpointing by hand, SAC, auto-SAC, memory budget, torch-remat, ckptplan)", 13),
+        _text(
+            111,
+            50,
+            "fastest other method that fits (checkpointing by hand, SAC, auto-SAC, memory budget, torch-remat)",
+            13,
+        ),
     ]
     for index, (name, here) in enumerate(groups.items()):
-        left, top = 52 + (index % columns) * wide, 90 + (index // columns) * high
-        axes = Axes(left, top, wide - 50, high - 62, (1.0, 0.2), (0.0, 100.0))
+        left, top = 58 + (index % columns) * wide, 90 + (index // columns) * high
+        axes = Axes(left, top, wide - 68, high - 62, (1.0, 0.2), (0.0, 100.0))
         parts += axes.grid([1.0, 0.8, 0.6, 0.4, 0.2], [0, 50, 100], x_format="{:.0%}", y_format="+{:.0f} %", size=10)
         parts.append(_text(left, top - 8, name, 13))
         for ours in (False, True):
@@ -114,9 +130,15 @@ def draw_summary(groups: dict[str, Sequence[Point]]) -> str:
             parts.append(f'<polyline class="l{"o" if ours else "p"}" points="{drawn}" fill="none" stroke-width="2.5"/>')
             parts.append(_mark(*line[-1], ours=ours, title="smallest peak reached", size=4))
     parts.append(
-        _text(16, 90 + rows * high - 6, "Budget: peak bytes of the whole step over the plain step's. A line ends at the smallest peak that was reached.", 12, "m")
+        _text(
+            16,
+            90 + rows * high - 6,
+            "Budget: peak bytes of the whole step over the plain step's. A line ends at the smallest peak reached.",
+            12,
+            "m",
+        )
     )
-    return _svg(920, 100 + rows * high, "slow-down at each budget, recoup beside other methods", parts)
+    return _svg(960, 100 + rows * high, "slow-down at each budget, recoup beside other methods", parts)
 
 
 def draw_predictions(pairs: Sequence[tuple[str, float, float, float, float]]) -> str:
@@ -134,9 +156,12 @@ def draw_predictions(pairs: Sequence[tuple[str, float, float, float, float]]) ->
         shown = "{:.0f}" if i == 1 else "{:.1f}"
         parts += axes.grid(marks, marks, x_format=shown, y_format=shown, size=10)
         a, b = axes.at(limits[0], limits[0]), axes.at(limits[1], limits[1])
-        parts.append(f'<line class="g" x1="{a[0]:.1f}" y1="{a[1]:.1f}" x2="{b[0]:.1f}" y2="{b[1]:.1f}" stroke-width="2"/>')
+        parts.append(
+            f'<line class="g" x1="{a[0]:.1f}" y1="{a[1]:.1f}" x2="{b[0]:.1f}" y2="{b[1]:.1f}" stroke-width="2"/>'
+        )
         parts += [
-            _mark(*axes.at(p[i], p[i + 1]), ours=True, title=f"{p[0]}: {p[i]:.2f}, {p[i + 1]:.2f}", size=3) for p in pairs
+            _mark(*axes.at(p[i], p[i + 1]), ours=True, title=f"{p[0]}: {p[i]:.2f}, {p[i + 1]:.2f}", size=3)
+            for p in pairs
         ]
         parts.append(_text(left + 145, 378, f"predicted {words} (across), measured (up)", 12, "m", "middle"))
     return _svg(760, 395, "predicted and measured peak and time", parts)

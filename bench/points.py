@@ -60,6 +60,7 @@ def has_plan(row: Row) -> bool:
 
 def points(rows: Iterable[Row]) -> list[Point]:
     """Returns everything that was measured but plain itself."""
+    rows = list(rows)
     found = [point(r, ours=False) for r in rows if "peak_bytes" in r and r["method"] != "plain"]
     return found + [point(r, ours=True) for r in rows if has_plan(r)]
 
@@ -92,7 +93,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 def at_equal_time(rows: Sequence[Row]) -> list[float]:
-    """Returns, for each peer's time, recoup's fewest bytes over the fewest bytes of any peer, within 3 % of that time."""
+    """Returns, for each peer's time, recoup's fewest bytes within 3 % of it over the fewest of any peer."""
     found = []
     for name in names(rows):
         here = points(r for r in rows if r["workload"] == name)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
-
 from examples.conv3d import VolumeNet
 from examples.unet import UNet
+from torch import nn
 
 
 def mlp_chain() -> dict[str, Any]:

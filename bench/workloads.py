@@ -55,7 +55,9 @@ WORKLOADS: dict[str, Workload] = {
         layers=("encoder.block.?", "decoder.block.?"),
     ),
     "vit": Workload(
-        target=f"hf:vit?num_hidden_layers=8,{_SMALL},intermediate_size=1024", options={"batch": 5}, layers=("vit.layers.?",)
+        target=f"hf:vit?num_hidden_layers=8,{_SMALL},intermediate_size=1024",
+        options={"batch": 5},
+        layers=("vit.layers.?",),
     ),
     "resnet50": Workload(
         target="hf:resnet", options={"batch": 8, "image": 96}, layers=("resnet.encoder.stages.?.layers.?",)
