@@ -66,10 +66,9 @@ def _cells(found: dict[str, Any] | None, row: Row) -> str:
         return f"{found.get('why_not', '').replace('|', '/')} | | | "
     if found.get("exact", True):
         exact = "equal"
-    elif found["gradient_error"] == 0:
-        exact = f"equal, but {found.get('difference', 'something else differs')}".replace("|", "/")[:90]
     else:
-        exact = f"off by {found['gradient_error']:.0e}"
+        exact = ("equal, but " if found["gradient_error"] == 0 else "") + found["difference"].split(",")[0]
+        exact = exact.replace("|", "/")
     time = f"{found['time_ratio']:.2f} +- {found.get('time_spread', 0):.2f}" if "time_ratio" in found else "not timed"
     return (
         f"{found['peak_bytes'] / row['plain_bytes']:.3f} | {found['flops'] / row['plain_flops']:.3f} | {time} | {exact}"
