@@ -74,8 +74,12 @@ class Session:
             self.bench.restore()
         return self._frontier
 
-    def measure(self, method: str) -> Row:
-        """Returns the row of one method, or of one budget for recoup alone."""
+    def measure(self, method: str, before: Row | None = None) -> Row:
+        """Returns the row of one method, or of one budget for recoup alone.
+
+        Args:
+            before: a row whose plan is measured again, instead of making one.
+        """
         row: Row = {"workload": self.name, "method": method, "plain_bytes": self.plain["peak_bytes"]}
         row["plain_flops"] = self.plain["flops"]
         enter: Any = None
@@ -95,7 +99,11 @@ class Session:
         if method != "plain":
             budget: int | str = row.get("peak_bytes", method)
             try:
-                row["recoup"] = self.planned(budget)
+                ours = (before or {}).get("recoup") or {}
+                if "plan" in ours:
+                    row["recoup"] = ours | self.run(Plan.from_json(ours["plan"]))
+                else:
+                    row["recoup"] = self.planned(budget)
             except Exception as error:  # a defect of recoup is a cell as well
                 self.bench.restore()
                 row["recoup"] = {"why_not": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
@@ -205,6 +213,7 @@ def main() -> None:
     parser.add_argument("--method", action="append", help="only this row (may be given several times)")
     parser.add_argument("--quick", action="store_true", help="without what has to be compiled or solved by a MILP")
     parser.add_argument("--again", action="store_true", help="measure rows that are there already")
+    parser.add_argument("--same-plan", action="store_true", help="with --again: with the plans that are in the file")
     parser.add_argument("--retime", action="store_true", help="only time the rows that are there, with their plans")
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds of steps that a row is timed over")
     parser.add_argument("--report", action="store_true", help="only write page and pictures from the file")
@@ -224,9 +233,9 @@ def main() -> None:
     keep_freed_memory()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    before: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"rows": [], "wall_seconds": {}}
-    rows: list[Row] = before["rows"]
-    wall_seconds: dict[str, float] = before["wall_seconds"]
+    data: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"rows": [], "wall_seconds": {}}
+    rows: list[Row] = data["rows"]
+    wall_seconds: dict[str, float] = data["wall_seconds"]
     head = {
         "date": datetime.date.today().isoformat(),
         "machine": f"{_processor()}, {os.cpu_count()} cores, 1 thread",
@@ -246,11 +255,11 @@ def main() -> None:
         wanted = [m for m in (*METHODS, *BUDGETS) if not arguments.method or m in arguments.method]
         if arguments.quick:
             wanted = [m for m in wanted if "compiled" not in m and "auto-SAC" not in m]
-        at = {r["method"]: i for i, r in enumerate(rows) if r["workload"] == name}
+        known = {r["method"]: r for r in rows if r["workload"] == name}
         if arguments.retime:
-            wanted = [m for m in wanted if m in at]
+            wanted = [m for m in wanted if m in known]
         elif not arguments.again:
-            wanted = [m for m in wanted if m not in at]
+            wanted = [m for m in wanted if m not in known]
         if not wanted:
             continue
         print(f"[{number}/{len(names)}] {name}: {len(wanted)} rows", flush=True)
@@ -258,11 +267,12 @@ def main() -> None:
         session = Session(name, arguments.rounds)
         for method in wanted:
             if arguments.retime:
-                row = rows[at[method]]
+                row = known[method]
                 if "why_not" not in row:
                     session.time(row)
             else:
-                row = session.measure(method)
+                before = known.get(method) if arguments.same_plan else None
+                row = session.measure(method, before)
                 rows[:] = [r for r in rows if (r["workload"], r["method"]) != (name, method)] + [row]
             save()
             print(f"{time.perf_counter() - begun:6.0f} s  {line(row)}", flush=True)
