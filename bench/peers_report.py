@@ -12,6 +12,8 @@ from typing import Any
 from bench.pictures import draw_pareto, draw_predictions, draw_summary
 from bench.points import Row, at_equal_time, cells, has_plan, is_peer, mean, names, nearly_free, points
 
+_ROUNDS_TO_BELIEVE = 3
+
 
 def write_report(file: Path) -> None:
     """Writes the Markdown page and the pictures beside the JSON file of a run."""
@@ -30,6 +32,7 @@ def write_report(file: Path) -> None:
         "Peak bytes by allocator events, weights and batch included; FLOPs of the whole step (matmul, convolution,",
         "attention); CPU time: median of interleaved ratios; all over plain's. recoup was given the method's peak as",
         f"its budget. {_load(rows)}",
+        *_provisional(data),
         "",
         f"![slow-down at each budget]({stem}-summary.svg)",
         "",
@@ -59,11 +62,22 @@ def _load(rows: Sequence[Row]) -> str:
     return f"Load while timing: {statistics.median(loads)} in the median, {max(loads)} at most." if loads else ""
 
 
+def _provisional(data: dict[str, Any]) -> list[str]:
+    if data["rounds"] >= _ROUNDS_TO_BELIEVE:
+        return []
+    return [
+        "",
+        f"**Times are provisional**: {data['rounds']} rounds a row. `python -m bench.peers --retime` on a machine that does "
+        "nothing else takes them again, with the plans of this file.",
+    ]
+
+
 def _cells(found: dict[str, Any] | None, row: Row) -> str:
     if found is None:
         return "| | | "
     if "peak_bytes" not in found:
-        return f"{found.get('why_not', '').replace('|', '/')} | | | "
+        why = found.get("why_not", "").split(" (largest there")[0]
+        return f"{why.replace('|', '/')} | | | "
     if found.get("exact", True):
         exact = "equal"
     else:
