@@ -166,6 +166,7 @@ class Session:
             return
         found = timed(self.bench, ways, rounds=self.rounds)
         row["plain_seconds"] = found["plain"]["seconds"]
+        row["rounds"] = self.rounds
         row["load"] = round(os.getloadavg()[0], 1)
         if "method" in found:
             row |= found["method"]
@@ -241,7 +242,6 @@ def main() -> None:
         "machine": f"{_processor()}, {os.cpu_count()} cores, 1 thread",
         "python": platform.python_version(),
         "versions": versions(),
-        "rounds": arguments.rounds,
         "command": " ".join(["python -m bench.peers", *sys.argv[1:]]),
     }
 

@@ -27,12 +27,12 @@ def write_report(file: Path) -> None:
     lines = [
         "# Side by side",
         "",
-        f"{data['date']}, {data['machine']}, {versions}; by `python -m bench.peers`, {data['rounds']} rounds a row.",
+        f"{data['date']}, {data['machine']}, {versions}; by `python -m bench.peers`.",
         "",
         "Peak bytes by allocator events, weights and batch included; FLOPs of the whole step (matmul, convolution,",
         "attention); CPU time: median of interleaved ratios; all over plain's. recoup was given the method's peak as",
         f"its budget. {_load(rows)}",
-        *_provisional(data),
+        *_provisional(rows),
         "",
         f"![slow-down at each budget]({stem}-summary.svg)",
         "",
@@ -62,13 +62,14 @@ def _load(rows: Sequence[Row]) -> str:
     return f"Load while timing: {statistics.median(loads)} in the median, {max(loads)} at most." if loads else ""
 
 
-def _provisional(data: dict[str, Any]) -> list[str]:
-    if data["rounds"] >= _ROUNDS_TO_BELIEVE:
+def _provisional(rows: Sequence[Row]) -> list[str]:
+    few = sum(r.get("rounds", 1) < _ROUNDS_TO_BELIEVE for r in rows if "time_ratio" in {**r, **(r.get("recoup") or {})})
+    if not few:
         return []
     return [
         "",
-        f"**Times are provisional**: {data['rounds']} rounds a row. `python -m bench.peers --retime` on a machine that does "
-        "nothing else takes them again, with the plans of this file.",
+        f"**The times of {few} rows are provisional** (fewer than {_ROUNDS_TO_BELIEVE} rounds). `python -m bench.peers "
+        "--retime` on a machine that does nothing else takes them again, with the plans of this file.",
     ]
 
 
