@@ -2,17 +2,20 @@
 PYTHON ?= python3.11
 BIN := .venv/bin
 STAMP := .venv/.ready
+PEERS := .venv/.peers
 # A GPT-2 whose unplanned step takes about 0.9 GiB, into 60 % of that.
 DEMO := "hf:gpt2?n_layer=6,n_embd=384,n_head=6,vocab_size=16384" --batch 4 --seq 512 --budget 60%
 
-.PHONY: help setup demo test test-quick check format bench bench-quick hazards fuzz clean
+.PHONY: help setup demo test test-quick check format bench bench-quick bench-gpu hazards fuzz clean
 
 help:
 	@echo "make demo        fit a GPT-2 into 60 % of its memory on this CPU, with proof"
 	@echo "make test        all tests          make test-quick  without the slow ones"
 	@echo "make check       ruff and mypy      make format      rewrite the files as ruff wants them"
 	@echo "make hazards     rewrite docs/hazards.md    make fuzz    1,000 random modules under random plans"
-	@echo "make bench       all benchmarks     make bench-quick  the short ones"
+	@echo "make bench       all benchmarks, goes on where it was stopped (TIME=1: only time the peers' rows again)"
+	@echo "make bench-quick what does not wobble in them, exit status 1 if broken"
+	@echo "make bench-gpu   the comparison on one CUDA GPU, under ten minutes"
 
 setup: $(STAMP)
 
@@ -40,12 +43,22 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-bench: $(STAMP)
+bench: $(STAMP) $(PEERS)
+	$(BIN)/python -m bench.peers $(if $(TIME),--retime)
+ifndef TIME
 	$(BIN)/python -m bench.main_job
 	$(BIN)/python -m bench.rederive --timed --autocast
-	$(BIN)/python -m bench.peers
+endif
+
+$(PEERS): $(STAMP)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group bench
+	@touch $@
+
+bench-gpu: $(STAMP)
+	$(BIN)/python -m bench.gpu
 
 bench-quick: $(STAMP)
+	$(BIN)/python -m bench.quick
 	$(BIN)/python -m bench.main_job llama unet --quick --out build/bench
 
 hazards: $(STAMP)

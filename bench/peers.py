@@ -1,299 +1,297 @@
 """Side by side: what people do by hand or by other tools, and recoup at the very same bytes, on one meter.
 
-    python -m bench.peers [workload ...] [--quick] [--out bench/results]
+    python -m bench.peers [workload ...] [--method NAME ...] [--again | --retime] [--out bench/results]
 
-Each method is a small function that changes the model for the duration. Its step is metered (allocator events, weights
-and batch included), its FLOPs counted, its gradients compared with plain's, and it is timed beside plain (CPU time,
-interleaved, median of ratios). Then recoup is given the method's peak as its budget and measured the same way. A run
-that was interrupted goes on: rows in the JSON file are not measured again.
+Each method's step is metered (allocator events, weights and batch included), its FLOPs counted, its gradients compared
+with plain's, and it is timed beside plain (CPU time, interleaved, medians of ratios). Then recoup is given the method's
+peak as its budget and measured the same way; a plan that measures over its budget is made again for less, as `fit`
+does. A run that was interrupted goes on: rows in the JSON file are not measured again unless `--again` says so.
+Plans are kept in the file, so `--retime` and whoever reads it run the very same ones.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import datetime
-import functools
 import json
+import math
 import os
 import platform
-import statistics
+import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-from torch.utils.flop_counter import FlopCounterMode
 
 import recoup
+from bench.measuring import Shapes, flops_by_shape, metered, timed, to_host
+from bench.methods import METHODS, Subject
 from bench.peers_report import write_report
+from bench.workloads import WORKLOADS
 from recoup.cli.allocator import keep_freed_memory
-from recoup.engine.handle import apply_decisions
-from recoup.evidence.gradients import compare
-from recoup.evidence.memory import measure_peak
+from recoup.evidence.gradients import StepResult
 from recoup.evidence.verify import StepBench
-from recoup.ir.plan import Decision
-from recoup.selective.layers import find_layers
-from recoup.targets.resolve import Target, resolve_target
+from recoup.ir.plan import Plan
 
-_TEXT = {"batch": 4, "seq": 256}
-WORKLOADS: dict[str, tuple[str, dict[str, int]]] = {
-    "gpt2": ("hf:gpt2?n_layer=6,n_embd=384,n_head=6,vocab_size=8000", _TEXT),
-    "llama": (
-        "hf:llama?num_hidden_layers=6,hidden_size=384,intermediate_size=1024,num_attention_heads=6,vocab_size=8000",
-        _TEXT,
-    ),
-    "bert": (
-        "hf:bert?num_hidden_layers=6,hidden_size=384,intermediate_size=1536,num_attention_heads=6,vocab_size=8000",
-        _TEXT,
-    ),
-    "t5": ("hf:t5?num_layers=3,d_model=256,d_kv=64,num_heads=4,d_ff=1024,vocab_size=8000", _TEXT),
-    "vit": (
-        "hf:vit?hidden_size=384,num_hidden_layers=8,num_attention_heads=6,intermediate_size=1536",
-        {"batch": 8},
-    ),
-    "resnet": ("hf:resnet", {"batch": 8, "image": 128}),
-    "unet": ("examples/unet.py", {}),
-    "conv3d": ("examples/conv3d.py", {}),
-    "mlp-chain": ("bench/targets.py:mlp_chain", {}),
-}
-_MATMULS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
-_HEAVY = {*_MATMULS, torch.ops.aten.convolution.default} | {
-    getattr(torch.ops.aten, name).default
-    for name in ("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention")
-    if hasattr(torch.ops.aten, name)
-}
-Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+BUDGETS = ("85%", "70%", "50%", "floor")  # recoup alone, to fill in its curve
+_REPAIRS = 4
+_REPAIR_MARGIN = 500  # a plan over its budget is made again for as much less and this part of the budget
+Row = dict[str, Any]
 
 
-@contextlib.contextmanager
-def wrapped(model: nn.Module, paths: list[str], wrap: Wrap) -> Iterator[None]:
-    """Replaces the forwards of the modules at `paths` for the duration."""
-    modules = [model.get_submodule(path) for path in paths]
-    for module in modules:
-        module.forward = wrap(module.forward)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        for module in modules:
-            del module.forward
+class Session:
+    """One workload under measurement."""
 
+    def __init__(self, name: str, rounds: int) -> None:
+        self.name = name
+        self.rounds = rounds
+        torch.manual_seed(0)
+        workload = WORKLOADS[name]
+        self.target = workload.resolve()
+        self.subject = Subject(
+            model=self.target.model,
+            batch=self.target.batch,
+            loss=self.target.loss,
+            layers=workload.find_layers(self.target.model),
+        )
+        self.bench = StepBench(self.target.model, self.target.batch, self.target.loss, None)
+        self.known: Shapes = flops_by_shape(self.bench)
+        self.bench.restore()
+        self.reference: StepResult = to_host(self.bench.step(take=True))
+        self.plain = metered(self.bench, METHODS["plain"](self.subject), self.reference, self.known)
+        self._frontier: recoup.api.Frontier | None = None
 
-def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
-    return functools.partial(checkpoint, forward, use_reentrant=False)
+    @property
+    def frontier(self) -> Any:
+        """recoup's planner for the workload, captured once."""
+        if self._frontier is None:
+            self.bench.restore()
+            self._frontier = recoup.frontier(self.target.model, self.target.batch, loss=self.target.loss, num_points=2)
+            self.bench.restore()
+        return self._frontier
 
+    def measure(self, method: str, before: Row | None = None) -> Row:
+        """Returns the row of one method, or of one budget for recoup alone.
 
-def _selective(saved: set[Any]) -> Wrap:
-    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if op in saved else CheckpointPolicy.PREFER_RECOMPUTE
-
-    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
-    return lambda forward: functools.partial(checkpoint, forward, use_reentrant=False, context_fn=contexts)
-
-
-def every(model: nn.Module, k: int) -> Any:
-    """Every k-th layer recomputed by torch.utils.checkpoint."""
-    return wrapped(model, find_layers(model)[::k], _checkpointed)
-
-
-def selective(model: nn.Module, saved: set[Any]) -> Any:
-    """Every layer checkpointed, the results of some ops kept (op-level SAC)."""
-    return wrapped(model, find_layers(model), _selective(saved))
-
-
-@contextlib.contextmanager
-def transformers_switch(model: nn.Module) -> Iterator[None]:
-    """transformers' own activation checkpointing."""
-    if not hasattr(model, "gradient_checkpointing_enable"):
-        raise NotImplementedError("not a transformers model")
-    if not getattr(model, "supports_gradient_checkpointing", False):
-        raise NotImplementedError("transformers has no activation checkpointing for it")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        try:
-            yield
-        finally:
-            model.gradient_checkpointing_disable()
-
-
-@contextlib.contextmanager
-def memory_budget(model: nn.Module, share: float) -> Iterator[None]:
-    """torch's memory budget: every layer compiled, the partitioner keeps that share of its activations."""
-    import torch._dynamo
-    import torch._functorch.config as config
-
-    before = config.activation_memory_budget
-    torch._dynamo.reset()
-    config.activation_memory_budget = share
-    try:
-        paths = find_layers(model)
-        with wrapped(model, paths, functools.partial(torch.compile, backend="aot_eager_decomp_partition")):
-            yield
-    finally:
-        config.activation_memory_budget = before
-        torch._dynamo.reset()
-
-
-def rederived(model: nn.Module) -> Any:
-    """recoup's rederive everywhere, without a plan."""
-    return apply_decisions(model, (Decision(path="", action="rederive"),))
-
-
-METHODS: dict[str, Callable[[nn.Module], Any]] = {
-    "plain": lambda model: contextlib.nullcontext(),
-    "every layer": lambda model: every(model, 1),
-    "every 2nd layer": lambda model: every(model, 2),
-    "every 3rd layer": lambda model: every(model, 3),
-    "SAC, matmuls kept": lambda model: selective(model, _MATMULS),
-    "SAC, matmuls, attention, convolutions kept": lambda model: selective(model, _HEAVY),
-    "transformers' switch": transformers_switch,
-    "memory budget 0.5, compiled layers": lambda model: memory_budget(model, 0.5),
-    "memory budget 0.1, compiled layers": lambda model: memory_budget(model, 0.1),
-    "rederive alone (recoup)": rederived,
-}
-
-
-def measured(
-    bench: StepBench, enter: Callable[[nn.Module], Any], plain: dict[str, Any] | None, *, compiles: bool = False
-) -> dict[str, Any]:
-    """Returns peak bytes, FLOPs, whether it is exact, and CPU time over plain's of one way to run the step."""
-    row: dict[str, Any] = {}
-
-    def fresh() -> None:
-        bench.restore()  # before the method comes in: it would put back what the method changed
-
-    fresh()
-    with enter(bench.model):
-        bench.step()  # what a first step allocates or compiles once
-    fresh()
-    with enter(bench.model):
-        if compiles:
-            bench.step()
-            bench.model.zero_grad()
-        row["peak_bytes"] = measure_peak(bench.step, device=bench.device, held_bytes=bench.held_bytes())
-    fresh()
-    with enter(bench.model), FlopCounterMode(display=False) as counter:
-        bench.step()
-    row["flops"] = counter.get_total_flops()
-    fresh()
-    with enter(bench.model):
-        result = bench.step(take=True)
-    bench.restore()
-    if plain is None:
-        return {**row, "result": result, "exact": True, "gradient_error": 0.0, "time_ratio": 1.0}
-    assert result is not None
-    comparison = compare(plain["result"], result)
-    row["exact"] = not comparison.differences
-    row["gradient_error"] = comparison.max_gradient_error
-    ratios = []
-    for turn in range(3):
-        seconds = {}
-        ways = [("plain", METHODS["plain"]), ("it", enter)]
-        for label, way in ways if turn % 2 else reversed(ways):
-            fresh()
-            with way(bench.model):
-                if compiles:
-                    bench.step()
-                begun = time.process_time()
-                bench.step()
-                seconds[label] = time.process_time() - begun
-        ratios.append(seconds["it"] / seconds["plain"])
-    row["time_ratio"] = statistics.median(ratios)
-    return row
-
-
-def run(name: str, rows: list[dict[str, Any]], save: Callable[[], None], quick: bool) -> None:
-    """Measures every method on one workload, and recoup at each one's peak; appends to `rows`."""
-    done = {(r["workload"], r["method"]) for r in rows}
-    target: Target = resolve_target(WORKLOADS[name][0], **WORKLOADS[name][1])
-    bench = StepBench(target.model, target.batch, target.loss, None)
-    plain = measured(bench, METHODS["plain"], None)
-    planner = recoup.frontier(target.model, target.batch, loss=target.loss, num_points=2)
-    for method, enter in METHODS.items():
-        if (name, method) in done or (quick and "compiled" in method):
-            continue
-        row: dict[str, Any] = {"workload": name, "method": method, "plain_bytes": plain["peak_bytes"]}
-        row["plain_flops"] = plain["flops"]
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                found = plain if method == "plain" else measured(bench, enter, plain, compiles="compiled" in method)
-            row |= {k: v for k, v in found.items() if k != "result"}
-        except Exception as error:
-            bench.restore()
-            row["why_not"] = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
-        if "peak_bytes" in row and method != "plain":
-            begun = time.perf_counter()
+        Args:
+            before: a row whose plan is measured again, instead of making one.
+        """
+        row: Row = {"workload": self.name, "method": method, "plain_bytes": self.plain["peak_bytes"]}
+        row["plain_flops"] = self.plain["flops"]
+        enter: Any = None
+        compiled = "compiled" in method
+        if method in METHODS:
             try:
-                plan = planner.plan(max(row["peak_bytes"], 1))
-                planning_seconds = time.perf_counter() - begun
-                ours = measured(bench, lambda model, plan=plan: recoup.apply(model, plan), plain)
-                row["recoup"] = {
-                    **ours,
-                    "predicted_bytes": plan.predicted.peak_bytes,
-                    "predicted_time_ratio": 1 + plan.predicted.extra_time_ratio,
-                    "planning_seconds": planning_seconds,
-                }
+                with torch.random.fork_rng():
+                    begun = time.perf_counter()
+                    enter = METHODS[method](self.subject)
+                    row["prepared_seconds"] = time.perf_counter() - begun
+                row |= metered(self.bench, enter, self.reference, self.known, compiled=compiled)
+            except Exception as error:  # a peer may fail in any way: its reason is the cell
+                self.bench.restore()
+                said = " ".join(str(error).split())[:200]
+                row["why_not"] = said if isinstance(error, NotImplementedError) else f"{type(error).__name__}: {said}"
+                return row
+        if method != "plain":
+            budget: int | str = row.get("peak_bytes", method)
+            try:
+                ours = (before or {}).get("recoup") or {}
+                if "plan" in ours:
+                    row["recoup"] = ours | self.run(Plan.from_json(ours["plan"]))
+                else:
+                    row["recoup"] = self.planned(budget)
+            except Exception as error:  # a defect of recoup is a cell as well
+                self.bench.restore()
+                row["recoup"] = {"why_not": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
+        self.time(row, enter)
+        return row
+
+    def planned(self, budget: int | str) -> Row:
+        """Returns recoup's plan for a budget in bytes, measured; made again for less while it measures above."""
+        begun = time.perf_counter()
+        plain_bytes = self.plain["peak_bytes"]
+        if budget == "floor":
+            plan = self.frontier.points[0].plan
+            return self.run(plan) | {"planning_seconds": time.perf_counter() - begun, "budget_bytes": None}
+        budget_bytes = plain_bytes * int(budget[:-1]) // 100 if isinstance(budget, str) else budget
+        target = budget_bytes
+        for _turn in range(_REPAIRS):
+            try:
+                plan = self.frontier.plan(target)
             except recoup.InfeasibleBudget as error:
-                row["recoup"] = {"why_not": str(error).split("\n")[0], "minimum_bytes": error.minimum_bytes}
-        rows.append(row)
-        save()
-        print(_line(row), flush=True)
-    if (name, "floor") not in done:
-        smallest = planner.points[0].plan
-        ours = measured(bench, lambda model: recoup.apply(model, smallest), plain)
-        ours |= {"predicted_bytes": smallest.predicted.peak_bytes}
-        ours["predicted_time_ratio"] = 1 + smallest.predicted.extra_time_ratio
-        row = {"workload": name, "method": "floor", "plain_bytes": plain["peak_bytes"], "plain_flops": plain["flops"]}
-        rows.append({**row, "recoup": ours})
-        save()
-        print(_line(rows[-1]), flush=True)
+                said = str(error).split("\n")[0]
+                return {"why_not": said, "minimum_bytes": error.minimum_bytes, "budget_bytes": budget_bytes}
+            planning_seconds = time.perf_counter() - begun
+            found = self.run(plan) | {"budget_bytes": budget_bytes, "planning_seconds": planning_seconds}
+            over = found["peak_bytes"] - budget_bytes
+            if over <= 0:
+                break
+            target -= over + budget_bytes // _REPAIR_MARGIN
+        return found | {"planned_again": _turn}
+
+    def run(self, plan: Plan) -> Row:
+        """Returns one plan's measurements and what it promised."""
+        enter = self.entered(plan)
+        return {
+            **metered(self.bench, enter, self.reference, self.known),
+            "predicted_bytes": plan.predicted.peak_bytes,
+            "predicted_time_ratio": 1 + plan.predicted.extra_time_ratio,
+            "cost_source": plan.predicted.cost_source,
+            "plan": plan.to_json(),
+        }
+
+    def entered(self, plan: Plan) -> Callable[[], Any]:
+        return lambda: recoup.apply(self.target.model, plan)
+
+    def time(self, row: Row, enter: Any = None) -> None:
+        """Times a row's method and its plan beside plain, and plain beside itself; writes it into the row."""
+        ways = {"plain": METHODS["plain"](self.subject)}
+        if enter is None and "peak_bytes" in row:
+            enter = METHODS[row["method"]](self.subject)
+        if enter is not None:
+            ways["method"] = enter
+            if "compiled" in row["method"]:
+                for _ in range(2):
+                    self.bench.restore()
+                    with enter():
+                        self.bench.step()
+        ours = row.get("recoup")
+        if ours and "plan" in ours:
+            ways["recoup"] = self.entered(Plan.from_json(ours["plan"]))
+        if len(ways) == 1 or not self.rounds:
+            return
+        found = timed(self.bench, ways, rounds=self.rounds)
+        row["plain_seconds"] = found["plain"]["seconds"]
+        row["rounds"] = self.rounds
+        row["load"] = round(os.getloadavg()[0], 1)
+        if "method" in found:
+            row |= found["method"]
+        if "recoup" in found:
+            assert ours is not None
+            ours |= found["recoup"]
 
 
-def _line(row: dict[str, Any]) -> str:
-    def cell(found: dict[str, Any] | None) -> str:
+def line(row: Row) -> str:
+    """Returns a row as it is printed while the benchmark runs."""
+
+    def cell(found: Row | None) -> str:
         if found is None:
             return "-"
         if "peak_bytes" not in found:
-            return found.get("why_not", "-")[:60]
+            return str(found.get("why_not", "-"))[:110]
         return (
             f"{found['peak_bytes'] / row['plain_bytes']:.3f} bytes, {found['flops'] / row['plain_flops']:.3f} FLOPs, "
-            f"{found['time_ratio']:.3f} time{'' if found['exact'] else ', NOT EQUAL'}"
+            f"{found.get('time_ratio', math.nan):.3f} time{'' if found['exact'] else ', NOT EQUAL'}"
         )
 
     return f"{row['workload']}, {row['method']}: {cell(row)} | recoup {cell(row.get('recoup'))}"
 
 
+def versions() -> dict[str, str]:
+    """Returns what was compared with what."""
+    found = {"recoup": recoup.__version__, "torch": str(torch.__version__)}
+    for package in ("transformers", "torch-remat", "ckptplan", "pulp", "pwlf"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def latest(folder: Path) -> Path:
+    """Returns the newest file of results, or the name of today's."""
+    files = sorted(folder.glob("peers-cpu-*.json"))
+    return files[-1] if files else folder / f"peers-cpu-{datetime.date.today().isoformat()}.json"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("workloads", nargs="*", default=[])
-    parser.add_argument("--quick", action="store_true", help="without what has to be compiled")
-    parser.add_argument("--out", default="bench/results")
+    parser.add_argument("workloads", nargs="*", help=f"of {', '.join(WORKLOADS)}")
+    parser.add_argument("--method", action="append", help="only this row (may be given several times)")
+    parser.add_argument("--quick", action="store_true", help="without what has to be compiled or solved by a MILP")
+    parser.add_argument("--again", action="store_true", help="measure rows that are there already")
+    parser.add_argument("--same-plan", action="store_true", help="with --again: with the plans that are in the file")
+    parser.add_argument("--retime", action="store_true", help="only time the rows that are there, with their plans")
+    parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds of steps that a row is timed over")
+    parser.add_argument("--report", action="store_true", help="only write page and pictures from the file")
+    parser.add_argument(
+        "--out", default="bench/results", help="a folder; or a .json file, then without page and pictures"
+    )
     arguments = parser.parse_args()
+    unknown = [n for n in arguments.workloads if n not in WORKLOADS]
+    if unknown:
+        parser.error(f"no workload {', '.join(unknown)}; there are {', '.join(WORKLOADS)}")
+    out = Path(arguments.out)
+    file = out if out.suffix == ".json" else latest(out)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if arguments.report:
+        write_report(file)
+        return
     keep_freed_memory()
-    date = datetime.date.today().isoformat()
-    folder = Path(arguments.out)
-    folder.mkdir(parents=True, exist_ok=True)
-    file = folder / f"peers-cpu-{date}.json"
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    data: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"rows": [], "wall_seconds": {}}
+    rows: list[Row] = data["rows"]
+    wall_seconds: dict[str, float] = data["wall_seconds"]
     head = {
-        "date": date,
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads",
-        "torch": str(torch.__version__),
-        "load": [round(x, 1) for x in os.getloadavg()],
+        "date": datetime.date.today().isoformat(),
+        "machine": f"{_processor()}, {os.cpu_count()} cores, 1 thread",
+        "python": platform.python_version(),
+        "versions": versions(),
+        "command": " ".join(["python -m bench.peers", *sys.argv[1:]]),
     }
-    rows: list[dict[str, Any]] = json.loads(file.read_text())["rows"] if file.exists() else []
 
     def save() -> None:
-        file.write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")
-        write_report(file)
+        order = {name: i for i, name in enumerate(WORKLOADS)}
+        rows.sort(key=lambda r: order.get(r["workload"], len(order)))
+        file.write_text(json.dumps({**head, "wall_seconds": wall_seconds, "rows": rows}, indent=1) + "\n")
 
-    for name in arguments.workloads or list(WORKLOADS):
-        run(name, rows, save, arguments.quick)
+    names = arguments.workloads or list(WORKLOADS)
+    for number, name in enumerate(names, 1):
+        wanted = [m for m in (*METHODS, *BUDGETS) if not arguments.method or m in arguments.method]
+        if arguments.quick:
+            wanted = [m for m in wanted if "compiled" not in m and "auto-SAC" not in m]
+        known = {r["method"]: r for r in rows if r["workload"] == name}
+        if arguments.retime:
+            wanted = [m for m in wanted if m in known]
+        elif not arguments.again:
+            wanted = [m for m in wanted if m not in known]
+        if not wanted:
+            continue
+        print(f"[{number}/{len(names)}] {name}: {len(wanted)} rows", flush=True)
+        begun = time.perf_counter()
+        session = Session(name, arguments.rounds)
+        for method in wanted:
+            if arguments.retime:
+                row = known[method]
+                if "why_not" not in row:
+                    session.time(row)
+            else:
+                before = known.get(method) if arguments.same_plan else None
+                row = session.measure(method, before)
+                rows[:] = [r for r in rows if (r["workload"], r["method"]) != (name, method)] + [row]
+            save()
+            print(f"{time.perf_counter() - begun:6.0f} s  {line(row)}", flush=True)
+        key = f"{name}, timed again" if arguments.retime else name
+        wall_seconds[key] = wall_seconds.get(key, 0.0) * (not arguments.again) + time.perf_counter() - begun
+        save()
+        if out.suffix != ".json":
+            write_report(file)
+        print(f"[{number}/{len(names)}] {name} took {time.perf_counter() - begun:.0f} s", flush=True)
+
+
+def _processor() -> str:
+    try:
+        for text in Path("/proc/cpuinfo").read_text().splitlines():
+            if text.startswith("model name"):
+                return text.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""From the rows of `bench.peers` to a page of tables and a picture a workload; nothing is measured here."""
+"""From the rows of `bench.peers` to a page of tables and pictures; nothing is measured here."""
 
 from __future__ import annotations
 
@@ -9,30 +9,39 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-_WIDTH, _HEIGHT, _LEFT, _BOTTOM = 640, 380, 60, 46
-_NOISE = 1.03
+from bench.pictures import draw_pareto, draw_predictions, draw_summary
+from bench.points import Row, at_equal_time, cells, has_plan, is_peer, mean, names, nearly_free, points
+
+_ROUNDS_TO_BELIEVE = 3
 
 
 def write_report(file: Path) -> None:
     """Writes the Markdown page and the pictures beside the JSON file of a run."""
     data = json.loads(file.read_text())
-    rows: list[dict[str, Any]] = data["rows"]
-    names = list(dict.fromkeys(r["workload"] for r in rows))
+    rows: list[Row] = data["rows"]
+    stem = file.stem
+    groups = {name: points(r for r in rows if r["workload"] == name) for name in names(rows)}
+    groups = {name: found for name, found in groups.items() if found}
+    file.with_name(f"{stem}-summary.svg").write_text(draw_summary(groups))
+    versions = ", ".join(f"{k} {v}" for k, v in data["versions"].items())
     lines = [
         "# Side by side",
         "",
-        f"{data['date']}, {data['machine']}, torch {data['torch']}, load {data['load']}, by `python -m bench.peers`.",
+        f"{data['date']}, {data['machine']}, {versions}; by `python -m bench.peers`.",
         "",
         "Peak bytes by allocator events, weights and batch included; FLOPs of the whole step (matmul, convolution,",
-        "attention); CPU time: median of three interleaved pairs; all over plain's. recoup was given the method's peak",
-        "as its budget.",
+        "attention); CPU time: median of interleaved ratios; all over plain's. recoup was given the method's peak as",
+        f"its budget. {_load(rows)}",
+        *_provisional(rows),
         "",
-        *_summary(rows),
+        f"![slow-down at each budget]({stem}-summary.svg)",
+        "",
+        *summary(rows),
+        *_predictions(rows, file),
     ]
-    for name in names:
-        mine = [r for r in rows if r["workload"] == name]
-        picture = file.with_name(f"{file.stem}-{name}.svg")
-        picture.write_text(draw(name, mine))
+    for name, found in groups.items():
+        picture = file.with_name(f"{stem}-{name}.svg")
+        picture.write_text(draw_pareto(name, found))
         lines += [
             f"## {name}",
             "",
@@ -40,135 +49,172 @@ def write_report(file: Path) -> None:
             "",
             "| method | bytes | FLOPs | time | gradients | recoup: bytes | FLOPs | time | gradients | planned in |",
             "|---|---|---|---|---|---|---|---|---|---|",
-            *(_row(r) for r in mine),
+            *(_row(r) for r in rows if r["workload"] == name),
+            "",
+            f"This workload's rows took {data['wall_seconds'].get(name, math.nan):.0f} s.",
             "",
         ]
-    lines += _predictions(rows)
-    file.with_suffix(".md").write_text("\n".join(lines) + "\n")
+    file.with_suffix(".md").write_text("\n".join(lines).rstrip() + "\n")
 
 
-def _cells(found: dict[str, Any] | None, row: dict[str, Any]) -> str:
+def _load(rows: Sequence[Row]) -> str:
+    loads = [r["load"] for r in rows if "load" in r]
+    return f"Load while timing: {statistics.median(loads)} in the median, {max(loads)} at most." if loads else ""
+
+
+def _provisional(rows: Sequence[Row]) -> list[str]:
+    few = sum(r.get("rounds", 1) < _ROUNDS_TO_BELIEVE for r in rows if "time_ratio" in {**r, **(r.get("recoup") or {})})
+    if not few:
+        return []
+    return [
+        "",
+        f"**The times of {few} rows are provisional** (fewer than {_ROUNDS_TO_BELIEVE} rounds). `python -m bench.peers "
+        "--retime` on a machine that does nothing else takes them again, with the plans of this file.",
+    ]
+
+
+def _cells(found: dict[str, Any] | None, row: Row) -> str:
     if found is None:
         return "| | | "
     if "peak_bytes" not in found:
-        return f"{found.get('why_not', '').replace('|', '/')} | | | "
-    exact = "equal" if found["exact"] else f"off by {found['gradient_error']:.0e}"
+        why = found.get("why_not", "").split(" (largest there")[0]
+        return f"{why.replace('|', '/')} | | | "
+    if found.get("exact", True):
+        exact = "equal"
+    else:
+        exact = ("equal, but " if found["gradient_error"] == 0 else "") + found["difference"].split(",")[0]
+        exact = exact.replace("|", "/")
+    time = f"{found['time_ratio']:.2f} +- {found.get('time_spread', 0):.2f}" if "time_ratio" in found else "not timed"
     return (
-        f"{found['peak_bytes'] / row['plain_bytes']:.3f} | {found['flops'] / row['plain_flops']:.3f} | "
-        f"{found['time_ratio']:.2f} | {exact}"
+        f"{found['peak_bytes'] / row['plain_bytes']:.3f} | {found['flops'] / row['plain_flops']:.3f} | {time} | {exact}"
     )
 
 
-def _row(row: dict[str, Any]) -> str:
+def _row(row: Row) -> str:
     ours = row.get("recoup")
     seconds = f"{ours['planning_seconds']:.1f} s" if ours and "planning_seconds" in ours else ""
-    return f"| {row['method']} | {_cells(row, row)} | {_cells(ours, row)} | {seconds} |"
+    first = _cells(row if "peak_bytes" in row or "why_not" in row else None, row)
+    return f"| {row['method']} | {first} | {_cells(ours, row)} | {seconds} |"
 
 
-def pairs(rows: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Returns (a peer's row, recoup at its bytes) where both were measured; methods of recoup's own are no peers."""
+def noise(rows: Sequence[Row]) -> float:
+    """Returns the largest distance from 1 of plain's time over plain's."""
+    return max(
+        (abs(r["time_ratio"] - 1) for r in rows if r["method"] == "plain" and "time_ratio" in r), default=math.nan
+    )
+
+
+def over_budget(rows: Sequence[Row]) -> list[str]:
+    """Returns the plans that measured above the budget they were given."""
+    return [
+        f"{r['workload']}, {r['method']} ({o['peak_bytes'] - o['budget_bytes']} bytes over)"
+        for r in rows
+        if has_plan(r) and (o := r["recoup"]).get("budget_bytes") and o["peak_bytes"] > o["budget_bytes"]
+    ]
+
+
+def more_flops(rows: Sequence[Row]) -> list[str]:
+    """Returns the budgets at which recoup runs more FLOPs than the fastest peer that fits."""
+    return [
+        f"{c.best.workload}, {c.best.method} ({c.ours.flops:.3f} against {c.best.flops:.3f})"
+        for c in cells(rows)
+        if c.ours and c.ours.flops > c.best.flops * (1 + 1e-9)
+    ]
+
+
+def unreached(rows: Sequence[Row]) -> list[str]:
+    """Returns the peers' peaks that recoup did not reach, with its floor."""
     found = []
     for row in rows:
-        ours = row.get("recoup")
-        if ours and "peak_bytes" in row and "peak_bytes" in ours and "(recoup)" not in row["method"]:
-            found.append((row, ours))
+        ours = row.get("recoup") or {}
+        if is_peer(row) and "minimum_bytes" in ours:
+            floor = ours["minimum_bytes"] / row["plain_bytes"]
+            found.append(
+                f"{row['workload']}, {row['method']} ({row['peak_bytes'] / row['plain_bytes']:.3f}, floor {floor:.3f})"
+            )
     return found
 
 
-def _mean(values: Sequence[float]) -> str:
-    return f"{math.exp(statistics.fmean(math.log(v) for v in values)):.3f}" if values else "-"
-
-
-def _summary(rows: Sequence[dict[str, Any]]) -> list[str]:
-    both = pairs(rows)
+def summary(rows: Sequence[Row]) -> list[str]:
+    """Returns the page's first list: bars with their numbers, losses by name."""
+    found = cells(rows)
+    both = [(c.best, c.ours) for c in found if c.ours]
     if not both:
         return []
-    time = [ours["time_ratio"] / peer["time_ratio"] for peer, ours in both]
-    flops = [ours["flops"] / peer["flops"] for peer, ours in both]
-    over = sum(ours["peak_bytes"] > peer["peak_bytes"] for peer, ours in both)
-    lost = [f"{p['workload']}, {p['method']}" for p, o in both if o["flops"] > p["flops"]]
-    fewer = []
-    for peer, _ in both:
-        fast = [
-            o["peak_bytes"]
-            for r in rows
-            if r["workload"] == peer["workload"] and (o := r.get("recoup")) and "peak_bytes" in o
-            if o["time_ratio"] <= _NOISE * peer["time_ratio"]
-        ]
-        fewer.append(min([*fast, peer["plain_bytes"]]) / peer["peak_bytes"])
-    unreached = sum("minimum_bytes" in (r.get("recoup") or {}) for r in rows)
-    return [
-        f"- At a peer's bytes ({len(both)} pairs): recoup's step time over the peer's, geometric mean {_mean(time)}; "
-        f"FLOPs {_mean(flops)}; {over} plans over their budget; {unreached} budgets not reached.",
-        f"- Pairs in which recoup runs more FLOPs: {'; '.join(lost) if lost else 'none'}.",
-        f"- At a peer's time (within 3 %): the smallest of recoup's measured plans over the peer's bytes, geometric "
-        f"mean {_mean(fewer)}.",
+    wobble = noise(rows)
+    times = [ours.time / best.time for best, ours in both]
+    slower = [f"{b.workload}, {b.method} ({o.time / b.time:.2f})" for b, o in both if o.time / b.time > 1 + wobble]
+    same = at_equal_time(rows)
+    inexact = sum(not p.exact for p in points(rows) if p.is_ours)
+    theirs = sum(not p.exact for p in points(rows) if not p.is_ours)
+    lines = [
+        f"- Noise, plain's time over plain's: within {100 * wobble:.1f} % on every workload.",
+        f"- At each peer's bytes ({len(both)} budgets), recoup over the fastest peer that fits: step time "
+        f"{mean(times):.3f}, FLOPs {mean([o.flops / b.flops for b, o in both]):.3f} (geometric means).",
+        f"- Slower than that peer by more than the noise: {_list(slower)}.",
+        f"- More FLOPs than that peer: {_list(more_flops(rows))}.",
+        f"- Peaks of peers below recoup's floor: {_list(unreached(rows))}.",
+        f"- Plans over their budget: {_list(over_budget(rows))}.",
+        f"- At each peer's time (within 3 %), recoup's fewest bytes over the fewest of any peer: {mean(same):.3f} "
+        "(geometric mean).",
+        f"- Points whose gradients, loss, buffers or random streams are not plain's: recoup {inexact}, peers {theirs}.",
         "",
+        "Nearly free: the largest saving with at most 3 % more time.",
+        "",
+        "| workload | recoup saves | best other method | saves |",
+        "|---|---|---|---|",
     ]
+    for name, ours, best in nearly_free(rows):
+        lines.append(
+            f"| {name} | {_saving(ours.bytes if ours else 1)} | {best.method if best else 'none'} | "
+            f"{_saving(best.bytes if best else 1)} |"
+        )
+    return [*lines, ""]
 
 
-def _predictions(rows: Sequence[dict[str, Any]]) -> list[str]:
-    ours = [(r, r["recoup"]) for r in rows if "predicted_bytes" in (r.get("recoup") or {})]
+def _saving(share: float) -> str:
+    return f"{100 * (1 - share):.0f} %"
+
+
+def _list(items: Sequence[str]) -> str:
+    return f"{len(items)}: {'; '.join(items)}" if items else "none"
+
+
+def _predictions(rows: Sequence[Row], file: Path) -> list[str]:
+    ours = [(r, r["recoup"]) for r in rows if has_plan(r) and "time_ratio" in r["recoup"]]
     if not ours:
         return []
-    errors = sorted(
-        ((abs(o["predicted_bytes"] / o["peak_bytes"] - 1), r["workload"], r["method"]) for r, o in ours), reverse=True
-    )
-    times = [abs(o["predicted_time_ratio"] / o["time_ratio"] - 1) for _, o in ours]
-    return [
+    pairs = [
+        (
+            f"{r['workload']}, {r['method']}",
+            o["predicted_bytes"] / 2**20,
+            o["peak_bytes"] / 2**20,
+            o["predicted_time_ratio"],
+            o["time_ratio"],
+        )
+        for r, o in ours
+    ]
+    file.with_name(f"{file.stem}-predictions.svg").write_text(draw_predictions(pairs))
+    by_peak = sorted(pairs, key=lambda p: -abs(p[1] / p[2] - 1))
+    by_time = sorted(pairs, key=lambda p: -abs(p[3] / p[4] - 1))
+    peak_errors = [abs(p[1] / p[2] - 1) for p in pairs]
+    time_errors = [abs(p[3] / p[4] - 1) for p in pairs]
+    lines = [
         "## Predicted and measured",
         "",
-        f"{len(ours)} plans: peak off by {100 * statistics.median(e[0] for e in errors):.2f} % in the median, "
-        f"{100 * errors[0][0]:.2f} % at worst ({errors[0][1]}, {errors[0][2]}); time over plain off by "
-        f"{100 * statistics.median(times):.1f} % in the median.",
+        f"![predicted and measured]({file.stem}-predictions.svg)",
+        "",
+        f"{len(pairs)} plans. Peak: off by {100 * statistics.median(peak_errors):.3f} % in the median, "
+        f"{100 * max(peak_errors):.2f} % at worst. Time over plain: off by "
+        f"{100 * statistics.median(time_errors):.1f} % in the median, {100 * max(time_errors):.0f} % at worst.",
+        "",
+        "| worst | predicted | measured | error |",
+        "|---|---|---|---|",
+        *(
+            f"| peak: {p[0]} | {p[1]:.2f} MiB | {p[2]:.2f} MiB | {100 * (p[1] / p[2] - 1):+.2f} % |"
+            for p in by_peak[:5]
+        ),
+        *(f"| time: {p[0]} | {p[3]:.2f} | {p[4]:.2f} | {100 * (p[3] / p[4] - 1):+.1f} % |" for p in by_time[:5]),
+        "",
     ]
-
-
-def draw(name: str, rows: Sequence[dict[str, Any]]) -> str:
-    """Returns an SVG of time over bytes, peers as squares and recoup as circles."""
-    points: list[tuple[float, float, str, bool]] = []
-    for row in rows:
-        for found, ours in ((row, "(recoup)" in row["method"]), (row.get("recoup") or {}, True)):
-            if "peak_bytes" in found:
-                label = row["method"] if found is row else f"recoup at the bytes of {row['method']}"
-                points.append((found["peak_bytes"] / row["plain_bytes"], found["time_ratio"], label, ours))
-    top = max([1.3, *(y for _, y, _, _ in points)]) * 1.03
-    low = min([0.9, *(y for _, y, _, _ in points)])
-
-    def at(x: float, y: float) -> tuple[float, float]:
-        return (
-            _LEFT + (x * (_WIDTH - _LEFT - 20)) / 1.1,
-            _HEIGHT - _BOTTOM - (y - low) / (top - low) * (_HEIGHT - _BOTTOM - 30),
-        )
-
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" font-family="sans-serif" '
-        f'font-size="12" role="img" aria-label="time over bytes, {name}">',
-        f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>',
-        f'<text x="{_LEFT}" y="18" font-size="14">{name}: step time over plain, by peak bytes over plain</text>',
-    ]
-    for tick in (0.0, 0.2, 0.4, 0.6, 0.8, 1.0):
-        x, _ = at(tick, low)
-        parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="28" y2="{_HEIGHT - _BOTTOM}" stroke="#ddd"/>')
-        parts.append(f'<text x="{x:.1f}" y="{_HEIGHT - _BOTTOM + 16}" text-anchor="middle">{tick:.1f}</text>')
-    step = 0.1 if top - low < 1 else 0.5
-    for i in range(math.ceil(low / step), int(top / step) + 1):
-        _, y = at(0, i * step)
-        parts.append(f'<line x1="{_LEFT}" x2="{_WIDTH - 10}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>')
-        parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{i * step:.1f}</text>')
-    parts.append(f'<text x="{_WIDTH / 2}" y="{_HEIGHT - 8}" text-anchor="middle">peak bytes over plain</text>')
-    for x, y, label, ours in points:
-        px, py = at(x, y)
-        shape = (
-            f'<circle cx="{px:.1f}" cy="{py:.1f}" r="5" fill="#0072b2" fill-opacity="0.8">'
-            if ours
-            else f'<rect x="{px - 5:.1f}" y="{py - 5:.1f}" width="10" height="10" fill="#d55e00" fill-opacity="0.8">'
-        )
-        end = "</circle>" if ours else "</rect>"
-        parts.append(f"{shape}<title>{label}: {x:.3f} of the bytes, {y:.2f} of the time</title>{end}")
-    x = _WIDTH - 170
-    parts.append(f'<circle cx="{x}" cy="40" r="5" fill="#0072b2"/><text x="{x + 12}" y="44">recoup</text>')
-    parts.append(
-        f'<rect x="{x + 75}" y="35" width="10" height="10" fill="#d55e00"/><text x="{x + 92}" y="44">peers</text>'
-    )
-    return "\n".join([*parts, "</svg>"]) + "\n"
+    return lines

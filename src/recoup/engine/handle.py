@@ -273,7 +273,7 @@ def apply_decisions(model: nn.Module, decisions: Sequence[Decision], *, transpor
     modules = dict(model.named_modules(remove_duplicate=False))
     for decision in decisions:
         by_path.setdefault(decision.path, []).append(decision)
-        for path in decision.span:
+        for path in dict.fromkeys(decision.span):  # a module that the span calls twice joins it once
             joins.setdefault(path, []).append(decision)
     missing = [path for path in [*by_path, *joins] if path not in modules]
     if missing:

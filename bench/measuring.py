@@ -1,0 +1,160 @@
+"""One meter for every method: peak bytes, FLOPs, gradients, and time beside plain's in the same minutes."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
+
+from recoup.evidence.gradients import StepResult, compare
+from recoup.evidence.memory import measure_peak
+from recoup.evidence.verify import StepBench
+
+Enter = Callable[[], contextlib.AbstractContextManager[Any]]
+Shapes = dict[tuple[str, str], int]
+
+
+class _FlopsByShape(TorchDispatchMode):
+    """Notes what each distinct op of a step is worth."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Shapes = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func._overloadpacket in flop_registry:
+            shapes = [list(a.shape) if isinstance(a, torch.Tensor) else [] for a in args]
+            flops = flop_registry[func._overloadpacket](*args, **(kwargs or {}), out_val=out)
+            self.found[_key(f"aten::{func._overloadpacket.__name__}", shapes)] = int(flops)
+        return out
+
+
+def _key(name: str, shapes: Any) -> tuple[str, str]:
+    return name, str([list(s) for s in shapes if s])
+
+
+def flops_by_shape(bench: StepBench) -> Shapes:
+    """Returns the FLOPs of each distinct op of the plain step."""
+    bench.restore()
+    with _FlopsByShape() as mode:
+        bench.step()
+    return mode.found
+
+
+def _compiled_flops(bench: StepBench, known: Shapes) -> int:
+    """Runs a step and counts its FLOPs from the profiler's record of ops and shapes.
+
+    torch leaves compiled code aside while a dispatch mode is on, so a counter would see the step as eager runs it. Ops
+    that the plain step does not have are looked up by their shapes.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as record:
+            bench.step()
+    total = 0
+    for event in record.events():
+        key = _key(event.name, event.input_shapes)
+        if key in known:
+            total += known[key]
+        elif event.name in ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"):
+            packet = getattr(torch.ops.aten, event.name.removeprefix("aten::"))
+            total += int(flop_registry[packet](*(s for s in event.input_shapes if s)))
+    return total
+
+
+def to_host(result: StepResult | None) -> StepResult:
+    """Returns the result with its tensors in host memory, where they do not count in a device's peak."""
+    assert result is not None
+    return dataclasses.replace(
+        result,
+        loss=result.loss.cpu(),
+        gradients={name: None if g is None else g.cpu() for name, g in result.gradients.items()},
+        buffers={name: b.cpu() for name, b in result.buffers.items()},
+    )
+
+
+def metered(
+    bench: StepBench, enter: Enter, reference: StepResult | None, known: Shapes, *, compiled: bool = False
+) -> dict[str, Any]:
+    """Returns peak bytes, FLOPs (matmul, convolution, attention) and the difference to the reference step."""
+    row: dict[str, Any] = {}
+
+    def fresh() -> None:
+        bench.restore()  # before the method comes in: it would put back what the method changed
+
+    fresh()
+    with enter():
+        result = bench.step(take=True)  # also allocates or compiles what only a first step does
+    if reference is not None:
+        comparison = compare(reference, to_host(result))
+        row["exact"] = not comparison.differences
+        row["gradient_error"] = comparison.max_gradient_error
+        if comparison.differences:
+            row["difference"] = comparison.differences[0]
+    del result
+    fresh()
+    if compiled:
+        with enter():
+            row["flops"] = _compiled_flops(bench, known)
+    else:
+        with enter(), FlopCounterMode(display=False) as counter:
+            bench.step()
+        row["flops"] = int(counter.get_total_flops())
+    fresh()
+    with enter():
+        row["peak_bytes"] = measure_peak(bench.step, device=bench.device, held_bytes=bench.held_bytes())
+    bench.restore()
+    return row
+
+
+def timed(bench: StepBench, ways: dict[str, Enter], *, rounds: int) -> dict[str, dict[str, float]]:
+    """Times the ways in turn, `rounds` times, in CPU time on a CPU; the first is what the others are compared with.
+
+    Returns:
+        For each way the median of its ratios to the first way, half the distance between their quartiles, and the
+        median seconds.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    cuda = bench.device.type == "cuda"
+    gc.collect()
+    gc.disable()
+    try:
+        for turn in range(rounds):
+            order = list(ways.items())
+            for name, enter in order if turn % 2 else reversed(order):
+                bench.restore()
+                with enter():
+                    if cuda:
+                        torch.cuda.synchronize()
+                    clock = time.perf_counter if cuda else time.process_time
+                    begun = clock()
+                    bench.step()
+                    if cuda:
+                        torch.cuda.synchronize()
+                    seconds[name].append(clock() - begun)
+            gc.collect(0)
+    finally:
+        gc.enable()
+    bench.restore()
+    first = seconds[next(iter(ways))]
+    found = {}
+    for name, mine in seconds.items():
+        ratios = sorted(a / b for a, b in zip(mine, first))
+        quarter = len(ratios) // 4
+        found[name] = {
+            "time_ratio": statistics.median(ratios),
+            "time_spread": (ratios[-1 - quarter] - ratios[quarter]) / 2,
+            "seconds": statistics.median(mine),
+        }
+    return found
