@@ -21,7 +21,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from recoup.recurrent.schedules.actions import Action, Schedule
+from recoup.recurrent.schedules.actions import Action, Schedule, merged
 
 _NEVER = 1 << 60
 _TAPE, _RETURN = 0, -1
@@ -115,7 +115,7 @@ def tape_schedule(num_steps: int, units: int, *, state_units: int = 1, tape_unit
         name=f"states or tapes in {units} units (state {state_units}, tape {tape_units})",
         num_steps=num_steps,
         evaluations=table.evaluations(),
-        actions=lambda: _actions(table, num_steps),
+        actions=lambda: merged(_actions(table, num_steps)),
         reloads_tapes=True,
     )
 
