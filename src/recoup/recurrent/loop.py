@@ -464,6 +464,17 @@ class Loop:
             self._tapes.append(self._tape(start, end, keeps_after=keeps_after))
             start = self._tapes[-1].stop
 
+    def shared_tape_bytes(self) -> int:
+        """Returns what the backward of a tape of several steps takes more than that of a single one's, at most.
+
+        A second copy of the gradients of captured tensors, and the gradients of several steps' inputs.
+        """
+        if self.max_taped == 1:
+            return 0
+        once = self.captured.seeded_bytes(of_all=True) - self.captured.seeded_bytes()
+        pairs = zip(self._xs, self._x_flags, strict=True)
+        return once + self.max_taped * sum(x.numel() * x.element_size() // len(x) for x, flag in pairs if flag)
+
     def finish(self, tensors: list[torch.Tensor] | None) -> Any:
         """Puts the last state in place, attributes included, and returns what the caller gets of it."""
         state, values = rebuild(self._last_template, self.last if tensors is None else tensors)
