@@ -22,7 +22,7 @@ from recoup.recurrent.schedules.chunks import chunk_schedule, default_chunk
 from recoup.recurrent.schedules.treeverse import treeverse_schedule
 from recoup.units import check_budget, parse_budget
 
-_SHARED_TAPES_MAY_TAKE = 0.05  # of a budget, for less overhead a step
+_SHARED_TAPES_MAY_TAKE = 0.1  # of a budget, for less overhead a step
 
 Step = Callable[[Any, Any], tuple[Any, Any]]
 
