@@ -30,6 +30,7 @@ class Decision:
         span: for `recompute`, paths of the calls that follow directly and belong to the same region.
         buffers: for `recompute`, paths of buffers that the region's forward was seen to change; the replay runs
             on copies of what they were. (Those of normalisation layers are found by themselves.)
+        chunk: for `recompute`, how many calls of the module that follow each other make one region: a loop over time.
         tile_tokens: for `tile`, tokens of a tile; None: as many as `recoup.tiled_cross_entropy` takes by itself.
     """
 
@@ -39,6 +40,7 @@ class Decision:
     inside: Inside = "save"
     span: tuple[str, ...] = ()
     buffers: tuple[str, ...] = ()
+    chunk: int | None = None
     tile_tokens: int | None = None
 
 
