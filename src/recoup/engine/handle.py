@@ -75,7 +75,7 @@ class Settings:
 
 
 def _holds(decision: Decision, call: int) -> bool:
-    return decision.call is None or decision.call == call
+    return (decision.call is None or decision.call == call) and (decision.calls is None or call < decision.calls)
 
 
 def _run(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -256,7 +256,7 @@ def apply_decisions(model: nn.Module, decisions: Sequence[Decision]) -> Applied:
     tile_apply.check_tiled(modules, decisions)
     if not decisions:
         return Applied(model, [], StepState(counts_calls=False))
-    state = StepState(counts_calls=any(d.call is not None or d.chunk for d in decisions))
+    state = StepState(counts_calls=any(d.call is not None or d.chunk is not None for d in decisions))
     patches: list[PatchedForward] = []
     paths = dict.fromkeys([*by_path, *joins])
     caching = caching_paths(modules, [d.path for d in decisions if d.action == "recompute"])

@@ -31,6 +31,7 @@ class Decision:
         buffers: for `recompute`, paths of buffers that the region's forward was seen to change; the replay runs
             on copies of what they were. (Those of normalisation layers are found by themselves.)
         chunk: for `recompute`, how many calls of the module that follow each other make one region: a loop over time.
+        calls: with `chunk`, only so many calls, from the first; None: all.
         tile_tokens: for `tile`, tokens of a tile; None: as many as `recoup.tiled_cross_entropy` takes by itself.
     """
 
@@ -41,6 +42,7 @@ class Decision:
     span: tuple[str, ...] = ()
     buffers: tuple[str, ...] = ()
     chunk: int | None = None
+    calls: int | None = None
     tile_tokens: int | None = None
 
 
