@@ -131,7 +131,11 @@ class Inputs:
         )
 
     def rebuild(self, previous: list[torch.Tensor]) -> tuple[Any, Any]:
-        """Returns the arguments, tensors detached from the first forward's graph; `previous`: outputs of the step before."""
+        """Returns the arguments, tensors detached from the first forward's graph.
+
+        Args:
+            previous: outputs of the step before.
+        """
         try:
             saved = self._saver.saved_tensors
         except ReplayError:

@@ -78,7 +78,13 @@ class _Step:
     __slots__ = ("attributes", "autocast", "forward", "inputs", "random", "streams", "versions")
 
     def __init__(
-        self, member: Member, args: Any, kwargs: Any, previous: list[torch.Tensor | None], *, has_attributes: bool = True
+        self,
+        member: Member,
+        args: Any,
+        kwargs: Any,
+        previous: list[torch.Tensor | None],
+        *,
+        has_attributes: bool = True,
     ) -> None:
         self.forward = member.forward
         modules = walk(member.module()) if has_attributes else []

@@ -223,7 +223,8 @@ class Loop:
             tape.inputs += inputs
         x = inputs[0] if self._one_input else rebuild(self._inputs_template, inputs)
         is_due = self._is_probing or step % _WALKED == 0 or step == self.num_steps - 1
-        before = self._state, self._carried.read()
+        # Listed before the step runs: it may change the state's own lists (norse's sequential module does).
+        entered = flatten((self._state, self._carried.read()))[0] if is_due or not self._is_replaying else []
         first_node_number = _compat.next_node_number()
         if self._derives:
             with self._taping():
@@ -235,8 +236,7 @@ class Loop:
         self._state = state
         if is_due or not self.captured.is_checked(num_nodes):
             returned = flatten((state, self._carried.read(), y))[0]
-            entered = [*flatten(before)[0], *inputs]
-            self._check_graph(step, returned, entered, num_nodes, first_node_number)
+            self._check_graph(step, returned, [*entered, *inputs, *tape.leaves], num_nodes, first_node_number)
         if step == self.outputs.num_collected:
             self._collect(y)
         ys = [y] if type(y) is torch.Tensor else flatten(y)[0]

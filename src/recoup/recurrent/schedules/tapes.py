@@ -104,9 +104,7 @@ def solve(num_steps: int, units: int, state_units: int, tape_units: int) -> Tabl
     return Table(num_steps, units, state_units, tape_units)
 
 
-def tape_schedule(
-    num_steps: int, units: int, *, state_units: int = 1, tape_units: int = 1, block: int = 1
-) -> Schedule:
+def tape_schedule(num_steps: int, units: int, *, state_units: int = 1, tape_units: int = 1, block: int = 1) -> Schedule:
     """Returns the optimal schedule in `units` of memory.
 
     Args:
