@@ -4,7 +4,8 @@
 the first, one addition at a time. Floating-point sums depend on the order, so a step's backward must continue the sum
 where the later step left it: what was summed so far enters as one more root at the tensor itself, before the step's own
 terms. That is done for captured tensors a tape uses more than once (for one use, `sum + term` is the same), and for
-states that are stacked outputs too, whose loss term comes first. Inside of a tape of several steps the graph is plain's.
+states that are stacked outputs too, whose loss term comes first. Inside of a tape of several steps the graph is
+plain's.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Loops over time in a captured step: one module called many times, each call reading what the one before made.
 
-A chunk of k calls is one region: of n calls it keeps n / k states, and one chunk's taped calls while it is replayed. Every
-call runs twice whatever k is, so the best k is the one with the smallest peak, near sqrt(n * state / tape) (Chen et al.
-2016, arXiv 1604.06174, there for layers of equal size); and a smaller budget is met by chunking more of the calls.
+A chunk of k calls is one region: of n calls it keeps n / k states, and one chunk's taped calls while it is replayed.
+Every call runs twice whatever k is, so the best k is the one with the smallest peak, near sqrt(n * state / tape) (Chen
+et al. 2016, arXiv 1604.06174, there for layers of equal size). A smaller budget is met by chunking more of the calls.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ The full search over k is O(T^2 m). In loops too long for it, k is searched near
 then still a valid schedule with the count it says, but its optimality is not proven (F is not convex in n). The tests
 bound the gap. The start state is not counted: somebody else holds it.
 
-Steps can be taken in blocks: a block of b steps is one step of the recurrence whose tape is b tapes. That makes long loops
-solvable in full, for a little more evaluations than single steps would need.
+Steps can be taken in blocks: a block of b steps is one step of the recurrence whose tape is b tapes. That makes long
+loops solvable in full, for a little more evaluations than single steps would need.
 """
 
 from __future__ import annotations
@@ -108,7 +108,8 @@ def tape_schedule(num_steps: int, units: int, *, state_units: int = 1, tape_unit
     """Returns the optimal schedule in `units` of memory.
 
     Args:
-        tape_units: what the tape of a whole block takes. block: so many steps are taken as one; the first may be shorter.
+        tape_units: what the tape of a whole block takes. block: so many steps are taken as one; the first block may
+            be shorter.
 
     Raises:
         ValueError: if the units do not hold one tape.
