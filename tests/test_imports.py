@@ -27,6 +27,7 @@ ORDER = (
     "profiling",
     "timeline",
     "tiling",
+    "offloading",
     "report",
     "planning",
     "explaining",

@@ -171,6 +171,15 @@ def detach_past_modes(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach()
 
 
+def alias_below_autograd(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns `tensor.detach()` inside a dispatch mode; both count changes in place together (torch 2.13).
+
+    Freed by: version counters that are shared by views made below autograd.
+    """
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):  # type: ignore[attr-defined]
+        return tensor.detach()
+
+
 def fake_tensor_errors() -> tuple[type[BaseException], ...]:
     """Returns the errors that say a fake tensor cannot answer what the model asked (torch 2.13)."""
     from torch._subclasses.fake_tensor import (

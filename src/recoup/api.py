@@ -23,6 +23,7 @@ from recoup.engine.activity import is_recomputing
 from recoup.engine.conflicts import refuse_conflicts
 from recoup.engine.handle import Applied, apply_decisions, plain
 from recoup.engine.rederive import rederive
+from recoup.engine.transport import Transport
 from recoup.errors import InexactWarning, InfeasibleBudget, PlanMismatch, UsageError
 from recoup.evidence.verify import verify_plan
 from recoup.explaining import explain as explain_plan
@@ -171,8 +172,11 @@ def plan(
     return made
 
 
-def apply(model: nn.Module, plan: Plan) -> Applied:
+def apply(model: nn.Module, plan: Plan, *, transport: Transport | str = "auto") -> Applied:
     """Changes `model` in place to run as `plan` says; returns the handle that undoes it.
+
+    Args:
+        transport: how a plan that offloads moves tensors, see `recoup.offload`; "auto" is "cuda" on a GPU, else "disk".
 
     Raises:
         PlanMismatch: if the plan was made for another model; says what differs. ConflictError: if activation
@@ -200,7 +204,7 @@ def apply(model: nn.Module, plan: Plan) -> Applied:
             "Make a plan for this model."
         )
     refuse_conflicts(model)
-    return apply_decisions(model, plan.decisions)
+    return apply_decisions(model, plan.decisions, transport=transport)
 
 
 def verify(

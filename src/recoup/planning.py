@@ -19,6 +19,7 @@ from torch import nn
 
 from recoup import progress
 from recoup.capture.capture import StepSpec, capture
+from recoup.cost.copies import Link, with_copies
 from recoup.cost.model import CostModel, PricedTrace
 from recoup.engine.handle import apply_decisions, caching_paths
 from recoup.engine.state import statistics_buffers
@@ -26,6 +27,7 @@ from recoup.errors import InfeasibleBudget, UsageError
 from recoup.ir.plan import Decision, Inside, Plan, Prediction
 from recoup.ir.trace import Trace
 from recoup.labels import group_labels
+from recoup.offloading import find_link, problems_with_offload, with_inputs_offloaded
 from recoup.solve.baselines import baselines
 from recoup.solve.build import REGION_OVERHEAD_SECONDS, build_problem, only
 from recoup.solve.decisions import to_decisions
@@ -36,9 +38,11 @@ from recoup.tiling import TiledHead, find_tiled_head, is_tiled, retile
 from recoup.units import format_bytes, parse_budget
 
 ACTIONS = ("rederive", "recompute", "tile")
+OPT_IN_ACTIONS = ("offload",)
 _EVERYWHERE = (Decision(path="", action="rederive"),)
 _MAX_REPAIRS = 5
 _SEARCH_SECONDS = 8.0
+_MOVING_SECONDS = 40.0  # opt-in, and its first answers are further off: copies that do not hide hold memory
 _KINDS_BY_HAND = 2
 _NUM_BY_HAND = 4
 _SAME_TIME = 0.01  # two plans closer than this are equally fast
@@ -63,6 +67,7 @@ class Candidate:
     saved_bytes: int
     phase: str
     tensors: tuple[tuple[str, int], ...]
+    offloaded_bytes: int = 0
 
 
 class Planner:
@@ -81,6 +86,10 @@ class Planner:
         self.actions = tuple(actions)
         self.fixed_bytes = fixed_bytes
         self._spans = spans
+        self.link: Link | None = None
+        if "offload" in self.actions:
+            device = next((p.device for p in spec.model.parameters() if p.device.type != "meta"), torch.device("cpu"))
+            self.link = find_link(cost, device=device, dialect=spec.dialect)
         self._seen: dict[tuple[Decision, ...], Candidate] = {}
         progress.advance("capturing the step")
         trace = capture(spec)
@@ -96,9 +105,12 @@ class Planner:
         self.loop = find_loop(trace) if "recompute" in self.actions else None
         self.tiled: TiledHead | None = None
         self.tiled_solvers: list[Solver] = []
+        self.moving_solvers: list[Solver] = []
+        self.tiled_moving_solvers: list[Solver] = []
         if self.loop is not None and self.loop.rules:
             return  # see `_fit_loop`; the views are made only if somebody asks
         _ = self.solvers
+        self.moving_solvers = self._moving_views(self.problem, spans)
         if "tile" in self.actions and trace.source == "fake":
             self._add_tiled_views(spans)
 
@@ -110,7 +122,8 @@ class Planner:
             progress.advance("capturing the step with everything rederived")
             variants["rederive"] = self.simulate_priced(_EVERYWHERE)
             self._seen[_EVERYWHERE] = self._candidate(_EVERYWHERE, variants["rederive"])
-        return self._views(build_problem(variants, spans=self._spans), variants, self._spans)
+        self.problem: Problem = build_problem(variants, spans=self._spans)
+        return self._views(self.problem, variants, self._spans)
 
     def _add_tiled_views(self, spans: bool) -> None:
         """Adds views of the step with its head tiled, if it has one that can be: priced as that step runs."""
@@ -125,7 +138,15 @@ class Planner:
             both = (*_EVERYWHERE, *tile)
             variants["rederive"] = self.simulate_priced(both)
             self._seen[both] = self._candidate(both, variants["rederive"])
-        self.tiled_solvers = self._views(build_problem(variants, spans=spans), variants, spans)
+        problem = build_problem(variants, spans=spans)
+        self.tiled_solvers = self._views(problem, variants, spans)
+        self.tiled_moving_solvers = self._moving_views(problem, spans)
+
+    def _moving_views(self, problem: Problem, spans: bool) -> list[Solver]:
+        """Returns solvers for views in which copies to the host hide, hide as long as the link keeps up, or do not."""
+        if self.link is None:
+            return []
+        return [Solver(p, actions=self.actions, spans=spans) for p in problems_with_offload(problem, self.link)]
 
     def _views(self, problem: Problem, variants: dict[str, PricedTrace], spans: bool) -> list[Solver]:
         """Returns solvers for several views of the problem; the simulation decides between their answers.
@@ -153,7 +174,8 @@ class Planner:
     def simulate_priced(self, chosen: tuple[Decision, ...]) -> PricedTrace:
         """Returns the step with `chosen` applied, captured and priced; without the optimizer's part."""
         with apply_decisions(self.spec.model, chosen):
-            return self.cost.price(capture(self.spec, known=self.trace))
+            priced = self.cost.price(capture(self.spec, known=self.trace))
+        return priced if self.link is None else with_copies(priced, self.link)
 
     def simulate(self, chosen: tuple[Decision, ...]) -> Candidate:
         """Returns what the step costs with `chosen` applied, by running it under fake tensors."""
@@ -194,13 +216,14 @@ class Planner:
         return Candidate(
             decisions=chosen,
             peak_bytes=peak_bytes + self.fixed_bytes,
-            step_seconds=seconds + self._optimizer[1] + self._host_seconds(chosen),
+            step_seconds=seconds + self._optimizer[1] + priced.copy_seconds + self._host_seconds(chosen),
             recomputed_flops=sum(trace.signatures[o.signature].flops for o in trace.ops if o.replayed),
             saved_bytes=sum(
                 s.nbytes for s in trace.storages if s.category == "saved" and s.alloc_op < forward_end <= s.free_op
             ),
             phase=phase,
             tensors=tuple(tensors[:8]),
+            offloaded_bytes=sum(c.nbytes for c in trace.copies if c.kind == "out"),
         )
 
     def _host_seconds(self, chosen: Sequence[Decision]) -> float:
@@ -225,7 +248,7 @@ class Planner:
                 buffers = tuple(b for p in paths for b in self._buffers.get(p, ()))
             call = None if self._num_calls.get(decision.path, 1) == 1 else decision.call
             chosen.append(dataclasses.replace(decision, call=call, buffers=tuple(sorted(buffers))))
-        is_tiled_view = any(solver is view for view in self.tiled_solvers)
+        is_tiled_view = any(solver is view for view in (*self.tiled_solvers, *self.tiled_moving_solvers))
         saves_only = self.tiled_solvers[-1] if is_tiled_view else self.solvers[-1]
         if "rederive" in self.actions and chosen and chosen[0].path and solver is not saves_only:
             chosen.insert(0, Decision(path="", action="save"))  # lineage is recorded: regions' inputs use it
@@ -242,7 +265,7 @@ class Planner:
             self._shrink_loop()
             if self.loop.rules:
                 return self._least()
-        for solver in (*self.solvers, *self.tiled_solvers):
+        for solver in (*self.solvers, *self.moving_solvers, *self.tiled_solvers, *self.tiled_moving_solvers):
             self.simulate(self.decide(solver, solver.leanest()))
         for chosen in self._by_hand():
             self.simulate(chosen)
@@ -284,7 +307,11 @@ class Planner:
             paths = dict.fromkeys(trace.calls[i].path for i in kinds[kind])
             for ambient in ambients:
                 inside: Inside = "rederive" if ambient else "save"
-                yield ambient + tuple(Decision(path=p, action="recompute", inside=inside) for p in paths)
+                regions = ambient + tuple(Decision(path=p, action="recompute", inside=inside) for p in paths)
+                yield regions
+                if self.link is not None:
+                    yield with_inputs_offloaded(regions)
+                    yield ambient + tuple(Decision(path=p, action="offload", inside=inside) for p in paths)
 
     def fit(self, budget_bytes: int) -> Candidate | None:
         """Returns the fastest plan found whose simulated peak is at or under the budget, None if there is none."""
@@ -297,11 +324,17 @@ class Planner:
         began = time.perf_counter()
         for solver in self.solvers:
             self._search(solver, budget_bytes, until=began + _SEARCH_SECONDS)
+        began = time.perf_counter()
+        for solver in self.moving_solvers:
+            self._search(solver, budget_bytes, until=began + _MOVING_SECONDS)
         exact = min((c.step_seconds for c in self._fitting(budget_bytes) if not is_tiled(c.decisions)), default=None)
         if exact is None or exact > self.plain.step_seconds * (1 + _EQUAL_BITS_ARE_WORTH):
             began = time.perf_counter()
             for solver in self.tiled_solvers:
                 self._search(solver, budget_bytes, until=began + _SEARCH_SECONDS)
+            began = time.perf_counter()
+            for solver in self.tiled_moving_solvers:
+                self._search(solver, budget_bytes, until=began + _MOVING_SECONDS)
         self._try_by_hand(budget_bytes)
         fitting = self._fitting(budget_bytes)
         if not fitting:
@@ -427,7 +460,8 @@ class Planner:
             if solution.status == "infeasible":
                 return
             best = min((c.step_seconds for c in self._fitting(budget_bytes)), default=float("inf"))
-            base = self._seen[(self.tiled.decision,)] if self.tiled and solver in self.tiled_solvers else self.plain
+            is_tiled_view = solver in (*self.tiled_solvers, *self.tiled_moving_solvers)
+            base = self._seen[(self.tiled.decision,)] if self.tiled and is_tiled_view else self.plain
             if base.step_seconds + solution.extra_seconds >= best:
                 return  # even by its own reckoning no faster than what fits already
             candidate = self.simulate(self.decide(solver, solution))
@@ -472,6 +506,7 @@ class Planner:
             phase=candidate.phase,
             tensors=candidate.tensors,
             cost_source=self.priced.source,
+            offloaded_bytes=candidate.offloaded_bytes,
         )
 
     def plan(self, candidate: Candidate, *, budget_bytes: int, budget_text: str, device: str) -> Plan:
@@ -532,8 +567,9 @@ def check_actions(actions: Any) -> tuple[str, ...]:
     """
     chosen = (actions,) if isinstance(actions, str) else tuple(actions)
     for action in chosen:
-        if action not in ACTIONS:
-            raise UsageError(f"Unknown action {action!r}. Choose from {', '.join(ACTIONS)} (save is always there).")
+        if action not in (*ACTIONS, *OPT_IN_ACTIONS):
+            known = ", ".join((*ACTIONS, *OPT_IN_ACTIONS))
+            raise UsageError(f"Unknown action {action!r}. Choose from {known} (save is always there).")
     return chosen
 
 

@@ -32,7 +32,7 @@ def make_plan(**changes: Any) -> Plan:
     fields: dict[str, Any] = {
         "decisions": (
             Decision(path="", action="rederive"),
-            Decision(path="layers.0", action="recompute", span=("layers.1",), inside="rederive"),
+            Decision(path="layers.0", action="recompute", span=("layers.1",), inside="rederive", keep=("attention",)),
             Decision(path="layers.3", action="recompute", call=2, buffers=("layers.3.count",)),
         ),
         "budget_bytes": 640,

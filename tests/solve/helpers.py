@@ -6,8 +6,8 @@ import dataclasses
 import random
 from collections.abc import Iterator
 
-from recoup.solve.problem import Block, Leaf, Option, Problem, Region
-from recoup.solve.sequence import Call, Choice, Line, Pick, region_of
+from recoup.solve.problem import Block, Keep, Leaf, Option, Problem, Region
+from recoup.solve.sequence import REGION_KEEPING, Call, Choice, Line, Pick, region_of
 
 UNIT = 1000
 
@@ -52,7 +52,25 @@ def random_region(rng: random.Random, seconds: float) -> Region:
         tail_seconds=rng.choice([0.0, 0.5]),
         is_alone=rng.random() < 0.8,
         begins=rng.random() < 0.9,
+        keeps=random_keeps(rng, seconds),
     )
+
+
+def random_keeps(rng: random.Random, seconds: float) -> tuple[Keep, ...]:
+    """Returns up to two ways to keep results inside a region that takes `seconds`."""
+    found = []
+    for labels in (("a",), ("a", "b"))[: rng.choice([0, 0, 1, 2])]:
+        inside = rng.randrange(2)
+        found.append(
+            Keep(
+                labels=labels,
+                nbytes=(inside + rng.randrange(1, 4)) * UNIT,
+                saved_inside_bytes=inside * UNIT,
+                seconds=seconds * rng.choice([0.25, 0.5]),
+                flops=0,
+            )
+        )
+    return tuple(found)
 
 
 def random_problem(
@@ -181,11 +199,15 @@ def _suffixes(
         nested = _suffixes(line, inside, fixed, 0, (*around, start + at), len(calls) if len(calls) > 1 else 0)
         allowed = len(calls) != whole and region_of(tuple(calls)).is_alone
         for inner, decided in nested if allowed else ():
-            pick = Pick(
-                first=at, last=at + length, action="recompute", inner=inner, rank=part.rank, num_calls=len(calls)
-            )
-            for choice, final in _suffixes(line, parts[len(calls) :], decided, at + length, around):
-                yield (pick, *choice), final
+            ways = ["recompute"]
+            if not around:  # inside a region nothing is kept
+                ways += [f"{REGION_KEEPING}{k}" for k in range(len(region_of(tuple(calls)).keeps))]
+            for action in ways:
+                pick = Pick(
+                    first=at, last=at + length, action=action, inner=inner, rank=part.rank, num_calls=len(calls)
+                )
+                for choice, final in _suffixes(line, parts[len(calls) :], decided, at + length, around):
+                    yield (pick, *choice), final
         following = calls[-1].following
         if following is None or len(calls) == len(parts) or parts[len(calls)] is not following:
             return

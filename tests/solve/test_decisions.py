@@ -12,19 +12,21 @@ from recoup.ir.plan import Decision
 from recoup.solve.decisions import decisions
 from recoup.solve.frontier import Solver
 from recoup.solve.problem import Leaf
-from recoup.solve.sequence import Call, Choice, Line, Pick
+from recoup.solve.sequence import REGION_KEEPING, Call, Choice, Line, Pick, region_of
 from recoup.solve.simulate import uniform
 
 from .helpers import random_chain, random_problem
 
+_Regions = set[tuple[str, tuple[str, ...], tuple[str, ...]]]
 
-def read_back(line: Line, plan: tuple[Decision, ...]) -> tuple[dict[int, str], set[tuple[str, tuple[str, ...]]]]:
+
+def read_back(line: Line, plan: tuple[Decision, ...]) -> tuple[dict[int, str], _Regions]:
     """Returns the action of every leaf with a choice, and every region, by the rules of `Decision`."""
     by_call: dict[tuple[str, int | None], list[Decision]] = {}
     for d in plan:
         by_call.setdefault((d.path, d.call), []).append(d)
     actions: dict[int, str] = {}
-    regions: set[tuple[str, tuple[str, ...]]] = set()
+    regions: _Regions = set()
 
     def walk(call: Call, action: str) -> None:
         at = call.first
@@ -40,7 +42,7 @@ def read_back(line: Line, plan: tuple[Decision, ...]) -> tuple[dict[int, str], s
             for decision in by_call.get((part.block.path, part.block.call), ()):  # regions, the outermost first
                 if decision.action == "recompute":
                     own = decision.inside
-                    regions.add((decision.path, decision.span))
+                    regions.add((decision.path, decision.span, decision.keep))
                     members |= dict.fromkeys(decision.span, own)
                 else:
                     own = decision.action
@@ -53,17 +55,20 @@ def read_back(line: Line, plan: tuple[Decision, ...]) -> tuple[dict[int, str], s
     return actions, regions
 
 
-def wanted(line: Line, choice: Choice) -> tuple[dict[int, str], set[tuple[str, tuple[str, ...]]]]:
+def wanted(line: Line, choice: Choice) -> tuple[dict[int, str], _Regions]:
     """Returns the same of a choice."""
     actions: dict[int, str] = {}
-    regions: set[tuple[str, tuple[str, ...]]] = set()
+    regions: _Regions = set()
 
     def walk(picks: Choice, start: int) -> None:
         for pick in picks:
             first = start + pick.first
-            if pick.action == "recompute":
+            if pick.num_calls:
                 calls = line.calls(first, pick.rank, pick.num_calls)
-                regions.add((calls[0].block.path, tuple(c.block.path for c in calls[1:])))
+                keep: tuple[str, ...] = ()
+                if pick.action.startswith(REGION_KEEPING):
+                    keep = region_of(calls).keeps[int(pick.action.removeprefix(REGION_KEEPING))].labels
+                regions.add((calls[0].block.path, tuple(c.block.path for c in calls[1:]), keep))
                 walk(pick.inner, first)
             elif len(line.leaves[first].options) > 1:
                 actions[first] = pick.action

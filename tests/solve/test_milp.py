@@ -12,8 +12,8 @@ import random
 import pytest
 
 from recoup.solve.frontier import Solver
-from recoup.solve.problem import Block, Leaf, Problem
-from recoup.solve.sequence import combine
+from recoup.solve.problem import Block, Leaf, Problem, Region
+from recoup.solve.sequence import combine, results_kept
 
 from .helpers import random_leaf, random_region
 
@@ -57,29 +57,32 @@ def milp_seconds(problem: Problem, budget_bytes: int) -> float | None:
             peaks.append((i, peak, x))
             cost.append(option.extra_seconds * x)
     inner_rows = []
+    ways: list[tuple[int, int, Region]] = []
     for first in range(len(blocks)):
         for last in range(first + 1, len(blocks) + 1):
-            region = combine([b.region for b in blocks[first:last] if b.region is not None])
-            if not region.is_alone:
-                continue
-            low, high = starts[first], starts[last]
-            x = model.addBinary()
-            edges.append((low, high, region.saved_bytes, x))
-            peaks.append((low, region.forward_bytes, x))
-            cost.append(region.seconds * x)
-            taken = region.saved_bytes + region.replay_bytes + sum(gradients[high:])
-            level = []
-            for i in range(low, high):
-                chosen = []
-                before = list(level)
-                for option in leaves[i][1].options:
-                    y = model.addBinary()
-                    chosen.append((y, option))
-                    peak = max(option.forward_bytes, option.backward_bytes + sum(gradients[i + 1 : high]))
-                    inner_rows.append((low, taken * x + sum(before) + peak * y))
-                    cost.append(option.extra_seconds * y)
-                    level.append(option.saved_bytes * y)
-                model.addConstr(sum(y for y, _ in chosen) == x)
+            combined = combine([b.region for b in blocks[first:last] if b.region is not None])
+            if combined.is_alone:
+                regions = [combined, *(results_kept(combined, keep) for keep in combined.keeps)]
+                ways += [(first, last, region) for region in regions]
+    for first, last, region in ways:
+        low, high = starts[first], starts[last]
+        x = model.addBinary()
+        edges.append((low, high, region.saved_bytes, x))
+        peaks.append((low, region.forward_bytes, x))
+        cost.append(region.seconds * x)
+        taken = region.saved_bytes + region.replay_bytes + sum(gradients[high:])
+        level = []
+        for i in range(low, high):
+            chosen = []
+            before = list(level)
+            for option in leaves[i][1].options:
+                y = model.addBinary()
+                chosen.append((y, option))
+                peak = max(option.forward_bytes, option.backward_bytes + sum(gradients[i + 1 : high]))
+                inner_rows.append((low, taken * x + sum(before) + peak * y))
+                cost.append(option.extra_seconds * y)
+                level.append(option.saved_bytes * y)
+            model.addConstr(sum(y for y, _ in chosen) == x)
     for position in range(len(leaves) + 1):
         out = sum(x for a, _, _, x in edges if a == position)
         into = sum(x for _, b, _, x in edges if b == position)

@@ -17,6 +17,7 @@ from torch import nn
 
 from recoup import _compat
 from recoup.capture.calls import CallRecorder
+from recoup.capture.copies import SimulatedTransport
 from recoup.capture.fingerprint import fingerprint
 from recoup.capture.optimizer import OptimizerLike, rebuild_optimizer
 from recoup.capture.snapshot import untouched
@@ -183,7 +184,8 @@ def _saving(tracker: Tracker) -> Iterator[None]:
         tracker.saved(tensor)
         return tensor
 
-    with activity.observing(tracker), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+    moving = activity.moving_with(SimulatedTransport(tracker, prefetches=tracker.dialect == "cuda"))
+    with moving, activity.observing(tracker), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         yield
 
 

@@ -21,7 +21,7 @@ from recoup import _compat
 from recoup.cost.signature import make_signature, signature_key
 from recoup.engine import activity
 from recoup.engine.cheap_ops import SILENT_WRITERS, op_facts
-from recoup.ir.trace import Category, Phase, Signature
+from recoup.ir.trace import Category, Copy, Phase, Signature
 
 _ISLAND_INPUT_ELEMENTS = 1 << 22
 _ISLAND_FLOAT_ELEMENTS = 64
@@ -95,10 +95,11 @@ class Tracker(_compat.dispatch_mode_class()):  # type: ignore[misc]
         self.random_ops: list[int] = []
         self.save_ops: list[tuple[int, int]] = []
         self.rederive_links: list[tuple[int, list[int]]] = []
+        self.copies: list[Copy] = []
         self.recording = True
         self._island = island
         self._round_bytes = round_bytes
-        self._dialect = dialect
+        self.dialect = dialect
         self._keys: dict[Any, int] = {}
         self._handles: dict[int, _Handle] = {}
         self._node_numbers: list[int] = []
@@ -236,7 +237,7 @@ class Tracker(_compat.dispatch_mode_class()):  # type: ignore[misc]
                     self.writes.append((index, self._index(args[position], "buffer", -1, name)))
         if _is_random(func):
             self.random_ops.append(index)
-            if self._dialect == "cuda" and short == "bernoulli_" and new:
+            if self.dialect == "cuda" and short == "bernoulli_" and new:
                 record = self.storages[new[0]]  # CUDA's fused dropout keeps its mask as one byte an element
                 record.nbytes = min(record.nbytes, outputs[0].numel())
 

@@ -40,7 +40,9 @@ Dtype = Annotated[str | None, typer.Option(help="Of the parameters: fp32, bf16 o
 Optimizer = Annotated[str | None, typer.Option(help="Its state counts too: sgd, adam, adamw, ...")]
 PlanDevice = Annotated[str | None, typer.Option(help="Where the plan will run: cpu, cuda, or e.g. h100-sxm, a100-80gb")]
 RunDevice = Annotated[str | None, typer.Option(help="Where to run: cpu or cuda")]
-Actions = Annotated[str | None, typer.Option(help="What a plan may use: rederive, recompute, or both with a comma")]
+Actions = Annotated[
+    str | None, typer.Option(help="What a plan may use, with commas: rederive, recompute, tile, offload")
+]
 Fsdp = Annotated[int | None, typer.Option(help="Bytes of one rank of so many, sharded as FSDP2 does", min=1)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr")]

@@ -19,7 +19,7 @@ it multiplies.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from recoup.ir.trace import TensorSpec
@@ -135,6 +135,25 @@ def kind(name: str) -> Kind:
     if base.removesuffix("_backward") in _ATTENTION or base in _PACKED_ATTENTION:
         return "attention"
     return "other"
+
+
+def result_label(name: str, args: Sequence[Any]) -> str:
+    """Returns what a plan calls an op whose result a region may keep, "" for one that is too cheap to be worth it.
+
+    Args:
+        name: of the op, `"aten.mm.default"`. args: its positional arguments, tensors or `TensorSpec`s among them. The
+            label names the shape of the right factor or the weight, so that a last, smaller batch is treated alike.
+    """
+    what = kind(name)
+    if what == "other" or "backward" in name:
+        return ""
+    if what == "attention":
+        return what
+    position = _MATRIX_PRODUCTS.get(op_name(name), (0, 1))[1]
+    shape = getattr(args[position], "shape", None) if position < len(args) else None
+    if not shape:
+        return ""
+    return f"{what}:{'x'.join(str(int(n)) for n in (shape[-2:] if what == 'matmul' else shape))}"
 
 
 def count_flops(

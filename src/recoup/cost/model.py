@@ -17,6 +17,7 @@ class PricedTrace:
         op_seconds, op_workspace_bytes: one number for each op of the trace. Workspace is memory an op takes while it
             runs and gives back before it returns.
         source: where the numbers come from, for people. is_estimate: False where the device itself was measured.
+        copy_seconds: what copies to the host and back add to the step, beyond what hides behind compute.
     """
 
     trace: Trace
@@ -24,6 +25,7 @@ class PricedTrace:
     op_workspace_bytes: tuple[int, ...]
     source: str
     is_estimate: bool
+    copy_seconds: float = 0.0
 
 
 class CostModel(Protocol):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -42,6 +42,7 @@ class _Activity(threading.local):
     rederived = 0
     tiled = 0
     logits_made = 0
+    stand_in: Any = None
 
 
 _activity = _Activity()
@@ -116,6 +117,21 @@ def observing(observer: Observer) -> Iterator[None]:
         yield
     finally:
         _activity.observer = before
+
+
+def stand_in_transport() -> Any:
+    """Returns the transport that offload uses while a step is captured, None otherwise."""
+    return _activity.stand_in
+
+
+@contextlib.contextmanager
+def moving_with(transport: Any) -> Iterator[None]:
+    """Has offload use `transport`, whatever was asked for."""
+    before, _activity.stand_in = _activity.stand_in, transport
+    try:
+        yield
+    finally:
+        _activity.stand_in = before
 
 
 def original(tensor: torch.Tensor) -> Original | None:

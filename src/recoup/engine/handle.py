@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import inspect
 from collections.abc import Iterator, Sequence
@@ -13,9 +14,12 @@ from torch import nn
 
 from recoup import _compat
 from recoup.engine import rederive, regions, tile_apply
+from recoup.engine.elsewhere import Moves, Offloading
 from recoup.engine.lineage import current_recorder
+from recoup.engine.nest import iterate_tensors
 from recoup.engine.patch import PatchedForward, patch, unpatch
 from recoup.engine.state import statistics_buffers
+from recoup.engine.transport import Transport
 from recoup.errors import PlanMismatch
 from recoup.ir.plan import Decision
 
@@ -23,22 +27,23 @@ from recoup.ir.plan import Decision
 class StepState:
     """What the patched forwards of one model share: which call of each path comes next."""
 
-    def __init__(self, *, counts_calls: bool) -> None:
+    def __init__(self, *, counts_calls: bool, offloading: Offloading | None = None) -> None:
         self.counts_calls = counts_calls
+        self.offloading = offloading
         self.calls: dict[str, int] = {}
         self.suspended = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StepState:
-        copied = StepState(counts_calls=self.counts_calls)
+        copied = StepState(counts_calls=self.counts_calls, offloading=copy.deepcopy(self.offloading, memo))
         memo[id(self)] = copied
         return copied
 
     def __reduce__(self) -> Any:
-        return _new_state, (self.counts_calls,)
+        return _new_state, (self.counts_calls, self.offloading)
 
 
-def _new_state(counts_calls: bool) -> StepState:
-    return StepState(counts_calls=counts_calls)
+def _new_state(counts_calls: bool, offloading: Offloading | None = None) -> StepState:
+    return StepState(counts_calls=counts_calls, offloading=offloading)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,14 +107,27 @@ def _run(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, Any])
         return _Nested(patched, inside, decision, calls, call=call)(*args, **kwargs)
     if decision is not None and decision.action == "tile" and not regions.inside_region():
         return tile_apply.run_tiled(patched, decision, args, kwargs)
-    derives = decision is not None and decision.action == "rederive"
     if settings.records and current_recorder() is None and not regions.inside_region():
-        with rederive.rederive(by_default=derives):
+        with rederive.rederive(by_default=decision is not None and _derives(decision)):
+            _begin_offloading(patched, decision, args, kwargs)
             return patched.original(*args, **kwargs)
     if decision is None:
         return patched.original(*args, **kwargs)
-    with _ambient(derives):
+    with _ambient(decision):
         return patched.original(*args, **kwargs)
+
+
+def _derives(decision: Decision) -> bool:
+    return decision.action == "rederive" or (decision.action == "offload" and decision.inside == "rederive")
+
+
+def _begin_offloading(patched: PatchedForward, decision: Decision | None, args: Any, kwargs: Any) -> None:
+    """Gives the recorder of a step that just began an offloader, if the plan offloads anything."""
+    recorder, offloading = current_recorder(), patched.settings.state.offloading
+    if recorder is None or offloading is None or patched.module is None:
+        return
+    recorder.offloader = offloading.begin(patched.module, iterate_tensors((args, kwargs)))
+    recorder.offloading = decision is not None and decision.action == "offload"
 
 
 class _Nested:
@@ -153,6 +171,8 @@ class _Nested:
             buffers=settings.buffers,
             derives=by_default or settings.derives_below,
             derives_by_default=by_default,
+            offloads=region.offload,
+            keep=region.keep,
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -162,7 +182,7 @@ class _Nested:
 
     def _run(self, args: Any, kwargs: Any) -> Any:
         original = self.patched.original
-        ambient = contextlib.nullcontext() if self.decision is None else _ambient(self.decision.action == "rederive")
+        ambient = contextlib.nullcontext() if self.decision is None else _ambient(self.decision)
         with ambient:
             if self.calls is None or not self.ran:
                 self.ran = True
@@ -179,15 +199,18 @@ class _Nested:
 
 
 @contextlib.contextmanager
-def _ambient(derives: bool) -> Iterator[None]:
-    """Turns rederive on or off for everything inside, whoever owns the saved-tensor hooks there."""
-    recorder = current_recorder()
+def _ambient(decision: Decision) -> Iterator[None]:
+    """Turns rederive and offload on or off for everything inside, whoever owns the saved-tensor hooks there."""
+    recorder, derives = current_recorder(), _derives(decision)
     if recorder is not None:
-        before, recorder.deriving = recorder.deriving, derives
+        before = recorder.deriving, recorder.offloading
+        recorder.deriving, recorder.offloading = derives, decision.action == "offload"
+        if recorder.offloading and recorder.offloader is not None:
+            recorder.offloader.begin_group()
         try:
             yield
         finally:
-            recorder.deriving = before
+            recorder.deriving, recorder.offloading = before
     elif derives and not regions.inside_region():  # a part of the model run on its own
         with rederive.rederive():
             yield
@@ -216,6 +239,13 @@ class Applied:
         """Restores every forward that was changed; safe to call twice."""
         while self._patches:
             unpatch(self._patches.pop())
+        if self._state.offloading is not None:
+            self._state.offloading.close()
+
+    @property
+    def moves(self) -> Moves | None:
+        """What was moved to the host and back since the plan was applied; None if it offloads nothing."""
+        return self._state.offloading.moves if self._state.offloading is not None else None
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
@@ -233,8 +263,11 @@ class Applied:
         self.remove()
 
 
-def apply_decisions(model: nn.Module, decisions: Sequence[Decision]) -> Applied:
+def apply_decisions(model: nn.Module, decisions: Sequence[Decision], *, transport: Transport | str = "auto") -> Applied:
     """Changes the forwards that `decisions` name, and nothing else.
+
+    Args:
+        transport: how offloaded tensors are moved, see `recoup.offload`; "auto" is "cuda" on a GPU, else "disk".
 
     Raises:
         PlanMismatch: if a path is not in the model; nothing was changed then.
@@ -256,12 +289,16 @@ def apply_decisions(model: nn.Module, decisions: Sequence[Decision]) -> Applied:
     tile_apply.check_tiled(modules, decisions)
     if not decisions:
         return Applied(model, [], StepState(counts_calls=False))
-    state = StepState(counts_calls=any(d.call is not None or d.chunk is not None for d in decisions))
+    offloads = any(d.action == "offload" or d.offload for d in decisions)
+    state = StepState(
+        counts_calls=any(d.call is not None or d.chunk is not None for d in decisions),
+        offloading=Offloading(transport) if offloads else None,
+    )
     patches: list[PatchedForward] = []
     paths = dict.fromkeys([*by_path, *joins])
     caching = caching_paths(modules, [d.path for d in decisions if d.action == "recompute"])
     paths.update(dict.fromkeys(caching))
-    records = any(d.action == "rederive" or (d.path == "" and d.action == "save") for d in decisions)
+    records = offloads or any(d.action == "rederive" or (d.path == "" and d.action == "save") for d in decisions)
     if state.counts_calls or joins or records:
         paths.setdefault("", None)
     for path in paths:

@@ -77,7 +77,15 @@ class Inputs:
 
     __slots__ = ("_args", "_kwargs", "_path", "_saver", "_versions", "others", "tensors")
 
-    def __init__(self, path: str, args: Any, kwargs: Any, previous: Sequence[torch.Tensor | None]) -> None:
+    def __init__(
+        self,
+        path: str,
+        args: Any,
+        kwargs: Any,
+        previous: Sequence[torch.Tensor | None],
+        *,
+        offloads: bool = False,
+    ) -> None:
         self._path = path
         self.tensors: list[torch.Tensor] = []
         self.others: list[Any] = []
@@ -106,7 +114,7 @@ class Inputs:
         self._args = _map(keep, args)
         self._kwargs = _map(keep, kwargs)
         dummy = torch.empty((0,), requires_grad=True)
-        with _deriving():  # whatever the decision around: an input that can be rebuilt need not be kept
+        with _deriving(offloads=offloads):  # whatever is decided around: what can be rebuilt need not be kept
             self._saver = _SaveInputs.apply(dummy, *self.tensors).grad_fn  # type: ignore[no-untyped-call]
         self._versions = [(weakref.ref(t), version_of(t)) for t in self.tensors]
 
@@ -192,13 +200,16 @@ def _map(function: Callable[[Any], Any], nest: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _deriving() -> Iterator[None]:
+def _deriving(*, offloads: bool) -> Iterator[None]:
     recorder = current_recorder()
     if recorder is None:
         yield
         return
-    before, recorder.deriving = recorder.deriving, True
+    before = recorder.deriving, recorder.offloading
+    recorder.deriving, recorder.offloading = True, offloads
+    if offloads and recorder.offloader is not None:
+        recorder.offloader.begin_group()
     try:
         yield
     finally:
-        recorder.deriving = before
+        recorder.deriving, recorder.offloading = before

@@ -132,12 +132,15 @@ class Recorder(_compat.dispatch_mode_class()):  # type: ignore[misc]
     """The dispatch mode that records lineage; `paused` it only watches for writes.
 
     `deriving` says whether what is saved now may be rederived, or is kept (and serves others as a source).
+    `offloading`: whether what is kept now goes to the host, by way of `offloader`, if the plan offloads anything.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.paused = 0
         self.deriving = True
+        self.offloading = False
+        self.offloader: Any = None
         self.turn = 0  # counts saved tensors: backward asks for them about in reverse
         self._entries: dict[int, _Entry] = {}
         self._outer: Recorder | None = None

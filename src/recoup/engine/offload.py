@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from recoup.engine.transport import DiskTransport, InlineTransport, Transport
-from recoup.errors import UsageError
+from recoup.engine.transport import Transport, make_transport
 
 MIN_BYTES = 1 << 20
 _WHOLE_SHARE = 0.5  # of a storage that a tensor must cover for all of it to be moved
@@ -163,28 +162,10 @@ def offload(
     Raises:
         UsageError: if the transport is not known.
     """
-    moved = Offloader(model, _transport(model, transport), min_bytes=min_bytes, keep_last=keep_last)
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    chosen = make_transport(device, transport, host="inline")
+    moved = Offloader(model, chosen, min_bytes=min_bytes, keep_last=keep_last)
     with torch.autograd.graph.saved_tensors_hooks(
         moved.pack, lambda kept: kept.unpack() if isinstance(kept, _Offloaded) else kept
     ):
         yield moved
-
-
-def _transport(model: nn.Module, transport: Transport | str) -> Transport:
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    if transport == "auto":
-        transport = "cuda" if device.type == "cuda" else "inline"
-    if not isinstance(transport, str):
-        return transport
-    if transport == "inline":
-        return InlineTransport()
-    if transport == "disk":
-        return DiskTransport()
-    if transport == "cuda" and device.type == "cuda":
-        from recoup.engine.transport_cuda import CudaTransport
-
-        return CudaTransport(device)
-    raise UsageError(
-        f"Unknown transport {transport!r} for a model on {device}. Choose inline or disk, or cuda for a model on a "
-        "GPU. (recoup.engine.offload)"
-    )

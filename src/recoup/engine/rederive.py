@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from torch import nn
 from recoup import _compat
 from recoup.engine import activity, shortcuts
 from recoup.engine.cheap_ops import op_facts
+from recoup.engine.elsewhere import KeptElsewhere, Returning
 from recoup.engine.lineage import Geometry, Made, Read, Recorder, Value, current_recorder, geometry_of
 
 MIN_BYTES = 4096
@@ -117,12 +118,15 @@ class KeptCompact:
         return True
 
 
+Source = Kept | KeptCompact | KeptElsewhere
+
+
 class Rederived:
     """A saved tensor that will be rebuilt: a value, where it starts from, and the geometry it is wanted in."""
 
-    __slots__ = ("geometry", "sources", "turn", "value", "waits")
+    __slots__ = ("geometry", "held", "sources", "turn", "value", "waits")
 
-    def __init__(self, value: Value, geometry: Geometry, sources: list[Kept | KeptCompact], turn: int) -> None:
+    def __init__(self, value: Value, geometry: Geometry, sources: Sequence[Source], turn: int) -> None:
         self.turn = turn
         self.value = value
         self.geometry = geometry
@@ -132,6 +136,9 @@ class Rederived:
         for source in sources:
             if isinstance(source, Kept):
                 source.is_source = True
+        self.held = tuple(source for source in sources if isinstance(source, KeptElsewhere))
+        for source in self.held:
+            source.block.waiting += 1
 
     def unpack(self) -> torch.Tensor:
         """Runs the chain and returns the tensor."""
@@ -141,6 +148,7 @@ class Rederived:
             raise RuntimeError(_CHANGED.format(tensor=f"{dtype} {list(size)}", versions="overwritten since"))
         with _compat.below_autocast_and_autograd(), activity.recomputing(), _paused():
             tensor = _Rebuild(self.value, self.turn).contents(self.value)
+            self._let_go()
             activity.count_rederived()
             self.value.cache = tensor if _wanted_soon(self.value, self.turn) else None
             return _lay(tensor, self.geometry)
@@ -150,8 +158,15 @@ class Rederived:
             self.waits = False
             self.value.waiting.remove(self.turn)
 
+    def _let_go(self) -> None:
+        """Tells sources that were moved away that they were served."""
+        for source in self.held:
+            source.block.served()
+        self.held = ()
+
     def __del__(self) -> None:
         self._done()
+        self._let_go()
         if not self.value.waiting:
             self.value.cache = None
 
@@ -319,7 +334,7 @@ class _Search:
         self.ops = MAX_OPS
         self.traffic_bytes = traffic_bytes
         self.seen: set[int] = set()
-        self.sources: list[Kept | KeptCompact] = []
+        self.sources: list[Source] = []
 
     def reach(self, value: Value) -> bool:
         if id(value) in self.seen:
@@ -356,8 +371,8 @@ class _Search:
             made.side_results = tuple(weakref.ref(k) for k in kept)
 
 
-def pack(tensor: torch.Tensor) -> Kept | KeptView | Rederived:
-    """What autograd gets instead of `tensor`: `Kept`, a view of one, or `Rederived`."""
+def pack(tensor: torch.Tensor) -> Kept | KeptView | Rederived | Returning:
+    """What autograd gets instead of `tensor`: `Kept`, a view of one, `Rederived`, or, offloaded, `Returning`."""
     recorder = current_recorder()
     if (
         recorder is None
@@ -379,6 +394,8 @@ def pack(tensor: torch.Tensor) -> Kept | KeptView | Rederived:
         # One Kept per value: whoever rebuilds from it must find it, however long other savers of it live.
         if isinstance(alive, KeptCompact):
             return Rederived(value, geometry, [alive], recorder.turn)
+        if isinstance(alive, KeptElsewhere):
+            return Returning(alive, geometry)
         activity.kept(tensor)
         return alive if geometry_of(alive.tensor) == geometry else KeptView(alive, geometry)
     if (
@@ -388,7 +405,7 @@ def pack(tensor: torch.Tensor) -> Kept | KeptView | Rederived:
         and value.base is not None
         and value.base[3] == tensor.dtype
     ):
-        sources: list[Kept | KeptCompact] | None
+        sources: list[Source] | None
         if shortcuts.keeps_indices(op_facts(made.function), made.args, value.output, tensor):
             sources = [_compact_indices(value, tensor)]
         else:
@@ -398,14 +415,27 @@ def pack(tensor: torch.Tensor) -> Kept | KeptView | Rederived:
             if mask is not None:
                 sources = _find_sources(value, num_bytes)
         if sources is not None:
-            activity.rederived(tensor, [s.narrow if isinstance(s, KeptCompact) else s.tensor for s in sources])
+            activity.rederived(tensor, [t for t in map(_on_device, sources) if t is not None])
             return Rederived(value, geometry_of(tensor), sources, recorder.turn)
+    if recorder.offloading and recorder.offloader is not None:
+        with _paused(), activity.recomputing(), _compat.below_autocast_and_autograd():
+            elsewhere = recorder.offloader.take(value, tensor)
+        if elsewhere is not None:
+            value.kept = weakref.ref(elsewhere)
+            return Returning(elsewhere, geometry_of(tensor))
     kept = Kept(tensor)
     value.kept = weakref.ref(kept)
     return kept
 
 
-def _find_sources(value: Value, num_bytes: int) -> list[Kept | KeptCompact] | None:
+def _on_device(source: Source) -> torch.Tensor | None:
+    """Returns the tensor that a source keeps on the device, None if it was moved away."""
+    if isinstance(source, KeptElsewhere):
+        return None
+    return source.narrow if isinstance(source, KeptCompact) else source.tensor
+
+
+def _find_sources(value: Value, num_bytes: int) -> list[Source] | None:
     search = _Search(MAX_TRAFFIC_RATIO * num_bytes)
     return search.sources if search.reach(value) else None
 

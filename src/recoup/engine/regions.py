@@ -32,6 +32,7 @@ from recoup import _compat
 from recoup.engine import activity, rederive
 from recoup.engine.attributes import COPIED_BYTES, AttributeState, walk
 from recoup.engine.inputs import Inputs
+from recoup.engine.keeping import Kept
 from recoup.engine.lineage import Recorder, current_recorder
 from recoup.engine.nest import iterate_tensors
 from recoup.engine.sample import Sample
@@ -75,7 +76,7 @@ class Slot:
 class _Step:
     """One call inside a frame: what to run, on what, in which state."""
 
-    __slots__ = ("attributes", "autocast", "forward", "inputs", "random", "streams", "versions")
+    __slots__ = ("attributes", "autocast", "forward", "inputs", "kept", "random", "streams", "versions")
 
     def __init__(
         self,
@@ -87,8 +88,9 @@ class _Step:
         has_attributes: bool = True,
     ) -> None:
         self.forward = member.forward
+        self.kept = Kept(member.keep)
         modules = walk(member.module()) if has_attributes else []
-        self.inputs = Inputs(member.path, args, kwargs, previous)
+        self.inputs = Inputs(member.path, args, kwargs, previous, offloads=member.offloads)
         self.random = RandomState(self.inputs.tensors)
         self.autocast = AutocastState(t.device.type for t in self.inputs.tensors[:1])
         written = (*member.buffers, *statistics_buffers(modules)) if has_attributes else ()
@@ -139,6 +141,7 @@ class Member:
     Attributes:
         path: for messages. module: weakly held. forward: what runs. buffers: names of those its forward changes.
         derives: whether the replay may rederive; derives_by_default: outside of deeper decisions.
+        offloads: whether its inputs go to the host. keep: labels of ops whose results stay, see `keeping`.
     """
 
     def __init__(
@@ -150,6 +153,8 @@ class Member:
         buffers: tuple[str, ...],
         derives: bool,
         derives_by_default: bool,
+        offloads: bool = False,
+        keep: tuple[str, ...] = (),
     ) -> None:
         self.path = path
         self.module = module
@@ -157,6 +162,8 @@ class Member:
         self.buffers = buffers
         self.derives = derives
         self.derives_by_default = derives_by_default
+        self.offloads = offloads
+        self.keep = keep
 
 
 class Frame:
@@ -194,7 +201,7 @@ class Frame:
         if recorder is not None:
             recorder.paused += 1
         try:
-            with hooks:
+            with hooks, step.kept.noting():
                 output = member.forward(*args, **kwargs)
         finally:
             _scope.depth -= 1
@@ -256,7 +263,7 @@ class Frame:
                 previous: list[torch.Tensor] = []
                 for step in self.steps:
                     args, kwargs = step.inputs.rebuild(previous)
-                    with step.state(with_attributes=not self.is_chunk):
+                    with step.state(with_attributes=not self.is_chunk), step.kept.taking():
                         output = step.forward(*args, **kwargs)
                     previous = list(iterate_tensors(output)) if self.is_chunk else [output]
                     del args, kwargs, output

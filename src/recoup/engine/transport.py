@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from recoup.errors import InternalError
+from recoup.errors import InternalError, UsageError
 
 
 class Transport(Protocol):
@@ -36,11 +36,11 @@ class Transport(Protocol):
 
 
 class InlineTransport:
-    """Copies in host memory, at once: for tests, and to see what would move."""
+    """Copies in host memory, at once, outside torch's allocator: for tests, and to see what would move."""
 
     def put(self, flat: torch.Tensor) -> Any:
         """See `Transport`."""
-        return [flat.detach().to("cpu", copy=True), flat.device]
+        return [flat.detach().cpu().numpy().copy(), flat.device]
 
     def prefetch(self, handle: Any) -> None:
         """See `Transport`."""
@@ -48,7 +48,7 @@ class InlineTransport:
     def get(self, handle: Any) -> torch.Tensor:
         """See `Transport`."""
         host, device = handle
-        return host.to(device, copy=True)  # type: ignore[no-any-return]
+        return torch.empty(len(host), dtype=torch.uint8, device=device).copy_(torch.from_numpy(host))
 
     def drop(self, handle: Any) -> None:
         """See `Transport`."""
@@ -166,3 +166,30 @@ class DelayedTransport:
 
     def close(self) -> None:
         """See `Transport`."""
+
+
+def make_transport(device: torch.device, wanted: Transport | str, *, host: str = "disk") -> Transport:
+    """Returns the transport that was asked for.
+
+    Args:
+        device: what is moved lies there. wanted: "inline", "disk", "cuda", "auto", or a transport.
+        host: what "auto" is for a device that is no GPU.
+
+    Raises:
+        UsageError: if it is not known, or is not for that device.
+    """
+    if not isinstance(wanted, str):
+        return wanted
+    kind = ("cuda" if device.type == "cuda" else host) if wanted == "auto" else wanted
+    if kind == "inline":
+        return InlineTransport()
+    if kind == "disk":
+        return DiskTransport()
+    if kind == "cuda" and device.type == "cuda":
+        from recoup.engine.transport_cuda import CudaTransport
+
+        return CudaTransport(device)
+    raise UsageError(
+        f"Unknown transport {wanted!r} for a model on {device}. Choose inline or disk, or cuda for a model on a "
+        "GPU. (recoup.engine.transport)"
+    )

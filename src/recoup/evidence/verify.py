@@ -102,7 +102,7 @@ def verify_plan(
     with untouched(model), _in_place(model, plan):
         bench = StepBench(model, batch, loss, optimizer)
         try:
-            comparison, baseline_peak, peak, counters, audit = _measure(bench, notes, tiled)
+            comparison, baseline_peak, peak, counters, audit, moved_bytes = _measure(bench, notes, tiled)
             ratio: float | None = None
             spread: float | None = None
             if timed and baseline_peak is not None:
@@ -131,6 +131,8 @@ def verify_plan(
         num_replays_compared=audit.num_compared,
         error_bound=comparison.error_bound,
         loss_error=comparison.loss_error,
+        offloaded_bytes=moved_bytes,
+        predicted_offloaded_bytes=plan.predicted.offloaded_bytes,
     )
 
 
@@ -145,8 +147,11 @@ def _in_place(model: nn.Module, plan: Plan) -> Iterator[None]:
 
 def _measure(
     bench: StepBench, notes: list[str], tiled: bool
-) -> tuple[Comparison, int | None, int, tuple[int, int], Audit]:
-    """Runs one plain and one planned step under the meter, one of each for the values, and one to audit replays."""
+) -> tuple[Comparison, int | None, int, tuple[int, int], Audit, int]:
+    """Runs one plain and one planned step under the meter, one of each for the values, and one to audit replays.
+
+    Returns also the bytes that the metered planned step moved to the host.
+    """
     held, device = bench.held_bytes(), bench.device
 
     def metered() -> int:
@@ -173,8 +178,16 @@ def _measure(
     with audit.running():
         bench.step(take=True)
     bench.batch = whole
+    moved = _moved_bytes(bench.model)
     peak = metered()
-    return comparison, baseline, peak, (after[0] - before[0], after[1] - before[1]), audit
+    counters = (after[0] - before[0], after[1] - before[1])
+    return comparison, baseline, peak, counters, audit, _moved_bytes(bench.model) - moved
+
+
+def _moved_bytes(model: nn.Module) -> int:
+    """Returns the bytes that the plan in place has moved to the host so far."""
+    states = {id(patch.settings.state): patch.settings.state for patch in find_patches(model)}
+    return sum(s.offloading.moves.bytes_out for s in states.values() if s.offloading is not None)
 
 
 def _result(bench: StepBench, *, planned: bool) -> StepResult:

@@ -51,6 +51,11 @@ def left_out(plan: Plan) -> tuple[str, ...]:
             f"{len(rederives)} decisions rederive; PyTorch has no such action, so those tensors are saved and the peak "
             "is higher. A plan made with `--actions recompute` exports whole."
         )
+    keeping = [d for d in plan.decisions if d.keep]
+    if keeping:
+        sentences.append(
+            f"{len(keeping)} regions keep results ({', '.join(keeping[0].keep)}); here everything in them runs again"
+        )
     sentences += [f"action {action!r} is left out" for action in others]
     return tuple(sentences)
 

@@ -27,6 +27,7 @@ class Evidence:
         error_bound: 0 where every gradient must be bit-equal; with `tile`, which sums in another order, how far the
             loss and gradients may be from plain's, relative (a gradient's error to its norm, or to a thousandth of the
             norm of all gradients where that is more). loss_error: relative difference of the loss.
+        offloaded_bytes: moved to the host by the metered step. predicted_offloaded_bytes: what the plan said.
     """
 
     peak_bytes: int
@@ -50,6 +51,8 @@ class Evidence:
     num_replays_compared: int = 0
     error_bound: float = 0.0
     loss_error: float = 0.0
+    offloaded_bytes: int = 0
+    predicted_offloaded_bytes: int = 0
 
     @property
     def exactness(self) -> str:
@@ -78,11 +81,17 @@ class Evidence:
     @property
     def ok(self) -> bool:
         """Whether everything that was promised held."""
-        return self.within_budget and self.exact
+        return self.within_budget and self.exact and self.moved_as_planned
+
+    @property
+    def moved_as_planned(self) -> bool:
+        """Whether the bytes that went to the host are those that the plan said."""
+        return self.offloaded_bytes == self.predicted_offloaded_bytes
 
     def to_json(self) -> dict[str, Any]:
         """Returns plain JSON data."""
         properties = {"within_budget": self.within_budget, "exactness": self.exactness, "ok": self.ok}
+        properties["moved_as_planned"] = self.moved_as_planned
         return {**dataclasses.asdict(self), **properties}
 
     def __str__(self) -> str:

@@ -25,13 +25,18 @@ class Decision:
         path: dotted module path; "" is the model itself.
         call: which execution of that module in the step, or None for every one.
         action: `save` and `rederive` set what happens to saved tensors from here down; `recompute` makes the call a
-            region: it keeps its inputs and runs again in backward.
-        inside: for `recompute`, what the replay does with its saved tensors.
+            region: it keeps its inputs and runs again in backward; `offload` moves what is saved from here down to
+            the host, and back before backward reads it.
+        inside: for `recompute`, what the replay does with its saved tensors; for `offload`, what happens to saved
+            tensors first: with "rederive" only what cannot be rebuilt is moved.
         span: for `recompute`, paths of the calls that follow directly and belong to the same region.
         buffers: for `recompute`, paths of buffers that the region's forward was seen to change; the replay runs
             on copies of what they were. (Those of normalisation layers are found by themselves.)
         chunk: for `recompute`, how many calls of the module that follow each other make one region: a loop over time.
         calls: with `chunk`, only so many calls, from the first; None: all.
+        keep: for `recompute`, ops whose results the region keeps, so that its replay need not run them: "attention",
+            "matmul:KxN" by the shape of the right factor, "convolution:..." by that of the weight.
+        offload: for `recompute`, whether the inputs that the region keeps go to the host.
         tile_tokens: for `tile`, tokens of a tile; None: as many as `recoup.tiled_cross_entropy` takes by itself.
     """
 
@@ -44,6 +49,8 @@ class Decision:
     chunk: int | None = None
     calls: int | None = None
     tile_tokens: int | None = None
+    offload: bool = False
+    keep: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +63,7 @@ class Prediction:
         extra_time_ratio: step_seconds / plain_step_seconds - 1.
         recomputed_flops: FLOPs run a second time. plain_flops: FLOPs of the step without a plan.
         saved_bytes, plain_saved_bytes: bytes that autograd holds when backward begins.
+        offloaded_bytes: bytes moved to the host in one step.
         phase: where the peak is. tensors: the largest ones alive there, as (what, bytes).
     """
 
@@ -70,6 +78,7 @@ class Prediction:
     phase: str
     tensors: tuple[tuple[str, int], ...]
     cost_source: str
+    offloaded_bytes: int = 0
 
     @property
     def extra_time_ratio(self) -> float:
@@ -126,10 +135,7 @@ class Plan:
             raise UsageError(f"Not a recoup plan: expected schema {SCHEMA!r}, found {found!r}.")
         fields = {k: v for k, v in data.items() if k != "schema"}
         try:
-            fields["decisions"] = tuple(
-                Decision(**{**d, "span": tuple(d.get("span", ())), "buffers": tuple(d.get("buffers", ()))})
-                for d in fields["decisions"]
-            )
+            fields["decisions"] = tuple(_decision(d) for d in fields["decisions"])
             predicted = dict(fields["predicted"])
             predicted["tensors"] = tuple((str(n), int(b)) for n, b in predicted["tensors"])
             fields["predicted"] = Prediction(**predicted)
@@ -159,3 +165,8 @@ class Plan:
         from recoup.report.text import format_plan  # report/ stands above ir/: only needed when somebody prints
 
         return format_plan(self)
+
+
+def _decision(data: dict[str, Any]) -> Decision:
+    lists = {key: tuple(data.get(key, ())) for key in ("span", "buffers", "keep")}
+    return Decision(**{**data, **lists})

@@ -120,6 +120,23 @@ class Call:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Copy:
+    """One event in the life of a storage that is moved to the host.
+
+    Attributes:
+        op: it happens before this op. kind: "out" begins to move it away, "back" to bring it back, "wait" is where the
+            step needs it there again.
+        block: the same for all events of one storage. storage: what is moved "out", by its index, -1 if unknown.
+    """
+
+    op: int
+    kind: Literal["out", "back", "wait"]
+    block: int
+    nbytes: int
+    storage: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
     """One captured step.
 
@@ -128,6 +145,7 @@ class Trace:
         device: what the step was captured for.
         fingerprint: of the model's structure; a plan is refused on a model with another one.
         rederive_links: (op, storages): the op saves a tensor that will be rebuilt from what these storages keep.
+        copies: what offload moves, in order.
     """
 
     source: Literal["fake", "real"]
@@ -142,6 +160,7 @@ class Trace:
     storages: tuple[Storage, ...]
     calls: tuple[Call, ...]
     rederive_links: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    copies: tuple[Copy, ...] = ()
 
     def levels(self, workspace_bytes: tuple[int, ...] | None = None) -> list[int]:
         """Returns the bytes alive during each op, hidden workspace of the op included when given."""

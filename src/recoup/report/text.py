@@ -66,6 +66,8 @@ def format_plan(plan: Plan) -> str:
         ),
         ("peak is set by", f"the {predicted.phase}; largest there: {largest}"),
     ]
+    if predicted.offloaded_bytes:
+        rows.insert(-1, ("to the host", f"{format_bytes(predicted.offloaded_bytes)} a step, and back"))
     head = f"Plan for {plan.model_class} on {plan.device}"
     does = "\n".join(
         textwrap.fill(line, _WIDTH, initial_indent="  - ", subsequent_indent="    ") for line in describe(plan)
@@ -117,6 +119,10 @@ def _evidence_rows(evidence: Evidence) -> list[tuple[str, str]]:
         *([("replays", _replays(evidence))] if evidence.num_replays_compared else []),
         ("run twice", f"{evidence.num_regions_replayed} regions, {evidence.num_rederived} saved tensors rederived"),
     ]
+    if evidence.offloaded_bytes or evidence.predicted_offloaded_bytes:
+        agrees = "as predicted" if evidence.moved_as_planned else "predicted "
+        agrees += "" if evidence.moved_as_planned else format_bytes(evidence.predicted_offloaded_bytes)
+        rows.append(("to the host", f"{format_bytes(evidence.offloaded_bytes)} a step, {agrees}"))
     if evidence.time_ratio is not None:
         rows.append(
             ("time over plain", f"{evidence.time_ratio:.3f} +- {evidence.time_spread or 0:.3f} (median of pairs)")

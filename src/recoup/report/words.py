@@ -30,7 +30,14 @@ def _region_kinds(regions: Sequence[Decision]) -> dict[tuple[str, ...], list[Dec
     groups: dict[tuple[str, ...], list[Decision]] = {}
     for decision in regions:
         chunk = f"{decision.chunk} of {decision.calls}" if decision.chunk else ""
-        key = (decision.inside, chunk, *(shape_of(p) for p in (decision.path, *decision.span)))
+        offload = "offload" if decision.offload else ""
+        key = (
+            decision.inside,
+            chunk,
+            offload,
+            ", ".join(decision.keep),
+            *(shape_of(p) for p in (decision.path, *decision.span)),
+        )
         groups.setdefault(key, []).append(decision)
     return groups
 
@@ -57,11 +64,19 @@ def describe_decisions(decisions: Sequence[Decision]) -> list[str]:
             text += f", the first {members[0].calls} calls"
         if inside == "rederive":
             text += " (rederiving inside)"
+        if members[0].keep:
+            text += f", keeping {', '.join(members[0].keep)}"
+        if members[0].offload:
+            text += ", inputs offloaded"
         lines.append(f"recompute {text}")
     for decision in decisions:
         if decision.action == "tile":
             size = f" by {decision.tile_tokens} tokens" if decision.tile_tokens else ""
             lines.append(f"tile {decision.path} and its loss{size}")
+    for inside in ("save", "rederive"):
+        moved = [d.path or "(the model)" for d in decisions if d.action == "offload" and d.inside == inside]
+        for text in _grouped(moved):
+            lines.append(f"offload what is saved in {text}" + (", but what rederives" if inside == "rederive" else ""))
     for action in ("rederive", "save"):
         paths = [d.path for d in decisions if d.action == action and d.path]
         if root == action:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from recoup.cost.model import PricedTrace
 from recoup.ir.trace import Call, Trace
+from recoup.solve.keeps import keeps_of
 from recoup.solve.problem import Block, Leaf, Option, Problem, Region
 
 _Array = npt.NDArray[np.int64]
@@ -345,6 +346,7 @@ def _region(lookup: _Lookup, numbers: _Numbers, index: int, free: set[int], hold
         # Otherwise its replay would run nothing: what it saves is its own input.
         is_alone=not all(trace.signatures[o.signature].is_view for o in trace.ops[first:stop]),
         begins=not call.refusal,
+        keeps=keeps_of(trace, call, stop, lookup.seconds),
     )
 
 

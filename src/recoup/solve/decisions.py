@@ -12,7 +12,7 @@ from typing import Literal
 
 from recoup.ir.plan import Decision
 from recoup.solve.problem import Leaf, Problem
-from recoup.solve.sequence import Call, Choice, Line
+from recoup.solve.sequence import OFFLOAD, REGION_KEEPING, REGION_OFFLOADED, Call, Choice, Line, region_of
 
 Ambient = Literal["save", "rederive"]
 _AMBIENTS: tuple[Ambient, Ambient] = ("save", "rederive")
@@ -36,26 +36,37 @@ def to_decisions(line: Line, choice: Choice) -> tuple[Decision, ...]:
     # How many calls each region covers, by the call it begins with; with nested spans there may be several of one
     # call, the outermost first.
     regions: dict[_Key, list[int]] = {}
-    for leaf, action in _collect(line, choice, 0, regions):
+    moved: dict[tuple[_Key, int], str] = {}
+    for leaf, action in _collect(line, choice, 0, regions, moved):
         has_wish = len(leaf.options) > 1 or leaf.options[0].action == "rederive"
         if has_wish and preference.get(leaf.owner) != "rederive":
             preference[leaf.owner] = "rederive" if action == "rederive" else "save"
-    writer = _Writer(preference, regions)
+    writer = _Writer(preference, regions, moved)
     return tuple(writer.write(line.root.parts))
 
 
-def _collect(line: Line, choice: Choice, start: int, regions: dict[_Key, list[int]]) -> Iterator[tuple[Leaf, str]]:
+def _collect(
+    line: Line, choice: Choice, start: int, regions: dict[_Key, list[int]], moved: dict[tuple[_Key, int], str]
+) -> Iterator[tuple[Leaf, str]]:
     for pick in choice:
-        if pick.action == "recompute":
+        if pick.num_calls:
             block = line.calls(start + pick.first, pick.rank, 1)[0].block
             regions.setdefault((block.path, block.call), []).append(pick.num_calls)
-            yield from _collect(line, pick.inner, start + pick.first, regions)
+            if pick.action != "recompute":  # it moves something to the host, or keeps results
+                moved[(block.path, block.call), pick.num_calls] = pick.action
+            yield from _collect(line, pick.inner, start + pick.first, regions, moved)
         else:
             yield line.leaves[start + pick.first], pick.action
 
 
 class _Writer:
-    def __init__(self, preference: Mapping[_Key, Ambient], regions: Mapping[_Key, Sequence[int]]) -> None:
+    def __init__(
+        self,
+        preference: Mapping[_Key, Ambient],
+        regions: Mapping[_Key, Sequence[int]],
+        moved: Mapping[tuple[_Key, int], str],
+    ) -> None:
+        self._moved = moved
         self._preference = preference
         self._regions = regions
         self._known: dict[tuple[_Key, Ambient], tuple[int, Ambient]] = {}
@@ -70,7 +81,19 @@ class _Writer:
                 _, inherited = self._region_action(group)
             for length in lengths:
                 paths = tuple(call.block.path for call in group[1:length])
-                yield Decision(path=first.path, call=first.call, action="recompute", inside=inherited, span=paths)
+                moved = self._moved.get(((first.path, first.call), length), "")
+                if moved.startswith(OFFLOAD):
+                    yield Decision(path=first.path, call=first.call, action="offload", inside=inherited)
+                    continue
+                yield Decision(
+                    path=first.path,
+                    call=first.call,
+                    action="recompute",
+                    inside=inherited,
+                    span=paths,
+                    offload=moved == REGION_OFFLOADED,
+                    keep=self._labels(group[:length], moved),
+                )
             for call in group:
                 _, action = self._best(call, inherited)
                 block = call.block
@@ -79,6 +102,12 @@ class _Writer:
                     if action != inherited:
                         yield Decision(path=block.path, call=block.call, action=action)
                 yield from self.write(call.parts, action)
+
+    def _labels(self, calls: _Group, way: str) -> tuple[str, ...]:
+        """Returns the labels of what a region keeps inside."""
+        if not way.startswith(REGION_KEEPING):
+            return ()
+        return region_of(calls).keeps[int(way.removeprefix(REGION_KEEPING))].labels
 
     def _inner_regions(self, call: Call, group: _Group, action: Ambient) -> Iterator[Decision]:
         """Yields the regions that begin at a call inside a span (nested spans only)."""

@@ -53,6 +53,7 @@ class RegionStep:
     after_bytes: int
     inner: Front
     inner_bytes: int
+    action: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -108,7 +109,16 @@ def before_leaf(after: Front, option: Option, gradient_bytes: int, *, is_plain: 
     )
 
 
-def before_region(after: Front, region: Region, inner: Front, *, num_leaves: int, rank: int, num_calls: int) -> Front:
+def before_region(
+    after: Front,
+    region: Region,
+    inner: Front,
+    *,
+    num_leaves: int,
+    rank: int,
+    num_calls: int,
+    action: str = "recompute",
+) -> Front:
     """Returns the front of a region, whose inside has the front `inner`, followed by `after`."""
     inner_bytes = region.saved_bytes + region.replay_bytes + after.gradient_bytes
     outer_peaks = after.peaks + region.saved_bytes
@@ -138,6 +148,7 @@ def before_region(after: Front, region: Region, inner: Front, *, num_leaves: int
             after_bytes=region.saved_bytes,
             inner=inner,
             inner_bytes=inner_bytes,
+            action=action,
         ),
     )
 
@@ -216,7 +227,7 @@ def choice_at(front: Front, point: int) -> Choice:
                 Pick(
                     first=at,
                     last=at + origin.num_leaves,
-                    action="recompute",
+                    action=origin.action,
                     inner=choice_at(origin.inner, inner_point),
                     rank=origin.rank,
                     num_calls=origin.num_calls,

@@ -44,6 +44,23 @@ class Leaf:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Keep:
+    """Ops of a region whose results it keeps, so that its replay need not run them.
+
+    Attributes:
+        labels: of the ops, see `cost.flops.result_label`. nbytes: of their results.
+        saved_inside_bytes: of those, what the replay's autograd saves: there once, not twice.
+        seconds, flops: of the ops.
+    """
+
+    labels: tuple[str, ...]
+    nbytes: int
+    saved_inside_bytes: int
+    seconds: float
+    flops: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
     """The price of making a block one region.
 
@@ -56,6 +73,8 @@ class Region:
         tail_seconds, tail_flops: of what is behind that last save, run again where calls of the same span follow.
         is_alone: whether it may be a region by itself; a call whose replay would run nothing is only part of spans.
         begins: whether a region may begin with it; not where its input is changed in place.
+        keeps: ways to keep results inside.
+        offload_seconds: what moving its inputs to the host and back adds; None where that is no choice.
     """
 
     saved_bytes: int
@@ -68,6 +87,23 @@ class Region:
     tail_flops: int = 0
     is_alone: bool = True
     begins: bool = True
+    offload_seconds: float | None = None
+    keeps: tuple[Keep, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Offload:
+    """The price of moving what a block saves to the host, all of whose leaves run under `inside`.
+
+    Attributes:
+        saved_bytes: what stays. forward_bytes: peak of its forward above the level before it. seconds: what the copies
+            add to the step.
+    """
+
+    inside: str
+    saved_bytes: int
+    forward_bytes: int
+    seconds: float
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +111,7 @@ class Block:
     """A call: `parts` in forward order; `region` is None where it cannot be one.
 
     `chained`: its only input is the whole output of the part before it, so that the two may form one span.
+    `offloads`: ways to move what it saves to the host.
     """
 
     path: str
@@ -83,6 +120,7 @@ class Block:
     parts: tuple[Leaf | Block, ...]
     region: Region | None
     chained: bool = False
+    offloads: tuple[Offload, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

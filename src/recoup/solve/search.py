@@ -15,7 +15,18 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from recoup.solve.links import Linked, Links, forks
 from recoup.solve.pareto import Front, before_leaf, before_region, best_of, empty
 from recoup.solve.problem import Leaf
-from recoup.solve.sequence import Call, Line, Span
+from recoup.solve.sequence import (
+    OFFLOAD,
+    REGION_KEEPING,
+    REGION_OFFLOADED,
+    Call,
+    Line,
+    Span,
+    inputs_moved,
+    results_kept,
+    saves_moved,
+)
+from recoup.solve.simulate import option_of
 
 _EVERY_LENGTH = 16
 _LONGEST_SPAN = 64
@@ -88,7 +99,7 @@ class Search:
 
     def front(self) -> Front:
         """Returns the front of the whole step, above its fixed bytes."""
-        return self._walk(self._line.root, self._nothing, frozenset(), self._max_points)
+        return self._walk(self._line.root, self._nothing, frozenset(), self._max_points, outermost=True)
 
     def _best_of(self, fronts: Sequence[Front], max_points: int) -> Front:
         front = best_of(fronts, max_points)
@@ -96,7 +107,14 @@ class Search:
         return front
 
     def _walk(
-        self, call: Call, after: Front, rederived: _Units, max_points: int, *, with_regions: bool = True
+        self,
+        call: Call,
+        after: Front,
+        rederived: _Units,
+        max_points: int,
+        *,
+        with_regions: bool = True,
+        outermost: bool = False,
     ) -> Front:
         """Returns the front of a call's parts followed by `after`.
 
@@ -106,6 +124,7 @@ class Search:
         Args:
             rederived: units that reach out of this call and rederive; those not in it save.
             with_regions: whether this call's own parts may be regions.
+            outermost: whether no region is around it: what a replay saves does not go to the host.
         """
         parts = call.parts
         opening, closing = self._forks(call)
@@ -126,7 +145,9 @@ class Search:
                     if isinstance(part, Leaf):
                         candidates += self._leaf(part, call, i, rest, active)
                         continue
-                    candidates.append(self._walk(part, rest, active, max_points))
+                    candidates.append(self._walk(part, rest, active, max_points, outermost=outermost))
+                    if outermost and part.block.offloads:
+                        candidates += self._offloads(part, rest, active)
                     if is_region:
                         inner, jumps = [], []
                         for length, inside in enumerate(insides[i], start=1):
@@ -136,7 +157,7 @@ class Search:
                                 break  # a region would take some of a unit's leaves and leave others
                             inner.append(inside.front)
                             jumps.append(fronts[i + length][forked])
-                        candidates += self._regions(part, inner, jumps)
+                        candidates += self._regions(part, inner, jumps, outermost=outermost)
             fronts[i] = {state: self._best_of(candidates, max_points) for state, candidates in found.items()}
         return fronts[0][frozenset()]
 
@@ -209,6 +230,8 @@ class Search:
         inner: Sequence[Front],
         after: Sequence[Front],
         tried: Callable[[int], bool] = is_tried,
+        *,
+        outermost: bool = False,
     ) -> list[Front]:
         """Returns the fronts of regions that begin at `call`: over n calls, with inner[n - 1], before after[n - 1]."""
         fronts = []
@@ -218,17 +241,47 @@ class Search:
             assert last is not None and last.block.region is not None
             span.add(last.block.region)
             if tried(length) and span.is_allowed:
-                fronts.append(
-                    before_region(
-                        rest,
-                        span.region(),
-                        inside,
-                        num_leaves=last.last - call.first,
-                        rank=call.rank,
-                        num_calls=length,
+                ways = {"recompute": span.region()}
+                if outermost and ways["recompute"].offload_seconds is not None:
+                    ways[REGION_OFFLOADED] = inputs_moved(ways["recompute"])
+                for which, keep in enumerate(ways["recompute"].keeps if outermost else ()):
+                    ways[f"{REGION_KEEPING}{which}"] = results_kept(ways["recompute"], keep)
+                for action, region in ways.items():
+                    fronts.append(
+                        before_region(
+                            rest,
+                            region,
+                            inside,
+                            num_leaves=last.last - call.first,
+                            rank=call.rank,
+                            num_calls=length,
+                            action=action,
+                        )
                     )
-                )
             last = last.following
+        return fronts
+
+    def _offloads(self, call: Call, after: Front, rederived: _Units) -> list[Front]:
+        """Returns the fronts of a call whose saved tensors go to the host, all its leaves running alike."""
+        if any(self._line.is_touched(u, call.first, call.last) for u in rederived):
+            return []
+        fronts = []
+        for offload in call.block.offloads:
+            inner = self._nothing
+            for leaf in reversed(self._line.leaves[call.first : call.last]):
+                option = option_of(leaf, offload.inside)
+                inner = before_leaf(inner, option, leaf.gradient_bytes, is_plain=True)
+            fronts.append(
+                before_region(
+                    after,
+                    saves_moved(offload),
+                    inner,
+                    num_leaves=call.last - call.first,
+                    rank=call.rank,
+                    num_calls=1,
+                    action=OFFLOAD + offload.inside,
+                )
+            )
         return fronts
 
     def _may_be_region(self, call: Call) -> bool:

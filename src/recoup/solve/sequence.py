@@ -11,7 +11,11 @@ import bisect
 import dataclasses
 from collections.abc import Hashable, Iterator, Sequence
 
-from recoup.solve.problem import Block, Leaf, Problem, Region
+from recoup.solve.problem import Block, Keep, Leaf, Offload, Problem, Region
+
+REGION_OFFLOADED = "recompute-offloaded"
+REGION_KEEPING = "recompute-keeping-"  # and which of its `keeps`
+OFFLOAD = "offload-"  # and what the leaves inside do
 
 # A group that reaches further (a residual stream) would leave no choice at all; its leaves choose on their own.
 _LONGEST_GROUP = 24
@@ -22,7 +26,9 @@ class Pick:
     """One step of a choice: leaves [first, last), counted from the start of the region around it.
 
     Attributes:
-        action: a leaf's option, or "recompute" for a region with the choice `inner`.
+        action: a leaf's option, or "recompute" for a region with the choice `inner`, "recompute-offloaded" for one
+            whose inputs go to the host, "recompute-keeping-0" for one that keeps results, "offload-save" or
+            "offload-rederive" for a call whose saved tensors go there, its leaves running as `inner` says.
         rank: for a region, which of the calls that begin at `first`: 0 is the innermost.
         num_calls: for a region, how many calls it covers; more than one is a span.
     """
@@ -144,7 +150,7 @@ class Line:
             last=at,
             rank=len(starting),
             structure=self.structure(
-                (tuple(numbers), tuple(names[u] for u in open_units), block.region, block.chained)
+                (tuple(numbers), tuple(names[u] for u in open_units), block.region, block.chained, block.offloads)
             ),
             units=tuple(u for u in names if u not in open_units),
             open_units=open_units,
@@ -199,9 +205,10 @@ class Span:
     inputs that the replay counts again (negative) are the first call's. Its replay stops in the last call.
     """
 
-    __slots__ = ("_first", "_flops", "_forward_bytes", "_last", "_seconds")
+    __slots__ = ("_first", "_flops", "_forward_bytes", "_keeps", "_last", "_seconds")
 
     def __init__(self) -> None:
+        self._keeps: dict[tuple[str, ...], Keep] = {}
         self._first: Region | None = None
         self._last: Region | None = None
         self._forward_bytes = 0
@@ -213,6 +220,7 @@ class Span:
         if self._last is not None:
             self._seconds += self._last.tail_seconds - region.entry_seconds
             self._flops += self._last.tail_flops
+        self._keeps = _joined(self._keeps, region.keeps) if self._first is not None else _named(region.keeps)
         self._first = self._first or region
         self._last = region
         self._forward_bytes = max(self._forward_bytes, region.forward_bytes)
@@ -240,7 +248,30 @@ class Span:
             tail_flops=last.tail_flops,
             is_alone=self.is_allowed,
             begins=first.begins,
+            offload_seconds=first.offload_seconds,
+            keeps=tuple(self._keeps.values()),
         )
+
+
+def _named(keeps: Sequence[Keep]) -> dict[tuple[str, ...], Keep]:
+    return {keep.labels: keep for keep in keeps}
+
+
+def _joined(before: dict[tuple[str, ...], Keep], keeps: Sequence[Keep]) -> dict[tuple[str, ...], Keep]:
+    """Returns what calls that follow each other keep together: of a span all keep the same ops."""
+    after = _named(keeps)
+    found = {}
+    for labels, a in before.items():
+        b = after.get(labels)
+        if b is not None:
+            found[labels] = Keep(
+                labels=labels,
+                nbytes=a.nbytes + b.nbytes,
+                saved_inside_bytes=a.saved_inside_bytes + b.saved_inside_bytes,
+                seconds=a.seconds + b.seconds,
+                flops=a.flops + b.flops,
+            )
+    return found
 
 
 def combine(regions: Sequence[Region]) -> Region:
@@ -256,3 +287,55 @@ def region_of(calls: tuple[Call, ...]) -> Region:
     regions = [call.block.region for call in calls if call.block.region is not None]
     assert len(regions) == len(calls), "a region was chosen where none may be"
     return combine(regions)
+
+
+def results_kept(region: Region, keep: Keep) -> Region:
+    """Returns the price of a region that keeps some results: held from its forward on, and not run again."""
+    return dataclasses.replace(
+        region,
+        saved_bytes=region.saved_bytes + keep.nbytes,
+        forward_bytes=region.forward_bytes + keep.nbytes,
+        replay_bytes=region.replay_bytes - keep.saved_inside_bytes,
+        seconds=region.seconds - keep.seconds,
+        flops=region.flops - keep.flops,
+    )
+
+
+def inputs_moved(region: Region) -> Region:
+    """Returns the price of a region whose inputs go to the host: there in its forward and in its replay only."""
+    assert region.offload_seconds is not None
+    return dataclasses.replace(
+        region,
+        saved_bytes=0,
+        replay_bytes=region.replay_bytes + region.saved_bytes,
+        seconds=region.seconds + region.offload_seconds,
+    )
+
+
+def saves_moved(offload: Offload) -> Region:
+    """Returns the price of a call whose saved tensors go to the host, as that of a region whose replay is a copy."""
+    return Region(
+        saved_bytes=offload.saved_bytes,
+        forward_bytes=offload.forward_bytes,
+        replay_bytes=-offload.saved_bytes,
+        seconds=offload.seconds,
+        flops=0,
+    )
+
+
+def price_of(line: Line, pick: Pick, start: int) -> Region | None:
+    """Returns the price of a pick that is a region or that moves something to the host; None for a leaf's option.
+
+    Args:
+        start: where the choice that the pick is part of begins.
+    """
+    if not pick.num_calls:
+        return None
+    calls = line.calls(start + pick.first, pick.rank, pick.num_calls)
+    if pick.action.startswith(OFFLOAD):
+        inside = pick.action.removeprefix(OFFLOAD)
+        return saves_moved(next(o for o in calls[0].block.offloads if o.inside == inside))
+    region = region_of(calls)
+    if pick.action.startswith(REGION_KEEPING):
+        return results_kept(region, region.keeps[int(pick.action.removeprefix(REGION_KEEPING))])
+    return inputs_moved(region) if pick.action == REGION_OFFLOADED else region

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from recoup.solve.problem import Leaf, Option, Problem
-from recoup.solve.sequence import Choice, Line, Pick, region_of
+from recoup.solve.sequence import Choice, Line, Pick, price_of
 
 
 def evaluate(problem: Problem, choice: Choice) -> tuple[int, float, int]:
@@ -44,8 +44,8 @@ def _walk(line: Line, choice: Sequence[Pick], start: int, end: int) -> tuple[int
         assert start + pick.first == at, "a choice covers every leaf, in order"
         at = start + pick.last
         gradients_after = line.gradient_sums[end] - line.gradient_sums[at]
-        if pick.action == "recompute":
-            region = region_of(line.calls(start + pick.first, pick.rank, pick.num_calls))
+        region = price_of(line, pick, start)
+        if region is not None:
             inner_peak, inner_seconds, inner_flops = _walk(line, pick.inner, start + pick.first, at)
             saved, forward = region.saved_bytes, region.forward_bytes
             backward = region.saved_bytes + region.replay_bytes + inner_peak

@@ -1,0 +1,172 @@
+"""Offload in the planner: what it gives, never worse with it than without, and what the link's arithmetic says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from torch import nn
+
+import recoup
+from recoup.capture.capture import StepSpec, capture
+from recoup.cost.copies import Link, with_copies
+from recoup.cost.model import FlopsCost
+from recoup.engine.handle import apply_decisions
+from recoup.errors import UsageError
+from recoup.ir.plan import Decision
+from recoup.offloading import is_offloaded
+from recoup.planning import ACTIONS, OPT_IN_ACTIONS, Planner
+from recoup.solve.frontier import Solver
+from recoup.solve.offload import with_offload
+
+SHARES = (0.9, 0.75, 0.6, 0.5, 0.4, 0.3, 0.2)
+SAME_TIME = 0.01  # the planner takes plans this close as equally fast
+
+
+def mlp() -> tuple[nn.Module, Any]:
+    def block() -> nn.Module:
+        return nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+
+    return nn.Sequential(*(block() for _ in range(6))), torch.randn(2048, 64)
+
+
+def llama() -> tuple[nn.Module, Any]:
+    sizes = {"vocab_size": 2000, "hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 2}
+    model = hf.LlamaForCausalLM(hf.LlamaConfig(num_hidden_layers=4, **sizes))
+    ids = torch.randint(0, 2000, (8, 256))
+    return model, {"input_ids": ids, "labels": ids.clone()}
+
+
+def gpt2() -> tuple[nn.Module, Any]:
+    ids = torch.randint(0, 2000, (8, 256))
+    config = hf.GPT2Config(vocab_size=2000, n_embd=64, n_layer=4, n_head=2, bos_token_id=1, eos_token_id=2)
+    return hf.GPT2LMHeadModel(config), {"input_ids": ids, "labels": ids.clone()}
+
+
+MODELS = {"mlp": mlp, "llama": llama, "gpt2": gpt2}
+
+
+class FastLink(FlopsCost):
+    """FLOPs for prices, and a link about as fast as compute asks for."""
+
+    link = Link(out_bytes=5e10, back_bytes=5e10, overlaps=True, source="test")
+
+
+def planner_for(
+    name: str, actions: tuple[str, ...], dialect: str = "cuda", cost: type[FlopsCost] = FastLink
+) -> Planner:
+    torch.manual_seed(0)
+    model, batch = MODELS[name]()
+    return Planner(StepSpec(model=model, batch=batch, dialect=dialect), cost=cost(), actions=actions)
+
+
+def seconds(planner: Planner, budget_bytes: int) -> float:
+    candidate = planner.fit(budget_bytes)
+    assert candidate is None or candidate.peak_bytes <= budget_bytes
+    return float("inf") if candidate is None else candidate.step_seconds
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in MODELS])
+def test_with_all_actions_the_frontier_lies_on_or_below_the_one_without(name: str) -> None:
+    without = planner_for(name, ("rederive", "recompute"))
+    with_all = planner_for(name, (*ACTIONS, *OPT_IN_ACTIONS))
+    plain = without.plain.peak_bytes
+    assert with_all.plain.peak_bytes == plain
+    gained = 0
+    for share in SHARES:
+        slower, faster = seconds(without, int(plain * share)), seconds(with_all, int(plain * share))
+        assert faster <= slower * (1 + SAME_TIME), f"at {share} of plain"
+        gained += faster < slower * (1 - SAME_TIME)
+    assert with_all.smallest().peak_bytes <= without.smallest().peak_bytes
+    assert gained >= 2
+
+
+def test_offload_is_chosen_where_copies_hide() -> None:
+    planner = planner_for("mlp", ("recompute", "offload"))
+    budget = int(0.5 * planner.plain.peak_bytes)
+    candidate = planner.fit(budget)
+    assert candidate is not None and is_offloaded(candidate.decisions)
+    without = planner_for("mlp", ("recompute",)).fit(budget)
+    assert without is not None and candidate.step_seconds < without.step_seconds
+    plan = planner.plan(candidate, budget_bytes=budget, budget_text="50%", device="a100-80gb")
+    assert plan.predicted.offloaded_bytes == candidate.offloaded_bytes > 0
+    assert recoup.Plan.from_json(plan.to_json()) == plan
+    assert "to the host" in str(plan) and "offload" in str(plan)
+
+
+def test_a_slow_link_is_left_alone() -> None:
+    planner = planner_for("mlp", ("rederive", "recompute", "offload"), dialect="cpu", cost=FlopsCost)
+    candidate = planner.fit(int(0.8 * planner.plain.peak_bytes))
+    assert candidate is not None and not is_offloaded(candidate.decisions)
+
+
+def test_it_is_not_a_default_and_has_a_name() -> None:
+    assert "offload" not in ACTIONS
+    with pytest.raises(UsageError, match="offload"):
+        recoup.plan(nn.Linear(2, 2), torch.randn(2, 2), budget="1GiB", actions=("upload",))
+
+
+def captured(dialect: str) -> Any:
+    torch.manual_seed(0)
+    model, x = mlp()
+    spec = StepSpec(model=model, batch=x, dialect=dialect)
+    with apply_decisions(model, [Decision(path="1", action="offload"), Decision(path="3", action="offload")]):
+        return FlopsCost().price(capture(spec))
+
+
+def link(speed: float, *, overlaps: bool = True) -> Link:
+    return Link(out_bytes=speed, back_bytes=speed, overlaps=overlaps, source="test")
+
+
+def test_copies_cost_what_does_not_hide() -> None:
+    priced = captured("cuda")
+    out = sum(c.nbytes for c in priced.trace.copies if c.kind == "out")
+    back = sum(c.nbytes for c in priced.trace.copies if c.kind == "back")
+    waits = sum(c.nbytes for c in priced.trace.copies if c.kind == "wait")
+    assert out == back == waits > 0
+    step = sum(priced.op_seconds)
+    fast, slow = with_copies(priced, link(1e18)), with_copies(priced, link(2 * out / step / 10))
+    assert fast.copy_seconds < 1e-6 * step
+    assert fast.trace == priced.trace  # copied at once: nobody holds it longer
+    assert 8 * step < slow.copy_seconds < 11 * step  # both ways take ten steps and hide behind one at most
+    assert max(slow.trace.levels()) > max(priced.trace.levels())  # a storage is there until it is copied
+    speeds = [with_copies(priced, link(1e9 * 4**i)).copy_seconds for i in range(6)]
+    assert speeds == sorted(speeds, reverse=True)
+
+
+def test_without_copy_engines_every_byte_is_waited_for() -> None:
+    priced = captured("cpu")
+    moved = sum(c.nbytes for c in priced.trace.copies if c.kind == "out")
+    assert with_copies(priced, link(1e9, overlaps=False)).copy_seconds == pytest.approx(2 * moved / 1e9)
+
+
+def test_labels_with_a_window_leave_out_what_the_link_cannot_take() -> None:
+    planner = planner_for("mlp", ("recompute",))
+    region = _blocks(planner)[0].region
+    moved = sum(o.saved_bytes for leaf in _blocks(planner)[0].parts for o in leaf_options(leaf))
+    for times, wanted in ((0.9, 6), (1.9, 3), (2.9, 2)):
+        seconds_each = (region.seconds + region.tail_seconds) * times / moved
+        problem = with_offload(
+            planner.problem,
+            out_seconds=seconds_each,
+            back_seconds=seconds_each,
+            overlaps=True,
+            assumption="window",
+            min_bytes=1,
+            depth=1,
+        )
+        offered = [b for b in problem.parts[0].parts if getattr(b, "offloads", ())]  # type: ignore[union-attr]
+        assert len(offered) == wanted, times
+        Solver(problem, actions=("recompute", "offload")).leanest()
+
+
+def _blocks(planner: Planner) -> list[Any]:
+    return [part for part in planner.problem.parts[0].parts if hasattr(part, "region")]  # type: ignore[union-attr]
+
+
+def leaf_options(part: Any) -> list[Any]:
+    if hasattr(part, "options"):
+        return [part.options[0]]
+    return [option for inner in part.parts for option in leaf_options(inner)]
