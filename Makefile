@@ -23,6 +23,8 @@ $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable . --group dev
+	# These ask for torchvision and torchaudio, whose wheels do not fit a CPU build of torch and which they can do without.
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps spikingjelly norse nirtorch
 	@touch $@
 
 demo: $(STAMP)

@@ -8,6 +8,8 @@ less. Under it with room to spare: solve for more. A plan that leaves here has p
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -30,6 +32,7 @@ from recoup.solve.baselines import baselines
 from recoup.solve.build import REGION_OVERHEAD_SECONDS, build_problem, only
 from recoup.solve.decisions import to_decisions
 from recoup.solve.frontier import Solution, Solver
+from recoup.solve.loops import find_loop
 from recoup.solve.problem import Problem
 from recoup.tiling import TiledHead, find_tiled_head, is_tiled, retile
 from recoup.units import format_bytes, parse_budget
@@ -48,6 +51,8 @@ _HOPEFUL = 1.04  # how far over the budget a plan may be by the solver's reckoni
 _WORTH_ANOTHER_TRY = 0.985
 _WORTH_SMALLER_TILES = 0.995
 _FEWEST_TILE_TOKENS = 32
+_LOOP_TRIES = 2
+_LOOP_MARGIN = 1.02
 _TILE_COPIES = 2  # of a tile's logits, at worst, when tiles are made larger
 
 
@@ -69,7 +74,7 @@ class Planner:
     """Plans for one step on one device; candidates are simulated once each.
 
     Attributes:
-        plain: the step without a plan. problem: what the solver sees. cost: prices ops.
+        plain: the step without a plan. loop: its loop over time, if it has one. cost: prices ops.
         fixed_bytes: what the device takes whatever the step does (library workspaces).
     """
 
@@ -80,6 +85,7 @@ class Planner:
         self.cost = cost
         self.actions = tuple(actions)
         self.fixed_bytes = fixed_bytes
+        self._spans = spans
         self.link: Link | None = None
         if "offload" in self.actions:
             device = next((p.device for p in spec.model.parameters() if p.device.type != "meta"), torch.device("cpu"))
@@ -96,19 +102,28 @@ class Planner:
         for call in trace.calls:
             self._num_calls[call.path] = max(self._num_calls.get(call.path, 0), call.index + 1)
         self.plain = self._candidate((), self.priced)
+        self.loop = find_loop(trace) if "recompute" in self.actions else None
+        self.tiled: TiledHead | None = None
+        self.tiled_solvers: list[Solver] = []
+        self.moving_solvers: list[Solver] = []
+        self.tiled_moving_solvers: list[Solver] = []
+        if self.loop is not None and self.loop.rules:
+            return  # see `_fit_loop`; the views are made only if somebody asks
+        _ = self.solvers
+        self.moving_solvers = self._moving_views(self.problem, spans)
+        if "tile" in self.actions and trace.source == "fake":
+            self._add_tiled_views(spans)
+
+    @functools.cached_property
+    def solvers(self) -> list[Solver]:
+        """What chooses decisions for single calls and spans, one for each view of the step."""
         variants = {"save": self.priced}
         if "rederive" in self.actions:
             progress.advance("capturing the step with everything rederived")
             variants["rederive"] = self.simulate_priced(_EVERYWHERE)
             self._seen[_EVERYWHERE] = self._candidate(_EVERYWHERE, variants["rederive"])
-        self.problem: Problem = build_problem(variants, spans=spans)
-        self.solvers = self._views(self.problem, variants, spans)
-        self.moving_solvers = self._moving_views(self.problem, spans)
-        self.tiled_moving_solvers: list[Solver] = []
-        self.tiled: TiledHead | None = None
-        self.tiled_solvers: list[Solver] = []
-        if "tile" in self.actions and trace.source == "fake":
-            self._add_tiled_views(spans)
+        self.problem: Problem = build_problem(variants, spans=self._spans)
+        return self._views(self.problem, variants, self._spans)
 
     def _add_tiled_views(self, spans: bool) -> None:
         """Adds views of the step with its head tiled, if it has one that can be: priced as that step runs."""
@@ -217,6 +232,7 @@ class Planner:
         for decision in chosen:
             if decision.action == "recompute":
                 repeats = 1 if decision.call is not None else self._num_calls.get(decision.path, 1)
+                repeats = min(repeats, decision.calls or repeats)
                 num_calls += repeats * (1 + len(decision.span))
         return num_calls * REGION_OVERHEAD_SECONDS
 
@@ -245,6 +261,10 @@ class Planner:
 
     def smallest(self) -> Candidate:
         """Returns the plan with the smallest simulated peak that was found."""
+        if self.loop is not None:
+            self._shrink_loop()
+            if self.loop.rules:
+                return self._least()
         for solver in (*self.solvers, *self.moving_solvers, *self.tiled_solvers, *self.tiled_moving_solvers):
             self.simulate(self.decide(solver, solver.leanest()))
         for chosen in self._by_hand():
@@ -297,6 +317,10 @@ class Planner:
         """Returns the fastest plan found whose simulated peak is at or under the budget, None if there is none."""
         if self.plain.peak_bytes <= budget_bytes:
             return self.plain
+        if self.loop is not None:
+            self._fit_loop(budget_bytes)
+            if self.loop.rules:
+                return self._fastest(budget_bytes)
         began = time.perf_counter()
         for solver in self.solvers:
             self._search(solver, budget_bytes, until=began + _SEARCH_SECONDS)
@@ -316,6 +340,10 @@ class Planner:
         if not fitting:
             self.smallest()
             fitting = self._fitting(budget_bytes)
+        return self._fastest(budget_bytes) if fitting else None
+
+    def _fastest(self, budget_bytes: int) -> Candidate | None:
+        fitting = self._fitting(budget_bytes)
         if not fitting:
             return None
         fastest = min(c.step_seconds for c in fitting)
@@ -339,6 +367,58 @@ class Planner:
         tried = self.simulate(retile(candidate.decisions, larger))
         fits = tried.peak_bytes <= budget_bytes and tried.step_seconds <= candidate.step_seconds
         return tried if fits else candidate
+
+    def _chunk_loop(self, num_calls: int, *, inside: Inside, chunk: int | None = None) -> Candidate:
+        assert self.loop is not None
+        path = self.loop.path
+        buffers = tuple(sorted(b for p, found in self._buffers.items() if p == path for b in found))
+        return self.simulate((self.loop.decision(num_calls, chunk=chunk, inside=inside, buffers=buffers),))
+
+    def _loop_insides(self) -> tuple[Inside, ...]:
+        return ("save", "rederive") if "rederive" in self.actions else ("save",)
+
+    def _fit_loop(self, budget_bytes: int) -> None:
+        """Simulates the loop in chunks, with as few of its calls in them as the budget allows.
+
+        The peak falls about evenly with each call that is chunked, so two tries find how many are needed.
+        """
+        assert self.loop is not None
+        if self.loop.rules and "rederive" in self.actions and self.simulate(_EVERYWHERE).peak_bytes <= budget_bytes:
+            return
+        for inside in self._loop_insides():
+            all_calls = self.loop.num_calls
+            whole = self._chunk_loop(all_calls, inside=inside)
+            if whole.peak_bytes > budget_bytes:
+                continue
+            per_call = (self.plain.peak_bytes - whole.peak_bytes) / all_calls
+            wanted = (self.plain.peak_bytes - budget_bytes) / per_call
+            for _ in range(_LOOP_TRIES):
+                num_calls = math.ceil(wanted * _LOOP_MARGIN)
+                if num_calls >= all_calls:
+                    break
+                over = self._chunk_loop(num_calls, inside=inside).peak_bytes - budget_bytes
+                if over <= 0:
+                    break
+                wanted = num_calls + over / per_call
+            if self.loop.rules:
+                return
+        if self.loop.rules and not self._fitting(budget_bytes):
+            self._shrink_loop()
+
+    def _shrink_loop(self) -> None:
+        """Simulates the whole loop in smaller and larger chunks, as long as that lowers the peak."""
+        assert self.loop is not None
+        num_calls = self.loop.num_calls
+        for inside in self._loop_insides():
+            for factor in (2.0, 0.5):
+                chunk = self.loop.chunk(num_calls)
+                peak = self._chunk_loop(num_calls, inside=inside).peak_bytes
+                while 1 <= int(chunk * factor) <= num_calls:
+                    chunk = int(chunk * factor)
+                    found = self._chunk_loop(num_calls, inside=inside, chunk=chunk).peak_bytes
+                    if found >= peak:
+                        break
+                    peak = found
 
     def _try_by_hand(self, budget_bytes: int) -> None:
         """Simulates the plans people make by hand that may be faster than what was found: none is left on the table."""

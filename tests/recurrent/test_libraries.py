@@ -65,7 +65,7 @@ def test_snntorch_explicit() -> None:
 
 def test_spikingjelly() -> None:
     neuron = pytest.importorskip(
-        "spikingjelly.activation_based.neuron", reason="needs `pip install spikingjelly loguru --no-deps`"
+        "spikingjelly.activation_based.neuron", reason="needs `pip install spikingjelly --no-deps` and loguru"
     )
     network = nn.Sequential(
         nn.Linear(12, 16),
@@ -79,6 +79,6 @@ def test_spikingjelly() -> None:
 
 
 def test_norse() -> None:
-    norse = pytest.importorskip("norse.torch", reason="needs `pip install norse nir --no-deps`")
+    norse = pytest.importorskip("norse.torch", reason="needs `pip install norse nirtorch --no-deps` and nir")
     network = norse.SequentialState(nn.Linear(12, 16), norse.LIFCell(), nn.Linear(16, 5), norse.LIFCell())
     _compare(network, lambda net: lambda state, x: net(x, state)[::-1], lambda net: None)

@@ -126,3 +126,21 @@ def test_bytes() -> None:
     with pytest.raises(InfeasibleBudget, match="1250"):
         schedule_in_bytes(100, 1_249, step)
     assert schedule_in_bytes(100, 1_250, step).evaluations >= 100
+
+
+def test_blocks_of_steps() -> None:
+    for num_steps, block in ((50, 3), (64, 8), (7, 4), (100, 1)):
+        schedule = tape_schedule(num_steps, 12, state_units=1, tape_units=2 * block // 3 + 1, block=block)
+        found = simulate(schedule.actions(), num_steps, state_units=1, tape_units=1)
+        assert found.evaluations == schedule.evaluations
+        assert found.taped == num_steps
+
+
+def test_much_room_in_a_long_loop_is_used() -> None:
+    """Half of all tapes: the first half of the steps is evaluated twice, the others once."""
+    step = StepBytes(state=100, tape=300, working=0)
+    for num_steps in (2000, 20_000):
+        schedule = schedule_in_bytes(num_steps, num_steps * 150, step)
+        found = simulate(schedule.actions(), num_steps, state_units=100, tape_units=300)
+        assert found.peak_units <= num_steps * 150
+        assert found.evaluations == schedule.evaluations <= 1.51 * num_steps

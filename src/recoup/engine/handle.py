@@ -80,7 +80,7 @@ class Settings:
 
 
 def _holds(decision: Decision, call: int) -> bool:
-    return decision.call is None or decision.call == call
+    return (decision.call is None or decision.call == call) and (decision.calls is None or call < decision.calls)
 
 
 def _run(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -103,7 +103,8 @@ def _run(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, Any])
     decision = settings.decide(call)
     inside = settings.regions(call)
     if inside:
-        return _Nested(patched, inside, decision, dict(state.calls) if state.counts_calls else None)(*args, **kwargs)
+        calls = dict(state.calls) if state.counts_calls else None
+        return _Nested(patched, inside, decision, calls, call=call)(*args, **kwargs)
     if decision is not None and decision.action == "tile" and not regions.inside_region():
         return tile_apply.run_tiled(patched, decision, args, kwargs)
     if settings.records and current_recorder() is None and not regions.inside_region():
@@ -138,7 +139,7 @@ class _Nested:
         calls: how often each path had been called before, for decisions about single calls inside; None without them.
     """
 
-    __slots__ = ("calls", "decision", "member", "patched", "ran", "span")
+    __slots__ = ("begins_chunk", "calls", "decision", "member", "patched", "ran", "span")
 
     def __init__(
         self,
@@ -147,6 +148,7 @@ class _Nested:
         decision: Decision | None,
         calls: dict[str, int] | None,
         depth: int = 0,
+        call: int = 0,
     ) -> None:
         self.patched = patched
         self.decision = decision
@@ -154,16 +156,18 @@ class _Nested:
         self.ran = False
         self.member: regions.Member | None = None
         self.span: Decision | None = None
+        self.begins_chunk: bool | None = None
         if depth == len(inside):
             return
         settings: Settings = patched.settings
         region = inside[depth]
         by_default = region.inside == "rederive"
-        self.span = region if region.span else None
+        self.span = region if region.span or region.chunk else None
+        self.begins_chunk = call % region.chunk == 0 if region.chunk else None
         self.member = regions.Member(
             path=settings.path,
             module=patched._module,  # type: ignore[arg-type]  # weakly held: called, it returns the module
-            forward=_Nested(patched, inside, decision, calls, depth + 1),
+            forward=_Nested(patched, inside, decision, calls, depth + 1, call),
             buffers=settings.buffers,
             derives=by_default or settings.derives_below,
             derives_by_default=by_default,
@@ -174,7 +178,7 @@ class _Nested:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.member is None:
             return self._run(args, kwargs)
-        return regions.run_region(self.member, args, kwargs, span=self.span)
+        return regions.run_region(self.member, args, kwargs, span=self.span, begins_chunk=self.begins_chunk)
 
     def _run(self, args: Any, kwargs: Any) -> Any:
         original = self.patched.original
@@ -287,7 +291,7 @@ def apply_decisions(model: nn.Module, decisions: Sequence[Decision], *, transpor
         return Applied(model, [], StepState(counts_calls=False))
     offloads = any(d.action == "offload" or d.offload for d in decisions)
     state = StepState(
-        counts_calls=any(d.call is not None for d in decisions),
+        counts_calls=any(d.call is not None or d.chunk is not None for d in decisions),
         offloading=Offloading(transport) if offloads else None,
     )
     patches: list[PatchedForward] = []

@@ -12,7 +12,7 @@ import contextlib
 import copy
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -44,7 +44,12 @@ _COPYABLE_ITERATORS = frozenset([type(iter([])), type(iter(())), type(iter(range
 
 
 class _Previous:
-    """Stands for the output of the step before."""
+    """Stands for the i-th output of the step before."""
+
+    __slots__ = ("index",)
+
+    def __init__(self, index: int) -> None:
+        self.index = index
 
 
 class _SaveInputs(torch.autograd.Function):
@@ -73,17 +78,24 @@ class Inputs:
     __slots__ = ("_args", "_kwargs", "_path", "_saver", "_versions", "others", "tensors")
 
     def __init__(
-        self, path: str, args: Any, kwargs: Any, previous: torch.Tensor | None, *, offloads: bool = False
+        self,
+        path: str,
+        args: Any,
+        kwargs: Any,
+        previous: Sequence[torch.Tensor | None],
+        *,
+        offloads: bool = False,
     ) -> None:
         self._path = path
         self.tensors: list[torch.Tensor] = []
         self.others: list[Any] = []
+        outputs = {id(t): i for i, t in enumerate(previous) if t is not None}
         indices: dict[int, int] = {}  # one tensor given twice is one tensor again: models ask `query is key`
 
         def keep(leaf: Any) -> Any:
             if isinstance(leaf, torch.Tensor):
-                if leaf is previous:
-                    return _Previous
+                if id(leaf) in outputs:
+                    return _Previous(outputs[id(leaf)])
                 if id(leaf) not in indices:
                     indices[id(leaf)] = len(self.tensors)
                     self.tensors.append(leaf)
@@ -126,8 +138,12 @@ class Inputs:
             code="E202",
         )
 
-    def rebuild(self, previous: Any) -> tuple[Any, Any]:
-        """Returns the arguments, tensors detached from the first forward's graph."""
+    def rebuild(self, previous: list[torch.Tensor]) -> tuple[Any, Any]:
+        """Returns the arguments, tensors detached from the first forward's graph.
+
+        Args:
+            previous: outputs of the step before.
+        """
         try:
             saved = self._saver.saved_tensors
         except ReplayError:
@@ -146,7 +162,7 @@ class Inputs:
                 return tensors[leaf.index]
             if isinstance(leaf, _Iterator):
                 return copy.copy(leaf.start)
-            return previous if leaf is _Previous else leaf
+            return previous[leaf.index] if isinstance(leaf, _Previous) else leaf
 
         return _map(restore, self._args), _map(restore, self._kwargs)
 

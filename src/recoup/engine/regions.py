@@ -10,6 +10,10 @@ A *span* is one region over several calls that follow each other, each one's fir
 before returned. No user code changes: a call joins the open span when it is handed that very tensor. The calls of a
 span may be regions and spans again: the first forward opens them too, so that it and the replay save alike.
 
+A *chunk* is one region over several calls of the same module, as a loop over time makes them. What a call is handed of
+the outputs of the call before is not kept, and the module's attributes are noted once, when the chunk begins: its
+replay runs the calls in a row, and state goes from call to call as it did.
+
 Compared with `torch.utils.checkpoint` (non-reentrant, whose slot-filling idea this follows): rederive inside, spans,
 buffers and foreign random streams handled, errors that name the module.
 """
@@ -74,14 +78,22 @@ class _Step:
 
     __slots__ = ("attributes", "autocast", "forward", "inputs", "kept", "random", "streams", "versions")
 
-    def __init__(self, member: Member, args: Any, kwargs: Any, previous: torch.Tensor | None) -> None:
+    def __init__(
+        self,
+        member: Member,
+        args: Any,
+        kwargs: Any,
+        previous: list[torch.Tensor | None],
+        *,
+        has_attributes: bool = True,
+    ) -> None:
         self.forward = member.forward
         self.kept = Kept(member.keep)
-        modules = walk(member.module())
+        modules = walk(member.module()) if has_attributes else []
         self.inputs = Inputs(member.path, args, kwargs, previous, offloads=member.offloads)
         self.random = RandomState(self.inputs.tensors)
         self.autocast = AutocastState(t.device.type for t in self.inputs.tensors)
-        written = (*member.buffers, *statistics_buffers(modules))
+        written = (*member.buffers, *statistics_buffers(modules)) if has_attributes else ()
         self.attributes = AttributeState(modules, self.inputs.others, written)
         self.streams = StreamState([*self.inputs.others, *self.attributes.others])
         self.versions = [(p, p._version) for _, module in modules for p in module._parameters.values() if p is not None]
@@ -113,12 +125,13 @@ class _Step:
             )
 
     @contextlib.contextmanager
-    def state(self) -> Iterator[None]:
+    def state(self, *, with_attributes: bool) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.random.replayed())
             stack.enter_context(self.autocast.replayed())
             stack.enter_context(self.streams.replayed())
-            stack.enter_context(self.attributes.replayed())
+            if with_attributes:
+                stack.enter_context(self.attributes.replayed())
             yield
 
 
@@ -154,24 +167,34 @@ class Member:
 
 
 class Frame:
-    """One execution of a region: its steps, its slots, and the way to fill them."""
+    """One execution of a region: its steps, its slots, and the way to fill them.
 
-    def __init__(self, member: Member) -> None:
+    Attributes:
+        is_chunk: its steps are calls of one module, which share what the module's attributes were at the first.
+    """
+
+    def __init__(self, member: Member, *, is_chunk: bool = False) -> None:
+        self.is_chunk = is_chunk
         self.path = member.path
         self.derives = member.derives
         self.derives_by_default = member.derives_by_default
         self.steps: list[_Step] = []
         self.slots: list[weakref.ref[Slot]] = []
-        self.last_output: weakref.ref[torch.Tensor] | None = None
+        self.last_outputs: list[weakref.ref[torch.Tensor]] = []
 
     def _pack(self, tensor: torch.Tensor) -> Slot:
         slot = Slot(self, tensor)
         self.slots.append(weakref.ref(slot))
         return slot
 
-    def run(self, member: Member, args: Any, kwargs: Any, previous: torch.Tensor | None) -> Any:
+    def previous(self) -> list[torch.Tensor | None]:
+        """Returns the outputs of the last call, None for those that are gone."""
+        return [ref() for ref in self.last_outputs]
+
+    def run(self, member: Member, args: Any, kwargs: Any, previous: list[torch.Tensor | None]) -> Any:
         """Runs a call's first forward, keeping nothing that it saves."""
-        step = _Step(member, args, kwargs, previous)
+        step = _Step(member, args, kwargs, previous, has_attributes=not (self.is_chunk and self.steps))
+        del previous
         recorder = current_recorder()
         hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
         _scope.depth += 1
@@ -186,7 +209,10 @@ class Frame:
                 recorder.paused -= 1
         step.settle()
         self.steps.append(step)
-        self.last_output = weakref.ref(output) if isinstance(output, torch.Tensor) else None
+        if self.is_chunk:
+            self.last_outputs = [weakref.ref(t) for t in iterate_tensors(output)]
+        else:
+            self.last_outputs = [weakref.ref(output)] if isinstance(output, torch.Tensor) else []
         return output
 
     def replay(self, backward_id: int) -> None:
@@ -232,11 +258,15 @@ class Frame:
                 stack.enter_context(_no_recorder())
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(fill, _gone_unpack))
             try:
-                previous: Any = None
+                if self.is_chunk:
+                    stack.enter_context(self.steps[0].attributes.replayed())
+                previous: list[torch.Tensor] = []
                 for step in self.steps:
                     args, kwargs = step.inputs.rebuild(previous)
-                    with step.state(), step.kept.taking():
-                        previous = step.forward(*args, **kwargs)
+                    with step.state(with_attributes=not self.is_chunk), step.kept.taking():
+                        output = step.forward(*args, **kwargs)
+                    previous = list(iterate_tensors(output)) if self.is_chunk else [output]
+                    del args, kwargs, output
             except _Stop:
                 return
             except ReplayError:
@@ -317,23 +347,28 @@ def inside_region() -> bool:
     return _scope.depth > 0 or _scope.in_replay
 
 
-def run_region(member: Member, args: Any, kwargs: Any, *, span: object | None = None) -> Any:
+def run_region(
+    member: Member, args: Any, kwargs: Any, *, span: object | None = None, begins_chunk: bool | None = None
+) -> Any:
     """Runs a module's forward as a region.
 
     Args:
-        span: says which span the call is part of; it joins the frame that this span opened, if it is handed the very
+        span: says which span or chunk the call is part of. In a span it joins the open frame if it is handed the very
             tensor that the call before returned, and opens a new one otherwise.
+        begins_chunk: whether it is the first of its chunk; None: it is in none.
     """
     if not torch.is_grad_enabled() or _compat.inside_transform():
         return member.forward(*args, **kwargs)
-    frame, previous = None, None
-    if span is not None:
+    frame: Frame | None = None
+    previous: list[torch.Tensor | None] = []
+    if span is not None and not begins_chunk:
         frame = _scope.spans.get(id(span))
-        previous = frame.last_output() if frame is not None and frame.last_output is not None else None
-        if previous is None or next(iterate_tensors(args), None) is not previous:
-            frame, previous = None, None
+        previous = frame.previous() if frame is not None else []
+        is_handed_on = bool(previous) and previous[0] is not None and next(iterate_tensors(args), None) is previous[0]
+        if begins_chunk is None and not is_handed_on:
+            frame, previous = None, []
     if frame is None:
-        frame = Frame(member)
+        frame = Frame(member, is_chunk=begins_chunk is not None)
         if span is not None:
             _scope.spans[id(span)] = frame
     return frame.run(member, args, kwargs, previous)

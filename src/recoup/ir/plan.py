@@ -32,6 +32,8 @@ class Decision:
         span: for `recompute`, paths of the calls that follow directly and belong to the same region.
         buffers: for `recompute`, paths of buffers that the region's forward was seen to change; the replay runs
             on copies of what they were. (Those of normalisation layers are found by themselves.)
+        chunk: for `recompute`, how many calls of the module that follow each other make one region: a loop over time.
+        calls: with `chunk`, only so many calls, from the first; None: all.
         keep: for `recompute`, ops whose results the region keeps, so that its replay need not run them: "attention",
             "matmul:KxN" by the shape of the right factor, "convolution:..." by that of the weight.
         offload: for `recompute`, whether the inputs that the region keeps go to the host.
@@ -44,6 +46,8 @@ class Decision:
     inside: Inside = "save"
     span: tuple[str, ...] = ()
     buffers: tuple[str, ...] = ()
+    chunk: int | None = None
+    calls: int | None = None
     tile_tokens: int | None = None
     offload: bool = False
     keep: tuple[str, ...] = ()

@@ -11,8 +11,9 @@ from recoup.recurrent.schedules.chunks import chunk_schedule
 from recoup.recurrent.schedules.tapes import tape_schedule
 from recoup.units import format_bytes, parse_budget
 
-_MAX_CELLS = 8_000_000
 _MAX_UNITS = 400
+_MAX_WORK = 400_000_000  # of one table: steps * steps * units, some seconds
+_NUM_BLOCKS_TRIED = 3
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,13 +54,22 @@ def schedule_in_bytes(num_steps: int, budget: str | int, step: StepBytes) -> Sch
         )
     if room >= num_steps * step.tape:
         return chunk_schedule(num_steps, num_steps)
-    state, tape, unit = _units(num_steps, room, max(step.state, 1), step.tape)
-    return tape_schedule(num_steps, int(room // unit), state_units=state, tape_units=tape)
+    found: list[Schedule] = []
+    block = 1
+    while len(found) < _NUM_BLOCKS_TRIED and (block == 1 or (block * step.tape <= room and block < num_steps)):
+        num_blocks = -(-num_steps // block)
+        state, tape, unit = _units(room, max(step.state, 1), step.tape * block)
+        units = int(room // unit)
+        fits_more = 2 * block * step.tape <= room and 2 * block < num_steps
+        if num_blocks * num_blocks * units <= _MAX_WORK or not (found or fits_more):
+            found.append(tape_schedule(num_steps, units, state_units=state, tape_units=tape, block=block))
+        block *= 2
+    return min(found, key=lambda schedule: schedule.evaluations)
 
 
-def _units(num_steps: int, room: int, state_bytes: int, tape_bytes: int) -> tuple[int, int, float]:
+def _units(room: int, state_bytes: int, tape_bytes: int) -> tuple[int, int, float]:
     """Returns what a state and a tape take in units, and the unit's bytes, with little lost to rounding up."""
-    most = max(1, min(_MAX_UNITS, _MAX_CELLS // num_steps))
+    most = _MAX_UNITS
     best: tuple[float, int, int, float] | None = None
     for size in (state_bytes, tape_bytes):
         for parts in range(1, 65):

@@ -40,7 +40,17 @@ def _flatten(nest: Any, tensors: list[torch.Tensor], seen: dict[int, _Leaf]) -> 
         return leaf
     kind = type(nest)
     if kind is tuple or kind is list:
-        return kind([_flatten(item, tensors, seen) for item in nest]) if nest else nest
+        if not nest:
+            return nest
+        items = []
+        for item in nest:
+            if type(item) is torch.Tensor and id(item) not in seen:  # what most items are, without another call
+                leaf = seen[id(item)] = _Leaf(len(tensors))
+                tensors.append(item)
+                items.append(leaf)
+            else:
+                items.append(_flatten(item, tensors, seen))
+        return kind(items)
     if isinstance(nest, (tuple, list)):
         items = [_flatten(item, tensors, seen) for item in nest]
         return kind(*items) if hasattr(nest, "_fields") else kind(items)
@@ -59,7 +69,7 @@ def rebuild(template: Any, tensors: list[torch.Tensor]) -> Any:
     if kind is _Leaf:
         return tensors[template.index]
     if kind is tuple or kind is list:
-        return kind([rebuild(item, tensors) for item in template]) if template else kind()
+        return kind([tensors[t.index] if type(t) is _Leaf else rebuild(t, tensors) for t in template])
     if isinstance(template, (tuple, list)):
         items = [rebuild(item, tensors) for item in template]
         return kind(*items) if hasattr(template, "_fields") else kind(items)

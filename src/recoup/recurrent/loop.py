@@ -7,7 +7,7 @@ the two the loop holds what the schedule says: states (`_Moment`) and taped step
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -28,6 +28,8 @@ from recoup.recurrent.tape import Captured, Sums, Tape, backward
 
 _PROBED = 2
 _WALKED = 32
+_MAX_TAPED = 64  # steps in one tape: one call of autograd's engine serves them all
+_SLICED = 1024
 _DRIFT = (
     "recoup.recurrent.scan: step {step}, run a second time, {what}, other than the first time. It depends on something "
     "that changed since (a flag, a counter outside of the step's reach); keep that fixed or hand it through the state."
@@ -65,7 +67,8 @@ class Loop:
     Attributes:
         num_steps: T. evaluations: step evaluations so far. outputs: what steps returned. captured: parameters and
             other tensors of the graph. start: the tensors of the first state, as given. last: those of the last state,
-            without a graph. last_flags, output_flags: whether they, and the outputs, need a gradient.
+            without a graph. last_flags, output_flags: whether they, and the outputs, need a gradient. max_taped: how
+            many steps one tape may hold.
     """
 
     def __init__(
@@ -85,6 +88,7 @@ class Loop:
         self.inputs, self._inputs_template = flatten(inputs)
         self._xs = [x.detach() for x in self.inputs]
         self._x_flags = [x.requires_grad for x in self.inputs]
+        self._any_x_flag = any(self._x_flags)
         self._x_versions = [version_of(x) for x in self._xs]
         self._one_input = isinstance(inputs, torch.Tensor)
         self._step = step
@@ -103,6 +107,7 @@ class Loop:
         self._flags: list[list[bool]] = []
         self._shared: list[tuple[tuple[int, int], ...]] = [()]
         self._shared_of = bytearray()
+        self.max_taped = _MAX_TAPED if not derives else 1
         self._is_random = True
         self._is_probing = self._is_replaying = self._is_fresh = False
         self._first: tuple[Any, list[Any]] = (None, [])
@@ -122,95 +127,153 @@ class Loop:
         return rebuild(self._inputs_template, [x[step] for x in self._xs])
 
     def _advance(self, start: int, stop: int) -> None:
-        run, state = self._step, self._state
-        collected = self.outputs.num_collected
+        collected = max(start, min(stop, self.outputs.num_collected))
         with torch.no_grad():
-            for t in range(start, stop):
-                state, y = checked(run(state, self._x(t)))
-                if t >= collected:
-                    self._state = state
-                    self._collect(y)
-        self._state = state
+            for first in range(start, stop, _SLICED):
+                end = min(first + _SLICED, stop)
+                self._advance_slices(first, min(end, collected), collects=False)
+                self._advance_slices(max(first, collected), end, collects=True)
         self._at = stop
         self.evaluations += stop - start
 
+    def _advance_slices(self, start: int, stop: int, *, collects: bool) -> None:
+        if start >= stop:
+            return
+        run, state = self._step, self._state
+        slices: Iterable[Any]
+        if self._one_input:
+            slices = self._xs[0][start:stop].unbind()
+        else:
+            slices = (self._x(t) for t in range(start, stop))
+        for x in slices:
+            result = run(state, x)
+            if type(result) is not tuple or len(result) != 2:
+                result = checked(result)
+            state = result[0]
+            if collects:
+                self._state = state
+                self._collect(result[1])
+        self._state = state
+
     def _collect(self, y: Any) -> None:
         ys = self.outputs.collect(y)
-        shared: tuple[tuple[int, int], ...] = ()
-        if ys and self.outputs.adds_first(self.outputs.num_collected - 1):
-            state = self._state
-            if state is y:
-                shared = ((0, 0),)
-            elif not (isinstance(state, torch.Tensor) and not self._carried.places):
-                at = {id(tensor): i for i, tensor in enumerate(flatten((state, self._carried.read()))[0])}
-                shared = tuple((at[id(tensor)], i) for i, tensor in enumerate(ys) if id(tensor) in at)
+        adds_first = bool(ys) and self.outputs.adds_first(self.outputs.num_collected - 1)
+        shared = self._shared_with(ys) if adds_first else ()
+        if not shared:
+            self._shared_of.append(0)
+            return
         if shared not in self._shared and len(self._shared) < 256:
             self._shared.append(shared)
         self._shared_of.append(self._shared.index(shared) if shared in self._shared else 0)
 
-    def _tape(self, step: int, *, keeps_after: bool) -> Tape:
-        """Evaluates the step at hand with its graph."""
+    def _shared_with(self, ys: list[torch.Tensor]) -> tuple[tuple[int, int], ...]:
+        """Returns where tensors of the state at hand are outputs too: (which of the state's, which output)."""
+        state = self._state
+        if not self._carried.places:
+            if isinstance(state, torch.Tensor):
+                return tuple((0, i) for i, tensor in enumerate(ys) if tensor is state)
+            if type(state) is tuple and all(isinstance(t, torch.Tensor) for t in state):
+                ids = [id(tensor) for tensor in state]
+                if not any(id(tensor) in ids for tensor in ys):
+                    return ()
+        at = {id(tensor): i for i, tensor in enumerate(flatten((state, self._carried.read()))[0])}
+        return tuple((at[id(tensor)], i) for i, tensor in enumerate(ys) if id(tensor) in at)
+
+    def _tape(self, start: int, stop: int, *, keeps_after: bool) -> Tape:
+        """Evaluates steps `start .. stop-1`, or the first of them, with their graph, from the state at hand."""
         given, values = self._state, self._carried.read()
         tensors, template = flatten((given, values))
-        flags = self._flags_at(step, tensors)
+        flags = self._flags_at(start, tensors)
         leaves = []
         for tensor, flag in zip(tensors, flags, strict=True):
             leaf = tensor.detach()
             leaves.append(leaf.requires_grad_() if flag else leaf)
-        entry_state, entered = rebuild(template, leaves)
+        self._state, entered = rebuild(template, leaves)
         self._enter(entered)
-        inputs = [x[step] for x in self._xs]
-        for x, flag in zip(inputs, self._x_flags, strict=True):
-            if flag:
-                x.requires_grad_()
-        first_node_number = _compat.next_node_number()
-        with self._taping() if self._derives else torch.enable_grad():
-            if self._one_input:
-                state, y = checked(self._step(entry_state, inputs[0]))
-            else:
-                state, y = checked(self._step(entry_state, rebuild(self._inputs_template, inputs)))
-        num_nodes = _compat.next_node_number() - first_node_number
-        self.evaluations += 1
+        tape = Tape(step=start, stop=stop, leaves=leaves, inputs=[], states=[], outputs=[])
+        with torch.enable_grad():
+            for step in range(start, stop):
+                ys = self._evaluate_taped(step, tape)
+                # See [Note: sums in plain's order] in tape.py: a running sum adds its term after the next step's.
+                if self.outputs.mode in ("sum", "mean") and step + 1 < stop and self._shared_with(ys):
+                    tape.stop = step + 1
+                    break
         if self._is_probing:
             before = self._carried.learn()
             self._learned(before)
             leaves += _more((given, values), before)
-        states, template = flatten((state, self._carried.read()))
-        is_new = step == self.outputs.num_collected
-        if is_new:
-            self._state = state
-            self._collect(y)
-        ys = flatten(y)[0] if self.outputs.mode != "none" else []
-        tape = Tape(step=step, leaves=leaves, inputs=inputs, states=states, outputs=ys, num_nodes=num_nodes)
-        self._check(tape, first_node_number)
-        detached = [t.detach() for t in states]
+        tape.states, template = flatten((self._state, self._carried.read()))
+        if self._is_replaying:
+            self._check_flags(tape)
+        detached = [t.detach() for t in tape.states]
         self._state, left = rebuild(template, detached)
         self._leave(left)
-        self._at = step + 1
+        self._at = tape.stop
         if keeps_after:
             tape.after = self._moment()
         return tape
 
-    def _check(self, tape: Tape, first_node_number: int) -> None:
-        captured = self.captured
-        step = tape.step
-        if self._is_probing or not captured.is_checked(tape) or step % _WALKED == 0 or step == self.num_steps - 1:
-            unknown = captured.walk(tape, None if self._is_replaying else first_node_number)
-            if unknown:
-                raise (ReplayError if self._is_replaying else UsageError)(
-                    f"recoup.recurrent.scan: step {step} uses a tensor ({unknown}) that takes part in autograd but is "
-                    "not handed to the step and could not be found in what the step closes over. Hand it over: "
-                    "`scan(..., captured=[tensor])`, or through the state."
+    def _evaluate_taped(self, step: int, tape: Tape) -> list[torch.Tensor]:
+        """Evaluates one step onto a tape and returns its output tensors."""
+        inputs = [x[step] for x in self._xs]
+        if self._any_x_flag:
+            for x, flag in zip(inputs, self._x_flags, strict=True):
+                if flag:
+                    x.requires_grad_()
+            tape.inputs += inputs
+        x = inputs[0] if self._one_input else rebuild(self._inputs_template, inputs)
+        is_due = self._is_probing or step % _WALKED == 0 or step == self.num_steps - 1
+        # Listed before the step runs: it may change the state's own lists (norse's sequential module does).
+        entered = flatten((self._state, self._carried.read()))[0] if is_due or not self._is_replaying else []
+        first_node_number = _compat.next_node_number()
+        if self._derives:
+            with self._taping():
+                state, y = checked(self._step(self._state, x))
+        else:
+            state, y = checked(self._step(self._state, x))
+        num_nodes = _compat.next_node_number() - first_node_number
+        self.evaluations += 1
+        self._state = state
+        if is_due or not self.captured.is_checked(num_nodes):
+            returned = flatten((state, self._carried.read(), y))[0]
+            self._check_graph(step, returned, [*entered, *inputs, *tape.leaves], num_nodes, first_node_number)
+        if step == self.outputs.num_collected:
+            self._collect(y)
+        ys = [y] if type(y) is torch.Tensor else flatten(y)[0]
+        if self.outputs.takes(step):
+            tape.outputs += ys
+        return ys
+
+    def _check_graph(
+        self,
+        step: int,
+        returned: list[torch.Tensor],
+        entered: list[torch.Tensor],
+        num_nodes: int,
+        first_node_number: int,
+    ) -> None:
+        unknown = self.captured.walk(
+            returned,
+            entered,
+            num_nodes=num_nodes,
+            first_node_number=None if self._is_replaying else first_node_number,
+        )
+        if unknown:
+            raise (ReplayError if self._is_replaying else UsageError)(
+                f"recoup.recurrent.scan: step {step} uses a tensor ({unknown}) that takes part in autograd but is "
+                "not handed to the step and could not be found in what the step closes over. Hand it over: "
+                "`scan(..., captured=[tensor])`, or through the state."
+            )
+
+    def _check_flags(self, tape: Tape) -> None:
+        flags = self._flags_at(tape.stop, tape.states)
+        for tensor, flag in zip(tape.states, flags, strict=True):
+            if tensor.requires_grad and not flag and tape.stop < self.num_steps and is_differentiable(tensor):
+                raise ReplayError(
+                    f"recoup.recurrent.scan: a state tensor {list(tensor.shape)} begins to need a gradient only at "
+                    f"step {tape.stop - 1}. Let it need one from the start: `state.requires_grad_()`.",
+                    code="E203",
                 )
-        if self._is_replaying:
-            flags = self._flags_at(step + 1, tape.states)
-            for tensor, flag in zip(tape.states, flags, strict=True):
-                if tensor.requires_grad and not flag and step + 1 < self.num_steps and is_differentiable(tensor):
-                    raise ReplayError(
-                        f"recoup.recurrent.scan: a state tensor {list(tensor.shape)} begins to need a gradient only at "
-                        f"step {step}. Let it need one from the start: `state.requires_grad_()`.",
-                        code="E203",
-                    )
 
     def _flags_at(self, step: int, tensors: list[torch.Tensor]) -> list[bool]:
         """Returns which leaves of a state need a gradient: what plain's do, as seen in the first steps."""
@@ -257,7 +320,7 @@ class Loop:
     def _load(self, step: int) -> None:
         moment = self._held.get(step)
         if moment is None:
-            moment = next((t.after for t in reversed(self._tapes) if t.step == step - 1), None)
+            moment = next((t.after for t in reversed(self._tapes) if t.stop == step), None)
         if moment is None:
             raise InternalError(f"recoup.recurrent: the schedule asks for state {step}, which is not held")
         self._state, values = moment.nest(step)
@@ -290,7 +353,7 @@ class Loop:
                 self._carried.watch(copies=True)
             known = len(self._carried.places)
             with meter if meter is not None else contextlib.nullcontext():
-                tape = self._tape(step, keeps_after=True)
+                tape = self._tape(step, step + 1, keeps_after=True)
                 if meter is not None:
                     self._meter_backward(tape, meter)
             flags = [t.requires_grad for t in tape.states]
@@ -370,7 +433,8 @@ class Loop:
         tensors, self._last_template = flatten((self._state, self._carried.read()))
         self.last = [t.detach() for t in tensors]
         self.last_flags = [t.requires_grad for t in self._tapes[-1].states]
-        self.output_flags = [t.requires_grad for t in self._tapes[-1].outputs]
+        num_outputs = len(self.outputs.results)
+        self.output_flags = [t.requires_grad for t in self._tapes[-1].outputs[-num_outputs:]]
         self._state = None
         self._is_fresh = True
 
@@ -386,14 +450,30 @@ class Loop:
                     self._first_tapes.clear()
                 self._advance(max(start, probed), stop)
         elif kind == "tape":
-            for step in range(start, stop):
-                self._tapes.append(self._first_tapes[step] if step < probed else self._tape_next(step))
+            for step in range(start, min(stop, probed)):
+                self._tapes.append(self._first_tapes[step])
+            self._tape_steps(max(start, probed), stop)
         else:
             raise InternalError(f"recoup.recurrent: {kind} before the end of the first forward")
 
-    def _tape_next(self, step: int) -> Tape:
+    def _tape_steps(self, start: int, stop: int) -> None:
         assert self._schedule is not None
-        return self._tape(step, keeps_after=self._schedule.reloads_tapes and step + 1 < self.num_steps)
+        while start < stop:
+            end = min(start + self.max_taped, stop)
+            keeps_after = self._schedule.reloads_tapes and end == stop < self.num_steps
+            self._tapes.append(self._tape(start, end, keeps_after=keeps_after))
+            start = self._tapes[-1].stop
+
+    def shared_tape_bytes(self) -> int:
+        """Returns what the backward of a tape of several steps takes more than that of a single one's, at most.
+
+        A second copy of the gradients of captured tensors, and the gradients of several steps' inputs.
+        """
+        if self.max_taped == 1:
+            return 0
+        once = self.captured.seeded_bytes(of_all=True) - self.captured.seeded_bytes()
+        pairs = zip(self._xs, self._x_flags, strict=True)
+        return once + self.max_taped * sum(x.numel() * x.element_size() // len(x) for x, flag in pairs if flag)
 
     def finish(self, tensors: list[torch.Tensor] | None) -> Any:
         """Puts the last state in place, attributes included, and returns what the caller gets of it."""
@@ -475,11 +555,10 @@ class Loop:
     def _do(self, action: Action) -> None:
         kind, start, stop = action
         if kind == "backward":
-            for step in range(stop - 1, start - 1, -1):
-                self._backward(step)
+            while self._tapes and self._tapes[-1].step >= start:
+                self._backward(self._tapes.pop())
         elif kind == "tape":
-            for step in range(start, stop):
-                self._tapes.append(self._tape_next(step))
+            self._tape_steps(start, stop)
         elif kind == "load":
             self._load(start)
         elif kind == "advance":
@@ -489,37 +568,40 @@ class Loop:
         else:
             del self._held[start]
 
-    def _backward(self, step: int) -> None:
-        tape = self._tapes.pop()
-        outputs = self.outputs
+    def _backward(self, tape: Tape) -> None:
+        outputs, first, last = self.outputs, tape.step, tape.stop - 1
         seeds: dict[int, torch.Tensor] = {}
-        gradients = outputs.gradients_of(step, self._output_gradients)
+        gradients: list[torch.Tensor | None] = []
+        for step in range(first, tape.stop):
+            gradients += outputs.gradients_of(step, self._output_gradients)
         # See [Note: sums in plain's order] in tape.py: a state that is also an output.
-        if step > 0 and self._shared_of[step - 1]:
-            earlier = outputs.gradients_of(step - 1, self._output_gradients)
-            for j, i in self._shared[self._shared_of[step - 1]]:
+        if first > 0 and self._shared_of[first - 1]:
+            earlier = outputs.gradients_of(first - 1, self._output_gradients)
+            for j, i in self._shared[self._shared_of[first - 1]]:
                 gradient = earlier[i]
                 if gradient is not None:
                     seeds[j] = gradient if j not in seeds else seeds[j] + gradient
-        if step + 1 < self.num_steps and self._shared_of[step]:
-            gradients = list(gradients)
-            for j, i in self._shared[self._shared_of[step]]:
-                if tape.states[j] is not tape.outputs[i]:
-                    raise ReplayError(_DRIFT.format(step=step, what="returned other tensors"), code="E205")
-                gradients[i] = None
-        if len(tape.states) != len(self._state_gradients) or len(gradients) not in (0, len(tape.outputs)):
-            raise ReplayError(_DRIFT.format(step=step, what=f"returned {len(tape.states)} state tensors"), code="E205")
+        if len(tape.states) != len(self._state_gradients) or len(gradients) != len(tape.outputs):
+            raise ReplayError(_DRIFT.format(step=last, what=f"returned {len(tape.states)} state tensors"), code="E205")
+        if last + 1 < self.num_steps and self._shared_of[last]:
+            offset = len(gradients) - len(self._output_gradients)
+            for j, i in self._shared[self._shared_of[last]]:
+                if tape.states[j] is not tape.outputs[offset + i]:
+                    raise ReplayError(_DRIFT.format(step=last, what="returned other tensors"), code="E205")
+                gradients[offset + i] = None
         self._state_gradients, found = backward(
             tape,
             state_gradients=self._state_gradients,
-            output_gradients=gradients or [None] * len(tape.outputs),
+            output_gradients=gradients,
             seeds=seeds,
             captured=self.captured,
             sums=self._sums,
         )
-        for total, gradient in zip(self._input_gradients, found, strict=True):
+        num_inputs = len(self._xs)
+        for i, gradient in enumerate(found):
+            total = self._input_gradients[i % num_inputs]
             if total is not None and gradient is not None:
-                total[step].copy_(gradient)
+                total[first + i // num_inputs].copy_(gradient)
 
 
 def _more(nest: tuple[Any, list[Any]], values: list[Any]) -> list[torch.Tensor]:

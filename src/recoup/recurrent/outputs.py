@@ -90,9 +90,13 @@ class Outputs:
         """
         return self.mode == "stack" or (self.mode in ("sum", "mean") and step == 0)
 
+    def takes(self, step: int) -> bool:
+        """Whether what this step returns gets a gradient."""
+        return self.mode != "none" and (self.mode != "last" or step == self._num_steps - 1)
+
     def gradients_of(self, step: int, gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Returns the gradients of one step's output tensors, given those of the results."""
-        if self.mode == "none" or (self.mode == "last" and step != self._num_steps - 1):
+        if not self.takes(step):
             return []
         if self.mode == "stack":
             return [None if g is None else g[step] for g in gradients]

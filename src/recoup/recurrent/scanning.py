@@ -20,7 +20,9 @@ from recoup.recurrent.outputs import MODES, Mode, Outputs
 from recoup.recurrent.schedules.actions import Schedule
 from recoup.recurrent.schedules.chunks import chunk_schedule, default_chunk
 from recoup.recurrent.schedules.treeverse import treeverse_schedule
-from recoup.units import check_budget
+from recoup.units import check_budget, parse_budget
+
+_SHARED_TAPES_MAY_TAKE = 0.1  # of a budget, for less overhead a step
 
 Step = Callable[[Any, Any], tuple[Any, Any]]
 
@@ -107,7 +109,7 @@ def scan(
         )
         meter = StepMeter() if budget is not None else None
         loop.probe(meter)
-        schedule = _choose(num_steps, budget, slots, chunk, meter, loop.captured.seeded_bytes(), report)
+        schedule = _choose(loop, budget, slots, chunk, meter, report)
         loop.forward(schedule)
     if report is not None:
         report.schedule, report.predicted_evaluations = schedule.name, schedule.evaluations
@@ -200,18 +202,23 @@ def _paused(recorder: Any) -> Iterator[None]:
 
 
 def _choose(
-    num_steps: int,
+    loop: Loop,
     budget: str | int | None,
     slots: int | None,
     chunk: int | None,
     meter: StepMeter | None,
-    seeded_bytes: int,
     report: ScanReport | None,
 ) -> Schedule:
+    num_steps = loop.num_steps
     if meter is not None and budget is not None:
-        step_bytes = StepBytes(
-            state=meter.state_bytes, tape=meter.tape_bytes, working=meter.working_bytes() + seeded_bytes
-        )
+        budget_bytes = parse_budget(budget, plain_peak_bytes=num_steps * meter.tape_bytes)
+        working_bytes = meter.working_bytes() + loop.captured.seeded_bytes()
+        shared_bytes = loop.shared_tape_bytes()
+        if shared_bytes <= _SHARED_TAPES_MAY_TAKE * budget_bytes:
+            working_bytes += shared_bytes
+        else:
+            loop.max_taped = 1
+        step_bytes = StepBytes(state=meter.state_bytes, tape=meter.tape_bytes, working=working_bytes)
         if report is not None:
             report.step_bytes = step_bytes
         return schedule_in_bytes(num_steps, budget, step_bytes)

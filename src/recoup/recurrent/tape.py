@@ -1,10 +1,11 @@
-"""One taped step: a piece of autograd graph from a step's leaves to what it returned, and its backward.
+"""A taped step, or several in a row: a piece of autograd graph from leaves to what came out, and its backward.
 
 [Note: sums in plain's order] A gradient that a plain loop sums over steps is summed by autograd from the last use to
 the first, one addition at a time. Floating-point sums depend on the order, so a step's backward must continue the sum
 where the later step left it: what was summed so far enters as one more root at the tensor itself, before the step's own
-terms. That is done for captured tensors a step uses more than once (for one use, `sum + term` is the same), and for
-states that are stacked outputs too, whose loss term comes first.
+terms. That is done for captured tensors a tape uses more than once (for one use, `sum + term` is the same), and for
+states that are stacked outputs too, whose loss term comes first. Inside of a tape of several steps the graph is
+plain's.
 """
 
 from __future__ import annotations
@@ -20,20 +21,20 @@ from recoup import _compat
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
 class Tape:
-    """A taped step.
+    """Taped steps `step .. stop-1`, one after the other in one graph.
 
     Attributes:
-        step: which. leaves: its state as leaves of the graph. inputs: its slice of the loop's inputs, as leaves.
-        states, outputs: what came out, with the graph. num_nodes: of the graph, about.
-        after: the state it came to, if it may be loaded from here.
+        step, stop: which. leaves: the state before them as leaves of the graph. inputs: their slices of the loop's
+            inputs, as leaves, step by step. states: the state they came to; outputs: of each step, step by step; both
+            with the graph. after: the state they came to, if it may be loaded from here.
     """
 
     step: int
+    stop: int
     leaves: list[torch.Tensor]
     inputs: list[torch.Tensor]
     states: list[torch.Tensor]
     outputs: list[torch.Tensor]
-    num_nodes: int
     after: Any = None
 
 
@@ -70,30 +71,40 @@ class Captured:
             self.uses.append(0)
         return index
 
-    def seeded_bytes(self) -> int:
-        """Returns the bytes of tensors used several times a step, whose sums are not made in place."""
+    def seeded_bytes(self, *, of_all: bool = False) -> int:
+        """Returns the bytes of tensors used several times a step, whose sums are not made in place; or `of_all`."""
         pairs = zip(self.tensors, self.uses, strict=True)
-        return sum(t.numel() * t.element_size() for t, count in pairs if count > 1)
+        return sum(t.numel() * t.element_size() for t, count in pairs if of_all or count > 1)
 
-    def is_checked(self, tape: Tape) -> bool:
-        """Whether a tape of this size was walked before."""
-        return tape.num_nodes in self._checked
+    def is_checked(self, num_nodes: int) -> bool:
+        """Whether a step with so many nodes was walked before."""
+        return num_nodes in self._checked
 
-    def walk(self, tape: Tape, first_node_number: int | None) -> str:
-        """Counts how the tape's graph uses captured tensors; returns the name of a node that cannot be told, or "".
+    def walk(
+        self,
+        returned: list[torch.Tensor],
+        entered: list[torch.Tensor],
+        *,
+        num_nodes: int,
+        first_node_number: int | None,
+    ) -> str:
+        """Counts how one step's graph uses captured tensors; returns the name of a node that cannot be told, or "".
 
         Args:
-            first_node_number: nodes with smaller numbers were there before the step; None where numbers do not tell
-                (another thread), then only known tensors are looked for.
+            returned: what the step came to. entered: its state and inputs; nothing before these is walked.
+            num_nodes: of its graph, about. first_node_number: nodes with smaller numbers were there before the step;
+                None where numbers do not tell (another thread), then only known tensors are looked for.
         """
-        own = {id(t) for t in (*tape.leaves, *tape.inputs)}
+        own = {id(t) for t in entered}
         uses: dict[int, int] = {}
-        todo = [t.grad_fn for t in (*tape.states, *tape.outputs) if t.grad_fn is not None]
-        seen = set(todo)
+        todo = list({t.grad_fn for t in returned if t.grad_fn is not None})
+        seen = {t.grad_fn for t in entered}
+        todo = [node for node in todo if node not in seen]
+        seen.update(todo)
         unknown = ""
         while todo:
             for node, output_nr in todo.pop().next_functions:
-                if node is None:
+                if node is None or node in seen:
                     continue
                 variable = getattr(node, "variable", None)
                 if variable is None:
@@ -104,7 +115,7 @@ class Captured:
                         )
                         if is_outside:
                             unknown = node.name()
-                        elif node not in seen:
+                        else:
                             seen.add(node)
                             todo.append(node)
                         continue
@@ -116,7 +127,7 @@ class Captured:
                     uses[index] = uses.get(index, 0) + 1
         for index, count in uses.items():
             self.uses[index] = max(self.uses[index], count)
-        self._checked.add(tape.num_nodes)
+        self._checked.add(num_nodes)
         return unknown
 
 
@@ -181,7 +192,7 @@ def backward(
     sums: Sums,
     keeps_graph: bool = False,
 ) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
-    """Runs a taped step's backward; adds the captured tensors' gradients to `sums`.
+    """Runs the backward of a tape; adds the captured tensors' gradients to `sums`.
 
     Args:
         state_gradients, output_gradients: of `tape.states` and `tape.outputs`. seeds: what leaves got already.
@@ -199,10 +210,11 @@ def backward(
             roots.append(tape.leaves[index])
             gradients.append(seed)
     tensors, uses, totals = captured.tensors, captured.uses, sums.totals
+    num_steps = tape.stop - tape.step
     seeded = [False] * len(tensors)
     for index, count in enumerate(uses):
         total = totals[index]
-        if count > 1 and total is not None:
+        if count * num_steps > 1 and total is not None:
             seeded[index] = True
             roots.append(tensors[index])
             gradients.append(total)

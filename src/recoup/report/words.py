@@ -29,9 +29,11 @@ def kinds(decisions: Sequence[Decision]) -> list[list[Decision]]:
 def _region_kinds(regions: Sequence[Decision]) -> dict[tuple[str, ...], list[Decision]]:
     groups: dict[tuple[str, ...], list[Decision]] = {}
     for decision in regions:
+        chunk = f"{decision.chunk} of {decision.calls}" if decision.chunk else ""
         offload = "offload" if decision.offload else ""
         key = (
             decision.inside,
+            chunk,
             offload,
             ", ".join(decision.keep),
             *(shape_of(p) for p in (decision.path, *decision.span)),
@@ -56,6 +58,10 @@ def describe_decisions(decisions: Sequence[Decision]) -> list[str]:
                 if len(members) == 1
                 else " each through " + _tail(members[0].path, through)
             )
+        if members[0].chunk:
+            text += f", {members[0].chunk} calls at a time"
+        if members[0].calls:
+            text += f", the first {members[0].calls} calls"
         if inside == "rederive":
             text += " (rederiving inside)"
         if members[0].keep:

@@ -47,6 +47,23 @@ class Schedule:
     reloads_tapes: bool = False
 
 
+def merged(actions: Iterator[Action]) -> Iterator[Action]:
+    """Yields the same actions with adjoining pieces put together: taped steps in a row, backwards in a row."""
+    last: Action | None = None
+    for action in actions:
+        if last is not None:
+            if action.kind == last.kind == "tape" and action.start == last.stop:
+                last = Action("tape", last.start, action.stop)
+                continue
+            if action.kind == last.kind == "backward" and action.stop == last.start:
+                last = Action("backward", action.start, last.stop)
+                continue
+            yield last
+        last = action
+    if last is not None:
+        yield last
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation:
     """What a schedule does when it is followed.

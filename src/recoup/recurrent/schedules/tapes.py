@@ -11,6 +11,9 @@ state takes `state_units`, a taped step `tape_units`. For n steps from a state t
 The full search over k is O(T^2 m). In loops too long for it, k is searched near the best one of n - 1; the result is
 then still a valid schedule with the count it says, but its optimality is not proven (F is not convex in n). The tests
 bound the gap. The start state is not counted: somebody else holds it.
+
+Steps can be taken in blocks: a block of b steps is one step of the recurrence whose tape is b tapes. That makes long
+loops solvable in full, for a little more evaluations than single steps would need.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from recoup.recurrent.schedules.actions import Action, Schedule
+from recoup.recurrent.schedules.actions import Action, Schedule, merged
 
 _NEVER = 1 << 60
 _TAPE, _RETURN = 0, -1
@@ -95,29 +98,47 @@ class Table:
         return int(self._choices[n, m])
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=16)
 def solve(num_steps: int, units: int, state_units: int, tape_units: int) -> Table:
     """Returns the solved table, kept for the next training steps."""
     return Table(num_steps, units, state_units, tape_units)
 
 
-def tape_schedule(num_steps: int, units: int, *, state_units: int = 1, tape_units: int = 1) -> Schedule:
+def tape_schedule(num_steps: int, units: int, *, state_units: int = 1, tape_units: int = 1, block: int = 1) -> Schedule:
     """Returns the optimal schedule in `units` of memory.
+
+    Args:
+        tape_units: what the tape of a whole block takes. block: so many steps are taken as one; the first block may
+            be shorter.
 
     Raises:
         ValueError: if the units do not hold one tape.
     """
-    units = min(units, num_steps * max(tape_units, state_units))
+    num_blocks = -(-num_steps // block)
+    units = min(units, num_blocks * max(tape_units, state_units))
     if units < tape_units:
         raise ValueError(f"{units} units do not hold a tape of {tape_units}")
-    table = solve(num_steps, units, state_units, tape_units)
+    table = solve(num_blocks, units, state_units, tape_units)
+    if block == 1:
+        evaluations = table.evaluations()
+    else:
+        pieces = _in_steps(_actions(table, num_blocks), num_steps, block)
+        evaluations = sum(stop - start for kind, start, stop in pieces if kind in ("advance", "tape"))
     return Schedule(
-        name=f"states or tapes in {units} units (state {state_units}, tape {tape_units})",
+        name=f"states or tapes{f' of {block} steps' if block > 1 else ''} in {units} units (state {state_units}, tape "
+        f"{tape_units})",
         num_steps=num_steps,
-        evaluations=table.evaluations(),
-        actions=lambda: _actions(table, num_steps),
+        evaluations=evaluations,
+        actions=lambda: merged(_in_steps(_actions(table, num_blocks), num_steps, block)),
         reloads_tapes=True,
     )
+
+
+def _in_steps(actions: Iterator[Action], num_steps: int, block: int) -> Iterator[Action]:
+    """Yields actions on blocks as actions on steps; the first block is what the others leave."""
+    missing = -num_steps % block
+    for kind, start, stop in actions:
+        yield Action(kind, max(start * block - missing, 0), max(stop * block - missing, 0))
 
 
 def _actions(table: Table, num_steps: int) -> Iterator[Action]:

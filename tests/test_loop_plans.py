@@ -1,0 +1,81 @@
+"""`plan` and `fit` for modules that loop over time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import recoup
+from recoup.capture.capture import StepSpec, capture
+from recoup.cost.devices import get_device
+from recoup.cost.roofline import RooflineCost
+from recoup.ir.plan import Plan
+from recoup.planning import Planner
+from recoup.solve.loops import find_loop
+
+
+class Recurrent(nn.Module):
+    def __init__(self, *, lstm: bool = False) -> None:
+        super().__init__()
+        self.cell: Any = nn.LSTMCell(8, 32) if lstm else nn.GRUCell(8, 32)
+        self.head = nn.Linear(32, 4)
+        self.lstm = lstm
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = x.new_zeros(x.shape[1], 32)
+        state: Any = (h, h) if self.lstm else h
+        for frame in x:
+            state = self.cell(frame, state)
+        return self.head(state[0] if self.lstm else state).square().mean()
+
+
+def _trace(model: nn.Module, *batch: Any) -> Any:
+    spec = StepSpec(model=model, batch=batch, loss=None, optimizer=None, dialect="cpu", round_bytes=1)
+    return capture(spec)
+
+
+def test_a_loop_is_found() -> None:
+    torch.manual_seed(0)
+    loop = find_loop(_trace(Recurrent(), torch.randn(20, 4, 8)))
+    assert loop is not None
+    assert (loop.path, loop.num_calls, loop.state_bytes) == ("cell", 20, 4 * 32 * 4)
+    assert loop.tape_bytes > loop.state_bytes
+    assert find_loop(_trace(Recurrent(), torch.randn(8, 4, 8))) is None  # too few to be worth a plan of its own
+    assert find_loop(_trace(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), torch.randn(4, 8))) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lstm", [False, True])
+def test_fit(lstm: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Recurrent(lstm=lstm), torch.randn(64, 32, 8)
+    fit = recoup.fit(model, (x,), budget="35%", timed=False)
+    assert fit.evidence.exact
+    assert fit.evidence.peak_bytes <= fit.plan.budget_bytes
+    assert [d.path for d in fit.plan.decisions] == ["cell"]
+    assert fit.plan.decisions[0].chunk
+    assert "calls at a time" in str(fit.plan)
+    assert Plan.from_json(fit.plan.to_json()) == fit.plan
+    fit.applied.remove()
+
+
+@pytest.mark.slow
+def test_more_memory_chunks_fewer_calls() -> None:
+    torch.manual_seed(0)
+    spec = StepSpec(
+        model=Recurrent(), batch=(torch.randn(64, 32, 8),), loss=None, optimizer=None, dialect="cpu", round_bytes=1
+    )
+    planner = Planner(spec, cost=RooflineCost(get_device("cpu-generic")), actions=("recompute",))
+    plain = planner.plain.peak_bytes
+    small, large = planner.fit(plain * 40 // 100), planner.fit(plain * 75 // 100)
+    assert small is not None and large is not None
+    assert (large.decisions[0].calls or 64) < (small.decisions[0].calls or 64)
+    assert large.recomputed_flops < small.recomputed_flops
+    assert planner.fit(plain * 5 // 100) is None
+    least = planner.smallest()
+    assert least.peak_bytes <= small.peak_bytes
+    again = planner.fit(least.peak_bytes)
+    assert again is not None and again.peak_bytes <= least.peak_bytes
