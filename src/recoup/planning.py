@@ -373,16 +373,18 @@ class Planner:
         Args:
             until: when, by `perf_counter`, to be content with what fits already.
         """
+        is_tiled_view = solver in (*self.tiled_solvers, *self.tiled_moving_solvers)
         target = budget_bytes
         fits_at: int | None = None
         for _ in range(_MAX_REPAIRS):
-            if time.perf_counter() > until and self._fitting(budget_bytes):
+            # What rounds differently is no reason to stop looking for a plan that does not.
+            rivals = [c for c in self._fitting(budget_bytes) if is_tiled_view or not is_tiled(c.decisions)]
+            if time.perf_counter() > until and rivals:
                 return
             solution = solver.solve(target - self.fixed_bytes)
             if solution.status == "infeasible":
                 return
-            best = min((c.step_seconds for c in self._fitting(budget_bytes)), default=float("inf"))
-            is_tiled_view = solver in (*self.tiled_solvers, *self.tiled_moving_solvers)
+            best = min((c.step_seconds for c in rivals), default=float("inf"))
             base = self._seen[(self.tiled.decision,)] if self.tiled and is_tiled_view else self.plain
             if base.step_seconds + solution.extra_seconds >= best:
                 return  # even by its own reckoning no faster than what fits already
