@@ -241,7 +241,7 @@ class Planner:
     def _with_tile(self, chosen: Sequence[Decision]) -> tuple[Decision, ...]:
         assert self.tiled is not None
         head = self.tiled.decision
-        return (*(d for d in chosen if d.path != head.path), head)
+        return (*(d for d in chosen if not f"{d.path}.".startswith(f"{head.path}.")), head)
 
     def smallest(self) -> Candidate:
         """Returns the plan with the smallest simulated peak that was found."""
