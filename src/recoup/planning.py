@@ -450,6 +450,12 @@ class Planner:
         if caching_paths(modules, [d.path for d in candidate.decisions if d.action == "recompute"]):
             notes.append("the key-value cache is off while this plan trains (use_cache); evaluation keeps it")
         notes += self._tile_notes(candidate)
+        if candidate.offloaded_bytes and self.link is not None:
+            notes.append(
+                f"offload moves {format_bytes(candidate.offloaded_bytes)} out and back each step, at "
+                f"{self.link.out_bytes / 1e9:.3g} GB/s out and {self.link.back_bytes / 1e9:.3g} back "
+                f"({self.link.source})"
+            )
         return Plan(
             decisions=candidate.decisions,
             budget_bytes=budget_bytes,
