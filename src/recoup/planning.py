@@ -452,7 +452,8 @@ class Planner:
         notes += self._tile_notes(candidate)
         if candidate.offloaded_bytes and self.link is not None:
             notes.append(
-                f"offload moves {format_bytes(candidate.offloaded_bytes)} out and back each step, at "
+                f"offload moves {format_bytes(candidate.offloaded_bytes)} out and back each step and needs as "
+                f"much host memory; at "
                 f"{self.link.out_bytes / 1e9:.3g} GB/s out and {self.link.back_bytes / 1e9:.3g} back "
                 f"({self.link.source})"
             )
