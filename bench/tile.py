@@ -1,6 +1,7 @@
 """The tiled head and loss beside the plain step: peaks, time, exactness; and the smallest reachable peak.
 
     python -m bench.tile [workload ...] [--out bench/results]
+    python -m bench.tile --timing     # time alone: rederive + tile against plain
 
 `rederive + tile` runs no layer twice. Peaks at full size are simulated under fake tensors, as `recoup plan` does it on
 a roofline; the same plans are then run for real on one example a step: measured beside predicted peak (allocator
@@ -92,8 +93,12 @@ def measured(planner: Planner, decisions: tuple[Decision, ...]) -> dict[str, Any
     }
 
 
-def run(name: str, *, runs: bool) -> list[dict[str, Any]]:
-    """Returns the rows of one workload; with `runs`, also what real steps measure."""
+def run(name: str, *, runs: bool, timing: bool = False) -> list[dict[str, Any]]:
+    """Returns the rows of one workload; with `runs`, also what real steps measure.
+
+    Args:
+        timing: only the plan with both, and no floors.
+    """
     planner = planner_for(name, ACTIONS)
     small = planner_for(name, ACTIONS, batch=1) if runs else None
     assert planner.tiled is not None, f"{name}: no head to tile was found"
@@ -103,6 +108,8 @@ def run(name: str, *, runs: bool) -> list[dict[str, Any]]:
         ("tile", False, True),
         ("rederive + tile", True, True),
     ):
+        if timing and not (everywhere and tiles):
+            continue
         ambient = (EVERYWHERE,) if everywhere else ()
         candidate = planner.simulate((*ambient, *([planner.tiled.decision] if tiles else [])))
         if small is None or small.tiled is None:
@@ -113,9 +120,10 @@ def run(name: str, *, runs: bool) -> list[dict[str, Any]]:
         tile = dataclasses.replace(small.tiled.decision, tile_tokens=max(1, round(small.tiled.head.tokens * share)))
         real = measured(small, (*ambient, *([tile] if tiles else [])))
         rows.append({"plan": label, **simulated(planner, candidate), **real})
-    without = planner_for(name, ("rederive", "recompute"))
-    for label, chosen in (("floor without tile", without), ("floor", planner)):
-        rows.append({"plan": label, **simulated(chosen, chosen.smallest())})
+    if not timing:
+        without = planner_for(name, ("rederive", "recompute"))
+        for label, chosen in (("floor without tile", without), ("floor", planner)):
+            rows.append({"plan": label, **simulated(chosen, chosen.smallest())})
     return [{"workload": name, "tile_tokens": planner.tiled.decision.tile_tokens, **row} for row in rows]
 
 
@@ -154,7 +162,8 @@ def write(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
         "date": date,
         "machine": f"{platform.machine()}, {torch.get_num_threads()} threads",
         "torch": str(torch.__version__),
-        "command": f"python -m bench.tile {' '.join(options.workloads)}{' --simulated' if options.simulated else ''}",
+        "command": f"python -m bench.tile {' '.join(options.workloads)}"
+        f"{' --simulated' if options.simulated else ''}{' --timing' if options.timing else ''}",
     }
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
@@ -167,11 +176,12 @@ def main() -> None:
     parser.add_argument("workloads", nargs="*", default=list(WORKLOADS))
     parser.add_argument("--out", default="bench/results")
     parser.add_argument("--simulated", action="store_true", help="leave out the real steps")
+    parser.add_argument("--timing", action="store_true", help="only rederive + tile against plain, interleaved")
     options = parser.parse_args()
     keep_freed_memory()
     rows: list[dict[str, Any]] = []
     for name in options.workloads:
-        rows += run(name, runs=not options.simulated)
+        rows += run(name, runs=not options.simulated, timing=options.timing)
         for row in rows:
             if row["workload"] == name:
                 print(

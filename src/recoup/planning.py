@@ -257,7 +257,7 @@ class Planner:
     def _with_tile(self, chosen: Sequence[Decision]) -> tuple[Decision, ...]:
         assert self.tiled is not None
         head = self.tiled.decision
-        return (*(d for d in chosen if d.path != head.path), head)
+        return (*(d for d in chosen if not f"{d.path}.".startswith(f"{head.path}.")), head)
 
     def smallest(self) -> Candidate:
         """Returns the plan with the smallest simulated peak that was found."""
@@ -453,16 +453,18 @@ class Planner:
         Args:
             until: when, by `perf_counter`, to be content with what fits already.
         """
+        is_tiled_view = solver in (*self.tiled_solvers, *self.tiled_moving_solvers)
         target = budget_bytes
         fits_at: int | None = None
         for _ in range(_MAX_REPAIRS):
-            if time.perf_counter() > until and self._fitting(budget_bytes):
+            # What rounds differently is no reason to stop looking for a plan that does not.
+            rivals = [c for c in self._fitting(budget_bytes) if is_tiled_view or not is_tiled(c.decisions)]
+            if time.perf_counter() > until and rivals:
                 return
             solution = solver.solve(target - self.fixed_bytes)
             if solution.status == "infeasible":
                 return
-            best = min((c.step_seconds for c in self._fitting(budget_bytes)), default=float("inf"))
-            is_tiled_view = solver in (*self.tiled_solvers, *self.tiled_moving_solvers)
+            best = min((c.step_seconds for c in rivals), default=float("inf"))
             base = self._seen[(self.tiled.decision,)] if self.tiled and is_tiled_view else self.plain
             if base.step_seconds + solution.extra_seconds >= best:
                 return  # even by its own reckoning no faster than what fits already
@@ -528,6 +530,13 @@ class Planner:
         if caching_paths(modules, [d.path for d in candidate.decisions if d.action == "recompute"]):
             notes.append("the key-value cache is off while this plan trains (use_cache); evaluation keeps it")
         notes += self._tile_notes(candidate)
+        if candidate.offloaded_bytes and self.link is not None:
+            notes.append(
+                f"offload moves {format_bytes(candidate.offloaded_bytes)} out and back each step and needs as "
+                f"much host memory; at "
+                f"{self.link.out_bytes / 1e9:.3g} GB/s out and {self.link.back_bytes / 1e9:.3g} back "
+                f"({self.link.source})"
+            )
         return Plan(
             decisions=candidate.decisions,
             budget_bytes=budget_bytes,

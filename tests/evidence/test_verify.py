@@ -11,6 +11,7 @@ from torch import nn
 
 import recoup
 from recoup.cost.model import FlopsCost
+from recoup.evidence.gradients import NOISE_FACTOR, StepResult, compare, rounding_noise, take_result
 from recoup.evidence.verify import verify_plan
 from recoup.ir.plan import Decision, Plan
 from tests.evidence.ordinary import ORDINARY
@@ -122,3 +123,25 @@ def test_no_false_alarm(name: str) -> None:
     assert evidence.exact, evidence.differences
     assert evidence.differences == ()
     assert not recomputed or evidence.num_replays_compared
+
+
+def test_the_bound_of_tiles_is_at_least_what_plain_steps_differ_by() -> None:
+    torch.manual_seed(0)
+    layers = [layer for _ in range(12) for layer in (nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU())]
+    model = nn.Sequential(*layers, nn.Linear(64, 10))
+    x = torch.randn(256, 64)
+
+    def step(times: float) -> StepResult:
+        model.zero_grad(set_to_none=True)
+        loss = model(x).square().mean()
+        (loss * times).backward()
+        return take_result(model, loss)
+
+    plain, scaled = step(1.0), step(NOISE_FACTOR)
+    noise = rounding_noise(plain, scaled)
+    assert 1e-8 < noise < 1e-5
+    assert rounding_noise(plain, step(1.0)) == pytest.approx(1 - 1 / NOISE_FACTOR)  # gradients that are not scaled
+    assert compare(plain, plain, rounds_differently=True, noise=noise).error_bound == max(noise, 1e-6)
+    assert compare(plain, plain, rounds_differently=True, noise=3e-6).error_bound == 3e-6
+    assert compare(plain, plain, rounds_differently=True, noise=1.0).error_bound == pytest.approx(1e-5)
+    assert compare(plain, plain, noise=1.0).error_bound == 0.0

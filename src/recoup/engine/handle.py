@@ -275,6 +275,9 @@ def apply_decisions(model: nn.Module, decisions: Sequence[Decision], *, transpor
     by_path: dict[str, list[Decision]] = {}
     joins: dict[str, list[Decision]] = {}
     modules = dict(model.named_modules(remove_duplicate=False))
+    if all(d.path in modules for d in decisions):
+        tile_apply.check_tiled(modules, decisions)
+        decisions = tile_apply.spread_tiled(modules, decisions)
     for decision in decisions:
         by_path.setdefault(decision.path, []).append(decision)
         for path in dict.fromkeys(decision.span):  # a module that the span calls twice joins it once
@@ -286,7 +289,6 @@ def apply_decisions(model: nn.Module, decisions: Sequence[Decision], *, transpor
             + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
             + f", which {type(model).__name__} does not have. Make a plan for this model."
         )
-    tile_apply.check_tiled(modules, decisions)
     if not decisions:
         return Applied(model, [], StepState(counts_calls=False))
     offloads = any(d.action == "offload" or d.offload for d in decisions)

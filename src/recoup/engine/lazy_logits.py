@@ -77,6 +77,7 @@ class LazyLogits(torch.Tensor):
     rows: torch.Tensor
     bias: torch.Tensor | None
     steps: tuple[Step, ...]
+    more: tuple[tuple[torch.Tensor, Head], ...]
     _make: Callable[[], torch.Tensor]
     _real: torch.Tensor | None
     _parent: LazyLogits | None
@@ -133,7 +134,7 @@ def lazy_logits(head: Head) -> LazyLogits:
     """Returns the stand-in for `head(hidden)`."""
     dtype = head.autocast or head.hidden.dtype
     requires_grad = any(t is not None and t.requires_grad for t in (head.hidden, head.weight, head.bias))
-    return _new(head, head.hidden, head.bias, (), dtype, requires_grad, head.logits, None)
+    return _new(head, head.hidden, head.bias, (), dtype, requires_grad, head.logits, None, ())
 
 
 def derive(
@@ -142,12 +143,13 @@ def derive(
     step: Step | None,
     make: Callable[[torch.Tensor], torch.Tensor],
     bias: torch.Tensor | None = None,
+    more: tuple[tuple[torch.Tensor, Head], ...] | None = None,
 ) -> LazyLogits:
     """Returns what an op makes of `source`.
 
     Args:
         rows: the hidden states of the result. step: what happens to the values. make: the op on real logits.
-        bias: replaces the one of `source`.
+        bias: replaces the one of `source`. more: (rows, head) of products that are added, in the place of `source`'s.
     """
     steps = source.steps if step is None else (*source.steps, step)
     dtype = step[1] if step is not None and step[0] == "to" else source.dtype
@@ -157,7 +159,9 @@ def derive(
             return make(source.made())
 
     bias = source.bias if bias is None else bias
-    return _new(source.head, rows, bias, steps, dtype, source.requires_grad, run, source)
+    more = source.more if more is None else more
+    requires_grad = source.requires_grad or any(t.requires_grad for r, h in more for t in (r, h.weight))
+    return _new(source.head, rows, bias, steps, dtype, requires_grad, run, source, more)
 
 
 def _new(
@@ -169,11 +173,13 @@ def _new(
     requires_grad: bool,
     make: Callable[[], torch.Tensor],
     parent: LazyLogits | None,
+    more: tuple[tuple[torch.Tensor, Head], ...],
 ) -> LazyLogits:
     shape = (*rows.shape[:-1], head.weight.shape[0])
     lazy: LazyLogits = _compat.tensor_without_data(LazyLogits, head.hidden, shape, dtype, requires_grad)
     lazy.head, lazy.rows, lazy.bias, lazy.steps = head, rows, bias, steps
     lazy._make, lazy._real, lazy._parent = make, None, parent
+    lazy.more = more
     head.family.append(weakref.ref(lazy))
     return lazy
 
@@ -215,7 +221,8 @@ def _cross_entropy(
     plain = weight is None and size_average is None and reduce is None and reduction in ("mean", "sum", "none")
     if not (fits and plain) or isinstance(target, LazyLogits) or not torch.is_grad_enabled():
         return None
-    head.check()
+    for each in (head, *(other for _, other in lazy.more)):
+        each.check()
     activity.count_tiled()
     spec = LossSpec(
         steps=lazy.steps,
@@ -225,10 +232,12 @@ def _cross_entropy(
         tile_tokens=head.tile_tokens,
     )
     rows, matrix, bias = lazy.rows, head.weight, lazy.bias
+    more = [(added, other.weight) for added, other in lazy.more]
     if head.autocast is not None:
         rows, matrix = rows.to(head.autocast), matrix.to(head.autocast)
         bias = bias.to(head.autocast) if bias is not None else None
-    loss = tiled_loss(rows, matrix, bias, target, spec)
+        more = [(added.to(head.autocast), weight.to(head.autocast)) for added, weight in more]
+    loss = tiled_loss(rows, matrix, bias, target, spec, more)
     in_autocast = torch.is_autocast_enabled(rows.device.type)
     return loss.to(wide(lazy.dtype) if in_autocast else lazy.dtype)
 

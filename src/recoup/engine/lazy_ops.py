@@ -54,11 +54,36 @@ def _derive(lazy: LazyLogits, rows: torch.Tensor, step: Any, make: Callable[[tor
     return derive(lazy, rows, step, make)
 
 
-def _add(lazy: LazyLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """One number for each class, added before anything else, is a bias."""
+def _move(
+    lazy: LazyLogits, move: Callable[[torch.Tensor], torch.Tensor], make: Callable[[torch.Tensor], torch.Tensor]
+) -> Any:
+    """Returns what an op makes that only picks or arranges tokens: it is done to the rows of every product."""
     from recoup.engine.lazy_logits import derive
 
+    return derive(lazy, move(lazy.rows), None, make, more=tuple((move(rows), head) for rows, head in lazy.more))
+
+
+def _add_product(lazy: LazyLogits, other: LazyLogits) -> Any:
+    """Another product of tokens and classes, times a number, added before anything else: a low-rank adapter's."""
+    from recoup.engine.lazy_logits import derive
+
+    scales = [value for kind, value in other.steps if kind == "mul"]
+    fits = other.shape == lazy.shape and other.dtype == lazy.dtype and len(scales) == len(other.steps)
+    if not fits or lazy.steps or other.bias is not None or other.more or other.is_made():
+        return None
+    rows = other.rows
+    for scale in scales:
+        rows = rows * scale
+    return derive(lazy, lazy.rows, None, lambda real: real + other.made(), more=(*lazy.more, (rows, other.head)))
+
+
+def _add(lazy: LazyLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """One number for each class, added before anything else, is a bias."""
+    from recoup.engine.lazy_logits import LazyLogits, derive
+
     more = args[0] if len(args) == 1 else None
+    if isinstance(more, LazyLogits) and not kwargs:
+        return _add_product(lazy, more)
     if kwargs or lazy.steps or type(more) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
         return None
     assert isinstance(more, torch.Tensor)
@@ -78,8 +103,7 @@ def _view(lazy: LazyLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     shape = same_rows(tuple(lazy.shape), tuple(sizes))
     if shape is None:
         return None
-    rows = lazy.rows.reshape(*shape[:-1], lazy.rows.shape[-1])
-    return _derive(lazy, rows, None, lambda real: real.reshape(shape))
+    return _move(lazy, lambda rows: rows.reshape(*shape[:-1], rows.shape[-1]), lambda real: real.reshape(shape))
 
 
 def _flatten(lazy: LazyLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -109,7 +133,7 @@ def _index(lazy: LazyLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         if len(index) > lazy.dim() or index[-1] != slice(None):
             return None
         index = index[:-1]
-    return _derive(lazy, lazy.rows[index], None, lambda real: real[index])
+    return _move(lazy, lambda rows: rows[index], lambda real: real[index])
 
 
 def _to(lazy: LazyLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

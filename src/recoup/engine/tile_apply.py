@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,7 +26,7 @@ def check_tiled(modules: Mapping[str, nn.Module], decisions: Sequence[Decision])
         if decision.action != "tile":
             continue
         module = modules[decision.path]
-        if not isinstance(module, nn.Linear):
+        if not _linears(module):
             raise UsageError(
                 f"The plan tiles `{decision.path}`, a {type(module).__name__}; tiling needs the torch.nn.Linear that "
                 "makes the logits. Name that one. (recoup.engine.tile_apply)"
@@ -35,6 +36,28 @@ def check_tiled(modules: Mapping[str, nn.Module], decisions: Sequence[Decision])
                 f"The plan tiles `{decision.path}` by {decision.tile_tokens} tokens; a tile has at least 1. "
                 "(recoup.engine.tile_apply)"
             )
+
+
+def _linears(module: nn.Module) -> list[str]:
+    """Returns the paths, below a head, of the products that make its logits: one, or those of its adapters too."""
+    found = [(name, m) for name, m in module.named_modules() if isinstance(m, nn.Linear)]
+    if isinstance(module, nn.Linear) and len(found) == 1:
+        return [""]
+    base = getattr(module, "base_layer", None)
+    if not isinstance(base, nn.Linear):
+        return []
+    return [name for name, m in found if m is not module and m.out_features == base.out_features]
+
+
+def spread_tiled(modules: Mapping[str, nn.Module], decisions: Sequence[Decision]) -> list[Decision]:
+    """Returns the decisions with a tiled head that has adapters (PEFT's LoRA) replaced by its products, each tiled."""
+    found: list[Decision] = []
+    for decision in decisions:
+        names = _linears(modules[decision.path]) if decision.action == "tile" else [""]
+        for name in names:
+            path = ".".join(part for part in (decision.path, name) if part)
+            found.append(dataclasses.replace(decision, path=path) if name else decision)
+    return found
 
 
 def run_tiled(patched: PatchedForward, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

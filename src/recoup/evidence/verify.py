@@ -22,7 +22,7 @@ from recoup.engine.handle import apply_decisions, find_patches, plain
 from recoup.engine.nest import iterate_tensors, map_tensors
 from recoup.errors import UsageError
 from recoup.evidence.audit import Audit
-from recoup.evidence.gradients import Comparison, StepResult, compare, take_result
+from recoup.evidence.gradients import NOISE_FACTOR, Comparison, StepResult, compare, rounding_noise, take_result
 from recoup.evidence.memory import measure_peak, meter_name, storage_bytes
 from recoup.evidence.speed import time_ratio
 from recoup.ir.evidence import Evidence
@@ -59,12 +59,16 @@ class StepBench:
         tensors = [*self.model.parameters(), *self.model.buffers(), *iterate_tensors([self.batch, state])]
         return storage_bytes(t for t in tensors if t.device.type == self.device.type)
 
-    def step(self, *, take: bool = False) -> StepResult | None:
-        """Runs one training step; with `take`, returns what it left behind (and runs no optimizer step)."""
+    def step(self, *, take: bool = False, times: float | None = None) -> StepResult | None:
+        """Runs one training step; with `take`, returns what it left behind (and runs no optimizer step).
+
+        Args:
+            times: the loss is multiplied by it before backward.
+        """
         output = call_model(self.model, self.batch)
         loss, _ = loss_of(output, self.batch, self.loss)
         del output
-        loss.backward()  # type: ignore[no-untyped-call]
+        (loss if times is None else loss * times).backward()  # type: ignore[no-untyped-call]
         if take:
             return take_result(self.model, loss)
         del loss
@@ -168,10 +172,11 @@ def _measure(
         bench.batch = _half(bench.batch)
         notes.append("the plain step does not fit: gradients were compared on half the batch")
     plain_result = _result(bench, planned=False)
+    noise = rounding_noise(plain_result, _result(bench, planned=False, times=NOISE_FACTOR)) if tiled else 0.0
     before = activity.counters()
     planned_result = _result(bench, planned=True)
     after = activity.counters()
-    comparison = compare(plain_result, planned_result, rounds_differently=tiled)
+    comparison = compare(plain_result, planned_result, rounds_differently=tiled, noise=noise)
     del plain_result, planned_result
     bench.restore()
     audit = Audit(bench.model)
@@ -190,10 +195,10 @@ def _moved_bytes(model: nn.Module) -> int:
     return sum(s.offloading.moves.bytes_out for s in states.values() if s.offloading is not None)
 
 
-def _result(bench: StepBench, *, planned: bool) -> StepResult:
+def _result(bench: StepBench, *, planned: bool, times: float | None = None) -> StepResult:
     bench.restore()
     with contextlib.nullcontext() if planned else plain(bench.model):
-        result = bench.step(take=True)
+        result = bench.step(take=True, times=times)
     assert result is not None
     return result
 

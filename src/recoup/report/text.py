@@ -84,7 +84,7 @@ def _exactness(evidence: Evidence) -> str:
     if evidence.error_bound and evidence.max_gradient_error <= evidence.error_bound:
         return (
             f"equal to plain up to rounding: largest relative error {evidence.max_gradient_error:.1e}, the bound with "
-            f"tiles is {evidence.error_bound:.0e}"
+            f"tiles is {evidence.error_bound:.1e}"
         )
     return f"DIFFER: largest relative error {evidence.max_gradient_error:.2e}"
 
