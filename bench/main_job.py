@@ -28,7 +28,8 @@ from recoup import InfeasibleBudget
 from recoup.api import _planner
 from recoup.evidence.memory import measure_peak
 from recoup.evidence.verify import StepBench, verify_plan
-from recoup.planning import Candidate, Planner, plan_for_budget
+from recoup.planning import Planner, plan_for_budget
+from recoup.simulating import Candidate
 from recoup.solve.baselines import baselines
 from recoup.solve.decisions import to_decisions
 from recoup.targets.resolve import resolve_target

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from recoup import progress
 from recoup.ir.explanation import Explanation, Price, Trade
 from recoup.ir.plan import Decision
-from recoup.planning import Candidate, Planner
+from recoup.planning import Planner
 from recoup.report.words import describe_decisions, kinds
+from recoup.simulating import Candidate
 
 _MOST_KINDS = 8
 _RECORDED = Decision(path="", action="save")

@@ -18,11 +18,12 @@ from recoup.errors import UsageError
 from recoup.evidence.verify import verify_plan
 from recoup.ir.evidence import Evidence
 from recoup.ir.plan import Decision, Plan
-from recoup.planning import ACTIONS, Candidate, Planner, is_on_meta
+from recoup.planning import ACTIONS, Planner, is_on_meta
 from recoup.selective.config import CheckpointConfig
 from recoup.selective.profile_report import ProfileReport
 from recoup.selective.profiler import MemoryProfiler
 from recoup.selective.strategies import choose
+from recoup.simulating import Candidate
 
 TRIED = ("full", "every-2", "sequential", "selective", "rederive", "budget")
 _BUDGET_SHARE = 0.6
