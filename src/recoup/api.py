@@ -395,6 +395,8 @@ def frontier(
         candidate = planner.fit(low + (high - low) * i // (num_points - 1))
         if candidate is not None:
             candidates[candidate.decisions] = candidate
+    least = planner.smallest()  # the budgets between may have led to a smaller one
+    candidates[least.decisions] = least
     points: list[FrontierPoint] = []
     best = float("inf")
     for candidate in sorted(candidates.values(), key=lambda c: (c.peak_bytes, c.step_seconds)):
