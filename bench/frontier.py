@@ -254,7 +254,11 @@ def main() -> None:
             began = time.perf_counter()
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                found = run(name, arguments.quick)
+                try:
+                    found = run(name, arguments.quick)
+                except recoup.RecoupError as error:  # a defect: the others go on, and this one is tried again
+                    print(f"{name}, {part} FAILED: {type(error).__name__}: {str(error)[:300]}", flush=True)
+                    continue
             results = done()  # as it is now: another process may have added to it
             results.setdefault(name, {"target": WORKLOADS[name][0], "options": WORKLOADS[name][1]})[part] = found
             results = {n: results[n] for n in WORKLOADS if n in results}
