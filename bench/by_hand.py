@@ -19,6 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from bench.peers import wrapped
 from recoup.capture.capture import capture
+from recoup.errors import StepError
 from recoup.planning import Planner
 from recoup.selective.layers import find_layers
 from recoup.solve.baselines import baselines
@@ -50,16 +51,28 @@ class Method:
     recomputed_flops: int
 
 
-def by_torch(planner: Planner) -> Iterator[Method]:
-    """Yields every-k for all k, and the operator lists on every block and on every second, for each list of blocks."""
+def by_torch(planner: Planner, refused: list[str]) -> Iterator[Method]:
+    """Yields every-k for all k, and the operator lists on every block and on every second, for each list of blocks.
+
+    Args:
+        refused: is given the names of methods with which torch does not run this step, and why.
+    """
+    for name, blocks, contexts in _named(planner):
+        try:
+            yield _simulate(planner, name, blocks, contexts)
+        except StepError as error:
+            refused.append(f"{name}: {' '.join(str(error).split())[:160]}")
+
+
+def _named(planner: Planner) -> Iterator[tuple[str, list[str], Callable[[], Any] | None]]:
     for blocks in _block_lists(planner):
         where = "" if len(blocks) != 1 else " (one)"
         kind = type(planner.spec.model.get_submodule(blocks[0])).__name__
         for k in range(1, len(blocks) + 1):
-            yield _simulate(planner, f"torch every-{k} {kind}{where}", blocks[::k], None)
+            yield f"torch every-{k} {kind}{where}", blocks[::k], None
         for name, make in _POLICIES.items():
             for k in (1, 2) if len(blocks) > 1 else (1,):
-                yield _simulate(planner, f"SAC {name}, every-{k} {kind}{where}", blocks[::k], make)
+                yield f"SAC {name}, every-{k} {kind}{where}", blocks[::k], make
 
 
 def by_engine(planner: Planner) -> Iterator[Method]:

@@ -127,7 +127,8 @@ def run_table(name: str, quick: bool) -> dict[str, Any]:
     """Returns recoup and the methods by hand at every budget, by simulation."""
     planner = make_planner(name)
     questions = Questions(planner)
-    methods = [*by_engine(planner), *by_torch(planner)]
+    refused: list[str] = []
+    methods = [*by_engine(planner), *by_torch(planner, refused)]
     smallest = questions.smallest()
     plain = planner.plain
     rows = []
@@ -144,6 +145,7 @@ def run_table(name: str, quick: bool) -> dict[str, Any]:
         "plain_bytes": plain.peak_bytes,
         "plain_seconds": plain.step_seconds,
         "smallest_bytes": smallest.peak_bytes,
+        "refused": refused,
         "smallest_by_hand": leanest.name,
         "smallest_by_hand_bytes": leanest.peak_bytes,
         "methods": [
@@ -267,6 +269,8 @@ def main() -> None:
             print(f"{name}, {part}: {time.perf_counter() - began:.0f} s", flush=True)
             for line in violations(name, {part: found}):
                 print(f"  {line}", flush=True)
+    if file.exists():
+        file.with_suffix(".md").write_text(markdown(head, done()))
 
 
 if __name__ == "__main__":

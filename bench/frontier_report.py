@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,8 +11,17 @@ _ROUNDING_SECONDS = 1e-9
 
 
 def violations(name: str, result: dict[str, Any]) -> list[str]:
-    """Returns every loss and violation of one workload, in words."""
-    return [*_losses(name, result.get("table")), *_breaks(name, result.get("curve"))]
+    """Returns every loss and kind of violation of one workload, in words."""
+    lines = list(_losses(name, result.get("table")))
+    for label in ("points", "alone"):
+        found = find_breaks(result.get("curve", {}).get(label, []))
+        over, above, higher, slower = _cells(found)
+        if found.over or found.above or found.higher or found.slower or found.unmet:
+            lines.append(
+                f"{name}, {label}: over {over}, above prediction {above}, higher with less {higher}, "
+                f"slower with more {slower}, infeasible {found.unmet}"
+            )
+    return lines
 
 
 def _losses(name: str, table: dict[str, Any] | None) -> Iterator[str]:
@@ -35,29 +45,51 @@ def _losses(name: str, table: dict[str, Any] | None) -> Iterator[str]:
         )
 
 
-def _breaks(name: str, curve: dict[str, Any] | None) -> Iterator[str]:
-    if curve is None:
-        return
-    for label in ("points", "alone"):
-        before: dict[str, Any] = {}
-        for row in curve[label]:
-            where = f"{name}, {label}, {row.get('budget_bytes', row.get('predicted_bytes', 0)) / _MIB:.3f} MiB"
-            if "measured_bytes" not in row:
-                yield f"{where}: infeasible"
-                continue
-            over = row["measured_bytes"] - row.get("budget_bytes", row["predicted_bytes"])
-            if over > 0:
-                yield f"{where}: measured {over} bytes above the {'budget' if label == 'alone' else 'prediction'}"
-            elif row["measured_bytes"] > row["predicted_bytes"]:
-                yield f"{where}: measured {row['measured_bytes'] - row['predicted_bytes']} bytes above the prediction"
-            if before:
-                if row["step_seconds"] > before["step_seconds"] + _ROUNDING_SECONDS:
-                    slower = row["step_seconds"] / before["step_seconds"] - 1
-                    yield f"{where}: more bytes and {100 * slower:.3f} % slower"
-                if row["measured_bytes"] < before["measured_bytes"]:
-                    less = before["measured_bytes"] - row["measured_bytes"]
-                    yield f"{where}: more bytes allowed, measured peak {less} bytes lower"
-            before = row
+@dataclasses.dataclass(slots=True)
+class Breaks:
+    """How often a list of points breaks a rule, and by how much at most.
+
+    Attributes:
+        over: measured above the budget, bytes. above: above the prediction. slower: slower with more bytes, as a share
+            of the step. higher: a larger peak measured with fewer bytes, bytes. unmet: infeasible above the floor.
+    """
+
+    over: list[float] = dataclasses.field(default_factory=list)
+    above: list[float] = dataclasses.field(default_factory=list)
+    slower: list[float] = dataclasses.field(default_factory=list)
+    higher: list[float] = dataclasses.field(default_factory=list)
+    unmet: int = 0
+
+
+def find_breaks(rows: list[dict[str, Any]]) -> Breaks:
+    """Returns what the rows, in order of their budgets, break."""
+    found = Breaks()
+    before: dict[str, Any] | None = None
+    for row in rows:
+        if "measured_bytes" not in row:
+            found.unmet += 1
+            continue
+        measured = row["measured_bytes"]
+        if measured > row.get("budget_bytes", row["predicted_bytes"]):
+            found.over.append(measured - row.get("budget_bytes", row["predicted_bytes"]))
+        if measured > row["predicted_bytes"]:
+            found.above.append(measured - row["predicted_bytes"])
+        if before is not None:
+            if row["step_seconds"] > before["step_seconds"] + _ROUNDING_SECONDS:
+                found.slower.append(row["step_seconds"] / before["step_seconds"] - 1)
+            if measured < before["measured_bytes"]:
+                found.higher.append(before["measured_bytes"] - measured)
+        before = row
+    return found
+
+
+def _cells(found: Breaks) -> list[str]:
+    cells = [
+        f"{len(sizes)} (by {max(sizes) / 1024:.1f} KiB)" if sizes else "0"
+        for sizes in (found.over, found.above, found.higher)
+    ]
+    cells.append(f"{len(found.slower)} (by {100 * max(found.slower):.2f} %)" if found.slower else "0")
+    return cells
 
 
 def _share(found: dict[str, Any], table: dict[str, Any]) -> str:
@@ -102,7 +134,8 @@ def _table(results: dict[str, Any]) -> Iterator[str]:
     num_rows = sum("by_hand" in row for t in tables.values() for row in t["rows"])
     yield from ("", f"Losses: {len(losses)} of {num_rows} rows in which a method by hand fits, floors included.", "")
     yield from (f"- {line}" for line in losses)
-    yield ""
+    refused = [f"{n}, {r}" for n, t in tables.items() for r in t.get("refused", [])]
+    yield from ("", f"Methods by hand that torch refuses: {'; '.join(refused) or 'none'}.", "")
 
 
 def _ratio(ours: dict[str, Any] | None, theirs: dict[str, Any] | None) -> str:
@@ -135,22 +168,17 @@ def _curves(results: dict[str, Any]) -> Iterator[str]:
     yield from (
         "## Monotone",
         "",
-        "Budgets evenly spaced from the floor to the plain peak, each asked for as if alone (`recoup.plan`), and the",
-        "points of `recoup.frontier`. Every plan's step under the allocator's meter. Costs measured on this machine.",
+        "Every plan's step under the allocator's meter; costs measured on this machine. *points*: what",
+        "`recoup.frontier` returns, each point its own budget. *alone*: budgets evenly spaced from the floor to the",
+        "plain peak, each asked for by itself, as `recoup.plan` is. In brackets the worst.",
         "",
-        "| workload | budgets | plans | points | largest prediction error | violations |",
-        "|---|---|---|---|---|---|",
+        "| workload | asked | points | plans | measured above the budget | above the prediction"
+        " | peak higher with fewer bytes | slower with more bytes | largest prediction error |",
+        "|---|---|---|---|---|---|---|---|---|",
     )
     for name, curve in curves.items():
-        errors = [
-            abs(r["measured_bytes"] / r["predicted_bytes"] - 1)
-            for r in (*curve["points"], *curve["alone"])
-            if "measured_bytes" in r
-        ]
-        found = len(list(_breaks(name, curve)))
-        yield (
-            f"| {name} | {len(curve['alone'])} | {curve['num_plans']} | {len(curve['points'])} "
-            f"| {100 * max(errors):.3f} % | {found} |"
-        )
-    yield ""
-    yield from (f"- {line}" for n, c in curves.items() for line in _breaks(n, c))
+        for label in ("points", "alone"):
+            rows = [r for r in curve[label] if "measured_bytes" in r]
+            error = max(abs(r["measured_bytes"] / r["predicted_bytes"] - 1) for r in rows)
+            cells = [name, label, str(len(rows)), str(curve["num_plans"]), *_cells(find_breaks(curve[label]))]
+            yield f"| {' | '.join(cells)} | {100 * error:.3f} % |"
