@@ -126,11 +126,11 @@ def unet3d() -> dict[str, Any]:
 
 
 def resnet() -> dict[str, Any]:
-    """The example's bottleneck ResNet with 2, 2, 2, 2 blocks on 64 x 64 images."""
+    """The example's bottleneck ResNet with 2, 2, 2, 2 blocks on 112 x 112 images."""
     labels = torch.arange(8) % 10
     return {
         "model": ResNet(depths=(2, 2, 2, 2), classes=10),
-        "batch": (_random(8, 3, 64, 64), labels),
+        "batch": (_random(8, 3, 112, 112), labels),
         "loss": lambda output, batch: nn.functional.cross_entropy(output, batch[1]),
     }
 
