@@ -74,9 +74,18 @@ class Settings:
         """Returns the decision for the given call that is not a region, if there is one."""
         return next((d for d in self.decisions if _holds(d, call) and d.action != "recompute"), None)
 
-    def regions(self, call: int) -> list[Decision]:
-        """Returns the regions that the given call is in or begins, the outermost first."""
-        return [d for d in (*self.joins, *self.decisions) if _holds(d, call) and d.action == "recompute"]
+    def regions(self, call: int, args: Any) -> list[Decision]:
+        """Returns the regions that the given call is in or begins, the outermost first.
+
+        A decision's call number is that of the call its span begins with; what it is handed tells whether a later
+        call belongs to it.
+        """
+        inside = [d for d in self.joins if regions.continues(d, d.span, self.path, args)]
+        return inside + [
+            d
+            for d in self.decisions
+            if _holds(d, call) and d.action == "recompute" and not any(d is other for other in inside)
+        ]
 
 
 def _holds(decision: Decision, call: int) -> bool:
@@ -101,7 +110,7 @@ def _run(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, Any])
         call = state.calls.get(settings.path, 0)
         state.calls[settings.path] = call + 1
     decision = settings.decide(call)
-    inside = settings.regions(call)
+    inside = settings.regions(call, args)
     if inside:
         calls = dict(state.calls) if state.counts_calls else None
         return _Nested(patched, inside, decision, calls, call=call)(*args, **kwargs)

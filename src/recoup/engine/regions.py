@@ -23,7 +23,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -345,6 +345,21 @@ _scope = _Scope()
 def inside_region() -> bool:
     """Whether a region runs or is replayed: then its saved-tensor hooks are the ones that count."""
     return _scope.depth > 0 or _scope.in_replay
+
+
+def continues(span: object, paths: Sequence[str], path: str, args: Any) -> bool:
+    """Whether a call is the next of a span that is open: the right module, handed what the call before it returned.
+
+    A module may be called several times in a step, and several times in a span; only this tells its calls apart.
+
+    Args:
+        paths: the calls of the span after its first.
+    """
+    frame = _scope.spans.get(id(span))
+    if frame is None or not 0 < len(frame.steps) <= len(paths) or paths[len(frame.steps) - 1] != path:
+        return False
+    previous = frame.previous()
+    return bool(previous) and previous[0] is not None and next(iterate_tensors(args), None) is previous[0]
 
 
 def run_region(
