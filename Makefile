@@ -49,6 +49,7 @@ bench: $(STAMP) $(PEERS)
 	$(BIN)/python -m bench.peers $(if $(TIME),--retime)
 ifndef TIME
 	$(BIN)/python -m bench.main_job
+	$(BIN)/python -m bench.frontier
 	$(BIN)/python -m bench.rederive --timed --autocast
 endif
 

@@ -7,17 +7,15 @@ matmul kept. Each method patches forwards for the duration of one captured step.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from bench.peers import wrapped
+from bench.methods import wrapped
 from recoup.capture.capture import capture
 from recoup.errors import StepError
 from recoup.planning import Planner
@@ -148,7 +146,7 @@ def _simulate(planner: Planner, name: str, paths: Sequence[str], contexts: Calla
 
         return run
 
-    with _without_cache(model), wrapped(model, list(paths), wrap):
+    with wrapped(model, list(paths), wrap):
         priced = planner.cost.price(capture(planner.spec, known=planner.trace))
     if priced.trace.source != planner.trace.source:
         raise RuntimeError(f"{name}: captured from a {priced.trace.source} step ({priced.trace.reason})")
@@ -157,17 +155,3 @@ def _simulate(planner: Planner, name: str, paths: Sequence[str], contexts: Calla
     plain = sum(planner.trace.signatures[o.signature].flops for o in planner.trace.ops if o.phase != "optimizer")
     seconds = found.step_seconds + num_calls * REGION_OVERHEAD_SECONDS
     return Method(name, found.peak_bytes, seconds, flops - plain)
-
-
-@contextlib.contextmanager
-def _without_cache(model: nn.Module) -> Iterator[None]:
-    """Turns a transformers model's key-value cache off: a replay would fill it again."""
-    config = getattr(model, "config", None)
-    cached = getattr(config, "use_cache", None)
-    if config is not None and cached is not None:
-        config.use_cache = False
-    try:
-        yield
-    finally:
-        if config is not None and cached is not None:
-            config.use_cache = cached
