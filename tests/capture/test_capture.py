@@ -155,3 +155,12 @@ def test_optimizer_state_counts() -> None:
 def test_steps_that_cannot_be(model: nn.Module, loss, message: str) -> None:
     with pytest.raises(StepError, match=message):
         capture(StepSpec(model=model, batch=torch.randn(2, 4), loss=loss))
+
+
+def test_what_the_next_call_takes_at_once_is_saved_by_that_call() -> None:
+    model = torch.nn.Sequential(torch.nn.Conv2d(2, 2, 1), torch.nn.LeakyReLU(), torch.nn.Conv2d(2, 2, 1))
+    trace = capture(StepSpec(model=model, batch=torch.ones(1, 2, 4, 4), loss=lambda output, _: output.sum()))
+    activation = next(i for i, o in enumerate(trace.ops) if "leaky_relu" in trace.signatures[o.signature].name)
+    (result,) = (s for s in trace.storages if s.alloc_op == activation)
+    assert "convolution" in trace.signatures[trace.ops[result.saved_op].signature].name
+    assert result.saved_op == activation + 1

@@ -169,7 +169,10 @@ class Tracker(_compat.dispatch_mode_class()):  # type: ignore[misc]
         """Returns the op that saves `tensor` now: an input is packed before its op is dispatched, an output after."""
         index = self.find(tensor)
         last = len(self.ops) - 1
-        return last if index is not None and self.storages[index].alloc_op == last else last + 1
+        if index is None or self.storages[index].alloc_op != last:
+            return last + 1
+        # Fresh from the last op: its own result, unless another call has begun, whose first op takes it as an input.
+        return last if last < 0 or self.ops[last].call == self.call else last + 1
 
     def rederived(self, tensor: torch.Tensor, sources: list[torch.Tensor]) -> None:
         """Notes that a saved tensor will be rebuilt from `sources`, for the call and op that save it now."""
