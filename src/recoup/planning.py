@@ -318,7 +318,8 @@ class Planner(Simulator):
             if gap > 0:
                 if fits_at is not None:
                     return
-                target -= gap
+                # From the solver's own reckoning on, if that is less: otherwise the same answer comes again.
+                target = min(target, solution.peak_bytes + self.fixed_bytes) - gap
             else:
                 if fits_at is not None or candidate.peak_bytes >= _WORTH_ANOTHER_TRY * budget_bytes:
                     return
