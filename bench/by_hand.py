@@ -150,7 +150,7 @@ def _simulate(planner: Planner, name: str, paths: Sequence[str], contexts: Calla
         priced = planner.cost.price(capture(planner.spec, known=planner.trace))
     if priced.trace.source != planner.trace.source:
         raise RuntimeError(f"{name}: captured from a {priced.trace.source} step ({priced.trace.reason})")
-    found = planner._candidate((), priced)
+    found = planner.candidate((), priced)
     flops = sum(priced.trace.signatures[o.signature].flops for o in priced.trace.ops if o.phase != "optimizer")
     plain = sum(planner.trace.signatures[o.signature].flops for o in planner.trace.ops if o.phase != "optimizer")
     seconds = found.step_seconds + num_calls * REGION_OVERHEAD_SECONDS

@@ -33,7 +33,8 @@ from recoup.cost.roofline import RooflineCost
 from recoup.engine.handle import apply_decisions
 from recoup.evidence.memory import measure_peak
 from recoup.evidence.verify import StepBench
-from recoup.planning import Candidate, Planner
+from recoup.planning import Planner
+from recoup.simulating import Candidate
 from recoup.targets.resolve import Target, resolve_target
 
 DEVICE = "cpu-generic"
@@ -88,7 +89,7 @@ class Questions:
 
     def __init__(self, planner: Planner) -> None:
         self._planner = planner
-        self._known: dict[Any, Candidate] = dict(planner._seen)
+        self._known: dict[Any, Candidate] = dict(planner.seen)
         self._first = {k: c for k, c in self._known.items() if all(d.action in ("rederive", "tile") for d in k)}
 
     @contextmanager
@@ -98,19 +99,19 @@ class Questions:
 
         def simulate(chosen: Any) -> Candidate:
             if chosen in known:
-                planner._seen[chosen] = known[chosen]
+                planner.seen[chosen] = known[chosen]
             found = own(planner, chosen)
             known[chosen] = found
             return found
 
-        before = planner._seen
-        planner._seen = dict(self._first)
+        before = planner.seen
+        planner.seen = dict(self._first)
         planner.simulate = simulate  # type: ignore[method-assign]
         try:
             yield planner
         finally:
             del planner.simulate  # type: ignore[method-assign]
-            planner._seen = before
+            planner.seen = before
 
     def fit(self, budget_bytes: int) -> Candidate | None:
         """Returns what `recoup.plan` would choose for the budget."""
