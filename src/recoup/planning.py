@@ -246,7 +246,7 @@ class Planner(Simulator):
         fastest = min(c.step_seconds for c in fitting)
         exact_ones = [c for c in fitting if not is_tiled(c.decisions)]
         exact = min((c.step_seconds for c in exact_ones), default=float("inf"))
-        if exact <= fastest * (1 + _EQUAL_BITS_ARE_WORTH):
+        if exact <= max(fastest, self.plain.step_seconds) * (1 + _EQUAL_BITS_ARE_WORTH):
             fitting, fastest = exact_ones, exact
         # Within what timing can tell apart, the one that runs the least twice.
         equal = [c for c in fitting if c.step_seconds <= fastest * (1 + _SAME_TIME)]

@@ -24,6 +24,7 @@ from recoup import _compat, progress
 from recoup.cost import cache as disk
 from recoup.cost.cache import Measurement
 from recoup.cost.devices import DEVICES
+from recoup.cost.flops import kind
 from recoup.cost.meter import make_meter, time_call
 from recoup.cost.model import PricedTrace, price_by_signature
 from recoup.cost.replica import Arena, extent_bytes, make_call
@@ -132,7 +133,8 @@ class MeasuredCost:
 
 
 def _is_small(signature: Signature) -> bool:
-    return signature.is_view or signature.bytes_moved < SMALL_BYTES
+    # Products and convolutions are run whatever their size: the workspace of a small one is larger than itself.
+    return signature.is_view or (signature.bytes_moved < SMALL_BYTES and kind(signature.name) == "other")
 
 
 def _measure_batch(signatures: Sequence[Signature], arena: Arena, deadline: float) -> dict[str, Measurement | None]:
