@@ -94,6 +94,8 @@ class Search:
         self._inside: dict[tuple[int, int], _Inside] = {}
         self._linked: dict[tuple[int, int], Front] = {}
         self._known_links: dict[Hashable, Linked] = {}
+        self._known_forks: dict[int, tuple[dict[int, list[int]], dict[int, list[int]]]] = {}  # by identity of the call
+        self._links_of: dict[int, Links | None] = {}
         self._nothing = empty()
         self.num_thinned = 0
 
@@ -135,7 +137,9 @@ class Search:
         for i in reversed(range(len(parts))):
             part = parts[i]
             found: dict[_Units, list[Front]] = {}
-            is_region = with_regions and isinstance(part, Call) and self._may_be_region(part)
+            is_region = (
+                with_regions and isinstance(part, Call) and self._may_be_region(part, parts[i - 1] if i else None)
+            )
             if isinstance(part, Call) and is_region:
                 insides[i] = self._insides(call, i, insides, links)
             for state, rest in fronts[i + 1].items():
@@ -163,23 +167,30 @@ class Search:
 
     def _forks(self, call: Call) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
         """Returns the units that open and close at each part of a call, walking from the last to the first."""
+        known = self._known_forks.get(id(call))
+        if known is not None:
+            return known
         opening: dict[int, list[int]] = {}
         closing: dict[int, list[int]] = {}
         for unit, (first, last) in self._reaches(call, len(call.parts)).items():
             opening.setdefault(last, []).append(unit)
             closing.setdefault(first, []).append(unit)
+        self._known_forks[id(call)] = opening, closing
         return opening, closing
 
     def _links(self, call: Call) -> Links | None:
         """Returns what links the parts of a call, None if nothing does."""
+        if id(call) in self._links_of:
+            return self._links_of[id(call)]
         reaches = self._reaches(call, self._longest_span) if self._spans and "recompute" in self._actions else {}
         if not reaches:
+            self._links_of[id(call)] = None
             return None
 
         def walk(part: Call, after: Front, rederived: _Units) -> Front:
             return self._walk(part, after, rederived, self._max_inner_points)
 
-        return Links(
+        found = self._links_of[id(call)] = Links(
             call.parts,
             reaches,
             walk=walk,
@@ -187,6 +198,7 @@ class Search:
             structure=self._line.structure,
             known=self._known_links,
         )
+        return found
 
     def _reaches(self, call: Call, longest: int) -> dict[int, tuple[int, int]]:
         """Returns the first and the last part that each unit of a call touches, for those that may rederive.
@@ -284,8 +296,12 @@ class Search:
             )
         return fronts
 
-    def _may_be_region(self, call: Call) -> bool:
-        return call.block.region is not None and "recompute" in self._actions
+    def _may_be_region(self, call: Call, before: Leaf | Call | None) -> bool:
+        """Whether a region may begin with the call, or a span that begins before it go through it."""
+        region = call.block.region
+        if region is None or "recompute" not in self._actions:
+            return False
+        return region.is_alone or call.following is not None or (isinstance(before, Call) and before.following is call)
 
     def _insides(self, around: Call, i: int, known: Mapping[int, list[_Inside]], links: Links | None) -> list[_Inside]:
         """Returns the insides of regions over 1, 2, ... calls, the first of which is part `i` of `around`.
