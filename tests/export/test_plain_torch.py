@@ -166,6 +166,7 @@ def test_evaluation_and_copies_work() -> None:
         ((), "no regions"),
         ((Decision(path="", action="rederive"),), "no regions"),
         ((Decision(path="a", action="recompute", call=1),), "tells calls of `a` apart"),
+        ((Decision(path="a", action="recompute", chunk=4, calls=12),), "the first 12 calls of `a` only"),
         (
             (Decision(path="a", action="recompute", span=("b",)), Decision(path="b", action="recompute")),
             "`b` is a call of two regions",
@@ -181,5 +182,13 @@ def test_what_is_left_out_is_said() -> None:
     decisions = (Decision(path="", action="rederive"), Decision(path="layers.0", action="recompute"))
     made = export_torch(make_plan(decisions=decisions))
     assert "1 decisions rederive" in made.left_out[0]
+    regions = (
+        Decision(path="layers.0", action="recompute", keep=("attention",), offload=True),
+        Decision(path="layers.1", action="recompute", chunk=4),
+    )
+    said = " ".join(export_torch(make_plan(decisions=regions)).left_out)
+    assert "1 regions keep results (attention)" in said
+    assert "`layers.1` is recomputed 4 calls at a time" in said
+    assert "inputs of regions go to the host" in said
     assert "Not the whole plan" in made.code
     assert "Predicted" not in made.code

@@ -38,6 +38,12 @@ def regions_of(plan: Plan, *, target: str) -> tuple[Decision, ...]:
             f"The plan tells calls of `{numbered.path}` apart (call {numbered.call}), which {target} cannot. "
             "Apply it with `recoup.apply(model, plan)`."
         )
+    partly = next((d for d in plan.regions if d.calls is not None), None)
+    if partly is not None:
+        raise UsageError(
+            f"The plan recomputes the first {partly.calls} calls of `{partly.path}` only, which {target} cannot. "
+            "Apply it with `recoup.apply(model, plan)`."
+        )
     return plan.regions
 
 
@@ -56,6 +62,14 @@ def left_out(plan: Plan) -> tuple[str, ...]:
         sentences.append(
             f"{len(keeping)} regions keep results ({', '.join(keeping[0].keep)}); here everything in them runs again"
         )
+    chunked = [d for d in plan.decisions if d.chunk]
+    if chunked:
+        sentences.append(
+            f"`{chunked[0].path}` is recomputed {chunked[0].chunk} calls at a time; here each call is a region and "
+            "keeps its own inputs"
+        )
+    if any(d.action == "recompute" and d.offload for d in plan.decisions):
+        sentences.append("inputs of regions go to the host; here they stay on the device")
     sentences += [f"action {action!r} is left out" for action in others]
     return tuple(sentences)
 

@@ -56,7 +56,11 @@ def action_at(plan: Plan, path: str, call: int | None) -> str:
     for decision in own:
         if decision.action == "recompute":
             through = f" through {decision.span[-1]}" if decision.span else ""
-            words.append(f"recompute{through}" + (" (rederiving inside)" if decision.inside == "rederive" else ""))
+            how = " (rederiving inside)" if decision.inside == "rederive" else ""
+            how += f", keeping {', '.join(decision.keep)}" if decision.keep else ""
+            how += f", {decision.chunk} calls at a time" if decision.chunk else ""
+            how += ", inputs offloaded" if decision.offload else ""
+            words.append(f"recompute{through}{how}")
         else:
             words.append(decision.action)
     joined = next((d for d in plan.decisions if path in d.span), None)
