@@ -135,6 +135,11 @@ def unreached(rows: Sequence[Row]) -> list[str]:
     return found
 
 
+def _is_tiled(row: Row) -> bool:
+    plan = (row.get("recoup") or {}).get("plan") or {}
+    return any(decision["action"] == "tile" for decision in plan.get("decisions", ()))
+
+
 def summary(rows: Sequence[Row]) -> list[str]:
     """Returns the page's first list: bars with their numbers, losses by name."""
     found = cells(rows)
@@ -146,6 +151,7 @@ def summary(rows: Sequence[Row]) -> list[str]:
     slower = [f"{b.workload}, {b.method} ({o.time / b.time:.2f})" for b, o in both if o.time / b.time > 1 + wobble]
     same = at_equal_time(rows)
     inexact = sum(not p.exact for p in points(rows) if p.is_ours)
+    rounding = sum(_is_tiled(row) and not row["recoup"].get("exact", True) for row in rows)
     theirs = sum(not p.exact for p in points(rows) if not p.is_ours)
     lines = [
         f"- Noise, plain's time over plain's: within {100 * wobble:.1f} % on every workload.",
@@ -157,7 +163,8 @@ def summary(rows: Sequence[Row]) -> list[str]:
         f"- Plans over their budget: {_list(over_budget(rows))}.",
         f"- At each peer's time (within 3 %), recoup's fewest bytes over the fewest of any peer: {mean(same):.3f} "
         "(geometric mean).",
-        f"- Points whose gradients, loss, buffers or random streams are not plain's: recoup {inexact}, peers {theirs}.",
+        f"- Points whose gradients, loss, buffers or random streams are not plain's to the bit: recoup {inexact} "
+        f"({rounding} of them plans with a tiled head, which sums in another order), peers {theirs}.",
         "",
         "Nearly free: the largest saving with at most 3 % more time.",
         "",
