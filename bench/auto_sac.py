@@ -152,6 +152,7 @@ def _applied(model: nn.Module, policies: dict[str, list[int]]) -> Iterator[None]
         (model.get_submodule(name.removeprefix(root).removeprefix(".")), kept) for name, kept in policies.items()
     ]
     for module, kept in modules:
+        # Put back below; the instance is patched so that module paths stay those the policies name.
         module.forward = functools.partial(  # type: ignore[method-assign]
             checkpoint, module.forward, use_reentrant=False, context_fn=functools.partial(contexts, kept)
         )

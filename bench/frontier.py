@@ -106,6 +106,7 @@ class Questions:
 
         before = planner.seen
         planner.seen = dict(self._first)
+        # On the instance and for the duration only: what was simulated before is answered from memory.
         planner.simulate = simulate  # type: ignore[method-assign]
         try:
             yield planner

@@ -82,6 +82,7 @@ def wrapped(model: nn.Module, paths: list[str], wrap: Callable[[Forward], Forwar
     if cached is not None:
         config.use_cache = False
     for module in modules:
+        # Put back below: patching the instance is how torch users wrap a layer without changing its path.
         module.forward = choose(module.forward)  # type: ignore[method-assign]
     try:
         yield
@@ -118,6 +119,7 @@ def sqrt_segments(subject: Subject) -> Enter:
 
     @contextlib.contextmanager
     def enter() -> Iterator[None]:
+        # As above; a lambda has no annotations to check against the method.
         parent.forward = lambda x: checkpoint_sequential(chain, segments, x, use_reentrant=False)  # type: ignore
         try:
             yield

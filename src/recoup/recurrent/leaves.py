@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from recoup.errors import UsageError
+
 
 class _Leaf:
     """Stands for the i-th tensor of a nest."""
@@ -85,3 +87,12 @@ def rebuild(template: Any, tensors: list[torch.Tensor]) -> Any:
 def is_differentiable(tensor: torch.Tensor) -> bool:
     """Whether the tensor's dtype can carry a gradient."""
     return tensor.is_floating_point() or tensor.is_complex()
+
+
+def checked(result: Any) -> tuple[Any, Any]:
+    """Returns what a step returned if it is a pair; raises UsageError."""
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise UsageError(
+            f"recoup.recurrent.scan: `step(state, x)` must return a pair `(state, y)`; got {type(result).__name__}."
+        )
+    return result

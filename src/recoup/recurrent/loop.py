@@ -1,7 +1,7 @@
 """The engine of a scan: one loop over time, run by a schedule, forward and backward.
 
 The first forward follows the schedule's actions up to its first backward; autograd's backward follows the rest. Between
-the two the loop holds what the schedule says: states (`_Moment`) and taped steps (`Tape`). Nothing is recursive.
+the two the loop holds what the schedule says: states (`Moment`) and taped steps (`Tape`). Nothing is recursive.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from recoup.engine.lineage import Recorder
 from recoup.engine.state import RandomState, StreamState, version_of
 from recoup.errors import InternalError, ReplayError, UsageError
 from recoup.recurrent.carried import Carried
-from recoup.recurrent.leaves import flatten, is_differentiable, rebuild
+from recoup.recurrent.leaves import checked, flatten, is_differentiable, rebuild
 from recoup.recurrent.meter import StepMeter
+from recoup.recurrent.moment import Moment
 from recoup.recurrent.outputs import Outputs
 from recoup.recurrent.reach import Reached
 from recoup.recurrent.schedules.actions import Action, Schedule
@@ -34,31 +35,6 @@ _DRIFT = (
     "recoup.recurrent.scan: step {step}, run a second time, {what}, other than the first time. It depends on something "
     "that changed since (a flag, a counter outside of the step's reach); keep that fixed or hand it through the state."
 )
-
-
-class _Moment:
-    """A state that is held: tensors without a graph, random streams, and how to put it all back."""
-
-    __slots__ = ("random", "streams", "template", "tensors", "versions")
-
-    def __init__(self, tensors: list[torch.Tensor], template: Any) -> None:
-        self.tensors = tensors
-        self.template = template
-        self.versions = [version_of(t) for t in tensors]
-        self.random: RandomState | None = None
-        self.streams: StreamState | None = None
-
-    def nest(self, step: int) -> Any:
-        """Returns (state, carried values); raises if a tensor was changed in place since."""
-        for tensor, version in zip(self.tensors, self.versions, strict=True):
-            if version_of(tensor) != version:
-                raise ReplayError(
-                    f"recoup.recurrent.scan: a state tensor {list(tensor.shape)} of step {step} was changed in place, "
-                    "so the steps after it cannot be run again. Bind a new tensor instead (`h = h + ...`), or clone "
-                    "the state on entry of the step.",
-                    code="E203",
-                )
-        return rebuild(self.template, self.tensors)
 
 
 class Loop:
@@ -95,7 +71,7 @@ class Loop:
         self._derives = derives
         self._state = state
         self._at = 0
-        self._held: dict[int, _Moment] = {}
+        self._held: dict[int, Moment] = {}
         self._tapes: list[Tape] = []
         self._actions: Iterator[Action] = iter(())
         self._schedule: Schedule | None = None
@@ -304,14 +280,14 @@ class Loop:
 
     # -- states -------------------------------------------------------------------------------------------------
 
-    def _moment(self) -> _Moment:
+    def _moment(self) -> Moment:
         """Returns the state at hand, to be held."""
         values = self._carried.read()
         for i, in_place in enumerate(self._carried.in_place):
             if in_place and isinstance(values[i], torch.Tensor):
                 values[i] = values[i].detach().clone()
         tensors, template = flatten((self._state, values))
-        moment = _Moment([t.detach() for t in tensors], template)
+        moment = Moment([t.detach() for t in tensors], template)
         if self._is_random:
             moment.random = RandomState(tensors)
             moment.streams = StreamState(self._reached.streams) if self._reached.streams else None
@@ -363,7 +339,7 @@ class Loop:
         self._is_probing = False
         self.start, template = flatten(self._first)
         self._first = None, []
-        first = _Moment([t.detach() for t in self.start], template)
+        first = Moment([t.detach() for t in self.start], template)
         first.random, first.streams = self._first_random, self._first_streams
         self._held[0] = first
         self._first_random.settle()
@@ -389,7 +365,7 @@ class Loop:
             tape.states += more
             flags = self._flags[step + 1]
             flags += [t.requires_grad for t in tensors[len(flags) :]]
-            after = _Moment([t.detach() for t in tensors], template)
+            after = Moment([t.detach() for t in tensors], template)
             after.random, after.streams = tape.after.random, tape.after.streams
             tape.after = after
 
@@ -609,12 +585,3 @@ def _more(nest: tuple[Any, list[Any]], values: list[Any]) -> list[torch.Tensor]:
     state, carried = nest
     before = len(flatten(nest)[0])
     return [t.detach() for t in flatten((state, carried + values))[0][before:]]
-
-
-def checked(result: Any) -> tuple[Any, Any]:
-    """Returns what a step returned if it is a pair; raises UsageError."""
-    if not isinstance(result, tuple) or len(result) != 2:
-        raise UsageError(
-            f"recoup.recurrent.scan: `step(state, x)` must return a pair `(state, y)`; got {type(result).__name__}."
-        )
-    return result

@@ -13,8 +13,8 @@ from recoup import _compat
 from recoup.engine.lineage import current_recorder
 from recoup.errors import UsageError
 from recoup.recurrent.choose import StepBytes, schedule_in_bytes
-from recoup.recurrent.leaves import flatten, is_differentiable, rebuild
-from recoup.recurrent.loop import Loop, checked
+from recoup.recurrent.leaves import checked, flatten, is_differentiable, rebuild
+from recoup.recurrent.loop import Loop
 from recoup.recurrent.meter import StepMeter
 from recoup.recurrent.outputs import MODES, Mode, Outputs
 from recoup.recurrent.schedules.actions import Schedule
