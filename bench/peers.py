@@ -37,7 +37,7 @@ from recoup.evidence.gradients import StepResult
 from recoup.evidence.verify import StepBench
 from recoup.ir.plan import Plan
 
-BUDGETS = ("85%", "70%", "50%", "floor")  # recoup alone, to fill in its curve
+BUDGETS = ("85%", "70%", "60%", "50%", "45%", "40%", "35%", "30%", "25%", "floor")  # recoup alone, to fill in its curve
 _REPAIRS = 4
 _REPAIR_MARGIN = 500  # a plan over its budget is made again for as much less and this part of the budget
 Row = dict[str, Any]

@@ -147,7 +147,7 @@ def summary(rows: Sequence[Row]) -> list[str]:
     if not both:
         return []
     wobble = noise(rows)
-    times = [ours.time / best.time for best, ours in both]
+    times = [r for best, ours in both if not math.isnan(r := ours.time / best.time)]
     slower = [f"{b.workload}, {b.method} ({o.time / b.time:.2f})" for b, o in both if o.time / b.time > 1 + wobble]
     same = at_equal_time(rows)
     inexact = sum(not p.exact for p in points(rows) if p.is_ours)

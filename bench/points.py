@@ -81,7 +81,7 @@ def cells(rows: Sequence[Row]) -> list[Cell]:
             for r in rows
             if is_peer(r) and r["workload"] == row["workload"] and r["peak_bytes"] <= row["peak_bytes"]
         ]
-        best = min(fitting, key=lambda p: p.time)
+        best = min(fitting, key=lambda p: (math.isnan(p.time), p.time))
         ours = point(row, ours=True) if has_plan(row) else None
         found[row["workload"], row["peak_bytes"]] = Cell(best=best, ours=ours)
     return list(found.values())
@@ -96,7 +96,7 @@ def at_equal_time(rows: Sequence[Row]) -> list[float]:
     """Returns, for each peer's time, recoup's fewest bytes within 3 % of it over the fewest of any peer."""
     found = []
     for name in names(rows):
-        here = points(r for r in rows if r["workload"] == name)
+        here = [p for p in points(r for r in rows if r["workload"] == name) if not math.isnan(p.time)]
         for peer in (p for p in here if not p.is_ours):
             fewest = min(p.bytes for p in here if not p.is_ours and p.time <= peer.time)
             mine = min([1.0, *(p.bytes for p in here if p.is_ours and p.time <= NEARLY_FREE * peer.time)])

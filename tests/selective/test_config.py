@@ -84,7 +84,7 @@ MODELS: list[tuple[Callable[[nn.Module], Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("act", "message"), [m for m in MODELS if m[1]], ids=lambda v: str(v)[:40])
+@pytest.mark.parametrize(("act", "message"), [m for m in MODELS if m[1]], ids=[m[1] for m in MODELS if m[1]])
 def test_a_refused_request_leaves_the_model_as_it_was(act: Callable[[nn.Module], Any], message: str) -> None:
     model, batch, _ = make("stack")
     before = step(model, batch)

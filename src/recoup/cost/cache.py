@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-_VERSION = 4
+_VERSION = 5
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +22,7 @@ class Measurement:
     """What one op took when run alone.
 
     Attributes:
-        seconds, spread_seconds: median of its runs, and their median absolute deviation.
+        seconds, spread_seconds: the least of its runs, and how far their median lies above it.
         workspace_bytes: what it holds while it runs and gives back before it returns.
         extra_output_bytes: what its outputs hold beyond what they show.
     """

@@ -3,9 +3,10 @@
 An op's workspace is what the allocator handed out during the op at its highest, above what remains of it: oneDNN's and
 cuDNN's convolution buffers, packed weights, reduction scratch. Its peak when run alone is its outputs plus that.
 
-Time is the median of a few runs in this process, outputs allocated inside. With glibc, blocks over the mmap threshold
-(up to 32 MiB, it adapts) go back to the system and are faulted in again by each run, and so they are in training;
-under an allocator that keeps its memory they are not, and both are quicker.
+Time is the least of a few runs in this process, outputs allocated inside: what else the machine does only adds to it,
+and would be counted several times over on a busy one. On one CPU thread it is processor time. With glibc, blocks over
+the mmap threshold (up to 32 MiB, it adapts) go back to the system and are faulted in again by each run, and so they
+are in training; under an allocator that keeps its memory they are not, and both are quicker.
 """
 
 from __future__ import annotations
@@ -125,22 +126,24 @@ class _CudaMeter:
 
 
 def time_call(call: Callable[[], Any], device: torch.device, *, limit_seconds: float) -> tuple[float, float]:
-    """Returns (median seconds, median absolute deviation) of 2 to 9 runs that together stay near `limit_seconds`.
+    """Returns (least seconds, how far the median lies above) of 3 to 9 runs that together stay near `limit_seconds`.
 
     One run has to be enough where it takes eight times the limit. The caller has run it once, to warm up.
     """
+    one_thread = device.type == "cpu" and torch.get_num_threads() == 1
+    clock = time.process_time if one_thread else time.perf_counter
     times: list[float] = []
     began = time.perf_counter()
-    while len(times) < 2 or (len(times) < 9 and time.perf_counter() - began < limit_seconds):
+    while len(times) < 3 or (len(times) < 9 and time.perf_counter() - began < limit_seconds):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        start = time.perf_counter()
+        start = clock()
         out = call()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - start)
+        times.append(clock() - start)
         del out
         if time.perf_counter() - began > 8 * limit_seconds:
             break
-    median = statistics.median(times)
-    return median, statistics.median(abs(seconds - median) for seconds in times)
+    least = min(times)
+    return least, statistics.median(times) - least
