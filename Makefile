@@ -3,6 +3,8 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 STAMP := .venv/.ready
 PEERS := .venv/.peers
+# Two processes share the tests out, one thread each.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 # A GPT-2 whose unplanned step takes about 0.9 GiB, into 60 % of that.
 DEMO := "hf:gpt2?n_layer=6,n_embd=384,n_head=6,vocab_size=16384" --batch 4 --seq 512 --budget 60%
 
@@ -31,10 +33,10 @@ demo: $(STAMP)
 	$(BIN)/recoup fit $(DEMO)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 test-quick: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow"
+	$(PYTEST) -m "not slow"
 
 check: $(STAMP)
 	$(BIN)/ruff check

@@ -1,6 +1,6 @@
 """Side by side: what people do by hand or by other tools, and recoup at the very same bytes, on one meter.
 
-    python -m bench.peers [workload ...] [--method NAME ...] [--again | --retime] [--out bench/results]
+    python -m bench.peers [workload ...] [--method NAME ...] [--again | --replan | --retime] [--out bench/results]
 
 Each method's step is metered (allocator events, weights and batch included), its FLOPs counted, its gradients compared
 with plain's, and it is timed beside plain (CPU time, interleaved, medians of ratios). Then recoup is given the method's
@@ -110,6 +110,17 @@ class Session:
         self.time(row, enter)
         return row
 
+    def replan(self, row: Row) -> None:
+        """Has recoup plan again for the bytes of a row that is there, and times both anew."""
+        if row["method"] != "plain" and "why_not" not in row:
+            try:
+                row["recoup"] = self.planned(row.get("peak_bytes", row["method"]))
+            except Exception as error:  # as in `measure`
+                self.bench.restore()
+                row["recoup"] = {"why_not": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
+        if "why_not" not in row:
+            self.time(row)
+
     def planned(self, budget: int | str) -> Row:
         """Returns recoup's plan for a budget in bytes, measured; made again for less while it measures above."""
         begun = time.perf_counter()
@@ -215,6 +226,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="without what has to be compiled or solved by a MILP")
     parser.add_argument("--again", action="store_true", help="measure rows that are there already")
     parser.add_argument("--same-plan", action="store_true", help="with --again: with the plans that are in the file")
+    parser.add_argument("--replan", action="store_true", help="plan again for the rows that are there, and time them")
     parser.add_argument("--retime", action="store_true", help="only time the rows that are there, with their plans")
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds of steps that a row is timed over")
     parser.add_argument("--report", action="store_true", help="only write page and pictures from the file")
@@ -256,7 +268,7 @@ def main() -> None:
         if arguments.quick:
             wanted = [m for m in wanted if "compiled" not in m and "auto-SAC" not in m]
         known = {r["method"]: r for r in rows if r["workload"] == name}
-        if arguments.retime:
+        if arguments.retime or arguments.replan:
             wanted = [m for m in wanted if m in known]
         elif not arguments.again:
             wanted = [m for m in wanted if m not in known]
@@ -266,7 +278,10 @@ def main() -> None:
         begun = time.perf_counter()
         session = Session(name, arguments.rounds)
         for method in wanted:
-            if arguments.retime:
+            if arguments.replan:
+                row = known[method]
+                session.replan(row)
+            elif arguments.retime:
                 row = known[method]
                 if "why_not" not in row:
                     session.time(row)

@@ -85,14 +85,26 @@ def inside_transform() -> bool:
     return bool(torch.autograd.forward_ad._current_level >= 0)
 
 
-@contextlib.contextmanager
-def below_autocast_and_autograd() -> Iterator[None]:
-    """Runs aten ops as they ran when they were recorded: no autocast, no graph (torch 2.13).
+class below_autocast_and_autograd:
+    """Context manager: aten ops run as they ran when they were recorded: no autocast, no graph (torch 2.13).
 
+    A class, not a generator: it is entered once for each rederived tensor.
     Freed by: a public guard that excludes the autocast dispatch keys for every device.
     """
-    with torch.no_grad(), torch._C._DisableAutocast():  # type: ignore[attr-defined]
-        yield
+
+    __slots__ = ("_guard", "_had_grad")
+
+    def __enter__(self) -> None:
+        self._had_grad = torch.is_grad_enabled()
+        if self._had_grad:
+            torch._C._set_grad_enabled(False)
+        self._guard = torch._C._DisableAutocast()  # type: ignore[attr-defined]
+        self._guard.__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *exc: Any) -> None:
+        self._guard.__exit__(*exc)
+        if self._had_grad:
+            torch._C._set_grad_enabled(True)
 
 
 @contextlib.contextmanager

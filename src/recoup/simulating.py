@@ -17,7 +17,7 @@ from recoup.engine.state import statistics_buffers
 from recoup.ir.plan import Decision
 from recoup.ir.trace import Trace
 from recoup.labels import group_labels
-from recoup.solve.build import REGION_OVERHEAD_SECONDS
+from recoup.solve.build import REBUILD_OVERHEAD_SECONDS, RECORD_OVERHEAD_SECONDS, REGION_OVERHEAD_SECONDS
 
 EVERYWHERE = (Decision(path="", action="rederive"),)
 
@@ -115,7 +115,7 @@ class Simulator:
         return Candidate(
             decisions=chosen,
             peak_bytes=peak_bytes + self.fixed_bytes,
-            step_seconds=seconds + self._optimizer[1] + priced.copy_seconds + self._host_seconds(chosen),
+            step_seconds=seconds + self._optimizer[1] + priced.copy_seconds + self._host_seconds(chosen, trace),
             recomputed_flops=sum(trace.signatures[o.signature].flops for o in trace.ops if o.replayed),
             saved_bytes=sum(
                 s.nbytes for s in trace.storages if s.category == "saved" and s.alloc_op < forward_end <= s.free_op
@@ -125,12 +125,16 @@ class Simulator:
             offloaded_bytes=sum(c.nbytes for c in trace.copies if c.kind == "out"),
         )
 
-    def _host_seconds(self, chosen: Sequence[Decision]) -> float:
-        """Returns what the bookkeeping of the regions takes; the solver charges the same."""
+    def _host_seconds(self, chosen: Sequence[Decision], trace: Trace) -> float:
+        """Returns what the bookkeeping of a plan takes; the solver charges the same, but for the recording of ops."""
         num_calls = 0
         for decision in chosen:
             if decision.action == "recompute":
                 repeats = 1 if decision.call is not None else self.num_calls.get(decision.path, 1)
                 repeats = min(repeats, decision.calls or repeats)
                 num_calls += repeats * (1 + len(decision.span))
-        return num_calls * REGION_OVERHEAD_SECONDS
+        seconds = num_calls * REGION_OVERHEAD_SECONDS
+        if trace.device == "cpu" and any("rederive" in (d.action, d.inside) for d in chosen):
+            num_recorded = sum(1 for o in trace.ops if o.phase in ("forward", "loss"))
+            seconds += num_recorded * RECORD_OVERHEAD_SECONDS + trace.num_rederived * REBUILD_OVERHEAD_SECONDS
+        return seconds

@@ -108,7 +108,7 @@ def test_large_problems_are_fast(name: str, problem: Problem, limit_seconds: flo
     solution = solver.solve((low + high) // 2)
     taken = time.process_time() - start
     assert solution.status == "optimal"
-    assert taken < 2 * limit_seconds, f"{name}: {taken:.2f} s"
+    assert taken < 3 * limit_seconds, f"{name}: {taken:.2f} s"
 
 
 def test_a_thousand_layers() -> None:

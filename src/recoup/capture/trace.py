@@ -75,6 +75,7 @@ def build_trace(
             for r in tracker.storages
         ),
         rederive_links=tuple((op, tuple(sources)) for op, sources in tracker.rederive_links),
+        num_rederived=tracker.num_rederived,
         copies=tuple(tracker.copies),
         calls=tuple(
             _call(call, tracker, stop, writes_by_storage, buffer_writes, buffer_names)

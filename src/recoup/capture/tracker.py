@@ -95,6 +95,7 @@ class Tracker(_compat.dispatch_mode_class()):  # type: ignore[misc]
         self.random_ops: list[int] = []
         self.save_ops: list[tuple[int, int]] = []
         self.rederive_links: list[tuple[int, list[int]]] = []
+        self.num_rederived = 0
         self.copies: list[Copy] = []
         self.recording = True
         self._island = island
@@ -176,6 +177,7 @@ class Tracker(_compat.dispatch_mode_class()):  # type: ignore[misc]
 
     def rederived(self, tensor: torch.Tensor, sources: list[torch.Tensor]) -> None:
         """Notes that a saved tensor will be rebuilt from `sources`, for the call and op that save it now."""
+        self.num_rederived += 1
         if self.phase in ("forward", "loss"):
             found = [i for i in map(self.find, sources) if i is not None]
             self.rederive_links.append((self._packing_op(tensor), found))

@@ -56,13 +56,15 @@ def is_recomputing() -> bool:
     return _activity.recomputing > 0
 
 
-@contextlib.contextmanager
-def recomputing() -> Iterator[None]:
-    """Marks everything inside as a second run."""
-    _activity.recomputing += 1
-    try:
-        yield
-    finally:
+class recomputing:
+    """Context manager that marks everything inside as a second run; a class, as it is entered once a rebuilt tensor."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        _activity.recomputing += 1
+
+    def __exit__(self, *exc: Any) -> None:
         _activity.recomputing -= 1
 
 

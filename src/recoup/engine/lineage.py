@@ -91,16 +91,18 @@ class Made:
 
     `args` and `kwargs` are the op's own with tensors replaced by `Read`s. `traffic_bytes`: bytes read and written.
     `outputs`: the values of all its results, where there are several. `side_results`: what
-    keeps all but the first of them, if that helps to rebuild the first (`shortcuts.py`).
+    keeps all but the first of them, if that helps to rebuild the first (`shortcuts.py`). `is_flat`: reads are among
+    `args` themselves, none in a list or in `kwargs`.
     """
 
-    __slots__ = ("args", "function", "kwargs", "outputs", "reads", "side_results", "traffic_bytes")
+    __slots__ = ("args", "function", "is_flat", "kwargs", "outputs", "reads", "side_results", "traffic_bytes")
 
     def __init__(self, function: Any, args: Any, kwargs: Any, reads: list[Read], traffic_bytes: int) -> None:
         self.function = function
         self.args = args
         self.kwargs = kwargs
         self.reads = reads
+        self.is_flat = not kwargs and sum(type(a) is Read for a in args) == len(reads)
         self.traffic_bytes = traffic_bytes
         self.outputs: tuple[weakref.ref[Value], ...] = ()
         self.side_results: tuple[weakref.ref[Any], ...] = ()

@@ -147,7 +147,9 @@ class Rederived:
             size, _, _, dtype = self.geometry
             raise RuntimeError(_CHANGED.format(tensor=f"{dtype} {list(size)}", versions="overwritten since"))
         with _compat.below_autocast_and_autograd(), activity.recomputing(), _paused():
-            tensor = _Rebuild(self.value, self.turn).contents(self.value)
+            tensor = _one_op(self.value)
+            if tensor is None:
+                tensor = _Rebuild(self.value, self.turn).contents(self.value)
             self._let_go()
             activity.count_rederived()
             self.value.cache = tensor if _wanted_soon(self.value, self.turn) else None
@@ -171,17 +173,19 @@ class Rederived:
             self.value.cache = None
 
 
-@contextlib.contextmanager
-def _paused() -> Iterator[None]:
-    recorder = current_recorder()
-    if recorder is None:
-        yield
-        return
-    recorder.paused += 1
-    try:
-        yield
-    finally:
-        recorder.paused -= 1
+class _paused:
+    """Context manager: the recorder of this thread, if one is on, records nothing."""
+
+    __slots__ = ("_recorder",)
+
+    def __enter__(self) -> None:
+        self._recorder = current_recorder()
+        if self._recorder is not None:
+            self._recorder.paused += 1
+
+    def __exit__(self, *exc: object) -> None:
+        if self._recorder is not None:
+            self._recorder.paused -= 1
 
 
 def _check_version(tensor: torch.Tensor, version: int) -> None:
@@ -205,6 +209,36 @@ def _wanted_soon(value: Value, turn: int) -> bool:
     A skip that a decoder rebuilt is wanted by the encoder too, but much later; holding it would undo the saving.
     """
     return any(turn - other <= SOON for other in value.waiting)
+
+
+def _one_op(value: Value) -> torch.Tensor | None:
+    """Returns the contents by running the op that made them, if all it reads is at hand; else None.
+
+    What `_Rebuild` does for longer chains, without its bookkeeping: most chains are one op.
+    """
+    if value.cache is not None:
+        return value.cache
+    made = value.made
+    if made is None or value.base is None or not made.is_flat or made.outputs or value.alive() is not None:
+        return None
+    args = []
+    for item in made.args:
+        if type(item) is Read:
+            source = item.value
+            if source.constant is not None:
+                _check_version(source.constant, source.constant_version)
+                tensor = source.constant.detach()
+            elif source.cache is not None:
+                tensor = source.cache
+            else:
+                kept = source.alive()
+                if kept is None:
+                    return None
+                tensor = kept.contents().detach()
+            item = _lay(tensor, item.geometry)
+        args.append(item)
+    out = made.function(*args)
+    return _fitted(out[value.output] if isinstance(out, (tuple, list)) else out, value.base)
 
 
 class _Rebuild:

@@ -145,6 +145,7 @@ class Trace:
         device: what the step was captured for.
         fingerprint: of the model's structure; a plan is refused on a model with another one.
         rederive_links: (op, storages): the op saves a tensor that will be rebuilt from what these storages keep.
+        num_rederived: saved tensors that will be rebuilt, those of replays included.
         copies: what offload moves, in order.
     """
 
@@ -160,6 +161,7 @@ class Trace:
     storages: tuple[Storage, ...]
     calls: tuple[Call, ...]
     rederive_links: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    num_rederived: int = 0
     copies: tuple[Copy, ...] = ()
 
     def levels(self, workspace_bytes: tuple[int, ...] | None = None) -> list[int]:

@@ -22,6 +22,10 @@ from recoup.solve.problem import Block, Leaf, Option, Problem, Region
 _Array = npt.NDArray[np.int64]
 _FEMTO = 1e15
 REGION_OVERHEAD_SECONDS = 150e-6  # host time of one region's bookkeeping, measured on a CPU
+# Host time of one rederived tensor besides its ops, and of recording one forward op and what it saves: in CPU steps of
+# tenths of a second, whose kernels drive the interpreter's data out of the cache. They hide behind a GPU's work.
+REBUILD_OVERHEAD_SECONDS = 120e-6
+RECORD_OVERHEAD_SECONDS = 25e-6
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,6 +211,9 @@ def _measure(priced: PricedTrace, segments: Sequence[_Segment]) -> _Numbers:
                 flops[at] += trace.signatures[op.signature].flops
         else:
             forward[at] = max(forward[at], levels[i] - fixed - saved_before[at])
+    if num and trace.device == "cpu":
+        for i, _sources in trace.rederive_links:
+            seconds[segment_of_op[min(i, num_forward - 1)]] += REBUILD_OVERHEAD_SECONDS
     return _Numbers(
         fixed_bytes=fixed,
         saved=saved,
