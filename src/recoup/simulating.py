@@ -17,7 +17,13 @@ from recoup.engine.state import statistics_buffers
 from recoup.ir.plan import Decision
 from recoup.ir.trace import Trace
 from recoup.labels import group_labels
-from recoup.solve.build import REBUILD_OVERHEAD_SECONDS, RECORD_OVERHEAD_SECONDS, REGION_OVERHEAD_SECONDS
+from recoup.solve.build import (
+    KEEP_OVERHEAD_SECONDS,
+    REBUILD_OVERHEAD_SECONDS,
+    RECORD_OVERHEAD_SECONDS,
+    REGION_OVERHEAD_SECONDS,
+    REPLAY_OVERHEAD_SECONDS,
+)
 
 EVERYWHERE = (Decision(path="", action="rederive"),)
 
@@ -134,7 +140,17 @@ class Simulator:
                 repeats = min(repeats, decision.calls or repeats)
                 num_calls += repeats * (1 + len(decision.span))
         seconds = num_calls * REGION_OVERHEAD_SECONDS
-        if trace.device == "cpu" and any("rederive" in (d.action, d.inside) for d in chosen):
-            num_recorded = sum(1 for o in trace.ops if o.phase in ("forward", "loss"))
-            seconds += num_recorded * RECORD_OVERHEAD_SECONDS + trace.num_rederived * REBUILD_OVERHEAD_SECONDS
+        if trace.device != "cpu":
+            return seconds
+        is_view = [s.is_view for s in trace.signatures]
+        num_replayed = sum(1 for o in trace.ops if o.replayed and not is_view[o.signature])
+        seconds += num_replayed * REPLAY_OVERHEAD_SECONDS + trace.num_rederived * REBUILD_OVERHEAD_SECONDS
+        if any("rederive" in (d.action, d.inside) for d in chosen):
+            seconds += sum(1 for o in trace.ops if o.phase in ("forward", "loss")) * RECORD_OVERHEAD_SECONDS
+        keeping = {path for d in chosen if d.keep for path in (d.path, *d.span)}
+        is_view = [s.is_view for s in self.trace.signatures]
+        for call in self.trace.calls:
+            if call.path in keeping:
+                ops = self.trace.ops[call.first_op : call.last_op]
+                seconds += sum(1 for o in ops if not is_view[o.signature]) * KEEP_OVERHEAD_SECONDS
         return seconds

@@ -21,11 +21,15 @@ from recoup.solve.problem import Block, Leaf, Option, Problem, Region
 
 _Array = npt.NDArray[np.int64]
 _FEMTO = 1e15
-REGION_OVERHEAD_SECONDS = 150e-6  # host time of one region's bookkeeping, measured on a CPU
-# Host time of one rederived tensor besides its ops, and of recording one forward op and what it saves: in CPU steps of
-# tenths of a second, whose kernels drive the interpreter's data out of the cache. They hide behind a GPU's work.
-REBUILD_OVERHEAD_SECONDS = 120e-6
+# Host time besides the kernels': of a region's bookkeeping; of an op that runs again (its module's call, its graph, the
+# check of what it saves); of a rederived tensor; of a forward op that is recorded for one, or watched in a region that
+# keeps results. For CPU steps of tenths of a second, whose kernels drive the interpreter's data out of the cache; all
+# but the first hide behind a GPU's work.
+REGION_OVERHEAD_SECONDS = 150e-6
+REPLAY_OVERHEAD_SECONDS = 60e-6
+REBUILD_OVERHEAD_SECONDS = 60e-6
 RECORD_OVERHEAD_SECONDS = 25e-6
+KEEP_OVERHEAD_SECONDS = 60e-6
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,6 +203,7 @@ def _measure(priced: PricedTrace, segments: Sequence[_Segment]) -> _Numbers:
     backward = saved.copy()
     seconds = [0.0] * num
     flops = [0] * num
+    on_host = trace.device == "cpu"
     for i, op in enumerate(trace.ops):
         at = int(segment_of_op[i])
         if at < 0:
@@ -208,10 +213,12 @@ def _measure(priced: PricedTrace, segments: Sequence[_Segment]) -> _Numbers:
             backward[at] = max(backward[at], above)
             if op.replayed:
                 seconds[at] += priced.op_seconds[i]
+                if on_host and not trace.signatures[op.signature].is_view:
+                    seconds[at] += REPLAY_OVERHEAD_SECONDS
                 flops[at] += trace.signatures[op.signature].flops
         else:
             forward[at] = max(forward[at], levels[i] - fixed - saved_before[at])
-    if num and trace.device == "cpu":
+    if num and on_host:
         for i, _sources in trace.rederive_links:
             seconds[segment_of_op[min(i, num_forward - 1)]] += REBUILD_OVERHEAD_SECONDS
     return _Numbers(
@@ -300,6 +307,8 @@ class _Lookup:
         # Whole femtoseconds: equal layers get equal sums wherever they lie, which the solver's sharing lives on.
         whole = np.rint(np.asarray(priced.op_seconds) * _FEMTO).astype(np.int64)
         self._sums = np.concatenate([[0], np.cumsum(whole)])
+        ran = [trace.device == "cpu" and not trace.signatures[o.signature].is_view for o in trace.ops]
+        self._num_ran = np.concatenate([[0], np.cumsum(np.asarray(ran, dtype=np.int64))])
         self.flops = np.concatenate([[0], np.cumsum(np.asarray(flops, dtype=np.int64))])
         made = [s for s in trace.storages if s.alloc_op >= 0 and s.nbytes and s.released_op < s.free_op]
         made.sort(key=lambda s: s.alloc_op)
@@ -311,6 +320,14 @@ class _Lookup:
     def seconds(self, first: int, last: int) -> float:
         """Returns how long ops [first, last) take."""
         return float(self._sums[last] - self._sums[first]) / _FEMTO
+
+    def replay_seconds(self, first: int, last: int) -> float:
+        """Returns how long ops [first, last) take when they run again."""
+        return self.seconds(first, last) + int(self._num_ran[last] - self._num_ran[first]) * REPLAY_OVERHEAD_SECONDS
+
+    def keep_seconds(self, first: int, last: int) -> float:
+        """Returns what it takes to watch ops [first, last) for results to keep."""
+        return int(self._num_ran[last] - self._num_ran[first]) * KEEP_OVERHEAD_SECONDS
 
     def let_go(self, first: int, last: int) -> _Array:
         """Returns for each op of [first, last) the bytes made in that range that only autograd still holds."""
@@ -332,7 +349,7 @@ def _region(lookup: _Lookup, numbers: _Numbers, index: int, free: set[int], hold
     for i in call.inputs:
         storage = trace.storages[i]
         if storage.alloc_op >= 0 and i in free:
-            rebuilding += lookup.seconds(storage.alloc_op, storage.alloc_op + 1)
+            rebuilding += lookup.replay_seconds(storage.alloc_op, storage.alloc_op + 1)
             continue
         if storage.alloc_op < 0 or _held_before(trace, call, holders.get(i, ())):
             continue
@@ -345,15 +362,15 @@ def _region(lookup: _Lookup, numbers: _Numbers, index: int, free: set[int], hold
         saved_bytes=pinned,
         forward_bytes=int(level.max()) - numbers.fixed_bytes - int(numbers.saved_before[at]),
         replay_bytes=-saved_inside,
-        seconds=lookup.seconds(first, stop) + rebuilding + REGION_OVERHEAD_SECONDS,
+        seconds=lookup.replay_seconds(first, stop) + rebuilding + REGION_OVERHEAD_SECONDS,
         flops=int(lookup.flops[stop] - lookup.flops[first]),
         entry_seconds=rebuilding,
-        tail_seconds=lookup.seconds(stop, last),
+        tail_seconds=lookup.replay_seconds(stop, last),
         tail_flops=int(lookup.flops[last] - lookup.flops[stop]),
         # Otherwise its replay would run nothing: what it saves is its own input.
         is_alone=not all(trace.signatures[o.signature].is_view for o in trace.ops[first:stop]),
         begins=not call.refusal,
-        keeps=keeps_of(trace, call, stop, lookup.seconds),
+        keeps=keeps_of(trace, call, stop, lookup.seconds, overhead_seconds=lookup.keep_seconds(first, last)),
     )
 
 

@@ -18,11 +18,14 @@ _MOST_LABELS = 3
 _WORTH_SHARE = 0.03  # of the call's time: what is less is not offered
 
 
-def keeps_of(trace: Trace, call: Call, stop: int, seconds: Callable[[int, int], float]) -> tuple[Keep, ...]:
+def keeps_of(
+    trace: Trace, call: Call, stop: int, seconds: Callable[[int, int], float], *, overhead_seconds: float = 0.0
+) -> tuple[Keep, ...]:
     """Returns the ways to keep results inside a region, each with one label more than the one before.
 
     Args:
         stop: the op its replay stops before. seconds: says how long ops [first, last) take.
+        overhead_seconds: what it takes to keep anything.
     """
     ops: dict[str, list[int]] = {}
     for i in range(call.first_op, stop):
@@ -46,7 +49,8 @@ def keeps_of(trace: Trace, call: Call, stop: int, seconds: Callable[[int, int], 
     found.sort(key=lambda keep: (-keep.seconds / keep.nbytes, keep.labels))
     ways: list[Keep] = []
     for keep in found[:_MOST_LABELS]:
-        before = ways[-1] if ways else Keep(labels=(), nbytes=0, saved_inside_bytes=0, seconds=0.0, flops=0)
+        none = Keep(labels=(), nbytes=0, saved_inside_bytes=0, seconds=-overhead_seconds, flops=0)
+        before = ways[-1] if ways else none
         ways.append(
             Keep(
                 labels=(*before.labels, *keep.labels),
