@@ -122,7 +122,7 @@ def test_fit_writes_a_page_of_what_was_measured(source: str, tmp_path: Path, cap
 
 def test_diff_and_export(source: str, tmp_path: Path, capsys) -> None:
     a, b, code = tmp_path / "a.json", tmp_path / "b.json", tmp_path / "code.py"
-    assert run(["plan", source, "--budget", "85%", "--quiet", "--out", str(a)]) == 0
+    assert run(["plan", source, "--budget", "85%", "--actions", "rederive", "--quiet", "--out", str(a)]) == 0
     assert run(["plan", source, "--budget", "85%", "--actions", "recompute", "--quiet", "--out", str(b)]) == 0
     capsys.readouterr()
     assert run(["diff", str(a), str(a)]) == 0
