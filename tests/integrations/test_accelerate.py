@@ -10,8 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from recoup.engine.handle import plain
+from recoup.engine import activity
+from recoup.engine.conflicts import refuse_conflicts
+from recoup.engine.handle import apply_decisions, find_patches, plain
 from recoup.errors import ConflictError
+from recoup.ir.plan import Decision
 from tests.models import make
 
 accelerate = pytest.importorskip("accelerate")
@@ -53,6 +56,55 @@ def test_plan_before_and_after_prepare(order: str, precision: str) -> None:
         assert torch.equal(a, b)
     with plain(model), torch.no_grad():
         assert torch.isfinite(model(**batch).loss)
+
+
+@pytest.fixture
+def prepared() -> Any:
+    """A bf16 accelerator, and a plan at the model itself that was in place before `prepare` wrapped its forward."""
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+    model, batch, _ = make("llama")
+    applied = apply_decisions(model, [Decision(path="", action="rederive"), Decision(path="model.norm", action="save")])
+    return accelerator, accelerator.prepare(model), batch, applied
+
+
+def _num_rederived(model: nn.Module, batch: Any) -> int:
+    before = activity.counters()[1]
+    model(**batch).loss.backward()
+    return activity.counters()[1] - before
+
+
+def test_a_plan_at_the_model_itself_runs_after_prepare(prepared: Any) -> None:
+    accelerator, model, batch, applied = prepared
+    assert [patch.settings.path for patch in find_patches(model)] == ["", "model.norm"]
+    assert _num_rederived(model, batch) > 10
+    unwrapped = accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+    assert _num_rederived(unwrapped, batch) > 10
+    applied.remove()
+    assert _num_rederived(unwrapped, batch) == 0
+    assert not find_patches(model)
+    refuse_conflicts(model)
+
+
+def test_a_prepared_model_is_copied_with_its_plan(prepared: Any) -> None:
+    _, model, batch, applied = prepared
+    twin = copy.deepcopy(model)
+    assert _num_rederived(twin, batch) > 10
+    assert all(p.grad is None for p in model.parameters())  # the copy ran, not the model it was copied from
+    root, inner = find_patches(twin)
+    assert root.module is twin
+    assert root.settings.state is inner.settings.state
+    applied.remove()
+    assert _num_rederived(model, batch) == 0
+    assert _num_rederived(twin, batch) > 10
+
+
+def test_a_copy_outlives_the_prepared_model(prepared: Any) -> None:
+    model, batch = prepared[1:3]
+    twin = copy.deepcopy(model)
+    for patched in find_patches(model):  # accelerate holds the model itself
+        patched._module = lambda: None  # type: ignore[assignment,return-value]
+    assert _num_rederived(twin, batch) > 10
 
 
 def test_the_plugins_checkpointing_is_refused() -> None:

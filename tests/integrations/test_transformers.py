@@ -22,6 +22,9 @@ from recoup.integrations import transformers as integration
 pytestmark = pytest.mark.filterwarnings("ignore:.*pin_memory.*", "ignore:.*use_cpu.*")
 
 
+_BATCH_BYTES = 2 * 4 * 48 * 8 + 4  # input_ids, labels and their number: there before the Trainer's step begins
+
+
 def _data() -> list[dict[str, torch.Tensor]]:
     ids = torch.randint(0, 64, (24, 48), generator=torch.Generator().manual_seed(0))
     return [{"input_ids": row, "labels": row} for row in ids]
@@ -50,18 +53,8 @@ def _train(model: nn.Module, args: TrainingArguments, *callbacks: Any, **how: An
     return [*losses, trainer.evaluate()["eval_loss"]]
 
 
-_BF16 = pytest.param(
-    {"bf16": True},
-    id="bf16",
-    marks=pytest.mark.xfail(
-        reason="some plans measure 1.3 % over under the Trainer's own step (21 KiB of 1.6 MiB), not found yet",
-        strict=False,
-    ),
-)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, _BF16, {"fp16": True}, {"gradient_accumulation_steps": 2}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"bf16": True}, {"fp16": True}, {"gradient_accumulation_steps": 2}], ids=str)
 def test_training_is_the_same_and_fits(tmp_path: Path, options: dict[str, Any]) -> None:
     model, _, _ = make("llama")
     twin = copy.deepcopy(model)
@@ -76,12 +69,27 @@ def test_training_is_the_same_and_fits(tmp_path: Path, options: dict[str, Any]) 
     watching = integration.RecoupCallback(fit.plan)
     assert _train(model, args, watching) == expected
     assert watching.meter.peak_bytes is not None
-    batch_bytes = 2 * 4 * 48 * 8  # input_ids and labels
-    assert watching.meter.peak_bytes + batch_bytes <= budget
+    assert watching.meter.peak_bytes + _BATCH_BYTES <= budget
+    if "gradient_accumulation_steps" not in options:  # a few scalars: the Trainer holds losses
+        assert abs(watching.meter.peak_bytes + _BATCH_BYTES - fit.plan.predicted.peak_bytes) <= 16
     assert "budget" in watching.report()
     for a, b in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(a, b)
     assert model.config.use_cache == twin.config.use_cache  # type: ignore[union-attr]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("budget", [1_560_000, 1_610_000, 1_660_000, 1_750_000])
+def test_the_planned_step_is_the_trainers(tmp_path: Path, budget: int) -> None:
+    model, _, _ = make("llama")
+    args = _arguments(tmp_path, bf16=True, max_steps=2)
+    assert model.config.use_cache  # type: ignore[union-attr]
+    fit = integration.fit(model, args, _data(), budget=budget)
+    assert model.config.use_cache  # type: ignore[union-attr]
+    watching = integration.RecoupCallback(fit.plan)
+    _train(model, args, watching)
+    assert watching.meter.peak_bytes is not None
+    assert watching.meter.peak_bytes + _BATCH_BYTES == fit.evidence.peak_bytes == fit.plan.predicted.peak_bytes
 
 
 @pytest.mark.slow

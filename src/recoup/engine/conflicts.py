@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from recoup.engine.handle import find_patches
-from recoup.engine.patch import PatchedForward
+from recoup.engine.patch import find_patch
 from recoup.errors import ConflictError
 
 
@@ -22,8 +22,8 @@ def refuse_conflicts(model: nn.Module, *, allow_ours: bool = False) -> None:
         )
     ours = [] if not allow_ours else [id(f) for f in find_patches(model)]
     for path, module in model.named_modules():
-        forward = module.__dict__.get("forward")
-        if isinstance(forward, PatchedForward) and id(forward) not in ours:
+        forward = find_patch(module)
+        if forward is not None and id(forward) not in ours:
             raise ConflictError(
                 f"`{path or type(model).__name__}` is already a region of recoup (`checkpoint_ops`, or a plan of "
                 "another model it is part of). Call `.remove()` on what applied it first."

@@ -17,7 +17,7 @@ from recoup.engine import rederive, regions, tile_apply
 from recoup.engine.elsewhere import Moves, Offloading
 from recoup.engine.lineage import current_recorder
 from recoup.engine.nest import iterate_tensors
-from recoup.engine.patch import PatchedForward, patch, unpatch
+from recoup.engine.patch import PatchedForward, find_patch, patch, unpatch
 from recoup.engine.state import statistics_buffers
 from recoup.engine.transport import Transport
 from recoup.errors import PlanMismatch
@@ -365,8 +365,8 @@ def caching_paths(modules: dict[str, nn.Module], regions_at: Sequence[str]) -> s
 
 def find_patches(model: nn.Module) -> list[PatchedForward]:
     """Returns the patched forwards of a plan that is in place on `model`."""
-    found = [m.__dict__.get("forward") for m in model.modules()]
-    return [f for f in found if isinstance(f, PatchedForward) and f.runner is _run]
+    found = map(find_patch, model.modules())
+    return [f for f in found if f is not None and f.runner is _run]
 
 
 @contextlib.contextmanager

@@ -8,6 +8,8 @@ weakly (no reference cycle: the model is freed by reference count) and follows t
 
 from __future__ import annotations
 
+import copy
+import inspect
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +19,7 @@ from torch import nn
 Runner = Callable[["PatchedForward", tuple[Any, ...], dict[str, Any]], Any]
 
 
-_FUNCTION_ATTRIBUTES = frozenset(["__code__", "__defaults__", "__func__", "__globals__", "__kwdefaults__", "__name__"])
+_FUNCTION_ATTRIBUTES = frozenset(["__code__", "__defaults__", "__globals__", "__kwdefaults__", "__name__"])
 
 
 class PatchedForward:
@@ -26,6 +28,7 @@ class PatchedForward:
     Attributes:
         settings: plain data for the runner; copied with the module.
         previous: an instance-level `forward` that was there before (accelerate's hooks put one), chained.
+        removed: it was taken back; who wrapped it in the meantime may still call it.
     """
 
     def __init__(self, module: nn.Module, runner: Runner, settings: Any, previous: Any = None) -> None:
@@ -33,6 +36,8 @@ class PatchedForward:
         self.runner = runner
         self.settings = settings
         self.previous = previous
+        self.removed = False
+        self._copies: weakref.WeakKeyDictionary[nn.Module, PatchedForward] = weakref.WeakKeyDictionary()
 
     @property
     def module(self) -> nn.Module:
@@ -50,7 +55,7 @@ class PatchedForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's forward the planned way."""
-        return self.runner(self, args, kwargs)
+        return self.original(*args, **kwargs) if self.removed else self.runner(self, args, kwargs)
 
     @property
     def __wrapped__(self) -> Any:
@@ -58,6 +63,41 @@ class PatchedForward:
             return self.previous
         module = self.module
         return type(module).forward.__get__(module)
+
+    @property
+    def __func__(self) -> Callable[..., Any]:
+        """This forward as a function of the module and its arguments.
+
+        accelerate wraps what it finds here and binds the result to the module again; the class's function would lose
+        the plan at this module. It has a signature and no `__wrapped__`: who unwraps stops here.
+        """
+
+        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return self.of(module)(*args, **kwargs)
+
+        forward.__signature__ = inspect.signature(type(self.module).forward)  # type: ignore[attr-defined]
+        forward._patched = self  # type: ignore[attr-defined]
+        return forward
+
+    def of(self, module: nn.Module) -> PatchedForward:
+        """Returns this for its own module; for a deep copy of that module one that shares the copy's state."""
+        own = self._module()
+        if module is own:
+            return self
+        found = self._copies.get(module)
+        if found is None:
+            memo: dict[int, Any] = {} if own is None else {id(own): module}
+            inside = (m.__dict__.get("forward") for m in module.modules())
+            states = (
+                f.settings.state for f in inside if isinstance(f, PatchedForward) and hasattr(f.settings, "state")
+            )
+            state = next(states, None)
+            if state is not None and hasattr(self.settings, "state"):
+                memo[id(self.settings.state)] = state
+            settings, previous = copy.deepcopy((self.settings, self.previous), memo)
+            found = self._copies[module] = PatchedForward(module, self.runner, settings, previous)
+            found.removed = self.removed
+        return found
 
     def __getattr__(self, name: str) -> Any:
         if name in _FUNCTION_ATTRIBUTES:  # torch.export and fx look at forward as at the method it stands for
@@ -68,8 +108,6 @@ class PatchedForward:
         module = memo.get(id(self.module))
         if module is None:  # copied apart from its module: stays with the one it has
             return self
-        import copy
-
         return PatchedForward(
             module, self.runner, copy.deepcopy(self.settings, memo), copy.deepcopy(self.previous, memo)
         )
@@ -85,11 +123,28 @@ def patch(module: nn.Module, runner: Runner, settings: Any) -> PatchedForward:
     return patched
 
 
+def find_patch(module: nn.Module) -> PatchedForward | None:
+    """Returns a module's patched forward, also if somebody (accelerate) has wrapped it since; None once removed."""
+    forward = module.__dict__.get("forward")
+    while forward is not None and not isinstance(forward, PatchedForward):
+        patched = getattr(forward, "_patched", None)
+        forward = patched.of(module) if patched is not None else getattr(forward, "__wrapped__", None)
+    return None if forward is None or forward.removed else forward
+
+
 def unpatch(patched: PatchedForward) -> None:
-    """Restores what was there before; only if `patched` is still the one in place."""
+    """Restores what was there before; a forward that somebody has wrapped since stays, and runs what was before."""
     module = patched.module
+    patched.removed = True
     if module.__dict__.get("forward") is patched:
         if patched.previous is None:
             del module.__dict__["forward"]
         else:
             module.__dict__["forward"] = patched.previous
+
+
+def repatch(patched: PatchedForward) -> None:
+    """Takes back what `unpatch` did."""
+    patched.removed = False
+    if find_patch(patched.module) is not patched:
+        patched.module.__dict__["forward"] = patched

@@ -30,7 +30,7 @@ from recoup.capture.step import Loss
 from recoup.engine.conflicts import refuse_conflicts
 from recoup.engine.handle import Settings, apply_decisions, find_patches
 from recoup.engine.nest import iterate_tensors
-from recoup.engine.patch import PatchedForward, unpatch
+from recoup.engine.patch import PatchedForward, repatch, unpatch
 from recoup.errors import InfeasibleBudget, UsageError
 from recoup.integrations.distributed import unwrap
 from recoup.integrations.watch import Guard
@@ -202,7 +202,7 @@ class ShapePlans:
             yield
         finally:
             for forward in forwards:
-                forward.module.__dict__["forward"] = forward
+                repatch(forward)
 
 
 def fit_shapes(

@@ -6,10 +6,12 @@ Trainer(model=model, args=args, train_dataset=train_dataset, callbacks=[RecoupCa
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import inspect
 import itertools
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -57,10 +59,11 @@ def fit(
         target = parse_bytes(budget) - held
         if target <= 0:
             raise UsageError(f"The budget is below the {format_bytes(held)} of gradients that accumulate.")
-    batch = sample_batch(train_dataset, args.per_device_train_batch_size, data_collator)
+    batch = _with_num_items(model, sample_batch(train_dataset, args.per_device_train_batch_size, data_collator))
     optimizer, _ = Trainer.get_optimizer_cls_and_kwargs(args, model)  # type: ignore[arg-type]
     model.train()
-    with autocast_forward(model, _autocast_dtype(model, args), finish=convert_to_fp32):
+    autocast = autocast_forward(model, _autocast_dtype(model, args), finish=convert_to_fp32)
+    with _trainers_cache(model, args), autocast:
         found = api.fit(model, batch, budget=target, optimizer=optimizer, timed=timed)
     if not held:
         return found
@@ -69,6 +72,35 @@ def fit(
         found.plan, budget_bytes=parse_bytes(budget), budget_text=str(budget), notes=(*found.plan.notes, note)
     )
     return dataclasses.replace(found, plan=plan)
+
+
+@contextlib.contextmanager
+def _trainers_cache(model: nn.Module, args: TrainingArguments) -> Iterator[None]:
+    """Has the model fill a key-value cache only if a Trainer with these arguments would: it sets the same flag.
+
+    A cache is more than its own bytes: under autocast its concatenation casts keys and values.
+    """
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(config, "use_cache"):
+        yield
+        return
+    before, config.use_cache = config.use_cache, args.use_cache
+    try:
+        yield
+    finally:
+        config.use_cache = before
+
+
+def _with_num_items(model: nn.Module, batch: Any) -> Any:
+    """Returns the batch with the number of labels that a Trainer hands to models which take it, to scale the loss."""
+    accepts = getattr(model, "accepts_loss_kwargs", None)
+    if accepts is None:
+        parameters = inspect.signature(model.forward).parameters.values()
+        accepts = any(parameter.kind == inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    if not accepts or not isinstance(labels, torch.Tensor):
+        return batch
+    return {**batch, "num_items_in_batch": labels.ne(-100).sum() / 1}
 
 
 def _autocast_dtype(model: nn.Module, args: TrainingArguments) -> torch.dtype | None:
