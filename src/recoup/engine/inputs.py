@@ -112,7 +112,8 @@ class Inputs:
         self._kwargs = _map(keep, kwargs)
         dummy = torch.empty((0,), requires_grad=True)
         with _deriving(offloads=offloads):  # whatever is decided around: what can be rebuilt need not be kept
-            self._saver = _SaveInputs.apply(dummy, *self.tensors).grad_fn  # type: ignore[no-untyped-call]
+            # The (empty) output, not its node: torch 2.11 forgets what a node saved when its output is gone.
+            self._saver = _SaveInputs.apply(dummy, *self.tensors)  # type: ignore[no-untyped-call]
         self._versions = [(weakref.ref(t), version_of(t)) for t in self.tensors]
 
     def forget(self) -> None:
@@ -142,7 +143,7 @@ class Inputs:
             previous: outputs of the step before.
         """
         try:
-            saved = self._saver.saved_tensors
+            saved = self._saver.grad_fn.saved_tensors
         except ReplayError:
             raise  # of a region around this one
         except RuntimeError as error:
