@@ -86,8 +86,9 @@ def test_groups_cost_what_they_multiply() -> None:
 def test_attention_as_torch_counts(key_heads: int) -> None:
     b, h, q, k, d = 2, 4, 8, 16, 8
     query, key, value = torch.rand(b, h, q, d), torch.rand(b, key_heads, k, d), torch.rand(b, key_heads, k, d)
-    expected = flop_registry[aten._scaled_dot_product_flash_attention](query, key, value, out_val=query)
-    backward = flop_registry[aten._scaled_dot_product_flash_attention_backward](query, query, key, value, out_val=query)
+    whole = [t.repeat_interleave(h // key_heads, dim=1) for t in (key, value)]  # torch 2.11 counts no grouped queries
+    expected = flop_registry[aten._scaled_dot_product_flash_attention](query, *whole, out_val=query)
+    backward = flop_registry[aten._scaled_dot_product_flash_attention_backward](query, query, *whole, out_val=query)
     if key_heads == h:
         func = aten._scaled_dot_product_flash_attention_for_cpu.default
         out, lse = func(query, key, value)

@@ -19,6 +19,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 
 import recoup
+from recoup.capture.capture import StepSpec
 from recoup.capture.fingerprint import fingerprint, structure_of
 from recoup.cost.model import FlopsCost
 from recoup.cost.sharded import ShardedCost
@@ -27,6 +28,7 @@ from recoup.errors import PlanMismatch
 from recoup.evidence.memory import measure_peak, storage_bytes
 from recoup.integrations import distributed
 from recoup.ir.plan import Decision, Plan, Prediction
+from recoup.simulating import Simulator
 
 WIDTH, DEPTH = 32, 3
 WRAPPERS = ("ddp", "ddp static_graph", "ddp find_unused", "fsdp1", "fsdp2")
@@ -221,16 +223,19 @@ def llama() -> tuple[nn.Module, dict[str, torch.Tensor]]:
 
 def fsdp_peaks(rank: int) -> dict[str, dict[str, int]]:
     """Returns for the plain step and for planned ones what a rank's plan says and what is measured and counted."""
-    cost = ShardedCost(FlopsCost(), world_size=2, gathers_by_copy=True)
+    late, prompt = (ShardedCost(FlopsCost(), world_size=2, copies=c) for c in ("late", "prompt"))  # type: ignore[arg-type]
+    actions = ("rederive", "recompute")
+    unit_bytes = sum(p.numel() * p.element_size() for p in llama()[0].model.layers[0].parameters())  # type: ignore[index, operator, union-attr]
     found = {}
     for budget in ("90%", "75%"):
         model, batch = llama()
         plan = None
         if rank == 0:
-            actions = ("rederive", "recompute")
-            plan = recoup.plan(model, batch, budget=budget, optimizer=torch.optim.AdamW, cost=cost, actions=actions)
+            plan = recoup.plan(model, batch, budget=budget, optimizer=torch.optim.AdamW, cost=late, actions=actions)
         plan = distributed.broadcast_plan(plan)
         predicted = plan.predicted
+        spec = StepSpec(model=model, batch=batch, optimizer=torch.optim.AdamW)
+        simulator = Simulator(spec, cost=prompt)
         for planned in (False, True):
             model, _ = llama()
             if planned:
@@ -244,7 +249,9 @@ def fsdp_peaks(rank: int) -> dict[str, dict[str, int]]:
             found[budget if planned else "plain"] = {
                 "budget": plan.budget_bytes if planned else predicted.plain_peak_bytes,
                 "predicted": predicted.peak_bytes if planned else predicted.plain_peak_bytes,
+                "prompt": simulator.simulate(plan.decisions if planned else ()).peak_bytes,
                 "measured": measured,
+                "unit": unit_bytes,
                 "stated": predicted.num_all_gathers,
                 "counted": counted,
             }

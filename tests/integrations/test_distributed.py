@@ -46,16 +46,14 @@ def test_collectives_and_plans_across_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_predicted_peak_of_a_rank_is_the_measured_one(tmp_path: Path) -> None:
+def test_the_predicted_peak_of_a_rank_is_never_exceeded(tmp_path: Path) -> None:
     found = _run("fsdp peaks", tmp_path)
     assert set(found) == {"plain", "90%", "75%"}
     for name, values in found.items():
-        # The leaner plan's peak is where a reduction may still be in flight: 12.3 to 13.1 MiB were seen for one plan.
-        tolerance = 0.1 if name == "75%" else 0.005
-        assert abs(values["predicted"] / values["measured"] - 1) < tolerance, (name, values)
+        # Gloo's thread may hold a copy for a while after the call that made it: between the two, mostly at the lower.
+        assert values["prompt"] * 0.999 < values["measured"] <= values["predicted"] <= values["budget"], (name, values)
+        assert values["predicted"] - values["prompt"] <= 2 * values["unit"], (name, values)
         assert values["stated"] == values["counted"] == num_all_gathers(4)
-        if name == "90%":
-            assert values["measured"] <= values["budget"]
 
 
 def test_one_process_needs_no_group() -> None:

@@ -12,13 +12,15 @@ prefetch, one group of ranks, one reduce-scatter buffer):
   its own), and the buffer of the reduce-scatter of the one before.
 
 It does not see the caching allocator's fragmentation, padding of parameters that do not divide evenly, mixed-precision
-policies, and (but for gloo's copies) what a collective allocates by itself.
+policies, and (but for gloo's copies) what a collective allocates by itself. Gloo copies what it sends; a thread of its
+own lets go of the copy, which may be after the call returned: the copies are counted until the next unit runs.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+from typing import Literal
 
 from recoup.cost.model import CostModel, PricedTrace
 from recoup.errors import UsageError
@@ -47,17 +49,19 @@ def num_all_gathers(num_units: int, *, reshard_after_forward: bool = True) -> in
 class ShardedCost:
     """Prices a trace as another cost model does, with the bytes of one rank out of `world_size`."""
 
-    def __init__(self, cost: CostModel, *, world_size: int, gathers_by_copy: bool = False) -> None:
+    def __init__(self, cost: CostModel, *, world_size: int, copies: Literal["none", "prompt", "late"] = "none") -> None:
         """Takes the cost model of one device.
 
         Args:
-            gathers_by_copy: an all-gather takes its result's size once more while it runs: gloo does, NCCL does not.
+            copies: whether a collective takes its result's size once more. "none": NCCL. "late": gloo, held until the
+                next unit runs, which nothing measured was above. "prompt": gloo, gone when the call returns, which
+                nothing measured was below.
         """
         if world_size < 1:
             raise UsageError(f"world_size must be at least 1; got {world_size}.")
         self.cost = cost
         self.world_size = world_size
-        self.gathers_by_copy = gathers_by_copy
+        self.copies = copies
 
     def price(self, trace: Trace) -> PricedTrace:
         """Returns the priced trace of one rank."""
@@ -93,7 +97,8 @@ class ShardedCost:
         """Returns for each op the bytes of whole parameters, whole gradients and buffers beside the rank's shards."""
         units = _Units(trace)
         gradients = _whole_gradients(trace, units, self.world_size)
-        copies = 1 if self.gathers_by_copy else 0
+        prompt = 0 if self.copies == "none" else 1  # copies of what is gathered or reduced at this op
+        late = 1 if self.copies == "late" else 0  # copies of what was before
         result = []
         before = (-1, len(units.nbytes))
         ahead: set[int] = set()  # units that a span's replay reached into: whole from there to their own backward
@@ -102,20 +107,21 @@ class ShardedCost:
             is_entry = (entered, running) != before
             before = entered, running
             if op.phase == "optimizer":
-                result.append(0)
+                result.append(late * units.root_nbytes)
             elif op.phase == "backward":
                 gathered = units.size(running - 1)
-                held = units.size(running) + units.size(running + 1)
-                held += max(gathered * (1 + (copies if is_entry else 0)), units.size(running) if is_entry else 0)
+                held = units.size(running) + units.size(running + 1) * (1 + late)
+                copied = prompt if is_entry else late
+                held += max(gathered * (1 + copied), units.size(running) * (1 + late) if is_entry else 0)
                 if op.replayed and 0 <= unit < running:
                     ahead.add(unit)
                 ahead = {other for other in ahead if other < running}
                 held += sum(map(units.size, ahead))
                 result.append(units.root_nbytes + held + gradients[i])
             else:
-                held = units.size(unit) + (units.size(entered) if op.phase == "forward" else 0)
+                held = units.size(unit) + (units.size(entered) * (1 + late) if op.phase == "forward" else 0)
                 if is_entry:  # the buffer of the one before is still there
-                    held = max(held, units.size(entered - 1) + units.size(entered) * (1 + copies))
+                    held = max(held, units.size(entered - 1) * (1 + late) + units.size(entered) * (1 + prompt))
                 result.append(units.root_nbytes + held)
         return result
 
