@@ -27,6 +27,8 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable . --group dev
 	# These ask for torchvision and torchaudio, whose wheels do not fit a CPU build of torch and which they can do without.
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps spikingjelly norse nirtorch
+	# Without its ops: nothing is compiled, here or when it runs on a CPU.
+	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps deepspeed hjson msgpack py-cpuinfo einops ninja
 	@touch $@
 
 demo: $(STAMP)

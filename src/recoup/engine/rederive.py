@@ -355,7 +355,10 @@ def _is_there(tensor: torch.Tensor) -> bool:
     """Whether the storage has its memory: FSDP takes a unit's parameters away when its forward ends.
 
     What is there when a tensor is saved is there when its unit runs backward: it belongs to the same unit, or stays.
+    Not so under ZeRO-3, which marks its parameters and gathers each for its own module only.
     """
+    if hasattr(tensor, "ds_id"):
+        return False
     return tensor.untyped_storage().nbytes() > 0 or tensor.numel() == 0
 
 
