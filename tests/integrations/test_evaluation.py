@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import Counter
 from typing import Any
@@ -14,7 +15,7 @@ import recoup
 from recoup.cost.model import FlopsCost
 from recoup.engine.handle import apply_decisions, plain
 from recoup.ir.plan import Decision
-from tests.models import make
+from tests.models import Stack, make
 
 
 class Ops(TorchDispatchMode):
@@ -64,6 +65,34 @@ def test_same_ops_and_results_as_plain(kind: str, budget: str) -> None:
                 assert found == expected  # every op, the key-value cache's too: `use_cache` is as the user left it
                 assert torch.equal(result, expected_result)
     assert model.config.use_cache is True  # type: ignore[union-attr]
+
+
+def test_a_patched_call_is_two_more_on_the_host() -> None:
+    model = Stack().eval()
+    x = torch.randn(2, 32)
+    num_calls = 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal num_calls
+        num_calls += event in ("call", "c_call")
+
+    def run() -> int:
+        nonlocal num_calls
+        num_calls = 0
+        with torch.no_grad():
+            model(x)
+            sys.setprofile(count)
+            try:
+                model(x)
+            finally:
+                sys.setprofile(None)
+        return num_calls
+
+    expected = run()
+    decisions = [Decision(path="", action="rederive")]
+    decisions += [Decision(path=f"layers.{i}", action="recompute", inside="rederive") for i in range(4)]
+    with apply_decisions(model, decisions):
+        assert run() <= expected + 2 * len(decisions)
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 Runner = Callable[["PatchedForward", tuple[Any, ...], dict[str, Any]], Any]
@@ -54,8 +55,13 @@ class PatchedForward:
         return type(module).forward(module, *args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module's forward the planned way."""
-        return self.original(*args, **kwargs) if self.removed else self.runner(self, args, kwargs)
+        """Runs the module's forward the planned way; without gradients what it was before, at once."""
+        if torch.is_grad_enabled() and not self.removed:
+            return self.runner(self, args, kwargs)
+        if self.previous is not None:
+            return self.previous(*args, **kwargs)
+        module = self._module()
+        return type(module).forward(module, *args, **kwargs)  # type: ignore[union-attr]  # generation's hot path
 
     @property
     def __wrapped__(self) -> Any:
