@@ -23,6 +23,8 @@ from recoup.capture.capture import StepSpec
 from recoup.capture.fingerprint import fingerprint, structure_of
 from recoup.cost.model import FlopsCost
 from recoup.cost.sharded import ShardedCost
+from recoup.engine import activity
+from recoup.engine.handle import apply_decisions
 from recoup.engine.nest import iterate_tensors
 from recoup.errors import PlanMismatch
 from recoup.evidence.memory import measure_peak, storage_bytes
@@ -208,12 +210,12 @@ def count_all_gathers(rank: int) -> dict[str, list[int]]:
     return found
 
 
-def llama() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+def llama(vocab_size: int = 512) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        num_hidden_layers=3, hidden_size=128, intermediate_size=384, num_attention_heads=4, vocab_size=512
+        num_hidden_layers=3, hidden_size=128, intermediate_size=384, num_attention_heads=4, vocab_size=vocab_size
     )
     model = LlamaForCausalLM(config).train()
     model.loss_type = "ForCausalLM"
@@ -280,6 +282,52 @@ def _sharded_step(model: nn.Module, batch: Any, optimizer: torch.optim.Optimizer
     return measured, sum(n for op, n in comm.get_comm_counts().items() if "allgather" in str(op))
 
 
+def tiled_head(rank: int) -> dict[str, dict[str, Any]]:
+    """Returns what a tiled head does under FSDP2 beside none, and its peak beside what was said.
+
+    "inside": the loss is the model's own. "outside": of its logits. "own unit": the head is not in the root.
+    """
+    late, prompt = (ShardedCost(FlopsCost(), world_size=2, copies=c) for c in ("late", "prompt"))  # type: ignore[arg-type]
+    tile = [Decision(path="lm_head", action="tile", tile_tokens=32)]
+    found: dict[str, dict[str, Any]] = {}
+    for name in ("inside", "outside", "own unit"):
+        losses, gradients = [], []
+        for decisions in ([], tile):
+            model, batch = llama()
+            with apply_decisions(model, decisions):
+                for layer in model.model.layers:  # type: ignore[union-attr]
+                    fully_shard(layer)
+                if name == "own unit":
+                    fully_shard(model.lm_head)  # type: ignore[arg-type]
+                fully_shard(model)
+                before = activity.tile_counters()
+                if name == "outside":
+                    logits = model(input_ids=batch["input_ids"]).logits
+                    loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+                else:
+                    loss = model(**batch).loss
+                loss.backward()
+                after = activity.tile_counters()
+            losses.append(float(loss.detach()))
+            gradients.append([p.grad.full_tensor() for p in model.parameters()])  # type: ignore[union-attr]
+        norm = max(float(g.norm()) for g in gradients[0])
+        found[name] = {
+            "counted": [b - a for a, b in zip(before, after, strict=True)],
+            "loss": abs(losses[1] - losses[0]),
+            "gradients": max(float((a - b).norm()) for a, b in zip(*gradients, strict=True)) / norm,
+        }
+    model, batch = llama(4096)  # the logits are the peak
+    spec = StepSpec(model=model, batch=batch, optimizer=torch.optim.AdamW)
+    found["inside"]["plain"] = Simulator(spec, cost=late).simulate(()).peak_bytes
+    found["inside"]["said"] = [Simulator(spec, cost=c).simulate(tuple(tile)).peak_bytes for c in (prompt, late)]
+    apply_decisions(model, tile)
+    for layer in model.model.layers:  # type: ignore[union-attr]
+        fully_shard(layer)
+    fully_shard(model)
+    found["inside"]["measured"] = _sharded_step(model, batch, torch.optim.AdamW(model.parameters()))[0]
+    return found
+
+
 def different_plans(rank: int) -> str:
     """Returns what is said when the ranks hold different plans; checks that broadcasting mends it."""
     model = Net(spare=False)
@@ -314,6 +362,8 @@ def main(rank: int, port: int, job: str, out: str) -> None:
             }
         elif job == "fsdp peaks":
             result = fsdp_peaks(rank)
+        elif job == "tiled head":
+            result = tiled_head(rank)
         else:
             result = {"all_gathers": count_all_gathers(rank), "message": different_plans(rank)}
         if rank == 0:

@@ -50,10 +50,21 @@ def test_the_predicted_peak_of_a_rank_is_never_exceeded(tmp_path: Path) -> None:
     found = _run("fsdp peaks", tmp_path)
     assert set(found) == {"plain", "90%", "75%"}
     for name, values in found.items():
-        # Gloo's thread may hold a copy for a while after the call that made it: between the two, mostly at the lower.
+        # Gloo's threads may hold copies for a while after the call that made them: mostly at the lower of the two.
         assert values["prompt"] * 0.999 < values["measured"] <= values["predicted"] <= values["budget"], (name, values)
-        assert values["predicted"] - values["prompt"] <= 2 * values["unit"], (name, values)
+        assert values["predicted"] - values["prompt"] <= 3 * values["unit"], (name, values)
         assert values["stated"] == values["counted"] == num_all_gathers(4)
+
+
+@pytest.mark.slow
+def test_a_tiled_head_under_fsdp2(tmp_path: Path) -> None:
+    found = _run("tiled head", tmp_path)
+    for name, values in found.items():
+        assert values["counted"] == ([0, 0] if name == "own unit" else [1, 0])  # over tiles, never whole
+        assert values["loss"] < 1e-5, (name, values)
+        assert values["gradients"] < 1e-6, (name, values)
+    prompt, late = found["inside"]["said"]
+    assert prompt * 0.999 < found["inside"]["measured"] <= late
 
 
 def test_one_process_needs_no_group() -> None:

@@ -13,7 +13,8 @@ prefetch, one group of ranks, one reduce-scatter buffer):
 
 It does not see the caching allocator's fragmentation, padding of parameters that do not divide evenly, mixed-precision
 policies, and (but for gloo's copies) what a collective allocates by itself. Gloo copies what it sends; a thread of its
-own lets go of the copy, which may be after the call returned: the copies are counted until the next unit runs.
+own lets go of the copy, which on a busy machine may be long after the call returned. There are two such threads: what
+they hold too long is at most the copy of the newest collective, and copy and input (or result) of one older.
 """
 
 from __future__ import annotations
@@ -53,9 +54,8 @@ class ShardedCost:
         """Takes the cost model of one device.
 
         Args:
-            copies: whether a collective takes its result's size once more. "none": NCCL. "late": gloo, held until the
-                next unit runs, which nothing measured was above. "prompt": gloo, gone when the call returns, which
-                nothing measured was below.
+            copies: whether a collective takes its result's size once more. "none": NCCL. "prompt": gloo, gone when the
+                call returns, as nearly always. "late": gloo at its worst, an upper bound: three units' bytes more.
         """
         if world_size < 1:
             raise UsageError(f"world_size must be at least 1; got {world_size}.")
@@ -97,8 +97,8 @@ class ShardedCost:
         """Returns for each op the bytes of whole parameters, whole gradients and buffers beside the rank's shards."""
         units = _Units(trace)
         gradients = _whole_gradients(trace, units, self.world_size)
-        prompt = 0 if self.copies == "none" else 1  # copies of what is gathered or reduced at this op
-        late = 1 if self.copies == "late" else 0  # copies of what was before
+        copies = 0 if self.copies == "none" else 1
+        late = 3 * max([*units.nbytes, units.root_nbytes]) if self.copies == "late" else 0
         result = []
         before = (-1, len(units.nbytes))
         ahead: set[int] = set()  # units that a span's replay reached into: whole from there to their own backward
@@ -107,22 +107,21 @@ class ShardedCost:
             is_entry = (entered, running) != before
             before = entered, running
             if op.phase == "optimizer":
-                result.append(late * units.root_nbytes)
+                result.append(late)
             elif op.phase == "backward":
                 gathered = units.size(running - 1)
-                held = units.size(running) + units.size(running + 1) * (1 + late)
-                copied = prompt if is_entry else late
-                held += max(gathered * (1 + copied), units.size(running) * (1 + late) if is_entry else 0)
+                held = units.size(running) + units.size(running + 1)
+                held += max(gathered * (1 + (copies if is_entry else 0)), units.size(running) if is_entry else 0)
                 if op.replayed and 0 <= unit < running:
                     ahead.add(unit)
                 ahead = {other for other in ahead if other < running}
                 held += sum(map(units.size, ahead))
-                result.append(units.root_nbytes + held + gradients[i])
+                result.append(units.root_nbytes + held + gradients[i] + late)
             else:
-                held = units.size(unit) + (units.size(entered) * (1 + late) if op.phase == "forward" else 0)
+                held = units.size(unit) + (units.size(entered) if op.phase == "forward" else 0)
                 if is_entry:  # the buffer of the one before is still there
-                    held = max(held, units.size(entered - 1) * (1 + late) + units.size(entered) * (1 + prompt))
-                result.append(units.root_nbytes + held)
+                    held = max(held, units.size(entered - 1) + units.size(entered) * (1 + copies))
+                result.append(units.root_nbytes + held + late)
         return result
 
 
