@@ -287,3 +287,17 @@ def without_torch_function() -> Any:
     Freed by: a public name for the guard the documentation tells to use.
     """
     return torch._C.DisableTorchFunctionSubclass()
+
+
+def is_fsdp_pre_backward(hook: Any) -> bool:
+    """Whether a tensor's hook is FSDP2's, which gathers a unit and gives the gradient back as it is (torch 2.11, 2.13).
+
+    Freed by: a public way for a module's output to say when its backward begins.
+    """
+    owner = getattr(hook, "__self__", None)
+    return type(owner).__name__ == "FSDPState" and getattr(hook, "__name__", "") == "_pre_backward"
+
+
+def is_fsdp_unit(module: Any) -> bool:
+    """Whether `fully_shard` was called on the module itself; the class is public, importing it is slow (torch 2.13)."""
+    return any(base.__name__ == "FSDPModule" for base in type(module).__mro__)

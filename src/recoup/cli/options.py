@@ -98,7 +98,6 @@ class Request:
 
             assert self.device is not None  # check_request saw to it
             keywords["cost"] = ShardedCost(RooflineCost(get_device(self.device)), world_size=self.fsdp)
-            keywords["actions"] = ("rederive", "recompute")  # FSDP2 hooks the logits, which makes a tiled head's whole
         if self.actions is not None:
             keywords["actions"] = tuple(name.strip() for name in self.actions.split(",") if name.strip())
         return keywords

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.nn import functional
+from torch.utils.hooks import RemovableHandle
 
 from recoup import _compat
 from recoup.engine import activity, lazy_ops
@@ -28,7 +30,7 @@ class Head:
 
     Attributes:
         hidden: (..., H), as the head was given it. weight: (V, H). bias: (V,). tile_tokens: rows of a tile.
-        logits: computes the logits whole.
+        logits: computes the logits whole. hooks: what FSDP2 wants to know when the logits' backward begins.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Head:
         self.autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         self._versions = self._current_versions()
         self.family: list[weakref.ref[LazyLogits]] = []
+        self.hooks: dict[int, Callable[[torch.Tensor], torch.Tensor]] = OrderedDict()
 
     def _current_versions(self) -> list[int]:
         return [t._version for t in (self.hidden, self.weight, self.bias) if t is not None]
@@ -60,6 +63,19 @@ class Head:
                 "optimizer step, usually). Read them before, or leave `tile` out of the plan's actions. "
                 "(recoup.engine.lazy_logits)"
             )
+        if self.weight.numel() and not self.weight.untyped_storage().nbytes():
+            raise UsageError(
+                f"The weight {list(self.weight.shape)} of a tiled head was taken away after its forward, as FSDP does "
+                "with a unit. Keep the head in the root unit, and the loss inside the model's forward, or leave "
+                "`tile` out of the plan's actions. (recoup.engine.lazy_logits)"
+            )
+
+    def when_backward_begins(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Has a tensor that the loss depends on tell `hooks`; returns it."""
+        if tensor.requires_grad:
+            for hook in self.hooks.values():
+                tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+        return tensor
 
     def logits(self) -> torch.Tensor:
         """Returns the logits, with their graph, as the head computes them."""
@@ -67,7 +83,7 @@ class Head:
         activity.count_logits_made()
         kind = self.hidden.device.type
         with torch.enable_grad(), torch.autocast(kind, dtype=self.autocast, enabled=self.autocast is not None):
-            return self._forward(self.hidden)
+            return self.when_backward_begins(self._forward(self.hidden))
 
 
 class LazyLogits(torch.Tensor):
@@ -106,6 +122,10 @@ class LazyLogits(torch.Tensor):
                 loss = _cross_entropy(*args, **kwargs)
                 if loss is not None:
                     return loss
+            elif func is torch.Tensor.register_hook and len(args) == 2 and _compat.is_fsdp_pre_backward(args[1]):
+                handle = RemovableHandle(first.head.hooks)
+                first.head.hooks[handle.id] = args[1]
+                return handle
             elif func in lazy_ops.OPS:
                 made = lazy_ops.OPS[func](first, args[1:], kwargs)
                 if made is not None:
@@ -237,7 +257,7 @@ def _cross_entropy(
         rows, matrix = rows.to(head.autocast), matrix.to(head.autocast)
         bias = bias.to(head.autocast) if bias is not None else None
         more = [(added.to(head.autocast), weight.to(head.autocast)) for added, weight in more]
-    loss = tiled_loss(rows, matrix, bias, target, spec, more)
+    loss = head.when_backward_begins(tiled_loss(rows, matrix, bias, target, spec, more))
     in_autocast = torch.is_autocast_enabled(rows.device.type)
     return loss.to(wide(lazy.dtype) if in_autocast else lazy.dtype)
 

@@ -26,6 +26,7 @@ QUESTIONS = frozenset({
     torch.Tensor.is_nested.__get__,  # type: ignore[attr-defined]
     torch.Tensor.is_quantized.__get__,  # type: ignore[attr-defined]
     torch.Tensor.itemsize.__get__,  # type: ignore[attr-defined]
+    torch.Tensor._base.__get__,  # type: ignore[attr-defined, union-attr]
     torch.Tensor.__len__,
     torch.Tensor.dim,
     torch.Tensor.size,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from recoup import _compat
 from recoup.engine.lazy_logits import Head, lazy_logits
 from recoup.engine.patch import PatchedForward
 from recoup.engine.tile import default_tile_tokens
@@ -65,6 +66,7 @@ def run_tiled(patched: PatchedForward, decision: Decision, args: tuple[Any, ...]
     module = patched.module
     hidden = args[0] if len(args) == 1 and not kwargs else None
     plain_linear = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+    plain_linear &= not _compat.is_fsdp_unit(module)  # its weight is there in its own forward only
     if not isinstance(hidden, torch.Tensor) or not plain_linear or patched.previous is not None or hidden.dim() < 2:
         return patched.original(*args, **kwargs)
     assert isinstance(module, nn.Linear)
