@@ -14,7 +14,7 @@ import torch
 
 
 def current_backward_node() -> Any | None:
-    """Returns the autograd node that runs now, or None outside backward (torch 2.13).
+    """Returns the autograd node that runs now, or None outside backward (torch 2.11, 2.13).
 
     Freed by: a public `torch.autograd.graph.current_node()`.
     """
@@ -22,7 +22,7 @@ def current_backward_node() -> Any | None:
 
 
 def current_backward_id() -> int:
-    """Returns a number that names the backward pass that runs now, -1 outside one (torch 2.13).
+    """Returns a number that names the backward pass that runs now, -1 outside one (torch 2.11, 2.13).
 
     Freed by: a public graph-task handle.
     """
@@ -32,7 +32,7 @@ def current_backward_id() -> int:
 def run_backward(
     roots: list[torch.Tensor], gradients: list[torch.Tensor], inputs: list[torch.Tensor], *, keeps_graph: bool
 ) -> tuple[torch.Tensor | None, ...]:
-    """Returns the gradients of `inputs`, as `torch.autograd.grad` without its checks of shapes (torch 2.13).
+    """Returns the gradients of `inputs`, as `torch.autograd.grad` without its checks of shapes (torch 2.11, 2.13).
 
     Those take longer than a small step's backward. Freed by: a cheaper `torch.autograd.grad`.
     """
@@ -45,7 +45,7 @@ def run_backward(
 
 @contextlib.contextmanager
 def without_tensor_hooks(tensors: list[torch.Tensor]) -> Iterator[None]:
-    """Takes the hooks of `Tensor.register_hook` off for the time being (torch 2.13).
+    """Takes the hooks of `Tensor.register_hook` off for the time being (torch 2.11, 2.13).
 
     Freed by: a way to ask for gradients below a leaf's hooks.
     """
@@ -60,7 +60,7 @@ def without_tensor_hooks(tensors: list[torch.Tensor]) -> Iterator[None]:
 
 
 def node_number(node: Any) -> int:
-    """Returns the position of a node in the order nodes were made on its thread (torch 2.13).
+    """Returns the position of a node in the order nodes were made on its thread (torch 2.11, 2.13).
 
     Leaf accumulators have the largest unsigned 64-bit number. Freed by: public `Node.sequence_nr`.
     """
@@ -68,7 +68,7 @@ def node_number(node: Any) -> int:
 
 
 def next_node_number() -> int:
-    """Returns the number the next node of this thread will get (torch 2.13).
+    """Returns the number the next node of this thread will get (torch 2.11, 2.13).
 
     Freed by: public `torch.autograd.graph` sequence numbers.
     """
@@ -76,7 +76,7 @@ def next_node_number() -> int:
 
 
 def inside_transform() -> bool:
-    """Whether a `torch.func` transform runs, which refuses saved-tensor hooks, or forward-mode AD (torch 2.13).
+    """Whether a `torch.func` transform runs, which refuses saved-tensor hooks, or forward-mode AD (torch 2.11, 2.13).
 
     Freed by: a public `torch.func.is_active()` and `torch.autograd.forward_ad` level.
     """
@@ -86,7 +86,7 @@ def inside_transform() -> bool:
 
 
 class below_autocast_and_autograd:
-    """Context manager: aten ops run as they ran when they were recorded: no autocast, no graph (torch 2.13).
+    """Context manager: aten ops run as they ran when they were recorded: no autocast, no graph (torch 2.11, 2.13).
 
     A class, not a generator: it is entered once for each rederived tensor.
     Freed by: a public guard that excludes the autocast dispatch keys for every device.
@@ -109,7 +109,7 @@ class below_autocast_and_autograd:
 
 @contextlib.contextmanager
 def without_dispatch_modes() -> Iterator[None]:
-    """Runs real ops from inside a dispatch mode, past every mode on the stack (torch 2.13).
+    """Runs real ops from inside a dispatch mode, past every mode on the stack (torch 2.11, 2.13).
 
     Freed by: a public way to leave FakeTensorMode for one op.
     """
@@ -120,7 +120,7 @@ def without_dispatch_modes() -> Iterator[None]:
 
 
 def fake_tensor_mode() -> Any:
-    """Returns a new FakeTensorMode that accepts real tensors beside fake ones (torch 2.13).
+    """Returns a new FakeTensorMode that accepts real tensors beside fake ones (torch 2.11, 2.13).
 
     Freed by: FakeTensorMode in `torch.testing` or any public name.
     """
@@ -130,14 +130,14 @@ def fake_tensor_mode() -> Any:
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is a fake one (torch 2.13). Freed by: as `fake_tensor_mode`."""
+    """Whether the tensor is a fake one (torch 2.11, 2.13). Freed by: as `fake_tensor_mode`."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return isinstance(tensor, FakeTensor)
 
 
 def fake_device(tensor: Any) -> torch.device:
-    """Returns the device that a fake tensor stands for, without dispatching the question (torch 2.13).
+    """Returns the device that a fake tensor stands for, without dispatching the question (torch 2.11, 2.13).
 
     Freed by: a cheap public `FakeTensor.device`.
     """
@@ -146,7 +146,7 @@ def fake_device(tensor: Any) -> torch.device:
 
 
 def dispatch_mode_class() -> type[Any]:
-    """Returns TorchDispatchMode, documented but kept under a private module name (torch 2.13)."""
+    """Returns TorchDispatchMode, documented but kept under a private module name (torch 2.11, 2.13)."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     return TorchDispatchMode
@@ -155,7 +155,7 @@ def dispatch_mode_class() -> type[Any]:
 def without_dynamo_wrapper(mode: type[Any]) -> type[Any]:
     """Class decorator of a dispatch mode: has Dynamo skip its frames by their code, not by a wrapper around each call.
 
-    The wrapper costs 4 us an op. Seen working on torch 2.13; where it does not, the mode is left as it is.
+    The wrapper costs 4 us an op. Seen working on torch 2.11 and 2.13; where it does not, the mode is left as it is.
     Freed by: a public way to mark code that Dynamo never compiles.
     """
     wrapped = mode.__dict__["__torch_dispatch__"]
@@ -173,7 +173,7 @@ def without_dynamo_wrapper(mode: type[Any]) -> type[Any]:
 
 
 def detach_past_modes(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns `tensor.detach()` without telling the dispatch modes that are on (torch 2.13).
+    """Returns `tensor.detach()` without telling the dispatch modes that are on (torch 2.11, 2.13).
 
     Freed by: a `detach` that is free under a dispatch mode.
     """
@@ -184,7 +184,7 @@ def detach_past_modes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def alias_below_autograd(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns `tensor.detach()` inside a dispatch mode; both count changes in place together (torch 2.13).
+    """Returns `tensor.detach()` inside a dispatch mode; both count changes in place together (torch 2.11, 2.13).
 
     Freed by: version counters that are shared by views made below autograd.
     """
@@ -193,7 +193,7 @@ def alias_below_autograd(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def fake_tensor_errors() -> tuple[type[BaseException], ...]:
-    """Returns the errors that say a fake tensor cannot answer what the model asked (torch 2.13)."""
+    """Returns the errors that say a fake tensor cannot answer what the model asked (torch 2.11, 2.13)."""
     from torch._subclasses.fake_tensor import (
         DataDependentOutputException,
         DynamicOutputShapeException,
@@ -212,7 +212,7 @@ def fake_tensor_errors() -> tuple[type[BaseException], ...]:
 def cpu_memory_events(profiler: Any) -> list[int]:
     """Returns the CPU allocator's changes in bytes, in time order, from a finished `profile(profile_memory=True)`.
 
-    Seen working on torch 2.13. Freed by: a public event list with sizes.
+    Seen working on torch 2.11 and 2.13. Freed by: a public event list with sizes.
     """
     events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
     events.sort(key=lambda e: e.start_ns())
@@ -225,7 +225,7 @@ def timed_memory_events(profiler: Any, prefix: str) -> tuple[list[tuple[int, int
     Args:
         prefix: marks are the `record_function` ranges whose names begin with it; it is left out of the name.
 
-    Seen working on torch 2.13. Freed by: a public event list with sizes.
+    Seen working on torch 2.11 and 2.13. Freed by: a public event list with sizes.
     """
     changes, marks = [], []
     cpu = torch.autograd.DeviceType.CPU  # type: ignore[attr-defined]
@@ -242,13 +242,13 @@ def timed_memory_events(profiler: Any, prefix: str) -> tuple[list[tuple[int, int
 
 
 def cuda_is_initialized() -> bool:
-    """Whether this process has touched CUDA; `torch.cuda.is_initialized` is public but untyped (torch 2.13)."""
+    """Whether this process has touched CUDA; `torch.cuda.is_initialized` is public but untyped (torch 2.11, 2.13)."""
     return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
 @contextlib.contextmanager
 def quiet_fake_errors() -> Iterator[None]:
-    """Keeps fake tensors from logging a traceback for an error that is reported anyway (torch 2.13).
+    """Keeps fake tensors from logging a traceback for an error that is reported anyway (torch 2.11, 2.13).
 
     Freed by: fake tensors that only raise.
     """
@@ -264,7 +264,7 @@ def quiet_fake_errors() -> Iterator[None]:
 
 
 def backward_keeps_graph() -> bool:
-    """Whether the backward that runs now was called with `retain_graph` (torch 2.13).
+    """Whether the backward that runs now was called with `retain_graph` (torch 2.11, 2.13).
 
     Freed by: a public way for a custom backward to know that it will run again.
     """
@@ -272,7 +272,7 @@ def backward_keeps_graph() -> bool:
 
 
 def tensor_without_data(cls: type[Any], like: Any, shape: Any, dtype: Any, requires_grad: bool) -> Any:
-    """Returns an instance of a Tensor subclass that has a shape and no memory (torch 2.13).
+    """Returns an instance of a Tensor subclass that has a shape and no memory (torch 2.11, 2.13).
 
     Freed by: a public constructor of wrapper subclasses.
     """
@@ -282,7 +282,7 @@ def tensor_without_data(cls: type[Any], like: Any, shape: Any, dtype: Any, requi
 
 
 def without_torch_function() -> Any:
-    """Returns a context in which a tensor subclass is asked as the plain tensor it is (torch 2.13).
+    """Returns a context in which a tensor subclass is asked as the plain tensor it is (torch 2.11, 2.13).
 
     Freed by: a public name for the guard the documentation tells to use.
     """
@@ -299,5 +299,5 @@ def is_fsdp_pre_backward(hook: Any) -> bool:
 
 
 def is_fsdp_unit(module: Any) -> bool:
-    """Whether `fully_shard` was called on the module itself; the class is public, importing it is slow (torch 2.13)."""
+    """Whether `fully_shard` was called on the module itself; the class is public, importing it is slow (torch 2.11, 2.13)."""
     return any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
