@@ -299,5 +299,5 @@ def is_fsdp_pre_backward(hook: Any) -> bool:
 
 
 def is_fsdp_unit(module: Any) -> bool:
-    """Whether `fully_shard` was called on the module itself; the class is public, importing it is slow (torch 2.11, 2.13)."""
+    """Whether `fully_shard` was called on the module itself; by name, for importing FSDP is slow (torch 2.11, 2.13)."""
     return any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
