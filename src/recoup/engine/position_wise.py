@@ -13,6 +13,7 @@ What autograd will do is checked as well: a backward of its own (`torch.autograd
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -57,19 +58,21 @@ class _Mixes(Exception):
     """An op that does not keep positions apart; carries the reason."""
 
 
-def prove(function: Callable[[list[torch.Tensor]], Any], tiled: Sequence[torch.Tensor], num_leading: int) -> Proof:
+def prove(
+    function: Callable[[list[torch.Tensor]], Any], tiled: Sequence[torch.Tensor], leading: tuple[int, ...]
+) -> Proof:
     """Returns whether `function` treats each position of `tiled` by itself and returns one row for each.
 
     Args:
         function: takes stand-ins for `tiled`, a list, and returns a tensor.
-        tiled: real or fake, all with the same first `num_leading` sizes: the positions.
+        tiled: real or fake, (..., H). leading: the leading sizes of the stand-ins: the positions.
     """
     mode = next((_compat.mode_of_fake(t) for t in tiled if _compat.is_fake(t)), None) or _compat.fake_tensor_mode()
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: None, lambda t: t)
     with _compat.without_dispatch_modes(), _compat.quiet_fake_errors(), mode, torch.enable_grad(), hooks:
-        given = [_stand_in(t) for t in tiled]
+        given = [_stand_in(t, leading) for t in tiled]
         first_node = _compat.next_node_number()
-        judge = _Judge(given, num_leading)
+        judge = _Judge(given, leading)
         try:
             with judge:
                 output = function(given)
@@ -83,9 +86,9 @@ def prove(function: Callable[[list[torch.Tensor]], Any], tiled: Sequence[torch.T
     return Proof(reason=reason, leaves=leaves, ops=tuple(judge.ops))
 
 
-def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
+def _stand_in(tensor: torch.Tensor, leading: tuple[int, ...]) -> torch.Tensor:
     device = _compat.fake_device(tensor) if _compat.is_fake(tensor) else tensor.device
-    made = torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device=device)
+    made = torch.empty((*leading, tensor.shape[-1]), dtype=tensor.dtype, device=device)
     return made.requires_grad_(tensor.requires_grad)
 
 
@@ -124,12 +127,12 @@ class _Judge(_compat.dispatch_mode_class()):  # type: ignore[misc]
         reason: why the first op that does not keep positions apart does not; "" so far.
     """
 
-    def __init__(self, given: Sequence[torch.Tensor], num_leading: int) -> None:
+    def __init__(self, given: Sequence[torch.Tensor], leading: tuple[int, ...]) -> None:
         super().__init__()
         self.reason = ""
         self.ops: list[str] = []
-        self._leading = tuple(given[0].shape[:num_leading])
-        self._num_rows = given[0].shape[:num_leading].numel()
+        self._leading = leading
+        self._num_rows = math.prod(leading)
         self._row_bytes: dict[int, int] = {}
         self._made: set[int] = set()  # storages of this run: only those may be written
         self._held: list[torch.Tensor] = list(given)  # an address is not given out twice
