@@ -110,7 +110,7 @@ def count_logits_made() -> None:
 
 
 def tile_counters() -> tuple[int, int]:
-    """Returns how many losses and modules were run over tiles, and tiled heads' logits computed whole, on this thread so far."""
+    """Returns how many losses and modules ran over tiles, and tiled heads' logits whole, on this thread so far."""
     return _activity.tiled, _activity.logits_made
 
 

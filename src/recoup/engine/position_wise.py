@@ -12,9 +12,11 @@ What autograd will do is checked as well: a backward of its own (`torch.autograd
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -46,7 +48,7 @@ class Proof:
     Attributes:
         reason: why it is not position-wise; "" if it is.
         leaves: the parameters, and other leaves, that a gradient flows to, what it was given left out.
-        ops: the names of what it ran.
+        ops: the names of what it ran, pointwise ones with their numbers.
     """
 
     reason: str
@@ -69,13 +71,21 @@ def prove(
     """
     mode = next((_compat.mode_of_fake(t) for t in tiled if _compat.is_fake(t)), None) or _compat.fake_tensor_mode()
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: None, lambda t: t)
-    with _compat.without_dispatch_modes(), _compat.quiet_fake_errors(), mode, torch.enable_grad(), hooks:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")  # they come again when it runs
+        for context in (_compat.without_dispatch_modes(), _compat.quiet_fake_errors(), mode, torch.enable_grad()):
+            stack.enter_context(context)
+        stack.enter_context(hooks)
+        stack.enter_context(_without_autocast_cache())
         given = [_stand_in(t, leading) for t in tiled]
         first_node = _compat.next_node_number()
         judge = _Judge(given, leading)
         try:
             with judge:
                 output = function(given)
+        except _Mixes:
+            return Proof(reason=judge.reason)
         except Exception as error:  # the user's code runs here, without data: whatever it raises ends the proof
             text = str(error).strip().splitlines()
             return Proof(reason=f"it cannot be run without data ({type(error).__name__}: {text[0] if text else ''})")
@@ -84,6 +94,17 @@ def prove(
         if not reason:
             reason, leaves = _judge_graph(output, given, first_node)
     return Proof(reason=reason, leaves=leaves, ops=tuple(judge.ops))
+
+
+@contextlib.contextmanager
+def _without_autocast_cache() -> Iterator[None]:
+    """Keeps a fake cast of a weight from being found by the real forward."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 def _stand_in(tensor: torch.Tensor, leading: tuple[int, ...]) -> torch.Tensor:
@@ -141,17 +162,24 @@ class _Judge(_compat.dispatch_mode_class()):  # type: ignore[misc]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if any(_address(t) not in self._made for t in _written(func, args, kwargs)):
+            self._refuse(func, "changes a parameter, a buffer or an input in place")  # before it does
         out = func(*args, **kwargs)
-        if func.namespace == "prim" or self.reason:
+        if func.namespace == "prim":
             return out
-        self.ops.append(f"{func._schema.name}.{func._overloadname}")
+        numbers = [a for a in args if isinstance(a, (bool, int, float))] if torch.Tag.pointwise in func.tags else []
+        self.ops.append(f"{func._schema.name}.{func._overloadname} {numbers}")
         outputs = _tensors(out)
         self._held += outputs
         try:
             self._follow(func, args, kwargs, outputs)
         except _Mixes as mixes:
-            self.reason = f"`{func._schema.name.removeprefix('aten::')}` {mixes}"
+            self._refuse(func, str(mixes))
         return out
+
+    def _refuse(self, func: Any, what: str) -> None:
+        self.reason = self.reason or f"`{func._schema.name.removeprefix('aten::')}` {what}"
+        raise _Mixes(self.reason)
 
     def judge_output(self, output: Any) -> str:
         """Returns why the function's result is not a row a position, "" if it is."""
@@ -198,13 +226,13 @@ class _Judge(_compat.dispatch_mode_class()):  # type: ignore[misc]
                 num *= size
             else:
                 inside += (size - 1) * nbytes
+        if num != self._num_rows or tensor.storage_offset() * itemsize + inside + itemsize > row_bytes:
+            raise _Mixes("reads some positions and not others, or across them")
         step = 1
         for _, size, stride in sorted(rows, key=lambda r: r[2]):
             if stride != step:
                 raise _Mixes("reads positions out of order")
             step *= size
-        if num != self._num_rows or tensor.storage_offset() * itemsize + inside + itemsize > row_bytes:
-            raise _Mixes("reads some positions and not others, or across them")
         return tuple(rows)
 
     def _hold(self, output: torch.Tensor, rows: Rows) -> None:
@@ -221,9 +249,6 @@ class _Judge(_compat.dispatch_mode_class()):  # type: ignore[misc]
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise _Mixes("draws random numbers, which tiles would draw in another order")
         written = _written(func, args, kwargs)
-        for tensor in written:
-            if _address(tensor) not in self._made:
-                raise _Mixes("changes a parameter, a buffer or an input in place")
         inputs = _tensors((args, tuple(kwargs.values())))
         sources = {_address(t) for t in inputs}
         self._made |= {_address(t) for t in outputs if _address(t) not in sources}

@@ -197,8 +197,8 @@ class Proofs:
             reason = "it reads a parameter that is not its own"
         if reason:
             raise UsageError(
-                f"The plan runs `{path}`, a {type(module).__name__}, over tiles of positions; that cannot be: {reason}. "
-                f"Leave it out of the plan. {_WHERE}"
+                f"The plan runs `{path}`, a {type(module).__name__}, over tiles of positions, which cannot be: "
+                f"{reason}. Leave it out of the plan. {_WHERE}"
             )
         return tuple(named[id(leaf)] for leaf in proof.leaves)
 
