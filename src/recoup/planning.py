@@ -145,6 +145,10 @@ class Planner(Simulator):
         self.tiled_solvers += solvers
         self.tiled_moving_solvers += moving
 
+    def _with(self, tiles: tuple[Decision, ...], solvers: Sequence[Solver]) -> list[Solver]:
+        """Returns the views among `solvers` in which just `tiles` are tiled."""
+        return [solver for solver in solvers if self._tiles[id(solver)] == tiles]
+
     def _moving_views(self, problem: Problem, spans: bool) -> list[Solver]:
         """Returns solvers for views in which copies to the host hide, hide as long as the link keeps up, or do not."""
         if self.link is None:
@@ -260,12 +264,13 @@ class Planner(Simulator):
             self._search(solver, budget_bytes, until=began + _MOVING_SECONDS)
         exact = min((c.step_seconds for c in self._fitting(budget_bytes) if not is_tiled(c.decisions)), default=None)
         if exact is None or exact > self.plain.step_seconds * (1 + _EQUAL_BITS_ARE_WORTH):
-            began = time.process_time()
-            for solver in self.tiled_solvers:
-                self._search(solver, budget_bytes, until=began + _SEARCH_SECONDS)
-            began = time.process_time()
-            for solver in self.tiled_moving_solvers:
-                self._search(solver, budget_bytes, until=began + _MOVING_SECONDS)
+            for tiles in dict.fromkeys(self._tiles.values()):
+                began = time.process_time()
+                for solver in self._with(tiles, self.tiled_solvers):
+                    self._search(solver, budget_bytes, until=began + _SEARCH_SECONDS)
+                began = time.process_time()
+                for solver in self._with(tiles, self.tiled_moving_solvers):
+                    self._search(solver, budget_bytes, until=began + _MOVING_SECONDS)
         self._try_by_hand(budget_bytes)
         fitting = self._fitting(budget_bytes)
         if not fitting:

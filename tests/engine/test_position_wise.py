@@ -88,7 +88,7 @@ MIXES: dict[str, tuple[Callable[[], Callable[[torch.Tensor], Any]], str]] = {
     "reshaped across": (lambda: lambda x: x.transpose(0, 1).reshape(B, S, H), "do not lie together"),
     "added across": (lambda: lambda x: x + x.flip(-1).transpose(0, 1).reshape(B, S, H), "do not lie together"),
     "position numbers": (lambda: lambda x: x + torch.arange(S)[:, None], "value for each position"),
-    "learned positions": (lambda: lambda x, p=torch.randn(S, H): x + p, "value for each position"),
+    "learned positions": (lambda: lambda x: x + torch.ones(S, H).sin(), "value for each position"),
     "one position": (lambda: lambda x: x * x[:, :1], "some positions"),
     "last position": (lambda: lambda x: x[:, -1], ""),
     "dropout": (lambda: nn.Dropout(0.1), "random numbers"),

@@ -1,4 +1,4 @@
-"""Modules over tiles: values and gradients beside the plain call, memory, hooks, autocast, adapters, errors, undoing."""
+"""Modules over tiles: values and gradients beside the plain call, memory, hooks, autocast, errors, undoing."""
 
 from __future__ import annotations
 
@@ -250,13 +250,11 @@ def test_bad_input() -> None:
         recoup.tiled(module, x, num_tiles=2)
 
 
-# -- as a decision ------------------------------------------------------------------------------------------------------
+# -- as a decision ---------------------------------------------------------------------------------------------------
 
 
 def tiles(tokens: int = 10, depth: int = 2) -> list[Decision]:
-    return [
-        Decision(path=f"layers.{i}.mlp", action="tile", tile_of="module", tile_tokens=tokens) for i in range(depth)
-    ]
+    return [Decision(path=f"layers.{i}.mlp", action="tile", tile_of="module", tile_tokens=tokens) for i in range(depth)]
 
 
 def gradients(net: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
