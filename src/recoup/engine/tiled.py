@@ -8,6 +8,7 @@ half of it gives alone.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import nn
 from recoup import _compat
 from recoup.engine import activity
 from recoup.engine.attributes import walk
+from recoup.engine.nest import map_tensors
 from recoup.engine.position_wise import Proof, prove
 from recoup.engine.tile_rows import Tiling, run_tiles, tensors_of
 from recoup.errors import UsageError
@@ -47,7 +49,8 @@ def tiled(
 
     Args:
         function: a module or function that treats each position by itself and returns one tensor, a row a position.
-            This is proved on fake tensors before anything runs. For a module the proof is kept for further calls.
+            This is proved on fake tensors before anything runs (some ten milliseconds): for a function at each call,
+            for a module once for each shape and mode.
         num_tiles, tile_tokens: the number of tiles, or the positions of one; give one of them.
 
     Raises:
@@ -67,11 +70,11 @@ def tiled(
     rows = tensors_of((args, kwargs))[0].shape[:-1].numel()
     tile_rows = -(-rows // num_tiles) if num_tiles is not None else given
     name = type(function).__name__ if isinstance(function, nn.Module) else getattr(function, "__name__", "function")
+    if isinstance(function, nn.Module):
+        refuse_hooks(name, function, below=False)
+        return _proofs.setdefault(function, Proofs()).run(name, function, function, args, kwargs, tile_rows)
     tiling = Tiling(name, function, args, kwargs, tile_rows=tile_rows)
-    module = function if isinstance(function, nn.Module) else None
-    if module is not None:
-        refuse_hooks(name, module, below=False)
-    proof = proof_of(tiling, module)
+    proof = proof_of(tiling, None)
     if proof.reason:
         raise UsageError(f"`{name}` cannot be run over tiles of positions: {proof.reason}. {_WHERE}")
     return run_tiles(tiling, proof.leaves)
@@ -162,12 +165,14 @@ def _same(held: Any, copy: Any) -> bool:
 
 
 class Proofs:
-    """What was proved of the tiled modules of one plan: names of their parameters, by shape and mode."""
+    """What was proved of the tiled modules of a plan, or of one module: names of parameters, by shape and mode."""
 
     def __init__(self) -> None:
         self._leaves: dict[Any, tuple[str, ...]] = {}
 
-    def run(self, path: str, module: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any, rows: int) -> Any:
+    def run(
+        self, path: str, module: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any, rows: int
+    ) -> torch.Tensor:
         """Returns what a module's forward gives, run over tiles.
 
         Args:
@@ -197,19 +202,20 @@ class Proofs:
             reason = "it reads a parameter that is not its own"
         if reason:
             raise UsageError(
-                f"The plan runs `{path}`, a {type(module).__name__}, over tiles of positions, which cannot be: "
-                f"{reason}. Leave it out of the plan. {_WHERE}"
+                f"`{path}`, a {type(module).__name__}, cannot be run over tiles of positions: {reason}. Leave it out. "
+                f"{_WHERE}"
             )
         return tuple(named[id(leaf)] for leaf in proof.leaves)
 
 
 def _mode_of(tiling: Tiling, module: nn.Module, parameters: dict[str, nn.Parameter]) -> Any:
-    """Returns what a proof holds for: shapes, flags, what needs gradients, autocast."""
+    """Returns what a proof holds for: shapes, flags, plain arguments, what needs gradients, autocast."""
     tensors = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in tiling.tensors)
     device = tiling.tensors[0].device.type
     autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
     flags = tuple(child.training for _, child in walk(module))
-    return tensors, tiling.tile_rows, flags, tuple(p.requires_grad for p in parameters.values()), autocast
+    plain = repr(map_tensors(lambda t: None, (tiling.args, tiling.kwargs)))
+    return tensors, tiling.tile_rows, flags, plain, tuple(p.requires_grad for p in parameters.values()), autocast
 
 
 def _compare(tiling: Tiling) -> None:
@@ -229,3 +235,6 @@ def _compare(tiling: Tiling) -> None:
             f"`{tiling.path}` gives other values for {half} positions alone than among {2 * half} (up to "
             f"{furthest:.3g} apart, of {float(part.abs().max()):.3g}); it is not position-wise. {_WHERE}"
         )
+
+
+_proofs: weakref.WeakKeyDictionary[nn.Module, Proofs] = weakref.WeakKeyDictionary()  # facts, proved again if lost
