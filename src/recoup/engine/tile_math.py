@@ -51,8 +51,10 @@ def _without_last_cast(dtype: torch.dtype, steps: tuple[Step, ...]) -> tuple[Ste
 
 def _log_softmax_in_place(logits_TV: torch.Tensor) -> torch.Tensor:
     """Writes the log-softmax of each row over the row: the bits of the kernel, a few rows at a time."""
-    for part in logits_TV.split(-(-len(logits_TV) // _NUM_PARTS) or 1):
-        part.copy_(part.log_softmax(1))
+    size = max(-(-len(logits_TV) // _NUM_PARTS), 1)
+    for start in range(0, len(logits_TV), size):
+        part_TV = logits_TV[start : start + size]
+        part_TV.copy_(part_TV.log_softmax(1))
     return logits_TV
 
 
