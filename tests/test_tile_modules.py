@@ -130,6 +130,16 @@ def test_planner_reaches_lower_and_keeps_to_equal_bits_where_it_can(planned: tup
     assert loose is not None and not is_tiled(loose.decisions)
 
 
+def test_no_more_modules_are_tiled_than_the_budget_needs() -> None:
+    model, batch = long_llama(depth=3, seq=256)
+    planner = planner_for(model, batch, ("tile-modules",))
+    one = planner.simulate(tiles(3, tokens=64)[2:])
+    assert one.peak_bytes < 0.9 * planner.plain.peak_bytes
+    found = planner.fit(one.peak_bytes)
+    assert found is not None and found.peak_bytes <= one.peak_bytes
+    assert [d.path for d in found.decisions if d.tile_of == "module"] == ["model.layers.2.mlp"]
+
+
 @pytest.mark.slow
 def test_public_plan_explained() -> None:
     model, batch = long_llama(seq=512)

@@ -290,7 +290,23 @@ class Planner(Simulator):
         # Within what timing can tell apart, the one that runs the least twice.
         equal = [c for c in fitting if c.step_seconds <= fastest * (1 + _SAME_TIME)]
         best = min(equal, key=lambda c: (c.recomputed_flops, c.step_seconds, len(c.decisions), c.peak_bytes))
-        return self._with_larger_tiles(best, budget_bytes) if is_tiled(best.decisions) else best
+        if not is_tiled(best.decisions):
+            return best
+        return self._with_larger_tiles(self._with_fewer_tiles(best, budget_bytes), budget_bytes)
+
+    def _with_fewer_tiles(self, candidate: Candidate, budget_bytes: int) -> Candidate:
+        """Returns the plan with as few modules tiled as the budget needs, those that backward comes to first."""
+        tiles = [d for d in candidate.decisions if d.tile_of == "module"]
+        fewest, most = 0, len(tiles)
+        while fewest < most:
+            kept = (fewest + most) // 2
+            dropped = tiles[: len(tiles) - kept]
+            tried = self.simulate(tuple(d for d in candidate.decisions if d not in dropped))
+            if tried.peak_bytes <= budget_bytes and tried.step_seconds <= candidate.step_seconds:
+                candidate, most = tried, kept
+            else:
+                fewest = kept + 1
+        return candidate
 
     def _with_larger_tiles(self, candidate: Candidate, budget_bytes: int) -> Candidate:
         """Returns the plan with tiles as large as the budget leaves room for, if that is no slower."""

@@ -4,7 +4,8 @@ Forward runs tile by tile and keeps nothing but the arguments, through autograd 
 the module or rederive sees them as any saved tensor. Backward takes each tile again: its forward, its backward, the
 tile's share of the inputs' gradients written where it belongs, the parameters' shares summed (in float32 where the
 parameter has fewer bits). So a tiled module costs what a region costs, one more forward, and what it needs for a moment
-is what a tile needs. A replay of a region that ends with it stops before it: then it costs nothing more.
+is what a tile needs. A replay of a region that ends with it stops before it: there it costs only what a replay leaves
+out, the ops after the last saved tensor (an MLP's last product).
 
 A row of the result has the bits that it has without tiles wherever the kernels compute a row alike in tiles of any
 height; matmul kernels may choose another blocking for another height. Sums over tiles round differently.
