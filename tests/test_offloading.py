@@ -52,15 +52,6 @@ def bert() -> tuple[nn.Module, Any]:
     return hf.BertForMaskedLM(config), {"input_ids": ids, "labels": ids.clone()}
 
 
-def vit() -> tuple[nn.Module, Any]:
-    sizes = {"hidden_size": 64, "intermediate_size": 256, "num_attention_heads": 2, "num_hidden_layers": 3}
-    config = hf.ViTConfig(image_size=64, patch_size=8, num_labels=10, **sizes)
-    return hf.ViTForImageClassification(config), {
-        "pixel_values": torch.randn(16, 3, 64, 64),
-        "labels": torch.randint(0, 10, (16,)),
-    }
-
-
 def convolutions() -> tuple[nn.Module, Any]:
     def block() -> nn.Module:
         return nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(inplace=True))
@@ -68,7 +59,7 @@ def convolutions() -> tuple[nn.Module, Any]:
     return nn.Sequential(nn.Conv2d(3, 16, 1), *(block() for _ in range(5))), torch.randn(4, 3, 32, 32)
 
 
-MODELS = {"mlp": mlp, "llama": llama, "gpt2": gpt2, "bert": bert, "vit": vit, "convolutions": convolutions}
+MODELS = {"mlp": mlp, "llama": llama, "gpt2": gpt2, "bert": bert, "convolutions": convolutions}
 
 
 class FastLink(FlopsCost):

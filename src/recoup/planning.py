@@ -271,6 +271,7 @@ class Planner(Simulator):
                 began = time.process_time()
                 for solver in self._with(tiles, self.tiled_moving_solvers):
                     self._search(solver, budget_bytes, until=began + _MOVING_SECONDS)
+                self._drop_tiles(tiles, budget_bytes)
         self._try_by_hand(budget_bytes)
         fitting = self._fitting(budget_bytes)
         if not fitting:
@@ -292,10 +293,20 @@ class Planner(Simulator):
         best = min(equal, key=lambda c: (c.recomputed_flops, c.step_seconds, len(c.decisions), c.peak_bytes))
         if not is_tiled(best.decisions):
             return best
-        return self._with_larger_tiles(self._with_fewer_tiles(best, budget_bytes), budget_bytes)
+        return self._with_larger_tiles(best, budget_bytes)
 
-    def _with_fewer_tiles(self, candidate: Candidate, budget_bytes: int) -> Candidate:
-        """Returns the plan with as few modules tiled as the budget needs, those that backward comes to first."""
+    def _drop_tiles(self, tiles: tuple[Decision, ...], budget_bytes: int) -> None:
+        """Simulates the fastest plan with these tiles, and everything rederived, with fewer modules tiled."""
+        fitting = [c for c in self._fitting(budget_bytes) if c.decisions[-len(tiles) :] == tiles]
+        if not fitting or all(d.tile_of == "loss" for d in tiles):
+            return
+        starts = [min(fitting, key=lambda c: c.step_seconds)]
+        starts += [c for c in fitting if c.decisions == (*EVERYWHERE, *tiles) and c is not starts[0]]
+        for candidate in starts:
+            self._with_fewer_tiles(candidate, budget_bytes)
+
+    def _with_fewer_tiles(self, candidate: Candidate, budget_bytes: int) -> None:
+        """Simulates a plan with as few modules tiled as the budget needs, those that backward comes to first."""
         tiles = [d for d in candidate.decisions if d.tile_of == "module"]
         fewest, most = 0, len(tiles)
         while fewest < most:
@@ -306,7 +317,6 @@ class Planner(Simulator):
                 candidate, most = tried, kept
             else:
                 fewest = kept + 1
-        return candidate
 
     def _with_larger_tiles(self, candidate: Candidate, budget_bytes: int) -> Candidate:
         """Returns the plan with tiles as large as the budget leaves room for, if that is no slower."""
