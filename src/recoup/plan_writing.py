@@ -95,5 +95,6 @@ def _tile_notes(simulator: Simulator, candidate: Candidate) -> list[str]:
     notes = [f"{alone} (plain {format_bytes(simulator.plain.peak_bytes)})"] if alone else []
     modules = sum(d.tile_of == "module" for d in tile)
     if modules:
-        notes.append(f"{modules} modules run over tiles: each runs its forward again in backward, a tile at a time")
+        what = "1 module runs" if modules == 1 else f"{modules} modules run"
+        notes.append(f"{what} over tiles: a forward again in backward, a tile at a time")
     return [*notes, "tile sums in another order: gradients are equal up to rounding, not bit for bit"]
