@@ -45,7 +45,21 @@ def gpt2() -> tuple[nn.Module, Any]:
     return hf.GPT2LMHeadModel(config), {"input_ids": ids, "labels": ids.clone()}
 
 
-MODELS = {"mlp": mlp, "llama": llama, "gpt2": gpt2}
+def bert() -> tuple[nn.Module, Any]:
+    ids = torch.randint(0, 2000, (4, 256))
+    sizes = {"vocab_size": 2000, "hidden_size": 64, "intermediate_size": 256, "num_attention_heads": 2}
+    config = hf.BertConfig(num_hidden_layers=3, **sizes, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    return hf.BertForMaskedLM(config), {"input_ids": ids, "labels": ids.clone()}
+
+
+def convolutions() -> tuple[nn.Module, Any]:
+    def block() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(inplace=True))
+
+    return nn.Sequential(nn.Conv2d(3, 16, 1), *(block() for _ in range(5))), torch.randn(4, 3, 32, 32)
+
+
+MODELS = {"mlp": mlp, "llama": llama, "gpt2": gpt2, "bert": bert, "convolutions": convolutions}
 
 
 class FastLink(FlopsCost):

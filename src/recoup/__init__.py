@@ -49,6 +49,7 @@ _HOMES = {
     "profile": "recoup.api",
     "recurrent": "recoup",
     "rederive": "recoup.engine.rederive",
+    "tiled": "recoup.engine.tiled",
     "tiled_cross_entropy": "recoup.engine.tile",
     "verify": "recoup.api",
     "watch": "recoup.integrations.watch",
@@ -71,6 +72,7 @@ if TYPE_CHECKING:
     from recoup.engine.offload import offload as offload
     from recoup.engine.rederive import rederive as rederive
     from recoup.engine.tile import tiled_cross_entropy as tiled_cross_entropy
+    from recoup.engine.tiled import tiled as tiled
     from recoup.errors import BatchTooLarge as BatchTooLarge
     from recoup.errors import ConflictError as ConflictError
     from recoup.errors import InexactWarning as InexactWarning

@@ -301,3 +301,8 @@ def is_fsdp_pre_backward(hook: Any) -> bool:
 def is_fsdp_unit(module: Any) -> bool:
     """Whether `fully_shard` was called on the module itself; by name, for importing FSDP is slow (torch 2.11, 2.13)."""
     return any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
+
+
+def mode_of_fake(tensor: Any) -> Any:
+    """Returns the mode that a fake tensor belongs to (torch 2.13). Freed by: as `fake_tensor_mode`."""
+    return tensor.fake_mode

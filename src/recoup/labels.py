@@ -16,3 +16,8 @@ def group_labels(items: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
     grouped = [(f"{label} (x{len(sizes)})" if len(sizes) > 1 else label, sum(sizes)) for label, sizes in sums.items()]
     grouped.sort(key=lambda item: -item[1])
     return grouped
+
+
+def without_numbers(path: str) -> str:
+    """Returns a dotted path with its layer numbers as stars: those of equal layers are one."""
+    return _NUMBER.sub(".*", path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from recoup.engine.handle import caching_paths
-from recoup.ir.plan import Decision, Plan, Prediction
+from recoup.ir.plan import Plan, Prediction
 from recoup.simulating import EVERYWHERE, Candidate, Simulator
 from recoup.tiling import is_tiled
 from recoup.units import format_bytes
@@ -35,16 +35,11 @@ def write_plan(
     simulator: Simulator,
     candidate: Candidate,
     *,
-    tile: Decision | None,
     budget_bytes: int,
     budget_text: str,
     device: str,
 ) -> Plan:
-    """Returns the plan for people and for disk.
-
-    Args:
-        tile: what tiles the head, if that can be done.
-    """
+    """Returns the plan for people and for disk."""
     from recoup import __version__
 
     modules = dict(simulator.spec.model.named_modules(remove_duplicate=False))
@@ -58,7 +53,7 @@ def write_plan(
         notes.append("the unplanned step fits: nothing is changed")
     if caching_paths(modules, [d.path for d in candidate.decisions if d.action == "recompute"]):
         notes.append("the key-value cache is off while this plan trains (use_cache); evaluation keeps it")
-    notes += _tile_notes(simulator, candidate, tile)
+    notes += _tile_notes(simulator, candidate)
     if candidate.offloaded_bytes and simulator.link is not None:
         notes.append(
             f"offload moves {format_bytes(candidate.offloaded_bytes)} out and back each step and needs as "
@@ -80,22 +75,26 @@ def write_plan(
     )
 
 
-def _tile_notes(simulator: Simulator, candidate: Candidate, decision: Decision | None) -> list[str]:
+def _tile_notes(simulator: Simulator, candidate: Candidate) -> list[str]:
     """Returns what each action gives by itself, and what tiles cost in exactness."""
-    if decision is None or not is_tiled(candidate.decisions):
+    if not is_tiled(candidate.decisions):
         return []
-    tile = (decision,)
-    alone = f"tile alone peaks at {format_bytes(simulator.seen[tile].peak_bytes)}"
+    tile = tuple(d for d in candidate.decisions if d.action == "tile")
+    found = []
+    if tile in simulator.seen:
+        found.append(f"tile alone peaks at {format_bytes(simulator.seen[tile].peak_bytes)}")
+    if EVERYWHERE in simulator.seen:
+        found.insert(0, f"rederive alone peaks at {format_bytes(simulator.seen[EVERYWHERE].peak_bytes)}")
     both = simulator.seen.get((*EVERYWHERE, *tile))
     if both is not None:
-        alone = (
-            f"rederive alone peaks at {format_bytes(simulator.seen[EVERYWHERE].peak_bytes)}, {alone}, both at "
-            f"{format_bytes(both.peak_bytes)}"
-        )
+        found.append(f"both at {format_bytes(both.peak_bytes)}")
+    alone = ", ".join(found)
     regions = sum(d.action == "recompute" for d in candidate.decisions)
-    if regions:
+    if regions and alone:
         alone += f"; {regions} regions recomputed give the rest, {format_bytes(candidate.peak_bytes)}"
-    return [
-        f"{alone} (plain {format_bytes(simulator.plain.peak_bytes)})",
-        "tile sums in another order: gradients are equal up to rounding, not bit for bit",
-    ]
+    notes = [f"{alone} (plain {format_bytes(simulator.plain.peak_bytes)})"] if alone else []
+    modules = sum(d.tile_of == "module" for d in tile)
+    if modules:
+        what = "1 module runs" if modules == 1 else f"{modules} modules run"
+        notes.append(f"{what} over tiles: a forward again in backward, a tile at a time")
+    return [*notes, "tile sums in another order: gradients are equal up to rounding, not bit for bit"]

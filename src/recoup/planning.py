@@ -31,12 +31,23 @@ from recoup.solve.build import build_problem, only
 from recoup.solve.decisions import to_decisions
 from recoup.solve.frontier import Solution, Solver
 from recoup.solve.loops import find_loop
-from recoup.solve.problem import Problem
-from recoup.tiling import TiledHead, find_tiled_head, is_tiled, retile
+from recoup.solve.problem import Block, Leaf, Problem
+from recoup.solve.tiles import sets_to_try
+from recoup.tiling import (
+    TiledHead,
+    TiledModules,
+    find_tiled_head,
+    find_tiled_modules,
+    halve_module_tiles,
+    is_tiled,
+    loss_tokens,
+    retile,
+    with_tiles,
+)
 from recoup.units import format_bytes, parse_budget
 
 ACTIONS = ("rederive", "recompute", "tile")
-OPT_IN_ACTIONS = ("offload",)
+OPT_IN_ACTIONS = ("offload", "tile-modules")
 _MAX_REPAIRS = 5
 _SEARCH_SECONDS = 15.0  # of the processor: a busy machine makes no worse plans
 _MOVING_SECONDS = 40.0  # opt-in, and its first answers are further off: copies that do not hide hold memory
@@ -55,7 +66,8 @@ class Planner(Simulator):
     """Plans for one step on one device.
 
     Attributes:
-        loop: plans for its loop over time, if it has one. tiled: its head, if that can be tiled.
+        loop: plans for its loop over time, if it has one. tiled: its head, if that can be tiled. tiled_modules: those
+            that can be, if they may.
     """
 
     def __init__(
@@ -71,6 +83,9 @@ class Planner(Simulator):
         found = find_loop(self.trace) if "recompute" in self.actions else None
         self.loop = LoopPlans(self, found, derives="rederive" in self.actions) if found is not None else None
         self.tiled: TiledHead | None = None
+        self.tiled_modules: TiledModules | None = None
+        self._saves_only: list[Solver] = []  # views without rederive
+        self._tiles: dict[int, tuple[Decision, ...]] = {}  # of the views in which something is tiled, by identity
         self.tiled_solvers: list[Solver] = []
         self.moving_solvers: list[Solver] = []
         self.tiled_moving_solvers: list[Solver] = []
@@ -78,8 +93,11 @@ class Planner(Simulator):
             return  # `LoopPlans` finds the plans; the views are made only if somebody asks
         _ = self.solvers
         self.moving_solvers = self._moving_views(self.problem, spans)
-        if "tile" in self.actions and self.trace.source == "fake":
-            self._add_tiled_views(spans)
+        if self.trace.source == "fake":
+            if "tile" in self.actions:
+                self._find_tiled_head(spans)
+            if "tile-modules" in self.actions:
+                self._find_tiled_modules(spans)
 
     @functools.cached_property
     def solvers(self) -> list[Solver]:
@@ -92,22 +110,44 @@ class Planner(Simulator):
         self.problem: Problem = build_problem(variants, spans=self._spans)
         return self._views(self.problem, variants, self._spans)
 
-    def _add_tiled_views(self, spans: bool) -> None:
-        """Adds views of the step with its head tiled, if it has one that can be: priced as that step runs."""
+    def _find_tiled_head(self, spans: bool) -> None:
+        """Adds views of the step with its head tiled, if it has one that can be."""
         progress.advance("capturing the step with its head tiled")
         self.tiled = find_tiled_head(self.spec, self.trace, peak_bytes=self.plain.peak_bytes)
-        if self.tiled is None:
-            return
-        tile = (self.tiled.decision,)
-        variants = {"save": self.cost.price(self.tiled.trace)}
-        self.seen[tile] = self.candidate(tile, variants["save"])
+        if self.tiled is not None:
+            tile = (self.tiled.decision,)
+            self._add_tiled_views(tile, self.cost.price(self.tiled.trace), spans)
+
+    def _find_tiled_modules(self, spans: bool) -> None:
+        """Adds views of the step with position-wise modules tiled, and its head if it can be."""
+        progress.advance("proving which modules are position-wise")
+        self.tiled_modules = find_tiled_modules(self.spec, self.trace, peak_bytes=self.plain.peak_bytes)
+        head = (self.tiled.decision,) if self.tiled is not None else ()
+        for kinds in sets_to_try(self.tiled_modules.kinds):
+            tiles = (*(d for d in self.tiled_modules.decisions(kinds) if d.path not in {h.path for h in head}), *head)
+            if all(t in head for t in tiles):
+                continue
+            progress.advance(f"capturing the step with {len(tiles)} modules tiled")
+            self._add_tiled_views(tiles, self.simulate_priced(tiles), spans)
+
+    def _add_tiled_views(self, tiles: tuple[Decision, ...], priced: PricedTrace, spans: bool) -> None:
+        """Adds views of the step with `tiles`, priced as that step runs."""
+        variants = {"save": priced}
+        self.seen[tiles] = self.candidate(tiles, priced)
         if "rederive" in self.actions:
-            both = (*EVERYWHERE, *tile)
+            both = (*EVERYWHERE, *tiles)
             variants["rederive"] = self.simulate_priced(both)
             self.seen[both] = self.candidate(both, variants["rederive"])
         problem = build_problem(variants, spans=spans)
-        self.tiled_solvers = self._views(problem, variants, spans)
-        self.tiled_moving_solvers = self._moving_views(problem, spans)
+        solvers, moving = self._views(problem, variants, spans), self._moving_views(problem, spans)
+        self._saves_only.append(solvers[-1])
+        self._tiles.update({id(solver): tiles for solver in (*solvers, *moving)})
+        self.tiled_solvers += solvers
+        self.tiled_moving_solvers += moving
+
+    def _with(self, tiles: tuple[Decision, ...], solvers: Sequence[Solver]) -> list[Solver]:
+        """Returns the views among `solvers` in which just `tiles` are tiled."""
+        return [solver for solver in solvers if self._tiles[id(solver)] == tiles]
 
     def _moving_views(self, problem: Problem, spans: bool) -> list[Solver]:
         """Returns solvers for views in which copies to the host hide, hide as long as the link keeps up, or do not."""
@@ -145,16 +185,10 @@ class Planner(Simulator):
                 buffers = tuple(b for p in paths for b in self.mutated_buffers.get(p, ()))
             call = None if self.num_calls.get(decision.path, 1) == 1 else decision.call
             chosen.append(dataclasses.replace(decision, call=call, buffers=tuple(sorted(buffers))))
-        is_tiled_view = any(solver is view for view in (*self.tiled_solvers, *self.tiled_moving_solvers))
-        saves_only = self.tiled_solvers[-1] if is_tiled_view else self.solvers[-1]
-        if "rederive" in self.actions and chosen and chosen[0].path and solver is not saves_only:
+        saves_only = any(solver is view for view in (self.solvers[-1], *self._saves_only))
+        if "rederive" in self.actions and chosen and chosen[0].path and not saves_only:
             chosen.insert(0, Decision(path="", action="save"))  # lineage is recorded: regions' inputs use it
-        return self._with_tile(chosen) if is_tiled_view else tuple(chosen)
-
-    def _with_tile(self, chosen: Sequence[Decision]) -> tuple[Decision, ...]:
-        assert self.tiled is not None
-        head = self.tiled.decision
-        return (*(d for d in chosen if not f"{d.path}.".startswith(f"{head.path}.")), head)
+        return with_tiles(chosen, self._tiles.get(id(solver), ()))
 
     def smallest(self) -> Candidate:
         """Returns the plan with the smallest simulated peak that was found."""
@@ -166,16 +200,20 @@ class Planner(Simulator):
             self.simulate(self.decide(solver, solver.leanest()))
         for chosen in self._by_hand():
             self.simulate(chosen)
-            if self.tiled is not None:
-                self.simulate(self._with_tile(chosen))
-        least = self._least()
-        while is_tiled(least.decisions):  # smaller tiles as long as they lower the peak
-            tokens = least.decisions[-1].tile_tokens or 1
-            smaller = self.simulate(retile(least.decisions, max(tokens // 2, 1)))
-            if smaller.peak_bytes > _WORTH_SMALLER_TILES * least.peak_bytes or tokens <= _FEWEST_TILE_TOKENS:
-                break
-            least = smaller
+            for tiles in dict.fromkeys(self._tiles.values()):
+                self.simulate(with_tiles(chosen, tiles))
+        while self._has_smaller_tiles(self._least()):  # as long as they lower the peak
+            pass
         return self._least()
+
+    def _has_smaller_tiles(self, least: Candidate) -> bool:
+        """Simulates a plan with tiles of half the size, the loss's and the modules'; whether one of them is leaner."""
+        tokens = loss_tokens(least.decisions)
+        smaller = [halve_module_tiles(least.decisions, fewest=_FEWEST_TILE_TOKENS)]
+        if tokens > _FEWEST_TILE_TOKENS:
+            smaller += [retile(least.decisions, tokens // 2), retile(smaller[0], tokens // 2)]
+        wanted = _WORTH_SMALLER_TILES * least.peak_bytes
+        return any(self.simulate(d).peak_bytes <= wanted for d in dict.fromkeys(smaller) if d != least.decisions)
 
     def _least(self) -> Candidate:
         return min([*self.seen.values(), self.plain], key=lambda c: (c.peak_bytes, c.step_seconds))
@@ -226,12 +264,14 @@ class Planner(Simulator):
             self._search(solver, budget_bytes, until=began + _MOVING_SECONDS)
         exact = min((c.step_seconds for c in self._fitting(budget_bytes) if not is_tiled(c.decisions)), default=None)
         if exact is None or exact > self.plain.step_seconds * (1 + _EQUAL_BITS_ARE_WORTH):
-            began = time.process_time()
-            for solver in self.tiled_solvers:
-                self._search(solver, budget_bytes, until=began + _SEARCH_SECONDS)
-            began = time.process_time()
-            for solver in self.tiled_moving_solvers:
-                self._search(solver, budget_bytes, until=began + _MOVING_SECONDS)
+            for tiles in dict.fromkeys(self._tiles.values()):
+                began = time.process_time()
+                for solver in self._with(tiles, self.tiled_solvers):
+                    self._search(solver, budget_bytes, until=began + _SEARCH_SECONDS)
+                began = time.process_time()
+                for solver in self._with(tiles, self.tiled_moving_solvers):
+                    self._search(solver, budget_bytes, until=began + _MOVING_SECONDS)
+                self._drop_tiles(tiles, budget_bytes)
         self._try_by_hand(budget_bytes)
         fitting = self._fitting(budget_bytes)
         if not fitting:
@@ -251,12 +291,39 @@ class Planner(Simulator):
         # Within what timing can tell apart, the one that runs the least twice.
         equal = [c for c in fitting if c.step_seconds <= fastest * (1 + _SAME_TIME)]
         best = min(equal, key=lambda c: (c.recomputed_flops, c.step_seconds, len(c.decisions), c.peak_bytes))
-        return self._with_larger_tiles(best, budget_bytes) if is_tiled(best.decisions) else best
+        if not is_tiled(best.decisions):
+            return best
+        return self._with_larger_tiles(best, budget_bytes)
+
+    def _drop_tiles(self, tiles: tuple[Decision, ...], budget_bytes: int) -> None:
+        """Simulates the fastest plan with these tiles, and everything rederived, with fewer modules tiled."""
+        fitting = [c for c in self._fitting(budget_bytes) if c.decisions[-len(tiles) :] == tiles]
+        if not fitting or all(d.tile_of == "loss" for d in tiles):
+            return
+        starts = [min(fitting, key=lambda c: c.step_seconds)]
+        starts += [c for c in fitting if c.decisions == (*EVERYWHERE, *tiles) and c is not starts[0]]
+        for candidate in starts:
+            self._with_fewer_tiles(candidate, budget_bytes)
+
+    def _with_fewer_tiles(self, candidate: Candidate, budget_bytes: int) -> None:
+        """Simulates a plan with as few modules tiled as the budget needs, those that backward comes to first."""
+        tiles = [d for d in candidate.decisions if d.tile_of == "module"]
+        fewest, most = 0, len(tiles)
+        while fewest < most:
+            kept = (fewest + most) // 2
+            dropped = tiles[: len(tiles) - kept]
+            tried = self.simulate(tuple(d for d in candidate.decisions if d not in dropped))
+            if tried.peak_bytes <= budget_bytes and tried.step_seconds <= candidate.step_seconds:
+                candidate, most = tried, kept
+            else:
+                fewest = kept + 1
 
     def _with_larger_tiles(self, candidate: Candidate, budget_bytes: int) -> Candidate:
         """Returns the plan with tiles as large as the budget leaves room for, if that is no slower."""
-        assert self.tiled is not None
-        head, tokens = self.tiled.head, candidate.decisions[-1].tile_tokens or 1
+        tokens = loss_tokens(candidate.decisions)
+        if self.tiled is None or not tokens:
+            return candidate
+        head = self.tiled.head
         room = (budget_bytes - candidate.peak_bytes) // _TILE_COPIES
         larger = head.tile_tokens(tokens * head.token_bytes + room)
         if larger < 2 * tokens:
@@ -298,20 +365,20 @@ class Planner(Simulator):
         Args:
             until: when, by `process_time`, to be content with what fits already.
         """
-        is_tiled_view = solver in (*self.tiled_solvers, *self.tiled_moving_solvers)
+        tiles = self._tiles.get(id(solver), ())
+        plain_seconds = self.seen[tiles].step_seconds - _seconds_of_tiles(solver.problem) if tiles else 0.0
         target = budget_bytes
         fits_at: int | None = None
         for _ in range(_MAX_REPAIRS):
             # What rounds differently is no reason to stop looking for a plan that does not.
-            rivals = [c for c in self._fitting(budget_bytes) if is_tiled_view or not is_tiled(c.decisions)]
+            rivals = [c for c in self._fitting(budget_bytes) if tiles or not is_tiled(c.decisions)]
             if time.process_time() > until and rivals:
                 return
             solution = solver.solve(target - self.fixed_bytes)
             if solution.status == "infeasible":
                 return
             best = min((c.step_seconds for c in rivals), default=float("inf"))
-            base = self.seen[(self.tiled.decision,)] if self.tiled and is_tiled_view else self.plain
-            if base.step_seconds + solution.extra_seconds >= best:
+            if (plain_seconds or self.plain.step_seconds) + solution.extra_seconds >= best:
                 return  # even by its own reckoning no faster than what fits already
             candidate = self.simulate(self.decide(solver, solution))
             gap = candidate.peak_bytes - budget_bytes
@@ -346,11 +413,21 @@ class Planner(Simulator):
         return write_plan(
             self,
             candidate,
-            tile=self.tiled.decision if self.tiled is not None else None,
             budget_bytes=budget_bytes,
             budget_text=budget_text,
             device=device,
         )
+
+
+def _seconds_of_tiles(problem: Problem) -> float:
+    """Returns what the tiled modules' second forwards take: a solver counts them, and so does the step."""
+
+    def seconds(part: Leaf | Block) -> float:
+        if isinstance(part, Leaf):
+            return part.options[0].extra_seconds
+        return sum(seconds(p) for p in part.parts)
+
+    return sum(seconds(p) for p in problem.parts)
 
 
 def check_actions(actions: Any) -> tuple[str, ...]:

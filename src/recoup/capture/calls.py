@@ -59,7 +59,7 @@ class CallRecorder:
         self._removers.clear()
 
     def _listens(self) -> bool:
-        return self._tracker.phase == "forward" and not activity.is_recomputing()
+        return self._tracker.phase == "forward" and not activity.is_recomputing() and not activity.is_in_tile()
 
     def enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Notes that a call begins."""

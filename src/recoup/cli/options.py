@@ -41,7 +41,7 @@ Optimizer = Annotated[str | None, typer.Option(help="Its state counts too: sgd, 
 PlanDevice = Annotated[str | None, typer.Option(help="Where the plan will run: cpu, cuda, or e.g. h100-sxm, a100-80gb")]
 RunDevice = Annotated[str | None, typer.Option(help="Where to run: cpu or cuda")]
 Actions = Annotated[
-    str | None, typer.Option(help="What a plan may use, with commas: rederive, recompute, tile, offload")
+    str | None, typer.Option(help="What a plan may use, with commas: rederive, recompute, tile, offload, tile-modules")
 ]
 Fsdp = Annotated[int | None, typer.Option(help="Bytes of one rank of so many, sharded as FSDP2 does", min=1)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON")]

@@ -42,6 +42,7 @@ class _Activity(threading.local):
     rederived = 0
     tiled = 0
     logits_made = 0
+    tiles = 0
     stand_in: Any = None
 
 
@@ -83,8 +84,23 @@ def counters() -> tuple[int, int]:
     return _activity.replays, _activity.rederived
 
 
+@contextlib.contextmanager
+def in_tile() -> Iterator[None]:
+    """Marks everything inside as a part of one call, run on a tile of it."""
+    _activity.tiles += 1
+    try:
+        yield
+    finally:
+        _activity.tiles -= 1
+
+
+def is_in_tile() -> bool:
+    """Whether this thread runs a module on a tile: the calls in it are not calls of the step."""
+    return _activity.tiles > 0
+
+
 def count_tiled() -> None:
-    """Counts one loss taken over tiles."""
+    """Counts one loss, or one module, run over tiles."""
     _activity.tiled += 1
 
 
@@ -94,7 +110,7 @@ def count_logits_made() -> None:
 
 
 def tile_counters() -> tuple[int, int]:
-    """Returns how many losses were taken over tiles, and tiled heads' logits computed whole, on this thread so far."""
+    """Returns how many losses and modules ran over tiles, and tiled heads' logits whole, on this thread so far."""
     return _activity.tiled, _activity.logits_made
 
 

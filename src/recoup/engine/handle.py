@@ -19,6 +19,7 @@ from recoup.engine.lineage import current_recorder
 from recoup.engine.nest import iterate_tensors
 from recoup.engine.patch import PatchedForward, find_patch, patch, unpatch
 from recoup.engine.state import statistics_buffers
+from recoup.engine.tiled import Proofs
 from recoup.engine.transport import Transport
 from recoup.errors import PlanMismatch
 from recoup.ir.plan import Decision
@@ -31,6 +32,7 @@ class StepState:
         self.counts_calls = counts_calls
         self.offloading = offloading
         self.calls: dict[str, int] = {}
+        self.proofs = Proofs()
         self.suspended = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StepState:
@@ -114,8 +116,8 @@ def _run(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, Any])
     if inside:
         calls = dict(state.calls) if state.counts_calls else None
         return _Nested(patched, inside, decision, calls, call=call)(*args, **kwargs)
-    if decision is not None and decision.action == "tile" and not regions.inside_region():
-        return tile_apply.run_tiled(patched, decision, args, kwargs)
+    if decision is not None and decision.action == "tile" and _can_tile(decision, in_region=regions.inside_region()):
+        return tile_apply.run_tiled(patched, decision, args, kwargs, state.proofs)
     if settings.records and current_recorder() is None and not regions.inside_region():
         with rederive.rederive(by_default=decision is not None and _derives(decision)):
             _begin_offloading(patched, decision, args, kwargs)
@@ -124,6 +126,11 @@ def _run(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, Any])
         return patched.original(*args, **kwargs)
     with _ambient(decision):
         return patched.original(*args, **kwargs)
+
+
+def _can_tile(decision: Decision, *, in_region: bool) -> bool:
+    """A head's logits that are not there cannot leave a region; a module that is tiled returns what it always does."""
+    return decision.tile_of == "module" or not in_region
 
 
 def _derives(decision: Decision) -> bool:
@@ -191,6 +198,9 @@ class _Nested:
 
     def _run(self, args: Any, kwargs: Any) -> Any:
         original = self.patched.original
+        if self.decision is not None and self.decision.action == "tile" and _can_tile(self.decision, in_region=True):
+            proofs = self.patched.settings.state.proofs
+            return tile_apply.run_tiled(self.patched, self.decision, args, kwargs, proofs)
         ambient = contextlib.nullcontext() if self.decision is None else _ambient(self.decision)
         with ambient:
             if self.calls is None or not self.ran:

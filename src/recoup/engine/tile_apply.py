@@ -1,4 +1,7 @@
-"""The action `tile` on a model: its head returns logits that are not there, and the loss runs over tiles."""
+"""The action `tile` on a model.
+
+Its head returns logits that are not there, and the loss runs over tiles; a position-wise module runs over tiles itself.
+"""
 
 from __future__ import annotations
 
@@ -13,21 +16,27 @@ from recoup import _compat
 from recoup.engine.lazy_logits import Head, lazy_logits
 from recoup.engine.patch import PatchedForward
 from recoup.engine.tile import default_tile_tokens
+from recoup.engine.tiled import Proofs, is_tileable, refuse_hooks
 from recoup.errors import UsageError
 from recoup.ir.plan import Decision
 
 
 def check_tiled(modules: Mapping[str, nn.Module], decisions: Sequence[Decision]) -> None:
-    """Raises unless every module that `tile` names can be a tiled head.
+    """Raises unless every module that `tile` names can be a tiled head, or be run over tiles itself.
+
+    Whether a module is position-wise is proved when it runs: only then is it known what it is given.
 
     Raises:
-        UsageError: if one is not a `torch.nn.Linear`, or a tile has no tokens.
+        UsageError: if a head is not a `torch.nn.Linear`, a tile has no tokens, or something inside a tiled module has
+            a hook or a decision of its own.
     """
     for decision in decisions:
         if decision.action != "tile":
             continue
         module = modules[decision.path]
-        if not _linears(module):
+        if decision.tile_of == "module":
+            _check_module(decision, module, decisions)
+        elif not _linears(module):
             raise UsageError(
                 f"The plan tiles `{decision.path}`, a {type(module).__name__}; tiling needs the torch.nn.Linear that "
                 "makes the logits. Name that one. (recoup.engine.tile_apply)"
@@ -37,6 +46,23 @@ def check_tiled(modules: Mapping[str, nn.Module], decisions: Sequence[Decision])
                 f"The plan tiles `{decision.path}` by {decision.tile_tokens} tokens; a tile has at least 1. "
                 "(recoup.engine.tile_apply)"
             )
+
+
+def _check_module(decision: Decision, module: nn.Module, decisions: Sequence[Decision]) -> None:
+    path = decision.path
+    prefix = f"{path}." if path else ""
+    inside = [p for d in decisions for p in (d.path, *d.span) if p != path and p.startswith(prefix)]
+    if inside:
+        raise UsageError(
+            f"The plan runs `{path}` over tiles and decides about `{inside[0]}` inside it, which could have no effect. "
+            "Leave one of the two out. (recoup.engine.tile_apply)"
+        )
+    if decision.tile_tokens is None:
+        raise UsageError(
+            f"The plan runs `{path}` over tiles and does not say of how many tokens; give `tile_tokens`. "
+            "(recoup.engine.tile_apply)"
+        )
+    refuse_hooks(path, module, below=True)
 
 
 def _linears(module: nn.Module) -> list[str]:
@@ -54,15 +80,27 @@ def spread_tiled(modules: Mapping[str, nn.Module], decisions: Sequence[Decision]
     """Returns the decisions with a tiled head that has adapters (PEFT's LoRA) replaced by its products, each tiled."""
     found: list[Decision] = []
     for decision in decisions:
-        names = _linears(modules[decision.path]) if decision.action == "tile" else [""]
+        is_head = decision.action == "tile" and decision.tile_of == "loss"
+        names = _linears(modules[decision.path]) if is_head else [""]
         for name in names:
             path = ".".join(part for part in (decision.path, name) if part)
             found.append(dataclasses.replace(decision, path=path) if name else decision)
     return found
 
 
-def run_tiled(patched: PatchedForward, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Returns lazy logits; the head's own output where it is called in another way than on one tensor."""
+def run_tiled(
+    patched: PatchedForward, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any], proofs: Proofs
+) -> Any:
+    """Returns what a module gives over tiles, or a head's lazy logits; its own output where its call does not allow it.
+
+    Args:
+        proofs: of the plan's position-wise modules.
+    """
+    if decision.tile_of == "module":
+        if not is_tileable(args, kwargs):
+            return patched.original(*args, **kwargs)
+        rows = decision.tile_tokens or 1
+        return proofs.run(decision.path, patched.module, patched.original, args, kwargs, rows)
     module = patched.module
     hidden = args[0] if len(args) == 1 and not kwargs else None
     plain_linear = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward

@@ -1,8 +1,8 @@
 """One tile of tokens: from its logits to its loss and back to the gradient of its logits, in as few buffers as can be.
 
-The loss is taken by the kernel that the plain loss uses, so it rounds alike; its result turns into the gradient where
-it lies. That is two buffers of the tile's size, for a moment. Low precision adds its own copy, soft-capping what tanh
-needs.
+The loss is taken by the kernel that the plain loss uses, so it rounds alike, some rows at a time where its result may
+take the logits' place; there it turns into the gradient. That is one buffer of the tile's size and an eighth of it for
+a moment. Low precision adds its own copy, soft-capping what tanh needs.
 """
 
 from __future__ import annotations
@@ -34,6 +34,9 @@ class LossSpec:
     tile_tokens: int = 1024
 
 
+_NUM_PARTS = 8  # of a tile, whose log-softmax is taken one by one
+
+
 def wide(dtype: torch.dtype) -> torch.dtype:
     """Returns what the loss of logits of this dtype is computed in."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
@@ -44,6 +47,15 @@ def _without_last_cast(dtype: torch.dtype, steps: tuple[Step, ...]) -> tuple[Ste
     for kind, value in steps[:-1]:
         dtype = value if kind == "to" else dtype
     return steps[:-1] if steps and steps[-1] == ("to", wide(dtype)) else steps
+
+
+def _log_softmax_in_place(logits_TV: torch.Tensor) -> torch.Tensor:
+    """Writes the log-softmax of each row over the row: the bits of the kernel, a few rows at a time."""
+    size = max(-(-len(logits_TV) // _NUM_PARTS), 1)
+    for start in range(0, len(logits_TV), size):
+        part_TV = logits_TV[start : start + size]
+        part_TV.copy_(part_TV.log_softmax(1))
+    return logits_TV
 
 
 class Tile:
@@ -61,8 +73,12 @@ class Tile:
         dtype = wide(logits.dtype)
         if dtype != logits.dtype:
             self._tape.append(("to", dtype, logits))
-        self._buffer = logits.log_softmax(1, dtype=dtype)
-        self._lse_T = logits.amax(1).to(dtype) - self._buffer.amax(1) if spec.z_loss else None
+        most_T = logits.amax(1).to(dtype) if spec.z_loss else None
+        if dtype != logits.dtype or self._on_tape(logits):
+            self._buffer = logits.log_softmax(1, dtype=dtype)
+        else:
+            self._buffer = _log_softmax_in_place(logits)
+        self._lse_T = most_T - self._buffer.amax(1) if most_T is not None else None
         self.counts_T = labels_T != spec.ignore_index
         self._target_T1 = labels_T.masked_fill(~self.counts_T, 0).unsqueeze(1)
 

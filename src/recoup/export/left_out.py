@@ -50,7 +50,7 @@ def regions_of(plan: Plan, *, target: str) -> tuple[Decision, ...]:
 def left_out(plan: Plan) -> tuple[str, ...]:
     """Returns what only recoup's engine can do of the plan."""
     rederives = [d for d in plan.decisions if d.action == "rederive" or d.inside == "rederive"]
-    others = sorted({d.action for d in plan.decisions} - {"save", "rederive", "recompute"})
+    others = sorted({d.action for d in plan.decisions if d.tile_of == "loss"} - {"save", "rederive", "recompute"})
     sentences = []
     if rederives:
         sentences.append(
@@ -70,6 +70,11 @@ def left_out(plan: Plan) -> tuple[str, ...]:
         )
     if any(d.action == "recompute" and d.offload for d in plan.decisions):
         sentences.append("inputs of regions go to the host; here they stay on the device")
+    tiled = [d for d in plan.decisions if d.tile_of == "module"]
+    if tiled:
+        sentences.append(
+            f"{len(tiled)} modules over tiles (`{tiled[0].path}`); PyTorch has no such action, so they run whole"
+        )
     sentences += [f"action {action!r} is left out" for action in others]
     return tuple(sentences)
 

@@ -11,6 +11,7 @@ from recoup.errors import UsageError
 
 Action = Literal["save", "rederive", "recompute", "tile", "offload"]
 Inside = Literal["save", "rederive"]
+TileOf = Literal["loss", "module"]
 SCHEMA = "recoup-plan/1"
 
 
@@ -38,6 +39,8 @@ class Decision:
             "matmul:KxN" by the shape of the right factor, "convolution:..." by that of the weight.
         offload: for `recompute`, whether the inputs that the region keeps go to the host.
         tile_tokens: for `tile`, tokens of a tile; None: as many as `recoup.tiled_cross_entropy` takes by itself.
+        tile_of: for `tile`, whether the call makes the logits, and the loss runs over tiles of them, or is a
+            position-wise module that does so itself (then `tile_tokens` is needed).
     """
 
     path: str
@@ -49,6 +52,7 @@ class Decision:
     chunk: int | None = None
     calls: int | None = None
     tile_tokens: int | None = None
+    tile_of: TileOf = "loss"
     offload: bool = False
     keep: tuple[str, ...] = ()
 

@@ -20,9 +20,10 @@ def kinds(decisions: Sequence[Decision]) -> list[list[Decision]]:
     regions = [d for d in decisions if d.action == "recompute"]
     found = list(_region_kinds(regions).values())
     for action in ("rederive", "tile", "offload"):
-        members = [d for d in decisions if d.action == action]
-        if members:
-            found.append(members)
+        for tile_of in ("loss", "module"):
+            members = [d for d in decisions if d.action == action and d.tile_of == tile_of]
+            if members:
+                found.append(members)
     return found
 
 
@@ -70,9 +71,12 @@ def describe_decisions(decisions: Sequence[Decision]) -> list[str]:
             text += ", inputs offloaded"
         lines.append(f"recompute {text}")
     for decision in decisions:
-        if decision.action == "tile":
+        if decision.action == "tile" and decision.tile_of == "loss":
             size = f" by {decision.tile_tokens} tokens" if decision.tile_tokens else ""
             lines.append(f"tile {decision.path} and its loss{size}")
+    for tokens in dict.fromkeys(d.tile_tokens for d in decisions if d.tile_of == "module"):
+        paths = [d.path or "(the model)" for d in decisions if d.tile_of == "module" and d.tile_tokens == tokens]
+        lines += [f"tile {text} by {tokens} tokens" for text in _grouped(paths)]
     for inside in ("save", "rederive"):
         moved = [d.path or "(the model)" for d in decisions if d.action == "offload" and d.inside == inside]
         for text in _grouped(moved):

@@ -7,7 +7,7 @@ import dataclasses
 from recoup.ir.trace import Trace
 
 _SMALLEST_SHARE = 0.002  # of the peak: a head whose output is smaller is not worth a tile
-_TILE_SHARE = 0.02  # of the plain peak: what a tile may take
+_TILE_SHARE = 0.01  # of the plain peak: what a tile may take
 _FEWEST_TOKENS = 64  # matmuls of fewer rows are slow everywhere
 _NUM_HEADS = 2
 _WIDE_BYTES = 4  # the loss is taken in float32
@@ -50,7 +50,7 @@ def heads(trace: Trace, *, peak_bytes: int) -> list[HeadCall]:
             continue
         classes, itemsize = rows
         tokens = nbytes // (classes * itemsize)
-        token_bytes = classes * (itemsize + max(itemsize, _WIDE_BYTES))
+        token_bytes = classes * (itemsize + (_WIDE_BYTES if itemsize < _WIDE_BYTES else 0))
         if tokens > 1 and classes in scored:
             found[call.path] = HeadCall(path=call.path, output_bytes=nbytes, tokens=tokens, token_bytes=token_bytes)
     return sorted(found.values(), key=lambda h: -h.output_bytes)[:_NUM_HEADS]
