@@ -338,10 +338,13 @@ class Loop:
             self._first_tapes[step] = tape
         self._is_probing = False
         self.start, template = flatten(self._first)
+        num_given = len(flatten(self._first[0])[0])
         self._first = None, []
         first = Moment([t.detach() for t in self.start], template)
         first.random, first.streams = self._first_random, self._first_streams
         self._held[0] = first
+        # What an attribute held before and no step read (the end of another sequence) has no edge to this loop.
+        self.start[num_given:] = [t if self.captured.has(t) else t.detach() for t in self.start[num_given:]]
         self._first_random.settle()
         draws = any(isinstance(m, nn.modules.dropout._DropoutNd) for m in self._reached.modules)
         self._is_random = draws or self._first_streams is not None or not self._first_random.is_settled()

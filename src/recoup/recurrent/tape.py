@@ -76,6 +76,10 @@ class Captured:
         pairs = zip(self.tensors, self.uses, strict=True)
         return sum(t.numel() * t.element_size() for t, count in pairs if of_all or count > 1)
 
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether a step that was walked uses the tensor."""
+        return id(tensor) in self._index
+
     def is_checked(self, num_nodes: int) -> bool:
         """Whether a step with so many nodes was walked before."""
         return num_nodes in self._checked
