@@ -26,11 +26,9 @@ from bench.recurrent_networks import NETWORKS, Network
 from recoup.errors import InfeasibleBudget
 from recoup.evidence.memory import measure_peak
 from recoup.recurrent import ScanReport, scan
-from recoup.recurrent.choose import StepBytes, schedule_in_bytes
 from recoup.units import format_bytes
 
 CPU = torch.device("cpu")
-_BISECTIONS = 24
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -146,9 +144,8 @@ def by_memopt(network: Network) -> Point | None:
 
 def by_scan(network: Network, *, derives: bool, budget: int | None = None) -> Point:
     """Returns the scan in `budget` bytes, or in the fewest in which no step is evaluated more than twice."""
-    num_steps = len(network.inputs)
     if budget is None:
-        budget = _least_budget(num_steps, _step_bytes(network, derives))
+        budget = _least_budget(network, derives)
     report = ScanReport()
     expected = gradients_of(network, plain)
     found = gradients_of(network, lambda n: scanned(n, budget=budget, rederive=derives))
@@ -161,20 +158,21 @@ def by_scan(network: Network, *, derives: bool, budget: int | None = None) -> Po
     )
 
 
-def _step_bytes(network: Network, derives: bool) -> StepBytes:
+def _least_budget(network: Network, derives: bool) -> int:
+    """Returns the smallest budget whose schedule evaluates no step more than twice on average: forwards alone tell."""
+    num_steps = len(network.inputs)
     report = ScanReport()
-    gradients_of(network, lambda n: scanned(n, budget="60%", rederive=derives, report=report))
-    assert report.step_bytes is not None
-    return report.step_bytes
-
-
-def _least_budget(num_steps: int, step: StepBytes) -> int:
-    """Returns the smallest budget, by prediction, whose schedule evaluates no step more than twice on average."""
-    low, high = step.working + step.tape, step.working + num_steps * step.tape
-    for _ in range(_BISECTIONS):
+    scanned(network, budget="90%", rederive=derives, report=report)
+    step = report.step_bytes
+    assert step is not None
+    low, high = step.tape, step.working + num_steps * step.tape
+    while high - low > high // 200:
         middle = (low + high) // 2
+        report = ScanReport()
+        network.restart()
         try:
-            is_enough = schedule_in_bytes(num_steps, middle, step).evaluations <= 2 * num_steps
+            scanned(network, budget=middle, rederive=derives, report=report)
+            is_enough = report.predicted_evaluations <= 2 * num_steps
         except InfeasibleBudget:
             is_enough = False
         low, high = (low, middle) if is_enough else (middle, high)
