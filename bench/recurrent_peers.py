@@ -1,11 +1,11 @@
-"""Loops over time beside spikingjelly's memopt and torch's checkpoint in chunks by hand: bytes at equal steps, steps at equal bytes.
+"""Loops over time beside spikingjelly's memopt and torch's checkpoint in chunks by hand, in bytes and in steps.
 
     python -m bench.recurrent_peers [NETWORK ...]
 
 Six networks, three of them made of spiking neurons of the libraries themselves. One meter: the peak of the allocator's
 events over forward and backward, the gradients of the parameters included. By hand, a few chunk lengths around the
-square root of T are tried and the best one counts; so do memopt's choices of what to checkpoint. Both evaluate each step
-at most twice, and so may the scan. Bytes and counts do not depend on how busy the machine is.
+square root of T are tried and the best one counts; so do memopt's choices of what to checkpoint. Both evaluate each
+step at most twice, and so may the scan. Bytes and counts do not depend on how busy the machine is.
 """
 
 from __future__ import annotations
@@ -219,8 +219,8 @@ def rows(names: list[str]) -> Iterator[tuple[str, float, float | None]]:
             if equal is not None:
                 in_its_bytes = f"{equal.evaluations} evaluations ({format_bytes(equal.peak_bytes)})"
             print(
-                f"  {label} {format_bytes(peer.peak_bytes)} in {peer.evaluations} ({peer.setting}): {ratios[-1]:.3f} of "
-                f"the bytes; in its bytes: {in_its_bytes}"
+                f"  {label} {format_bytes(peer.peak_bytes)} in {peer.evaluations} ({peer.setting}): {ratios[-1]:.3f} "
+                f"of the bytes; in its bytes: {in_its_bytes}"
             )
         print(f"  {time.perf_counter() - begin:.0f} s", flush=True)
         assert ratios[0] is not None

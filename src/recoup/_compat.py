@@ -304,8 +304,9 @@ def is_fsdp_unit(module: Any) -> bool:
 
 
 def fake_traits(tensor: torch.Tensor) -> tuple[Any, ...] | None:
-    """Returns what a fake tensor's part in an op's result depends on, or None if it is none or carries a value (torch 2.13).
+    """Returns what an op's result takes of a fake tensor; None for another tensor or one with a value (torch 2.13).
 
+    Where in its memory a tensor begins is not among it: results are new, or views that begin relative to it.
     Freed by: as `fake_tensor_mode`.
     """
     from torch._subclasses.fake_tensor import FakeTensor
@@ -317,7 +318,6 @@ def fake_traits(tensor: torch.Tensor) -> tuple[Any, ...] | None:
     return (
         tensor.shape,
         tensor.stride(),
-        tensor.storage_offset(),
         tensor.dtype,
         tensor._fake_device,
         tensor.requires_grad,
@@ -342,19 +342,20 @@ def has_same_dispatch(a: torch.Tensor, b: torch.Tensor) -> bool:
 class FakeTemplate:
     """Makes fake tensors with the metadata of one, inside a dispatch mode and past all others (torch 2.13).
 
+    A view begins where `base` does, as far on as the one did from its own base.
     Freed by: a cheap public way to make a fake tensor.
     """
 
     __slots__ = ("_attributes", "_cls", "_device", "_dtype", "_offset", "_shape", "_stride")
 
-    def __init__(self, tensor: Any) -> None:
+    def __init__(self, tensor: Any, base: Any = None) -> None:
         self._cls = type(tensor)
         self._attributes = dict(tensor.__dict__)
         self._device = tensor._fake_device
         self._dtype = tensor.dtype
         self._shape = tensor.shape
         self._stride = tensor.stride()
-        self._offset = tensor.storage_offset()
+        self._offset = tensor.storage_offset() - (base.storage_offset() if base is not None else 0)
 
     def new(self) -> torch.Tensor:
         """Returns one with memory of its own."""
@@ -363,10 +364,10 @@ class FakeTemplate:
 
     def view_of(self, base: torch.Tensor) -> torch.Tensor:
         """Returns one in the memory of `base`."""
-        storage = base.untyped_storage()
+        storage, offset = base.untyped_storage(), base.storage_offset() + self._offset
         with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
             part = torch.empty(0, dtype=self._dtype, device="meta")
-            return self._wrapped(part.set_(storage, self._offset, self._shape, self._stride))
+            return self._wrapped(part.set_(storage, offset, self._shape, self._stride))
 
     def _wrapped(self, part: torch.Tensor) -> torch.Tensor:
         made: torch.Tensor = torch.Tensor._make_subclass(  # type: ignore[attr-defined]

@@ -127,8 +127,10 @@ def _of(func: Any, args: tuple[Any, ...], out: Any, seen: set[int]) -> Any:
     if func.is_view:
         first = args[0]
         is_of_first = isinstance(first, torch.Tensor) and first.untyped_storage() is storage
-        return ("view", 0, _compat.FakeTemplate(out)) if is_of_first else _NEVER
-    if func._schema.is_mutable or storage._cdata in seen or _shares(storage, args):
+        # In another dtype it would begin at another multiple.
+        is_relative = is_of_first and first.dtype == out.dtype
+        return ("view", 0, _compat.FakeTemplate(out, first)) if is_relative else _NEVER
+    if func._schema.is_mutable or out.storage_offset() or storage._cdata in seen or _shares(storage, args):
         return _NEVER
     seen.add(storage._cdata)
     return ("new", _compat.FakeTemplate(out))
@@ -164,7 +166,8 @@ def _is_same(made: Any, out: Any) -> bool:
     if out is None:
         return made is None
     return (
-        _compat.fake_traits(made) == _compat.fake_traits(out)
+        made.storage_offset() == out.storage_offset()
+        and _compat.fake_traits(made) == _compat.fake_traits(out)
         and made.untyped_storage().nbytes() == out.untyped_storage().nbytes()
         and _compat.has_same_dispatch(made, out)
     )

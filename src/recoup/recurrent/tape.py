@@ -179,7 +179,8 @@ class Sums:
         self._handles: list[Any] = []
 
     def __enter__(self) -> Sums:
-        self._handles = [t.register_hook(self._hook(i)) for i, t in enumerate(self._tensors)]
+        for index, tensor in enumerate(self._tensors):
+            self._handles.append(tensor.register_hook(self._hook(index)))  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exc: object) -> None:
