@@ -1,4 +1,6 @@
-"""Loops over time: counts against the published optimum, bytes by the allocator, exactness; `bench.recurrent_peers` has the peers.
+"""Loops over time: counts against the published optimum, bytes by the allocator, exactness.
+
+The peers are in `bench.recurrent_peers`.
 
     python -m bench.recurrent [counts] [budgets] [long] [problems]
 
