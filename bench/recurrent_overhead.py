@@ -1,6 +1,6 @@
 """Host overhead of a scan: time a step above the plain loop, less what the steps evaluated again cost.
 
-    python -m bench.recurrent_overhead [--profile NAME]
+    python -m bench.recurrent_overhead [SETTING ...] [--profile SETTING]
 
 A tiny LIF network, so that Python is all there is. Above plain: (time of the scan) - (time of the plain loop) - (step
 evaluations beyond one each) x (time of a plain evaluation without a graph). The median of the rounds' differences is
@@ -66,10 +66,12 @@ def main(arguments: list[str]) -> None:
         profile.runcall(train, options)
         pstats.Stats(profile).sort_stats("tottime").print_stats(30)
         return
+    wanted = arguments or list(SETTINGS)
     found: dict[str, list[float]] = {}
     evaluations: dict[str, float] = {}
     bases: list[float] = []
-    for name, options in SETTINGS.items():
+    for name in wanted:
+        options = SETTINGS[name]
         train(options)  # the schedule is computed once and kept
         for _ in range(_ROUNDS):
             report = ScanReport()

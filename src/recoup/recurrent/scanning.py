@@ -23,7 +23,8 @@ from recoup.recurrent.schedules.treeverse import treeverse_schedule
 from recoup.units import check_budget, parse_budget
 
 _SHARED_TAPES_MAY_TAKE = 0.1  # of a budget, for less overhead a step
-_SHARED_TAPES_MAY_COST = 0.01  # of the evaluations
+# Of the evaluations. A graph of its own costs a step about 0.1 ms, more than a small step itself.
+_SHARED_TAPES_MAY_COST, _SHARED_SMALL_TAPES_MAY_COST, _SMALL_TAPE_BYTES = 0.01, 0.04, 1 << 18
 
 Step = Callable[[Any, Any], tuple[Any, Any]]
 
@@ -221,7 +222,9 @@ def _choose(
             with contextlib.suppress(InfeasibleBudget):
                 schedule = schedule_in_bytes(num_steps, budget, sharing)
                 alone = schedule_in_bytes(num_steps, budget, step_bytes) if shared_bytes else schedule
-                if schedule.evaluations <= (1 + _SHARED_TAPES_MAY_COST) * alone.evaluations:
+                is_small = meter.tape_bytes <= _SMALL_TAPE_BYTES
+                may_cost = _SHARED_SMALL_TAPES_MAY_COST if is_small else _SHARED_TAPES_MAY_COST
+                if schedule.evaluations <= (1 + may_cost) * alone.evaluations:
                     if report is not None:
                         report.step_bytes = sharing
                     return schedule
