@@ -319,7 +319,7 @@ def fake_traits(tensor: torch.Tensor) -> tuple[Any, ...] | None:
         tensor.shape,
         tensor.stride(),
         tensor.dtype,
-        tensor._fake_device,
+        tensor.fake_device,
         tensor.requires_grad,
     )
 
@@ -351,7 +351,7 @@ class FakeTemplate:
     def __init__(self, tensor: Any, base: Any = None) -> None:
         self._cls = type(tensor)
         self._attributes = dict(tensor.__dict__)
-        self._device = tensor._fake_device
+        self._device = tensor.fake_device
         self._dtype = tensor.dtype
         self._shape = tensor.shape
         self._stride = tensor.stride()
