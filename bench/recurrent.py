@@ -1,6 +1,8 @@
-"""Loops over time: counts against the published optimum, bytes by the allocator, exactness, and peers.
+"""Loops over time: counts against the published optimum, bytes by the allocator, exactness.
 
-    python -m bench.recurrent [counts] [budgets] [long] [problems] [peers]
+The peers are in `bench.recurrent_peers`.
+
+    python -m bench.recurrent [counts] [budgets] [long] [problems]
 
 Peaks are the allocator's events over forward and backward, above what was there before; `budget` counts the same less
 the loop's results (outputs, last state, the gradients of parameters), which are reported too.
@@ -8,8 +10,6 @@ the loop's results (outputs, last state, the gradients of parameters), which are
 
 from __future__ import annotations
 
-import copy
-import itertools
 import statistics
 import sys
 import time
@@ -18,11 +18,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-from recoup.errors import InfeasibleBudget
 from recoup.evidence.memory import measure_peak
-from recoup.recurrent import ScanReport, scan, unroll
+from recoup.recurrent import ScanReport, scan
 from recoup.recurrent.schedules.tapes import tape_schedule
 from recoup.recurrent.schedules.treeverse import treeverse_schedule
 from recoup.units import format_bytes
@@ -243,180 +241,8 @@ def problems() -> None:
             print(f"{name:24} {report.schedule:48} evaluations {report.evaluations:5} bit-equal {equal}")
 
 
-def peers() -> None:
-    print("## peers: equal steps (every step evaluated about twice), peak of forward and backward")
-    neuron, memopt = None, None
-    try:
-        from spikingjelly.activation_based import functional, layer, memopt, neuron  # type: ignore[import-not-found]
-    except ImportError as error:
-        print(f"spikingjelly is not here ({error}); only torch's checkpoint by hand")
-    torch.manual_seed(0)
-
-    def lif(*shape: int) -> nn.Module:
-        return neuron.LIFNode(step_mode="s") if neuron is not None else _OwnLif()
-
-    nets: dict[str, tuple[nn.Module, torch.Tensor]] = {}
-    for name, widths in (("mlp 2", (64, 128, 10)), ("mlp 4", (64, 256, 256, 256, 10)), ("mlp wide", (64, 1024, 10))):
-        layers: list[nn.Module] = []
-        for a, b in itertools.pairwise(widths):
-            layers += [nn.Linear(a, b), lif()]
-        nets[name] = nn.Sequential(*layers), (torch.rand(128, 16, 64) < 0.3).float()
-    for name, widths in (("conv 2", (1, 8, 16)), ("conv 3", (1, 16, 16, 16)), ("conv norm", (1, 12, 12))):
-        layers = []
-        for a, b in itertools.pairwise(widths):
-            layers += [nn.Conv2d(a, b, 3, padding=1), *([nn.BatchNorm2d(b)] if "norm" in name else []), lif()]
-        nets[name] = nn.Sequential(*layers, nn.Flatten(), nn.Linear(widths[-1] * 64, 10)), torch.rand(64, 8, 1, 8, 8)
-    ratios = []
-    for name, (network, x) in nets.items():
-        num_steps = len(x)
-
-        def reset(net: nn.Module) -> None:
-            for module in net.modules():
-                if hasattr(module, "reset"):
-                    module.reset()
-
-        def by_scan(net: nn.Module, x: torch.Tensor, **options: Any) -> torch.Tensor:
-            found: torch.Tensor = unroll(net, x, outputs="mean", rederive=True, **options)
-            return found
-
-        def by_hand(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
-            """Chunks of sqrt(T) under torch's checkpoint, attribute state handed through by hand."""
-            chunk = round(len(x) ** 0.5)
-            cells = [m for m in net.modules() if hasattr(m, "reset")]
-
-            def run(x: torch.Tensor, *state: Any) -> Any:
-                for m, v in zip(cells, state, strict=True):
-                    m.v = v
-                total = 0
-                for frame in x:
-                    total = total + net(frame)
-                return (total, *(m.v for m in cells))
-
-            state: Any = [m.v for m in cells]
-            total: Any = 0
-            for part in x.split(chunk):
-                y, *state = checkpoint(run, part, *state, use_reentrant=False)
-                total = total + y
-            for m, v in zip(cells, state, strict=True):
-                m.v = v
-            return total / len(x)
-
-        def peak_of(run: Any, net: nn.Module = network, x: torch.Tensor = x) -> int:
-            net = copy.deepcopy(net)
-            reset(net)
-            run(net, x).sum().backward()
-            reset(net)
-            net.zero_grad()
-            return measure_peak(lambda: run(net, x).sum().backward(), device=CPU, held_bytes=0)
-
-        hand = peak_of(by_hand)
-        report = ScanReport()
-        budget = 1.0
-        ours = peak_of(by_scan)
-        for percent in (5, 6, 7, 8, 9, 10, 11, 12, 15, 20, 30):
-            trial = ScanReport()
-            try:
-                peak = peak_of(lambda n, x, p=percent, r=trial: by_scan(n, x, budget=f"{p}%", report=r))
-            except Exception as error:  # too small a budget is no point of the curve; the rest is raised
-                if "below" not in str(error):
-                    raise
-                continue
-            if trial.evaluations <= 2 * num_steps:
-                ours, report, budget = peak, trial, percent
-                break
-        ratios.append(ours / hand)
-        print(
-            f"{name:10} chunked checkpoint {format_bytes(hand)} in {2 * num_steps} evaluations; "
-            f"scan {format_bytes(ours)} in {report.evaluations} (budget {budget} %): {ours / hand:.2f} of the bytes"
-        )
-    print(
-        f"geometric mean {statistics.geometric_mean(ratios):.2f} of the bytes of chunked checkpointing at no more steps"
-    )
-    if memopt is not None:
-        _against_memopt(nets, neuron, layer, functional, memopt)
-
-
-class _OwnLif(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.v: Any = 0.0
-
-    def reset(self) -> None:
-        self.v = 0.0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.v = self.v + (x - self.v) / 2.0
-        spikes = Spike.apply(self.v - 1)
-        self.v = self.v * (1 - spikes)
-        return spikes
-
-
-def _against_memopt(nets: Any, neuron: Any, layer: Any, functional: Any, memopt: Any) -> None:
-    """The multi-step networks, each layer run over all of time; at every level that runs here, inputs compressed."""
-    print(
-        "## spikingjelly memopt; scan of the same network, a step at a time, with as many evaluations and in its bytes"
-    )
-    ratios = []
-    for name, (network, x) in nets.items():
-        num_steps = len(x)
-        modules = [
-            neuron.LIFNode(step_mode="m")
-            if isinstance(m, neuron.LIFNode)
-            else layer.SeqToANNContainer(copy.deepcopy(m))
-            for m in network
-        ]
-
-        def run(net: nn.Module, x: torch.Tensor = x) -> None:
-            functional.reset_net(net)
-            net(x).mean(0).sum().backward()
-
-        def peak_of(net: nn.Module, run: Any = run) -> int:
-            run(net)
-            net.zero_grad()
-            return measure_peak(lambda: run(net), device=CPU, held_bytes=0)
-
-        least: tuple[int, str] | None = None
-        for level in range(5):
-            try:
-                net = memopt.optimize_memory(
-                    copy.deepcopy(nn.Sequential(*modules)), (neuron.LIFNode,), lambda m, x=x: m(x), level=level
-                )
-            except RuntimeError as error:
-                print(f"{name:10} level {level}: {error}")
-                break
-            peak = peak_of(net)
-            least = min(least or (peak, ""), (peak, f"level {level}"))
-        assert least is not None
-
-        def ours(net: nn.Module, budget: Any, report: ScanReport, x: torch.Tensor = x) -> None:
-            functional.reset_net(net)
-            unroll(net, x, outputs="mean", rederive=True, budget=budget, report=report).sum().backward()
-
-        found = None
-        for percent in (1, 2, 3, 4, 5, 6, 8, 10, 12, 15, 20, 30, 50):
-            report = ScanReport()
-            try:
-                peak = peak_of(copy.deepcopy(network), lambda n, p=percent, r=report: ours(n, f"{p}%", r))
-            except InfeasibleBudget:
-                continue
-            if report.evaluations <= 2 * num_steps:
-                found = peak, report
-                break
-        report = ScanReport()
-        budget = least[0] * 9 // 10  # the loop's results come on top
-        in_its_bytes = peak_of(copy.deepcopy(network), lambda n, b=budget, r=report: ours(n, b, r))
-        assert found is not None
-        ratios.append(found[0] / least[0])
-        print(
-            f"{name:10} memopt {format_bytes(least[0])} ({least[1]}), neurons evaluated twice; scan with "
-            f"{found[1].evaluations / num_steps:.2f} evaluations {format_bytes(found[0])}: {ratios[-1]:.2f}; in "
-            f"memopt's bytes ({format_bytes(in_its_bytes)}) {report.evaluations / num_steps:.2f} evaluations"
-        )
-    print(f"geometric mean {statistics.geometric_mean(ratios):.2f} of the bytes of memopt")
-
-
 if __name__ == "__main__":
-    wanted = sys.argv[1:] or ["counts", "budgets", "long", "problems", "peers"]
-    for part in (counts, budgets, long, problems, peers):
+    wanted = sys.argv[1:] or ["counts", "budgets", "long", "problems"]
+    for part in (counts, budgets, long, problems):
         if part.__name__ in wanted:
             part()

@@ -306,3 +306,78 @@ def is_fsdp_unit(module: Any) -> bool:
 def mode_of_fake(tensor: Any) -> Any:
     """Returns the mode that a fake tensor belongs to (torch 2.13). Freed by: as `fake_tensor_mode`."""
     return tensor.fake_mode
+
+
+def fake_traits(tensor: torch.Tensor) -> tuple[Any, ...] | None:
+    """Returns what an op's result takes of a fake tensor; None for another tensor or one with a value (torch 2.13).
+
+    Where in its memory a tensor begins is not among it: results are new, or views that begin relative to it.
+    Freed by: as `fake_tensor_mode`.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    if type(tensor) is not FakeTensor or tensor.constant is not None or tensor.layout is not torch.strided:
+        return None
+    if tensor.is_neg() or tensor.is_conj() or tensor.is_inference():
+        return None
+    return (
+        tensor.shape,
+        tensor.stride(),
+        tensor.dtype,
+        tensor.fake_device,
+        tensor.requires_grad,
+    )
+
+
+def may_alias(func: Any) -> bool:
+    """Whether an op says it returns a view and may return something new (torch 2.13).
+
+    Freed by: a public flag of such ops.
+    """
+    return bool(func.is_view) and bool(
+        torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), torch._C.DispatchKey.CompositeImplicitAutograd)
+    )
+
+
+def has_same_dispatch(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether ops on both tensors take the same way through the dispatcher (torch 2.13)."""
+    return bool(torch._C._dispatch_key_set(a) == torch._C._dispatch_key_set(b))
+
+
+class FakeTemplate:
+    """Makes fake tensors with the metadata of one, inside a dispatch mode and past all others (torch 2.13).
+
+    A view begins where `base` does, as far on as the one did from its own base.
+    Freed by: a cheap public way to make a fake tensor.
+    """
+
+    __slots__ = ("_attributes", "_cls", "_device", "_dtype", "_offset", "_shape", "_stride")
+
+    def __init__(self, tensor: Any, base: Any = None) -> None:
+        self._cls = type(tensor)
+        self._attributes = dict(tensor.__dict__)
+        self._device = tensor.fake_device
+        self._dtype = tensor.dtype
+        self._shape = tensor.shape
+        self._stride = tensor.stride()
+        self._offset = tensor.storage_offset() - (base.storage_offset() if base is not None else 0)
+
+    def new(self) -> torch.Tensor:
+        """Returns one with memory of its own."""
+        with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+            return self._wrapped(torch.empty_strided(self._shape, self._stride, dtype=self._dtype, device="meta"))
+
+    def view_of(self, base: torch.Tensor) -> torch.Tensor:
+        """Returns one in the memory of `base`."""
+        storage, offset = base.untyped_storage(), base.storage_offset() + self._offset
+        with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+            part = torch.empty(0, dtype=self._dtype, device="meta")
+            return self._wrapped(part.set_(storage, offset, self._shape, self._stride))
+
+    def _wrapped(self, part: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = torch.Tensor._make_subclass(  # type: ignore[attr-defined]
+            self._cls, part, False, dispatch_device=True, device_for_backend_keys=self._device
+        )
+        torch._C._set_throw_on_mutable_data_ptr(made)  # type: ignore[attr-defined]
+        made.__dict__.update(self._attributes)
+        return made

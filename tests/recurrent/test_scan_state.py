@@ -70,6 +70,25 @@ def test_attribute_state_carries_its_graph_from_scan_to_scan() -> None:
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(expected, found, strict=True))
 
 
+def test_an_attribute_left_over_from_before_has_no_edge_to_the_loop() -> None:
+    class Explicit(nn.Module):
+        """Handed its state, and leaves it in an attribute that nobody reads."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin, self.left = nn.Linear(3, 3), torch.zeros(2, 3)
+
+        def step(self, h: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            self.left = h * 2
+            h = torch.tanh(self.lin(x) + h)
+            return h, h
+
+    network, x = Explicit(), torch.randn(6, 2, 3)
+    for _ in range(2):  # the second time `left` holds a graph whose values are gone
+        scan(network.step, x, torch.zeros(2, 3), outputs="sum")[1].sum().backward()
+    assert network.left.requires_grad
+
+
 def test_state_in_a_closure_and_random_streams() -> None:
     generator = torch.Generator()
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from recoup import _compat
+from recoup.capture.results import FakeResults
 from recoup.cost.signature import make_signature, signature_key
 from recoup.engine import activity
 from recoup.engine.cheap_ops import SILENT_WRITERS, op_facts
@@ -99,9 +100,11 @@ class Tracker(_compat.dispatch_mode_class()):  # type: ignore[misc]
         self.copies: list[Copy] = []
         self.recording = True
         self._island = island
+        self._results = FakeResults()
         self._round_bytes = round_bytes
         self.dialect = dialect
         self._keys: dict[Any, int] = {}
+        self._signature_of: dict[Any, int] = {}
         self._handles: dict[int, _Handle] = {}
         self._node_numbers: list[int] = []
         self._node_calls: list[int] = []
@@ -203,8 +206,11 @@ class Tracker(_compat.dispatch_mode_class()):  # type: ignore[misc]
         return out
 
     def _run(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
-        if not self._island or any(_compat.is_fake(t) for t in tensors):
+        self._results.key = None
+        if not self._island:
             return func(*args, **kwargs)
+        if any(_compat.is_fake(t) for t in tensors):
+            return self._results.run(func, args, kwargs)
         if tensors:
             if sum(t.numel() for t in tensors) <= _ISLAND_INPUT_ELEMENTS:
                 with _compat.without_dispatch_modes():
@@ -226,11 +232,7 @@ class Tracker(_compat.dispatch_mode_class()):  # type: ignore[misc]
         name = func._schema.name
         call, origin = self._origin(index)
         new = tuple(self._index(t, "temporary", index, name) for t in outputs if _is_plain(t))
-        key = signature_key(func, args, kwargs)
-        signature = self._keys.get(key)
-        if signature is None:
-            signature = self._keys[key] = len(self.signatures)
-            self.signatures.append(make_signature(func, args, kwargs, out))
+        signature = self._signature(func, args, kwargs, out)
         self.ops.append(OpRecord(signature, call, origin, self.phase, activity.is_recomputing(), inputs, new))
         facts = op_facts(func)
         if facts.written or facts.written_names:
@@ -245,6 +247,19 @@ class Tracker(_compat.dispatch_mode_class()):  # type: ignore[misc]
             if self.dialect == "cuda" and short == "bernoulli_" and new:
                 record = self.storages[new[0]]  # CUDA's fused dropout keeps its mask as one byte an element
                 record.nbytes = min(record.nbytes, outputs[0].numel())
+
+    def _signature(self, func: Any, args: Any, kwargs: Any, out: Any) -> int:
+        known = self._results.key
+        signature = self._signature_of.get(known) if known is not None else None
+        if signature is None:
+            key = signature_key(func, args, kwargs)
+            signature = self._keys.get(key)
+            if signature is None:
+                signature = self._keys[key] = len(self.signatures)
+                self.signatures.append(make_signature(func, args, kwargs, out))
+            if known is not None:
+                self._signature_of[known] = signature
+        return signature
 
     def _note_writes(self, facts: Any, index: int, args: Any, kwargs: Any) -> None:
         written = [args[i] for i in facts.written if i < len(args)]

@@ -338,10 +338,13 @@ class Loop:
             self._first_tapes[step] = tape
         self._is_probing = False
         self.start, template = flatten(self._first)
+        num_given = len(flatten(self._first[0])[0])
         self._first = None, []
         first = Moment([t.detach() for t in self.start], template)
         first.random, first.streams = self._first_random, self._first_streams
         self._held[0] = first
+        # What an attribute held before and no step read (the end of another sequence) has no edge to this loop.
+        self.start[num_given:] = [t if self.captured.has(t) else t.detach() for t in self.start[num_given:]]
         self._first_random.settle()
         draws = any(isinstance(m, nn.modules.dropout._DropoutNd) for m in self._reached.modules)
         self._is_random = draws or self._first_streams is not None or not self._first_random.is_settled()
@@ -372,14 +375,14 @@ class Loop:
     def _meter_backward(self, tape: Tape, meter: StepMeter) -> None:
         meter.taped(tape, self.captured.tensors)
         gradients = [torch.zeros_like(t) if t.requires_grad else None for t in tape.states]
-        with _compat.without_tensor_hooks(self.captured.tensors):
+        with _compat.without_tensor_hooks(self.captured.tensors), Sums(self.captured.tensors) as sums:
             backward(
                 tape,
                 state_gradients=gradients,
                 output_gradients=[torch.zeros_like(t) if t.requires_grad else None for t in tape.outputs],
                 seeds={},
                 captured=self.captured,
-                sums=Sums(len(self.captured.tensors)),
+                sums=sums,
                 keeps_graph=True,
             )
 
@@ -481,7 +484,7 @@ class Loop:
         self._input_gradients: list[torch.Tensor | None] = [
             torch.zeros_like(x) if flag else None for x, flag in zip(self._xs, self._x_flags, strict=True)
         ]
-        self._sums = Sums(len(self.captured.tensors))
+        self._sums = Sums(self.captured.tensors)
         random = RandomState(self.inputs) if self._is_random else None
         streams = StreamState(self._reached.streams) if random is not None and self._reached.streams else None
         present = self._carried.read()
@@ -490,7 +493,8 @@ class Loop:
         try:
             for module, training in flipped:
                 module.training = not training
-            with activity.recomputing(), _compat.without_tensor_hooks([*self.captured.tensors, *self.start]):
+            hooks_off = _compat.without_tensor_hooks([*self.captured.tensors, *self.start])
+            with activity.recomputing(), hooks_off, self._sums:
                 if is_fresh:
                     self._do(self._pending)
                 else:
@@ -509,7 +513,7 @@ class Loop:
                 streams.restore()
         found = self._state_gradients, self._input_gradients, self._sums.totals
         self._state_gradients, self._input_gradients, self._output_gradients = [], [], []
-        self._sums = Sums(0)
+        self._sums = Sums([])
         return found
 
     def _check_unchanged(self) -> None:

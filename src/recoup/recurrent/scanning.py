@@ -11,7 +11,7 @@ import torch
 
 from recoup import _compat
 from recoup.engine.lineage import current_recorder
-from recoup.errors import UsageError
+from recoup.errors import InfeasibleBudget, UsageError
 from recoup.recurrent.choose import StepBytes, schedule_in_bytes
 from recoup.recurrent.leaves import checked, flatten, is_differentiable, rebuild
 from recoup.recurrent.loop import Loop
@@ -23,6 +23,8 @@ from recoup.recurrent.schedules.treeverse import treeverse_schedule
 from recoup.units import check_budget, parse_budget
 
 _SHARED_TAPES_MAY_TAKE = 0.1  # of a budget, for less overhead a step
+# Of the evaluations. A graph of its own costs a step about 0.1 ms, more than a small step itself.
+_SHARED_TAPES_MAY_COST, _SHARED_SMALL_TAPES_MAY_COST, _SMALL_TAPE_BYTES = 0.01, 0.04, 1 << 18
 
 Step = Callable[[Any, Any], tuple[Any, Any]]
 
@@ -213,12 +215,20 @@ def _choose(
     if meter is not None and budget is not None:
         budget_bytes = parse_budget(budget, plain_peak_bytes=num_steps * meter.tape_bytes)
         working_bytes = meter.working_bytes() + loop.captured.seeded_bytes()
+        step_bytes = StepBytes(state=meter.state_bytes, tape=meter.tape_bytes, working=working_bytes)
         shared_bytes = loop.shared_tape_bytes()
         if shared_bytes <= _SHARED_TAPES_MAY_TAKE * budget_bytes:
-            working_bytes += shared_bytes
-        else:
-            loop.max_taped = 1
-        step_bytes = StepBytes(state=meter.state_bytes, tape=meter.tape_bytes, working=working_bytes)
+            sharing = dataclasses.replace(step_bytes, working=working_bytes + shared_bytes)
+            with contextlib.suppress(InfeasibleBudget):
+                schedule = schedule_in_bytes(num_steps, budget, sharing)
+                alone = schedule_in_bytes(num_steps, budget, step_bytes) if shared_bytes else schedule
+                is_small = meter.tape_bytes <= _SMALL_TAPE_BYTES
+                may_cost = _SHARED_SMALL_TAPES_MAY_COST if is_small else _SHARED_TAPES_MAY_COST
+                if schedule.evaluations <= (1 + may_cost) * alone.evaluations:
+                    if report is not None:
+                        report.step_bytes = sharing
+                    return schedule
+        loop.max_taped = 1
         if report is not None:
             report.step_bytes = step_bytes
         return schedule_in_bytes(num_steps, budget, step_bytes)

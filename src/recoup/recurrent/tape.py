@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -75,6 +76,10 @@ class Captured:
         """Returns the bytes of tensors used several times a step, whose sums are not made in place; or `of_all`."""
         pairs = zip(self.tensors, self.uses, strict=True)
         return sum(t.numel() * t.element_size() for t, count in pairs if of_all or count > 1)
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether a step that was walked uses the tensor."""
+        return id(tensor) in self._index
 
     def is_checked(self, num_nodes: int) -> bool:
         """Whether a step with so many nodes was walked before."""
@@ -155,29 +160,59 @@ _OWN_REFERENCES = _count_own_references()
 
 
 class Sums:
-    """Gradients of captured tensors, summed in plain's order ([Note: sums in plain's order])."""
+    """Gradients of captured tensors, summed in plain's order ([Note: sums in plain's order]).
 
-    __slots__ = ("_owned", "totals")
+    While it is entered, a gradient is added the moment autograd has it, by a hook on the tensor, and let go: the engine
+    would hold those of all captured tensors until the end of a step's backward.
 
-    def __init__(self, count: int) -> None:
-        self.totals: list[torch.Tensor | None] = [None] * count
-        self._owned = [False] * count
+    Attributes:
+        totals: the sums so far. seeded: for which tensors the backward that runs now continues the sum itself.
+    """
 
-    def add(self, index: int, gradient: torch.Tensor) -> None:
-        """Adds a step's gradient to the total."""
-        total = self.totals[index]
-        if total is None:
-            # A copy at once: the gradient may be somebody else's, and a copy later would come on top of two.
-            self.totals[index] = gradient.clone()
-            self._owned[index] = True
-        elif self._owned[index]:
-            total.add_(gradient)
-        else:
-            self.totals[index] = total + gradient
-            self._owned[index] = True
+    __slots__ = ("_handles", "_owned", "_tensors", "seeded", "totals")
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self.totals: list[torch.Tensor | None] = [None] * len(tensors)
+        self.seeded = [False] * len(tensors)
+        self._owned = [False] * len(tensors)
+        self._tensors = tensors
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> Sums:
+        for index, tensor in enumerate(self._tensors):
+            self._handles.append(tensor.register_hook(self._hook(index)))  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _hook(self, index: int) -> Callable[[torch.Tensor], torch.Tensor | None]:
+        totals, seeded, owned = self.totals, self.seeded, self._owned
+        nothing: torch.Tensor | None = None
+
+        def add(gradient: torch.Tensor) -> torch.Tensor | None:
+            nonlocal nothing
+            if seeded[index]:
+                return None
+            total = totals[index]
+            if total is None:
+                totals[index] = gradient.clone()  # it may be somebody else's
+                owned[index] = True
+                if gradient.layout is torch.strided:
+                    nothing = gradient.new_zeros(()).expand_as(gradient)  # its shape in a few bytes
+            elif owned[index]:
+                total.add_(gradient)
+            else:
+                totals[index] = total + gradient
+                owned[index] = True
+            return nothing
+
+        return add
 
     def replace(self, index: int, total: torch.Tensor) -> None:
-        """Sets a total that already contains what was summed before."""
+        """Sets a total that contains what was summed before."""
         self.totals[index] = total
         self._owned[index] = False
 
@@ -209,13 +244,12 @@ def backward(
         if tape.leaves[index].requires_grad:
             roots.append(tape.leaves[index])
             gradients.append(seed)
-    tensors, uses, totals = captured.tensors, captured.uses, sums.totals
+    tensors, seeded = captured.tensors, sums.seeded
     num_steps = tape.stop - tape.step
-    seeded = [False] * len(tensors)
-    for index, count in enumerate(uses):
-        total = totals[index]
-        if count * num_steps > 1 and total is not None:
-            seeded[index] = True
+    for index, count in enumerate(captured.uses):
+        total = sums.totals[index]
+        seeded[index] = count * num_steps > 1
+        if total is not None and seeded[index]:
             roots.append(tensors[index])
             gradients.append(total)
     num_seeds = len(roots)
@@ -245,10 +279,6 @@ def backward(
         input_gradients[index] = gradient
     offset += len(wanted_inputs)
     for index, gradient in enumerate(found[offset:]):
-        if gradient is None:
-            continue
-        if seeded[index]:
+        if gradient is not None and seeded[index]:
             sums.replace(index, gradient)
-        else:
-            sums.add(index, gradient)
     return leaf_gradients, input_gradients

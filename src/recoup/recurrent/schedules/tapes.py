@@ -119,11 +119,9 @@ def tape_schedule(num_steps: int, units: int, *, state_units: int = 1, tape_unit
     if units < tape_units:
         raise ValueError(f"{units} units do not hold a tape of {tape_units}")
     table = solve(num_blocks, units, state_units, tape_units)
-    if block == 1:
-        evaluations = table.evaluations()
-    else:
-        pieces = _in_steps(_actions(table, num_blocks), num_steps, block)
-        evaluations = sum(stop - start for kind, start, stop in pieces if kind in ("advance", "tape"))
+    evaluations = table.evaluations()
+    if block > 1:
+        evaluations = _count(num_steps, units, state_units, tape_units, block)
     return Schedule(
         name=f"states or tapes{f' of {block} steps' if block > 1 else ''} in {units} units (state {state_units}, tape "
         f"{tape_units})",
@@ -132,6 +130,15 @@ def tape_schedule(num_steps: int, units: int, *, state_units: int = 1, tape_unit
         actions=lambda: merged(_in_steps(_actions(table, num_blocks), num_steps, block)),
         reloads_tapes=True,
     )
+
+
+@functools.lru_cache(maxsize=64)
+def _count(num_steps: int, units: int, state_units: int, tape_units: int, block: int) -> int:
+    """Returns the step evaluations of a schedule in blocks, the first of which may be shorter."""
+    num_blocks = -(-num_steps // block)
+    table = solve(num_blocks, units, state_units, tape_units)
+    pieces = _in_steps(_actions(table, num_blocks), num_steps, block)
+    return sum(stop - start for kind, start, stop in pieces if kind in ("advance", "tape"))
 
 
 def _in_steps(actions: Iterator[Action], num_steps: int, block: int) -> Iterator[Action]:

@@ -1,0 +1,124 @@
+"""Kept results of fake ops: the trace is the same with them and without."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from recoup import _compat
+from recoup.capture.capture import StepSpec, capture
+from recoup.capture.results import FakeResults
+from tests.models import KINDS, make
+
+
+def _forgetful(self: FakeResults, func: Any, args: Any, kwargs: Any) -> Any:
+    self.key = None
+    return func(*args, **kwargs)
+
+
+def _both(spec: StepSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = capture(spec)
+    with monkeypatch.context() as patched:
+        patched.setattr(FakeResults, "run", _forgetful)
+        made = capture(spec)
+    assert made.source == "fake"
+    assert kept == made
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_traces_are_the_same(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch, loss = make(kind)
+    _both(StepSpec(model=model, batch=batch, loss=loss, optimizer=torch.optim.AdamW), monkeypatch)
+
+
+class _Odd(nn.Module):
+    """Views at offsets, in-place changes, memory formats, promotion, several results, random numbers, constants."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(6, 6)
+        self.conv = nn.Conv2d(2, 4, 3, padding=1).to(memory_format=torch.channels_last)
+        self.norm = nn.BatchNorm2d(4)
+        self.drop = nn.Dropout(0.2)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        total = x.new_zeros(())
+        for step in range(3):
+            a, b = self.lin(x)[:, step : step + 3].split([1, 2], dim=1)
+            y = self.drop(b.transpose(0, 1).contiguous()).add_(1).mul(2 + step)
+            y = y + a.reshape(-1).double()[: y.shape[1]].to(y.dtype)
+            image = x.view(2, 2, 3, -1)[:, :, :, : step + 1].to(memory_format=torch.channels_last)
+            z = self.norm(self.conv(image)).relu_()
+            values, indices = z.flatten(1).topk(2)
+            long = torch.gather(z.flatten(1), 1, indices) * torch.tensor(3.0)
+            total = total + (y.sum() + values.mean() + long.sum() * self.scale) / (step + 1)
+            total = total + torch.var_mean(z, dim=(0, 2))[0].sum() + torch.cat([a, b], 1).chunk(3, 1)[1].sum()
+        return total
+
+
+def test_odd_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    _both(StepSpec(model=_Odd(), batch=torch.randn(8, 6)), monkeypatch)
+
+
+def test_views_begin_where_their_base_does() -> None:
+    results, aten = FakeResults(), torch.ops.aten
+    with _compat.fake_tensor_mode():
+        base = torch.empty(10, 4)
+    for begin in (2, 5, 2):
+        part = results.run(aten.slice.Tensor, (base, 0, begin, begin + 3), {})
+        row = results.run(aten.select.int, (part, 0, 1), {})
+        assert (part.storage_offset(), row.storage_offset()) == (4 * begin, 4 * begin + 4)
+        assert row.untyped_storage() is base.untyped_storage()
+    fresh = [results.run(aten.relu.default, (base,), {}) for _ in range(2)]
+    assert len({t.untyped_storage()._cdata for t in (base, *fresh)}) == 3
+    assert results.run(aten.relu_.default, (base,), {}) is base
+    assert results.run(aten.relu_.default, (base,), {}) is base
+
+
+def test_arguments_that_look_alike_are_told_apart() -> None:
+    results, aten = FakeResults(), torch.ops.aten
+    with _compat.fake_tensor_mode():
+        whole = torch.empty(3, dtype=torch.int64)
+    assert results.run(aten.mul.Tensor, (whole, 1), {}).dtype is torch.int64
+    assert results.run(aten.mul.Tensor, (whole, 1.0), {}).dtype is torch.float32
+    assert results.run(aten.mul.Tensor, (whole, True), {}).dtype is torch.int64
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert results.run(aten.mul.Tensor, (whole, 1.0), {}).dtype is torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_each_distinct_op_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop of 200 steps asks fake tensors no more often than one of 20."""
+
+    class Loop(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell = nn.GRUCell(4, 5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = x.new_zeros(x.shape[1], 5)
+            for frame in x:
+                h = self.cell(frame, h)
+            return h.sum()
+
+    made: list[int] = []
+    run = FakeResults.run
+
+    def counted(self: FakeResults, func: Any, args: Any, kwargs: Any) -> Any:
+        known = len(self._kept)
+        out = run(self, func, args, kwargs)
+        made[-1] += self.key is None or len(self._kept) > known
+        return out
+
+    monkeypatch.setattr(FakeResults, "run", counted)
+    for num_steps in (20, 200):
+        made.append(0)
+        capture(StepSpec(model=Loop(), batch=torch.randn(num_steps, 3, 4)))
+    assert 0 < made[1] <= made[0] + 200  # one `as_strided` a step, whose arguments differ
