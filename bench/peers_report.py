@@ -156,7 +156,8 @@ def summary(rows: Sequence[Row]) -> list[str]:
     lines = [
         f"- Noise, plain's time over plain's: within {100 * wobble:.1f} % on every workload.",
         f"- At each peer's bytes ({len(both)} budgets), recoup over the fastest peer that fits: step time "
-        f"{mean(times):.3f}, FLOPs {mean([o.flops / b.flops for b, o in both]):.3f} (geometric means).",
+        f"{mean(times):.3f}, FLOPs {mean([o.flops / b.flops for b, o in both]):.3f} (geometric means). "
+        "A plan that several rows ran has the median of their times.",
         f"- Slower than that peer by more than the noise: {_list(slower)}.",
         f"- More FLOPs than that peer: {_list(more_flops(rows))}.",
         f"- Peaks of peers below recoup's floor: {_list(unreached(rows))}.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import statistics
 from collections.abc import Iterable, Sequence
@@ -70,9 +71,23 @@ def names(rows: Iterable[Row]) -> list[str]:
     return list(dict.fromkeys(r["workload"] for r in rows))
 
 
+def plan_times(rows: Sequence[Row]) -> dict[tuple[str, str], float]:
+    """Returns the time of each plan over plain's: the median where several rows ran the very same one."""
+    times: dict[tuple[str, str], list[float]] = {}
+    for row in rows:
+        if has_plan(row) and "time_ratio" in row["recoup"]:
+            times.setdefault(_plan_key(row), []).append(row["recoup"]["time_ratio"])
+    return {key: statistics.median(found) for key, found in times.items()}
+
+
+def _plan_key(row: Row) -> tuple[str, str]:
+    return row["workload"], json.dumps(row["recoup"]["plan"]["decisions"], sort_keys=True)
+
+
 def cells(rows: Sequence[Row]) -> list[Cell]:
     """Returns one cell for each peer's peak: budgets that coincide are one."""
     found = {}
+    times = plan_times(rows)
     for row in rows:
         if not is_peer(row):
             continue
@@ -82,7 +97,10 @@ def cells(rows: Sequence[Row]) -> list[Cell]:
             if is_peer(r) and r["workload"] == row["workload"] and r["peak_bytes"] <= row["peak_bytes"]
         ]
         best = min(fitting, key=lambda p: (math.isnan(p.time), p.time))
-        ours = point(row, ours=True) if has_plan(row) else None
+        ours = None
+        if has_plan(row):
+            ours = point(row, ours=True)
+            ours = dataclasses.replace(ours, time=times.get(_plan_key(row), ours.time))
         found[row["workload"], row["peak_bytes"]] = Cell(best=best, ours=ours)
     return list(found.values())
 
