@@ -81,7 +81,8 @@ def plan_times(rows: Sequence[Row]) -> dict[tuple[str, str], float]:
 
 
 def _plan_key(row: Row) -> tuple[str, str]:
-    return row["workload"], json.dumps(row["recoup"]["plan"]["decisions"], sort_keys=True)
+    plan = row["recoup"].get("plan")  # of a row without one, nothing is known but that it is its own
+    return row["workload"], json.dumps(plan["decisions"], sort_keys=True) if plan else row["method"]
 
 
 def cells(rows: Sequence[Row]) -> list[Cell]:

@@ -53,6 +53,15 @@ class TestArithmetic:
         assert [c.best.method for c in cells(ROWS)] == ["a", "a", "c"]
         assert found[20].ours is None
 
+    def test_a_plan_that_several_rows_ran_has_the_median_of_their_times(self) -> None:
+        same = {"plan": {"decisions": [{"path": "a"}]}}
+        rows = [
+            _row(m, p, 120, 1.5, _ours(p, 100, t) | same)
+            for m, p, t in (("a", 50, 1.0), ("b", 60, 1.2), ("c", 70, 1.1))
+        ]
+        rows.append(_row("d", 80, 120, 1.5, _ours(80, 100, 1.3) | {"plan": {"decisions": []}}))
+        assert [c.ours.time for c in cells(rows) if c.ours] == [1.1, 1.1, 1.1, 1.3]
+
     def test_losses_are_named(self) -> None:
         assert over_budget(ROWS) == ["w, b (1 bytes over)"]
         assert more_flops(ROWS) == ["w, a (1.310 against 1.300)"]
