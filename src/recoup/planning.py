@@ -123,8 +123,10 @@ class Planner(Simulator):
         progress.advance("proving which modules are position-wise")
         self.tiled_modules = find_tiled_modules(self.spec, self.trace, peak_bytes=self.plain.peak_bytes)
         head = (self.tiled.decision,) if self.tiled is not None else ()
+        around_head = [h.path for h in head]  # tiled with the loss, it is in no other module's tiles
         for kinds in sets_to_try(self.tiled_modules.kinds):
-            tiles = (*(d for d in self.tiled_modules.decisions(kinds) if d.path not in {h.path for h in head}), *head)
+            modules = self.tiled_modules.decisions(kinds)
+            tiles = (*(d for d in modules if not any(f"{h}.".startswith(f"{d.path}.") for h in around_head)), *head)
             if all(t in head for t in tiles):
                 continue
             progress.advance(f"capturing the step with {len(tiles)} modules tiled")

@@ -5,6 +5,7 @@ This is the judge of every plan: the engine itself runs, only without data.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from collections.abc import Sequence
 
@@ -15,9 +16,10 @@ from recoup.cost.model import CostModel, PricedTrace
 from recoup.engine.handle import apply_decisions
 from recoup.engine.state import statistics_buffers
 from recoup.ir.plan import Decision
-from recoup.ir.trace import Trace
+from recoup.ir.trace import Call, Trace
 from recoup.labels import group_labels
 from recoup.solve.build import (
+    CALL_OVERHEAD_SECONDS,
     KEEP_OVERHEAD_SECONDS,
     REBUILD_OVERHEAD_SECONDS,
     RECORD_OVERHEAD_SECONDS,
@@ -133,17 +135,18 @@ class Simulator:
 
     def _host_seconds(self, chosen: Sequence[Decision], trace: Trace) -> float:
         """Returns what the bookkeeping of a plan takes; the solver charges the same, but for the recording of ops."""
-        num_calls = 0
-        for decision in chosen:
-            if decision.action == "recompute":
-                repeats = 1 if decision.call is not None else self.num_calls.get(decision.path, 1)
-                repeats = min(repeats, decision.calls or repeats)
-                num_calls += repeats * (1 + len(decision.span))
-        seconds = num_calls * REGION_OVERHEAD_SECONDS
+        regions = [call for call in self.trace.calls if any(_replays(d, call) for d in chosen)]
+        seconds = len(regions) * REGION_OVERHEAD_SECONDS
         if trace.device != "cpu":
             return seconds
         is_view = [s.is_view for s in trace.signatures]
         num_replayed = sum(1 for o in trace.ops if o.replayed and not is_view[o.signature])
+        starts = sorted(c.first_op for c in self.trace.calls if c.path and c.last_op > c.first_op)
+        num_calls = sum(
+            bisect.bisect_left(starts, max(c.replay_stop_op, c.first_op)) - bisect.bisect_left(starts, c.first_op)
+            for c in regions
+        )
+        seconds += num_calls * CALL_OVERHEAD_SECONDS
         seconds += num_replayed * REPLAY_OVERHEAD_SECONDS + trace.num_rederived * REBUILD_OVERHEAD_SECONDS
         if any("rederive" in (d.action, d.inside) for d in chosen):
             seconds += sum(1 for o in trace.ops if o.phase in ("forward", "loss")) * RECORD_OVERHEAD_SECONDS
@@ -154,3 +157,12 @@ class Simulator:
                 ops = self.trace.ops[call.first_op : call.last_op]
                 seconds += sum(1 for o in ops if not is_view[o.signature]) * KEEP_OVERHEAD_SECONDS
         return seconds
+
+
+def _replays(decision: Decision, call: Call) -> bool:
+    """Whether a call is a region, or part of one, by this decision."""
+    if decision.action != "recompute" or call.path not in (decision.path, *decision.span):
+        return False
+    if decision.call is not None and call.index != decision.call:
+        return False
+    return decision.calls is None or call.index < decision.calls

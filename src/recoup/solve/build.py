@@ -21,13 +21,14 @@ from recoup.solve.problem import Block, Leaf, Option, Problem, Region
 
 _Array = npt.NDArray[np.int64]
 _FEMTO = 1e15
-# Host time besides the kernels': of a region's bookkeeping; of an op that runs again (its module's call, its graph, the
-# check of what it saves); of a rederived tensor; of a forward op that is recorded for one, or watched in a region that
-# keeps results. For CPU steps of tenths of a second, whose kernels drive the interpreter's data out of the cache; all
-# but the first hide behind a GPU's work.
+# Host time besides the kernels': of a region's bookkeeping; of a module's call in a replay (its hooks, its graph, the
+# checks of what it saves) and of each op in it; of a rederived tensor besides its ops; of a forward op that is recorded
+# for one, or watched in a region that keeps results. For CPU steps of tenths of a second, whose kernels drive the
+# interpreter's data out of the cache; all but the first hide behind a GPU's work.
 REGION_OVERHEAD_SECONDS = 150e-6
-REPLAY_OVERHEAD_SECONDS = 60e-6
-REBUILD_OVERHEAD_SECONDS = 60e-6
+CALL_OVERHEAD_SECONDS = 100e-6
+REPLAY_OVERHEAD_SECONDS = 15e-6
+REBUILD_OVERHEAD_SECONDS = 105e-6
 RECORD_OVERHEAD_SECONDS = 25e-6
 KEEP_OVERHEAD_SECONDS = 60e-6
 
@@ -309,6 +310,9 @@ class _Lookup:
         self._sums = np.concatenate([[0], np.cumsum(whole)])
         ran = [trace.device == "cpu" and not trace.signatures[o.signature].is_view for o in trace.ops]
         self._num_ran = np.concatenate([[0], np.cumsum(np.asarray(ran, dtype=np.int64))])
+        self.rebuild_seconds = REBUILD_OVERHEAD_SECONDS if trace.device == "cpu" else 0.0
+        begun = [c.first_op for c in trace.calls if c.path and c.last_op > c.first_op and trace.device == "cpu"]
+        self._call_starts = np.sort(np.asarray(begun, dtype=np.int64))
         self.flops = np.concatenate([[0], np.cumsum(np.asarray(flops, dtype=np.int64))])
         made = [s for s in trace.storages if s.alloc_op >= 0 and s.nbytes and s.released_op < s.free_op]
         made.sort(key=lambda s: s.alloc_op)
@@ -322,8 +326,10 @@ class _Lookup:
         return float(self._sums[last] - self._sums[first]) / _FEMTO
 
     def replay_seconds(self, first: int, last: int) -> float:
-        """Returns how long ops [first, last) take when they run again."""
-        return self.seconds(first, last) + int(self._num_ran[last] - self._num_ran[first]) * REPLAY_OVERHEAD_SECONDS
+        """Returns how long ops [first, last) take when they run again, and the calls that begin with them."""
+        num_ops = int(self._num_ran[last] - self._num_ran[first])
+        begin, end = np.searchsorted(self._call_starts, [first, last])
+        return self.seconds(first, last) + num_ops * REPLAY_OVERHEAD_SECONDS + int(end - begin) * CALL_OVERHEAD_SECONDS
 
     def keep_seconds(self, first: int, last: int) -> float:
         """Returns what it takes to watch ops [first, last) for results to keep."""
@@ -349,7 +355,7 @@ def _region(lookup: _Lookup, numbers: _Numbers, index: int, free: set[int], hold
     for i in call.inputs:
         storage = trace.storages[i]
         if storage.alloc_op >= 0 and i in free:
-            rebuilding += lookup.replay_seconds(storage.alloc_op, storage.alloc_op + 1)
+            rebuilding += lookup.seconds(storage.alloc_op, storage.alloc_op + 1) + lookup.rebuild_seconds
             continue
         if storage.alloc_op < 0 or _held_before(trace, call, holders.get(i, ())):
             continue
