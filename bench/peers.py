@@ -98,26 +98,24 @@ class Session:
                 return row
         if method != "plain":
             budget: int | str = row.get("peak_bytes", method)
-            try:
-                ours = (before or {}).get("recoup") or {}
-                if "plan" in ours:
-                    row["recoup"] = ours | self.run(Plan.from_json(ours["plan"]))
-                else:
-                    row["recoup"] = self.planned(budget)
-            except Exception as error:  # a defect of recoup is a cell as well
-                self.bench.restore()
-                row["recoup"] = {"why_not": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
+            row["recoup"] = self.ours(budget, (before or {}).get("recoup") or {})
         self.time(row, enter)
         return row
+
+    def ours(self, budget: int | str, before: Row) -> Row:
+        """Returns recoup's part of a row: the plan of `before` measured again, if it has one, or a new one."""
+        try:
+            if "plan" in before:
+                return before | self.run(Plan.from_json(before["plan"]))
+            return self.planned(budget)
+        except Exception as error:  # a defect of recoup is a cell as well
+            self.bench.restore()
+            return {"why_not": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
 
     def replan(self, row: Row) -> None:
         """Has recoup plan again for the bytes of a row that is there, and times both anew."""
         if row["method"] != "plain" and "why_not" not in row:
-            try:
-                row["recoup"] = self.planned(row.get("peak_bytes", row["method"]))
-            except Exception as error:  # as in `measure`
-                self.bench.restore()
-                row["recoup"] = {"why_not": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
+            row["recoup"] = self.ours(row.get("peak_bytes", row["method"]), {})
         if "why_not" not in row:
             self.time(row)
 

@@ -39,7 +39,7 @@ class Network:
 
 def _of_spikingjelly(module: nn.Sequential, inputs: torch.Tensor) -> Network:
     """A sequence of blocks of spikingjelly's layers."""
-    from spikingjelly.activation_based import base, functional  # type: ignore[import-not-found]
+    from spikingjelly.activation_based import base, functional
 
     functional.set_step_mode(module, "s")
     functional.reset_net(module)
@@ -66,7 +66,7 @@ class _Block(nn.Sequential):
 def mnist_net() -> Network:
     """spikingjelly's MNISTNet with 12 channels (its own 128), its layers grouped into blocks that end in a neuron."""
     from spikingjelly.activation_based import neuron, surrogate
-    from spikingjelly.activation_based.model.parametric_lif_net import MNISTNet  # type: ignore[import-not-found]
+    from spikingjelly.activation_based.model.parametric_lif_net import MNISTNet
 
     whole = MNISTNet(12, neuron.LIFNode, surrogate_function=surrogate.ATan(), detach_reset=True).conv_fc
     blocks, block = [], []
@@ -81,7 +81,7 @@ def mnist_net() -> Network:
 def dvs_vgg() -> Network:
     """The VGG of spikingjelly's own memopt example with an eighth of its channels."""
     from spikingjelly.activation_based import layer, surrogate
-    from spikingjelly.activation_based.examples.memopt.models import VGGBlock  # type: ignore[import-not-found]
+    from spikingjelly.activation_based.examples.memopt.models import VGGBlock
 
     options = {
         "tau": 1.333,
@@ -102,7 +102,7 @@ class _Convolutional(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        import snntorch  # type: ignore[import-not-found]
+        import snntorch
 
         self.conv1, self.conv2 = nn.Conv2d(1, 12, 5), nn.Conv2d(12, 32, 5)
         self.fc = nn.Linear(32 * 16, 10)
@@ -135,7 +135,7 @@ class _Gated(nn.Module):
 
     def __init__(self, cell: type[nn.Module], size: int) -> None:
         super().__init__()
-        self.first, self.second = cell(64, size), cell(size, size)  # type: ignore[call-arg]
+        self.first, self.second = cell(64, size), cell(size, size)
         self.readout = nn.Linear(size, 10)
 
     def step(self, state: Any, x: torch.Tensor) -> Any:

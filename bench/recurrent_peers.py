@@ -113,7 +113,7 @@ def by_memopt(network: Network) -> Point | None:
     """Returns the best of memopt's selections at level 1 (the higher levels want CUDA), None where it has nothing."""
     if network.layers is None:
         return None
-    from spikingjelly.activation_based import functional, memopt, neuron  # type: ignore[import-not-found]
+    from spikingjelly.activation_based import functional, memopt, neuron
 
     def run(module: nn.Module) -> None:
         functional.reset_net(module)

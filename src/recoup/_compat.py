@@ -1,7 +1,7 @@
 """Every private torch API recoup touches, one function each, with the versions it was seen working on.
 
 Whatever is not here is public API. Each function says what would free us from it. Torch's type stubs leave most of
-these names out: that is what `type: ignore[attr-defined]` stands for in this file.
+these names out, or have them without types: that is what `type: ignore` stands for in this file.
 """
 
 from __future__ import annotations

@@ -5,27 +5,18 @@ This is the judge of every plan: the engine itself runs, only without data.
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
-from collections.abc import Sequence
 
 from recoup import progress
 from recoup.capture.capture import StepSpec, capture
 from recoup.cost.copies import Link, with_copies
+from recoup.cost.host import host_seconds
 from recoup.cost.model import CostModel, PricedTrace
 from recoup.engine.handle import apply_decisions
 from recoup.engine.state import statistics_buffers
 from recoup.ir.plan import Decision
-from recoup.ir.trace import Call, Trace
+from recoup.ir.trace import Trace
 from recoup.labels import group_labels
-from recoup.solve.build import (
-    CALL_OVERHEAD_SECONDS,
-    KEEP_OVERHEAD_SECONDS,
-    REBUILD_OVERHEAD_SECONDS,
-    RECORD_OVERHEAD_SECONDS,
-    REGION_OVERHEAD_SECONDS,
-    REPLAY_OVERHEAD_SECONDS,
-)
 
 EVERYWHERE = (Decision(path="", action="rederive"),)
 
@@ -119,11 +110,15 @@ class Simulator:
         seconds = sum(s for s, o in zip(priced.op_seconds, trace.ops, strict=True) if o.phase != "optimizer")
         if self._optimizer[0] > peak_bytes:
             peak_bytes, phase = self._optimizer[0], "optimizer"
+        seconds += self._optimizer[1] + priced.copy_seconds + host_seconds(chosen, trace, plain=self.trace)
         forward_end = sum(1 for o in trace.ops if o.phase in ("forward", "loss"))
         return Candidate(
             decisions=chosen,
             peak_bytes=peak_bytes + self.fixed_bytes,
-            step_seconds=seconds + self._optimizer[1] + priced.copy_seconds + self._host_seconds(chosen, trace),
+            step_seconds=seconds
+            + self._optimizer[1]
+            + priced.copy_seconds
+            + host_seconds(chosen, trace, plain=self.trace),
             recomputed_flops=sum(trace.signatures[o.signature].flops for o in trace.ops if o.replayed),
             saved_bytes=sum(
                 s.nbytes for s in trace.storages if s.category == "saved" and s.alloc_op < forward_end <= s.free_op
@@ -132,37 +127,3 @@ class Simulator:
             tensors=tuple(tensors[:8]),
             offloaded_bytes=sum(c.nbytes for c in trace.copies if c.kind == "out"),
         )
-
-    def _host_seconds(self, chosen: Sequence[Decision], trace: Trace) -> float:
-        """Returns what the bookkeeping of a plan takes; the solver charges the same, but for the recording of ops."""
-        regions = [call for call in self.trace.calls if any(_replays(d, call) for d in chosen)]
-        seconds = len(regions) * REGION_OVERHEAD_SECONDS
-        if trace.device != "cpu":
-            return seconds
-        is_view = [s.is_view for s in trace.signatures]
-        num_replayed = sum(1 for o in trace.ops if o.replayed and not is_view[o.signature])
-        starts = sorted(c.first_op for c in self.trace.calls if c.path and c.last_op > c.first_op)
-        num_calls = sum(
-            bisect.bisect_left(starts, max(c.replay_stop_op, c.first_op)) - bisect.bisect_left(starts, c.first_op)
-            for c in regions
-        )
-        seconds += num_calls * CALL_OVERHEAD_SECONDS
-        seconds += num_replayed * REPLAY_OVERHEAD_SECONDS + trace.num_rederived * REBUILD_OVERHEAD_SECONDS
-        if any("rederive" in (d.action, d.inside) for d in chosen):
-            seconds += sum(1 for o in trace.ops if o.phase in ("forward", "loss")) * RECORD_OVERHEAD_SECONDS
-        keeping = {path for d in chosen if d.keep for path in (d.path, *d.span)}
-        is_view = [s.is_view for s in self.trace.signatures]
-        for call in self.trace.calls:
-            if call.path in keeping:
-                ops = self.trace.ops[call.first_op : call.last_op]
-                seconds += sum(1 for o in ops if not is_view[o.signature]) * KEEP_OVERHEAD_SECONDS
-        return seconds
-
-
-def _replays(decision: Decision, call: Call) -> bool:
-    """Whether a call is a region, or part of one, by this decision."""
-    if decision.action != "recompute" or call.path not in (decision.path, *decision.span):
-        return False
-    if decision.call is not None and call.index != decision.call:
-        return False
-    return decision.calls is None or call.index < decision.calls

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from recoup.engine.state import RandomState
+from recoup.engine.state import RandomState, _numpy_stream
 
 DRAWS: dict[str, Callable[[], object]] = {
     "torch": lambda: torch.rand(3).tolist(),
@@ -41,6 +41,7 @@ def test_streams_that_stay_are_let_go() -> None:
         state = RandomState([])
         state.settle()
         assert state.is_settled()
+    assert _numpy_stream.state() is _numpy_stream.state()  # read in full once
     np.random.normal()  # its twin is held back now: the state is read in full
     state = RandomState([])
     state.settle()

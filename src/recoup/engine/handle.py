@@ -74,7 +74,7 @@ class Settings:
 
     def decide(self, call: int) -> Decision | None:
         """Returns the decision for the given call that is not a region, if there is one."""
-        return next((d for d in self.decisions if _holds(d, call) and d.action != "recompute"), None)
+        return next((d for d in self.decisions if d.holds(call) and d.action != "recompute"), None)
 
     def regions(self, call: int, args: Any) -> list[Decision]:
         """Returns the regions that the given call is in or begins, the outermost first.
@@ -86,12 +86,8 @@ class Settings:
         return inside + [
             d
             for d in self.decisions
-            if _holds(d, call) and d.action == "recompute" and not any(d is other for other in inside)
+            if d.holds(call) and d.action == "recompute" and not any(d is other for other in inside)
         ]
-
-
-def _holds(decision: Decision, call: int) -> bool:
-    return (decision.call is None or decision.call == call) and (decision.calls is None or call < decision.calls)
 
 
 def _run(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -239,7 +235,7 @@ def _ambient(decision: Decision) -> Iterator[None]:
 
 def _run_compiled(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Under torch.compile regions are torch's own (Dynamo knows them); rederive is left to the compiler."""
-    if not any(d.action == "recompute" and _holds(d, 0) for d in patched.settings.decisions):
+    if not any(d.action == "recompute" and d.holds(0) for d in patched.settings.decisions):
         return patched.original(*args, **kwargs)
     from torch.utils.checkpoint import checkpoint
 

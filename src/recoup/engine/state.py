@@ -93,11 +93,12 @@ class RandomState:
 class _NumpyStream:
     """NumPy's global stream, whose state takes 50 us to read: read again only where it moved since the last time.
 
-    Whether it moved is seen from the generator's own memory. That does not tell of a second normal number that is held
-    back; while one is, the state is read each time.
+    Whether it moved is seen from the generator's own memory, which is compared with what the state that was read would
+    look like there: in any other layout it never agrees, and the state is read each time. The memory does not tell of a
+    second normal number that is held back; while one is, the state is read each time too.
     """
 
-    _STATE_BYTES = 2500  # of MT19937: 624 words and a position, as its documented C structure has them
+    _STATE_BYTES = 2500  # of MT19937: 624 words and a position
 
     def __init__(self) -> None:
         self._raw = b""
@@ -113,7 +114,8 @@ class _NumpyStream:
             return numpy.random.get_state()
         raw = ctypes.string_at(generator.ctypes.state_address, self._STATE_BYTES)
         if self._state is None or self._state[3] or raw != self._raw:
-            self._raw, self._state = raw, numpy.random.get_state()
+            state = self._state = numpy.random.get_state()
+            self._raw = state[1].tobytes() + int(state[2]).to_bytes(4, sys.byteorder)
         return self._state
 
 

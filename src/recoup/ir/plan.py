@@ -56,6 +56,10 @@ class Decision:
     offload: bool = False
     keep: tuple[str, ...] = ()
 
+    def holds(self, call: int) -> bool:
+        """Whether it is about the call of that number, counted from 0, of its path."""
+        return (self.call is None or self.call == call) and (self.calls is None or call < self.calls)
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:

@@ -14,6 +14,13 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from recoup.cost.host import (
+    CALL_OVERHEAD_SECONDS,
+    KEEP_OVERHEAD_SECONDS,
+    REBUILD_OVERHEAD_SECONDS,
+    REGION_OVERHEAD_SECONDS,
+    REPLAY_OVERHEAD_SECONDS,
+)
 from recoup.cost.model import PricedTrace
 from recoup.ir.trace import Call, Trace
 from recoup.solve.keeps import keeps_of
@@ -21,16 +28,6 @@ from recoup.solve.problem import Block, Leaf, Option, Problem, Region
 
 _Array = npt.NDArray[np.int64]
 _FEMTO = 1e15
-# Host time besides the kernels': of a region's bookkeeping; of a module's call in a replay (its hooks, its graph, the
-# checks of what it saves) and of each op in it; of a rederived tensor besides its ops; of a forward op that is recorded
-# for one, or watched in a region that keeps results. For CPU steps of tenths of a second, whose kernels drive the
-# interpreter's data out of the cache; all but the first hide behind a GPU's work.
-REGION_OVERHEAD_SECONDS = 150e-6
-CALL_OVERHEAD_SECONDS = 100e-6
-REPLAY_OVERHEAD_SECONDS = 15e-6
-REBUILD_OVERHEAD_SECONDS = 105e-6
-RECORD_OVERHEAD_SECONDS = 25e-6
-KEEP_OVERHEAD_SECONDS = 60e-6
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
