@@ -13,6 +13,7 @@ import torch
 from recoup.engine.state import version_of
 from recoup.errors import UsageError
 from recoup.recurrent.reach import ABSENT, Place, Reached
+from recoup.recurrent.unread import DROPPED, UnreadPlace, Watch
 
 _CHANGED_LATE = (
     "recoup.recurrent: `{name}` did not change in the first steps of the loop but changed later, so its earlier value "
@@ -71,11 +72,13 @@ class Carried:
 
     Attributes:
         places: of the state that modules carry. in_place: for each, whether the tensor there is changed in place.
+        unread: for each, whether no step reads what is there, so that it is not held.
     """
 
     def __init__(self, reached: Reached) -> None:
-        self.places: list[Place] = []
+        self.places: list[Place | UnreadPlace] = []
         self.in_place: list[bool] = []
+        self.unread: list[bool] = []
         self._reached = reached
         self._keys: set[tuple[int, Any]] = set()
         self._seen = self._look(copies=True)
@@ -102,6 +105,7 @@ class Carried:
             self._keys.add(key)
             self.places.append(place)
             self.in_place.append(then is not None and isinstance(now, torch.Tensor) and now is then.value)
+            self.unread.append(False)
             found.append(then.then() if then is not None else ABSENT)
         self._seen = {}
         return found
@@ -121,9 +125,39 @@ class Carried:
                 raise UsageError(_CHANGED_LATE.format(name=place.name))
         self._seen = {}
 
-    def read(self) -> list[Any]:
-        """Returns what is at the places now."""
-        return [place.get() for place in self.places]
+    def find_unread(self, entered: list[Any], passed_on: list[torch.Tensor], watch: Watch) -> bool:
+        """Called after a step, finds tensors that it wrote anew and had not read; whether there are any.
+
+        Args:
+            entered: what was at the places before it. passed_on: tensors that the step came to. watch: was on.
+        """
+        held = {t.untyped_storage()._cdata for t in passed_on if t.layout is torch.strided}
+        for i, (place, before) in enumerate(zip(self.places, entered)):
+            if self.in_place[i] or not isinstance(before, torch.Tensor) or not isinstance(place, Place):
+                continue
+            is_new = isinstance(place.get(), torch.Tensor) and not watch.has_taken(before)
+            if is_new and before.untyped_storage()._cdata not in held:
+                self.unread[i] = True
+                self.places[i] = UnreadPlace(place)
+        return any(self.unread)
+
+    def cover(self) -> None:
+        """Makes sure that a step reads nothing of what is not held."""
+        for place, unread in zip(self.places, self.unread, strict=True):
+            if unread:
+                place.put(DROPPED)
+
+    def uncover(self, values: list[Any]) -> None:
+        """Puts `values` where a step that failed would leave what cannot be used."""
+        for place, value in zip(self.places, values):
+            if place.get() is DROPPED:
+                place.put(value)
+
+    def read(self, *, whole: bool = False) -> list[Any]:
+        """Returns what is at the places now, also what is not held if `whole`."""
+        if whole or True not in self.unread:
+            return [place.get() for place in self.places]
+        return [DROPPED if unread else place.get() for place, unread in zip(self.places, self.unread, strict=True)]
 
     def write(self, values: list[Any]) -> None:
         """Puts `values` there."""

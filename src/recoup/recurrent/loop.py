@@ -26,6 +26,7 @@ from recoup.recurrent.outputs import Outputs
 from recoup.recurrent.reach import Reached
 from recoup.recurrent.schedules.actions import Action, Schedule
 from recoup.recurrent.tape import Captured, Sums, Tape, backward
+from recoup.recurrent.unread import Watch, left_in
 
 _PROBED = 2
 _WALKED = 32
@@ -57,6 +58,7 @@ class Loop:
         outputs: Outputs,
         derives: bool,
         extra: list[torch.Tensor],
+        holds_unread: bool = False,
     ) -> None:
         self.num_steps = num_steps
         self.evaluations = 0
@@ -78,6 +80,9 @@ class Loop:
         self._reached = Reached(step)
         self._training = [(m, m.training) for m in self._reached.modules]
         self._carried = Carried(self._reached)
+        self._holds_unread = holds_unread
+        self._covers = False
+        self._watch: Watch | None = None
         self.captured = Captured([*self._reached.parameters(), *self._reached.tensors, *extra])
         self._frozen = [(p, p._version) for p in self._reached.parameters() if not p.requires_grad]
         self._flags: list[list[bool]] = []
@@ -86,7 +91,7 @@ class Loop:
         self.max_taped = _MAX_TAPED if not derives else 1
         self._is_random = True
         self._is_probing = self._is_replaying = self._is_fresh = False
-        self._first: tuple[Any, list[Any]] = (None, [])
+        self._first: tuple[Any, list[Any]] = (state, [])
         self._first_tapes: dict[int, Tape] = {}
         self._last_template: Any = None
         self._pending: Action
@@ -121,7 +126,10 @@ class Loop:
             slices = self._xs[0][start:stop].unbind()
         else:
             slices = (self._x(t) for t in range(start, stop))
+        covers = self._covers
         for x in slices:
+            if covers:
+                self._carried.cover()
             result = run(state, x)
             if type(result) is not tuple or len(result) != 2:
                 result = checked(result)
@@ -157,7 +165,7 @@ class Loop:
 
     def _tape(self, start: int, stop: int, *, keeps_after: bool) -> Tape:
         """Evaluates steps `start .. stop-1`, or the first of them, with their graph, from the state at hand."""
-        given, values = self._state, self._carried.read()
+        given, values = self._state, self._carried.read(whole=start == 0)
         tensors, template = flatten((given, values))
         flags = self._flags_at(start, tensors)
         leaves = []
@@ -169,6 +177,8 @@ class Loop:
         tape = Tape(step=start, stop=stop, leaves=leaves, inputs=[], states=[], outputs=[])
         with torch.enable_grad():
             for step in range(start, stop):
+                if self._covers and step > start:
+                    self._carried.cover()
                 ys = self._evaluate_taped(step, tape)
                 # See [Note: sums in plain's order] in tape.py: a running sum adds its term after the next step's.
                 if self.outputs.mode in ("sum", "mean") and step + 1 < stop and self._shared_with(ys):
@@ -178,7 +188,8 @@ class Loop:
             before = self._carried.learn()
             self._learned(before)
             leaves += _more((given, values), before)
-        tape.states, template = flatten((self._state, self._carried.read()))
+        whole = self._is_probing or tape.stop == self.num_steps
+        tape.states, template = flatten((self._state, self._carried.read(whole=whole)))
         if self._is_replaying:
             self._check_flags(tape)
         detached = [t.detach() for t in tape.states]
@@ -202,8 +213,8 @@ class Loop:
         # Listed before the step runs: it may change the state's own lists (norse's sequential module does).
         entered = flatten((self._state, self._carried.read()))[0] if is_due or not self._is_replaying else []
         first_node_number = _compat.next_node_number()
-        if self._derives:
-            with self._taping():
+        if self._derives or self._watch is not None:
+            with self._taping(), self._watch or contextlib.nullcontext():
                 state, y = checked(self._step(self._state, x))
         else:
             state, y = checked(self._step(self._state, x))
@@ -274,6 +285,9 @@ class Loop:
 
     @contextlib.contextmanager
     def _taping(self) -> Iterator[None]:
+        if not self._derives:
+            yield
+            return
         hooks = torch.autograd.graph.saved_tensors_hooks(rederive.pack, rederive.unpack)
         with torch.enable_grad(), Recorder(), hooks:
             yield
@@ -328,18 +342,22 @@ class Loop:
             if step:
                 self._carried.watch(copies=True)
             known = len(self._carried.places)
+            entered = self._carried.read()
+            watch = self._watch = Watch() if step and known and not self._holds_unread else None
             with meter if meter is not None else contextlib.nullcontext():
                 tape = self._tape(step, step + 1, keeps_after=True)
+                flags = [t.requires_grad for t in tape.states]
+                settled = step + 1 >= _PROBED and known == len(self._carried.places) and flags == self._flags[-1]
+                self._flags.append(flags)
+                self._first_tapes[step] = tape
+                if settled and watch is not None and self._at < self.num_steps:
+                    self._drop_unread(entered, tape, watch)
+                entered = []
                 if meter is not None:
                     self._meter_backward(tape, meter)
-            flags = [t.requires_grad for t in tape.states]
-            settled = step + 1 >= _PROBED and known == len(self._carried.places) and flags == self._flags[-1]
-            self._flags.append(flags)
-            self._first_tapes[step] = tape
-        self._is_probing = False
+        self._is_probing, self._watch = False, None
         self.start, template = flatten(self._first)
         num_given = len(flatten(self._first[0])[0])
-        self._first = None, []
         first = Moment([t.detach() for t in self.start], template)
         first.random, first.streams = self._first_random, self._first_streams
         self._held[0] = first
@@ -372,6 +390,45 @@ class Loop:
             after.random, after.streams = tape.after.random, tape.after.streams
             tape.after = after
 
+    def _drop_unread(self, entered: list[Any], tape: Tape, watch: Watch) -> None:
+        """Lets go what attributes hold that no step reads, of all steps so far."""
+        passed_on = flatten((self._state, self._carried.read(), tape.outputs))[0]
+        if not self._carried.find_unread(entered, passed_on, watch):
+            return
+        unread, position = self._carried.unread, {}
+        for step, taped in self._first_tapes.items():
+            kept, template = left_in(taped.after.template, len(taped.states), unread)
+            taped.states = [taped.states[i] for i in kept]
+            after = Moment([taped.after.tensors[i] for i in kept], template)
+            after.random, after.streams = taped.after.random, taped.after.streams
+            taped.after = after
+            following = self._first_tapes.get(step + 1)
+            if following is not None:
+                following.leaves = [following.leaves[i] for i in kept]
+            self._flags[step + 1] = [self._flags[step + 1][i] for i in kept]
+            position = {old: new for new, old in enumerate(kept)}
+        for at, pairs in enumerate(self._shared):
+            self._shared[at] = tuple((position[j], i) for j, i in pairs if j in position)
+        self._carried.cover()
+        self._covers = True
+
+    def rewind(self) -> None:
+        """Goes back to before the first step, so that another loop can be run instead of this one."""
+        values = self._first[1]
+        for place, value, in_place in zip(self._carried.places, values, self._carried.in_place, strict=True):
+            if in_place:
+                with torch.no_grad():
+                    place.get().copy_(value)
+            else:
+                place.put(value)
+        self._first_random.put()
+        if self._first_streams is not None:
+            self._first_streams.restore()
+
+    def abandon(self) -> None:
+        """Leaves nothing in attributes that cannot be used, after an error."""
+        self._carried.uncover(self._first[1])
+
     def _meter_backward(self, tape: Tape, meter: StepMeter) -> None:
         meter.taped(tape, self.captured.tensors)
         gradients = [torch.zeros_like(t) if t.requires_grad else None for t in tape.states]
@@ -397,6 +454,8 @@ class Loop:
                 break
             self._do_first(action, probed)
         self._first_tapes = {}
+        self._first = None, []
+        self._covers = False
         self.outputs.finish()
         self._carried.check()
         self._first_random.settle()
@@ -409,7 +468,7 @@ class Loop:
             self._is_random = False
             for moment in [*self._held.values(), *(t.after for t in self._tapes if t.after is not None)]:
                 moment.random = None
-        tensors, self._last_template = flatten((self._state, self._carried.read()))
+        tensors, self._last_template = flatten((self._state, self._carried.read(whole=True)))
         self.last = [t.detach() for t in tensors]
         self.last_flags = [t.requires_grad for t in self._tapes[-1].states]
         num_outputs = len(self.outputs.results)
@@ -487,7 +546,7 @@ class Loop:
         self._sums = Sums(self.captured.tensors)
         random = RandomState(self.inputs) if self._is_random else None
         streams = StreamState(self._reached.streams) if random is not None and self._reached.streams else None
-        present = self._carried.read()
+        present = self._carried.read(whole=True)
         self._is_replaying = True
         flipped = [(m, m.training) for m, training in self._training if m.training != training]
         try:

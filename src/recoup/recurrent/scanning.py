@@ -11,7 +11,7 @@ import torch
 
 from recoup import _compat
 from recoup.engine.lineage import current_recorder
-from recoup.errors import InfeasibleBudget, UsageError
+from recoup.errors import InfeasibleBudget, ReplayError, UsageError
 from recoup.recurrent.choose import StepBytes, schedule_in_bytes
 from recoup.recurrent.leaves import checked, flatten, is_differentiable, rebuild
 from recoup.recurrent.loop import Loop
@@ -20,6 +20,7 @@ from recoup.recurrent.outputs import MODES, Mode, Outputs
 from recoup.recurrent.schedules.actions import Schedule
 from recoup.recurrent.schedules.chunks import chunk_schedule, default_chunk
 from recoup.recurrent.schedules.treeverse import treeverse_schedule
+from recoup.recurrent.unread import StillRead
 from recoup.units import check_budget, parse_budget
 
 _SHARED_TAPES_MAY_TAKE = 0.1  # of a budget, for less overhead a step
@@ -99,7 +100,9 @@ def scan(
     recorder = current_recorder()
     derives = rederive if rederive is not None else recorder is not None and recorder.deriving
     autocast = _Autocast()
-    with autocast.entered(), _paused(recorder):
+    extra = list(captured)
+
+    def begun(*, holds_unread: bool) -> tuple[Loop, Schedule]:
         loop = Loop(
             step,
             inputs,
@@ -107,12 +110,27 @@ def scan(
             num_steps=num_steps,
             outputs=Outputs(outputs, num_steps),
             derives=derives,
-            extra=list(captured),
+            extra=extra,
+            holds_unread=holds_unread,
         )
-        meter = StepMeter() if budget is not None else None
-        loop.probe(meter)
-        schedule = _choose(loop, budget, slots, chunk, meter, report)
-        loop.forward(schedule)
+        try:
+            meter = StepMeter() if budget is not None else None
+            loop.probe(meter)
+            schedule = _choose(loop, budget, slots, chunk, meter, report)
+            loop.forward(schedule)
+        except StillRead:
+            loop.rewind()
+            raise
+        except BaseException:
+            loop.abandon()
+            raise
+        return loop, schedule
+
+    with autocast.entered(), _paused(recorder):
+        try:
+            loop, schedule = begun(holds_unread=False)
+        except StillRead:  # what the first steps left unread, a later one reads: nothing is left out then
+            loop, schedule = begun(holds_unread=True)
     if report is not None:
         report.schedule, report.predicted_evaluations = schedule.name, schedule.evaluations
         report.evaluations = loop.evaluations
@@ -165,7 +183,15 @@ class _Scan(torch.autograd.Function):
         loop = run.loop
         num_results = len(loop.output_flags) if loop.outputs.mode != "none" else 0
         with run.autocast.entered(), _paused(current_recorder()):
-            starts, inputs, captured = loop.backward(list(gradients[:num_results]), list(gradients[num_results:]))
+            try:
+                starts, inputs, captured = loop.backward(list(gradients[:num_results]), list(gradients[num_results:]))
+            except StillRead:
+                raise ReplayError(
+                    "recoup.recurrent.scan: a step, run a second time, reads an attribute that it had not read the "
+                    "first time. It depends on something that changed since; keep that fixed or hand it through the "
+                    "state.",
+                    code="E205",
+                ) from None
         if run.report is not None:
             run.report.evaluations = loop.evaluations
         of_start = [g for g, t in zip(starts, loop.start, strict=True) if t.requires_grad]

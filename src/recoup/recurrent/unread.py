@@ -1,0 +1,102 @@
+"""State that no step reads: what a module leaves in an attribute in every step and writes again before it looks at it.
+
+A neuron's last spikes or reset signal, kept for whoever wants to see them, would be held with every state. Such a value
+is found in a first step, as no op takes it, and not held. In its place steps find an `Unread`: any use but comparing
+it with `is` raises `StillRead`, and the loop begins again with everything held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+import torch
+
+from recoup import _compat
+from recoup.recurrent.leaves import flatten, rebuild
+from recoup.recurrent.reach import Place
+
+_OPERATORS = (
+    "abs add and bool bytes call complex contains delitem divmod enter eq exit float floordiv format ge getitem gt hash "
+    "iadd iand ifloordiv ilshift imatmul imod imul index int invert ior ipow irshift isub iter itruediv ixor le len "
+    "lshift lt matmul mod mul ne neg next or pos pow radd rand rdivmod repr rfloordiv rlshift rmatmul rmod rmul ror "
+    "round rpow rrshift rshift rsub rtruediv rxor setitem str sub truediv xor"
+).split()
+
+
+class StillRead(BaseException):
+    """A step used what the first steps wrote without reading. No `except Exception` of a step's own hides it."""
+
+
+def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
+    raise StillRead
+
+
+class Unread:
+    """Stands where a value was that no step reads; refuses every use, also by torch's functions and `isinstance`."""
+
+    __slots__ = ()
+    __getattribute__ = _refuse
+    __setattr__ = _refuse
+    __torch_function__ = _refuse
+
+
+for _name in _OPERATORS:
+    setattr(Unread, f"__{_name}__", _refuse)
+
+UNREAD = Unread()
+DROPPED = object()  # the same in nests of the loop's own
+
+
+class UnreadPlace:
+    """A place whose value is not held: `DROPPED` stands for it, and puts an `Unread` there."""
+
+    __slots__ = ("_place", "name")
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self.name = place.name
+
+    def get(self) -> Any:
+        """Returns what is there now, `DROPPED` if that is an `Unread`."""
+        value = self._place.get()
+        return DROPPED if value is UNREAD else value
+
+    def put(self, value: Any) -> None:
+        """Puts `value` there."""
+        self._place.put(UNREAD if value is DROPPED else value)
+
+
+class Watch(_compat.dispatch_mode_class()):  # type: ignore[misc]
+    """Notes the storages that ops take while it is on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._taken: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._note(args)
+        if kwargs:
+            self._note(kwargs.values())
+        return func(*args, **(kwargs or {}))
+
+    def _note(self, items: Iterable[Any]) -> None:
+        for item in items:
+            if isinstance(item, torch.Tensor):
+                if item.layout is torch.strided:
+                    self._taken.add(item.untyped_storage()._cdata)
+            elif isinstance(item, (list, tuple)):
+                self._note(item)
+
+    def has_taken(self, tensor: torch.Tensor) -> bool:
+        """Whether an op took the tensor, or another one in the same memory."""
+        return tensor.layout is not torch.strided or tensor.untyped_storage()._cdata in self._taken
+
+
+def left_in(template: Any, num_tensors: int, dropped: list[bool]) -> tuple[list[int], Any]:
+    """Returns which tensors of a flattened (state, carried values) stay without the dropped values, and its template."""
+    stand_ins = [torch.empty(0) for _ in range(num_tensors)]
+    state, values = rebuild(template, stand_ins)
+    kept, template = flatten((state, [DROPPED if d else v for v, d in zip(values, dropped, strict=True)]))
+    position = {id(tensor): i for i, tensor in enumerate(stand_ins)}
+    return [position[id(tensor)] for tensor in kept], template
