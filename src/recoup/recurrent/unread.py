@@ -16,12 +16,8 @@ from recoup import _compat
 from recoup.recurrent.leaves import flatten, rebuild
 from recoup.recurrent.reach import Place
 
-_OPERATORS = (
-    "abs add and bool bytes call complex contains delitem divmod enter eq exit float floordiv format ge getitem gt hash "
-    "iadd iand ifloordiv ilshift imatmul imod imul index int invert ior ipow irshift isub iter itruediv ixor le len "
-    "lshift lt matmul mod mul ne neg next or pos pow radd rand rdivmod repr rfloordiv rlshift rmatmul rmod rmul ror "
-    "round rpow rrshift rshift rsub rtruediv rxor setitem str sub truediv xor"
-).split()
+# Of a class itself, or made of an instance before there is anything to refuse.
+_OF_THE_CLASS = frozenset({"class", "dict", "doc", "init", "module", "new", "slots", "subclasshook", "weakref"})
 
 
 class StillRead(BaseException):
@@ -41,8 +37,9 @@ class Unread:
     __torch_function__ = _refuse
 
 
-for _name in _OPERATORS:
-    setattr(Unread, f"__{_name}__", _refuse)
+for _name in {name for kind in (torch.Tensor, int, float, list, dict) for name in dir(kind)}:  # operators: of the type
+    if _name.startswith("__") and _name.strip("_") not in _OF_THE_CLASS and not _name.startswith("__init_"):
+        setattr(Unread, _name, _refuse)
 
 UNREAD = Unread()
 DROPPED = object()  # the same in nests of the loop's own
@@ -94,7 +91,7 @@ class Watch(_compat.dispatch_mode_class()):  # type: ignore[misc]
 
 
 def left_in(template: Any, num_tensors: int, dropped: list[bool]) -> tuple[list[int], Any]:
-    """Returns which tensors of a flattened (state, carried values) stay without the dropped values, and its template."""
+    """Returns which tensors of a flattened (state, carried values) stay without the dropped, and its template."""
     stand_ins = [torch.empty(0) for _ in range(num_tensors)]
     state, values = rebuild(template, stand_ins)
     kept, template = flatten((state, [DROPPED if d else v for v, d in zip(values, dropped, strict=True)]))
