@@ -105,11 +105,11 @@ def budgets() -> None:
     network.zero_grad()
     full = measure_peak(lambda: loss(None), device=CPU, held_bytes=0)
     print(f"plain: peak {format_bytes(full)}")
-    tape_bytes = 0
+    full_bytes = 0
     for derives in (False, True):
         for share in (2, 5, 10, 20):
             report = ScanReport()
-            options = {"budget": f"{share}%" if not derives else tape_bytes * share * num_steps // 100}
+            options = {"budget": f"{share}%" if not derives else full_bytes * share // 100}
             options |= {"report": report, "rederive": derives}
             equal = all(
                 torch.equal(a, b) for a, b in zip(expected, trained(network, lambda o=options: run(o)), strict=True)
@@ -118,13 +118,13 @@ def budgets() -> None:
             peak = measure_peak(lambda o=options: loss(o), device=CPU, held_bytes=0) - results
             assert report.step_bytes is not None
             if not derives:
-                tape_bytes = report.step_bytes.tape
-            budget = tape_bytes * num_steps * share // 100
+                full_bytes = report.step_bytes.taped(num_steps)
+            budget = full_bytes * share // 100
             print(
                 f"{share:3} % rederive={derives!s:5} evaluations a step {report.evaluations / num_steps:.3f} "
                 f"(predicted {report.predicted_evaluations / num_steps:.3f}), peak {format_bytes(peak)} of "
                 f"{format_bytes(budget)} {'ok' if peak <= budget else 'OVER'}, bit-equal {equal}, "
-                f"tape {report.step_bytes.tape} B, state {report.step_bytes.state} B"
+                f"tape {report.step_bytes.tape} B, in a row {report.step_bytes.in_row} B, state {report.step_bytes.state} B"
             )
 
 
@@ -145,7 +145,7 @@ def long() -> None:
     loss()
     seconds = time.perf_counter() - start
     assert report.step_bytes is not None
-    full = report.step_bytes.tape * num_steps
+    full = report.step_bytes.taped(num_steps)
     print(
         f"budget 200 MiB, plain's tape {format_bytes(full)}, evaluations a step {report.evaluations / num_steps:.2f}, "
         f"{seconds:.0f} s"

@@ -30,9 +30,11 @@ def current_backward_id() -> int:
 
 
 def run_backward(
-    roots: list[torch.Tensor], gradients: list[torch.Tensor], inputs: list[torch.Tensor], *, keeps_graph: bool
+    roots: list[Any], gradients: list[torch.Tensor], inputs: list[Any], *, keeps_graph: bool
 ) -> tuple[torch.Tensor | None, ...]:
     """Returns the gradients of `inputs`, as `torch.autograd.grad` without its checks of shapes (torch 2.11, 2.13).
+
+    Roots and inputs are tensors or `torch.autograd.graph.GradientEdge`s.
 
     Those take longer than a small step's backward. Freed by: a cheaper `torch.autograd.grad`.
     """

@@ -211,3 +211,28 @@ def test_long_loop_in_little_memory() -> None:
     (y.sum() + state[0].sum()).backward()
     assert report.evaluations == report.predicted_evaluations
     assert network.first.weight.grad is not None
+
+
+@pytest.mark.parametrize("share", range(25, 100, 10))
+def test_statistics_in_many_budgets(share: int) -> None:
+    """The first steps are measured with copies of the state; statistics changed in place are no copies."""
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.linear, self.v = nn.BatchNorm1d(32), nn.Linear(5, 32), torch.zeros(4, 32)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.v = torch.tanh(self.norm(self.linear(x)) + 0.5 * self.v)
+            return self.v * 2
+
+    def train(run: Any) -> list[Any]:
+        torch.manual_seed(0)
+        module = Normed()
+        buffers = list(module.buffers())
+        ys = run(module, torch.cat([X] * 3))
+        (ys.sum() + module.v.sum()).backward()
+        assert all(a is b for a, b in zip(buffers, module.buffers(), strict=True))
+        return [ys.detach(), *buffers, *(p.grad for p in module.parameters()), module.v.detach()]
+
+    expected = train(lambda module, x: torch.stack([module(x_t) for x_t in x]))
+    assert differing(expected, train(lambda module, x: unroll(module, x, budget=f"{share}%"))) == []

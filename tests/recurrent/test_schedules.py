@@ -82,6 +82,37 @@ def test_states_or_tapes_are_optimal(state: int, tape: int) -> None:
         assert found.peak_units <= memory
 
 
+@functools.cache
+def _in_rows(n: int, m: int, follows: bool, sizes: tuple[int, int, int]) -> int:
+    """The fewest evaluations where a taped step that another follows need not hold the state between."""
+    state, tape, end = sizes
+    never = 1 << 30
+    if m < 0:
+        return never
+    if n == 0:
+        return 0 if m >= end or not follows else never
+    on = 1 + _in_rows(n - 1, m - tape, True, sizes)
+    if follows:
+        return min(on, _in_rows(n, m - end, False, sizes))
+    splits = [k + _in_rows(n - k, m - state, False, sizes) + _in_rows(k, m, False, sizes) for k in range(1, n)]
+    back = n + _in_rows(n - 1, m, False, sizes) if n > 1 else never
+    return min(never, on, back, *splits)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 0), (1, 2, 1), (2, 3, 2), (3, 1, 3), (1, 5, 1)])
+def test_rows_of_tapes_are_optimal(sizes: tuple[int, int, int]) -> None:
+    state, tape, end = sizes
+    options = {"state_units": state, "tape_units": tape, "end_units": end}
+    for num_steps in range(1, 26, 3):
+        for units in range(tape + end, 24):
+            schedule = tape_schedule(num_steps, units, **options)
+            found = simulate(schedule.actions(), num_steps, **options)
+            assert found.evaluations == schedule.evaluations == _in_rows(num_steps, units, False, sizes)
+            assert found.peak_units <= units
+    with pytest.raises(ValueError, match=str(tape + end)):
+        tape_schedule(9, tape + end - 1, **options)
+
+
 def test_gruslys_1000_steps() -> None:
     """Evaluations a step in 2, 5, 10 and 20 % of the full tape, a tape taking what a state takes."""
     found = [tape_schedule(1000, units).evaluations / 1000 for units in (20, 50, 100, 200)]
@@ -114,7 +145,7 @@ def test_the_simulator_refuses_what_is_no_schedule() -> None:
 
 
 def test_bytes() -> None:
-    step = StepBytes(state=100, tape=350, working=900)
+    step = StepBytes(state=100, tape=350, in_row=350, working=900)
     last = 1 << 60
     for budget in range(1_300, 40_000, 900):
         schedule = schedule_in_bytes(100, budget, step)
@@ -138,7 +169,7 @@ def test_blocks_of_steps() -> None:
 
 def test_much_room_in_a_long_loop_is_used() -> None:
     """Half of all tapes: the first half of the steps is evaluated twice, the others once."""
-    step = StepBytes(state=100, tape=300, working=0)
+    step = StepBytes(state=100, tape=300, in_row=300, working=0)
     for num_steps in (2000, 20_000):
         schedule = schedule_in_bytes(num_steps, num_steps * 150, step)
         found = simulate(schedule.actions(), num_steps, state_units=100, tape_units=300)

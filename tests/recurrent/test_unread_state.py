@@ -150,6 +150,9 @@ def test_a_step_that_reads_it_only_in_backward_is_told() -> None:
     ],
 )
 def test_every_use_is_refused(use: Callable[[Any], Any]) -> None:
-    with pytest.raises(StillRead):
+    with unread.refusing(), pytest.raises(StillRead):
         use(unread.UNREAD)
+    with pytest.raises(TypeError, match="not kept"):
+        unread.UNREAD + 1
+    assert not any(isinstance(found, torch.Tensor) for found in [unread.UNREAD])  # who walks over all objects
     assert unread.UNREAD is not None

@@ -21,13 +21,19 @@ class StepBytes:
     """What one step takes.
 
     Attributes:
-        state: a held state. tape: a taped step, the state it comes to included. working: the most that running a step
-            forward or backward needs besides its tape and held states.
+        state: a held state. tape: a taped step, the state it comes to included. in_row: a taped step that another
+            follows, so that of the state it comes to only that is held what the next one's tape keeps. working: the
+            most that running a step forward or backward needs besides its tape and held states.
     """
 
     state: int
     tape: int
+    in_row: int
     working: int
+
+    def taped(self, num_steps: int) -> int:
+        """Returns the bytes of so many steps taped in a row."""
+        return (num_steps - 1) * self.in_row + self.tape
 
 
 def schedule_in_bytes(num_steps: int, budget: str | int, step: StepBytes) -> Schedule:
@@ -39,7 +45,7 @@ def schedule_in_bytes(num_steps: int, budget: str | int, step: StepBytes) -> Sch
     Raises:
         InfeasibleBudget: if not even one taped step and its working memory fit.
     """
-    budget_bytes = parse_budget(budget, plain_peak_bytes=num_steps * step.tape)
+    budget_bytes = parse_budget(budget, plain_peak_bytes=step.taped(num_steps))
     room = budget_bytes - step.working
     if room < step.tape:
         minimum = step.working + step.tape
@@ -52,38 +58,48 @@ def schedule_in_bytes(num_steps: int, budget: str | int, step: StepBytes) -> Sch
             phase="backward",
             tensors=[("one taped step", step.tape), ("a held state", step.state)],
         )
-    if room >= num_steps * step.tape:
+    if room >= step.taped(num_steps):
         return chunk_schedule(num_steps, num_steps)
     found: list[Schedule] = []
     block = 1
-    while len(found) < _NUM_BLOCKS_TRIED and (block == 1 or (block * step.tape <= room and block < num_steps)):
+    while len(found) < _NUM_BLOCKS_TRIED and (block == 1 or (step.taped(block) <= room and block < num_steps)):
         num_blocks = -(-num_steps // block)
-        state, tape, unit = _units(room, max(step.state, 1), step.tape * block)
+        sizes = max(step.state, 1), step.in_row * block, step.tape - step.in_row
+        state, tape, end, unit = _units(room, *sizes)
         units = int(room // unit)
-        fits_more = 2 * block * step.tape <= room and 2 * block < num_steps
+        fits_more = step.taped(2 * block) <= room and 2 * block < num_steps
         if num_blocks * num_blocks * units <= _MAX_WORK or not (found or fits_more):
-            found.append(tape_schedule(num_steps, units, state_units=state, tape_units=tape, block=block))
+            found.append(
+                tape_schedule(num_steps, units, state_units=state, tape_units=tape, end_units=end, block=block)
+            )
         block *= 2
     return min(found, key=lambda schedule: schedule.evaluations)
 
 
-def _units(room: int, state_bytes: int, tape_bytes: int) -> tuple[int, int, float]:
-    """Returns what a state and a tape take in units, and the unit's bytes, with little lost to rounding up."""
+def _units(room: int, state_bytes: int, tape_bytes: int, end_bytes: int) -> tuple[int, int, int, float]:
+    """Returns what a state, a tape and a row's end take in units, and the unit's bytes, with little lost to rounding.
+
+    A row of one tape always fits: its units are at most those of the room.
+    """
     most = _MAX_UNITS
-    best: tuple[float, int, int, float] | None = None
-    for size in (state_bytes, tape_bytes):
+    best: tuple[float, int, int, int, float] | None = None
+    for size in sorted({state_bytes, tape_bytes, end_bytes, tape_bytes + end_bytes} - {0}):
         for parts in range(1, 65):
             unit = size / parts
-            if room // unit > most or room < math.ceil(tape_bytes / unit) * unit:
+            if room // unit > most:
                 continue
-            state, tape = math.ceil(state_bytes / unit - 1e-9), math.ceil(tape_bytes / unit - 1e-9)
+            state, tape, end = (math.ceil(b / unit - 1e-9) for b in (state_bytes, tape_bytes, end_bytes))
+            if room // unit < tape + end:
+                continue
             loss = state * unit / state_bytes + tape * unit / tape_bytes + (room % unit) / room
+            loss += (end * unit - end_bytes) / tape_bytes
             if best is None or loss < best[0] - 1e-9:
-                best = loss, state, tape, unit
-    if best is None:  # much room: units of their own size
-        unit = max(room / most, 1.0)
-        state, tape = math.ceil(state_bytes / unit), math.ceil(tape_bytes / unit)
-        if tape * unit > room:
-            return 1, 1, float(max(tape_bytes, state_bytes)) if room >= state_bytes else float(tape_bytes)
-        return state, tape, unit
-    return best[1], best[2], best[3]
+                best = loss, state, tape, end, unit
+    if best is not None:
+        return best[1:]
+    unit = max(room / most, 1.0)  # much room: units of their own size
+    state, tape, end = (math.ceil(b / unit) for b in (state_bytes, tape_bytes, end_bytes))
+    if (tape + end) * unit > room:
+        whole = float(max(tape_bytes + end_bytes, state_bytes))
+        return 1, 1, 0, whole if room >= whole else float(tape_bytes + end_bytes)
+    return state, tape, end, unit

@@ -25,7 +25,7 @@ from recoup.recurrent.moment import Moment
 from recoup.recurrent.outputs import Outputs
 from recoup.recurrent.reach import Reached
 from recoup.recurrent.schedules.actions import Action, Schedule
-from recoup.recurrent.tape import Captured, Sums, Tape, backward
+from recoup.recurrent.tape import Captured, Sums, Tape, backward, begin, is_same, needs_gradient
 from recoup.recurrent.unread import Watch, left_in
 
 _PROBED = 2
@@ -45,7 +45,7 @@ class Loop:
         num_steps: T. evaluations: step evaluations so far. outputs: what steps returned. captured: parameters and
             other tensors of the graph. start: the tensors of the first state, as given. last: those of the last state,
             without a graph. last_flags, output_flags: whether they, and the outputs, need a gradient. max_taped: how
-            many steps one tape may hold.
+            many steps one tape may hold. is_lean: whether tapes hold no tensor but what their graph keeps.
     """
 
     def __init__(
@@ -89,10 +89,12 @@ class Loop:
         self._shared: list[tuple[tuple[int, int], ...]] = [()]
         self._shared_of = bytearray()
         self.max_taped = _MAX_TAPED if not derives else 1
+        self.is_lean = False
         self._is_random = True
         self._is_probing = self._is_replaying = self._is_fresh = False
         self._first: tuple[Any, list[Any]] = (state, [])
         self._first_tapes: dict[int, Tape] = {}
+        self._copies: dict[int, torch.Tensor] = {}  # by identity of what they stand for in a measured step
         self._last_template: Any = None
         self._pending: Action
         self.start: list[torch.Tensor] = []
@@ -168,10 +170,10 @@ class Loop:
         given, values = self._state, self._carried.read(whole=start == 0)
         tensors, template = flatten((given, values))
         flags = self._flags_at(start, tensors)
-        leaves = []
-        for tensor, flag in zip(tensors, flags, strict=True):
-            leaf = tensor.detach()
-            leaves.append(leaf.requires_grad_() if flag else leaf)
+        if self.is_lean:
+            leaves = begin(tensors, flags)
+        else:
+            leaves = [t.detach().requires_grad_() if flag else t.detach() for t, flag in zip(tensors, flags, strict=True)]
         self._state, entered = rebuild(template, leaves)
         self._enter(entered)
         tape = Tape(step=start, stop=stop, leaves=leaves, inputs=[], states=[], outputs=[])
@@ -187,7 +189,8 @@ class Loop:
         if self._is_probing:
             before = self._carried.learn()
             self._learned(before)
-            leaves += _more((given, values), before)
+            leaves += _more((given, values), [self._copies.get(id(value), value) for value in before])
+            self._copies = {}
         whole = self._is_probing or tape.stop == self.num_steps
         tape.states, template = flatten((self._state, self._carried.read(whole=whole)))
         if self._is_replaying:
@@ -198,6 +201,8 @@ class Loop:
         self._at = tape.stop
         if keeps_after:
             tape.after = self._moment()
+        if self.is_lean and not self._is_probing:
+            tape.lighten()
         return tape
 
     def _evaluate_taped(self, step: int, tape: Tape) -> list[torch.Tensor]:
@@ -342,9 +347,11 @@ class Loop:
             if step:
                 self._carried.watch(copies=True)
             known = len(self._carried.places)
-            entered = self._carried.read()
             watch = self._watch = Watch() if step and known and not self._holds_unread else None
             with meter if meter is not None else contextlib.nullcontext():
+                if meter is not None and step:
+                    meter.entered(self._copy_state())
+                entered = self._carried.read()
                 tape = self._tape(step, step + 1, keeps_after=True)
                 flags = [t.requires_grad for t in tape.states]
                 settled = step + 1 >= _PROBED and known == len(self._carried.places) and flags == self._flags[-1]
@@ -353,8 +360,8 @@ class Loop:
                 if settled and watch is not None and self._at < self.num_steps:
                     self._drop_unread(entered, tape, watch)
                 entered = []
-                if meter is not None:
-                    self._meter_backward(tape, meter)
+                if meter is not None and (settled or self._at == self.num_steps):
+                    self._meter(tape, meter)
         self._is_probing, self._watch = False, None
         self.start, template = flatten(self._first)
         num_given = len(flatten(self._first[0])[0])
@@ -429,14 +436,40 @@ class Loop:
         """Leaves nothing in attributes that cannot be used, after an error."""
         self._carried.uncover(self._first[1])
 
-    def _meter_backward(self, tape: Tape, meter: StepMeter) -> None:
-        meter.taped(tape, self.captured.tensors)
-        gradients = [torch.zeros_like(t) if t.requires_grad else None for t in tape.states]
+    def _copy_state(self) -> list[torch.Tensor]:
+        """Puts copies in the place of the state at hand, but not of what is changed in place, and returns it."""
+        values = self._carried.read()
+        tensors, template = flatten((self._state, values))
+        fixed = {id(v) for v, in_place in zip(values, self._carried.in_place, strict=True) if in_place}
+        copies = [t if id(t) in fixed or t.layout is not torch.strided else t.detach().clone() for t in tensors]
+        self._copies = {id(t): copy for t, copy in zip(tensors, copies, strict=True)}
+        self._state, values = rebuild(template, copies)
+        self._carried.write(values)
+        return copies
+
+    def _meter(self, tape: Tape, meter: StepMeter) -> None:
+        """Measures a tape and its backward, and parts it from the state it came to."""
+        tensors, template = tape.after.tensors, tape.after.template
+        at_hand = {id(v) for v, in_place in zip(self._carried.read(), self._carried.in_place, strict=True) if in_place}
+        meter.taped(tensors, self.captured.tensors)
+        makers = [_maker(t) if t.requires_grad else None for t in (*tape.states, *tape.outputs)]
+        num_states = len(tape.states)
+        tape.lighten()
+        meter.lightened()
+        random, streams, tape.after = tape.after.random, tape.after.streams, None
+        copies = self._copy_state()
+        self._copies = {}
+        tensors = [old if id(new) in at_hand else new for old, new in zip(tensors, copies, strict=True)]
+        tape.after = Moment(tensors, template)
+        tape.after.random, tape.after.streams = random, streams
+        del tensors, copies
+        meter.parted()
+        gradients = [make() if make is not None else None for make in makers]
         with _compat.without_tensor_hooks(self.captured.tensors), Sums(self.captured.tensors) as sums:
             backward(
                 tape,
-                state_gradients=gradients,
-                output_gradients=[torch.zeros_like(t) if t.requires_grad else None for t in tape.outputs],
+                state_gradients=gradients[:num_states],
+                output_gradients=gradients[num_states:],
                 seeds={},
                 captured=self.captured,
                 sums=sums,
@@ -470,9 +503,9 @@ class Loop:
                 moment.random = None
         tensors, self._last_template = flatten((self._state, self._carried.read(whole=True)))
         self.last = [t.detach() for t in tensors]
-        self.last_flags = [t.requires_grad for t in self._tapes[-1].states]
+        self.last_flags = [needs_gradient(t) for t in self._tapes[-1].states]
         num_outputs = len(self.outputs.results)
-        self.output_flags = [t.requires_grad for t in self._tapes[-1].outputs[-num_outputs:]]
+        self.output_flags = [needs_gradient(t) for t in self._tapes[-1].outputs[-num_outputs:]]
         self._state = None
         self._is_fresh = True
 
@@ -489,7 +522,11 @@ class Loop:
                 self._advance(max(start, probed), stop)
         elif kind == "tape":
             for step in range(start, min(stop, probed)):
-                self._tapes.append(self._first_tapes[step])
+                tape = self._first_tapes[step]
+                if self.is_lean:
+                    tape.lighten()
+                    tape.after = tape.after if step + 1 == stop else None
+                self._tapes.append(tape)
             self._tape_steps(max(start, probed), stop)
         else:
             raise InternalError(f"recoup.recurrent: {kind} before the end of the first forward")
@@ -625,7 +662,7 @@ class Loop:
         if last + 1 < self.num_steps and self._shared_of[last]:
             offset = len(gradients) - len(self._output_gradients)
             for j, i in self._shared[self._shared_of[last]]:
-                if tape.states[j] is not tape.outputs[offset + i]:
+                if not is_same(tape.states[j], tape.outputs[offset + i]):
                     raise ReplayError(_DRIFT.format(step=last, what="returned other tensors"), code="E205")
                 gradients[offset + i] = None
         self._state_gradients, found = backward(
@@ -641,6 +678,12 @@ class Loop:
             total = self._input_gradients[i % num_inputs]
             if total is not None and gradient is not None:
                 total[first + i // num_inputs].copy_(gradient)
+
+
+def _maker(like: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Returns what makes zeros in the layout of a tensor, without holding that."""
+    size, stride, dtype, device = like.size(), like.stride(), like.dtype, like.device
+    return lambda: torch.empty_strided(size, stride, dtype=dtype, device=device).zero_()
 
 
 def _more(nest: tuple[Any, list[Any]], values: list[Any]) -> list[torch.Tensor]:

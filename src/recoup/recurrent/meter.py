@@ -12,23 +12,29 @@ from typing import Any
 import torch
 
 from recoup import _compat
-from recoup.recurrent.tape import Tape
 
 
 class StepMeter(_compat.dispatch_mode_class()):  # type: ignore[misc]
     """Follows storages through one taped step and its backward.
 
+    Copies take the place of the state the step enters with and of the one it comes to, so that what dies tells what
+    the tape does not keep of them.
+
     Attributes:
         state_bytes: of the state a step comes to. tape_bytes: what a taped step leaves behind, its state included.
+        in_row_bytes: the same if another taped step follows: of the state only what either tape keeps.
         forward_bytes, backward_bytes: the most alive in the step's forward and in its backward, above what was there
             before the step.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.state_bytes = self.tape_bytes = self.forward_bytes = self.backward_bytes = 0
+        self.state_bytes = self.tape_bytes = self.in_row_bytes = self.forward_bytes = self.backward_bytes = 0
         self._live: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._level = self._peak = 0
+        self._entered: list[tuple[int, Any]] = []
+        self._states: list[tuple[int, Any]] = []
+        self._may_go: dict[int, int] = {}
+        self._level = self._peak = self._before = 0
 
     def __enter__(self) -> StepMeter:
         self._live.clear()
@@ -38,23 +44,47 @@ class StepMeter(_compat.dispatch_mode_class()):  # type: ignore[misc]
 
     def __exit__(self, *exc: Any) -> None:
         super().__exit__(*exc)
-        self.backward_bytes = self._peak
+        self.backward_bytes = self.tape_bytes + self._peak - self._before
 
-    def taped(self, tape: Tape, excluded: list[torch.Tensor]) -> None:
-        """Called between forward and backward."""
-        outputs = _storages(tape.outputs)
-        states = _storages(tape.states)
-        own = {key: size for key, size in states.items() if key not in _storages(excluded)}
+    def entered(self, state: list[torch.Tensor]) -> None:
+        """Called before the step with the copies it starts from."""
+        self._entered = self._names(state)
+        self._before = self._level
+
+    def taped(self, states: list[torch.Tensor], excluded: list[torch.Tensor]) -> None:
+        """Called after the step's forward with what it came to and the captured tensors."""
+        own = {key: size for key, size in _storages(states).items() if key not in _storages(excluded)}
         self.state_bytes = sum(own.values())
-        only_output = sum(size for key, size in outputs.items() if key not in states and key in self._live)
-        self.forward_bytes = self._peak
-        self.tape_bytes = max(self._level, only_output, 1)
-        self._peak = self._level
+        self.forward_bytes = self._peak - self._before
+        self._states = self._names(states)
+        entered = {key for key, _ in self._entered}
+        self._may_go = {key: size for key, size in own.items() if key in self._live and key not in entered}
+
+    def lightened(self) -> None:
+        """Called when the tape holds nothing but its graph."""
+        kept = {key: ref().nbytes() for key, ref in self._entered if self._is_alive(key, ref)}
+        self.tape_bytes = max(self._level - sum(kept.values()), 1)
+
+    def parted(self) -> None:
+        """Called when copies have taken the place of the state the step came to; begins to meter the backward."""
+        kept = {key for key, ref in self._states if self._is_alive(key, ref)}
+        pairs = zip(self._states, self._entered)
+        kept |= {key for (key, _), before in pairs if self._is_alive(*before)}
+        gone = sum(size for key, size in self._may_go.items() if key not in kept)
+        self.in_row_bytes = max(self.tape_bytes - gone, 1)
+        self._before = self._peak = self._level
 
     def working_bytes(self) -> int:
         """Returns the most that running a step needs besides its tape: its own state and gradients of it included."""
         peak = max(self.forward_bytes, self.backward_bytes)
         return max(peak - self.tape_bytes, 0) + self.state_bytes
+
+    def _names(self, tensors: list[torch.Tensor]) -> list[tuple[int, Any]]:
+        keys = (t.untyped_storage()._cdata if t.layout is torch.strided else 0 for t in tensors)
+        return [(key, self._live.get(key)) for key in keys]
+
+    def _is_alive(self, key: int, ref: Any) -> bool:
+        return ref is not None and self._live.get(key) is ref
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))

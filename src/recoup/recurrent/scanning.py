@@ -20,7 +20,7 @@ from recoup.recurrent.outputs import MODES, Mode, Outputs
 from recoup.recurrent.schedules.actions import Schedule
 from recoup.recurrent.schedules.chunks import chunk_schedule, default_chunk
 from recoup.recurrent.schedules.treeverse import treeverse_schedule
-from recoup.recurrent.unread import StillRead
+from recoup.recurrent.unread import StillRead, refusing
 from recoup.units import check_budget, parse_budget
 
 _SHARED_TAPES_MAY_TAKE = 0.1  # of a budget, for less overhead a step
@@ -115,6 +115,7 @@ def scan(
         )
         try:
             meter = StepMeter() if budget is not None else None
+            loop.is_lean = slots is None
             loop.probe(meter)
             schedule = _choose(loop, budget, slots, chunk, meter, report)
             loop.forward(schedule)
@@ -126,7 +127,7 @@ def scan(
             raise
         return loop, schedule
 
-    with autocast.entered(), _paused(recorder):
+    with autocast.entered(), _paused(recorder), refusing():
         try:
             loop, schedule = begun(holds_unread=False)
         except StillRead:  # what the first steps left unread, a later one reads: nothing is left out then
@@ -182,7 +183,7 @@ class _Scan(torch.autograd.Function):
         run: _Run = ctx.run
         loop = run.loop
         num_results = len(loop.output_flags) if loop.outputs.mode != "none" else 0
-        with run.autocast.entered(), _paused(current_recorder()):
+        with run.autocast.entered(), _paused(current_recorder()), refusing():
             try:
                 starts, inputs, captured = loop.backward(list(gradients[:num_results]), list(gradients[num_results:]))
             except StillRead:
@@ -239,9 +240,11 @@ def _choose(
 ) -> Schedule:
     num_steps = loop.num_steps
     if meter is not None and budget is not None:
-        budget_bytes = parse_budget(budget, plain_peak_bytes=num_steps * meter.tape_bytes)
         working_bytes = meter.working_bytes() + loop.captured.seeded_bytes()
-        step_bytes = StepBytes(state=meter.state_bytes, tape=meter.tape_bytes, working=working_bytes)
+        step_bytes = StepBytes(
+            state=meter.state_bytes, tape=meter.tape_bytes, in_row=meter.in_row_bytes, working=working_bytes
+        )
+        budget_bytes = parse_budget(budget, plain_peak_bytes=step_bytes.taped(num_steps))
         shared_bytes = loop.shared_tape_bytes()
         if shared_bytes <= _SHARED_TAPES_MAY_TAKE * budget_bytes:
             sharing = dataclasses.replace(step_bytes, working=working_bytes + shared_bytes)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from recoup import _compat
+from recoup.errors import InternalError
 
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
@@ -25,18 +26,69 @@ class Tape:
     """Taped steps `step .. stop-1`, one after the other in one graph.
 
     Attributes:
-        step, stop: which. leaves: the state before them as leaves of the graph. inputs: their slices of the loop's
+        step, stop: which. leaves: the state before them, where the graph begins. inputs: their slices of the loop's
             inputs, as leaves, step by step. states: the state they came to; outputs: of each step, step by step; both
-            with the graph. after: the state they came to, if it may be loaded from here.
+            with the graph. `lighten` makes edges of leaves, states and outputs (None where no gradient is needed).
+            after: the state they came to, if it may be loaded from here.
     """
 
     step: int
     stop: int
-    leaves: list[torch.Tensor]
+    leaves: list[Any]
     inputs: list[torch.Tensor]
-    states: list[torch.Tensor]
-    outputs: list[torch.Tensor]
+    states: list[Any]
+    outputs: list[Any]
     after: Any = None
+
+    def lighten(self) -> None:
+        """Lets go of every tensor that the graph itself does not keep."""
+        self.leaves, self.states, self.outputs = (
+            [_edge_of(item) for item in items] for items in (self.leaves, self.states, self.outputs)
+        )
+
+
+def _edge_of(item: Any) -> Any:
+    if not isinstance(item, torch.Tensor):
+        return item
+    return torch.autograd.graph.get_gradient_edge(item) if item.requires_grad else None
+
+
+def needs_gradient(item: Any) -> bool:
+    """Whether a gradient goes through a tensor or an edge of a tape."""
+    return item.requires_grad if isinstance(item, torch.Tensor) else item is not None
+
+
+def is_same(left: Any, right: Any) -> bool:
+    """Whether two entries of a tape are one tensor, or one edge."""
+    if left is right:
+        return True
+    if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor) or left is None or right is None:
+        return False
+    return left.node is right.node and left.output_nr == right.output_nr
+
+
+class _Begin(torch.autograd.Function):
+    """Where a graph begins: unlike a leaf's, its node does not keep the tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, flags: list[bool], *state: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        found = tuple(t.detach() for t in state)
+        ctx.mark_non_differentiable(*(t for t, flag in zip(found, flags, strict=True) if not flag))
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        raise InternalError("recoup.recurrent: a backward went on beyond the beginning of a tape")
+
+
+def begin(state: list[torch.Tensor], flags: list[bool]) -> list[torch.Tensor]:
+    """Returns the tensors of a state, those with a flag as the beginning of a graph."""
+    if True not in flags:
+        return [t.detach() for t in state]
+    anchor = torch.empty(0, requires_grad=True)
+    with torch.enable_grad():
+        return list(_Begin.apply(anchor, flags, *state))  # type: ignore[no-untyped-call]
 
 
 class Captured:
@@ -236,12 +288,12 @@ def backward(
     Returns:
         The gradients of the tape's leaves and of its inputs.
     """
-    roots: list[torch.Tensor] = []
+    roots: list[Any] = []
     gradients: list[torch.Tensor] = []
-    wanted = [i for i, leaf in enumerate(tape.leaves) if leaf.requires_grad]
+    wanted = [i for i, leaf in enumerate(tape.leaves) if needs_gradient(leaf)]
     inputs = [tape.leaves[i] for i in wanted]
     for index, seed in seeds.items():
-        if tape.leaves[index].requires_grad:
+        if needs_gradient(tape.leaves[index]):
             roots.append(tape.leaves[index])
             gradients.append(seed)
     tensors, seeded = captured.tensors, sums.seeded
@@ -254,11 +306,11 @@ def backward(
             gradients.append(total)
     num_seeds = len(roots)
     for tensor, gradient in zip(tape.states, state_gradients, strict=True):
-        if gradient is not None and tensor.requires_grad:
+        if gradient is not None and needs_gradient(tensor):
             roots.append(tensor)
             gradients.append(gradient)
     for tensor, gradient in zip(tape.outputs, output_gradients, strict=True):
-        if gradient is not None and tensor.requires_grad:
+        if gradient is not None and needs_gradient(tensor):
             roots.append(tensor)
             gradients.append(gradient)
     leaf_gradients: list[torch.Tensor | None] = [None] * len(tape.leaves)

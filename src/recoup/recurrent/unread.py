@@ -7,7 +7,8 @@ it with `is` raises `StillRead`, and the loop begins again with everything held.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -24,21 +25,40 @@ class StillRead(BaseException):
     """A step used what the first steps wrote without reading. No `except Exception` of a step's own hides it."""
 
 
+_num_loops = 0  # that run now: at other times a debugger, or who walks over all objects, may look
+
+
+@contextlib.contextmanager
+def refusing() -> Iterator[None]:
+    """Has every `Unread` refuse to be used, while a loop runs."""
+    global _num_loops
+    _num_loops += 1
+    try:
+        yield
+    finally:
+        _num_loops -= 1
+
+
 def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
-    raise StillRead
+    if _num_loops:
+        raise StillRead
+    raise TypeError("a value that no step of a scan reads was not kept")
 
 
 class Unread:
     """Stands where a value was that no step reads; refuses every use, also by torch's functions and `isinstance`."""
 
     __slots__ = ()
-    __getattribute__ = _refuse
-    __setattr__ = _refuse
     __torch_function__ = _refuse
 
+    def __getattribute__(self, name: str) -> Any:
+        return _refuse() if _num_loops else object.__getattribute__(self, name)
 
+
+_kept = frozenset(vars(Unread))
 for _name in {name for kind in (torch.Tensor, int, float, list, dict) for name in dir(kind)}:  # operators: of the type
-    if _name.startswith("__") and _name.strip("_") not in _OF_THE_CLASS and not _name.startswith("__init_"):
+    is_operator = _name.startswith("__") and _name not in _kept and not _name.startswith("__init_")
+    if is_operator and _name.strip("_") not in _OF_THE_CLASS:
         setattr(Unread, _name, _refuse)
 
 UNREAD = Unread()

@@ -87,12 +87,14 @@ def simulate(
     *,
     state_units: int = 1,
     tape_units: int = 0,
+    end_units: int = 0,
     step_costs: list[float] | None = None,
 ) -> Simulation:
     """Follows a schedule without running anything, and checks that it is one.
 
     Args:
-        state_units, tape_units: what a held state and a taped step take. step_costs: of each step; 1 if left out.
+        state_units, tape_units: what a held state and a taped step take. end_units: what the state takes that a row of
+            tapes comes to, where the tapes do not keep it. step_costs: of each step; 1 if left out.
 
     Raises:
         ValueError: if an action needs a state or a tape that is not there, or a step's backward is missing.
@@ -100,6 +102,8 @@ def simulate(
     current = 0
     states = {0}
     tapes: list[int] = []
+    rows: list[int] = []  # steps whose tapes are the last of a row, or the first so far
+    is_row = False
     evaluations = taped = peak_units = 0
     peak_states = 1
     weighted = 0.0
@@ -115,6 +119,10 @@ def simulate(
             if kind == "tape":
                 taped += stop - start
                 tapes.extend(range(start, stop))
+                if is_row:
+                    rows.pop()
+                rows.append(stop - 1)
+            is_row = kind == "tape"
         elif kind == "save":
             if start != current or start in states:
                 raise ValueError(f"{action}: the loop stands at {current}, held are {sorted(states)}")
@@ -123,6 +131,7 @@ def simulate(
             if start not in states and start - 1 not in tapes:
                 raise ValueError(f"{action}: held are {sorted(states)}")
             current = start
+            is_row = False
         elif kind == "free":
             states.remove(start)
         else:
@@ -130,8 +139,12 @@ def simulate(
                 if step != left - 1 or not tapes or tapes.pop() != step:
                     raise ValueError(f"{action}: step {step} is not the one whose backward comes next, or has no tape")
                 left = step
+                if rows and rows[-1] == step:
+                    rows.pop()
+            is_row = False
         peak_states = max(peak_states, len(states))
-        peak_units = max(peak_units, (len(states) - 1) * state_units + len(tapes) * tape_units)
+        held_units = (len(states) - 1) * state_units + len(tapes) * tape_units + len(rows) * end_units
+        peak_units = max(peak_units, held_units)
     if left:
         raise ValueError(f"{left} steps are left without a backward")
     return Simulation(

@@ -12,6 +12,13 @@ The full search over k is O(T^2 m). In loops too long for it, k is searched near
 then still a valid schedule with the count it says, but its optimality is not proven (F is not convex in n). The tests
 bound the gap. The start state is not counted: somebody else holds it.
 
+Taped steps in a row need not hold the states between them, only what their tapes keep of these. With `end_units` for the
+state a row comes to, where its tapes do not keep that, the first case becomes 1 + R(n - 1, m - tape), with
+
+    R(n, m) = min of   1 + R(n - 1, m - tape)                         tape the next step too
+                       F(n, m - end)                                  hold the state; go on from there
+    R(0, m) = 0 where m >= end
+
 Steps can be taken in blocks: a block of b steps is one step of the recurrence whose tape is b tapes. That makes long
 loops solvable in full, for a little more evaluations than single steps would need.
 """
@@ -36,17 +43,22 @@ class Table:
     """The solved recurrence: `evaluations(n, m)` and what to do first, `choice(n, m)`.
 
     A choice is the number of steps to advance before a state is saved, 0 to tape the first step, -1 to tape the last
-    one and come back.
+    one and come back. `continues(n, m)`: whether to tape on where a step was taped just before.
     """
 
-    def __init__(self, num_steps: int, units: int, state_units: int, tape_units: int) -> None:
+    def __init__(self, num_steps: int, units: int, state_units: int, tape_units: int, end_units: int = 0) -> None:
         self.units = units
         self.state_units = state_units
         self.tape_units = tape_units
+        self.end_units = end_units
         cost = np.full((num_steps + 1, units + 1), _NEVER, dtype=np.int64)
         choices = np.zeros((num_steps + 1, units + 1), dtype=np.int32)
+        continues = np.zeros((num_steps + 1, units + 1), dtype=np.bool_)
         cost[0] = 0
-        cost[1, tape_units:] = 1
+        cost[1, tape_units + end_units :] = 1
+        in_row = np.full(units + 1, _NEVER, dtype=np.int64)  # R of n - 1
+        in_row[end_units:] = 0
+        in_row, continues[1] = self._taped_on(in_row, cost[1])
         if units >= state_units:
             memory = np.arange(state_units, units + 1)
             split = np.ones(len(memory), dtype=np.int64)
@@ -60,14 +72,27 @@ class Table:
                 best[state_units:][better] = found[better]
                 choice[state_units:][better] = split[better]
             if units >= tape_units:
-                taped = 1 + cost[n - 1, : units + 1 - tape_units]
+                taped = 1 + in_row[: units + 1 - tape_units]
                 better = taped <= best[tape_units:]
                 best[tape_units:][better] = taped[better]
                 choice[tape_units:][better] = _TAPE
             cost[n], choices[n] = best, choice
+            in_row, continues[n] = self._taped_on(in_row, best)
         self._choices = choices
+        self._continues = continues
         self._totals = cost[:, units].copy()
         self._last_row = cost[num_steps].copy()
+
+    def _taped_on(
+        self, in_row: npt.NDArray[np.int64], best: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+        """Returns R of n from that of n - 1 and F of n, and where taping on is better."""
+        tape, end = min(self.tape_units, self.units + 1), min(self.end_units, self.units + 1)
+        on = np.full(self.units + 1, _NEVER, dtype=np.int64)
+        on[tape:] = 1 + in_row[: self.units + 1 - tape]
+        stop = np.full(self.units + 1, _NEVER, dtype=np.int64)
+        stop[end:] = best[: self.units + 1 - end]
+        return np.minimum(np.minimum(on, stop), _NEVER), on <= stop
 
     def _split(
         self,
@@ -97,31 +122,37 @@ class Table:
         """Returns what to do first with `n` steps and `m` units."""
         return int(self._choices[n, m])
 
+    def continues(self, n: int, m: int) -> bool:
+        """Returns whether to tape the next of `n` steps right after a taped one, without holding the state between."""
+        return n > 0 and bool(self._continues[n, m])
+
 
 @functools.lru_cache(maxsize=16)
-def solve(num_steps: int, units: int, state_units: int, tape_units: int) -> Table:
+def solve(num_steps: int, units: int, state_units: int, tape_units: int, end_units: int = 0) -> Table:
     """Returns the solved table, kept for the next training steps."""
-    return Table(num_steps, units, state_units, tape_units)
+    return Table(num_steps, units, state_units, tape_units, end_units)
 
 
-def tape_schedule(num_steps: int, units: int, *, state_units: int = 1, tape_units: int = 1, block: int = 1) -> Schedule:
+def tape_schedule(
+    num_steps: int, units: int, *, state_units: int = 1, tape_units: int = 1, end_units: int = 0, block: int = 1
+) -> Schedule:
     """Returns the optimal schedule in `units` of memory.
 
     Args:
-        tape_units: what the tape of a whole block takes. block: so many steps are taken as one; the first block may
-            be shorter.
+        tape_units: what the tape of a whole block takes. end_units: what the state that a row of tapes comes to takes
+            besides. block: so many steps are taken as one; the first block may be shorter.
 
     Raises:
         ValueError: if the units do not hold one tape.
     """
     num_blocks = -(-num_steps // block)
-    units = min(units, num_blocks * max(tape_units, state_units))
-    if units < tape_units:
-        raise ValueError(f"{units} units do not hold a tape of {tape_units}")
-    table = solve(num_blocks, units, state_units, tape_units)
+    units = min(units, num_blocks * max(tape_units, state_units) + end_units)
+    if units < tape_units + end_units:
+        raise ValueError(f"{units} units do not hold a tape of {tape_units + end_units}")
+    table = solve(num_blocks, units, state_units, tape_units, end_units)
     evaluations = table.evaluations()
     if block > 1:
-        evaluations = _count(num_steps, units, state_units, tape_units, block)
+        evaluations = _count(num_steps, units, state_units, tape_units, end_units, block)
     return Schedule(
         name=f"states or tapes{f' of {block} steps' if block > 1 else ''} in {units} units (state {state_units}, tape "
         f"{tape_units})",
@@ -133,10 +164,10 @@ def tape_schedule(num_steps: int, units: int, *, state_units: int = 1, tape_unit
 
 
 @functools.lru_cache(maxsize=64)
-def _count(num_steps: int, units: int, state_units: int, tape_units: int, block: int) -> int:
+def _count(num_steps: int, units: int, state_units: int, tape_units: int, end_units: int, block: int) -> int:
     """Returns the step evaluations of a schedule in blocks, the first of which may be shorter."""
     num_blocks = -(-num_steps // block)
-    table = solve(num_blocks, units, state_units, tape_units)
+    table = solve(num_blocks, units, state_units, tape_units, end_units)
     pieces = _in_steps(_actions(table, num_blocks), num_steps, block)
     return sum(stop - start for kind, start, stop in pieces if kind in ("advance", "tape"))
 
@@ -150,11 +181,11 @@ def _in_steps(actions: Iterator[Action], num_steps: int, block: int) -> Iterator
 
 def _actions(table: Table, num_steps: int) -> Iterator[Action]:
     current = 0
-    # Parts still to do, the next one last: (first step, end, units); (state, -1, 0) to let it go; (step, -2, 0) for a
-    # backward.
-    todo = [(0, num_steps, table.units)]
+    # Parts still to do, the next one last: (first step, end, units, whether a step was taped just before); for the
+    # others `end` is -1, to let a state go, or -2, for a backward.
+    todo = [(0, num_steps, table.units, False)]
     while todo:
-        start, end, m = todo.pop()
+        start, end, m, follows = todo.pop()
         if end == -1:
             yield Action("free", start, start)
             continue
@@ -165,22 +196,25 @@ def _actions(table: Table, num_steps: int) -> Iterator[Action]:
             yield Action("load", start, start)
             current = start
         n = end - start
-        choice = _TAPE if n == 1 else table.choice(n, m)
+        if follows and not table.continues(n, m):
+            follows = False
+            m -= table.end_units
+        choice = _TAPE if follows or n == 1 else table.choice(n, m)
         if choice == _TAPE:
             yield Action("tape", start, start + 1)
             current = start + 1
-            todo.append((start, -2, 0))
+            todo.append((start, -2, 0, False))
             if n > 1:
-                todo.append((start + 1, end, m - table.tape_units))
+                todo.append((start + 1, end, m - table.tape_units, True))
         elif choice == _RETURN:
             yield Action("advance", start, end - 1)
             yield Action("tape", end - 1, end)
             yield Action("backward", end - 1, end)
             current = end
-            todo.append((start, end - 1, m))
+            todo.append((start, end - 1, m, False))
         else:
             middle = start + choice
             yield Action("advance", start, middle)
             yield Action("save", middle, middle)
             current = middle
-            todo += [(start, middle, m), (middle, -1, 0), (middle, end, m - table.state_units)]
+            todo += [(start, middle, m, False), (middle, -1, 0, False), (middle, end, m - table.state_units, False)]
