@@ -216,6 +216,7 @@ def test_long_loop_in_little_memory() -> None:
 @pytest.mark.parametrize("share", range(25, 100, 10))
 def test_statistics_in_many_budgets(share: int) -> None:
     """The first steps are measured with copies of the state; statistics changed in place are no copies."""
+
     class Normed(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -94,6 +94,7 @@ class Loop:
         self._is_probing = self._is_replaying = self._is_fresh = False
         self._first: tuple[Any, list[Any]] = (state, [])
         self._first_tapes: dict[int, Tape] = {}
+        self._spent: int | None = None
         self._copies: dict[int, torch.Tensor] = {}  # by identity of what they stand for in a measured step
         self._last_template: Any = None
         self._pending: Action
@@ -173,7 +174,9 @@ class Loop:
         if self.is_lean:
             leaves = begin(tensors, flags)
         else:
-            leaves = [t.detach().requires_grad_() if flag else t.detach() for t, flag in zip(tensors, flags, strict=True)]
+            leaves = [
+                t.detach().requires_grad_() if flag else t.detach() for t, flag in zip(tensors, flags, strict=True)
+            ]
         self._state, entered = rebuild(template, leaves)
         self._enter(entered)
         tape = Tape(step=start, stop=stop, leaves=leaves, inputs=[], states=[], outputs=[])
@@ -199,7 +202,7 @@ class Loop:
         self._state, left = rebuild(template, detached)
         self._leave(left)
         self._at = tape.stop
-        if keeps_after:
+        if keeps_after and tape.stop == stop:
             tape.after = self._moment()
         if self.is_lean and not self._is_probing:
             tape.lighten()
@@ -421,16 +424,32 @@ class Loop:
 
     def rewind(self) -> None:
         """Goes back to before the first step, so that another loop can be run instead of this one."""
-        values = self._first[1]
+        self._put_back(self._first[1], self._first_random, self._first_streams)
+
+    def _put_back(self, values: list[Any], random: RandomState | None, streams: StreamState | None) -> None:
+        """Puts carried values back as they were, in the first forward: what is changed in place stays in its place."""
         for place, value, in_place in zip(self._carried.places, values, self._carried.in_place, strict=True):
             if in_place:
-                with torch.no_grad():
-                    place.get().copy_(value)
+                place.get().data.copy_(value)  # graphs that saved it need not know
             else:
                 place.put(value)
-        self._first_random.put()
-        if self._first_streams is not None:
-            self._first_streams.restore()
+        if random is not None:
+            random.put()
+        if streams is not None:
+            streams.restore()
+
+    def _tape_spent(self, step: int) -> Tape:
+        """Returns a tape of a step whose own was used up: it is evaluated again,."""
+        moment = self._held[0] if step == 0 else self._first_tapes[step - 1].after
+        self._state, values = rebuild(moment.template, moment.tensors)
+        self._put_back(values, moment.random, moment.streams)
+        self._at = step
+        return self._tape(step, step + 1, keeps_after=True)
+
+    def evaluations_of(self, schedule: Schedule) -> int:
+        """Returns the step evaluations of a schedule: one more if it tapes the step whose tape was used up."""
+        first = next(schedule.actions())
+        return schedule.evaluations + int(self._spent is not None and first.kind == "tape" and first.stop > self._spent)
 
     def abandon(self) -> None:
         """Leaves nothing in attributes that cannot be used, after an error."""
@@ -448,7 +467,7 @@ class Loop:
         return copies
 
     def _meter(self, tape: Tape, meter: StepMeter) -> None:
-        """Measures a tape and its backward, and parts it from the state it came to."""
+        """Measures a tape and its backward, which uses it up, and parts it from the state it came to."""
         tensors, template = tape.after.tensors, tape.after.template
         at_hand = {id(v) for v, in_place in zip(self._carried.read(), self._carried.in_place, strict=True) if in_place}
         meter.taped(tensors, self.captured.tensors)
@@ -463,9 +482,10 @@ class Loop:
         tape.after = Moment(tensors, template)
         tape.after.random, tape.after.streams = random, streams
         del tensors, copies
-        meter.parted()
-        gradients = [make() if make is not None else None for make in makers]
         with _compat.without_tensor_hooks(self.captured.tensors), Sums(self.captured.tensors) as sums:
+            sums.begin_with_zeros()
+            meter.parted()
+            gradients = [make() if make is not None else None for make in makers]
             backward(
                 tape,
                 state_gradients=gradients[:num_states],
@@ -473,8 +493,8 @@ class Loop:
                 seeds={},
                 captured=self.captured,
                 sums=sums,
-                keeps_graph=True,
             )
+        self._spent = tape.step
 
     def forward(self, schedule: Schedule) -> None:
         """Follows the schedule to its first backward."""
@@ -521,6 +541,8 @@ class Loop:
                     self._first_tapes.clear()
                 self._advance(max(start, probed), stop)
         elif kind == "tape":
+            if self._spent is not None and start <= self._spent < stop:
+                self._first_tapes[self._spent] = self._tape_spent(self._spent)
             for step in range(start, min(stop, probed)):
                 tape = self._first_tapes[step]
                 if self.is_lean:

@@ -23,8 +23,8 @@ class StepMeter(_compat.dispatch_mode_class()):  # type: ignore[misc]
     Attributes:
         state_bytes: of the state a step comes to. tape_bytes: what a taped step leaves behind, its state included.
         in_row_bytes: the same if another taped step follows: of the state only what either tape keeps.
-        forward_bytes, backward_bytes: the most alive in the step's forward and in its backward, above what was there
-            before the step.
+        forward_bytes, backward_bytes: the most alive in the step's forward above what was there before the step, and
+            in its backward above its tape and the sums of gradients.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class StepMeter(_compat.dispatch_mode_class()):  # type: ignore[misc]
 
     def __exit__(self, *exc: Any) -> None:
         super().__exit__(*exc)
-        self.backward_bytes = self.tape_bytes + self._peak - self._before
+        self.backward_bytes = self._peak - self._before
 
     def entered(self, state: list[torch.Tensor]) -> None:
         """Called before the step with the copies it starts from."""
@@ -75,9 +75,13 @@ class StepMeter(_compat.dispatch_mode_class()):  # type: ignore[misc]
         self._before = self._peak = self._level
 
     def working_bytes(self) -> int:
-        """Returns the most that running a step needs besides its tape: its own state and gradients of it included."""
-        peak = max(self.forward_bytes, self.backward_bytes)
-        return max(peak - self.tape_bytes, 0) + self.state_bytes
+        """Returns the most that running a step needs besides its tape.
+
+        That is in its forward, which is entered with a state at hand, and the gradient of a later one, or in its
+        backward, where the state it was entered with may be at hand.
+        """
+        forward_bytes = max(self.forward_bytes - self.tape_bytes, 0) + 2 * self.state_bytes
+        return max(forward_bytes, self.backward_bytes + self.state_bytes)
 
     def _names(self, tensors: list[torch.Tensor]) -> list[tuple[int, Any]]:
         keys = (t.untyped_storage()._cdata if t.layout is torch.strided else 0 for t in tensors)

@@ -133,7 +133,7 @@ def scan(
         except StillRead:  # what the first steps left unread, a later one reads: nothing is left out then
             loop, schedule = begun(holds_unread=True)
     if report is not None:
-        report.schedule, report.predicted_evaluations = schedule.name, schedule.evaluations
+        report.schedule, report.predicted_evaluations = schedule.name, loop.evaluations_of(schedule)
         report.evaluations = loop.evaluations
     start = [t for t in loop.start if t.requires_grad]
     needed = [*start, *(x for x in loop.inputs if x.requires_grad), *loop.captured.tensors]
@@ -240,7 +240,7 @@ def _choose(
 ) -> Schedule:
     num_steps = loop.num_steps
     if meter is not None and budget is not None:
-        working_bytes = meter.working_bytes() + loop.captured.seeded_bytes()
+        working_bytes = meter.working_bytes()
         step_bytes = StepBytes(
             state=meter.state_bytes, tape=meter.tape_bytes, in_row=meter.in_row_bytes, working=working_bytes
         )

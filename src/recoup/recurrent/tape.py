@@ -263,6 +263,11 @@ class Sums:
 
         return add
 
+    def begin_with_zeros(self) -> None:
+        """Has every sum exist already, as in all backwards but the first."""
+        self.totals[:] = [torch.zeros_like(t) for t in self._tensors]
+        self._owned[:] = [True] * len(self._tensors)
+
     def replace(self, index: int, total: torch.Tensor) -> None:
         """Sets a total that contains what was summed before."""
         self.totals[index] = total
@@ -277,13 +282,11 @@ def backward(
     seeds: dict[int, torch.Tensor],
     captured: Captured,
     sums: Sums,
-    keeps_graph: bool = False,
 ) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
     """Runs the backward of a tape; adds the captured tensors' gradients to `sums`.
 
     Args:
         state_gradients, output_gradients: of `tape.states` and `tape.outputs`. seeds: what leaves got already.
-        keeps_graph: for a second backward of the tape.
 
     Returns:
         The gradients of the tape's leaves and of its inputs.
@@ -322,7 +325,7 @@ def backward(
     wanted_inputs = [i for i, x in enumerate(tape.inputs) if x.requires_grad]
     inputs += [tape.inputs[i] for i in wanted_inputs]
     inputs += tensors
-    found = _compat.run_backward(roots, gradients, inputs, keeps_graph=keeps_graph)
+    found = _compat.run_backward(roots, gradients, inputs)
     del roots, gradients
     for index, gradient in zip(wanted, found):
         leaf_gradients[index] = gradient
