@@ -124,7 +124,8 @@ def budgets() -> None:
                 f"{share:3} % rederive={derives!s:5} evaluations a step {report.evaluations / num_steps:.3f} "
                 f"(predicted {report.predicted_evaluations / num_steps:.3f}), peak {format_bytes(peak)} of "
                 f"{format_bytes(budget)} {'ok' if peak <= budget else 'OVER'}, bit-equal {equal}, "
-                f"tape {report.step_bytes.tape} B, in a row {report.step_bytes.in_row} B, state {report.step_bytes.state} B"
+                f"tape {report.step_bytes.tape} B, in a row {report.step_bytes.in_row} B, state "
+                f"{report.step_bytes.state} B"
             )
 
 

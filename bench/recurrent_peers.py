@@ -26,6 +26,7 @@ from bench.recurrent_networks import NETWORKS, Network
 from recoup.errors import InfeasibleBudget
 from recoup.evidence.memory import measure_peak
 from recoup.recurrent import ScanReport, scan
+from recoup.recurrent.choose import StepBytes
 from recoup.units import format_bytes
 
 CPU = torch.device("cpu")
@@ -161,10 +162,7 @@ def by_scan(network: Network, *, derives: bool, budget: int | None = None) -> Po
 def _least_budget(network: Network, derives: bool) -> int:
     """Returns the smallest budget whose schedule evaluates no step more than twice on average: forwards alone tell."""
     num_steps = len(network.inputs)
-    report = ScanReport()
-    scanned(network, budget="90%", rederive=derives, report=report)
-    step = report.step_bytes
-    assert step is not None
+    step = _step_bytes(network, derives=derives)
     low, high = step.tape, step.working + num_steps * step.tape
     while high - low > high // 200:
         middle = (low + high) // 2
@@ -177,6 +175,14 @@ def _least_budget(network: Network, derives: bool) -> int:
             is_enough = False
         low, high = (low, middle) if is_enough else (middle, high)
     return high
+
+
+def _step_bytes(network: Network, *, derives: bool) -> StepBytes:
+    report = ScanReport()
+    network.restart()
+    scanned(network, budget="90%", rederive=derives, report=report)
+    assert report.step_bytes is not None
+    return report.step_bytes
 
 
 def in_bytes_of(network: Network, peer: Point, results_bytes: int) -> Point | None:
@@ -202,7 +208,9 @@ def rows(names: list[str]) -> Iterator[tuple[str, float, float | None]]:
         full = peak_of(network, plain)
         hand, memopt = by_hand(network), by_memopt(network)
         ours = min((by_scan(network, derives=d) for d in (False, True)), key=lambda p: p.peak_bytes)
+        # Gradients, and the first and the last state: not in a scan's budget, and held by the peers as well.
         results_bytes = sum(p.numel() * p.element_size() for p in network.module.parameters())
+        results_bytes += 2 * _step_bytes(network, derives=False).state
         print(f"{name}, T = {num_steps}: plain {format_bytes(full)}")
         print(
             f"  scan {format_bytes(ours.peak_bytes)} in {ours.evaluations} evaluations ({ours.setting}), "

@@ -29,7 +29,9 @@ def current_backward_id() -> int:
     return int(torch._C._current_graph_task_id())
 
 
-def run_backward(roots: list[Any], gradients: list[torch.Tensor], inputs: list[Any]) -> tuple[torch.Tensor | None, ...]:
+def run_backward(
+    roots: list[Any], gradients: list[torch.Tensor], inputs: list[Any], *, keeps_graph: bool = False
+) -> tuple[torch.Tensor | None, ...]:
     """Returns the gradients of `inputs`, as `torch.autograd.grad` without its checks of shapes (torch 2.11, 2.13).
 
     Roots and inputs are tensors or `torch.autograd.graph.GradientEdge`s.
@@ -38,7 +40,7 @@ def run_backward(roots: list[Any], gradients: list[torch.Tensor], inputs: list[A
     """
     engine = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
     found: tuple[torch.Tensor | None, ...] = engine.run_backward(
-        tuple(roots), tuple(gradients), False, False, tuple(inputs), True, False
+        tuple(roots), tuple(gradients), keeps_graph, False, tuple(inputs), True, False
     )
     return found
 

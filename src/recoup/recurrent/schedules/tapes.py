@@ -12,8 +12,8 @@ The full search over k is O(T^2 m). In loops too long for it, k is searched near
 then still a valid schedule with the count it says, but its optimality is not proven (F is not convex in n). The tests
 bound the gap. The start state is not counted: somebody else holds it.
 
-Taped steps in a row need not hold the states between them, only what their tapes keep of these. With `end_units` for the
-state a row comes to, where its tapes do not keep that, the first case becomes 1 + R(n - 1, m - tape), with
+Taped steps in a row need not hold the states between them, only what their tapes keep of these. With `end_units` for
+the state a row comes to, where its tapes do not keep that, the first case becomes 1 + R(n - 1, m - tape), with
 
     R(n, m) = min of   1 + R(n - 1, m - tape)                         tape the next step too
                        F(n, m - end)                                  hold the state; go on from there
