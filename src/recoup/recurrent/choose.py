@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 from recoup.errors import InfeasibleBudget
@@ -60,6 +61,12 @@ def schedule_in_bytes(num_steps: int, budget: str | int, step: StepBytes) -> Sch
         )
     if room >= step.taped(num_steps):
         return chunk_schedule(num_steps, num_steps)
+    return _in_room(num_steps, room, step)
+
+
+@functools.lru_cache(maxsize=64)
+def _in_room(num_steps: int, room: int, step: StepBytes) -> Schedule:
+    """Returns the best schedule of states and tapes, kept for the next training steps."""
     found: list[Schedule] = []
     block = 1
     while len(found) < _NUM_BLOCKS_TRIED and (block == 1 or (step.taped(block) <= room and block < num_steps)):

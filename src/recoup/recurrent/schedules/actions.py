@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
+
+import numpy as np
 
 Kind = Literal["advance", "save", "load", "free", "tape", "backward"]
 
@@ -45,6 +47,20 @@ class Schedule:
     evaluations: int
     actions: Callable[[], Iterator[Action]]
     reloads_tapes: bool = False
+
+
+def packed(actions: Iterator[Action]) -> Callable[[], Iterator[Action]]:
+    """Returns what makes the same actions again, from twelve bytes each."""
+    kinds = get_args(Kind)
+    codes = {kind: code for code, kind in enumerate(kinds)}
+    rows = np.array([(codes[kind], start, stop) for kind, start, stop in actions], dtype=np.int32).reshape(-1, 3)
+
+    def unpacked() -> Iterator[Action]:
+        for first in range(0, len(rows), 4096):
+            for code, start, stop in rows[first : first + 4096].tolist():
+                yield Action(kinds[code], start, stop)
+
+    return unpacked
 
 
 def merged(actions: Iterator[Action]) -> Iterator[Action]:

@@ -31,7 +31,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from recoup.recurrent.schedules.actions import Action, Schedule, merged
+from recoup.recurrent.schedules.actions import Action, Schedule, merged, packed
 
 _NEVER = 1 << 60
 _TAPE, _RETURN = 0, -1
@@ -127,9 +127,9 @@ class Table:
         return n > 0 and bool(self._continues[n, m])
 
 
-@functools.lru_cache(maxsize=16)
+@functools.lru_cache(maxsize=4)
 def solve(num_steps: int, units: int, state_units: int, tape_units: int, end_units: int = 0) -> Table:
-    """Returns the solved table, kept for the next training steps."""
+    """Returns the solved table."""
     return Table(num_steps, units, state_units, tape_units, end_units)
 
 
@@ -150,26 +150,18 @@ def tape_schedule(
     if units < tape_units + end_units:
         raise ValueError(f"{units} units do not hold a tape of {tape_units + end_units}")
     table = solve(num_blocks, units, state_units, tape_units, end_units)
+    actions = packed(merged(_in_steps(_actions(table, num_blocks), num_steps, block)))
     evaluations = table.evaluations()
-    if block > 1:
-        evaluations = _count(num_steps, units, state_units, tape_units, end_units, block)
+    if block > 1:  # the first of them may be shorter
+        evaluations = sum(stop - start for kind, start, stop in actions() if kind in ("advance", "tape"))
     return Schedule(
         name=f"states or tapes{f' of {block} steps' if block > 1 else ''} in {units} units (state {state_units}, tape "
         f"{tape_units})",
         num_steps=num_steps,
         evaluations=evaluations,
-        actions=lambda: merged(_in_steps(_actions(table, num_blocks), num_steps, block)),
+        actions=actions,
         reloads_tapes=True,
     )
-
-
-@functools.lru_cache(maxsize=64)
-def _count(num_steps: int, units: int, state_units: int, tape_units: int, end_units: int, block: int) -> int:
-    """Returns the step evaluations of a schedule in blocks, the first of which may be shorter."""
-    num_blocks = -(-num_steps // block)
-    table = solve(num_blocks, units, state_units, tape_units, end_units)
-    pieces = _in_steps(_actions(table, num_blocks), num_steps, block)
-    return sum(stop - start for kind, start, stop in pieces if kind in ("advance", "tape"))
 
 
 def _in_steps(actions: Iterator[Action], num_steps: int, block: int) -> Iterator[Action]:
