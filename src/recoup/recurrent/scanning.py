@@ -23,7 +23,7 @@ from recoup.recurrent.schedules.treeverse import treeverse_schedule
 from recoup.recurrent.unread import StillRead, refusing
 from recoup.units import check_budget, parse_budget
 
-_SHARED_TAPES_MAY_TAKE = 0.1  # of a budget, for less overhead a step
+_SHARED_TAPES_MAY_TAKE = 0.5  # of a budget, for less overhead a step
 # Of the evaluations. A graph of its own costs a step about 0.1 ms, more than a small step itself.
 _SHARED_TAPES_MAY_COST, _SHARED_SMALL_TAPES_MAY_COST, _SMALL_TAPE_BYTES = 0.01, 0.04, 1 << 18
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -211,19 +211,24 @@ def _count_own_references() -> int:
 _OWN_REFERENCES = _count_own_references()
 
 
+_SMALL_SUMS_BYTES = 1 << 16
+
+
 class Sums:
     """Gradients of captured tensors, summed in plain's order ([Note: sums in plain's order]).
 
     While it is entered, a gradient is added the moment autograd has it, by a hook on the tensor, and let go: the engine
-    would hold those of all captured tensors until the end of a step's backward.
+    would hold those of all captured tensors until the end of a step's backward. Where all of them are small, that
+    is what happens, as hooks cost more than a small step.
 
     Attributes:
         totals: the sums so far. seeded: for which tensors the backward that runs now continues the sum itself.
     """
 
-    __slots__ = ("_handles", "_owned", "_tensors", "seeded", "totals")
+    __slots__ = ("_handles", "_hooked", "_owned", "_tensors", "seeded", "totals")
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self._hooked = sum(t.numel() * t.element_size() for t in tensors) > _SMALL_SUMS_BYTES
         self.totals: list[torch.Tensor | None] = [None] * len(tensors)
         self.seeded = [False] * len(tensors)
         self._owned = [False] * len(tensors)
@@ -231,6 +236,8 @@ class Sums:
         self._handles: list[Any] = []
 
     def __enter__(self) -> Sums:
+        if not self._hooked:
+            return self
         for index, tensor in enumerate(self._tensors):
             self._handles.append(tensor.register_hook(self._hook(index)))  # type: ignore[no-untyped-call]
         return self
@@ -267,6 +274,27 @@ class Sums:
         """Has every sum exist already, as in all backwards but the first."""
         self.totals[:] = [torch.zeros_like(t) for t in self._tensors]
         self._owned[:] = [True] * len(self._tensors)
+
+    def take(self, found: Sequence[torch.Tensor | None]) -> None:
+        """Takes a backward's gradients of all captured tensors."""
+        totals, owned, seeded = self.totals, self._owned, self.seeded
+        sums, terms = [], []
+        for index, gradient in enumerate(found):
+            if gradient is None:
+                continue
+            total = totals[index]
+            if seeded[index]:
+                self.replace(index, gradient)
+            elif self._hooked:
+                continue
+            elif owned[index] and total is not None:
+                sums.append(total)
+                terms.append(gradient)
+            else:
+                totals[index] = gradient.clone() if total is None else total + gradient
+                owned[index] = True
+        if sums:
+            torch._foreach_add_(sums, terms)
 
     def replace(self, index: int, total: torch.Tensor) -> None:
         """Sets a total that contains what was summed before."""
@@ -333,7 +361,5 @@ def backward(
     for index, gradient in zip(wanted_inputs, found[offset:]):
         input_gradients[index] = gradient
     offset += len(wanted_inputs)
-    for index, gradient in enumerate(found[offset:]):
-        if gradient is not None and seeded[index]:
-            sums.replace(index, gradient)
+    sums.take(found[offset:])
     return leaf_gradients, input_gradients
