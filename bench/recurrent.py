@@ -144,14 +144,14 @@ def long() -> None:
         return network.step(state, frame.expand(batch, -1))
 
     def loss() -> None:
-        scan(step, x, network.start(batch), outputs="sum", budget="110MiB", report=report)[1].sum().backward()
+        scan(step, x, network.start(batch), outputs="sum", budget="70MiB", report=report)[1].sum().backward()
 
     loss()
     seconds = time.perf_counter() - start
     assert report.step_bytes is not None
     full = report.step_bytes.taped(num_steps)
     print(
-        f"budget 110 MiB, all steps taped {full / 1e9:.1f} GB, evaluations a step {report.evaluations / num_steps:.3f} "
+        f"budget 70 MiB, all steps taped {full / 1e9:.1f} GB, evaluations a step {report.evaluations / num_steps:.3f} "
         f"(predicted {report.predicted_evaluations / num_steps:.3f}), {seconds:.0f} s; most resident memory "
         f"{_most_resident_bytes() / 1e6:.0f} MB, {before / 1e6:.0f} MB of it before the loop"
     )
