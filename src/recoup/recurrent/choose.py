@@ -10,6 +10,7 @@ from recoup.errors import InfeasibleBudget
 from recoup.recurrent.schedules.actions import Schedule
 from recoup.recurrent.schedules.chunks import chunk_schedule
 from recoup.recurrent.schedules.tapes import tape_schedule
+from recoup.recurrent.schedules.weighted import total_cost, weighted_tapes
 from recoup.units import format_bytes, parse_budget
 
 _MAX_UNITS = 400
@@ -37,11 +38,14 @@ class StepBytes:
         return (num_steps - 1) * self.in_row + self.tape
 
 
-def schedule_in_bytes(num_steps: int, budget: str | int, step: StepBytes) -> Schedule:
-    """Returns the schedule with the fewest evaluations that holds and works within `budget`.
+def schedule_in_bytes(
+    num_steps: int, budget: str | int, step: StepBytes, costs: tuple[float, ...] | None = None
+) -> Schedule:
+    """Returns the schedule with the fewest evaluations, or the cheapest, that holds and works within `budget`.
 
     Args:
-        budget: bytes, `"300MiB"`, or a percentage of what all steps taped would take.
+        budget: bytes, `"300MiB"`, or a percentage of what all steps taped would take. costs: of each step's evaluation;
+            None if all are equal.
 
     Raises:
         InfeasibleBudget: if not even one taped step and its working memory fit.
@@ -61,12 +65,20 @@ def schedule_in_bytes(num_steps: int, budget: str | int, step: StepBytes) -> Sch
         )
     if room >= step.taped(num_steps):
         return chunk_schedule(num_steps, num_steps)
-    return _in_room(num_steps, room, step)
+    return _in_room(num_steps, room, step, costs)
+
+
+def cost_of(schedule: Schedule, costs: tuple[float, ...] | None) -> float:
+    """Returns what a schedule's evaluations cost in all: their number where all are equal."""
+    return schedule.evaluations if costs is None else total_cost(schedule, costs)
 
 
 @functools.lru_cache(maxsize=64)
-def _in_room(num_steps: int, room: int, step: StepBytes) -> Schedule:
+def _in_room(num_steps: int, room: int, step: StepBytes, costs: tuple[float, ...] | None) -> Schedule:
     """Returns the best schedule of states and tapes, kept for the next training steps."""
+    if costs is not None:
+        state, tape, end, unit = _units(room, max(step.state, 1), step.in_row, step.tape - step.in_row)
+        return weighted_tapes(costs, int(room // unit), state_units=state, tape_units=tape, end_units=end)
     found: list[Schedule] = []
     block = 1
     while len(found) < _NUM_BLOCKS_TRIED and (block == 1 or (step.taped(block) <= room and block < num_steps)):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ import torch
 from recoup import _compat
 from recoup.engine.lineage import current_recorder
 from recoup.errors import InfeasibleBudget, ReplayError, UsageError
-from recoup.recurrent.choose import StepBytes, schedule_in_bytes
+from recoup.recurrent.choose import StepBytes, cost_of, schedule_in_bytes
 from recoup.recurrent.leaves import checked, flatten, is_differentiable, rebuild
 from recoup.recurrent.loop import Loop
 from recoup.recurrent.meter import StepMeter
@@ -20,6 +21,7 @@ from recoup.recurrent.outputs import MODES, Mode, Outputs
 from recoup.recurrent.schedules.actions import Schedule
 from recoup.recurrent.schedules.chunks import chunk_schedule, default_chunk
 from recoup.recurrent.schedules.treeverse import treeverse_schedule
+from recoup.recurrent.schedules.weighted import weighted_treeverse
 from recoup.recurrent.unread import StillRead, refusing
 from recoup.units import check_budget, parse_budget
 
@@ -58,6 +60,7 @@ def scan(
     length: int | None = None,
     rederive: bool | None = None,
     captured: Iterable[torch.Tensor] = (),
+    costs: Sequence[float] | None = None,
     report: ScanReport | None = None,
 ) -> tuple[Any, Any]:
     """Runs `state, y = step(state, x)` over time and returns the last state and the outputs, differentiably.
@@ -81,6 +84,8 @@ def scan(
         rederive: whether taped steps run as under `recoup.rederive()`; None: if the scan runs inside of that.
         captured: tensors with gradients that the step reads from where they cannot be found (they are found in
             modules, closures, defaults, globals and attributes).
+        costs: what an evaluation of each step costs beside the others', in any unit; with `slots` or `budget`, the
+            schedule whose evaluations cost least is followed. All equal if left out.
         report: filled in.
 
     Returns:
@@ -92,6 +97,7 @@ def scan(
         ReplayError: from backward, if a step does not do again what it did, or something it reads was changed.
     """
     num_steps = _check(inputs, length, budget, slots, chunk, outputs)
+    weights = _checked_costs(costs, num_steps)
     if report is not None:
         report.evaluations = report.predicted_evaluations = num_steps
         report.schedule = "plain"
@@ -117,7 +123,7 @@ def scan(
             meter = StepMeter() if budget is not None else None
             loop.is_lean = slots is None
             loop.probe(meter)
-            schedule = _choose(loop, budget, slots, chunk, meter, report)
+            schedule = _choose(loop, budget, slots, chunk, meter, report, weights)
             loop.forward(schedule)
         except StillRead:
             loop.rewind()
@@ -237,6 +243,7 @@ def _choose(
     chunk: int | None,
     meter: StepMeter | None,
     report: ScanReport | None,
+    costs: tuple[float, ...] | None,
 ) -> Schedule:
     num_steps = loop.num_steps
     if meter is not None and budget is not None:
@@ -249,20 +256,20 @@ def _choose(
         if shared_bytes <= _SHARED_TAPES_MAY_TAKE * budget_bytes:
             sharing = dataclasses.replace(step_bytes, working=working_bytes + shared_bytes)
             with contextlib.suppress(InfeasibleBudget):
-                schedule = schedule_in_bytes(num_steps, budget, sharing)
-                alone = schedule_in_bytes(num_steps, budget, step_bytes) if shared_bytes else schedule
+                schedule = schedule_in_bytes(num_steps, budget, sharing, costs)
+                alone = schedule_in_bytes(num_steps, budget, step_bytes, costs) if shared_bytes else schedule
                 is_small = meter.tape_bytes <= _SMALL_TAPE_BYTES
                 may_cost = _SHARED_SMALL_TAPES_MAY_COST if is_small else _SHARED_TAPES_MAY_COST
-                if schedule.evaluations <= (1 + may_cost) * alone.evaluations:
+                if cost_of(schedule, costs) <= (1 + may_cost) * cost_of(alone, costs):
                     if report is not None:
                         report.step_bytes = sharing
                     return schedule
         loop.max_taped = 1
         if report is not None:
             report.step_bytes = step_bytes
-        return schedule_in_bytes(num_steps, budget, step_bytes)
+        return schedule_in_bytes(num_steps, budget, step_bytes, costs)
     if slots is not None:
-        return treeverse_schedule(num_steps, slots)
+        return treeverse_schedule(num_steps, slots) if costs is None else weighted_treeverse(costs, slots)
     return chunk_schedule(num_steps, min(num_steps, chunk or default_chunk(num_steps)))
 
 
@@ -323,3 +330,18 @@ def _check(
             f"{sorted(sizes)}{'' if length is None else f' with length={length}'}."
         )
     return length if length is not None else next(iter(sizes))
+
+
+def _checked_costs(costs: Sequence[float] | None, num_steps: int) -> tuple[float, ...] | None:
+    if costs is None:
+        return None
+    try:
+        found = tuple(float(cost) for cost in costs)
+    except (TypeError, ValueError):
+        found = ()
+    if len(found) != num_steps or not all(0 < cost < math.inf for cost in found):
+        raise UsageError(
+            f"recoup.recurrent.scan: costs must be one positive number for each of the {num_steps} steps; got "
+            f"{costs!r:.80}."
+        )
+    return None if len(set(found)) == 1 else found
