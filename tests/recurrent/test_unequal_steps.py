@@ -141,3 +141,14 @@ def test_expensive_steps_are_evaluated_less_often() -> None:
 def test_other_costs_are_refused(costs: Any) -> None:
     with pytest.raises(UsageError, match="costs"):
         scan(lambda h, x: (h + x, h), torch.ones(6, 2), torch.zeros(2), costs=costs)
+
+
+def test_the_measured_step_is_counted_again_wherever_it_is_taped_first() -> None:
+    """A schedule may save the first state and tape the steps after it, the measured one among them."""
+    kind, sizes = NETWORKS["lif"]
+    costs, seen = [3.0, 9.0, 9.0, 3.0, 1.0, 9.0, 3.0, 1.0], set()
+    for share in range(40, 100, 6):
+        _, report = train_once(kind(), sizes, 8, {"budget": f"{share}%", "costs": costs}, "last")
+        assert report.evaluations == report.predicted_evaluations
+        seen.add(report.evaluations)
+    assert len(seen) > 3

@@ -6,6 +6,7 @@ the two the loop holds what the schedule says: states (`Moment`) and taped steps
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -57,8 +58,11 @@ class Loop(ProbedSteps):
 
     def evaluations_of(self, schedule: Schedule) -> int:
         """Returns the step evaluations of a schedule: one more if it tapes the step whose tape was used up."""
-        first = next(schedule.actions())
-        return schedule.evaluations + int(self._spent is not None and first.kind == "tape" and first.stop > self._spent)
+        spent = self._spent
+        if spent is None:
+            return schedule.evaluations
+        begins = itertools.takewhile(lambda a: a.kind != "backward" and a.start <= spent, schedule.actions())
+        return schedule.evaluations + int(any(a.kind == "tape" and a.stop > spent for a in begins))
 
     def forward(self, schedule: Schedule) -> None:
         """Follows the schedule to its first backward."""
