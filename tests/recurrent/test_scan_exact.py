@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from recoup.evidence.memory import measure_peak
+from recoup.recurrent import ScanReport, scan
 from tests.recurrent.helpers import NETWORKS, differing, train_once
 
 pytestmark = pytest.mark.slow
@@ -47,3 +50,33 @@ def test_reduced_outputs(name: str, outputs: str) -> None:
     expected, _ = train_once(network, sizes, 11, None, outputs)
     found, _ = train_once(network, sizes, 11, {"slots": 2}, outputs)
     assert differing(expected, found) == []
+
+
+def test_the_smallest_budgets_are_not_overrun_while_steps_are_measured() -> None:
+    """The first steps' tapes are let go before one is measured, where the budget holds hardly more than one."""
+
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell = nn.GRUCell(8, 64)
+
+        def step(self, h: Any, x: torch.Tensor) -> Any:
+            h = self.cell(x, h)
+            return h, h.sum()
+
+    network, x, start = Wide(), torch.randn(20, 64, 8), torch.zeros(64, 64)
+    results = sum(p.numel() * p.element_size() for p in network.parameters()) + start.numel() * 4
+    report = ScanReport()
+    scan(network.step, x, start, budget="50%", report=report)
+    step = report.step_bytes
+    assert step is not None
+    for rederive in (False, True):
+        for budget in (step.working + 2 * step.tape, step.working + 3 * step.tape, step.working + 6 * step.tape):
+            network.zero_grad()
+            options = {"budget": budget, "outputs": "sum", "rederive": rederive}
+            peak = measure_peak(
+                lambda o=options: scan(network.step, x, start, **o)[1].backward(),  # type: ignore[misc]
+                device=torch.device("cpu"),
+                held_bytes=0,
+            )
+            assert peak - results <= budget

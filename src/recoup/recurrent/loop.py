@@ -6,7 +6,6 @@ the two the loop holds what the schedule says: states (`Moment`) and taped steps
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -57,24 +56,29 @@ class Loop(ProbedSteps):
         self._is_fresh = False
 
     def evaluations_of(self, schedule: Schedule) -> int:
-        """Returns the step evaluations of a schedule: one more if it tapes the step whose tape was used up."""
-        spent = self._spent
-        if spent is None:
-            return schedule.evaluations
-        begins = itertools.takewhile(lambda a: a.kind != "backward" and a.start <= spent, schedule.actions())
-        return schedule.evaluations + int(any(a.kind == "tape" and a.stop > spent for a in begins))
+        """Returns the step evaluations of a schedule: some more if it tapes probed steps whose tapes were let go.
+
+        To be asked before `forward`.
+        """
+        probed = self._num_probed
+        for kind, start, stop in schedule.actions():
+            if start >= probed or kind == "backward":
+                break
+            gone = self._first_gone(start, stop) if kind == "tape" else None
+            if gone is not None:
+                return schedule.evaluations + probed - gone
+        return schedule.evaluations
 
     def forward(self, schedule: Schedule) -> None:
         """Follows the schedule to its first backward."""
         self._schedule = schedule
         self._held[0] = self._first_moment
         self._actions = schedule.actions()
-        probed = self._at
         for action in self._actions:
             if action.kind == "backward":
                 self._pending = action
                 break
-            self._do_first(action, probed)
+            self._do_first(action)
         self._first_tapes = {}
         self._first = None, []
         self._covers = False
@@ -98,9 +102,10 @@ class Loop(ProbedSteps):
         self._state = None
         self._is_fresh = True
 
-    def _do_first(self, action: Action, probed: int) -> None:
-        """Does an action of the first forward, whose first `probed` steps were evaluated by `probe` already."""
+    def _do_first(self, action: Action) -> None:
+        """Does an action of the first forward, whose first steps were evaluated by `probe` already."""
         kind, start, stop = action
+        probed = self._num_probed
         if kind == "save":
             after = self._first_tapes.get(start - 1)
             self._held[start] = self._moment() if after is None else after.after
@@ -110,15 +115,16 @@ class Loop(ProbedSteps):
                     self._first_tapes.clear()
                 self._advance(max(start, probed), stop)
         elif kind == "tape":
-            if self._spent is not None and start <= self._spent < stop:
-                self._first_tapes[self._spent] = self._tape_spent(self._spent)
-            for step in range(start, min(stop, probed)):
+            gone = self._first_gone(start, stop)
+            if gone is not None:
+                self._return_to(gone)
+            for step in range(start, min(stop, self._num_probed)):
                 tape = self._first_tapes[step]
                 if self.is_lean:
                     tape.lighten()
                     tape.after = tape.after if step + 1 == stop else None
                 self._tapes.append(tape)
-            self._tape_steps(max(start, probed), stop)
+            self._tape_steps(max(start, self._num_probed), stop)
         else:
             raise InternalError(f"recoup.recurrent: {kind} before the end of the first forward")
 

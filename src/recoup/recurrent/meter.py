@@ -46,6 +46,11 @@ class StepMeter(_compat.dispatch_mode_class()):  # type: ignore[misc]
         super().__exit__(*exc)
         self.backward_bytes = self._peak - self._before
 
+    @property
+    def level_bytes(self) -> int:
+        """What is alive now of what was made since the meter was entered."""
+        return self._level
+
     def entered(self, state: list[torch.Tensor]) -> None:
         """Called before the step with the copies it starts from."""
         self._entered = self._names(state)

@@ -39,14 +39,16 @@ class ProbedSteps(Steps):
         self._first: tuple[Any, list[Any]] = (self._state, [])
         self._first_moment: Moment
         self._first_tapes: dict[int, Tape] = {}
-        self._spent: int | None = None  # the step whose tape was used up when it was measured
+        self._num_probed = 0
+        self._gone: set[int] = set()  # probed steps whose tapes were let go, to measure one of them
         self._copies: dict[int, torch.Tensor] = {}  # by identity of what they stand for in a measured step
 
-    def probe(self, meter: StepMeter | None = None) -> None:
+    def probe(self, meter: StepMeter | None = None, *, keeps: Callable[[int], bool] = lambda tape_bytes: False) -> None:
         """Evaluates the first steps taped, until it is known which attributes carry state and what needs a gradient.
 
         Args:
-            meter: measures the last of these steps, if given.
+            meter: measures the last of these steps, if given. keeps: whether the tapes of the others are kept, given
+                the bytes of one.
         """
         self._first = self._state, []
         self._first_random = RandomState(self.inputs)
@@ -73,6 +75,10 @@ class ProbedSteps(Steps):
                 entered = []
                 if meter is not None and (settled or self._at == self.num_steps):
                     self._meter(tape, meter)
+                    self._let_go(step)
+                elif meter is not None and not keeps(meter.level_bytes):
+                    self._let_go(step)
+        self._num_probed = self._at
         self._is_probing, self._watch = False, None
         self.start, template = flatten(self._first)
         num_given = len(flatten(self._first[0])[0])
@@ -152,13 +158,21 @@ class ProbedSteps(Steps):
         if streams is not None:
             streams.restore()
 
-    def _tape_spent(self, step: int) -> Tape:
-        """Returns a tape of a step whose own was used up: it is evaluated again,."""
+    def _let_go(self, step: int) -> None:
+        self._first_tapes[step].let_go()
+        self._gone.add(step)
+
+    def _first_gone(self, start: int, stop: int) -> int | None:
+        """Returns the first of the steps whose tape was let go, if any."""
+        return next((step for step in range(start, min(stop, self._num_probed)) if step in self._gone), None)
+
+    def _return_to(self, step: int) -> None:
+        """Makes the state before a probed step the one at hand again; from there on nothing counts as evaluated."""
         moment = self._first_moment if step == 0 else self._first_tapes[step - 1].after
         self._state, values = rebuild(moment.template, moment.tensors)
         self._put_back(values, moment.random, moment.streams)
-        self._at = step
-        return self._tape(step, step + 1, keeps_after=True)
+        self._at = self._num_probed = step
+        self._first_tapes = {at: tape for at, tape in self._first_tapes.items() if at < step}
 
     def abandon(self) -> None:
         """Leaves nothing in attributes that cannot be used, after an error."""
@@ -203,7 +217,6 @@ class ProbedSteps(Steps):
                 captured=self.captured,
                 sums=sums,
             )
-        self._spent = tape.step
 
 
 def _maker(like: torch.Tensor) -> Callable[[], torch.Tensor]:

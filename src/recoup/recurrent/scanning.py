@@ -26,6 +26,7 @@ from recoup.recurrent.unread import StillRead, refusing
 from recoup.units import check_budget, parse_budget
 
 _SHARED_TAPES_MAY_TAKE = 0.5  # of a budget, for less overhead a step
+_TAPES_IN_PROBE = 6  # two, and what running a step needs besides, by experience
 # Of the evaluations. A graph of its own costs a step about 0.1 ms, more than a small step itself.
 _SHARED_TAPES_MAY_COST, _SHARED_SMALL_TAPES_MAY_COST, _SMALL_TAPE_BYTES = 0.01, 0.04, 1 << 18
 
@@ -108,7 +109,7 @@ def scan(
     autocast = _Autocast()
     extra = list(captured)
 
-    def begun(*, holds_unread: bool) -> tuple[Loop, Schedule]:
+    def begun(*, holds_unread: bool) -> Loop:
         loop = Loop(
             step,
             inputs,
@@ -122,8 +123,10 @@ def scan(
         try:
             meter = StepMeter() if budget is not None else None
             loop.is_lean = slots is None
-            loop.probe(meter)
+            loop.probe(meter, keeps=lambda tape_bytes: _keeps_tapes(budget, num_steps, tape_bytes))
             schedule = _choose(loop, budget, slots, chunk, meter, report, weights)
+            if report is not None:
+                report.schedule, report.predicted_evaluations = schedule.name, loop.evaluations_of(schedule)
             loop.forward(schedule)
         except StillRead:
             loop.rewind()
@@ -131,15 +134,14 @@ def scan(
         except BaseException:
             loop.abandon()
             raise
-        return loop, schedule
+        return loop
 
     with autocast.entered(), _paused(recorder), refusing():
         try:
-            loop, schedule = begun(holds_unread=False)
+            loop = begun(holds_unread=False)
         except StillRead:  # what the first steps left unread, a later one reads: nothing is left out then
-            loop, schedule = begun(holds_unread=True)
+            loop = begun(holds_unread=True)
     if report is not None:
-        report.schedule, report.predicted_evaluations = schedule.name, loop.evaluations_of(schedule)
         report.evaluations = loop.evaluations
     start = [t for t in loop.start if t.requires_grad]
     needed = [*start, *(x for x in loop.inputs if x.requires_grad), *loop.captured.tensors]
@@ -234,6 +236,12 @@ def _paused(recorder: Any) -> Iterator[None]:
         yield
     finally:
         recorder.paused -= 1
+
+
+def _keeps_tapes(budget: str | int | None, num_steps: int, tape_bytes: int) -> bool:
+    """Whether the first steps' tapes may stay while another one is measured."""
+    assert budget is not None
+    return _TAPES_IN_PROBE * tape_bytes <= parse_budget(budget, plain_peak_bytes=num_steps * tape_bytes)
 
 
 def _choose(

@@ -46,6 +46,13 @@ class Tape:
             [_edge_of(item) for item in items] for items in (self.leaves, self.states, self.outputs)
         )
 
+    def let_go(self) -> None:
+        """Lets go of the graph; what is left only says how many leaves, states and outputs there were."""
+        self.leaves, self.states, self.outputs = (
+            [None] * len(items) for items in (self.leaves, self.states, self.outputs)
+        )
+        self.inputs = []
+
 
 def _edge_of(item: Any) -> Any:
     if not isinstance(item, torch.Tensor):
