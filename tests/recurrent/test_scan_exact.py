@@ -70,13 +70,11 @@ def test_the_smallest_budgets_are_not_overrun_while_steps_are_measured() -> None
     scan(network.step, x, start, budget="50%", report=report)
     step = report.step_bytes
     assert step is not None
-    for rederive in (False, True):
-        for budget in (step.working + 2 * step.tape, step.working + 3 * step.tape, step.working + 6 * step.tape):
-            network.zero_grad()
-            options = {"budget": budget, "outputs": "sum", "rederive": rederive}
-            peak = measure_peak(
-                lambda o=options: scan(network.step, x, start, **o)[1].backward(),  # type: ignore[misc]
-                device=torch.device("cpu"),
-                held_bytes=0,
-            )
-            assert peak - results <= budget
+    for budget in (step.working + step.tape, step.working + 2 * step.tape, step.working + 5 * step.tape):
+        network.zero_grad()
+        peak = measure_peak(
+            lambda b=budget: scan(network.step, x, start, budget=b, outputs="sum")[1].backward(),  # type: ignore[misc]
+            device=torch.device("cpu"),
+            held_bytes=0,
+        )
+        assert peak - results <= budget
