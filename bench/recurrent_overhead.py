@@ -3,15 +3,14 @@
     python -m bench.recurrent_overhead [SETTING ...] [--profile SETTING]
 
 A tiny LIF network, so that Python is all there is. Above plain: (time of the scan) - (time of the plain loop) - (step
-evaluations beyond one each) x (time of a plain evaluation without a graph). The median of the rounds' differences is
-printed, and the least.
+evaluations beyond one each) x (time of a plain evaluation without a graph), each the lower quartile of interleaved
+rounds in processor time; the difference of the least times is printed too.
 """
 
 from __future__ import annotations
 
 import cProfile
 import pstats
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -23,7 +22,7 @@ from bench.recurrent import Lif, plain
 from recoup.recurrent import ScanReport, scan
 
 _STEPS = 1000
-_ROUNDS = 7
+_ROUNDS = 21
 SETTINGS: dict[str, dict[str, Any]] = {
     "all taped": {"chunk": _STEPS},
     "chunks of sqrt(T)": {},
@@ -67,25 +66,25 @@ def main(arguments: list[str]) -> None:
         pstats.Stats(profile).sort_stats("tottime").print_stats(30)
         return
     wanted = arguments or list(SETTINGS)
-    found: dict[str, list[float]] = {}
+    times: dict[str, list[float]] = {}
     evaluations: dict[str, float] = {}
-    bases: list[float] = []
-    for name in wanted:
-        options = SETTINGS[name]
-        train(options)  # the schedule is computed once and kept
-        for _ in range(_ROUNDS):
+    for _ in range(_ROUNDS):  # schedules are computed in the first, and kept
+        times.setdefault("plain", []).append(_seconds(lambda: train(None)))
+        times.setdefault("again", []).append(_seconds(forward))
+        for name in wanted:
             report = ScanReport()
-            base, again = _seconds(lambda: train(None)), _seconds(forward)
-            spent = _seconds(lambda o=options, r=report: train(o, r))
-            extra = (report.evaluations - _STEPS) / _STEPS
-            evaluations[name] = 1 + extra
-            found.setdefault(name, []).append((spent - base - extra * again) / _STEPS * 1e6)
-            bases.append(base / _STEPS * 1e6)
-    print(f"plain {statistics.median(bases):.0f} us a step")
-    for name, over in found.items():
+            times.setdefault(name, []).append(_seconds(lambda n=name, r=report: train(SETTINGS[n], r)))
+            evaluations[name] = report.evaluations / _STEPS
+
+    def above(name: str, rank: int) -> float:
+        spent, base, again = (sorted(times[key])[rank] for key in (name, "plain", "again"))
+        return (spent - base - (evaluations[name] - 1) * again) / _STEPS * 1e6
+
+    print(f"plain {sorted(times['plain'])[_ROUNDS // 4] / _STEPS * 1e6:.0f} us a step")
+    for name in wanted:
         print(
-            f"{name}: {evaluations[name]:.2f} evaluations a step, {statistics.median(over):.0f} us above "
-            f"(least {min(over):.0f})"
+            f"{name}: {evaluations[name]:.2f} evaluations a step, {above(name, _ROUNDS // 4):.0f} us above "
+            f"({above(name, 0):.0f} by the least times)"
         )
 
 
