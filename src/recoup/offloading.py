@@ -99,4 +99,4 @@ def is_offloaded(decisions: Sequence[Decision]) -> bool:
 
 def with_inputs_offloaded(decisions: Sequence[Decision]) -> tuple[Decision, ...]:
     """Returns the decisions with the inputs of every region moved to the host, as Unsloth does by hand."""
-    return tuple(dataclasses.replace(d, offload=True) if d.action == "recompute" else d for d in decisions)
+    return tuple(dataclasses.replace(d, offload=True) if d.is_region else d for d in decisions)

@@ -51,7 +51,7 @@ def write_plan(
         notes.append(f"the loss is {simulator.trace.grad_mode_default_loss}")
     if simulator.plain.peak_bytes <= budget_bytes:
         notes.append("the unplanned step fits: nothing is changed")
-    if caching_paths(modules, [d.path for d in candidate.decisions if d.action == "recompute"]):
+    if caching_paths(modules, [d.path for d in candidate.decisions if d.is_region]):
         notes.append("the key-value cache is off while this plan trains (use_cache); evaluation keeps it")
     notes += _tile_notes(simulator, candidate)
     if candidate.offloaded_bytes and simulator.link is not None:
@@ -89,7 +89,7 @@ def _tile_notes(simulator: Simulator, candidate: Candidate) -> list[str]:
     if both is not None:
         found.append(f"both at {format_bytes(both.peak_bytes)}")
     alone = ", ".join(found)
-    regions = sum(d.action == "recompute" for d in candidate.decisions)
+    regions = sum(d.is_region for d in candidate.decisions)
     if regions and alone:
         alone += f"; {regions} regions recomputed give the rest, {format_bytes(candidate.peak_bytes)}"
     notes = [f"{alone} (plain {format_bytes(simulator.plain.peak_bytes)})"] if alone else []

@@ -80,6 +80,6 @@ def _baselines(planner: Planner) -> Any:
             name=baseline.name,
             peak_bytes=candidate.peak_bytes,
             extra_time_ratio=candidate.step_seconds / planner.plain.step_seconds - 1,
-            num_regions=sum(d.action == "recompute" for d in candidate.decisions),
+            num_regions=sum(d.is_region for d in candidate.decisions),
             recomputed_flops=candidate.recomputed_flops,
         )

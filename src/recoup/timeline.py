@@ -193,7 +193,7 @@ def _extra_seconds(trace: Trace, planned: PricedTrace, decisions: Sequence[Decis
     """Returns seconds of second runs by call of `trace`, at the outermost region that holds the call."""
     home: dict[str, str] = {}
     for decision in decisions:
-        if decision.action == "recompute":
+        if decision.is_region:
             for path in (decision.path, *decision.span):
                 home.setdefault(path, decision.path)
     index = {(c.path, c.index): i for i, c in enumerate(trace.calls)}
@@ -231,7 +231,7 @@ def _actions(trace: Trace, decisions: Sequence[Decision]) -> list[tuple[str, boo
         inherited = ambient[call.parent] if call.parent >= 0 else "save"
         in_region = inside[call.parent] if call.parent >= 0 else False
         mine = [d for d in own.get(call.path, ()) if d.call is None or d.call == call.index]
-        region = next((d for d in mine if d.action == "recompute"), None)
+        region = next((d for d in mine if d.is_region), None)
         joined = spans.get(call.path)
         plain_one = next((d for d in mine if d.action != "recompute"), None)
         if region is not None:

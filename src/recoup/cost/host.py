@@ -31,7 +31,7 @@ def host_seconds(chosen: Sequence[Decision], trace: Trace, *, plain: Trace) -> f
     """
     by_path: dict[str, list[Decision]] = {}
     for decision in chosen:
-        if decision.action == "recompute":
+        if decision.is_region:
             for path in (decision.path, *decision.span):
                 by_path.setdefault(path, []).append(decision)
     found = ((c, next((d for d in by_path.get(c.path, ()) if d.holds(c.index)), None)) for c in plain.calls)

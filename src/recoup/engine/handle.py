@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from recoup import _compat
-from recoup.engine import rederive, regions, tile_apply
+from recoup.engine import rederive, regions, scan_bytes, tile_apply
 from recoup.engine.elsewhere import Moves, Offloading
 from recoup.engine.lineage import current_recorder
 from recoup.engine.nest import iterate_tensors
@@ -21,7 +22,7 @@ from recoup.engine.patch import PatchedForward, find_patch, patch, unpatch
 from recoup.engine.state import statistics_buffers
 from recoup.engine.tiled import Proofs
 from recoup.engine.transport import Transport
-from recoup.errors import PlanMismatch
+from recoup.errors import PlanMismatch, UsageError
 from recoup.ir.plan import Decision
 
 
@@ -86,8 +87,18 @@ class Settings:
         return inside + [
             d
             for d in self.decisions
-            if d.holds(call) and d.action == "recompute" and not any(d is other for other in inside)
+            if d.holds(call) and d.is_region and not any(d is other for other in inside)
         ]
+
+    def forward(self, patched: PatchedForward, call: int) -> Callable[..., Any]:
+        """Returns what runs the module's own forward in the given call, its scans in the bytes decided for them."""
+        found = {d.scan: d.scan_bytes for d in self.decisions if d.scan is not None and d.holds(call)}
+        return functools.partial(_run_scans, patched.original, found) if found else patched.original
+
+
+def _run_scans(forward: Callable[..., Any], bytes_of: dict[int, int], /, *args: Any, **kwargs: Any) -> Any:
+    with scan_bytes.ScansIn(bytes_of):
+        return forward(*args, **kwargs)
 
 
 def _run(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -114,14 +125,15 @@ def _run(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, Any])
         return _Nested(patched, inside, decision, calls, call=call)(*args, **kwargs)
     if decision is not None and decision.action == "tile" and _can_tile(decision, in_region=regions.inside_region()):
         return tile_apply.run_tiled(patched, decision, args, kwargs, state.proofs)
+    forward = settings.forward(patched, call)
     if settings.records and current_recorder() is None and not regions.inside_region():
         with rederive.rederive(by_default=decision is not None and _derives(decision)):
             _begin_offloading(patched, decision, args, kwargs)
-            return patched.original(*args, **kwargs)
+            return forward(*args, **kwargs)
     if decision is None:
-        return patched.original(*args, **kwargs)
+        return forward(*args, **kwargs)
     with _ambient(decision):
-        return patched.original(*args, **kwargs)
+        return forward(*args, **kwargs)
 
 
 def _can_tile(decision: Decision, *, in_region: bool) -> bool:
@@ -151,7 +163,7 @@ class _Nested:
         calls: how often each path had been called before, for decisions about single calls inside; None without them.
     """
 
-    __slots__ = ("begins_chunk", "calls", "decision", "member", "patched", "ran", "span")
+    __slots__ = ("begins_chunk", "call", "calls", "decision", "member", "patched", "ran", "span")
 
     def __init__(
         self,
@@ -163,6 +175,7 @@ class _Nested:
         call: int = 0,
     ) -> None:
         self.patched = patched
+        self.call = call
         self.decision = decision
         self.calls = calls
         self.ran = False
@@ -193,7 +206,7 @@ class _Nested:
         return regions.run_region(self.member, args, kwargs, span=self.span, begins_chunk=self.begins_chunk)
 
     def _run(self, args: Any, kwargs: Any) -> Any:
-        original = self.patched.original
+        original = self.patched.settings.forward(self.patched, self.call)
         if self.decision is not None and self.decision.action == "tile" and _can_tile(self.decision, in_region=True):
             proofs = self.patched.settings.state.proofs
             return tile_apply.run_tiled(self.patched, self.decision, args, kwargs, proofs)
@@ -235,7 +248,7 @@ def _ambient(decision: Decision) -> Iterator[None]:
 
 def _run_compiled(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Under torch.compile regions are torch's own (Dynamo knows them); rederive is left to the compiler."""
-    if not any(d.action == "recompute" and d.holds(0) for d in patched.settings.decisions):
+    if not any(d.is_region and d.holds(0) for d in patched.settings.decisions):
         return patched.original(*args, **kwargs)
     from torch.utils.checkpoint import checkpoint
 
@@ -292,6 +305,7 @@ def apply_decisions(model: nn.Module, decisions: Sequence[Decision], *, transpor
     modules = dict(model.named_modules(remove_duplicate=False))
     if all(d.path in modules for d in decisions):
         tile_apply.check_tiled(modules, decisions)
+        _check_scans(decisions)
         decisions = tile_apply.spread_tiled(modules, decisions)
     for decision in decisions:
         by_path.setdefault(decision.path, []).append(decision)
@@ -313,7 +327,7 @@ def apply_decisions(model: nn.Module, decisions: Sequence[Decision], *, transpor
     )
     patches: list[PatchedForward] = []
     paths = dict.fromkeys([*by_path, *joins])
-    caching = caching_paths(modules, [d.path for d in decisions if d.action == "recompute"])
+    caching = caching_paths(modules, [d.path for d in decisions if d.is_region])
     paths.update(dict.fromkeys(caching))
     records = offloads or any(d.action == "rederive" or (d.path == "" and d.action == "save") for d in decisions)
     if state.counts_calls or joins or records:
@@ -335,6 +349,22 @@ def apply_decisions(model: nn.Module, decisions: Sequence[Decision], *, transpor
     return Applied(model, patches, state)
 
 
+def _check_scans(decisions: Sequence[Decision]) -> None:
+    """Raises UsageError for a decision about a scan that does not say which, or in how many bytes."""
+    for d in decisions:
+        if (d.scan is None) != (d.scan_bytes is None) or (d.scan is not None and d.action != "recompute"):
+            raise UsageError(
+                f"The plan's decision for `{d.path}` has action={d.action!r}, scan={d.scan}, scan_bytes={d.scan_bytes}. "
+                "A scan's decision is `recompute` with both: which scan of the call, and its bytes. "
+                "(recoup.engine.handle)"
+            )
+        if d.scan is not None and (d.scan < 0 or (d.scan_bytes or 0) < 1):
+            raise UsageError(
+                f"The plan's decision for `{d.path}` has scan={d.scan}, scan_bytes={d.scan_bytes}; scans are counted "
+                "from 0, and their bytes are positive. (recoup.engine.handle)"
+            )
+
+
 def _derives_below(decisions: Sequence[Decision], paths: Sequence[str]) -> bool:
     """Whether a decision inside one of these calls rederives."""
     prefixes = tuple(f"{path}." if path else "" for path in paths)
@@ -343,7 +373,7 @@ def _derives_below(decisions: Sequence[Decision], paths: Sequence[str]) -> bool:
 
 def _buffers(module: nn.Module, prefix: str, decisions: Sequence[Decision]) -> tuple[str, ...]:
     """Returns the names, below the module, of buffers that a replay must not change again."""
-    if all(d.action != "recompute" for d in decisions):
+    if not any(d.is_region for d in decisions):
         return ()
     seen = [name.removeprefix(prefix) for d in decisions for name in d.buffers if name.startswith(prefix)]
     return tuple(dict.fromkeys([*statistics_buffers(module.named_modules()), *seen]))

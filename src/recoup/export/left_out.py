@@ -68,7 +68,7 @@ def left_out(plan: Plan) -> tuple[str, ...]:
             f"`{chunked[0].path}` is recomputed {chunked[0].chunk} calls at a time; here each call is a region and "
             "keeps its own inputs"
         )
-    if any(d.action == "recompute" and d.offload for d in plan.decisions):
+    if any(d.is_region and d.offload for d in plan.decisions):
         sentences.append("inputs of regions go to the host; here they stay on the device")
     tiled = [d for d in plan.decisions if d.tile_of == "module"]
     if tiled:

@@ -39,6 +39,10 @@ class Decision:
             "matmul:KxN" by the shape of the right factor, "convolution:..." by that of the weight.
         offload: for `recompute`, whether the inputs that the region keeps go to the host.
         tile_tokens: for `tile`, tokens of a tile; None: as many as `recoup.tiled_cross_entropy` takes by itself.
+        scan: for `recompute`, the decision is about a `recoup.recurrent.scan` that the call's own forward runs: which
+            one, counted from 0 in the order they begin (those in calls inside of it count too). No region is made.
+        scan_bytes: with `scan`, what that loop may take, as its `budget=`; more than all its steps taped: nothing runs
+            twice.
         tile_of: for `tile`, whether the call makes the logits, and the loss runs over tiles of them, or is a
             position-wise module that does so itself (then `tile_tokens` is needed).
     """
@@ -55,6 +59,13 @@ class Decision:
     tile_of: TileOf = "loss"
     offload: bool = False
     keep: tuple[str, ...] = ()
+    scan: int | None = None
+    scan_bytes: int | None = None
+
+    @property
+    def is_region(self) -> bool:
+        """Whether it makes its call a region; a decision about a scan recomputes steps, not the call."""
+        return self.action == "recompute" and self.scan is None
 
     def holds(self, call: int) -> bool:
         """Whether it is about the call of that number, counted from 0, of its path."""
@@ -72,6 +83,7 @@ class Prediction:
         recomputed_flops: FLOPs run a second time. plain_flops: FLOPs of the step without a plan.
         saved_bytes, plain_saved_bytes: bytes that autograd holds when backward begins.
         offloaded_bytes: bytes moved to the host in one step.
+        num_scan_evaluations: step evaluations of the scans whose bytes the plan decides, forward and backward together.
         num_all_gathers: of the step on each rank, where it is sharded (`plan --fsdp`); with the plan as without.
         phase: where the peak is. tensors: the largest ones alive there, as (what, bytes).
     """
@@ -89,6 +101,7 @@ class Prediction:
     cost_source: str
     offloaded_bytes: int = 0
     num_all_gathers: int = 0
+    num_scan_evaluations: int = 0
 
     @property
     def extra_time_ratio(self) -> float:
@@ -122,8 +135,8 @@ class Plan:
 
     @property
     def regions(self) -> tuple[Decision, ...]:
-        """The decisions that recompute."""
-        return tuple(d for d in self.decisions if d.action == "recompute")
+        """The decisions that make regions."""
+        return tuple(d for d in self.decisions if d.is_region)
 
     def to_json(self) -> dict[str, Any]:
         """Returns plain JSON data, keys in a stable order."""

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from recoup import _compat
+from recoup.engine import scan_bytes
 from recoup.engine.lineage import current_recorder
 from recoup.errors import InfeasibleBudget, ReplayError, UsageError
 from recoup.recurrent.choose import StepBytes, cost_of, schedule_in_bytes
@@ -104,6 +105,8 @@ def scan(
         report.schedule = "plain"
     if not torch.is_grad_enabled() or _compat.inside_transform() or torch.compiler.is_compiling():
         return _plain(step, inputs, state, num_steps, outputs)
+    planned = scan_bytes.ask(is_free=budget is None and slots is None and chunk is None)
+    budget = budget if planned is None else planned
     recorder = current_recorder()
     derives = rederive if rederive is not None else recorder is not None and recorder.deriving
     autocast = _Autocast()
@@ -124,7 +127,7 @@ def scan(
             meter = StepMeter() if budget is not None else None
             loop.is_lean = slots is None
             loop.probe(meter, keeps=lambda tape_bytes: _keeps_tapes(budget, num_steps, tape_bytes))
-            schedule = _choose(loop, budget, slots, chunk, meter, report, weights)
+            schedule = _choose(loop, budget, slots, chunk, meter, report, weights, is_planned=planned is not None)
             if report is not None:
                 report.schedule, report.predicted_evaluations = schedule.name, loop.evaluations_of(schedule)
             loop.forward(schedule)
@@ -136,11 +139,13 @@ def scan(
             raise
         return loop
 
-    with autocast.entered(), _paused(recorder), refusing():
+    with autocast.entered(), _paused(recorder), refusing(), scan_bytes.inside(is_first=True):
         try:
             loop = begun(holds_unread=False)
         except StillRead:  # what the first steps left unread, a later one reads: nothing is left out then
             loop = begun(holds_unread=True)
+    if planned is not None:
+        scan_bytes.count_evaluations(loop.evaluations)
     if report is not None:
         report.evaluations = loop.evaluations
     start = [t for t in loop.start if t.requires_grad]
@@ -148,7 +153,7 @@ def scan(
     results = [t.detach() for t in loop.outputs.results]
     if not needed:
         return loop.finish(None), loop.outputs.nest(results)
-    run = _Run(loop, autocast, report, results)
+    run = _Run(loop, autocast, report, results, planned is not None)
     found = list(_Scan.apply(run, *needed))  # type: ignore[no-untyped-call]
     run.results = []
     return loop.finish(found[len(results) :]), loop.outputs.nest(found[: len(results)])
@@ -162,6 +167,7 @@ class _Run:
     autocast: _Autocast
     report: ScanReport | None
     results: list[torch.Tensor]
+    is_planned: bool
 
 
 class _Scan(torch.autograd.Function):
@@ -191,7 +197,8 @@ class _Scan(torch.autograd.Function):
         run: _Run = ctx.run
         loop = run.loop
         num_results = len(loop.output_flags) if loop.outputs.mode != "none" else 0
-        with run.autocast.entered(), _paused(current_recorder()), refusing():
+        before = loop.evaluations
+        with run.autocast.entered(), _paused(current_recorder()), refusing(), scan_bytes.inside():
             try:
                 starts, inputs, captured = loop.backward(list(gradients[:num_results]), list(gradients[num_results:]))
             except StillRead:
@@ -201,6 +208,8 @@ class _Scan(torch.autograd.Function):
                     "state.",
                     code="E205",
                 ) from None
+        if run.is_planned:
+            scan_bytes.count_evaluations(loop.evaluations - before)
         if run.report is not None:
             run.report.evaluations = loop.evaluations
         of_start = [g for g, t in zip(starts, loop.start, strict=True) if t.requires_grad]
@@ -252,6 +261,8 @@ def _choose(
     meter: StepMeter | None,
     report: ScanReport | None,
     costs: tuple[float, ...] | None,
+    *,
+    is_planned: bool,
 ) -> Schedule:
     num_steps = loop.num_steps
     if meter is not None and budget is not None:
@@ -261,6 +272,18 @@ def _choose(
         )
         budget_bytes = parse_budget(budget, plain_peak_bytes=step_bytes.taped(num_steps))
         shared_bytes = loop.shared_tape_bytes()
+        if is_planned:  # on a larger batch than the plan's: what the smallest step needs, rather than an error
+            budget = budget_bytes = max(budget_bytes, working_bytes + meter.tape_bytes)
+            scan_bytes.measured(
+                scan_bytes.StepOfScan(
+                    num_steps=num_steps,
+                    state_bytes=meter.state_bytes,
+                    tape_bytes=meter.tape_bytes,
+                    in_row_bytes=meter.in_row_bytes,
+                    working_bytes=working_bytes,
+                    shared_bytes=shared_bytes,
+                )
+            )
         if shared_bytes <= _SHARED_TAPES_MAY_TAKE * budget_bytes:
             sharing = dataclasses.replace(step_bytes, working=working_bytes + shared_bytes)
             with contextlib.suppress(InfeasibleBudget):

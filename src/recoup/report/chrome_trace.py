@@ -87,7 +87,7 @@ def _regions(priced: PricedTrace, decisions: Sequence[Decision], slice_of: Any) 
     """Yields the forwards of the plan's outermost regions, spans as one."""
     calls = priced.trace.calls
     covered = -1
-    by_path = {d.path: d for d in decisions if d.action == "recompute"}
+    by_path = {d.path: d for d in decisions if d.is_region}
     for i, call in enumerate(calls):
         decision = by_path.get(call.path)
         if decision is None or decision.call not in (None, call.index) or call.first_op < covered:

@@ -1,0 +1,148 @@
+"""In how many bytes scans run, where a plan says so: set around a call, asked by `recoup.recurrent.scan`.
+
+A scan is named by the call whose own forward runs it and by how many scans began in that call before. Scans inside of
+a scan's steps are not counted: they run by their own schedule, once a step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+from typing import Protocol
+
+ALL_TAPED = 1 << 60  # bytes: more than the steps of any loop
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StepOfScan:
+    """What a scan's schedule is chosen from, in bytes of one step.
+
+    Attributes:
+        num_steps: T. state_bytes: a held state. tape_bytes: a taped step. in_row_bytes: one that another taped
+            step follows. working_bytes: what running a step needs besides. shared_bytes: what it needs more where taped steps share a graph.
+    """
+
+    num_steps: int
+    state_bytes: int
+    tape_bytes: int
+    in_row_bytes: int
+    working_bytes: int
+    shared_bytes: int
+
+    @property
+    def taped_bytes(self) -> int:
+        """Of all steps taped."""
+        return (self.num_steps - 1) * self.in_row_bytes + self.tape_bytes
+
+
+class Watcher(Protocol):
+    """Somebody who is told of the scans that a plan may decide about."""
+
+    def begun(self, *, is_free: bool) -> None:
+        """A scan begins in the call at hand; `is_free`: without a schedule of its own."""
+
+    def measured(self, found: StepOfScan) -> None:
+        """What a step of that scan takes."""
+
+    def ended(self) -> None:
+        """Its first forward is over."""
+
+
+class _Scans(threading.local):
+    def __init__(self) -> None:
+        self.calls: list[ScansIn] = []
+        self.watcher: Watcher | None = None
+        self.depth = 0
+        self.num_free = 0
+        self.num_evaluations = 0
+
+
+_scans = _Scans()
+
+
+class ScansIn:
+    """Context around one call: how many bytes its scans may take, by number; the others are left as they are."""
+
+    __slots__ = ("_bytes_of", "_num_begun")
+
+    def __init__(self, bytes_of: Mapping[int, int]) -> None:
+        self._bytes_of = bytes_of
+        self._num_begun = 0
+
+    def __enter__(self) -> ScansIn:
+        _scans.calls.append(self)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        _scans.calls.pop()
+
+    def next(self) -> int | None:
+        """Returns the bytes of the scan that begins now."""
+        self._num_begun += 1
+        return self._bytes_of.get(self._num_begun - 1)
+
+
+def ask(*, is_free: bool) -> int | None:
+    """Returns in how many bytes the scan that begins now runs; None: by its own schedule.
+
+    Args:
+        is_free: whether its caller left the schedule open. One with a schedule of its own keeps it, and is counted.
+    """
+    if _scans.depth:
+        return None
+    found = [call.next() for call in reversed(_scans.calls)]  # the innermost call first
+    _scans.num_free += is_free
+    if _scans.watcher is not None:
+        _scans.watcher.begun(is_free=is_free)
+        return ALL_TAPED if is_free else None
+    return next((each for each in found if each is not None), None) if is_free else None
+
+
+def measured(step: StepOfScan) -> None:
+    """Tells who watches, if somebody does, what a step of the scan that began takes."""
+    if _scans.watcher is not None and _scans.depth == 1:
+        _scans.watcher.measured(step)
+
+
+@contextlib.contextmanager
+def watching(watcher: Watcher) -> Iterator[None]:
+    """Has `watcher` told of every scan, and those that are free taped whole."""
+    before, _scans.watcher = _scans.watcher, watcher
+    try:
+        yield
+    finally:
+        _scans.watcher = before
+
+
+@contextlib.contextmanager
+def inside(*, is_first: bool = False) -> Iterator[None]:
+    """Marks everything inside as steps of a scan.
+
+    Args:
+        is_first: whether this is the scan's first forward.
+    """
+    _scans.depth += 1
+    try:
+        yield
+    finally:
+        _scans.depth -= 1
+        if is_first and not _scans.depth and _scans.watcher is not None:
+            _scans.watcher.ended()
+
+
+def count_evaluations(number: int) -> None:
+    """Counts step evaluations of a scan whose bytes a plan decided."""
+    _scans.num_evaluations += number
+
+
+def num_evaluations() -> int:
+    """Returns how many step evaluations plans' scans made on this thread so far."""
+    return _scans.num_evaluations
+
+
+def num_free() -> int:
+    """Returns how many scans without a schedule of their own began on this thread so far."""
+    return _scans.num_free
