@@ -31,6 +31,7 @@ ORDER = (
     "report",
     "simulating",
     "loop_planning",
+    "scan_planning",
     "plan_writing",
     "planning",
     "explaining",

@@ -28,6 +28,7 @@ def prediction_of(simulator: Simulator, candidate: Candidate) -> Prediction:
         cost_source=simulator.priced.source,
         offloaded_bytes=candidate.offloaded_bytes,
         num_all_gathers=simulator.priced.num_all_gathers,
+        num_scan_evaluations=candidate.num_scan_evaluations,
     )
 
 
@@ -49,7 +50,7 @@ def write_plan(
         notes.append(f"captured from a real step: {simulator.trace.reason}")
     if "no loss was given" in simulator.trace.grad_mode_default_loss:
         notes.append(f"the loss is {simulator.trace.grad_mode_default_loss}")
-    if simulator.plain.peak_bytes <= budget_bytes:
+    if simulator.plain.peak_bytes <= budget_bytes and not candidate.decisions:
         notes.append("the unplanned step fits: nothing is changed")
     if caching_paths(modules, [d.path for d in candidate.decisions if d.is_region]):
         notes.append("the key-value cache is off while this plan trains (use_cache); evaluation keeps it")

@@ -20,11 +20,14 @@ from recoup import progress
 from recoup.capture.capture import StepSpec
 from recoup.cost.copies import Link
 from recoup.cost.model import CostModel, PricedTrace
+from recoup.engine import scan_bytes
 from recoup.errors import InfeasibleBudget, UsageError
 from recoup.ir.plan import Decision, Inside, Plan
+from recoup.ir.trace import Trace
 from recoup.loop_planning import LoopPlans
 from recoup.offloading import find_link, problems_with_offload, with_inputs_offloaded
 from recoup.plan_writing import write_plan
+from recoup.scan_planning import ScanPlans
 from recoup.simulating import EVERYWHERE, Candidate, Simulator
 from recoup.solve.baselines import baselines
 from recoup.solve.build import build_problem, only
@@ -32,6 +35,7 @@ from recoup.solve.decisions import to_decisions
 from recoup.solve.frontier import Solution, Solver
 from recoup.solve.loops import find_loop
 from recoup.solve.problem import Block, Leaf, Problem
+from recoup.solve.scans import names, under, with_scans
 from recoup.solve.tiles import sets_to_try
 from recoup.tiling import (
     TiledHead,
@@ -66,7 +70,8 @@ class Planner(Simulator):
     """Plans for one step on one device.
 
     Attributes:
-        loop: plans for its loop over time, if it has one. tiled: its head, if that can be tiled. tiled_modules: those
+        loop: plans for its loop over time, if it has one. scans: plans for its scans, if it has some that were given
+            no schedule. tiled: its head, if that can be tiled. tiled_modules: those
             that can be, if they may.
     """
 
@@ -77,10 +82,15 @@ class Planner(Simulator):
         if "offload" in actions:
             device = next((p.device for p in spec.model.parameters() if p.device.type != "meta"), torch.device("cpu"))
             link = find_link(cost, device=device, dialect=spec.dialect)
+        num_scans = scan_bytes.num_free()
         super().__init__(spec, cost=cost, fixed_bytes=fixed_bytes, link=link)
         self.actions = tuple(actions)
         self._spans = spans
-        found = find_loop(self.trace) if "recompute" in self.actions else None
+        self.scans: ScanPlans | None = None
+        if "recompute" in self.actions and scan_bytes.num_free() > num_scans:
+            found_scans = ScanPlans(self, derives="rederive" in self.actions)
+            self.scans = found_scans if found_scans.ladders else None
+        found = find_loop(self._calls_trace) if "recompute" in self.actions else None
         self.loop = LoopPlans(self, found, derives="rederive" in self.actions) if found is not None else None
         self.tiled: TiledHead | None = None
         self.tiled_modules: TiledModules | None = None
@@ -102,13 +112,29 @@ class Planner(Simulator):
     @functools.cached_property
     def solvers(self) -> list[Solver]:
         """What chooses decisions for single calls and spans, one for each view of the step."""
-        variants = {"save": self.priced}
+        variants = {"save": self.priced if self.scans is None else self.scans.taped_step(())}
         if "rederive" in self.actions:
             progress.advance("capturing the step with everything rederived")
-            variants["rederive"] = self.simulate_priced(EVERYWHERE)
-            self.seen[EVERYWHERE] = self.candidate(EVERYWHERE, variants["rederive"])
-        self.problem: Problem = build_problem(variants, spans=self._spans)
+            variants["rederive"] = self._captured(EVERYWHERE)
+        self.problem: Problem = self._build(variants, spans=self._spans)
         return self._views(self.problem, variants, self._spans)
+
+    @property
+    def _calls_trace(self) -> Trace:
+        """The trace of the plain step for what looks at its calls: those in a scan's steps are none."""
+        return self.trace if self.scans is None else self.scans.trace
+
+    def _captured(self, chosen: tuple[Decision, ...]) -> PricedTrace:
+        """Returns the step with `chosen` applied, and all steps of its scans taped if it has some, as the views take it."""
+        if self.scans is not None:
+            return self.scans.taped_step(chosen)
+        priced = self.simulate_priced(chosen)
+        self.seen[chosen] = self.candidate(chosen, priced)
+        return priced
+
+    def _build(self, variants: dict[str, PricedTrace], *, spans: bool, rebuilds_inputs: bool = True) -> Problem:
+        ladders = self.scans.ladders if self.scans is not None else ()
+        return build_problem(variants, spans=spans, rebuilds_inputs=rebuilds_inputs, ladders=ladders)
 
     def _find_tiled_head(self, spans: bool) -> None:
         """Adds views of the step with its head tiled, if it has one that can be."""
@@ -116,7 +142,7 @@ class Planner(Simulator):
         self.tiled = find_tiled_head(self.spec, self.trace, peak_bytes=self.plain.peak_bytes)
         if self.tiled is not None:
             tile = (self.tiled.decision,)
-            self._add_tiled_views(tile, self.cost.price(self.tiled.trace), spans)
+            self._add_tiled_views(tile, spans, trace=self.tiled.trace)
 
     def _find_tiled_modules(self, spans: bool) -> None:
         """Adds views of the step with position-wise modules tiled, and its head if it can be."""
@@ -130,17 +156,22 @@ class Planner(Simulator):
             if all(t in head for t in tiles):
                 continue
             progress.advance(f"capturing the step with {len(tiles)} modules tiled")
-            self._add_tiled_views(tiles, self.simulate_priced(tiles), spans)
+            self._add_tiled_views(tiles, spans)
 
-    def _add_tiled_views(self, tiles: tuple[Decision, ...], priced: PricedTrace, spans: bool) -> None:
-        """Adds views of the step with `tiles`, priced as that step runs."""
-        variants = {"save": priced}
-        self.seen[tiles] = self.candidate(tiles, priced)
+    def _add_tiled_views(self, tiles: tuple[Decision, ...], spans: bool, *, trace: Trace | None = None) -> None:
+        """Adds views of the step with `tiles`, priced as that step runs.
+
+        Args:
+            trace: of that step, if it was captured already.
+        """
+        if trace is None or self.scans is not None:
+            variants = {"save": self._captured(tiles)}
+        else:
+            variants = {"save": self.cost.price(trace)}
+            self.seen[tiles] = self.candidate(tiles, variants["save"])
         if "rederive" in self.actions:
-            both = (*EVERYWHERE, *tiles)
-            variants["rederive"] = self.simulate_priced(both)
-            self.seen[both] = self.candidate(both, variants["rederive"])
-        problem = build_problem(variants, spans=spans)
+            variants["rederive"] = self._captured((*EVERYWHERE, *tiles))
+        problem = self._build(variants, spans=spans)
         solvers, moving = self._views(problem, variants, spans), self._moving_views(problem, spans)
         self._saves_only.append(solvers[-1])
         self._tiles.update({id(solver): tiles for solver in (*solvers, *moving)})
@@ -164,16 +195,23 @@ class Planner(Simulator):
         rebuilds from. The others leave out a coupling each: region inputs that are rebuilt, single tensors that are.
         """
         if "rederive" not in variants:
-            return [Solver(problem, actions=self.actions, spans=spans)]
-        views = [Solver(problem, actions=self.actions, spans=spans)]
-        views.append(Solver(only(problem, "rederive"), actions=self.actions, spans=spans))
+            return [self._solver(problem, self.actions, spans)]
+        views = [self._solver(problem, self.actions, spans)]
+        views.append(self._solver(only(problem, "rederive"), self.actions, spans))
         if "recompute" in self.actions:
-            pinned = build_problem(variants, spans=spans, rebuilds_inputs=False)
+            pinned = self._build(variants, spans=spans, rebuilds_inputs=False)
             if pinned != problem:
-                views.append(Solver(pinned, actions=self.actions, spans=spans))
-                views.append(Solver(only(pinned, "rederive"), actions=self.actions, spans=spans))
-            views.append(Solver(only(pinned, "save"), actions=("recompute",), spans=spans))
+                views.append(self._solver(pinned, self.actions, spans))
+                views.append(self._solver(only(pinned, "rederive"), self.actions, spans))
+            views.append(self._solver(only(pinned, "save"), ("recompute",), spans))
         return views
+
+    def _solver(self, problem: Problem, actions: Sequence[str], spans: bool) -> Solver:
+        """Returns a solver; calls that run scans save unless the view rederives everywhere, and scans may take less."""
+        if self.scans is None:
+            return Solver(problem, actions=actions, spans=spans)
+        ladders = self.scans.ladders
+        return Solver(under(problem, ladders, "save"), actions=(*actions, *names(ladders)), spans=spans)
 
     # -- choosing -----------------------------------------------------------------------------------------------
 
@@ -190,6 +228,8 @@ class Planner(Simulator):
         saves_only = any(solver is view for view in (self.solvers[-1], *self._saves_only))
         if "rederive" in self.actions and chosen and chosen[0].path and not saves_only:
             chosen.insert(0, Decision(path="", action="save"))  # lineage is recorded: regions' inputs use it
+        if self.scans is not None:
+            chosen += self.scans.decide(solution.choice)
         return with_tiles(chosen, self._tiles.get(id(solver), ()))
 
     def smallest(self) -> Candidate:
@@ -201,6 +241,7 @@ class Planner(Simulator):
         for solver in (*self.solvers, *self.moving_solvers, *self.tiled_solvers, *self.tiled_moving_solvers):
             self.simulate(self.decide(solver, solver.leanest()))
         for chosen in self._by_hand():
+            chosen = chosen if self.scans is None else (*chosen, *self.scans.least())
             self.simulate(chosen)
             for tiles in dict.fromkeys(self._tiles.values()):
                 self.simulate(with_tiles(chosen, tiles))
@@ -228,7 +269,7 @@ class Planner(Simulator):
             ambients.append(EVERYWHERE)
         if "recompute" not in self.actions:
             return
-        trace = self.trace
+        trace = self._calls_trace
         kinds: dict[str, list[int]] = {}
         for index, call in enumerate(trace.calls):
             if call.path and not call.refusal and call.replay_stop_op >= 0 and call.children:
@@ -252,7 +293,12 @@ class Planner(Simulator):
 
     def fit(self, budget_bytes: int) -> Candidate | None:
         """Returns the fastest plan found whose simulated peak is at or under the budget, None if there is none."""
-        if self.plain.peak_bytes <= budget_bytes:
+        if self.scans is not None:
+            taped = self.simulate(self.scans.taped)
+            if taped.peak_bytes <= budget_bytes:
+                return min(taped, self.plain, key=lambda c: c.step_seconds)
+            self.scans.move(taped, budget_bytes)
+        elif self.plain.peak_bytes <= budget_bytes:
             return self.plain
         if self.loop is not None:
             self.loop.fit(budget_bytes)
@@ -275,11 +321,19 @@ class Planner(Simulator):
                     self._search(solver, budget_bytes, until=began + _MOVING_SECONDS)
                 self._drop_tiles(tiles, budget_bytes)
         self._try_by_hand(budget_bytes)
+        if self.scans is not None:
+            self._move_scans(budget_bytes)
         fitting = self._fitting(budget_bytes)
         if not fitting:
             self.smallest()
             fitting = self._fitting(budget_bytes)
         return self._fastest(budget_bytes) if fitting else None
+
+    def _move_scans(self, budget_bytes: int) -> None:
+        """Simulates the fastest plan with its scans in what it leaves free of the budget."""
+        found = [c for c in self._fitting(budget_bytes) if any(d.scan is not None for d in c.decisions)]
+        if found and self.scans is not None:
+            self.scans.move(min(found, key=lambda c: c.step_seconds), budget_bytes)
 
     def _fastest(self, budget_bytes: int) -> Candidate | None:
         fitting = self._fitting(budget_bytes)
@@ -368,7 +422,8 @@ class Planner(Simulator):
             until: when, by `process_time`, to be content with what fits already.
         """
         tiles = self._tiles.get(id(solver), ())
-        plain_seconds = self.seen[tiles].step_seconds - _seconds_of_tiles(solver.problem) if tiles else 0.0
+        base = tiles if self.scans is None else with_scans(tiles, self.scans.taped)
+        plain_seconds = self.seen[base].step_seconds - _seconds_of_tiles(solver.problem) if base else 0.0
         target = budget_bytes
         fits_at: int | None = None
         for _ in range(_MAX_REPAIRS):

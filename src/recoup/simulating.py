@@ -12,6 +12,7 @@ from recoup.capture.capture import StepSpec, capture
 from recoup.cost.copies import Link, with_copies
 from recoup.cost.host import host_seconds
 from recoup.cost.model import CostModel, PricedTrace
+from recoup.engine import scan_bytes
 from recoup.engine.handle import apply_decisions
 from recoup.engine.state import statistics_buffers
 from recoup.ir.plan import Decision
@@ -33,6 +34,7 @@ class Candidate:
     phase: str
     tensors: tuple[tuple[str, int], ...]
     offloaded_bytes: int = 0
+    num_scan_evaluations: int = 0
 
 
 class Simulator:
@@ -70,8 +72,12 @@ class Simulator:
 
     def simulate_priced(self, chosen: tuple[Decision, ...]) -> PricedTrace:
         """Returns the step with `chosen` applied, captured and priced; without the optimizer's part."""
+        before = scan_bytes.num_evaluations()
         with apply_decisions(self.spec.model, chosen):
             priced = self.cost.price(capture(self.spec, known=self.trace))
+        if priced.trace.source == "fake":  # a real one may have begun as a fake one
+            num_evaluations = scan_bytes.num_evaluations() - before
+            priced = dataclasses.replace(priced, num_scan_evaluations=num_evaluations)
         return priced if self.link is None else with_copies(priced, self.link)
 
     def simulate(self, chosen: tuple[Decision, ...]) -> Candidate:
@@ -126,4 +132,5 @@ class Simulator:
             phase=phase,
             tensors=tuple(tensors[:8]),
             offloaded_bytes=sum(c.nbytes for c in trace.copies if c.kind == "out"),
+            num_scan_evaluations=priced.num_scan_evaluations,
         )

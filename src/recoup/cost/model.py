@@ -19,6 +19,7 @@ class PricedTrace:
         source: where the numbers come from, for people. is_estimate: False where the device itself was measured.
         copy_seconds: what copies to the host and back add to the step, beyond what hides behind compute.
         num_all_gathers: of the step on each rank, where it is sharded.
+        num_scan_evaluations: step evaluations of scans whose bytes the applied plan decides.
     """
 
     trace: Trace
@@ -28,6 +29,7 @@ class PricedTrace:
     is_estimate: bool
     copy_seconds: float = 0.0
     num_all_gathers: int = 0
+    num_scan_evaluations: int = 0
 
 
 class CostModel(Protocol):

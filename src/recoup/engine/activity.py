@@ -127,6 +127,11 @@ def rederived(tensor: torch.Tensor, sources: list[torch.Tensor]) -> None:
         _activity.observer.rederived(tensor, sources)
 
 
+def observer() -> Observer | None:
+    """Returns who is told what becomes of saved tensors, None if nobody is."""
+    return _activity.observer
+
+
 @contextlib.contextmanager
 def observing(observer: Observer) -> Iterator[None]:
     """Has `observer` told what the engine does with every saved tensor."""

@@ -25,6 +25,7 @@ from recoup.cost.model import PricedTrace
 from recoup.ir.trace import Call, Trace
 from recoup.solve.keeps import keeps_of
 from recoup.solve.problem import Block, Leaf, Option, Problem, Region
+from recoup.solve.scans import Ladder, ambient_of, with_rungs
 
 _Array = npt.NDArray[np.int64]
 _FEMTO = 1e15
@@ -55,7 +56,13 @@ class _Numbers:
     levels: _Array
 
 
-def build_problem(variants: Mapping[str, PricedTrace], *, spans: bool = True, rebuilds_inputs: bool = True) -> Problem:
+def build_problem(
+    variants: Mapping[str, PricedTrace],
+    *,
+    spans: bool = True,
+    rebuilds_inputs: bool = True,
+    ladders: Sequence[Ladder] = (),
+) -> Problem:
     """Returns the problem.
 
     Args:
@@ -64,6 +71,7 @@ def build_problem(variants: Mapping[str, PricedTrace], *, spans: bool = True, re
         rebuilds_inputs: count a region's input as free where it is rederived when everything is; that fails if what
             it is rebuilt from lies in another region.
         spans: whether calls that hand one tensor on may form one region.
+        ladders: of scans that the traces hold with all their steps taped.
     """
     plain = variants["save"]
     trace = plain.trace
@@ -100,6 +108,10 @@ def build_problem(variants: Mapping[str, PricedTrace], *, spans: bool = True, re
             )
         if len(options) == 2 and dataclasses.replace(options[1], action="save") == options[0]:
             options = options[:1]
+        first, last = segments[position].first, segments[position].last
+        for which, ladder in enumerate(ladders):
+            if any(first <= op < last for op in ladder.first_ops):
+                options = list(with_rungs(options, ladders, which))
         return Leaf(
             owner=owner,
             options=tuple(options),
@@ -383,12 +395,12 @@ def _held_before(trace: Trace, call: Call, holders: Sequence[int]) -> bool:
 
 
 def only(problem: Problem, action: str) -> Problem:
-    """Returns the problem in which every leaf that can runs under `action`, and only regions are left to choose."""
+    """Returns the problem in which every leaf that can runs under `action`; regions and scans are left to choose."""
 
     def narrow(part: Leaf | Block) -> Leaf | Block:
         if isinstance(part, Block):
             return dataclasses.replace(part, parts=tuple(narrow(p) for p in part.parts))
-        chosen = next((o for o in part.options if o.action == action), part.options[0])
-        return dataclasses.replace(part, options=(chosen,), group=-1)
+        chosen = tuple(o for o in part.options if ambient_of(o.action) == action) or part.options[:1]
+        return dataclasses.replace(part, options=chosen, group=-1)
 
     return dataclasses.replace(problem, parts=tuple(narrow(p) for p in problem.parts))

@@ -12,6 +12,7 @@ from typing import Literal
 
 from recoup.ir.plan import Decision
 from recoup.solve.problem import Leaf, Problem
+from recoup.solve.scans import ambient_of
 from recoup.solve.sequence import OFFLOAD, REGION_KEEPING, REGION_OFFLOADED, Call, Choice, Line, region_of
 
 Ambient = Literal["save", "rederive"]
@@ -40,7 +41,7 @@ def to_decisions(line: Line, choice: Choice) -> tuple[Decision, ...]:
     for leaf, action in _collect(line, choice, 0, regions, moved):
         has_wish = len(leaf.options) > 1 or leaf.options[0].action == "rederive"
         if has_wish and preference.get(leaf.owner) != "rederive":
-            preference[leaf.owner] = "rederive" if action == "rederive" else "save"
+            preference[leaf.owner] = "rederive" if ambient_of(action) == "rederive" else "save"
     writer = _Writer(preference, regions, moved)
     return tuple(writer.write(line.root.parts))
 

@@ -1,0 +1,37 @@
+"""What a scan's schedules cost in evaluations, from all steps taped down to one: an estimate for planning, quickly made.
+
+The schedule itself is computed when the scan runs (`choose.py`). Here long loops are taken in blocks of steps and
+memory in few units, so that a dozen budgets take milliseconds.
+"""
+
+from __future__ import annotations
+
+import math
+
+from recoup.recurrent.schedules.tapes import solve
+
+_NUM_UNITS = 120
+_MOST_BLOCKS = 100
+_RATIO = 0.7  # from one rung's bytes to the next one's
+_MOST_RUNGS = 20
+
+
+def evaluations_by_bytes(num_steps: int, *, state_bytes: int, tape_bytes: int) -> list[tuple[int, int]]:
+    """Returns (bytes for states and tapes, step evaluations), from all steps taped to one, bytes falling.
+
+    Args:
+        state_bytes: a held state. tape_bytes: a taped step.
+    """
+    found = [(num_steps * tape_bytes, num_steps)]
+    room = float(num_steps * tape_bytes)
+    while len(found) < _MOST_RUNGS and room > tape_bytes:
+        room = max(room * _RATIO, float(tape_bytes))
+        block = max(1, min(math.ceil(num_steps / _MOST_BLOCKS), int(room // (4 * tape_bytes))))
+        num_blocks = -(-num_steps // block)
+        tape = max(1, min(round(_NUM_UNITS * block * tape_bytes / room), block * tape_bytes))
+        unit = block * tape_bytes / tape  # a whole number of them is a tape: nothing is lost to rounding it up
+        units, state = int(room / unit), math.ceil(max(state_bytes, 1) / unit)
+        evaluations = solve(num_blocks, units, state, tape).evaluations()
+        if evaluations > 0:
+            found.append((int(room), round(evaluations * num_steps / num_blocks)))
+    return found
