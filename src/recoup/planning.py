@@ -133,8 +133,12 @@ class Planner(Simulator):
         return priced
 
     def _build(self, variants: dict[str, PricedTrace], *, spans: bool, rebuilds_inputs: bool = True) -> Problem:
+        """Returns the problem; calls that run scans save, unless their tapes are smaller where they rederive."""
         ladders = self.scans.ladders if self.scans is not None else ()
-        return build_problem(variants, spans=spans, rebuilds_inputs=rebuilds_inputs, ladders=ladders)
+        problem = build_problem(variants, spans=spans, rebuilds_inputs=rebuilds_inputs, ladders=ladders)
+        if self.scans is None or (self.scans.derives and not rebuilds_inputs):
+            return problem
+        return under(problem, ladders, "rederive" if self.scans.derives else "save")
 
     def _find_tiled_head(self, spans: bool) -> None:
         """Adds views of the step with its head tiled, if it has one that can be."""
@@ -207,11 +211,9 @@ class Planner(Simulator):
         return views
 
     def _solver(self, problem: Problem, actions: Sequence[str], spans: bool) -> Solver:
-        """Returns a solver; calls that run scans save unless the view rederives everywhere, and scans may take less."""
-        if self.scans is None:
-            return Solver(problem, actions=actions, spans=spans)
-        ladders = self.scans.ladders
-        return Solver(under(problem, ladders, "save"), actions=(*actions, *names(ladders)), spans=spans)
+        """Returns a solver, to which scans may take less than all their steps taped."""
+        ladders = self.scans.ladders if self.scans is not None else ()
+        return Solver(problem, actions=(*actions, *names(ladders)), spans=spans)
 
     # -- choosing -----------------------------------------------------------------------------------------------
 

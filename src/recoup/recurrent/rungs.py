@@ -10,10 +10,11 @@ import math
 
 from recoup.recurrent.schedules.tapes import solve
 
-_NUM_UNITS = 120
+_NUM_UNITS, _FEWEST_UNITS = 120, 24
+_MOST_WORK = 15_000_000  # of one budget: blocks * blocks * units
 _MOST_BLOCKS = 100
-_RATIO = 0.7  # from one rung's bytes to the next one's
-_MOST_RUNGS = 20
+_RATIO = 0.8  # from one rung's bytes to the next one's
+_MOST_RUNGS = 28
 
 
 def evaluations_by_bytes(num_steps: int, *, state_bytes: int, tape_bytes: int) -> list[tuple[int, int]]:
@@ -28,7 +29,8 @@ def evaluations_by_bytes(num_steps: int, *, state_bytes: int, tape_bytes: int) -
         room = max(room * _RATIO, float(tape_bytes))
         block = max(1, min(math.ceil(num_steps / _MOST_BLOCKS), int(room // (4 * tape_bytes))))
         num_blocks = -(-num_steps // block)
-        tape = max(1, min(round(_NUM_UNITS * block * tape_bytes / room), block * tape_bytes))
+        num_units = min(_NUM_UNITS, max(_FEWEST_UNITS, _MOST_WORK // (num_blocks * num_blocks)))
+        tape = max(1, min(round(num_units * block * tape_bytes / room), block * tape_bytes))
         unit = block * tape_bytes / tape  # a whole number of them is a tape: nothing is lost to rounding it up
         units, state = int(room / unit), math.ceil(max(state_bytes, 1) / unit)
         evaluations = solve(num_blocks, units, state, tape).evaluations()

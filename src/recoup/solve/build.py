@@ -25,7 +25,7 @@ from recoup.cost.model import PricedTrace
 from recoup.ir.trace import Call, Trace
 from recoup.solve.keeps import keeps_of
 from recoup.solve.problem import Block, Leaf, Option, Problem, Region
-from recoup.solve.scans import Ladder, ambient_of, with_rungs
+from recoup.solve.scans import Ladder, those_under, with_rungs
 
 _Array = npt.NDArray[np.int64]
 _FEMTO = 1e15
@@ -400,7 +400,6 @@ def only(problem: Problem, action: str) -> Problem:
     def narrow(part: Leaf | Block) -> Leaf | Block:
         if isinstance(part, Block):
             return dataclasses.replace(part, parts=tuple(narrow(p) for p in part.parts))
-        chosen = tuple(o for o in part.options if ambient_of(o.action) == action) or part.options[:1]
-        return dataclasses.replace(part, options=chosen, group=-1)
+        return dataclasses.replace(part, options=those_under(part.options, action), group=-1)
 
     return dataclasses.replace(problem, parts=tuple(narrow(p) for p in problem.parts))

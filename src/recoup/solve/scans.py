@@ -9,6 +9,7 @@ less memory: as many bytes less held and at every peak, and the seconds of the s
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 from recoup.ir.plan import Decision
@@ -117,6 +118,12 @@ def ambient_of(action: str) -> str:
     return action.partition(_AT)[0]
 
 
+def those_under(options: Sequence[Option], action: str) -> tuple[Option, ...]:
+    """Returns the options under an action, rungs included; those under the first one where there is none."""
+    found = tuple(o for o in options if ambient_of(o.action) == action)
+    return found or those_under(options, ambient_of(options[0].action))
+
+
 def names(ladders: Sequence[Ladder]) -> tuple[str, ...]:
     """Returns the actions that rungs add to a solver's."""
     return tuple(
@@ -139,8 +146,7 @@ def under(problem: Problem, ladders: Sequence[Ladder], action: str) -> Problem:
             return dataclasses.replace(part, parts=tuple(narrow(p) for p in part.parts))
         if part.owner not in owners:
             return part
-        options = tuple(o for o in part.options if ambient_of(o.action) == action) or part.options[:1]
-        return dataclasses.replace(part, options=options, group=-1)
+        return dataclasses.replace(part, options=those_under(part.options, action), group=-1)
 
     return dataclasses.replace(problem, parts=tuple(narrow(p) for p in problem.parts))
 
@@ -178,25 +184,24 @@ def with_scans(decisions: Sequence[Decision], scans: Sequence[Decision]) -> tupl
     return (*rest[:at], *scans, *rest[at:])
 
 
-def merged(ladders: Iterator[Sequence[Rung]]) -> tuple[Rung, ...]:
-    """Returns the rungs of several scans as those of one: a step down is taken where it costs the fewest seconds a byte.
+def merged(ladders: Iterable[Sequence[Rung]]) -> tuple[Rung, ...]:
+    """Returns the rungs of several scans as those of one: a step down is taken where a byte costs the fewest seconds.
+
+    A step counts as part of the straight stretch of its scan's convex hull, so that a dear step before cheap ones is
+    taken with them.
 
     Args:
         ladders: of each scan, the first rung all steps taped.
     """
-    each = [_hull(rungs) for rungs in ladders]
+    each = list(ladders)
+    slopes = [_hull_slopes(rungs) for rungs in each]
     at = [0] * len(each)
     found = []
     while True:
-        best: tuple[float, int] | None = None
-        for i, rungs in enumerate(each):
-            if at[i] + 1 < len(rungs):
-                a, b = rungs[at[i]], rungs[at[i] + 1]
-                price = (b.seconds - a.seconds) / max(b.freed_bytes - a.freed_bytes, 1)
-                best = min(best or (price, i), (price, i))
-        if best is None:
+        left = [(slopes[i][at[i]], i) for i, rungs in enumerate(each) if at[i] + 1 < len(rungs)]
+        if not left:
             return tuple(found)
-        at[best[1]] += 1
+        at[min(left)[1]] += 1
         now = [rungs[n] for rungs, n in zip(each, at, strict=True)]
         found.append(
             Rung(
@@ -207,15 +212,14 @@ def merged(ladders: Iterator[Sequence[Rung]]) -> tuple[Rung, ...]:
         )
 
 
-def _hull(rungs: Sequence[Rung]) -> list[Rung]:
-    """Returns the rungs on the convex hull of bytes freed and seconds: each further byte costs no less than the last."""
-    found: list[Rung] = []
-    for rung in rungs:
-        while len(found) > 1 and _slope(found[-2], found[-1]) >= _slope(found[-1], rung):
-            found.pop()
-        if not found or rung.freed_bytes > found[-1].freed_bytes:
-            found.append(rung)
-    return found
+def _hull_slopes(rungs: Sequence[Rung]) -> list[float]:
+    """Returns for each step down the seconds a byte of the stretch of the convex hull that it lies under."""
+    hull: list[int] = []
+    for i in range(len(rungs)):
+        while len(hull) > 1 and _slope(rungs[hull[-2]], rungs[hull[-1]]) >= _slope(rungs[hull[-1]], rungs[i]):
+            hull.pop()
+        hull.append(i)
+    return [_slope(rungs[a], rungs[b]) for a, b in itertools.pairwise(hull) for _ in range(a, b)]
 
 
 def _slope(a: Rung, b: Rung) -> float:
