@@ -121,10 +121,7 @@ class Simulator:
         return Candidate(
             decisions=chosen,
             peak_bytes=peak_bytes + self.fixed_bytes,
-            step_seconds=seconds
-            + self._optimizer[1]
-            + priced.copy_seconds
-            + host_seconds(chosen, trace, plain=self.trace),
+            step_seconds=seconds,
             recomputed_flops=sum(trace.signatures[o.signature].flops for o in trace.ops if o.replayed),
             saved_bytes=sum(
                 s.nbytes for s in trace.storages if s.category == "saved" and s.alloc_op < forward_end <= s.free_op
