@@ -389,8 +389,9 @@ def frontier(
     planner, name, entry = _planner(
         model, batch, loss=loss, optimizer=optimizer, device=device, actions=actions, cost=cost
     )
-    candidates = {c.decisions: c for c in (planner.plain, planner.smallest())}
-    low, high = planner.smallest().peak_bytes, planner.plain.peak_bytes
+    fastest = planner.fit(1 << 62) or planner.plain  # not the plain step where scans may take more than they do in it
+    candidates = {c.decisions: c for c in (planner.plain, planner.smallest(), fastest)}
+    low, high = planner.smallest().peak_bytes, max(planner.plain.peak_bytes, fastest.peak_bytes)
     for i in range(1, num_points - 1):
         candidate = planner.fit(low + (high - low) * i // (num_points - 1))
         if candidate is not None:

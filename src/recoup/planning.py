@@ -125,7 +125,7 @@ class Planner(Simulator):
         return self.trace if self.scans is None else self.scans.trace
 
     def _captured(self, chosen: tuple[Decision, ...]) -> PricedTrace:
-        """Returns the step with `chosen` applied, and all steps of its scans taped if it has some, as the views take it."""
+        """Returns the step with `chosen` applied, as views take it: all steps of its scans taped, if it has some."""
         if self.scans is not None:
             return self.scans.taped_step(chosen)
         priced = self.simulate_priced(chosen)

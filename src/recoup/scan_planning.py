@@ -18,7 +18,6 @@ from recoup.cost.model import PricedTrace
 from recoup.engine import activity, scan_bytes
 from recoup.engine.scan_bytes import StepOfScan
 from recoup.ir.plan import Decision
-from recoup.ir.trace import Trace
 from recoup.recurrent.rungs import evaluations_by_bytes
 from recoup.simulating import EVERYWHERE, Candidate, Simulator
 from recoup.solve.scans import Ladder, Rung, chosen_bytes, fold, merged, split_scans, with_scans
@@ -26,6 +25,7 @@ from recoup.solve.sequence import Choice
 
 _MOST_MOVES = 4
 _CLOSE = 0.99  # of the budget: nothing is gained by using more of it
+_HOPEFUL = 0.05  # of the budget: how much less than a scan can take may be asked of it and still be tried
 _SHARED_TAPES_MAY_TAKE = 0.1  # of a scan's bytes; see `recurrent/scanning.py`
 
 
@@ -133,25 +133,21 @@ class ScanPlans:
     def _ladder(self, found: list[FoundScan], members: list[int], derived: list[StepOfScan | None]) -> Ladder:
         scans = [found[n] for n in members]
         owner = self.trace.calls[scans[0].owner]
-        numbers = tuple(sum(other.owner >= found[n].owner for other in found[:n]) for n in members)
         seconds = [self._seconds(scan) for scan in scans]
-        rungs = {}
-        for action, steps in (
-            ("save", [scan.step for scan in scans]),
-            ("rederive", [derived[n] for n in members] if derived else []),
-        ):
-            known = [step for step in steps if step is not None]
-            if len(known) == len(scans):
-                rungs[action] = merged(_rungs(step, cost) for step, cost in zip(known, seconds, strict=True))
-        steps = [s.step for s in scans if s.step is not None]
+        steps = [scan.step for scan in scans if scan.step is not None]
+        variants = {"save": steps, "rederive": [step for n, step in enumerate(derived) if n in members and step]}
         return Ladder(
             path=owner.path,
             call=owner.index,
-            scans=numbers,
-            first_ops=tuple(s.first_op for s in scans),
+            scans=tuple(sum(other.owner >= found[n].owner for other in found[:n]) for n in members),
+            first_ops=tuple(scan.first_op for scan in scans),
             taped_bytes=tuple(_taped_bytes(step) for step in steps),
             needed_bytes=tuple(_needed_bytes(step) for step in steps),
-            rungs=rungs,
+            rungs={
+                action: merged(_rungs(step, cost) for step, cost in zip(known, seconds, strict=True))
+                for action, known in variants.items()
+                if len(known) == len(scans)
+            },
         )
 
     def _seconds(self, scan: FoundScan) -> float:
@@ -208,6 +204,8 @@ class ScanPlans:
                     break
                 if not fits_at < wanted < over_at:
                     wanted = (fits_at + over_at) // 2
+            if wanted < floor - _HOPEFUL * budget_bytes:
+                break
             at = min(max(wanted, floor), top)
             candidate = self._simulator.simulate(with_scans(candidate.decisions, self._between(at)))
         else:

@@ -85,14 +85,12 @@ class Settings:
         """
         inside = [d for d in self.joins if regions.continues(d, d.span, self.path, args)]
         return inside + [
-            d
-            for d in self.decisions
-            if d.holds(call) and d.is_region and not any(d is other for other in inside)
+            d for d in self.decisions if d.holds(call) and d.is_region and not any(d is other for other in inside)
         ]
 
     def forward(self, patched: PatchedForward, call: int) -> Callable[..., Any]:
         """Returns what runs the module's own forward in the given call, its scans in the bytes decided for them."""
-        found = {d.scan: d.scan_bytes for d in self.decisions if d.scan is not None and d.holds(call)}
+        found = {d.scan: d.scan_bytes or 0 for d in self.decisions if d.scan is not None and d.holds(call)}
         return functools.partial(_run_scans, patched.original, found) if found else patched.original
 
 
@@ -354,8 +352,8 @@ def _check_scans(decisions: Sequence[Decision]) -> None:
     for d in decisions:
         if (d.scan is None) != (d.scan_bytes is None) or (d.scan is not None and d.action != "recompute"):
             raise UsageError(
-                f"The plan's decision for `{d.path}` has action={d.action!r}, scan={d.scan}, scan_bytes={d.scan_bytes}. "
-                "A scan's decision is `recompute` with both: which scan of the call, and its bytes. "
+                f"The plan's decision for `{d.path}` has action={d.action!r}, scan={d.scan}, scan_bytes={d.scan_bytes}."
+                " A scan's decision is `recompute` with both: which scan of the call, and its bytes. "
                 "(recoup.engine.handle)"
             )
         if d.scan is not None and (d.scan < 0 or (d.scan_bytes or 0) < 1):

@@ -17,7 +17,7 @@ from torch import nn
 from recoup.capture.optimizer import OptimizerLike, rebuild_optimizer
 from recoup.capture.snapshot import Snapshot, untouched
 from recoup.capture.step import Loss, call_model, loss_of
-from recoup.engine import activity
+from recoup.engine import activity, scan_bytes
 from recoup.engine.handle import apply_decisions, find_patches, plain
 from recoup.engine.nest import iterate_tensors, map_tensors
 from recoup.errors import UsageError
@@ -137,6 +137,8 @@ def verify_plan(
         loss_error=comparison.loss_error,
         offloaded_bytes=moved_bytes,
         predicted_offloaded_bytes=plan.predicted.offloaded_bytes,
+        num_scan_evaluations=counters[2],
+        predicted_scan_evaluations=plan.predicted.num_scan_evaluations,
     )
 
 
@@ -151,7 +153,7 @@ def _in_place(model: nn.Module, plan: Plan) -> Iterator[None]:
 
 def _measure(
     bench: StepBench, notes: list[str], tiled: bool
-) -> tuple[Comparison, int | None, int, tuple[int, int], Audit, int]:
+) -> tuple[Comparison, int | None, int, tuple[int, int, int], Audit, int]:
     """Runs one plain and one planned step under the meter, one of each for the values, and one to audit replays.
 
     Returns also the bytes that the metered planned step moved to the host.
@@ -173,9 +175,9 @@ def _measure(
         notes.append("the plain step does not fit: gradients were compared on half the batch")
     plain_result = _result(bench, planned=False)
     noise = rounding_noise(plain_result, _result(bench, planned=False, times=NOISE_FACTOR)) if tiled else 0.0
-    before = activity.counters()
+    before = (*activity.counters(), scan_bytes.num_evaluations())
     planned_result = _result(bench, planned=True)
-    after = activity.counters()
+    after = (*activity.counters(), scan_bytes.num_evaluations())
     comparison = compare(plain_result, planned_result, rounds_differently=tiled, noise=noise)
     del plain_result, planned_result
     bench.restore()
@@ -185,7 +187,7 @@ def _measure(
     bench.batch = whole
     moved = _moved_bytes(bench.model)
     peak = metered()
-    counters = (after[0] - before[0], after[1] - before[1])
+    counters = (after[0] - before[0], after[1] - before[1], after[2] - before[2])
     return comparison, baseline, peak, counters, audit, _moved_bytes(bench.model) - moved
 
 

@@ -27,6 +27,11 @@ def regions_of(plan: Plan, *, target: str) -> tuple[Decision, ...]:
     Raises:
         UsageError: if there are none, or one holds for some calls of its module only.
     """
+    if not plan.regions and any(d.scan is not None for d in plan.decisions):
+        raise UsageError(
+            f"The plan recomputes steps of scans only, which {target} does not know. Apply it with "
+            "`recoup.apply(model, plan)`, or give the scan its bytes: `scan(..., budget=...)`."
+        )
     if not plan.regions:
         raise UsageError(
             f"The plan has no regions, and only those can be exported to {target}. Make one with "
@@ -70,6 +75,12 @@ def left_out(plan: Plan) -> tuple[str, ...]:
         )
     if any(d.is_region and d.offload for d in plan.decisions):
         sentences.append("inputs of regions go to the host; here they stay on the device")
+    scans = [d for d in plan.decisions if d.scan is not None]
+    if scans:
+        sentences.append(
+            f"bytes of {len(scans)} scans (`{scans[0].path}`) are left out: they run by their own schedules; give "
+            "`scan(..., budget=...)` the plan's `scan_bytes`"
+        )
     tiled = [d for d in plan.decisions if d.tile_of == "module"]
     if tiled:
         sentences.append(

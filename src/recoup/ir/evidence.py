@@ -27,6 +27,8 @@ class Evidence:
         error_bound: 0 where every gradient must be bit-equal; with `tile`, which sums in another order, how far the
             loss and gradients may be from plain's, relative (a gradient's error to its norm, or to a thousandth of the
             norm of all gradients where that is more). loss_error: relative difference of the loss.
+        num_scan_evaluations: step evaluations of scans whose bytes the plan decides, in the planned step that was
+            compared. predicted_scan_evaluations: what the plan said.
         offloaded_bytes: moved to the host by the metered step. predicted_offloaded_bytes: what the plan said.
     """
 
@@ -53,6 +55,8 @@ class Evidence:
     loss_error: float = 0.0
     offloaded_bytes: int = 0
     predicted_offloaded_bytes: int = 0
+    num_scan_evaluations: int = 0
+    predicted_scan_evaluations: int = 0
 
     @property
     def exactness(self) -> str:
@@ -81,7 +85,12 @@ class Evidence:
     @property
     def ok(self) -> bool:
         """Whether everything that was promised held."""
-        return self.within_budget and self.exact and self.moved_as_planned
+        return self.within_budget and self.exact and self.moved_as_planned and self.evaluated_as_planned
+
+    @property
+    def evaluated_as_planned(self) -> bool:
+        """Whether scans evaluated as many steps as the plan said, which it says of steps that fake tensors followed."""
+        return self.predicted_scan_evaluations in (0, self.num_scan_evaluations)
 
     @property
     def moved_as_planned(self) -> bool:
@@ -92,6 +101,7 @@ class Evidence:
         """Returns plain JSON data."""
         properties = {"within_budget": self.within_budget, "exactness": self.exactness, "ok": self.ok}
         properties["moved_as_planned"] = self.moved_as_planned
+        properties["evaluated_as_planned"] = self.evaluated_as_planned
         return {**dataclasses.asdict(self), **properties}
 
     def __str__(self) -> str:

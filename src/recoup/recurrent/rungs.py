@@ -1,4 +1,4 @@
-"""What a scan's schedules cost in evaluations, from all steps taped down to one: an estimate for planning, quickly made.
+"""What a scan's schedules cost in evaluations, from all steps taped down: an estimate for planning, quickly made.
 
 The schedule itself is computed when the scan runs (`choose.py`). Here long loops are taken in blocks of steps and
 memory in few units, so that a dozen budgets take milliseconds.
@@ -15,10 +15,13 @@ _MOST_WORK = 15_000_000  # of one budget: blocks * blocks * units
 _MOST_BLOCKS = 100
 _RATIO = 0.8  # from one rung's bytes to the next one's
 _MOST_RUNGS = 28
+_MOST_EVALUATIONS = 8  # of a step: the last bytes cost as many more as all the others together
 
 
 def evaluations_by_bytes(num_steps: int, *, state_bytes: int, tape_bytes: int) -> list[tuple[int, int]]:
-    """Returns (bytes for states and tapes, step evaluations), from all steps taped to one, bytes falling.
+    """Returns (bytes for states and tapes, step evaluations), from all steps taped on, bytes falling.
+
+    It ends where a step is evaluated 8 times, or one taped step is all that is held.
 
     Args:
         state_bytes: a held state. tape_bytes: a taped step.
@@ -34,6 +37,8 @@ def evaluations_by_bytes(num_steps: int, *, state_bytes: int, tape_bytes: int) -
         unit = block * tape_bytes / tape  # a whole number of them is a tape: nothing is lost to rounding it up
         units, state = int(room / unit), math.ceil(max(state_bytes, 1) / unit)
         evaluations = solve(num_blocks, units, state, tape).evaluations()
+        if evaluations > _MOST_EVALUATIONS * num_blocks:
+            break
         if evaluations > 0:
             found.append((int(room), round(evaluations * num_steps / num_blocks)))
     return found

@@ -54,7 +54,9 @@ def action_at(plan: Plan, path: str, call: int | None) -> str:
     own = [d for d in plan.decisions if d.path == path and d.call in (None, call)]
     words = []
     for decision in own:
-        if decision.action == "recompute":
+        if decision.scan is not None:
+            words.append(f"scan {decision.scan} in {format_bytes(decision.scan_bytes or 0)}")
+        elif decision.action == "recompute":
             through = f" through {decision.span[-1]}" if decision.span else ""
             how = " (rederiving inside)" if decision.inside == "rederive" else ""
             how += f", keeping {', '.join(decision.keep)}" if decision.keep else ""
@@ -72,7 +74,7 @@ def action_at(plan: Plan, path: str, call: int | None) -> str:
     while parent:
         parent = parent.rpartition(".")[0]
         for decision in plan.decisions:
-            if decision.path == parent:
+            if decision.path == parent and decision.scan is None:
                 inherited = decision.inside if decision.action == "recompute" else decision.action
                 return f"{inherited}{_REPLAY}{parent}" if decision.action == "recompute" else inherited
     return "save"

@@ -68,6 +68,8 @@ def format_plan(plan: Plan) -> str:
     ]
     if predicted.offloaded_bytes:
         rows.insert(-1, ("to the host", f"{format_bytes(predicted.offloaded_bytes)} a step, and back"))
+    if predicted.num_scan_evaluations:
+        rows.insert(-1, ("scans", f"{predicted.num_scan_evaluations} step evaluations, forward and backward"))
     if predicted.num_all_gathers:
         rows.append(("all-gathers", f"{predicted.num_all_gathers} a step on each rank, as without a plan"))
     head = f"Plan for {plan.model_class} on {plan.device}"
@@ -125,6 +127,9 @@ def _evidence_rows(evidence: Evidence) -> list[tuple[str, str]]:
         agrees = "as predicted" if evidence.moved_as_planned else "predicted "
         agrees += "" if evidence.moved_as_planned else format_bytes(evidence.predicted_offloaded_bytes)
         rows.append(("to the host", f"{format_bytes(evidence.offloaded_bytes)} a step, {agrees}"))
+    if evidence.num_scan_evaluations:
+        agrees = "as predicted" if evidence.evaluated_as_planned else f"predicted {evidence.predicted_scan_evaluations}"
+        rows.append(("scans", f"{evidence.num_scan_evaluations} step evaluations, {agrees}"))
     if evidence.time_ratio is not None:
         rows.append(
             ("time over plain", f"{evidence.time_ratio:.3f} +- {evidence.time_spread or 0:.3f} (median of pairs)")

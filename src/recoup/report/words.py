@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 
 from recoup.ir.plan import Decision, Plan
+from recoup.units import format_bytes
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
 
@@ -17,8 +18,9 @@ def describe(plan: Plan) -> list[str]:
 
 def kinds(decisions: Sequence[Decision]) -> list[list[Decision]]:
     """Returns the decisions that do something, by kind: regions of equal layers, all that rederive."""
-    regions = [d for d in decisions if d.action == "recompute"]
+    regions = [d for d in decisions if d.is_region]
     found = list(_region_kinds(regions).values())
+    found += [[d] for d in decisions if d.scan is not None]
     for action in ("rederive", "tile", "offload"):
         for tile_of in ("loss", "module"):
             members = [d for d in decisions if d.action == action and d.tile_of == tile_of]
@@ -48,7 +50,7 @@ def describe_decisions(decisions: Sequence[Decision]) -> list[str]:
     if not decisions:
         return ["nothing is changed"]
     root = next((d.action for d in decisions if d.path == "" and d.action in ("save", "rederive")), "save")
-    regions = [d for d in decisions if d.action == "recompute"]
+    regions = [d for d in decisions if d.is_region]
     lines = []
     for (inside, *_), members in _region_kinds(regions).items():
         text = ranges([d.path or "(the model)" for d in members])
@@ -70,6 +72,7 @@ def describe_decisions(decisions: Sequence[Decision]) -> list[str]:
         if members[0].offload:
             text += ", inputs offloaded"
         lines.append(f"recompute {text}")
+    lines += [_scan_words(d, decisions) for d in decisions if d.scan is not None]
     for decision in decisions:
         if decision.action == "tile" and decision.tile_of == "loss":
             size = f" by {decision.tile_tokens} tokens" if decision.tile_tokens else ""
@@ -91,6 +94,15 @@ def describe_decisions(decisions: Sequence[Decision]) -> list[str]:
     if root == "save" and not any(line.startswith("save") for line in lines):
         lines.append("save the rest")
     return lines
+
+
+def _scan_words(decision: Decision, decisions: Sequence[Decision]) -> str:
+    """Returns what is decided about a scan; which one it is, where its call runs several."""
+    others = sum(d.scan is not None and (d.path, d.call) == (decision.path, decision.call) for d in decisions)
+    which = f"scan {decision.scan}" if others > 1 or decision.scan else "the scan"
+    call = "" if decision.call is None else f", call {decision.call}"
+    where = decision.path or "(the model)"
+    return f"recompute steps of {which} of {where}{call} in {format_bytes(decision.scan_bytes or 0)}"
 
 
 def _grouped(paths: Sequence[str]) -> list[str]:

@@ -70,7 +70,9 @@ def fold(trace: Trace, ranges: Sequence[tuple[int, int]]) -> Trace:
     ops = list(trace.ops)
     owner_of: dict[int, int] = {}
     for first, last in ranges:
-        inside = [i for i, c in enumerate(calls) if first <= c.first_op and c.last_op <= last and c.last_op > c.first_op]
+        inside = [
+            i for i, c in enumerate(calls) if first <= c.first_op and c.last_op <= last and c.last_op > c.first_op
+        ]
         owner = _innermost(trace.calls, first, last, inside)
         for n, i in enumerate(inside):
             at = last if n == len(inside) - 1 else first  # where the run of ops begins and ends
@@ -79,7 +81,9 @@ def fold(trace: Trace, ranges: Sequence[tuple[int, int]]) -> Trace:
         above = owner
         while above >= 0:
             calls[above] = dataclasses.replace(
-                calls[above], refusal=calls[above].refusal or "it runs a scan, which recomputes by itself", chained=False
+                calls[above],
+                refusal=calls[above].refusal or "it runs a scan, which recomputes by itself",
+                chained=False,
             )
             above = calls[above].parent
     for i, op in enumerate(ops):
@@ -196,7 +200,7 @@ def merged(ladders: Iterable[Sequence[Rung]]) -> tuple[Rung, ...]:
     each = list(ladders)
     slopes = [_hull_slopes(rungs) for rungs in each]
     at = [0] * len(each)
-    found = []
+    found: list[Rung] = []
     while True:
         left = [(slopes[i][at[i]], i) for i, rungs in enumerate(each) if at[i] + 1 < len(rungs)]
         if not left:
