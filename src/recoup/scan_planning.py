@@ -50,11 +50,14 @@ class ScanFinder:
 
     def __init__(self) -> None:
         self.found: list[FoundScan] = []
+        self._tracker: Tracker | None = None
 
     def begun(self, *, is_free: bool) -> None:
         """Notes where a scan begins."""
         tracker = activity.observer()
         assert isinstance(tracker, Tracker), "scans are watched while a step is captured"
+        if tracker is not self._tracker:  # a capture that was given up is not counted
+            self._tracker, self.found = tracker, []
         self.found.append(FoundScan(owner=tracker.call, is_free=is_free, first_op=len(tracker.ops)))
 
     def measured(self, found: StepOfScan) -> None:
@@ -89,7 +92,7 @@ class ScanPlans:
             derived = [scan.step for scan in others]
         same = len(derived) == len(found)
         for scan, step in zip(found, derived if same else [None] * len(found), strict=True):
-            if scan.step is not None and step is not None and step.tape_bytes < scan.step.tape_bytes:
+            if scan.step is not None and step is not None and step.taped_bytes < scan.step.taped_bytes:
                 self.derives = True
         leaves: dict[tuple[int, int], list[int]] = {}
         for n, scan in enumerate(found):
@@ -225,7 +228,7 @@ class ScanPlans:
 
 
 def _needed_bytes(step: StepOfScan) -> int:
-    return step.num_steps * step.tape_bytes + step.working_bytes
+    return step.taped_bytes + step.working_bytes
 
 
 def _taped_bytes(step: StepOfScan) -> int:
@@ -239,11 +242,13 @@ def _rungs(step: StepOfScan, seconds: float) -> tuple[Rung, ...]:
     Args:
         seconds: of an evaluation of one step.
     """
-    found = evaluations_by_bytes(step.num_steps, state_bytes=step.state_bytes, tape_bytes=step.tape_bytes)
+    found = evaluations_by_bytes(
+        step.num_steps, state_bytes=step.state_bytes, tape_bytes=step.tape_bytes, in_row_bytes=step.in_row_bytes
+    )
     return tuple(
         Rung(
             scan_bytes=(held + step.working_bytes,),
-            freed_bytes=step.num_steps * step.tape_bytes - held,
+            freed_bytes=step.taped_bytes - held,
             seconds=(evaluations - step.num_steps) * seconds,
         )
         for held, evaluations in found

@@ -72,12 +72,10 @@ class Simulator:
 
     def simulate_priced(self, chosen: tuple[Decision, ...]) -> PricedTrace:
         """Returns the step with `chosen` applied, captured and priced; without the optimizer's part."""
-        before = scan_bytes.num_evaluations()
-        with apply_decisions(self.spec.model, chosen):
+        with apply_decisions(self.spec.model, chosen), scan_bytes.counting() as num_evaluations:
             priced = self.cost.price(capture(self.spec, known=self.trace))
-        if priced.trace.source == "fake":  # a real one may have begun as a fake one
-            num_evaluations = scan_bytes.num_evaluations() - before
-            priced = dataclasses.replace(priced, num_scan_evaluations=num_evaluations)
+        if num_evaluations[0]:
+            priced = dataclasses.replace(priced, num_scan_evaluations=num_evaluations[0])
         return priced if self.link is None else with_copies(priced, self.link)
 
     def simulate(self, chosen: tuple[Decision, ...]) -> Candidate:

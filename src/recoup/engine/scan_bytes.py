@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Protocol
 
+from recoup.engine import activity
+
 ALL_TAPED = 1 << 60  # bytes: more than the steps of any loop
 
 
@@ -21,8 +23,9 @@ class StepOfScan:
     """What a scan's schedule is chosen from, in bytes of one step.
 
     Attributes:
-        num_steps: T. state_bytes: a held state. tape_bytes: a taped step. in_row_bytes: one that another taped
-            step follows. working_bytes: what running a step needs besides. shared_bytes: what it needs more where taped steps share a graph.
+        num_steps: T. state_bytes: a held state. tape_bytes: a taped step. in_row_bytes: one that another taped step
+            follows. working_bytes: what running a step needs besides. shared_bytes: what it needs more where taped
+            steps share a graph.
     """
 
     num_steps: int
@@ -57,7 +60,8 @@ class _Scans(threading.local):
         self.watcher: Watcher | None = None
         self.depth = 0
         self.num_free = 0
-        self.num_evaluations = 0
+        self.num_evaluations = self.num_captured = 0
+        self.observer: activity.Observer | None = None
 
 
 _scans = _Scans()
@@ -135,12 +139,28 @@ def inside(*, is_first: bool = False) -> Iterator[None]:
 
 def count_evaluations(number: int) -> None:
     """Counts step evaluations of a scan whose bytes a plan decided."""
+    observer = activity.observer()
+    if observer is not _scans.observer:  # another step is captured: one that was given up is not counted
+        _scans.observer, _scans.num_captured = observer, 0
     _scans.num_evaluations += number
+    _scans.num_captured += number
 
 
 def num_evaluations() -> int:
     """Returns how many step evaluations plans' scans made on this thread so far."""
     return _scans.num_evaluations
+
+
+@contextlib.contextmanager
+def counting() -> Iterator[list[int]]:
+    """Yields a list that holds, behind the block, the evaluations of the step that was captured in it, the last one."""
+    found = [0]
+    _scans.observer, _scans.num_captured = None, 0
+    try:
+        yield found
+    finally:
+        found[0] = _scans.num_captured
+        _scans.observer = None
 
 
 def num_free() -> int:

@@ -18,27 +18,31 @@ _MOST_RUNGS = 28
 _MOST_EVALUATIONS = 8  # of a step: the last bytes cost as many more as all the others together
 
 
-def evaluations_by_bytes(num_steps: int, *, state_bytes: int, tape_bytes: int) -> list[tuple[int, int]]:
+def evaluations_by_bytes(
+    num_steps: int, *, state_bytes: int, tape_bytes: int, in_row_bytes: int
+) -> list[tuple[int, int]]:
     """Returns (bytes for states and tapes, step evaluations), from all steps taped on, bytes falling.
 
     It ends where a step is evaluated 8 times, or one taped step is all that is held.
 
     Args:
-        state_bytes: a held state. tape_bytes: a taped step.
+        state_bytes: a held state. tape_bytes: a taped step. in_row_bytes: one that another taped step follows.
     """
-    found = [(num_steps * tape_bytes, num_steps)]
-    room = float(num_steps * tape_bytes)
+    end_bytes = tape_bytes - in_row_bytes
+    found = [(num_steps * in_row_bytes + end_bytes, num_steps)]
+    room = float(found[0][0])
     while len(found) < _MOST_RUNGS and room > tape_bytes:
         room = max(room * _RATIO, float(tape_bytes))
         block = max(1, min(math.ceil(num_steps / _MOST_BLOCKS), int(room // (4 * tape_bytes))))
         num_blocks = -(-num_steps // block)
         num_units = min(_NUM_UNITS, max(_FEWEST_UNITS, _MOST_WORK // (num_blocks * num_blocks)))
-        tape = max(1, min(round(num_units * block * tape_bytes / room), block * tape_bytes))
-        unit = block * tape_bytes / tape  # a whole number of them is a tape: nothing is lost to rounding it up
-        units, state = int(room / unit), math.ceil(max(state_bytes, 1) / unit)
-        evaluations = solve(num_blocks, units, state, tape).evaluations()
-        if evaluations > _MOST_EVALUATIONS * num_blocks:
+        tape = max(1, min(round(num_units * block * in_row_bytes / room), block * in_row_bytes))
+        unit = block * in_row_bytes / tape  # a whole number of them is a tape: nothing is lost to rounding it up
+        units, state, end = int(room / unit), math.ceil(max(state_bytes, 1) / unit), math.ceil(end_bytes / unit)
+        if units < tape + end:
             break
-        if evaluations > 0:
-            found.append((int(room), round(evaluations * num_steps / num_blocks)))
+        evaluations = solve(num_blocks, units, state, tape, end).evaluations()
+        if not 0 < evaluations <= _MOST_EVALUATIONS * num_blocks:
+            break
+        found.append((int(room), round(evaluations * num_steps / num_blocks)))
     return found
