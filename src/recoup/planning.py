@@ -35,7 +35,7 @@ from recoup.solve.decisions import to_decisions
 from recoup.solve.frontier import Solution, Solver
 from recoup.solve.loops import find_loop
 from recoup.solve.problem import Block, Leaf, Problem
-from recoup.solve.scans import names, under, with_scans
+from recoup.solve.scans import names, split_scans, under, with_scans
 from recoup.solve.tiles import sets_to_try
 from recoup.tiling import (
     TiledHead,
@@ -57,6 +57,8 @@ _SEARCH_SECONDS = 15.0  # of the processor: a busy machine makes no worse plans
 _MOVING_SECONDS = 40.0  # opt-in, and its first answers are further off: copies that do not hide hold memory
 _KINDS_BY_HAND = 2
 _NUM_BY_HAND = 4
+_NUM_MOVED = 3  # plans whose scans are moved to a budget
+_FASTER_BY = 0.005
 _SAME_TIME = 0.01  # two plans closer than this are equally fast
 _EQUAL_BITS_ARE_WORTH = 0.2  # of a step's time: a plan that rounds differently must be faster by more
 _HOPEFUL = 1.04  # how far over the budget a plan may be by the solver's reckoning and still be simulated
@@ -299,7 +301,6 @@ class Planner(Simulator):
             taped = self.simulate(self.scans.taped)
             if taped.peak_bytes <= budget_bytes:
                 return min(taped, self.plain, key=lambda c: c.step_seconds)
-            self.scans.move(taped, budget_bytes)
         elif self.plain.peak_bytes <= budget_bytes:
             return self.plain
         if self.loop is not None:
@@ -332,10 +333,21 @@ class Planner(Simulator):
         return self._fastest(budget_bytes) if fitting else None
 
     def _move_scans(self, budget_bytes: int) -> None:
-        """Simulates the fastest plan with its scans in what it leaves free of the budget."""
-        found = [c for c in self._fitting(budget_bytes) if any(d.scan is not None for d in c.decisions)]
-        if found and self.scans is not None:
-            self.scans.move(min(found, key=lambda c: c.step_seconds), budget_bytes)
+        """Simulates the plans that look fastest once their scans take just what is left for them."""
+        assert self.scans is not None
+        moved: list[tuple[Decision, ...]] = []
+        for _ in range(_NUM_MOVED):
+            best = min((c.step_seconds for c in self._fitting(budget_bytes)), default=float("inf"))
+            found = {
+                c: self.scans.seconds_at(c, budget_bytes)
+                for c in self.seen.values()
+                if c.decisions and split_scans(c.decisions)[0] and split_scans(c.decisions)[1] not in moved
+            }
+            candidate = min(found, key=found.__getitem__, default=None)
+            if candidate is None or found[candidate] >= best * (1 - _FASTER_BY):
+                return
+            moved.append(split_scans(candidate.decisions)[1])
+            self.scans.move(candidate, budget_bytes)
 
     def _fastest(self, budget_bytes: int) -> Candidate | None:
         fitting = self._fitting(budget_bytes)
@@ -428,7 +440,7 @@ class Planner(Simulator):
         plain_seconds = self.seen[base].step_seconds - _seconds_of_tiles(solver.problem) if base else 0.0
         target = budget_bytes
         fits_at: int | None = None
-        for _ in range(_MAX_REPAIRS):
+        for _ in range(_MAX_REPAIRS if self.scans is None else 1):  # bytes of scans are moved to the budget after
             # What rounds differently is no reason to stop looking for a plan that does not.
             rivals = [c for c in self._fitting(budget_bytes) if tiles or not is_tiled(c.decisions)]
             if time.process_time() > until and rivals:

@@ -11,6 +11,8 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
 from recoup import progress
 from recoup.capture.tracker import Tracker
 from recoup.cost.host import REPLAY_OVERHEAD_SECONDS
@@ -23,8 +25,9 @@ from recoup.simulating import EVERYWHERE, Candidate, Simulator
 from recoup.solve.scans import Ladder, Rung, chosen_bytes, fold, merged, split_scans, with_scans
 from recoup.solve.sequence import Choice
 
-_MOST_MOVES = 4
-_CLOSE = 0.99  # of the budget: nothing is gained by using more of it
+_MOST_MOVES = 5
+_LEAST_SLOPE = 0.25
+_CLOSE = 0.985  # of the budget: nothing is gained by using more of it
 _HOPEFUL = 0.05  # of the budget: how much less than a scan can take may be asked of it and still be tried
 _SHARED_TAPES_MAY_TAKE = 0.1  # of a scan's bytes; see `recurrent/scanning.py`
 
@@ -105,6 +108,7 @@ class ScanPlans:
         # From all steps taped down: what each scan may take, the cheapest steps down first.
         every = merged(_of_each(self.ladders)) if self.ladders else ()
         self._path = [tuple(b for ladder in self.ladders for b in ladder.needed_bytes), *(r.scan_bytes for r in every)]
+        self._seconds_on_path = [0.0, *(rung.seconds for rung in every)]
 
     def _leaf_of(self, op: int) -> int:
         """Returns which run of ops between calls an op lies in: scans in one run are chosen together."""
@@ -180,41 +184,48 @@ class ScanPlans:
         """Returns the decisions with which scans take the fewest bytes."""
         return self._decisions(self._path[-1])
 
-    def move(self, candidate: Candidate, budget_bytes: int) -> Candidate | None:
-        """Returns the fastest candidate found that fits and differs in its scans' bytes only; None if there is none.
+    def move(self, candidate: Candidate, budget_bytes: int) -> None:
+        """Simulates candidates that differ in their scans' bytes only, until one takes just less than the budget.
 
-        The peak follows the bytes one to one where a scan is part of it, so each try moves them by what is missing.
+        The peak follows the bytes about one to one where a scan is part of it; each try moves them by what is missing,
+        at the slope of those before.
         """
         top, floor = sum(self._path[0]), sum(self._path[-1])
-        at = min(sum(d.scan_bytes or 0 for d in split_scans(candidate.decisions)[0]), top)
-        fits_at: int | None = None
-        over_at: int | None = None
-        best: Candidate | None = None
+        tried: list[tuple[int, int]] = []  # (bytes of scans, peak)
+        at = self._bytes(candidate)
         for _ in range(_MOST_MOVES):
-            gap = budget_bytes - candidate.peak_bytes
-            if gap >= 0:
-                fits_at = at
-                best = candidate if best is None or candidate.step_seconds < best.step_seconds else best
-                if at >= top or candidate.peak_bytes >= _CLOSE * budget_bytes:
-                    break
-            else:
-                over_at = at
-                if at <= floor:
-                    break
-            wanted = at + gap
-            if fits_at is not None and over_at is not None:
-                if over_at - fits_at <= (1 - _CLOSE) * budget_bytes:
-                    break
-                if not fits_at < wanted < over_at:
-                    wanted = (fits_at + over_at) // 2
+            tried.append((at, candidate.peak_bytes))
+            fits = [a for a, peak in tried if peak <= budget_bytes]
+            over = [a for a, peak in tried if peak > budget_bytes]
+            if 0 <= budget_bytes - candidate.peak_bytes <= (1 - _CLOSE) * budget_bytes or top in fits or floor in over:
+                return
+            gap = budget_bytes * (1 + _CLOSE) / 2 - candidate.peak_bytes
+            wanted = at + int(gap / _slope(tried))
+            if fits and over and not max(fits) < wanted < min(over):
+                if min(over) - max(fits) <= (1 - _CLOSE) * budget_bytes:
+                    return
+                wanted = (max(fits) + min(over)) // 2
             if wanted < floor - _HOPEFUL * budget_bytes:
-                break
+                return
             at = min(max(wanted, floor), top)
             candidate = self._simulator.simulate(with_scans(candidate.decisions, self._between(at)))
-        else:
-            if candidate.peak_bytes <= budget_bytes and (best is None or candidate.step_seconds < best.step_seconds):
-                best = candidate
-        return best
+
+    def seconds_at(self, candidate: Candidate, budget_bytes: int) -> float:
+        """Returns about how long a candidate's step takes when its scans' bytes are moved to the budget."""
+        at = self._bytes(candidate)
+        wanted = at + budget_bytes - candidate.peak_bytes
+        if wanted < sum(self._path[-1]) - _HOPEFUL * budget_bytes:
+            return float("inf")
+        return candidate.step_seconds + self._extra_seconds(wanted) - self._extra_seconds(at)
+
+    def _bytes(self, candidate: Candidate) -> int:
+        """Returns what a candidate's scans may take, all together."""
+        return min(sum(d.scan_bytes or 0 for d in split_scans(candidate.decisions)[0]), sum(self._path[0]))
+
+    def _extra_seconds(self, total_bytes: int) -> float:
+        """Returns the seconds of what runs again when scans take so many bytes together, by the rungs."""
+        totals = [sum(step) for step in reversed(self._path)]
+        return float(np.interp(total_bytes, totals, list(reversed(self._seconds_on_path))))
 
     def _between(self, total_bytes: int) -> tuple[Decision, ...]:
         """Returns the decisions on the path from all steps taped down at which scans take so many bytes together."""
@@ -225,6 +236,14 @@ class ScanPlans:
                 share = (total_bytes - sum(below)) / max(sum(above) - sum(below), 1)
                 return self._decisions([b + int(share * (a - b)) for a, b in zip(above, below, strict=True)])
         return self.least()
+
+
+def _slope(tried: Sequence[tuple[int, int]]) -> float:
+    """Returns by how much the peak falls with a byte less, by the last two tries; 1 where they do not tell."""
+    if len(tried) < 2 or tried[-1][0] == tried[-2][0]:
+        return 1.0
+    (a, a_peak), (b, b_peak) = tried[-2:]
+    return min(max((b_peak - a_peak) / (b - a), _LEAST_SLOPE), 1 / _LEAST_SLOPE)
 
 
 def _needed_bytes(step: StepOfScan) -> int:
