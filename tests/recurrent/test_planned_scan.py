@@ -22,13 +22,14 @@ from recoup.evidence.verify import verify_plan
 from recoup.export.left_out import left_out
 from recoup.export.plain_torch import export_torch
 from recoup.ir.plan import Decision, Plan
-from recoup.planning import ACTIONS, Planner
+from recoup.planning import Planner
 from recoup.recurrent import ScanReport, scan, unroll
 from recoup.recurrent.rungs import evaluations_by_bytes
 from recoup.recurrent.schedules.tapes import tape_schedule
 from recoup.report.diff import diff_plans
 from recoup.report.text import format_plan
 from recoup.report.words import describe_decisions
+from recoup.simulating import Simulator
 
 T, BATCH, FEATURES, HIDDEN = 24, 16, 8, 24
 ALL_TAPED = T + 1  # the step that is measured is evaluated once more
@@ -181,9 +182,9 @@ def test_more_bytes_are_never_slower(planned: tuple[Model, torch.Tensor, Planner
     _, _, planner = planned
     assert planner.scans is not None
     top = planner.simulate(planner.scans.taped).peak_bytes
-    found = [planner.fit(int(share * top)) for share in (0.45, 0.6, 0.7, 0.85, 1.0)]
+    found = [planner.fit(int(share * top)) for share in (0.5, 0.7, 0.85, 1.0)]
     seconds = [c.step_seconds for c in found if c is not None]
-    assert len(seconds) == 5
+    assert len(seconds) == 4
     assert all(b <= 1.01 * a for a, b in itertools.pairwise(seconds))
 
 
@@ -355,29 +356,29 @@ def test_words_tell_scans_of_one_call_apart() -> None:
 @pytest.mark.slow
 def test_explain_and_frontier() -> None:
     model, x = make_model()
-    curve = recoup.frontier(model, x, loss=loss_of, num_points=4)
+    cost = RooflineCost(get_device("cpu-generic"))
+    curve = recoup.frontier(model, x, loss=loss_of, actions=("recompute",), cost=cost, num_points=3)
     assert curve.points[-1].extra_time_ratio < 0  # faster than the plain step, in more memory
     explained = curve.explain("95%")
     assert any("scan of trunk" in price.choice for price in explained.prices)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("share", [0.35, 0.5, 0.65, 0.8])
-def test_no_schedule_by_hand_is_faster(share: float) -> None:
+def test_no_schedule_by_hand_is_faster() -> None:
     model, x = make_model()
-    planner = planner_for(model, x, ACTIONS)
+    planner = planner_for(model, x)
     assert planner.scans is not None
-    budget_bytes = int(share * planner.simulate(planner.scans.taped).peak_bytes)
-    found = planner.fit(budget_bytes)
-    by_hand = [{"chunk": c} for c in range(1, T + 1)] + [{"budget": f"{p}%"} for p in range(25, 100, 5)]
-    for options in by_hand:
-        other, _ = make_model(**options)
-        try:
-            plain = planner_for(other, x, ("rederive",)).plain
-        except InfeasibleBudget:
-            continue
-        if plain.peak_bytes <= budget_bytes:
-            assert found is not None and found.step_seconds <= 1.02 * plain.step_seconds, options
+    top = planner.simulate(planner.scans.taped).peak_bytes
+    by_hand = [{"chunk": c} for c in (1, 2, 3, 4, 5, 6, 8, 12, 24)] + [{"budget": f"{p}%"} for p in range(20, 100, 20)]
+    plain = [
+        Simulator(spec_of(make_model(**options)[0], x), cost=RooflineCost(get_device("cpu-generic"))).plain
+        for options in by_hand
+    ]
+    for share in (0.5, 0.7, 0.9):
+        found = planner.fit(int(share * top))
+        fitting = [c.step_seconds for c in plain if c.peak_bytes <= share * top]
+        assert fitting and found is not None
+        assert found.step_seconds <= 1.02 * min(fitting)
 
 
 def test_unroll_is_a_scan_too() -> None:
@@ -408,7 +409,7 @@ def test_unroll_is_a_scan_too() -> None:
     assert planner.scans is not None
     plan = plan_at(planner, int(0.8 * planner.simulate(planner.scans.taped).peak_bytes))
     evidence = verify_plan(model, plan, x, loss=loss_of, timed=False)
-    assert evidence.ok and evidence.gradients_equal
+    assert evidence.gradients_equal and evidence.buffers_equal and evidence.evaluated_as_planned
 
 
 # -- rungs ------------------------------------------------------------------------------------------------------------
