@@ -27,17 +27,21 @@ def format_explanation(explanation: Explanation) -> str:
     extra = explanation.step_seconds - explanation.plain_step_seconds
     lines = [
         f"Peak {format_bytes(explanation.peak_bytes)}, set by the {explanation.phase}; largest there: {largest}",
-        f"Step {format_seconds(explanation.step_seconds)}, {format_seconds(max(extra, 0.0))} of it run twice "
-        f"({explanation.cost_source})",
+        f"Step {format_seconds(explanation.step_seconds)}, "
+        + (f"{format_seconds(extra)} of it run twice " if extra >= 0 else f"plain {format_seconds(-extra)} more ")
+        + f"({explanation.cost_source})",
         "",
         "What each choice is worth, against the same plan without it:",
         f"  {'freed at peak':>13}  {'freed saved':>12}  {'a step costs':>12}  {'freed per s':>12}  choice",
     ]
     for price in explanation.prices:
+        is_bought = price.freed_peak_bytes < 0 and price.extra_seconds < 0  # a scan that may take more than by itself
+        cost_seconds = price.extra_seconds if is_bought else max(price.extra_seconds, 0.0)
         rate = "free" if price.extra_seconds <= 0 else format_bytes(round(price.bytes_per_second))
+        rate = "-" if is_bought else rate
         head = (
             f"  {format_bytes(price.freed_peak_bytes):>13}  {format_bytes(price.freed_saved_bytes):>12}  "
-            f"{format_seconds(max(price.extra_seconds, 0.0)):>12}  {rate:>12}  "
+            f"{format_seconds(cost_seconds):>12}  {rate:>12}  "
         )
         wrapped = textwrap.wrap(price.choice, _WIDTH - len(head)) or [""]
         lines.append(head + wrapped[0])

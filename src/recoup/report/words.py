@@ -87,7 +87,8 @@ def describe_decisions(decisions: Sequence[Decision]) -> list[str]:
     for action in ("rederive", "save"):
         paths = [d.path for d in decisions if d.action == action and d.path]
         if root == action:
-            lines.append(f"{action} everywhere else" if regions or len(decisions) > 1 else f"{action} everywhere")
+            is_alone = len(decisions) == 1 and decisions[0].action != "recompute"
+            lines.append(f"{action} everywhere" if is_alone else f"{action} everywhere else")
         elif paths:
             for text in _grouped(paths):
                 lines.append(f"{action} {text}")

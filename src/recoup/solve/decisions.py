@@ -11,8 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 from recoup.ir.plan import Decision
-from recoup.solve.problem import Leaf, Problem
-from recoup.solve.scans import ambient_of
+from recoup.solve.problem import Leaf, Problem, ambient_of
 from recoup.solve.sequence import OFFLOAD, REGION_KEEPING, REGION_OFFLOADED, Call, Choice, Line, region_of
 
 Ambient = Literal["save", "rederive"]

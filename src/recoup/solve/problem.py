@@ -16,7 +16,7 @@ class Option:
     """One way to run a leaf.
 
     Attributes:
-        action: "save" or "rederive".
+        action: "save" or "rederive"; of a leaf that is a scan also which rung of its ladder, see `scans.with_rungs`.
         saved_bytes: left saved after its forward. forward_bytes, backward_bytes: peaks above the level before it.
         extra_seconds: over the plain step.
     """
@@ -27,6 +27,14 @@ class Option:
     backward_bytes: int
     extra_seconds: float
     extra_flops: int = 0
+
+
+RUNG = "-scan-"  # in an option's name, between what it does with what autograd would save and which rung it is
+
+
+def ambient_of(action: str) -> str:
+    """Returns what a leaf's option does with what autograd would save: "save" or "rederive"."""
+    return action.partition(RUNG)[0]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

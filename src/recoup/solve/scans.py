@@ -14,10 +14,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from recoup.ir.plan import Decision
 from recoup.ir.trace import Call, Trace
-from recoup.solve.problem import Block, Leaf, Option, Problem
+from recoup.solve.problem import RUNG, Block, Leaf, Option, Problem, ambient_of
 from recoup.solve.sequence import Choice
-
-_AT = "-scan-"  # in the name of a leaf's option: an action, then which ladder, then which rung of it
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +105,7 @@ def with_rungs(options: Sequence[Option], ladders: Sequence[Ladder], which: int)
             found.append(
                 dataclasses.replace(
                     option,
-                    action=f"{option.action}{_AT}{which}-{number}",
+                    action=f"{option.action}{RUNG}{which}-{number}",
                     saved_bytes=max(option.saved_bytes - rung.freed_bytes, 0),
                     forward_bytes=max(option.forward_bytes - rung.freed_bytes, 0),
                     backward_bytes=max(option.backward_bytes - rung.freed_bytes, 0),
@@ -115,11 +113,6 @@ def with_rungs(options: Sequence[Option], ladders: Sequence[Ladder], which: int)
                 )
             )
     return tuple(found)
-
-
-def ambient_of(action: str) -> str:
-    """Returns what a leaf's option does with what autograd would save: "save" or "rederive"."""
-    return action.partition(_AT)[0]
 
 
 def those_under(options: Sequence[Option], action: str) -> tuple[Option, ...]:
@@ -131,7 +124,7 @@ def those_under(options: Sequence[Option], action: str) -> tuple[Option, ...]:
 def names(ladders: Sequence[Ladder]) -> tuple[str, ...]:
     """Returns the actions that rungs add to a solver's."""
     return tuple(
-        f"{action}{_AT}{which}-{number}"
+        f"{action}{RUNG}{which}-{number}"
         for which, ladder in enumerate(ladders)
         for action, rungs in ladder.rungs.items()
         for number in range(len(rungs))
@@ -159,7 +152,7 @@ def chosen_bytes(choice: Choice, ladders: Sequence[Ladder]) -> Iterator[tuple[in
     """Yields for each ladder the bytes of its scans that a choice gives them: on no rung, enough to tape all steps."""
     chosen = {}
     for action in _leaf_actions(choice):
-        _, at, where = action.partition(_AT)
+        _, at, where = action.partition(RUNG)
         if at:
             which, number = map(int, where.split("-"))
             chosen[which] = ladders[which].rungs[ambient_of(action)][number].scan_bytes

@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 
 from recoup.solve.links import Linked, Links, forks
 from recoup.solve.pareto import Front, before_leaf, before_region, best_of, empty
-from recoup.solve.problem import Leaf
+from recoup.solve.problem import Leaf, ambient_of
 from recoup.solve.sequence import (
     OFFLOAD,
     REGION_KEEPING,
@@ -233,7 +233,7 @@ class Search:
             unit = self._line.unit_of[call.starts[i]]
             if unit >= 0:
                 action = "rederive" if unit in rederived else "save"
-                options = [o for o in options if o.action == action]
+                options = [o for o in options if ambient_of(o.action) == action]
         return [before_leaf(after, o, leaf.gradient_bytes, is_plain=o.action == "save") for o in options]
 
     def _regions(

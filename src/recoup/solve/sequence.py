@@ -11,7 +11,7 @@ import bisect
 import dataclasses
 from collections.abc import Hashable, Iterator, Sequence
 
-from recoup.solve.problem import Block, Keep, Leaf, Offload, Problem, Region
+from recoup.solve.problem import Block, Keep, Leaf, Offload, Problem, Region, ambient_of
 
 REGION_OFFLOADED = "recompute-offloaded"
 REGION_KEEPING = "recompute-keeping-"  # and which of its `keeps`
@@ -170,7 +170,7 @@ def _leaves(parts: Sequence[Leaf | Block]) -> Iterator[Leaf]:
 
 def _units(leaves: Sequence[Leaf]) -> list[list[int]]:
     """Returns the units of leaves: those with a choice that share an owner or a group, two at least."""
-    free = [i for i, leaf in enumerate(leaves) if len(leaf.options) > 1]
+    free = [i for i, leaf in enumerate(leaves) if len({ambient_of(o.action) for o in leaf.options}) > 1]
     ends: dict[int, tuple[int, int]] = {}
     for i, leaf in enumerate(leaves):
         if leaf.group >= 0:
