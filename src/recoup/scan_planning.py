@@ -15,7 +15,6 @@ import numpy as np
 
 from recoup import progress
 from recoup.capture.tracker import Tracker
-from recoup.cost.host import REPLAY_OVERHEAD_SECONDS
 from recoup.cost.model import PricedTrace
 from recoup.engine import activity, scan_bytes
 from recoup.engine.scan_bytes import StepOfScan
@@ -160,12 +159,7 @@ class ScanPlans:
     def _seconds(self, scan: FoundScan) -> float:
         """Returns what an evaluation of one step takes again."""
         assert scan.step is not None
-        priced, trace = self._plain, self.trace
-        ops = range(scan.first_op, scan.last_op)
-        seconds = sum(priced.op_seconds[i] for i in ops)
-        if trace.device == "cpu":
-            seconds += REPLAY_OVERHEAD_SECONDS * sum(not trace.signatures[trace.ops[i].signature].is_view for i in ops)
-        return seconds / scan.step.num_steps
+        return sum(self._plain.op_seconds[scan.first_op : scan.last_op]) / scan.step.num_steps
 
     # -- candidates ---------------------------------------------------------------------------------------------
 

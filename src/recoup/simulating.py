@@ -54,9 +54,10 @@ class Simulator:
         self.link = link
         self.seen: dict[tuple[Decision, ...], Candidate] = {}
         progress.advance("capturing the step")
-        trace = capture(spec)
+        with scan_bytes.counting() as counts:
+            trace = capture(spec)
         progress.advance(f"pricing {len(trace.signatures)} distinct ops")
-        self.priced = cost.price(trace)
+        self.priced = _with_counts(cost.price(trace), counts)
         self._optimizer = self._optimizer_step()
         known = set(statistics_buffers(spec.model.named_modules()))  # the engine finds these by itself
         self.mutated_buffers = {c.path: tuple(b for b in c.mutated_buffers if b not in known) for c in trace.calls}
@@ -72,10 +73,9 @@ class Simulator:
 
     def simulate_priced(self, chosen: tuple[Decision, ...]) -> PricedTrace:
         """Returns the step with `chosen` applied, captured and priced; without the optimizer's part."""
-        with apply_decisions(self.spec.model, chosen), scan_bytes.counting() as num_evaluations:
+        with apply_decisions(self.spec.model, chosen), scan_bytes.counting() as counts:
             priced = self.cost.price(capture(self.spec, known=self.trace))
-        if num_evaluations[0]:
-            priced = dataclasses.replace(priced, num_scan_evaluations=num_evaluations[0])
+        priced = _with_counts(priced, counts)
         return priced if self.link is None else with_copies(priced, self.link)
 
     def simulate(self, chosen: tuple[Decision, ...]) -> Candidate:
@@ -114,7 +114,14 @@ class Simulator:
         seconds = sum(s for s, o in zip(priced.op_seconds, trace.ops, strict=True) if o.phase != "optimizer")
         if self._optimizer[0] > peak_bytes:
             peak_bytes, phase = self._optimizer[0], "optimizer"
-        seconds += self._optimizer[1] + priced.copy_seconds + host_seconds(chosen, trace, plain=self.trace)
+        seconds += self._optimizer[1] + priced.copy_seconds
+        seconds += host_seconds(
+            chosen,
+            trace,
+            plain=self.trace,
+            num_scan_replayed=priced.num_scan_replayed,
+            num_scan_tapes=priced.num_scan_tapes,
+        )
         forward_end = sum(1 for o in trace.ops if o.phase in ("forward", "loss"))
         return Candidate(
             decisions=chosen,
@@ -129,3 +136,13 @@ class Simulator:
             offloaded_bytes=sum(c.nbytes for c in trace.copies if c.kind == "out"),
             num_scan_evaluations=priced.num_scan_evaluations,
         )
+
+
+def _with_counts(priced: PricedTrace, counts: scan_bytes.ScanCounts) -> PricedTrace:
+    """Returns the priced step with what its scans did."""
+    return dataclasses.replace(
+        priced,
+        num_scan_evaluations=counts.num_evaluations,
+        num_scan_tapes=counts.num_tapes,
+        num_scan_replayed=counts.num_replayed,
+    )

@@ -14,20 +14,26 @@ from recoup.ir.trace import Trace
 
 # Of a region's bookkeeping; of a module's call in a replay (its hooks, its graph, the checks of what it saves) and of
 # each op in it; of a rederived tensor besides its ops; of a forward op that is recorded for one, or watched in a region
-# that keeps results.
+# that keeps results; of a call of autograd's engine for taped steps of a scan.
 REGION_OVERHEAD_SECONDS = 150e-6
 CALL_OVERHEAD_SECONDS = 100e-6
 REPLAY_OVERHEAD_SECONDS = 15e-6
 REBUILD_OVERHEAD_SECONDS = 105e-6
 RECORD_OVERHEAD_SECONDS = 25e-6
 KEEP_OVERHEAD_SECONDS = 60e-6
+TAPE_OVERHEAD_SECONDS = 30e-6
 
 
-def host_seconds(chosen: Sequence[Decision], trace: Trace, *, plain: Trace) -> float:
+def host_seconds(
+    chosen: Sequence[Decision], trace: Trace, *, plain: Trace, num_scan_replayed: int = 0, num_scan_tapes: int = 0
+) -> float:
     """Returns the host time of a plan, the recording of ops included, which the solver leaves out.
+
+    Steps of scans that run again cost no more than their ops: there is no region around them.
 
     Args:
         trace: of the step with `chosen` applied. plain: of the step without.
+        num_scan_replayed, num_scan_tapes: see `PricedTrace`.
     """
     by_path: dict[str, list[Decision]] = {}
     for decision in chosen:
@@ -45,7 +51,8 @@ def host_seconds(chosen: Sequence[Decision], trace: Trace, *, plain: Trace) -> f
         for c, _ in regions
     )
     is_view = [s.is_view for s in trace.signatures]
-    num_replayed = sum(o.replayed and not is_view[o.signature] for o in trace.ops)
+    num_replayed = sum(o.replayed and not is_view[o.signature] for o in trace.ops) - num_scan_replayed
+    seconds += num_scan_tapes * TAPE_OVERHEAD_SECONDS
     seconds += num_calls * CALL_OVERHEAD_SECONDS + num_replayed * REPLAY_OVERHEAD_SECONDS
     seconds += trace.num_rederived * REBUILD_OVERHEAD_SECONDS
     if any("rederive" in (d.action, d.inside) for d in chosen):

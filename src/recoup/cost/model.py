@@ -19,7 +19,8 @@ class PricedTrace:
         source: where the numbers come from, for people. is_estimate: False where the device itself was measured.
         copy_seconds: what copies to the host and back add to the step, beyond what hides behind compute.
         num_all_gathers: of the step on each rank, where it is sharded.
-        num_scan_evaluations: step evaluations of scans whose bytes the applied plan decides.
+        num_scan_evaluations: step evaluations of scans whose bytes the applied plan decides. num_scan_tapes: calls of
+            autograd's engine in scans. num_scan_replayed: ops of scans' steps that ran again.
     """
 
     trace: Trace
@@ -30,6 +31,8 @@ class PricedTrace:
     copy_seconds: float = 0.0
     num_all_gathers: int = 0
     num_scan_evaluations: int = 0
+    num_scan_tapes: int = 0
+    num_scan_replayed: int = 0
 
 
 class CostModel(Protocol):

@@ -69,6 +69,18 @@ class recomputing:
         _activity.recomputing -= 1
 
 
+class first_run:
+    """Context manager inside of `recomputing` for what runs once a step all the same: the backward of a taped step."""
+
+    __slots__ = ("_before",)
+
+    def __enter__(self) -> None:
+        self._before, _activity.recomputing = _activity.recomputing, 0
+
+    def __exit__(self, *exc: Any) -> None:
+        _activity.recomputing = self._before
+
+
 def count_replay() -> None:
     """Counts one region replayed."""
     _activity.replays += 1

@@ -11,7 +11,7 @@ import dataclasses
 import threading
 from collections.abc import Iterator, Mapping
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from recoup.engine import activity
 
@@ -41,6 +41,29 @@ class StepOfScan:
         return (self.num_steps - 1) * self.in_row_bytes + self.tape_bytes
 
 
+@runtime_checkable
+class Recording(Protocol):
+    """An observer that records ops, as the capture's does."""
+
+    ops: list[Any]
+    signatures: list[Any]
+
+
+@dataclasses.dataclass(slots=True)
+class ScanCounts:
+    """What the scans of one captured step did.
+
+    Attributes:
+        num_evaluations: of steps, by scans whose bytes a plan decided. num_tapes: whose backward ran, a call of
+            autograd's engine each. num_replayed: ops of steps that ran again, views left out.
+    """
+
+    num_evaluations: int = 0
+    num_tapes: int = 0
+    num_replayed: int = 0
+    recording: Recording | None = None
+
+
 class Watcher(Protocol):
     """Somebody who is told of the scans that a plan may decide about."""
 
@@ -60,8 +83,8 @@ class _Scans(threading.local):
         self.watcher: Watcher | None = None
         self.depth = 0
         self.num_free = 0
-        self.num_evaluations = self.num_captured = 0
-        self.observer: activity.Observer | None = None
+        self.num_evaluations = 0
+        self.counts: ScanCounts | None = None
 
 
 _scans = _Scans()
@@ -128,22 +151,34 @@ def inside(*, is_first: bool = False) -> Iterator[None]:
     Args:
         is_first: whether this is the scan's first forward.
     """
+    counts = _counts_of_capture() if not is_first and not _scans.depth else None
+    begin = len(counts.recording.ops) if counts is not None and counts.recording is not None else 0
     _scans.depth += 1
     try:
         yield
     finally:
         _scans.depth -= 1
+        if counts is not None and counts.recording is not None:
+            signatures = counts.recording.signatures
+            ran = counts.recording.ops[begin:]
+            counts.num_replayed += sum(o.replayed and not signatures[o.signature].is_view for o in ran)
         if is_first and not _scans.depth and _scans.watcher is not None:
             _scans.watcher.ended()
 
 
 def count_evaluations(number: int) -> None:
     """Counts step evaluations of a scan whose bytes a plan decided."""
-    observer = activity.observer()
-    if observer is not _scans.observer:  # another step is captured: one that was given up is not counted
-        _scans.observer, _scans.num_captured = observer, 0
     _scans.num_evaluations += number
-    _scans.num_captured += number
+    counts = _counts_of_capture()
+    if counts is not None:
+        counts.num_evaluations += number
+
+
+def count_tape() -> None:
+    """Counts one tape whose backward runs."""
+    counts = _counts_of_capture()
+    if counts is not None:
+        counts.num_tapes += 1
 
 
 def num_evaluations() -> int:
@@ -152,15 +187,25 @@ def num_evaluations() -> int:
 
 
 @contextlib.contextmanager
-def counting() -> Iterator[list[int]]:
-    """Yields a list that holds, behind the block, the evaluations of the step that was captured in it, the last one."""
-    found = [0]
-    _scans.observer, _scans.num_captured = None, 0
+def counting() -> Iterator[ScanCounts]:
+    """Yields what holds, behind the block, the counts of the step that was captured in it, the last one."""
+    found = ScanCounts()
+    before, _scans.counts = _scans.counts, found
     try:
         yield found
     finally:
-        found[0] = _scans.num_captured
-        _scans.observer = None
+        _scans.counts = before
+
+
+def _counts_of_capture() -> ScanCounts | None:
+    """Returns the counts of the step that is captured; begins anew where another one is: one may be given up."""
+    observer, counts = activity.observer(), _scans.counts
+    if counts is None or not isinstance(observer, Recording):
+        return None
+    if counts.recording is not observer:
+        counts.recording = observer
+        counts.num_evaluations = counts.num_tapes = counts.num_replayed = 0
+    return counts
 
 
 def num_free() -> int:

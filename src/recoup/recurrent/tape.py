@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from recoup import _compat
+from recoup.engine import activity, scan_bytes
 from recoup.errors import InternalError
 from recoup.recurrent.captured import Captured
 
@@ -240,7 +241,9 @@ def backward(
     wanted_inputs = [i for i, x in enumerate(tape.inputs) if x.requires_grad]
     inputs += [tape.inputs[i] for i in wanted_inputs]
     inputs += tensors
-    found = _compat.run_backward(roots, gradients, inputs)
+    scan_bytes.count_tape()
+    with activity.first_run():
+        found = _compat.run_backward(roots, gradients, inputs)
     del roots, gradients
     for index, gradient in zip(wanted, found):
         leaf_gradients[index] = gradient
