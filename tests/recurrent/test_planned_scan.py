@@ -134,6 +134,7 @@ def test_a_scan_is_found_with_what_its_steps_take(planned: tuple[Model, torch.Te
     assert (ladder.path, ladder.call, ladder.scans) == ("trunk", 0, (0,))
     taped = planner.simulate(planner.scans.taped)
     assert taped.num_scan_evaluations == ALL_TAPED
+    assert 4 * taped.recomputed_flops < planner.plain.recomputed_flops
     assert taped.peak_bytes > planner.plain.peak_bytes
     assert taped.step_seconds < planner.plain.step_seconds
     freed = [rung.freed_bytes for rung in ladder.rungs["save"]]
