@@ -300,7 +300,8 @@ class Planner(Simulator):
         if self.scans is not None:
             taped = self.simulate(self.scans.taped)
             if taped.peak_bytes <= budget_bytes:
-                return min(taped, self.plain, key=lambda c: c.step_seconds)
+                both = [c for c in (taped, self.plain) if c.peak_bytes <= budget_bytes]
+                return min(both, key=lambda c: c.step_seconds)
         elif self.plain.peak_bytes <= budget_bytes:
             return self.plain
         if self.loop is not None:
@@ -427,7 +428,7 @@ class Planner(Simulator):
                 return
 
     def _fitting(self, budget_bytes: int) -> list[Candidate]:
-        return [c for c in self.seen.values() if c.peak_bytes <= budget_bytes]
+        return [c for c in (*self.seen.values(), self.plain) if c.peak_bytes <= budget_bytes]
 
     def _search(self, solver: Solver, budget_bytes: int, *, until: float) -> None:
         """Solves for a target, simulates, and moves the target by the gap, a few times.

@@ -12,6 +12,7 @@ from recoup.ir.plan import Decision
 from recoup.ir.report import ModuleRow, Timeline
 from recoup.ir.trace import Trace
 from recoup.labels import group_labels
+from recoup.units import format_bytes
 
 CATEGORIES = ("parameter", "buffer", "library", "optimizer", "batch", "gradient", "saved", "temporary")
 _MAX_POINTS = 420
@@ -249,11 +250,15 @@ def _actions(trace: Trace, decisions: Sequence[Decision]) -> list[tuple[str, boo
             below = (
                 []
                 if in_region
-                else sorted({d.action for d in decisions if d.path and d.path.startswith(prefix)} - {action})
+                else sorted(
+                    {d.action for d in decisions if d.path and d.path.startswith(prefix) and d.scan is None} - {action}
+                )
             )
             if below and call.children:
                 words += f", inside: {', '.join(below)}"
-            found.append((words, plain_one is not None))
+            scans = [d for d in mine if d.scan is not None]
+            words += "".join(f", scan {d.scan} in {format_bytes(d.scan_bytes or 0)}" for d in scans)
+            found.append((words, plain_one is not None or bool(scans)))
             ambient.append(action)
             inside.append(in_region)
     return found

@@ -9,7 +9,14 @@ import torch
 from torch import nn
 
 from recoup.capture.capture import StepSpec, capture
-from recoup.cost.host import CALL_OVERHEAD_SECONDS, KEEP_OVERHEAD_SECONDS, REGION_OVERHEAD_SECONDS, host_seconds
+from recoup.cost.host import (
+    CALL_OVERHEAD_SECONDS,
+    KEEP_OVERHEAD_SECONDS,
+    REGION_OVERHEAD_SECONDS,
+    REPLAY_OVERHEAD_SECONDS,
+    TAPE_OVERHEAD_SECONDS,
+    host_seconds,
+)
 from recoup.engine.handle import apply_decisions
 from recoup.ir.plan import Decision
 
@@ -34,3 +41,14 @@ def test_host_time_grows_with_what_runs_again() -> None:
     assert kept == pytest.approx(3 * KEEP_OVERHEAD_SECONDS, rel=0.3)
     on_gpu = dataclasses.replace(plain, device="cuda")
     assert host_seconds((one,), on_gpu, plain=plain) == REGION_OVERHEAD_SECONDS
+
+
+def test_steps_of_a_scan_that_run_again_cost_their_ops_alone() -> None:
+    spec = StepSpec(model=nn.Linear(8, 8), batch=torch.randn(4, 8), loss=lambda output, batch: output.sum())
+    plain = capture(spec)
+    views = [s.is_view for s in plain.signatures]
+    again = dataclasses.replace(plain, ops=tuple(dataclasses.replace(o, replayed=True) for o in plain.ops))
+    num_again = sum(not views[o.signature] for o in plain.ops)
+    assert host_seconds((), again, plain=plain) == pytest.approx(num_again * REPLAY_OVERHEAD_SECONDS)
+    scanned = host_seconds((), again, plain=plain, num_scan_replayed=num_again, num_scan_tapes=3)
+    assert scanned == pytest.approx(3 * TAPE_OVERHEAD_SECONDS)

@@ -34,6 +34,7 @@ def make_plan(**changes: Any) -> Plan:
             Decision(path="", action="rederive"),
             Decision(path="layers.0", action="recompute", span=("layers.1",), inside="rederive", keep=("attention",)),
             Decision(path="layers.3", action="recompute", call=2, buffers=("layers.3.count",)),
+            Decision(path="layers.4", action="recompute", scan=1, scan_bytes=4096),
         ),
         "budget_bytes": 640,
         "budget_text": "640",

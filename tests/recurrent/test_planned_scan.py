@@ -30,6 +30,7 @@ from recoup.report.diff import diff_plans
 from recoup.report.text import format_plan
 from recoup.report.words import describe_decisions
 from recoup.simulating import Simulator
+from recoup.timeline import module_rows
 
 T, BATCH, FEATURES, HIDDEN = 24, 16, 8, 24
 ALL_TAPED = T + 1  # the step that is measured is evaluated once more
@@ -343,6 +344,15 @@ def test_round_trip_words_diff_and_exports(planned: tuple[Model, torch.Tensor, P
     assert any("`trunk`" in sentence and "scan_bytes" in sentence for sentence in left_out(plan))
     with pytest.raises(UsageError, match="steps of scans only"):
         export_torch(dataclasses.replace(plan, decisions=(decision,)))
+
+
+def test_the_module_tree_says_it(planned: tuple[Model, torch.Tensor, Planner]) -> None:
+    _, _, planner = planned
+    assert planner.scans is not None
+    priced = planner.simulate_priced(planner.scans.taped)
+    rows = {row.path: row for row in module_rows(planner.priced, priced, planner.scans.taped)}
+    assert rows["trunk"].action.startswith("save, scan 0 in ") and rows["trunk"].is_decided
+    assert not rows["encoder"].is_decided
 
 
 def test_an_old_plan_file_has_no_scans(planned: tuple[Model, torch.Tensor, Planner]) -> None:
