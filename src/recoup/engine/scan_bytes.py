@@ -83,11 +83,19 @@ class _Scans(threading.local):
         self.watcher: Watcher | None = None
         self.depth = 0
         self.num_free = 0
-        self.num_evaluations = 0
         self.counts: ScanCounts | None = None
 
 
+class _Total:
+    """Step evaluations so far, of all threads: a GPU's backward runs on a thread of its own."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.num_evaluations = 0
+
+
 _scans = _Scans()
+_total = _Total()
 
 
 class ScansIn:
@@ -168,7 +176,8 @@ def inside(*, is_first: bool = False) -> Iterator[None]:
 
 def count_evaluations(number: int) -> None:
     """Counts step evaluations of a scan whose bytes a plan decided."""
-    _scans.num_evaluations += number
+    with _total.lock:
+        _total.num_evaluations += number
     counts = _counts_of_capture()
     if counts is not None:
         counts.num_evaluations += number
@@ -182,8 +191,8 @@ def count_tape() -> None:
 
 
 def num_evaluations() -> int:
-    """Returns how many step evaluations plans' scans made on this thread so far."""
-    return _scans.num_evaluations
+    """Returns how many step evaluations plans' scans made so far."""
+    return _total.num_evaluations
 
 
 @contextlib.contextmanager
