@@ -161,7 +161,7 @@ def test_a_model_without_a_scan_has_none() -> None:
 # -- chosen -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("share", [0.6, 0.75, 0.95])
+@pytest.mark.parametrize("share", [0.75, 0.85, 0.95])
 def test_a_planned_step_is_what_was_predicted(planned: tuple[Model, torch.Tensor, Planner], share: float) -> None:
     model, x, planner = planned
     assert planner.scans is not None
