@@ -218,7 +218,8 @@ def test_two_scans_of_one_call_and_one_inside_of_it() -> None:
     plan = plan_at(planner, int(0.7 * taped.peak_bytes))
     evidence = verify_plan(model, plan, x, loss=loss_of, timed=False)
     assert evidence.ok and evidence.gradients_equal
-    assert evidence.peak_bytes == pytest.approx(plan.predicted.peak_bytes, rel=0.01)
+    # In a capture a step that is taped and never used goes late: a step's tape in a loop of 24.
+    assert 0.97 * plan.predicted.peak_bytes <= evidence.peak_bytes <= 1.001 * plan.predicted.peak_bytes
     assert "scan 1 of (the model)" in format_plan(plan)
 
 
