@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -44,6 +45,7 @@ class CallRecorder:
         self._stack: list[int] = []
         self._counts: dict[str, int] = {}
         self._removers: list[Any] = []
+        self.watcher: Callable[[str, int], None] | None = None
 
     def __enter__(self) -> CallRecorder:
         for path, module in self._model.named_modules():
@@ -58,12 +60,13 @@ class CallRecorder:
             remover.remove()
         self._removers.clear()
 
-    def _listens(self) -> bool:
+    def listens(self) -> bool:
+        """Whether calls are recorded now: in the first forward, not in a replay."""
         return self._tracker.phase == "forward" and not activity.is_recomputing() and not activity.is_in_tile()
 
     def enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Notes that a call begins."""
-        if not self._listens():
+        if not self.listens():
             return
         tracker = self._tracker
         index = self._counts.get(path, 0)
@@ -87,10 +90,12 @@ class CallRecorder:
         self._stack.append(len(self.calls))
         tracker.call = len(self.calls)
         self.calls.append(call)
+        if self.watcher is not None:
+            self.watcher(path, parent)
 
     def leave(self, output: Any) -> None:
         """Notes that the innermost call ends."""
-        if not self._listens() or not self._stack:
+        if not self.listens() or not self._stack:
             return
         tracker = self._tracker
         call = self.calls[self._stack.pop()]

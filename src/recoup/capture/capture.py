@@ -19,12 +19,14 @@ from recoup import _compat
 from recoup.capture.calls import CallRecorder
 from recoup.capture.copies import SimulatedTransport
 from recoup.capture.fingerprint import fingerprint
+from recoup.capture.folding import Counted, Folding, FoldingMemory, Irregular
 from recoup.capture.optimizer import OptimizerLike, rebuild_optimizer
 from recoup.capture.snapshot import untouched
 from recoup.capture.step import Loss, call_model, loss_of
 from recoup.capture.swap import fake_batch, swap_parameters
 from recoup.capture.trace import build_trace
 from recoup.capture.tracker import Tracker
+from recoup.capture.unfolding import unfold
 from recoup.engine import activity
 from recoup.engine.nest import iterate_tensors, map_tensors
 from recoup.errors import RecoupError, StepError
@@ -38,6 +40,7 @@ class StepSpec:
     Attributes:
         dialect: "cpu" or "cuda": whose side outputs, optimizer and allocator are counted.
         round_bytes: the allocator's granularity.
+        folding: what captures of this step learn of its loops, for the next; None: they are captured in full.
     """
 
     model: nn.Module
@@ -46,6 +49,7 @@ class StepSpec:
     optimizer: OptimizerLike | None = None
     dialect: str = "cpu"
     round_bytes: int = 1
+    folding: FoldingMemory | None = dataclasses.field(default_factory=FoldingMemory, compare=False)
 
 
 class _Unfollowable(Exception):
@@ -84,7 +88,15 @@ def capture(spec: StepSpec, *, known: Trace | None = None) -> Trace:
     return _capture_real(spec, reason)
 
 
-def _run(spec: StepSpec, batch: Any, tracker: Tracker, recorder: CallRecorder, *, backward: bool) -> str:
+def _run(
+    spec: StepSpec,
+    batch: Any,
+    tracker: Tracker,
+    recorder: CallRecorder,
+    *,
+    backward: bool,
+    folding: Folding | None = None,
+) -> str:
     """Runs forward, loss and backward; returns the loss's source.
 
     The output is let go before backward, as trainers do; a loop that holds its logits needs that much more.
@@ -94,6 +106,8 @@ def _run(spec: StepSpec, batch: Any, tracker: Tracker, recorder: CallRecorder, *
         tracker.phase = "forward"
         with recorder:
             output = call_model(model, batch)
+        if folding is not None:
+            folding.end_forward()
         tracker.phase, tracker.call = "loss", -1
         loss, source = loss_of(output, batch, spec.loss)
         del output
@@ -118,6 +132,26 @@ def _first_line(error: BaseException) -> str:
 
 
 def _capture_fake(spec: StepSpec, known: Trace | None) -> Trace:
+    """Captures with the loops folded as far as they are alike; a step that turns out not to be is captured again."""
+    memory = spec.folding
+    if known is not None and (memory is None or not memory.num_calls):
+        memory = None
+    while True:
+        try:
+            return _capture_folded(spec, known, memory)
+        except Counted:
+            continue
+        except Irregular as error:
+            if memory is None:
+                raise
+            memory.reasons.append(str(error))
+            if known is None:
+                memory.exclude(error.path)
+            else:
+                memory = None
+
+
+def _capture_folded(spec: StepSpec, known: Trace | None, memory: FoldingMemory | None) -> Trace:
     device = _device_of(spec.model)
     with untouched(spec.model), _compat.quiet_fake_errors():
         mode = _compat.fake_tensor_mode()
@@ -136,15 +170,18 @@ def _capture_fake(spec: StepSpec, known: Trace | None) -> Trace:
             for tensor in iterate_tensors(batch):
                 tracker.add(tensor, "batch", "batch")
             recorder = CallRecorder(spec.model, tracker)
-            with tracker, _saving(tracker):
-                source = _run(spec, batch, tracker, recorder, backward=True)
+            folding = None if memory is None else Folding(spec.model, tracker, recorder, memory)
+            with tracker, _saving(tracker), contextlib.nullcontext() if folding is None else folding.on():
+                source = _run(spec, batch, tracker, recorder, backward=True, folding=folding)
             gradients = _note_gradients(parameters, tracker)
             if stepper is not None:
                 tracker.phase = "optimizer"
                 with tracker:
                     stepper.step()
-            calls_released = _release_run(spec, device) if known is None else None
+            calls_released = _release_run(spec, device, memory) if known is None else None
             del gradients
+        if folding is not None:
+            unfold(folding)
         return build_trace(
             tracker=tracker,
             recorder=recorder,
@@ -157,7 +194,7 @@ def _capture_fake(spec: StepSpec, known: Trace | None) -> Trace:
         )
 
 
-def _release_run(spec: StepSpec, device: str) -> Tracker | None:
+def _release_run(spec: StepSpec, device: str, memory: FoldingMemory | None) -> Tracker | None:
     """Runs the forward once more with autograd keeping nothing; None if it does not run the same ops."""
     tracker = Tracker(island=True, round_bytes=spec.round_bytes, dialect=spec.dialect)
     for name, parameter in spec.model.named_parameters():
@@ -169,8 +206,12 @@ def _release_run(spec: StepSpec, device: str) -> Tracker | None:
         tracker.add(tensor, "batch", "batch")
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: None, lambda t: t)
     try:
-        with tracker, hooks:
-            _run(spec, batch, tracker, CallRecorder(spec.model, tracker), backward=False)
+        recorder = CallRecorder(spec.model, tracker)
+        folding = None if memory is None else Folding(spec.model, tracker, recorder, memory)
+        with tracker, hooks, contextlib.nullcontext() if folding is None else folding.on():
+            _run(spec, batch, tracker, recorder, backward=False, folding=folding)
+        if folding is not None:
+            unfold(folding)
     except (RecoupError, _Unfollowable):
         return None
     return tracker

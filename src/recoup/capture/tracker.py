@@ -13,7 +13,7 @@ from __future__ import annotations
 import bisect
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -45,6 +45,15 @@ class StorageRecord:
         self.saved_op = -1
         self.saved_by: list[int] = []
 
+    def save(self, op: int, call: int) -> None:
+        """Notes that autograd keeps it for `op` of `call`."""
+        if self.category == "temporary":
+            self.category = "saved"
+        if self.saved_op in (-1, self.alloc_op):  # a later taker keeps it longer than the op that made it
+            self.saved_op = op
+        if not self.saved_by or self.saved_by[-1] != call:
+            self.saved_by.append(call)
+
 
 class OpRecord:
     """What becomes an `ir.trace.Op`."""
@@ -70,6 +79,13 @@ class OpRecord:
         self.outputs = outputs
 
 
+class Bridge(Protocol):
+    """What stands for calls that are not run; see `folding`."""
+
+    def takes(self, node: Any, func: Any, tensors: list[torch.Tensor], out: Any) -> bool:
+        """Whether an op of backward is part of what a left-out call stands for, and so not recorded."""
+
+
 class _Handle(weakref.ref):  # type: ignore[type-arg]
     __slots__ = ("address", "index")
     address: int
@@ -83,6 +99,9 @@ class Tracker(_compat.dispatch_mode_class()):  # type: ignore[misc]
     Attributes:
         phase, call: where the step is; the capture moves them on.
         writes: (op, storage) pairs of arguments changed in place. random_ops: ops that drew random numbers.
+        saves: (ops so far, call, storage, op that saves it) of each tensor that autograd keeps, in order.
+        marks: before each op, how many storages were known and saved tensors rederived.
+        bridge: stands for the calls that `folding` leaves out, if it does.
     """
 
     def __init__(self, *, island: bool, round_bytes: int = 1, dialect: str = "cpu") -> None:
@@ -98,6 +117,9 @@ class Tracker(_compat.dispatch_mode_class()):  # type: ignore[misc]
         self.rederive_links: list[tuple[int, list[int]]] = []
         self.num_rederived = 0
         self.copies: list[Copy] = []
+        self.saves: list[tuple[int, int, int, int]] = []
+        self.marks: list[tuple[int, int]] = []
+        self.bridge: Bridge | None = None
         self.recording = True
         self._island = island
         self._results = FakeResults()
@@ -161,13 +183,10 @@ class Tracker(_compat.dispatch_mode_class()):  # type: ignore[misc]
         index = self.find(tensor)
         if index is not None and self.phase in ("forward", "loss"):
             record = self.storages[index]
-            if record.category == "temporary":
-                record.category = "saved"
             self.save_ops.append((len(self.ops), self.call))
-            if record.saved_op in (-1, record.alloc_op):  # a later taker keeps it longer than the op that made it
-                record.saved_op = self._packing_op(tensor)
-            if not record.saved_by or record.saved_by[-1] != self.call:
-                record.saved_by.append(self.call)
+            packing_op = self._packing_op(tensor)
+            self.saves.append((len(self.ops), self.call, index, packing_op))
+            record.save(packing_op, self.call)
 
     def _packing_op(self, tensor: torch.Tensor) -> int:
         """Returns the op that saves `tensor` now: an input is packed before its op is dispatched, an output after."""
@@ -202,6 +221,10 @@ class Tracker(_compat.dispatch_mode_class()):  # type: ignore[misc]
         out = self._run(func, args, kwargs, tensors)
         if func.namespace == "prim":  # questions about a tensor's device and the like
             return out
+        if self.bridge is not None and self.phase == "backward":
+            node = _compat.current_backward_node()
+            if node is not None and self.bridge.takes(node, func, tensors, out):
+                return out
         self._record(func, args, kwargs, tensors, out)
         return out
 
@@ -226,6 +249,7 @@ class Tracker(_compat.dispatch_mode_class()):  # type: ignore[misc]
 
     def _record(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor], out: Any) -> None:
         index = len(self.ops)
+        self.marks.append((len(self.storages), self.num_rederived))
         inputs = tuple(self._index(t, "temporary", -1, "made before the step") for t in tensors if _is_plain(t))
         outputs: list[torch.Tensor] = []
         _collect(out if isinstance(out, (tuple, list)) else (out,), outputs)
@@ -247,6 +271,14 @@ class Tracker(_compat.dispatch_mode_class()):  # type: ignore[misc]
             if self.dialect == "cuda" and short == "bernoulli_" and new:
                 record = self.storages[new[0]]  # CUDA's fused dropout keeps its mask as one byte an element
                 record.nbytes = min(record.nbytes, outputs[0].numel())
+
+    def mark(self) -> int:
+        """Notes where ops are left out, as an op of its own; returns its index."""
+        index = len(self.ops)
+        self.marks.append((len(self.storages), self.num_rederived))
+        call, origin = self._origin(index)
+        self.ops.append(OpRecord(-1, call, origin, self.phase, False, (), ()))
+        return index
 
     def _signature(self, func: Any, args: Any, kwargs: Any, out: Any) -> int:
         known = self._results.key
