@@ -17,6 +17,7 @@ from typing import Any
 from recoup.capture.calls import CallRecord, CallRecorder
 from recoup.capture.folding import Block, Folding, Irregular, Loop, Zone
 from recoup.capture.tracker import OpRecord, StorageRecord, Tracker
+from recoup.ir.trace import Signature
 
 _Key = tuple[str, str, int]  # kind ("F", "B": forward and backward of a call; "gF", "gB": the ops after it), path, call
 _Name = tuple[str, str, int, int]  # the key and a number
@@ -72,6 +73,43 @@ def unfold(folding: Folding) -> None:
         _Unfolder(folding).run()
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Stepping:
+    """A signature with numbers that grow evenly from call to call: where a step's slice begins, say."""
+
+    one: Signature
+    other: Signature
+    at: int
+    away: int
+
+    def step(self, index: int) -> Signature:
+        """Returns the signature in the given call."""
+
+        def value(a: Any, b: Any) -> Any:
+            if isinstance(a, tuple):
+                return tuple(value(x, y) for x, y in zip(a, b, strict=True))
+            return a if a == b else a + (index - self.at) * (b - a) // self.away
+
+        return dataclasses.replace(
+            self.one, args=value(self.one.args, self.other.args), kwargs=value(self.one.kwargs, self.other.kwargs)
+        )
+
+    def is_even(self) -> bool:
+        """Whether the two signatures differ in nothing but integers."""
+
+        def is_alike(a: Any, b: Any) -> bool:
+            if isinstance(a, tuple):
+                return isinstance(b, tuple) and len(a) == len(b) and all(map(is_alike, a, b))
+            return a == b or (type(a) is type(b) is int and (b - a) % self.away == 0)
+
+        one, other = self.one, self.other
+        return (
+            is_alike(one.args, other.args)
+            and is_alike(one.kwargs, other.kwargs)
+            and dataclasses.replace(one, args=(), kwargs=()) == dataclasses.replace(other, args=(), kwargs=())
+        )
+
+
 class _Unfolder:
     def __init__(self, folding: Folding) -> None:
         self.tracker: Tracker = folding.tracker
@@ -96,6 +134,7 @@ class _Unfolder:
                 for block in blocks.values():
                     for storage, slot in block.slots.items():
                         self.slots[storage] = (kind, path, block.index, slot)
+        self._signatures: dict[str, int] = {}
         self.inflows: dict[tuple[str, int, int], int] = {}  # (path, class, input) -> which storage of the backward
         self.patterns: dict[tuple[str, str, int, int], _Pattern] = {}
         # -- the new recording
@@ -227,7 +266,7 @@ class _Unfolder:
         if pair[0] is None or pair[1] is None:
             raise Irregular(path, f"call {one} or {other} leaves nothing to compare with")
         first, second = self._relative(pair[0]), self._relative(pair[1])
-        pattern = self._unify(first, second, f"calls {one} and {other}", path)
+        pattern = self._unify(first, second, one, other, path)
         self.patterns[kind, path, zone.low, place] = pattern
         return pattern
 
@@ -327,8 +366,10 @@ class _Unfolder:
         found = self.tracker.signatures[signature]
         return found.name, len(found.args), found.flops, found.bytes_moved, found.output_bytes
 
-    def _unify(self, one: _Pattern, other: _Pattern, what: str, path: str) -> _Pattern:
-        """Returns the recording that both are, each reference the one of its two forms that both share."""
+    def _unify(self, one: _Pattern, other: _Pattern, at: int, other_at: int, path: str) -> _Pattern:
+        """Returns the recording that both calls are, each reference the one of its two forms that both share."""
+        what = f"calls {at} and {other_at}"
+        signatures = self.tracker.signatures
 
         def merge(a: Any, b: Any) -> Any:
             if _is_pair(a) and _is_pair(b):
@@ -350,6 +391,13 @@ class _Unfolder:
             a, b = getattr(one, field.name), getattr(other, field.name)
             if field.name == "deaths":
                 a, b = sorted(a, key=_death_order), sorted(b, key=_death_order)
+            if field.name == "ops" and len(a) == len(b):
+                for i, (x, y) in enumerate(zip(a, b, strict=True)):
+                    if x[0] != y[0] and isinstance(x[0], int):
+                        stepping = _Stepping(signatures[x[0]], signatures[y[0]], at, other_at - at)
+                        if not stepping.is_even():
+                            raise Irregular(path, f"{what} run other ops: {stepping.one} {stepping.other}")
+                        a[i], b[i] = (stepping, *x[1:]), (stepping, *y[1:])
             fields[field.name] = merge(a, b)
         return _Pattern(**fields)
 
@@ -357,7 +405,6 @@ class _Unfolder:
 
     def run(self) -> None:
         self._number_calls()
-        self._first_seen = self._signatures_seen()
         for storage in range(self.marks[0][0]):  # there before the step
             self.new_storage[storage] = storage
             self.storages.append(self.tracker.storages[storage])
@@ -389,6 +436,7 @@ class _Unfolder:
         self._settle_deaths()
         self._settle_saves()
         self._settle_calls()
+        self._number_signatures()
         tracker = self.tracker
         tracker.ops, tracker.storages, tracker.writes = self.ops, self.storages, self.writes
         tracker.random_ops, tracker.rederive_links = self.random, self.links
@@ -477,11 +525,9 @@ class _Unfolder:
             if dies is not None:
                 self.dies[new] = begin + dies
         for i, (signature, phase, replayed, of, at, inputs, outputs) in enumerate(pattern.ops):
-            if segment.block is not None and segment.block.folded and self._first_seen[signature] > segment.ops[0]:
-                raise Irregular(path, "an op would be seen first in a folded call")
             self.ops.append(
                 OpRecord(
-                    signature,
+                    self._signature(signature, index),
                     call + of,
                     origin + at if kind == "B" else begin + i,
                     phase,
@@ -525,7 +571,7 @@ class _Unfolder:
         if (
             len(found.ops) != len(pattern.ops)
             or found.births != pattern.births
-            or [o[:5] for o in found.ops] != [o[:5] for o in pattern.ops]
+            or [o[:5] for o in found.ops] != [(self._signature(o[0], index), *o[1:5]) for o in pattern.ops]
             or found.random != pattern.random
             or len(found.saves) != len(pattern.saves)
             or found.given != pattern.given
@@ -587,11 +633,25 @@ class _Unfolder:
         if not is_same:
             raise Irregular(path, f"what is done after call {index} is not what is done after others")
 
-    def _signatures_seen(self) -> dict[int, int]:
-        seen: dict[int, int] = {}
-        for i, op in enumerate(self.tracker.ops):
-            seen.setdefault(op.signature, i)
-        return seen
+    def _signature(self, found: int | _Stepping, index: int) -> int:
+        """Returns the number of an op's signature in the given call."""
+        if isinstance(found, int):
+            return found
+        signatures = self.tracker.signatures
+        if not self._signatures:
+            self._signatures = {repr(s): i for i, s in enumerate(signatures)}
+        wanted = found.step(index)
+        known = self._signatures.setdefault(repr(wanted), len(signatures))
+        if known == len(signatures):
+            signatures.append(wanted)
+        return known
+
+    def _number_signatures(self) -> None:
+        """Numbers signatures in the order in which they are first seen."""
+        order: dict[int, int] = {}
+        for op in self.ops:
+            op.signature = order.setdefault(op.signature, len(order))
+        self.tracker.signatures = [self.tracker.signatures[i] for i in order]
 
     # -- calls, deaths, saves -----------------------------------------------------------------------------------
 
