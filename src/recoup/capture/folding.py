@@ -28,8 +28,9 @@ from recoup.capture.calls import CallRecorder
 from recoup.capture.tracker import Tracker
 from recoup.engine import regions
 from recoup.engine.attributes import walk
-from recoup.engine.lineage import current_recorder
+from recoup.engine.lineage import Value, current_recorder
 from recoup.engine.patch import PatchedForward, find_patch
+from recoup.engine.rederive import Kept
 
 _WATCHED_CALLS = 24
 _FIRST_STEPS, _LAST_STEPS = 4, 4
@@ -145,6 +146,35 @@ class _Result:
     template: _compat.FakeTemplate | None
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Lineage:
+    """What the recorder of a rederive plan knows after a call that it did not before.
+
+    Attributes:
+        turns: how many saved tensors it counted. inputs, results: those that are kept from this call on.
+        derived: results that are not kept, and might be rebuilt.
+    """
+
+    turns: int = 0
+    inputs: tuple[int, ...] = ()
+    results: tuple[int, ...] = ()
+    derived: tuple[int, ...] = ()
+
+
+class _Unknown(Value):
+    """What a result of a folded call might be rebuilt from is not known: nobody may ask."""
+
+    __slots__ = ("folding",)
+    folding: Folding
+
+    def alive(self) -> Any | None:
+        """Returns what keeps it; a question that only ops that are compared may ask."""
+        found = super().alive()
+        if found is None and not self.folding.comparing:
+            self.folding.failed = "a tensor might be rebuilt from what a folded call made"
+        return found
+
+
 @dataclasses.dataclass(slots=True)
 class Surface:
     """What can be seen of a call from outside, enough to stand for it."""
@@ -156,7 +186,9 @@ class Surface:
     flows: tuple[int, ...]
     gradients: list[_compat.FakeTemplate]
     num_calls: dict[str, int]
-    random: Any
+    shapes: Any
+    held: tuple[tuple[int, ...], tuple[int, ...]]
+    lineage: _Lineage
 
     def looks(self) -> Any:
         """Returns what must be the same for two calls to be alike."""
@@ -166,6 +198,9 @@ class Surface:
             [(id(table), name) for table, name, _ in self.changes],
             self.flows,
             self.num_calls,
+            self.shapes,
+            self.held,
+            self.lineage,
         )
 
 
@@ -176,7 +211,9 @@ class _Bridge(torch.autograd.Function):
     def forward(ctx: Any, loop: Loop, surface: Surface, index: int, anchor: Any, *inputs: torch.Tensor) -> Any:
         ctx.loop, ctx.surface, ctx.index, ctx.block = loop, surface, index, None
         ctx.set_materialize_grads(False)
-        return loop.mark_forward(surface, index)
+        made = loop.mark_forward(surface, index)
+        ctx.held = loop.holding = []  # filled when all results are there
+        return made
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
@@ -199,6 +236,8 @@ class Loop:
         self.forwards: dict[int, Block] = {}
         self.backwards: dict[int, Block] = {}
         self.surfaces: dict[int, Surface] = {}
+        self.holding: list[Any] = []
+        self._compares = False
         self._first = first
         self._folding = folding
         self._modules = [m for _, m in walk(module)]
@@ -225,12 +264,19 @@ class Loop:
         index, self.index = self.index, self.index + 1
         entry = self._enter(args, kwargs)
         zone = self.zone(index)
+        # From the first folded call to the end of the last one that is compared with them.
+        self._compare(any(z.low <= index < z.high + z.period for z in self.zones) or self.counts)
         if zone is None:
             return self._execute(index, entry, original, args, kwargs)
         surface = self.surfaces.get(zone.low - zone.period + (index - zone.low) % zone.period)
         if surface is None or surface.description != entry.description:
             raise Irregular(self.path, f"call {index} is given something else than the calls before")
         return self._stand_in(surface, index, entry)
+
+    def _compare(self, compares: bool) -> None:
+        if compares != self._compares:
+            self._compares = compares
+            self._folding.comparing += 1 if compares else -1
 
     # -- what a call finds --------------------------------------------------------------------------------------
 
@@ -288,7 +334,10 @@ class Loop:
             tracker.num_rederived,
         )
         call, first_storage = tracker.call, len(tracker.storages)
+        kept_before = self._kept(entry.tensors) if is_model else None
         output = original(*args, **kwargs)
+        if any(index == z.high + z.period - 1 for z in self.zones):
+            self._compare(False)
         block = self.forwards[index] = Block(
             path=self.path,
             index=index,
@@ -305,7 +354,9 @@ class Loop:
             made = {p: n - num_calls.get(p, 0) for p, n in after.items() if n != num_calls.get(p, 0)}
             if chance != random.getstate():
                 raise Irregular(self.path, "it draws from Python's random numbers")
-            self.surfaces[index] = self._surface(entry, output, node, first_storage, made, block)
+            self.surfaces[index] = self._surface(
+                entry, output, node, first_storage, made, block, kept_before
+            )
             before = self.surfaces.get(index - self._period(index))
             if before is not None and before.looks() != self.surfaces[index].looks():
                 raise Irregular(self.path, f"call {index} does something else than the one before")
@@ -333,7 +384,14 @@ class Loop:
         return dict(state.calls) if state is not None else {}
 
     def _surface(
-        self, entry: _Entry, output: Any, node: int, first_storage: int, made: dict[str, int], block: Block
+        self,
+        entry: _Entry,
+        output: Any,
+        node: int,
+        first_storage: int,
+        made: dict[str, int],
+        block: Block,
+        kept_before: Any,
     ) -> Surface:
         results: list[torch.Tensor] = []
         seen: dict[int, int] = {}
@@ -376,6 +434,15 @@ class Loop:
         for i, tensor in enumerate(results):
             if tensor.requires_grad and made_results[i].source < 0:
                 tensor.register_hook(note(i))  # type: ignore[no-untyped-call]
+        turn, inputs_kept, _ = self._kept(entry.tensors)
+        _, results_kept, results_made = self._kept(results)
+        fresh = [i for i, r in enumerate(made_results) if r.source < 0]
+        lineage = _Lineage(
+            turns=turn - kept_before[0],
+            inputs=tuple(i for i, kept in enumerate(inputs_kept) if kept and not kept_before[1][i]),
+            results=tuple(i for i in fresh if results_kept[i]),
+            derived=tuple(i for i in fresh if not results_kept[i] and results_made[i]),
+        )
         skeleton = _skeleton(output, seen)
         return Surface(
             description=entry.description,
@@ -385,17 +452,37 @@ class Loop:
             flows=flows,
             gradients=[_compat.FakeTemplate(self._like(entry.tensors[i])) for i in flows],
             num_calls=made,
-            random=(shape, shapes),
+            shapes=(shape, shapes),
+            held=self._held(entry.tensors, results, block),
+            lineage=lineage,
         )
 
-    def _like(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _held(
+        self, inputs: list[torch.Tensor], results: list[torch.Tensor], block: Block
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Returns which inputs and results autograd keeps for the call."""
         tracker = self._folding.tracker
-        tracker.recording = False
-        try:
-            with torch.no_grad():
-                return torch.empty_like(tensor)
-        finally:
-            tracker.recording = True
+        saved = {storage for _, _, storage, _ in tracker.saves[slice(*block.saves)]}
+        known = {id(t) for t in inputs}
+        return (
+            tuple(i for i, t in enumerate(inputs) if tracker.find(t) in saved),
+            tuple(i for i, t in enumerate(results) if id(t) not in known and tracker.find(t) in saved),
+        )
+
+    def _kept(self, tensors: list[torch.Tensor]) -> tuple[int, list[bool], list[bool]]:
+        """Returns what the recorder of a rederive plan knows: its count, which tensors are kept, which are made."""
+        recorder = current_recorder()
+        if recorder is None:
+            return 0, [False] * len(tensors), [False] * len(tensors)
+        values = [recorder.value_of(t) for t in tensors]
+        with self._folding.compared():
+            kept = [v.kept is not None and v.alive() is not None for v in values]
+        made = [v.made is not None or v.random_mask or type(v) is _Unknown for v in values]
+        return recorder.turn, kept, made
+
+    def _like(self, tensor: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad(), self._folding.tracker.unobserved():
+            return torch.empty_like(tensor)
 
     # -- calls that are left out --------------------------------------------------------------------------------
 
@@ -424,9 +511,30 @@ class Loop:
                 results.append(next(fresh))
             else:
                 results.append(self._make(result, block, i))
+        if torch.is_grad_enabled():
+            self.holding += [entry.tensors[i].untyped_storage() for i in surface.held[0]]
+            self.holding += [results[i].untyped_storage() for i in surface.held[1]]
+            self._stand_in_lineage(surface.lineage, entry.tensors, results)
+        self.holding = []
         for table, name, skeleton in surface.changes:
             table[name] = _fill(skeleton, results)
         return _fill(surface.output, results)
+
+    def _stand_in_lineage(self, lineage: _Lineage, inputs: list[torch.Tensor], results: list[torch.Tensor]) -> None:
+        """Tells the recorder of a rederive plan what it would know after the call."""
+        recorder = current_recorder()
+        if recorder is None:
+            return
+        recorder.turn += lineage.turns
+        for i in lineage.derived:
+            value = _Unknown()
+            value.folding = self._folding
+            recorder.set_value(results[i], value)
+        with self._folding.tracker.unobserved():
+            for tensor in [*(inputs[i] for i in lineage.inputs), *(results[i] for i in lineage.results)]:
+                kept = Kept(tensor)
+                recorder.value_of(tensor).kept = weakref.ref(kept)
+                self.holding.append(kept)
 
     def mark_forward(self, surface: Surface, index: int) -> tuple[torch.Tensor, ...]:
         """Leaves the mark of a folded call's forward; returns its results that require gradients."""
@@ -448,6 +556,7 @@ class Loop:
         """Leaves the mark of a folded call's backward; returns gradients of what flows in."""
         tracker, surface = self._folding.tracker, ctx.surface
         at = tracker.mark()
+        ctx.held.clear()
         wanted = iter(grads)
         given = tuple(
             next(wanted) is not None if r.source < 0 and r.traits[4] else False for r in surface.results
@@ -476,6 +585,7 @@ class Folding:
         self.recorder = recorder
         self.loops: dict[str, Loop] = {}
         self.failed = ""
+        self.comparing = 0
         self._memory = memory
         self._watched: dict[tuple[str, int], int] = {}
         self._modules = dict(model.named_modules())
@@ -515,6 +625,15 @@ class Folding:
                 self._memory.excluded.add(path)
             else:
                 self._begin(path, None, count)
+
+    @contextlib.contextmanager
+    def compared(self) -> Iterator[None]:
+        """Marks what is compared with what other calls do: it may ask what it likes."""
+        self.comparing += 1
+        try:
+            yield
+        finally:
+            self.comparing -= 1
 
     def end_forward(self) -> None:
         """Checks the numbers of calls.

@@ -11,8 +11,9 @@ The *integer island*: ops whose tensor inputs are all real and whose results are
 from __future__ import annotations
 
 import bisect
+import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -178,7 +179,7 @@ class Tracker(_compat.dispatch_mode_class()):  # type: ignore[misc]
 
     def saved(self, tensor: torch.Tensor) -> None:
         """Notes that autograd keeps the tensor for the current call."""
-        if tensor.layout is not torch.strided:
+        if tensor.layout is not torch.strided or not self.recording:
             return
         index = self.find(tensor)
         if index is not None and self.phase in ("forward", "loss"):
@@ -187,6 +188,15 @@ class Tracker(_compat.dispatch_mode_class()):  # type: ignore[misc]
             packing_op = self._packing_op(tensor)
             self.saves.append((len(self.ops), self.call, index, packing_op))
             record.save(packing_op, self.call)
+
+    @contextlib.contextmanager
+    def unobserved(self) -> Iterator[None]:
+        """Takes no note of ops and saved tensors inside the block."""
+        before, self.recording = self.recording, False
+        try:
+            yield
+        finally:
+            self.recording = before
 
     def _packing_op(self, tensor: torch.Tensor) -> int:
         """Returns the op that saves `tensor` now: an input is packed before its op is dispatched, an output after."""

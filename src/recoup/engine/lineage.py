@@ -184,6 +184,10 @@ class Recorder(_compat.dispatch_mode_class()):  # type: ignore[misc]
         self._set(storage, value)
         return value
 
+    def set_value(self, tensor: torch.Tensor, value: Value) -> None:
+        """Sets the value of the tensor's storage, for one that no op was seen to make."""
+        self._set(tensor.untyped_storage(), value)
+
     def _set(self, storage: torch.UntypedStorage, value: Value) -> None:
         entry = _Entry(storage, self._forget)
         entry.address = storage._cdata
