@@ -29,7 +29,7 @@ from recoup.capture.tracker import Tracker
 from recoup.engine import regions
 from recoup.engine.attributes import walk
 from recoup.engine.lineage import Value, current_recorder
-from recoup.engine.patch import PatchedForward, find_patch
+from recoup.engine.patch import find_patch
 from recoup.engine.rederive import Kept
 
 _WATCHED_CALLS = 24
@@ -227,11 +227,19 @@ class Loop:
         counts: its calls are counted only; how many there are is not known.
     """
 
-    def __init__(self, folding: Folding, path: str, module: nn.Module, num_calls: int | None, first: int) -> None:
+    def __init__(
+        self,
+        folding: Folding,
+        path: str,
+        module: nn.Module,
+        num_calls: int | None,
+        zones: list[Zone],
+        first: int,
+    ) -> None:
         self.path = path
         self.counts = num_calls is None
         self.index = first
-        self.zones = [] if num_calls is None else _zones(module, path, num_calls)
+        self.zones = zones
         self.num_calls = num_calls
         self.forwards: dict[int, Block] = {}
         self.backwards: dict[int, Block] = {}
@@ -591,6 +599,11 @@ class Folding:
         self._modules = dict(model.named_modules())
         self._placed: list[tuple[nn.Module, Any]] = []
         self.anchor = torch.empty(0, requires_grad=True)
+        self._chunks: dict[int, tuple[int, int]] = {}  # of how many calls: (calls a chunk, calls in chunks)
+        for path, num_calls in memory.num_calls.items():
+            chunks = find_chunks(self._modules[path], num_calls)
+            if chunks is not None and chunks[0] > 1:
+                self._chunks[num_calls] = chunks
         for path, num_calls in memory.num_calls.items():
             if self._can_fold(path):
                 self._begin(path, num_calls, 0)
@@ -608,9 +621,13 @@ class Folding:
 
     def _begin(self, path: str, num_calls: int | None, first: int) -> None:
         module = self._modules[path]
-        loop = Loop(self, path, module, num_calls, first)
-        if num_calls is not None and not loop.zones:
-            return
+        zones = []
+        if num_calls is not None:
+            chunks = find_chunks(module, num_calls)
+            zones = [] if chunks is None else find_zones(num_calls, *self._chunks.get(num_calls, chunks))
+            if not zones:
+                return
+        loop = Loop(self, path, module, num_calls, zones, first)
         self.loops[path] = loop
         self._placed.append((module, module.__dict__.get("forward")))
         module.__dict__["forward"] = _FoldedForward(loop, module)
@@ -709,21 +726,27 @@ def _is_free_of_hooks(module: nn.Module) -> bool:
     )
 
 
-def _zones(module: nn.Module, path: str, num_calls: int) -> list[Zone]:
-    """Returns the parts of a loop in which calls are folded, with the plan that is in place."""
+def find_chunks(module: nn.Module, num_calls: int) -> tuple[int, int] | None:
+    """Returns how many calls the plan in place makes one region, and how many calls are in such regions.
+
+    (1, 0) without a plan for the module; None if its plan tells single calls apart.
+    """
     patched = find_patch(module)
-    decisions = getattr(getattr(patched, "settings", None), "decisions", ()) if isinstance(patched, PatchedForward) else ()
-    joins = getattr(getattr(patched, "settings", None), "joins", ()) if patched is not None else ()
-    if joins or any(d.call is not None or d.span for d in decisions):
-        return []
+    settings = patched.settings if patched is not None else None
+    decisions = getattr(settings, "decisions", ())
+    if getattr(settings, "joins", ()) or any(d.call is not None or d.span for d in decisions):
+        return None
     chunked = [d for d in decisions if d.chunk is not None]
+    if not chunked:
+        return 1, 0
     if len(chunked) > 1:
-        return []
+        return None
+    return chunked[0].chunk, num_calls if chunked[0].calls is None else min(chunked[0].calls, num_calls)
+
+
+def find_zones(num_calls: int, chunk: int, chunked_calls: int) -> list[Zone]:
+    """Returns the parts of a loop in which calls are folded."""
     zones = []
-    chunk, chunked_calls = 1, 0
-    if chunked:
-        chunk = chunked[0].chunk
-        chunked_calls = num_calls if chunked[0].calls is None else min(chunked[0].calls, num_calls)
     for start, stop, period in ((0, chunked_calls, chunk), (chunked_calls, num_calls, 1)):
         first, last = (_FIRST_STEPS, _LAST_STEPS) if period == 1 else (_FIRST_CHUNKS, _LAST_CHUNKS)
         units = (stop - start) // period
