@@ -369,9 +369,9 @@ class FakeTemplate:
         with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
             return self._wrapped(torch.empty_strided(self._shape, self._stride, dtype=self._dtype, device="meta"))
 
-    def view_of(self, base: torch.Tensor) -> torch.Tensor:
-        """Returns one in the memory of `base`."""
-        storage, offset = base.untyped_storage(), base.storage_offset() + self._offset
+    def view_of(self, base: torch.Tensor, away: int = 0) -> torch.Tensor:
+        """Returns one in the memory of `base`, `away` elements further on."""
+        storage, offset = base.untyped_storage(), base.storage_offset() + self._offset + away
         with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
             part = torch.empty(0, dtype=self._dtype, device="meta")
             return self._wrapped(part.set_(storage, offset, self._shape, self._stride))

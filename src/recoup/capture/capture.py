@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -180,18 +181,31 @@ def _capture_folded(spec: StepSpec, known: Trace | None, memory: FoldingMemory |
                     stepper.step()
             calls_released = _release_run(spec, device, memory) if known is None else None
             del gradients
-        if folding is not None:
-            unfold(folding)
-        return build_trace(
-            tracker=tracker,
-            recorder=recorder,
-            released=calls_released,
-            model=spec.model,
-            fingerprint=fingerprint(spec.model),
-            device=spec.dialect,
-            loss_source=source,
-            reason="",
-        )
+        with _without_collector():
+            if folding is not None:
+                unfold(folding)
+            return build_trace(
+                tracker=tracker,
+                recorder=recorder,
+                released=calls_released,
+                model=spec.model,
+                fingerprint=fingerprint(spec.model),
+                device=spec.dialect,
+                loss_source=source,
+                reason="",
+            )
+
+
+@contextlib.contextmanager
+def _without_collector() -> Iterator[None]:
+    """Lets Python's collector rest while many small objects are made, none in a cycle."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _release_run(spec: StepSpec, device: str, memory: FoldingMemory | None) -> Tracker | None:
@@ -211,7 +225,8 @@ def _release_run(spec: StepSpec, device: str, memory: FoldingMemory | None) -> T
         with tracker, hooks, contextlib.nullcontext() if folding is None else folding.on():
             _run(spec, batch, tracker, recorder, backward=False, folding=folding)
         if folding is not None:
-            unfold(folding)
+            with _without_collector():
+                unfold(folding)
     except (RecoupError, _Unfollowable):
         return None
     return tracker

@@ -276,6 +276,8 @@ class Loop:
         self._compare(any(z.low <= index < z.high + z.period for z in self.zones) or self.counts)
         if zone is None:
             return self._execute(index, entry, original, args, kwargs)
+        if self.counts:
+            tracker.counting = True  # nothing of this run will be used
         surface = self.surfaces.get(zone.low - zone.period + (index - zone.low) % zone.period)
         if surface is None or surface.description != entry.description:
             raise Irregular(self.path, f"call {index} is given something else than the calls before")

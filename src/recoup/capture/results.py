@@ -25,6 +25,10 @@ _UNDECLARED = frozenset({"aten::_unsafe_view", "aten::lift", "aten::lift_fresh",
 _READ_STORAGE = frozenset({"aten::as_strided", "aten::as_strided_", "aten::resize_", "aten::set_", "aten::resize_as_"})
 
 
+# Ops that take one step of many, and the position of its number.
+_STEPS = {torch.ops.aten.select.int: 2, torch.ops.aten.select_backward.default: 3}
+
+
 class _NotKept(Exception):
     """The op's arguments are none that a key could stand for."""
 
@@ -51,6 +55,9 @@ class FakeResults:
         self.key = key
         if key is None:
             return func(*args, **kwargs)
+        step = _STEPS.get(func)
+        if step is not None and not kwargs and len(args) > step:
+            return self._run_step(func, args, step)
         kept = self._kept.get(key)
         if kept is None:
             out = func(*args, **kwargs)
@@ -59,6 +66,30 @@ class FakeResults:
         if kept is _NEVER:
             return func(*args, **kwargs)
         return _make(kept, args)
+
+
+    def _run_step(self, func: Any, args: tuple[Any, ...], step: int) -> Any:
+        """Runs an op that takes one step of many, each by its number: the number says only where a view begins."""
+        number = args[step]
+        source, dim = args[0], args[step - 1]
+        rest = (*args[:step], *args[step + 1 :])
+        key = func, torch.get_default_dtype(), _key(rest)
+        kept = self._kept.get(key)
+        size = source.shape[dim] if func is torch.ops.aten.select.int else args[1][dim]
+        if kept is None or kept is _NEVER or not -size <= number < size:
+            out = func(*args)
+            if kept is None:
+                recipe = _recipe(func, args, {}, out, key)
+                self._kept[key] = (recipe, number % size, False) if recipe is not _NEVER else _NEVER
+            return out
+        recipe, first, is_sure = kept
+        away = (number % size - first) * source.stride()[dim] if func.is_view else 0
+        made = recipe[1].new() if recipe[0] == "new" else recipe[2].view_of(source, away)
+        if not is_sure and number % size != first:  # the second number shows whether that is so
+            out = func(*args)
+            self._kept[key] = (recipe, first, True) if _is_same(made, out) else _NEVER
+            return out
+        return made
 
 
 def _key(items: Any) -> tuple[Any, ...]:

@@ -102,7 +102,7 @@ class Tracker(_compat.dispatch_mode_class()):  # type: ignore[misc]
         writes: (op, storage) pairs of arguments changed in place. random_ops: ops that drew random numbers.
         saves: (ops so far, call, storage, op that saves it) of each tensor that autograd keeps, in order.
         marks: before each op, how many storages were known and saved tensors rederived.
-        bridge: stands for the calls that `folding` leaves out, if it does.
+        counting: ops run and are not recorded. bridge: stands for the calls that `folding` leaves out, if it does.
     """
 
     def __init__(self, *, island: bool, round_bytes: int = 1, dialect: str = "cpu") -> None:
@@ -122,6 +122,7 @@ class Tracker(_compat.dispatch_mode_class()):  # type: ignore[misc]
         self.marks: list[tuple[int, int]] = []
         self.bridge: Bridge | None = None
         self.recording = True
+        self.counting = False
         self._island = island
         self._results = FakeResults()
         self._round_bytes = round_bytes
@@ -229,7 +230,7 @@ class Tracker(_compat.dispatch_mode_class()):  # type: ignore[misc]
         if kwargs:
             _collect(tuple(kwargs.values()), tensors)
         out = self._run(func, args, kwargs, tensors)
-        if func.namespace == "prim":  # questions about a tensor's device and the like
+        if func.namespace == "prim" or self.counting:  # questions about a tensor's device and the like
             return out
         if self.bridge is not None and self.phase == "backward":
             node = _compat.current_backward_node()

@@ -61,6 +61,25 @@ class _Pattern:
     given: tuple[bool, ...] | None
 
 
+@dataclasses.dataclass(slots=True)
+class _Copied:
+    """A pattern made ready to be put in many times: each reference once, the ops with their numbers."""
+
+    refs: list[_Ref]
+    ops: list[tuple[Any, ...]]
+
+    @classmethod
+    def of(cls, pattern: _Pattern) -> _Copied:
+        """Returns a pattern's."""
+        numbers: dict[_Ref, int] = {}
+
+        def count(refs: Any) -> tuple[int, ...]:
+            return tuple(numbers.setdefault(ref, len(numbers)) for ref in refs)
+
+        ops = [(*op[:5], count(op[5]), count(op[6])) for op in pattern.ops]
+        return cls(list(numbers), ops)
+
+
 def unfold(folding: Folding) -> None:
     """Makes the tracker's and the recorder's lists what they would be without folding.
 
@@ -136,14 +155,17 @@ class _Unfolder:
                         self.slots[storage] = (kind, path, block.index, slot)
         self._signatures: dict[str, int] = {}
         self.inflows: dict[tuple[str, int, int], int] = {}  # (path, class, input) -> which storage of the backward
-        self.patterns: dict[tuple[str, str, int, int], _Pattern] = {}
+        self.patterns: dict[tuple[str, str, int], _Pattern] = {}
         # -- the new recording
         self.ops: list[OpRecord] = []
         self.storages: list[StorageRecord] = []
         self.calls: list[CallRecord] = []
         self.new_op: list[int] = []
         self.new_storage: dict[int, int] = {}
-        self.made: dict[_Name, int] = {}
+        self.bases: dict[_Key, int] = {}  # the new index of a segment's first storage
+        self.sizes: dict[_Key, int] = {}
+        self.copied: dict[int, _Copied] = {}
+        self.classes: dict[tuple[str, int], tuple[Zone | None, int]] = {}
         self.begins: dict[_Key, int] = {}
         self.dies: dict[int, int] = {}
         self.aliases: dict[int, int] = {}
@@ -236,28 +258,35 @@ class _Unfolder:
         return (*segment.key, storage - segment.storages[0])
 
     def _zone(self, path: str, index: int) -> Zone | None:
-        return next((z for z in self.loops[path].zones if z.start <= index < z.stop), None)
+        return self._place(path, index)[0]
+
+    def _place(self, path: str, index: int) -> tuple[Zone | None, int]:
+        """Returns the zone of a call, and the first folded call of its kind."""
+        found = self.classes.get((path, index))
+        if found is None:
+            zone = next((z for z in self.loops[path].zones if z.start <= index < z.stop), None)
+            found = (zone, zone.low + (index - zone.low) % zone.period if zone is not None else -1)
+            self.classes[path, index] = found
+        return found
 
     def _class(self, path: str, index: int) -> int:
-        zone = self._zone(path, index)
-        assert zone is not None
-        return zone.low + (index - zone.low) % zone.period
+        return self._place(path, index)[1]
 
     def _surface(self, path: str, index: int) -> Any:
-        zone = self._zone(path, index)
+        zone, first = self._place(path, index)
         assert zone is not None
-        return self.loops[path].surfaces[zone.low - zone.period + (index - zone.low) % zone.period]
+        return self.loops[path].surfaces[first - zone.period]
 
     # -- relative recordings ------------------------------------------------------------------------------------
 
     def _pattern(self, kind: str, path: str, index: int) -> _Pattern:
         """Returns what a call of the index' class does, from the two calls executed before folded ones."""
-        zone = self._zone(path, index)
+        zone, first = self._place(path, index)
         assert zone is not None
-        place = (index - zone.low) % zone.period
-        known = self.patterns.get((kind, path, zone.low, place))
+        known = self.patterns.get((kind, path, first))
         if known is not None:
             return known
+        place = first - zone.low
         if kind in ("F", "gF"):
             one, other = zone.low - zone.period + place, zone.low - 2 * zone.period + place
         else:
@@ -265,9 +294,8 @@ class _Unfolder:
         pair = [self.by_key.get((kind, path, i)) for i in (one, other)]
         if pair[0] is None or pair[1] is None:
             raise Irregular(path, f"call {one} or {other} leaves nothing to compare with")
-        first, second = self._relative(pair[0]), self._relative(pair[1])
-        pattern = self._unify(first, second, one, other, path)
-        self.patterns[kind, path, zone.low, place] = pattern
+        pattern = self._unify(self._relative(pair[0]), self._relative(pair[1]), one, other, path)
+        self.patterns[kind, path, first] = pattern
         return pattern
 
     def _refs(self, storage: int, segment: _Segment) -> tuple[_Ref, _Ref]:
@@ -423,8 +451,9 @@ class _Unfolder:
                     self._copy(segment, pattern)
                     begin = self.begins[segment.key]
                     self.new_op += range(begin, begin + segment.ops[1] - segment.ops[0])
+                    base = self.bases[segment.key]
                     for n, storage in enumerate(range(*segment.storages)):
-                        self.new_storage[storage] = self.made[(*segment.key, n)]
+                        self.new_storage[storage] = base + n
             elif folds:
                 pattern = self._pattern(kind, path, index)
                 self._learn_inflows(segment, pattern)
@@ -457,12 +486,12 @@ class _Unfolder:
         tracker = self.tracker
         path = segment.key[1]
         begin = self.begins[segment.key] = len(self.ops)
-        for n, storage in enumerate(range(*segment.storages)):
-            if storage in self.slots:
-                continue
-            self.new_storage[storage] = len(self.storages)
-            self.made[(*segment.key, n)] = len(self.storages)
-            self.storages.append(tracker.storages[storage])
+        base = self.bases[segment.key] = len(self.storages)
+        for storage in range(*segment.storages):
+            if storage not in self.slots:
+                self.new_storage[storage] = len(self.storages)
+                self.storages.append(tracker.storages[storage])
+        self.sizes[segment.key] = len(self.storages) - base
         for i in range(*segment.ops):
             op = tracker.ops[i]
             self.new_op.append(len(self.ops))
@@ -493,22 +522,23 @@ class _Unfolder:
         if found is not None:
             return found
         name = self._name(storage)
-        if name is None or name not in self.made:
-            raise Irregular(self.slots[storage][1] if storage in self.slots else "", f"no one tells what tensor {storage} is ({name}, {self.slots.get(storage)})")
-        return self.made[name]
+        if name is None or not 0 <= name[3] < self.sizes.get(name[:3], 0):
+            raise Irregular(self.slots[storage][1] if storage in self.slots else "", f"no one tells what {name} is")
+        return self.bases[name[:3]] + name[3]
 
     def _new(self, storages: Any) -> tuple[int, ...]:
-        return tuple(self._now(s) for s in storages)
+        return tuple([self._now(s) for s in storages])
 
     def _resolve(self, ref: _Ref, key: _Key) -> int:
         """Returns the storage that a reference means in the segment of the given key."""
         if ref[0] == "same":
             return self._now(ref[1])
-        name = (*key, ref[1]) if ref[0] == "own" else (ref[1], ref[2], key[2] + ref[3], ref[4])
-        found = self.made.get(name)
-        if found is None:
+        if ref[0] == "own":
+            return self.bases[key] + int(ref[1])
+        at = ref[1], ref[2], key[2] + ref[3]
+        if not 0 <= ref[4] < self.sizes.get(at, 0):
             raise Irregular(key[1], f"call {key[2]} refers to a tensor that is not there")
-        return found
+        return self.bases[at] + int(ref[4])
 
     def _copy(self, segment: _Segment, pattern: _Pattern) -> None:
         """Puts a call in as the pattern says."""
@@ -518,22 +548,28 @@ class _Unfolder:
             self.rederived += pattern.rederived
         call = self.new_call[self._call_of(path, index)]
         origin = self.begins["F", path, index]
-        for n, (nbytes, category, label, op, dies) in enumerate(pattern.births):
-            new = self.made[(*key, n)] = len(self.storages)
-            record = StorageRecord(nbytes, category, begin + op, new, label)  # type: ignore[arg-type]
-            self.storages.append(record)
+        base = self.bases[key] = len(self.storages)
+        self.sizes[key] = len(pattern.births)
+        for new, (nbytes, category, label, op, dies) in enumerate(pattern.births, base):
+            self.storages.append(StorageRecord(nbytes, category, begin + op, new, label))  # type: ignore[arg-type]
             if dies is not None:
                 self.dies[new] = begin + dies
-        for i, (signature, phase, replayed, of, at, inputs, outputs) in enumerate(pattern.ops):
-            self.ops.append(
+        copied = self.copied.get(id(pattern))
+        if copied is None:
+            copied = self.copied[id(pattern)] = _Copied.of(pattern)
+        where = [self._resolve(ref, key) for ref in copied.refs]
+        is_forward = kind == "F"
+        add = self.ops.append
+        for i, (signature, phase, replayed, of, at, inputs, outputs) in enumerate(copied.ops, begin):
+            add(
                 OpRecord(
-                    self._signature(signature, index),
+                    signature if type(signature) is int else self._signature(signature, index),
                     call + of,
-                    origin + at if kind == "B" else begin + i,
+                    i if is_forward else origin + at,
                     phase,
                     replayed,
-                    tuple(self._resolve(r, key) for r in inputs),
-                    tuple(self._resolve(r, key) for r in outputs),
+                    tuple([where[r] for r in inputs]),
+                    tuple([where[r] for r in outputs]),
                 )
             )
         for ref, i in pattern.deaths:
