@@ -142,13 +142,11 @@ def _capture_fake(spec: StepSpec, known: Trace | None) -> Trace:
             return _capture_folded(spec, known, memory)
         except Counted:
             continue
-        except Irregular as error:
-            if memory is None:
+        except (Irregular, StepError, _Unfollowable) as error:
+            if memory is None or not (memory.num_calls or isinstance(error, Irregular)):
                 raise
             memory.reasons.append(str(error))
-            if known is None:
-                memory.exclude(error.path)
-            else:
+            if known is not None or not memory.exclude(error.path if isinstance(error, Irregular) else ""):
                 memory = None
 
 

@@ -36,6 +36,7 @@ _WATCHED_CALLS = 24
 _FIRST_STEPS, _LAST_STEPS = 4, 4
 _FIRST_CHUNKS, _LAST_CHUNKS = 3, 4
 _FEWEST_FOLDED = 8
+_RECOUNTS = 8
 _PLAIN_TYPES = frozenset(
     {bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.Size, slice}
 )
@@ -55,6 +56,10 @@ class Irregular(BaseException):
         self.path = path
 
 
+class _Unlike(Exception):
+    """A tensor is of a kind that cannot be made anew."""
+
+
 class Counted(BaseException):
     """The forward of a step was run to count the calls of its loops; no error, so no model's `except` may eat it."""
 
@@ -65,19 +70,22 @@ class FoldingMemory:
 
     Attributes:
         num_calls: of each module path that may be folded. excluded: paths whose calls are not alike.
-        reasons: why captures of the step were not folded, for people.
+        reasons: why captures of the step were not folded, for people. recounts: how often numbers were found changed.
     """
 
     num_calls: dict[str, int] = dataclasses.field(default_factory=dict)
     excluded: set[str] = dataclasses.field(default_factory=set)
     reasons: list[str] = dataclasses.field(default_factory=list)
+    recounts: int = 0
 
-    def exclude(self, path: str) -> None:
-        """Forgets a loop, "": all of them."""
-        gone = [path] if path else list(self.num_calls)
-        self.excluded.update(gone)
+    def exclude(self, path: str) -> bool:
+        """Forgets a loop, "": all of them; returns whether that is news."""
+        gone = {path} if path else set(self.num_calls)
+        is_news = not gone <= self.excluded
+        self.excluded |= gone
         for name in gone:
             self.num_calls.pop(name, None)
+        return is_news
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -261,6 +269,12 @@ class Loop:
 
     def run(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Runs the next call, or stands for it."""
+        try:
+            return self._run(original, args, kwargs)
+        except _Unlike:
+            raise Irregular(self.path, "a tensor is of a kind that cannot be made anew") from None
+
+    def _run(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         folding = self._folding
         tracker, recorder = folding.tracker, folding.recorder
         if not recorder.listens():
@@ -389,9 +403,8 @@ class Loop:
 
     def _num_calls(self) -> dict[str, int]:
         """Returns how often the plan in place has counted each path so far."""
-        patched = find_patch(self._modules[0])
-        state = getattr(getattr(patched, "settings", None), "state", None)
-        return dict(state.calls) if state is not None else {}
+        counted = self._folding.counted
+        return dict(counted) if counted is not None else {}
 
     def _surface(
         self,
@@ -498,10 +511,9 @@ class Loop:
 
     def _stand_in(self, surface: Surface, index: int, entry: _Entry) -> Any:
         folding = self._folding
-        state = getattr(getattr(find_patch(self._modules[0]), "settings", None), "state", None)
-        if state is not None:
+        if folding.counted is not None:
             for path, made in surface.num_calls.items():
-                state.calls[path] = state.calls.get(path, 0) + made
+                folding.counted[path] = folding.counted.get(path, 0) + made
         block = self.forwards[index] = Block(path=self.path, index=index, folded=True, ops=(0, 0))
         block.inputs = self._find(entry.tensors)
         inputs = [entry.tensors[i] for i in surface.flows]
@@ -601,9 +613,11 @@ class Folding:
         self._modules = dict(model.named_modules())
         self._placed: list[tuple[nn.Module, Any]] = []
         self.anchor = torch.empty(0, requires_grad=True)
+        states = [p.settings.state for p in map(find_patch, model.modules()) if hasattr(p and p.settings, "state")]
+        self.counted: dict[str, int] | None = states[0].calls if states else None
         self._chunks: dict[int, tuple[int, int]] = {}  # of how many calls: (calls a chunk, calls in chunks)
         for path, num_calls in memory.num_calls.items():
-            chunks = find_chunks(self._modules[path], num_calls)
+            chunks = find_chunks(self._modules, path, num_calls)
             if chunks is not None and chunks[0] > 1:
                 self._chunks[num_calls] = chunks
         for path, num_calls in memory.num_calls.items():
@@ -625,7 +639,7 @@ class Folding:
         module = self._modules[path]
         zones = []
         if num_calls is not None:
-            chunks = find_chunks(module, num_calls)
+            chunks = find_chunks(self._modules, path, num_calls)
             zones = [] if chunks is None else find_zones(num_calls, *self._chunks.get(num_calls, chunks))
             if not zones:
                 return
@@ -658,8 +672,8 @@ class Folding:
         """Checks the numbers of calls.
 
         Raises:
-            Counted: if the run was only to count them; the memory has the numbers.
-            Irregular: if they are not what they were.
+            Counted: if the run was only to count them, or they are not what they were; the memory has the numbers.
+            Irregular: if they never are.
         """
         counted = {p: loop.index for p, loop in self.loops.items() if loop.counts}
         for path, num_calls in counted.items():
@@ -667,9 +681,14 @@ class Folding:
                 self._memory.num_calls[path] = num_calls
         if counted:
             raise Counted
-        for path, loop in self.loops.items():
-            if loop.index != loop.num_calls:
-                raise Irregular(path, f"it was called {loop.index} times, not {loop.num_calls}")
+        changed = {p: loop.index for p, loop in self.loops.items() if loop.index != loop.num_calls}
+        for path, num_calls in changed.items():
+            if num_calls < _WATCHED_CALLS or self._memory.recounts >= _RECOUNTS:
+                raise Irregular(path, f"it was called {num_calls} times, not {self.loops[path].num_calls}")
+            self._memory.num_calls[path] = num_calls
+        if changed:
+            self._memory.recounts += 1
+            raise Counted
 
     def takes(self, node: Any, func: Any, tensors: list[torch.Tensor], out: Any) -> bool:
         """Whether an op of backward only adds up what a folded call hands on; its result stands for that."""
@@ -728,17 +747,25 @@ def _is_free_of_hooks(module: nn.Module) -> bool:
     )
 
 
-def find_chunks(module: nn.Module, num_calls: int) -> tuple[int, int] | None:
+def find_chunks(modules: dict[str, nn.Module], path: str, num_calls: int) -> tuple[int, int] | None:
     """Returns how many calls the plan in place makes one region, and how many calls are in such regions.
 
-    (1, 0) without a plan for the module; None if its plan tells single calls apart.
+    (1, 0) without a plan for the module; None if its plan tells single calls apart, or has it in a larger region.
     """
-    patched = find_patch(module)
-    settings = patched.settings if patched is not None else None
-    decisions = getattr(settings, "decisions", ())
-    if getattr(settings, "joins", ()) or any(d.call is not None or d.span for d in decisions):
-        return None
-    chunked = [d for d in decisions if d.chunk is not None]
+    chunked: list[Any] = []
+    for name, module in modules.items():
+        patched = find_patch(module)
+        decisions = getattr(patched.settings, "decisions", ()) if patched is not None else ()
+        if patched is None or not decisions and not getattr(patched.settings, "joins", ()):
+            continue
+        if name == path:
+            chunked = [d for d in decisions if d.chunk is not None]
+        is_around = not name or path.startswith(f"{name}.")
+        if is_around and name != path and any(d.action in ("recompute", "tile") for d in decisions):
+            return None
+        is_inside = name == path or name.startswith(f"{path}.")
+        if is_inside and (patched.settings.joins or any(d.call is not None or d.span for d in decisions)):
+            return None
     if not chunked:
         return 1, 0
     if len(chunked) > 1:
@@ -764,7 +791,7 @@ def _traits(tensor: torch.Tensor) -> tuple[Any, ...]:
     traits = _compat.fake_traits(tensor)
     if traits is None:
         if _compat.is_fake(tensor):
-            raise Irregular("", "a tensor is of a kind that cannot be made anew")
+            raise _Unlike
         values = tuple(tensor.flatten().tolist()) if tensor.numel() <= 64 else id(tensor)
         return (tensor.shape, tensor.stride(), tensor.dtype, "real", tensor.requires_grad, values)
     return (*traits, tensor.grad_fn is None)
