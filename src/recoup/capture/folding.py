@@ -37,6 +37,7 @@ _FIRST_STEPS, _LAST_STEPS = 4, 4
 _FIRST_CHUNKS, _LAST_CHUNKS = 3, 4
 _FEWEST_FOLDED = 8
 _RECOUNTS = 8
+_LOOKED_AT = 64  # values of a real tensor
 _PLAIN_TYPES = frozenset(
     {bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.Size, slice}
 )
@@ -378,9 +379,7 @@ class Loop:
             made = {p: n - num_calls.get(p, 0) for p, n in after.items() if n != num_calls.get(p, 0)}
             if chance != random.getstate():
                 raise Irregular(self.path, "it draws from Python's random numbers")
-            self.surfaces[index] = self._surface(
-                entry, output, node, first_storage, made, block, kept_before
-            )
+            self.surfaces[index] = self._surface(entry, output, node, first_storage, made, block, kept_before)
             before = self.surfaces.get(index - self._period(index))
             if before is not None and before.looks() != self.surfaces[index].looks():
                 raise Irregular(self.path, f"call {index} does something else than the one before")
@@ -390,9 +389,7 @@ class Loop:
         """Whether the call is one that folded ones are compared with."""
         if self.counts:
             return self._first + _FIRST_STEPS - 2 <= index
-        return any(
-            z.low - 2 * z.period <= index < z.low or z.high <= index < z.high + 2 * z.period for z in self.zones
-        )
+        return any(z.low - 2 * z.period <= index < z.low or z.high <= index < z.high + 2 * z.period for z in self.zones)
 
     def _period(self, index: int) -> int:
         return next((z.period for z in self.zones if z.start <= index < z.stop), 1)
@@ -564,9 +561,7 @@ class Loop:
         at = tracker.mark()
         block = self.forwards[index]
         block.ops = (at, at + 1)
-        return tuple(
-            self._make(r, block, i) for i, r in enumerate(surface.results) if r.source < 0 and r.traits[4]
-        )
+        return tuple(self._make(r, block, i) for i, r in enumerate(surface.results) if r.source < 0 and r.traits[4])
 
     def _make(self, result: _Result, block: Block, i: int) -> torch.Tensor:
         assert result.template is not None
@@ -580,9 +575,7 @@ class Loop:
         at = tracker.mark()
         ctx.held.clear()
         wanted = iter(grads)
-        given = tuple(
-            next(wanted) is not None if r.source < 0 and r.traits[4] else False for r in surface.results
-        )
+        given = tuple(next(wanted) is not None if r.source < 0 and r.traits[4] else False for r in surface.results)
         block = self.backwards[ctx.index] = Block(path=self.path, index=ctx.index, folded=True, ops=(at, at + 1))
         block.given = given
         block.inputs = self._find([g for g in grads if g is not None])
@@ -613,7 +606,8 @@ class Folding:
         self._modules = dict(model.named_modules())
         self._placed: list[tuple[nn.Module, Any]] = []
         self.anchor = torch.empty(0, requires_grad=True)
-        states = [p.settings.state for p in map(find_patch, model.modules()) if hasattr(p and p.settings, "state")]
+        patches = [p for p in map(find_patch, model.modules()) if p is not None]
+        states = [p.settings.state for p in patches if hasattr(p.settings, "state")]
         self.counted: dict[str, int] | None = states[0].calls if states else None
         self._chunks: dict[int, tuple[int, int]] = {}  # of how many calls: (calls a chunk, calls in chunks)
         for path, num_calls in memory.num_calls.items():
@@ -756,7 +750,7 @@ def find_chunks(modules: dict[str, nn.Module], path: str, num_calls: int) -> tup
     for name, module in modules.items():
         patched = find_patch(module)
         decisions = getattr(patched.settings, "decisions", ()) if patched is not None else ()
-        if patched is None or not decisions and not getattr(patched.settings, "joins", ()):
+        if patched is None or (not decisions and not getattr(patched.settings, "joins", ())):
             continue
         if name == path:
             chunked = [d for d in decisions if d.chunk is not None]
@@ -792,7 +786,10 @@ def _traits(tensor: torch.Tensor) -> tuple[Any, ...]:
     if traits is None:
         if _compat.is_fake(tensor):
             raise _Unlike
-        values = tuple(tensor.flatten().tolist()) if tensor.numel() <= 64 else id(tensor)
+        values: Any = id(tensor)
+        if tensor.numel() <= _LOOKED_AT:
+            with _compat.without_dispatch_modes():
+                values = tuple(tensor.detach().flatten().tolist())
         return (tensor.shape, tensor.stride(), tensor.dtype, "real", tensor.requires_grad, values)
     return (*traits, tensor.grad_fn is None)
 

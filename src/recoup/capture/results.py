@@ -67,7 +67,6 @@ class FakeResults:
             return func(*args, **kwargs)
         return _make(kept, args)
 
-
     def _run_step(self, func: Any, args: tuple[Any, ...], step: int) -> Any:
         """Runs an op that takes one step of many, each by its number: the number says only where a view begins."""
         number = args[step]

@@ -328,7 +328,7 @@ class _Unfolder:
         for i in range(first, last):
             op = tracker.ops[i]
             where = (op.call - call, op.origin - origin) if not is_gap else (0, 0)
-            if not is_gap and not (0 <= where[0] and 0 <= where[1] < forward.ops[1] - forward.ops[0]):
+            if not is_gap and not (where[0] >= 0 and 0 <= where[1] < forward.ops[1] - forward.ops[0]):
                 raise Irregular(path, "an op stems from outside of its call")
             signature = op.signature if not is_gap else self._kind(op.signature)
             ops.append((signature, op.phase, op.replayed, *where, refs(op.inputs), refs(op.outputs)))
@@ -358,21 +358,21 @@ class _Unfolder:
         calls = []
         if kind == "F" and segment.block is not None:
             for i in range(segment.block.calls[0] + 1, segment.block.calls[1]):
-                record = self.recorder.calls[i]
+                inner = self.recorder.calls[i]
                 calls.append(
                     (
-                        record.path,
-                        record.kind,
-                        record.parent - call,
-                        tuple(c - call for c in record.children),
-                        record.first_op - first,
-                        record.last_op - first,
-                        refs(record.inputs),
-                        refs(record.outputs),
-                        record.input_grad_bytes,
-                        record.output_grad_bytes,
-                        record.chained,
-                        record.refusal,
+                        inner.path,
+                        inner.kind,
+                        inner.parent - call,
+                        tuple(c - call for c in inner.children),
+                        inner.first_op - first,
+                        inner.last_op - first,
+                        refs(inner.inputs),
+                        refs(inner.outputs),
+                        inner.input_grad_bytes,
+                        inner.output_grad_bytes,
+                        inner.chained,
+                        inner.refusal,
                     )
                 )
         return _Pattern(
@@ -602,7 +602,7 @@ class _Unfolder:
 
     def _check_landing(self, segment: _Segment, pattern: _Pattern) -> None:
         """Checks an executed call against the pattern; finds which storages stand for running sums."""
-        kind, path, index = key = segment.key
+        _, path, index = key = segment.key
         found = self._relative(segment)
         if (
             len(found.ops) != len(pattern.ops)

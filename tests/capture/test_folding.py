@@ -1,0 +1,152 @@
+"""Folded captures: the trace of a loop is the same, op by op, as when every call of it is run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from recoup.capture.capture import StepSpec, capture
+from recoup.capture.folding import FoldingMemory
+from recoup.capture.results import FakeResults
+from recoup.cost.devices import get_device
+from recoup.cost.roofline import RooflineCost
+from recoup.engine.handle import apply_decisions
+from recoup.ir.plan import Decision
+from recoup.ir.trace import Trace
+from recoup.planning import Planner
+from tests.capture.unrolled import IRREGULAR, REGULAR
+
+_STEPS = 60
+_QUICK = ("gru, stacked", "lstm", "neuron", "readout", "batch norm", "same input", "mask")
+
+
+def _spec(model: nn.Module, *, steps: int = _STEPS, folds: bool = True) -> StepSpec:
+    torch.manual_seed(0)
+    return StepSpec(
+        model=model,
+        batch=(torch.randn(steps, 4, 8),),
+        loss=lambda output, batch: output.float().pow(2).mean(),
+        optimizer=torch.optim.Adam,
+        folding=FoldingMemory() if folds else None,
+    )
+
+
+def _equal(one: Trace, other: Trace) -> None:
+    """Asserts equality field by field, so that a failure says where."""
+    for name in ("ops", "storages", "calls", "signatures"):
+        for i, (a, b) in enumerate(zip(getattr(one, name), getattr(other, name), strict=False)):
+            assert a == b, (name, i)
+    assert one == other
+
+
+def _planned(spec: StepSpec, decisions: Sequence[Decision], known: Trace) -> Trace:
+    with apply_decisions(spec.model, decisions):
+        return capture(spec, known=known)
+
+
+def _paths(name: str) -> str:
+    return "cell.0" if name == "two loops" else "cell"
+
+
+def _check(name: str, plans: Sequence[Sequence[Decision]] = ()) -> None:
+    model = REGULAR[name]()
+    plain, folded = _spec(model, folds=False), _spec(model)
+    trace = capture(plain)
+    _equal(capture(folded), trace)
+    assert folded.folding is not None
+    assert folded.folding.num_calls[_paths(name)] == _STEPS
+    for decisions in plans:
+        _equal(_planned(folded, decisions, trace), _planned(plain, decisions, trace))
+    assert not folded.folding.reasons
+
+
+@pytest.mark.parametrize("name", _QUICK)
+def test_the_trace_is_the_same(name: str) -> None:
+    _check(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REGULAR)
+def test_plans_traces_are_the_same(name: str) -> None:
+    chunk = {"path": _paths(name), "action": "recompute", "chunk": 4}
+    _check(
+        name,
+        [
+            (Decision(path="", action="rederive"),),
+            (Decision(**chunk, calls=41),),  # type: ignore[arg-type]
+            (Decision(**chunk, inside="rederive"),),  # type: ignore[arg-type]
+        ],
+    )
+
+
+@pytest.mark.parametrize("name", IRREGULAR)
+def test_what_is_not_alike_is_captured_in_full(name: str) -> None:
+    model = IRREGULAR[name]()
+    folded = _spec(model)
+    _equal(capture(folded), capture(_spec(model, folds=False)))
+    assert folded.folding is not None
+    assert "cell" in folded.folding.excluded
+
+
+def _num_ops_run(spec: StepSpec, monkeypatch: pytest.MonkeyPatch, known: Trace | None = None) -> int:
+    count = 0
+    run = FakeResults.run
+
+    def counting(self: FakeResults, func: Any, args: Any, kwargs: Any) -> Any:
+        nonlocal count
+        count += 1
+        return run(self, func, args, kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(FakeResults, "run", counting)
+        capture(spec, known=known)
+    return count
+
+
+def test_longer_loops_run_no_more_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = REGULAR["same input"]()  # nothing is done between its calls
+    specs = [_spec(model, steps=steps) for steps in (60, 120)]
+    once, twice = (_num_ops_run(spec, monkeypatch) for spec in specs)
+    assert once == twice
+    assert _num_ops_run(_spec(model, folds=False), monkeypatch) > 2 * once
+    traces = [capture(spec) for spec in specs]
+    assert len(traces[1].ops) > 1.9 * len(traces[0].ops)
+    with apply_decisions(model, (Decision(path="cell", action="recompute", chunk=4),)):
+        once, twice = (_num_ops_run(s, monkeypatch, t) for s, t in zip(specs, traces, strict=True))
+    assert once == twice
+
+
+def test_the_number_of_steps_may_change() -> None:
+    model = REGULAR["gru"]()
+    memory = FoldingMemory()
+    for steps in (60, 48, 72, 20):
+        spec = _spec(model, steps=steps)
+        again = StepSpec(model=model, batch=spec.batch, loss=spec.loss, optimizer=spec.optimizer, folding=memory)
+        _equal(capture(again), capture(_spec(model, steps=steps, folds=False)))
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    for name in ("neuron", "gru", "mask"):
+        model = REGULAR[name]()
+        before = {path: dict(module.__dict__) for path, module in model.named_modules()}
+        capture(_spec(model))
+        assert {path: dict(module.__dict__) for path, module in model.named_modules()} == before
+
+
+@pytest.mark.slow
+def test_plans_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for folds in (True, False):
+        torch.manual_seed(0)
+        model = REGULAR["lstm"]()
+        device = get_device("a100-80gb")
+        planner = Planner(
+            _spec(model, steps=80, folds=folds), cost=RooflineCost(device), actions=("rederive", "recompute")
+        )
+        candidates = [planner.fit(planner.plain.peak_bytes * percent // 100) for percent in (70, 40)]
+        found.append((planner.plain, candidates, planner.smallest(), planner.seen))
+    assert found[0] == found[1]
