@@ -21,7 +21,9 @@ from recoup.planning import Planner
 from tests.capture.unrolled import IRREGULAR, REGULAR
 
 _STEPS = 60
+_SLOW = ("deep", "loop in a loop")  # to capture
 _QUICK = ("gru, stacked", "lstm", "neuron", "readout", "batch norm", "same input", "mask")
+_SLOW_IRREGULAR = ("growing", "a context used twice", "second half")
 
 
 def _spec(model: nn.Module, *, steps: int = _STEPS, folds: bool = True) -> StepSpec:
@@ -73,21 +75,17 @@ def test_the_trace_is_the_same(name: str) -> None:
 @pytest.mark.parametrize("name", REGULAR)
 def test_plans_traces_are_the_same(name: str) -> None:
     chunk = {"path": _paths(name), "action": "recompute", "chunk": 4}
-    _check(
-        name,
-        [
-            (Decision(path="", action="rederive"),),
-            (Decision(**chunk, calls=41),),  # type: ignore[arg-type]
-            (Decision(**chunk, inside="rederive"),),  # type: ignore[arg-type]
-        ],
-    )
+    mixed = (Decision(**chunk, calls=41, inside="rederive"),)  # type: ignore[arg-type]
+    _check(name, [mixed] if name in _SLOW else [(Decision(path="", action="rederive"),), mixed])
 
 
-@pytest.mark.parametrize("name", IRREGULAR)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n in _SLOW_IRREGULAR else ()) for n in IRREGULAR]
+)
 def test_what_is_not_alike_is_captured_in_full(name: str) -> None:
     model = IRREGULAR[name]()
-    folded = _spec(model)
-    _equal(capture(folded), capture(_spec(model, folds=False)))
+    folded = _spec(model, steps=44)
+    _equal(capture(folded), capture(_spec(model, steps=44, folds=False)))
     assert folded.folding is not None
     assert "cell" in folded.folding.excluded
 
@@ -123,7 +121,7 @@ def test_longer_loops_run_no_more_ops(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_number_of_steps_may_change() -> None:
     model = REGULAR["gru"]()
     memory = FoldingMemory()
-    for steps in (60, 48, 72, 20):
+    for steps in (36, 48, 20):
         spec = _spec(model, steps=steps)
         again = StepSpec(model=model, batch=spec.batch, loss=spec.loss, optimizer=spec.optimizer, folding=memory)
         _equal(capture(again), capture(_spec(model, steps=steps, folds=False)))
@@ -145,8 +143,8 @@ def test_plans_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
         model = REGULAR["lstm"]()
         device = get_device("a100-80gb")
         planner = Planner(
-            _spec(model, steps=80, folds=folds), cost=RooflineCost(device), actions=("rederive", "recompute")
+            _spec(model, steps=64, folds=folds), cost=RooflineCost(device), actions=("rederive", "recompute")
         )
-        candidates = [planner.fit(planner.plain.peak_bytes * percent // 100) for percent in (70, 40)]
+        candidates = [planner.fit(planner.plain.peak_bytes * percent // 100) for percent in (70,)]
         found.append((planner.plain, candidates, planner.smallest(), planner.seen))
     assert found[0] == found[1]

@@ -632,6 +632,7 @@ class Folding:
     def _begin(self, path: str, num_calls: int | None, first: int) -> None:
         module = self._modules[path]
         zones = []
+        self.tracker.counting = False  # its first calls are looked at closely
         if num_calls is not None:
             chunks = find_chunks(self._modules, path, num_calls)
             zones = [] if chunks is None else find_zones(num_calls, *self._chunks.get(num_calls, chunks))
