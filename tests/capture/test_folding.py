@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from recoup.capture.capture import StepSpec, capture
-from recoup.capture.folding import FoldingMemory
 from recoup.capture.results import FakeResults
+from recoup.capture.zones import FoldingMemory
 from recoup.cost.devices import get_device
 from recoup.cost.roofline import RooflineCost
 from recoup.engine.handle import apply_decisions

@@ -20,7 +20,7 @@ from recoup import _compat
 from recoup.capture.calls import CallRecorder
 from recoup.capture.copies import SimulatedTransport
 from recoup.capture.fingerprint import fingerprint
-from recoup.capture.folding import Counted, Folding, FoldingMemory, Irregular
+from recoup.capture.folding import Folding
 from recoup.capture.optimizer import OptimizerLike, rebuild_optimizer
 from recoup.capture.snapshot import untouched
 from recoup.capture.step import Loss, call_model, loss_of
@@ -28,6 +28,7 @@ from recoup.capture.swap import fake_batch, swap_parameters
 from recoup.capture.trace import build_trace
 from recoup.capture.tracker import Tracker
 from recoup.capture.unfolding import unfold
+from recoup.capture.zones import Counted, FoldingMemory, Irregular
 from recoup.engine import activity
 from recoup.engine.nest import iterate_tensors, map_tensors
 from recoup.errors import RecoupError, StepError
