@@ -21,6 +21,7 @@ from recoup.planning import Planner
 from tests.capture.unrolled import IRREGULAR, REGULAR
 
 _STEPS = 60
+_BATCH = 64  # rows of 16 numbers: enough bytes for a tensor to be worth rederiving
 _SLOW = ("deep", "loop in a loop")  # to capture
 _QUICK = ("gru, stacked", "lstm", "neuron", "readout", "batch norm", "same input", "mask")
 _SLOW_IRREGULAR = ("growing", "a context used twice", "second half")
@@ -30,7 +31,7 @@ def _spec(model: nn.Module, *, steps: int = _STEPS, folds: bool = True) -> StepS
     torch.manual_seed(0)
     return StepSpec(
         model=model,
-        batch=(torch.randn(steps, 4, 8),),
+        batch=(torch.randn(steps, _BATCH, 8),),
         loss=lambda output, batch: output.float().pow(2).mean(),
         optimizer=torch.optim.Adam,
         folding=FoldingMemory() if folds else None,

@@ -100,7 +100,7 @@ class Masked(nn.Module):
 
     def forward(self, x: X, h: X) -> X:
         if self.mask is None:
-            self.mask = torch.bernoulli(torch.full((4, 16), 0.5))
+            self.mask = torch.bernoulli(torch.full(h.shape, 0.5))
         return torch.tanh(self.i(x) + self.h(h * self.mask))
 
 
@@ -110,7 +110,7 @@ class Average(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.i = nn.Linear(8, 16)
-        self.register_buffer("mean", torch.zeros(4, 16))
+        self.register_buffer("mean", torch.zeros(64, 16))
 
     def forward(self, x: X, h: X) -> X:
         z = torch.tanh(self.i(x) + h)

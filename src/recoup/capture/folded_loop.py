@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import sys
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,18 @@ import torch
 from torch import nn
 
 from recoup import _compat
-from recoup.capture.surface import Lineage, Result, Surface, Unlike, describe, fill, flows_of, skeleton_of, traits_of
+from recoup.capture.surface import (
+    Lineage,
+    Result,
+    Surface,
+    Unlike,
+    describe,
+    fill,
+    flows_of,
+    skeleton_of,
+    traits_of,
+    values_of,
+)
 from recoup.capture.zones import FIRST_STEPS, Irregular, Zone
 from recoup.engine import regions
 from recoup.engine.attributes import walk
@@ -65,11 +77,19 @@ class _Unknown(Value):
 
 @dataclasses.dataclass(slots=True)
 class _Entry:
-    """What a call finds: a description of everything but the tensors' identity, and the tensors."""
+    """What a call finds: a description of all but the tensors' identity, the values of real tensors, the tensors."""
 
     description: Any
+    values: Any
     tensors: list[torch.Tensor]
     state: list[tuple[dict[str, Any], str, Any]]
+
+
+def _chance() -> Any:
+    """Returns the state of Python's and numpy's random numbers."""
+    numpy = sys.modules.get("numpy")
+    state = numpy.random.get_state() if numpy is not None else None
+    return random.getstate(), None if state is None else (state[1].tobytes(), state[2])
 
 
 class Bridge(torch.autograd.Function):
@@ -155,7 +175,7 @@ class Loop:
         if self.counts:
             tracker.counting = True  # nothing of this run will be used
         surface = self.surfaces.get(zone.low - zone.period + (index - zone.low) % zone.period)
-        if surface is None or surface.description != entry.description:
+        if surface is None or not surface.fits(entry.description, entry.values):
             raise Irregular(self.path, f"call {index} is given something else than the calls before")
         return self._stand_in(surface, index, entry)
 
@@ -192,7 +212,8 @@ class Loop:
             id(recorder),
             recorder.deriving if recorder is not None else None,
         )
-        return _Entry((shape, tuple(traits), about), tensors, state)
+        values = tuple(values_of(t) for t in tensors if not _compat.is_fake(t))
+        return _Entry((shape, tuple(traits), about), values, tensors, state)
 
     def _state(self) -> list[tuple[dict[str, Any], str, Any]]:
         found = []
@@ -210,7 +231,7 @@ class Loop:
     def _execute(self, index: int, entry: _Entry, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         tracker, recorder = self._folding.tracker, self._folding.recorder
         is_model = self._is_model(index)
-        chance = random.getstate() if is_model else None
+        chance = _chance() if is_model else None
         num_calls = self._num_calls()
         node = _compat.next_node_number()
         ops, saves, links, rederived = (
@@ -221,6 +242,8 @@ class Loop:
         )
         call, first_storage = tracker.call, len(tracker.storages)
         kept_before = self._kept(entry.tensors) if is_model else None
+        nodes = [t.grad_fn for t in entry.tensors] if is_model else []
+        num_looks = tracker.num_looks
         output = original(*args, **kwargs)
         if any(index == z.high + z.period - 1 for z in self.zones):
             self._compare(False)
@@ -238,11 +261,16 @@ class Loop:
         if is_model:
             after = self._num_calls()
             made = {p: n - num_calls.get(p, 0) for p, n in after.items() if n != num_calls.get(p, 0)}
-            if chance != random.getstate():
-                raise Irregular(self.path, "it draws from Python's random numbers")
-            self.surfaces[index] = self._surface(entry, output, node, first_storage, made, block, kept_before)
+            if chance != _chance():
+                raise Irregular(self.path, "it draws random numbers outside of torch")
+            if any(t.grad_fn is not old for t, old in zip(entry.tensors, nodes, strict=True)):
+                raise Irregular(self.path, "it changes a tensor in place that needs gradients")
+            surface = self._surface(entry, output, node, first_storage, made, block, kept_before)
+            surface.looks_at_values = tracker.num_looks != num_looks
+            self.surfaces[index] = surface
             before = self.surfaces.get(index - self._period(index))
-            if before is not None and before.looks() != self.surfaces[index].looks():
+            is_first = self.counts or any(z.start <= index < z.low for z in self.zones)
+            if is_first and before is not None and before.looks() != self.surfaces[index].looks():
                 raise Irregular(self.path, f"call {index} does something else than the one before")
         return output
 
@@ -296,6 +324,8 @@ class Loop:
                 made_results.append(Result(traits, source, -1, None))
                 continue
             whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.dtype.itemsize
+            if not _compat.is_fake(tensor):
+                raise Irregular(self.path, "a result is no fake tensor")
             if found is None or found < first_storage or found in storages or tensor.storage_offset() or not whole:
                 raise Irregular(self.path, "a result shares memory with something else")
             storages.add(found)
@@ -327,6 +357,7 @@ class Loop:
         skeleton = skeleton_of(output, seen)
         return Surface(
             description=entry.description,
+            values=entry.values,
             results=made_results,
             output=skeleton,
             changes=[(table, name, skeleton_of(value, seen)) for table, name, value in changed],

@@ -64,6 +64,7 @@ class Surface:
     """What can be seen of a call from outside, enough to stand for it."""
 
     description: Any
+    values: Any
     results: list[Result]
     output: Any
     changes: list[tuple[dict[str, Any], str, Any]]
@@ -73,11 +74,17 @@ class Surface:
     shapes: Any
     held: tuple[tuple[int, ...], tuple[int, ...]]
     lineage: Lineage
+    looks_at_values: bool = False
+
+    def fits(self, description: Any, values: Any) -> bool:
+        """Whether a call that finds this is like the one it was read off."""
+        return bool(self.description == description and (values == self.values or not self.looks_at_values))
 
     def looks(self) -> Any:
         """Returns what must be the same for two calls to be alike."""
         return (
             self.description,
+            self.values if self.looks_at_values else None,
             [(r.traits, r.source, r.storage) for r in self.results],
             [(id(table), name) for table, name, _ in self.changes],
             self.flows,
@@ -89,7 +96,7 @@ class Surface:
 
 
 def traits_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Returns what ops can see of a tensor; of a small real one its values too.
+    """Returns what ops can see of a tensor, but for its values.
 
     Raises:
         Unlike: if it is of a kind that cannot be made anew.
@@ -98,12 +105,16 @@ def traits_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     if traits is None:
         if _compat.is_fake(tensor):
             raise Unlike
-        values: Any = id(tensor)
-        if tensor.numel() <= _LOOKED_AT:
-            with _compat.without_dispatch_modes():
-                values = tuple(tensor.detach().flatten().tolist())
-        return (tensor.shape, tensor.stride(), tensor.dtype, "real", tensor.requires_grad, values)
+        return (tensor.shape, tensor.stride(), tensor.dtype, "real", tensor.requires_grad)
     return (*traits, tensor.grad_fn is None)
+
+
+def values_of(tensor: torch.Tensor) -> Any:
+    """Returns the values of a real tensor, or, if it is large, which it is."""
+    if tensor.numel() > _LOOKED_AT:
+        return id(tensor)
+    with _compat.without_dispatch_modes():
+        return tuple(tensor.detach().flatten().tolist())
 
 
 def describe(value: Any, tensors: list[torch.Tensor], seen: dict[int, int], depth: int = 0) -> Any:

@@ -102,7 +102,8 @@ class Tracker(_compat.dispatch_mode_class()):  # type: ignore[misc]
         writes: (op, storage) pairs of arguments changed in place. random_ops: ops that drew random numbers.
         saves: (ops so far, call, storage, op that saves it) of each tensor that autograd keeps, in order.
         marks: before each op, how many storages were known and saved tensors rederived.
-        counting: ops run and are not recorded. bridge: stands for the calls that `folding` leaves out, if it does.
+        counting: ops run and are not recorded. num_looks: how many ops were asked of real tensors, whose values may
+            count. bridge: stands for the calls that `folding` leaves out, if it does.
     """
 
     def __init__(self, *, island: bool, round_bytes: int = 1, dialect: str = "cpu") -> None:
@@ -123,6 +124,7 @@ class Tracker(_compat.dispatch_mode_class()):  # type: ignore[misc]
         self.bridge: Bridge | None = None
         self.recording = True
         self.counting = False
+        self.num_looks = 0
         self._island = island
         self._results = FakeResults()
         self._round_bytes = round_bytes
@@ -246,6 +248,7 @@ class Tracker(_compat.dispatch_mode_class()):  # type: ignore[misc]
         if any(_compat.is_fake(t) for t in tensors):
             return self._results.run(func, args, kwargs)
         if tensors:
+            self.num_looks += 1
             if sum(t.numel() for t in tensors) <= _ISLAND_INPUT_ELEMENTS:
                 with _compat.without_dispatch_modes():
                     out = func(*args, **kwargs)
