@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 
+from recoup.capture.capture import levels_after_calls
+from recoup.engine.handle import apply_decisions
 from recoup.ir.plan import Inside
 from recoup.simulating import EVERYWHERE, Candidate, Simulator
 from recoup.solve.loops import StepLoop
 
 _TRIES = 2
 _MARGIN = 1.02
+_PROBED_CALLS = (24, 60)
+_PROBE_MARGIN = 1.05
 
 
 class LoopPlans:
@@ -34,14 +38,33 @@ class LoopPlans:
         buffers = tuple(sorted(b for p, found in self._simulator.mutated_buffers.items() if p == path for b in found))
         return self._simulator.simulate((self._loop.decision(num_calls, chunk=chunk, inside=inside, buffers=buffers),))
 
+    def _may_rederive(self, budget_bytes: int) -> bool:
+        """Whether the step may fit with everything rederived, by what its first calls keep under that plan.
+
+        Chains of rebuilt tensors reach from call to call, so such a step can seldom be folded: it takes long to simulate.
+        """
+        spec = self._simulator.spec
+        if self._simulator.trace.source != "fake":
+            return True
+        with apply_decisions(spec.model, EVERYWHERE):
+            levels = levels_after_calls(spec, self._loop.path, _PROBED_CALLS)
+        if len(levels) < len(_PROBED_CALLS):
+            return True
+        first, last = _PROBED_CALLS
+        storages = self._simulator.trace.storages
+        fixed_bytes = self._simulator.fixed_bytes + sum(s.nbytes for s in storages if s.category == "optimizer")
+        kept_bytes = (levels[1] - levels[0]) / (last - first) * (self._loop.num_calls - last)
+        return fixed_bytes + levels[1] + kept_bytes <= budget_bytes * _PROBE_MARGIN
+
     def fit(self, budget_bytes: int) -> None:
         """Simulates the loop in chunks, with as few of its calls in them as the budget allows.
 
         The peak falls about evenly with each call that is chunked, so two tries find how many are needed.
         """
         simulator = self._simulator
-        if self.rules and self._derives and simulator.simulate(EVERYWHERE).peak_bytes <= budget_bytes:
-            return
+        if self.rules and self._derives and self._may_rederive(budget_bytes):
+            if simulator.simulate(EVERYWHERE).peak_bytes <= budget_bytes:
+                return
         for inside in self._insides:
             all_calls = self._loop.num_calls
             whole = self._simulate(all_calls, inside=inside)

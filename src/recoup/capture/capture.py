@@ -90,6 +90,53 @@ def capture(spec: StepSpec, *, known: Trace | None = None) -> Trace:
     return _capture_real(spec, reason)
 
 
+class _Enough(BaseException):
+    """Ends a forward of which only the beginning is wanted; no error, so no model's `except` may eat it."""
+
+
+def levels_after_calls(spec: StepSpec, path: str, counts: tuple[int, ...]) -> list[int]:
+    """Returns the bytes that are alive when the module at `path` was called so many times, with what is applied now.
+
+    Only the forward up to there is run; the list is shorter if there are fewer calls.
+
+    Args:
+        counts: rising numbers of calls.
+
+    Raises:
+        StepError: if fake tensors cannot follow the step.
+    """
+    device, levels = _device_of(spec.model), []
+    with untouched(spec.model), _compat.quiet_fake_errors(), _compat.fake_tensor_mode():
+        parameters = swap_parameters(spec.model, device)
+        tracker = Tracker(island=True, round_bytes=spec.round_bytes, dialect=spec.dialect)
+        _register(spec.model, parameters, tracker)
+        batch = fake_batch(spec.batch, device)
+        for tensor in iterate_tensors(batch):
+            tracker.add(tensor, "batch", "batch")
+        recorder = CallRecorder(spec.model, tracker)
+        num_calls = 0
+
+        def watch(called: str, parent: int) -> None:
+            nonlocal num_calls
+            if called != path:
+                return
+            if num_calls in counts:
+                levels.append(sum(s.nbytes for s in tracker.storages if s.free_op < 0))
+            if num_calls == counts[-1]:
+                raise _Enough
+            num_calls += 1
+
+        recorder.watcher = watch
+        try:
+            with tracker, _saving(tracker):
+                _run(spec, batch, tracker, recorder, backward=False)
+        except _Enough:
+            pass
+        except _Unfollowable as error:
+            raise StepError(f"The step cannot be followed without data: {error}") from error
+    return levels
+
+
 def _run(
     spec: StepSpec,
     batch: Any,
