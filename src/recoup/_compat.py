@@ -7,6 +7,7 @@ these names out, or have them without types: that is what `type: ignore` stands 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -133,9 +134,15 @@ def fake_tensor_mode() -> Any:
 
 def is_fake(tensor: torch.Tensor) -> bool:
     """Whether the tensor is a fake one (torch 2.11, 2.13). Freed by: as `fake_tensor_mode`."""
+    return isinstance(tensor, _fake_tensor_class())
+
+
+@functools.cache
+def _fake_tensor_class() -> Any:
+    """Returns FakeTensor; kept, since it is asked for with each tensor of each op (torch 2.11, 2.13)."""
     from torch._subclasses.fake_tensor import FakeTensor
 
-    return isinstance(tensor, FakeTensor)
+    return FakeTensor
 
 
 def fake_device(tensor: Any) -> torch.device:
@@ -310,15 +317,13 @@ def mode_of_fake(tensor: Any) -> Any:
     return tensor.fake_mode
 
 
-def fake_traits(tensor: torch.Tensor) -> tuple[Any, ...] | None:
+def fake_traits(tensor: Any) -> tuple[Any, ...] | None:
     """Returns what an op's result takes of a fake tensor; None for another tensor or one with a value (torch 2.13).
 
     Where in its memory a tensor begins is not among it: results are new, or views that begin relative to it.
     Freed by: as `fake_tensor_mode`.
     """
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    if type(tensor) is not FakeTensor or tensor.constant is not None or tensor.layout is not torch.strided:
+    if type(tensor) is not _fake_tensor_class() or tensor.constant is not None or tensor.layout is not torch.strided:
         return None
     if tensor.is_neg() or tensor.is_conj() or tensor.is_inference():
         return None

@@ -41,7 +41,7 @@ class LoopPlans:
     def _may_rederive(self, budget_bytes: int) -> bool:
         """Whether the step may fit with everything rederived, by what its first calls keep under that plan.
 
-        Chains of rebuilt tensors reach from call to call, so such a step can seldom be folded: it takes long to simulate.
+        Chains of rebuilt tensors reach from call to call: such a step can seldom be folded and takes long to simulate.
         """
         spec = self._simulator.spec
         if self._simulator.trace.source != "fake":
@@ -62,9 +62,9 @@ class LoopPlans:
         The peak falls about evenly with each call that is chunked, so two tries find how many are needed.
         """
         simulator = self._simulator
-        if self.rules and self._derives and self._may_rederive(budget_bytes):
-            if simulator.simulate(EVERYWHERE).peak_bytes <= budget_bytes:
-                return
+        rederives = self.rules and self._derives and self._may_rederive(budget_bytes)
+        if rederives and simulator.simulate(EVERYWHERE).peak_bytes <= budget_bytes:
+            return
         for inside in self._insides:
             all_calls = self._loop.num_calls
             whole = self._simulate(all_calls, inside=inside)

@@ -108,7 +108,7 @@ def _num_ops_run(spec: StepSpec, monkeypatch: pytest.MonkeyPatch, known: Trace |
 
 def test_longer_loops_run_no_more_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     model = REGULAR["same input"]()  # nothing is done between its calls
-    specs = [_spec(model, steps=steps) for steps in (60, 120)]
+    specs = [_spec(model, steps=steps) for steps in (80, 160)]
     once, twice = (_num_ops_run(spec, monkeypatch) for spec in specs)
     assert once == twice
     assert _num_ops_run(_spec(model, folds=False), monkeypatch) > 2 * once

@@ -55,6 +55,22 @@ class Neuron(nn.Module):
         return spikes
 
 
+class Layered(nn.Module):
+    """The state's old tensor goes when the new one is bound, in the middle of the step; states in a tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.i, self.h = nn.Linear(8, 16), nn.Linear(16, 16)
+        self.v: Any = None
+
+    def forward(self, x: X) -> X:
+        old = self.v
+        u = self.i(x) if old is None else self.i(x) + 0.5 * old[0]
+        del old
+        self.v = (u, u.detach() * 2)
+        return torch.relu(self.h(torch.tanh(u)))
+
+
 class Both(Cell):
     """Its output is its state."""
 
@@ -395,6 +411,7 @@ REGULAR: dict[str, Callable[[], nn.Module]] = {
     "gru, stacked": lambda: Loop(nn.GRUCell(8, 16), _stack),
     "lstm": lambda: Loop(nn.LSTMCell(8, 16), _lstm),
     "neuron": lambda: Loop(Neuron(), _neuron),
+    "states in a tuple": lambda: Loop(Layered(), _neuron),
     "readout": lambda: Loop(Cell(), _readout),
     "dropout": lambda: Loop(Cell(dropout=0.2), _stack),
     "batch norm": lambda: Loop(Cell(batch_norm=True), _last),

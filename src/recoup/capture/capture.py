@@ -217,7 +217,10 @@ def _capture_folded(spec: StepSpec, known: Trace | None, memory: FoldingMemory |
             for tensor in iterate_tensors(batch):
                 tracker.add(tensor, "batch", "batch")
             recorder = CallRecorder(spec.model, tracker)
-            folding = None if memory is None else Folding(spec.model, tracker, recorder, memory)
+            folding = None
+            if memory is not None:
+                watches, likely = known is None, _longest(batch)
+                folding = Folding(spec.model, tracker, recorder, memory, watches=watches, likely=likely)
             with tracker, _saving(tracker), contextlib.nullcontext() if folding is None else folding.on():
                 source = _run(spec, batch, tracker, recorder, backward=True, folding=folding)
             gradients = _note_gradients(parameters, tracker)
@@ -240,6 +243,11 @@ def _capture_folded(spec: StepSpec, known: Trace | None, memory: FoldingMemory |
                 loss_source=source,
                 reason="",
             )
+
+
+def _longest(batch: Any) -> int:
+    """Returns the largest dimension of the batch's tensors: what a loop over time is most likely to run over."""
+    return max((max(t.shape, default=0) for t in iterate_tensors(batch)), default=0)
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 import random
 import sys
 import weakref
@@ -14,11 +15,13 @@ from torch import nn
 
 from recoup import _compat
 from recoup.capture.surface import (
+    PLAIN_TYPES,
     Lineage,
     Result,
     Surface,
     Unlike,
     describe,
+    edge_of,
     fill,
     flows_of,
     skeleton_of,
@@ -34,6 +37,7 @@ from recoup.engine.rederive import Kept
 if TYPE_CHECKING:
     from recoup.capture.folding import Folding
 
+_NOT_PLAIN = object()
 _SKIPPED = (frozenset(nn.Module().__dict__) | {"forward"}) - {"training"}
 
 
@@ -83,6 +87,41 @@ class _Entry:
     values: Any
     tensors: list[torch.Tensor]
     state: list[tuple[dict[str, Any], str, Any]]
+
+    def let_go(self) -> None:
+        """Forgets the tensors."""
+        self.tensors, self.state = [], []
+
+
+@dataclasses.dataclass(slots=True)
+class _Before:
+    """What a call found, kept without its tensors.
+
+    Attributes:
+        tensors: weak references. edges: see `edge_of`. gradients: how to make one of each that may get one.
+        state: (table, name, the tensor or the object's identity, whether it holds tensors) of attributes.
+        values, kept, turn: what the recorder of a rederive plan knew. num_calls: counted by the plan in place.
+        chance: random numbers outside of torch. num_looks: see `Tracker`.
+    """
+
+    tensors: list[weakref.ref[torch.Tensor]]
+    edges: list[tuple[int, int] | None]
+    gradients: list[_compat.FakeTemplate | None]
+    state: list[tuple[dict[str, Any], str, Any, bool]]
+    values: list[Value]
+    kept: list[bool]
+    turn: int
+    num_calls: dict[str, int]
+    chance: Any
+    num_looks: int
+
+
+def _holds_tensors(value: Any) -> bool:
+    if isinstance(value, torch.Tensor) or type(value) in PLAIN_TYPES:
+        return False
+    found: list[torch.Tensor] = []
+    describe(value, found, {})
+    return bool(found)
 
 
 def _chance() -> Any:
@@ -139,6 +178,9 @@ class Loop:
         self._first = first
         self._folding = folding
         self._modules = [m for _, m in walk(module)]
+        self._last_state: list[Any] = []
+        self._plain: Any = ()
+        self._rest: list[int] = []
         self._seen: list[weakref.ref[torch.Tensor]] = []
         self._parent: int | None = None
 
@@ -147,6 +189,9 @@ class Loop:
         if self.counts:
             begin = self._first + FIRST_STEPS
             return Zone(self._first, 1 << 62, 1, begin, 1 << 62) if index >= begin else None
+        if self.num_calls is not None and index >= self.num_calls:  # there are more than there were thought to be
+            self.counts, self._first = True, self.zones[0].low - FIRST_STEPS
+            return self.zone(index)
         return next((z for z in self.zones if z.low <= index < z.high), None)
 
     def run(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -190,9 +235,15 @@ class Loop:
         tensors: list[torch.Tensor] = []
         seen: dict[int, int] = {}
         state = self._state()
+        held = [value if type(value) in PLAIN_TYPES else _NOT_PLAIN for _, _, value in state]
+        if len(held) != len(self._last_state) or not all(map(operator.is_, held, self._last_state)):
+            self._last_state = held
+            self._plain = tuple((id(t), name, v if type(v) in PLAIN_TYPES else None) for t, name, v in state)
+            self._rest = [i for i, v in enumerate(held) if v is _NOT_PLAIN]
         shape = (
             describe((args, kwargs), tensors, seen),
-            tuple((id(table), name, describe(value, tensors, seen)) for table, name, value in state),
+            self._plain,
+            tuple([describe(state[i][2], tensors, seen) for i in self._rest]),
         )
         storages: dict[int, int] = {}
         traits = []
@@ -218,21 +269,19 @@ class Loop:
     def _state(self) -> list[tuple[dict[str, Any], str, Any]]:
         found = []
         for module in self._modules:
-            attributes = module.__dict__
-            for name, value in attributes.items():
-                if name not in _SKIPPED:
-                    found.append((attributes, name, value))
-            for name, value in module._buffers.items():
-                found.append((module._buffers, name, value))
+            attributes, buffers = module.__dict__, module._buffers
+            found += [(attributes, name, value) for name, value in attributes.items() if name not in _SKIPPED]
+            if buffers:
+                found += [(buffers, name, value) for name, value in buffers.items()]
         return found
 
     # -- calls that are run -------------------------------------------------------------------------------------
 
     def _execute(self, index: int, entry: _Entry, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         tracker, recorder = self._folding.tracker, self._folding.recorder
-        is_model = self._is_model(index)
-        chance = _chance() if is_model else None
-        num_calls = self._num_calls()
+        before = self._note(entry) if self._is_model(index) else None
+        inputs = self._find(entry.tensors)
+        entry.let_go()  # nothing may live longer because it is looked at
         node = _compat.next_node_number()
         ops, saves, links, rederived = (
             len(tracker.ops),
@@ -241,9 +290,6 @@ class Loop:
             tracker.num_rederived,
         )
         call, first_storage = tracker.call, len(tracker.storages)
-        kept_before = self._kept(entry.tensors) if is_model else None
-        nodes = [t.grad_fn for t in entry.tensors] if is_model else []
-        num_looks = tracker.num_looks
         output = original(*args, **kwargs)
         if any(index == z.high + z.period - 1 for z in self.zones):
             self._compare(False)
@@ -256,23 +302,38 @@ class Loop:
             links=(links, len(tracker.rederive_links)),
             calls=(call, len(recorder.calls)),
             rederived=tracker.num_rederived - rederived,
-            inputs=self._find(entry.tensors),
+            inputs=inputs,
         )
-        if is_model:
-            after = self._num_calls()
-            made = {p: n - num_calls.get(p, 0) for p, n in after.items() if n != num_calls.get(p, 0)}
-            if chance != _chance():
-                raise Irregular(self.path, "it draws random numbers outside of torch")
-            if any(t.grad_fn is not old for t, old in zip(entry.tensors, nodes, strict=True)):
-                raise Irregular(self.path, "it changes a tensor in place that needs gradients")
-            surface = self._surface(entry, output, node, first_storage, made, block, kept_before)
-            surface.looks_at_values = tracker.num_looks != num_looks
-            self.surfaces[index] = surface
-            before = self.surfaces.get(index - self._period(index))
+        if before is not None:
+            surface = self.surfaces[index] = self._surface(entry, before, output, node, first_storage, block)
+            last = self.surfaces.get(index - self._period(index))
             is_first = self.counts or any(z.start <= index < z.low for z in self.zones)
-            if is_first and before is not None and before.looks() != self.surfaces[index].looks():
+            if is_first and last is not None and last.looks() != surface.looks():
                 raise Irregular(self.path, f"call {index} does something else than the one before")
         return output
+
+    def _note(self, entry: _Entry) -> _Before:
+        """Returns what is to be compared after the call, without holding a tensor."""
+        recorder = current_recorder()
+        is_static = [static for _, static, _ in entry.description[1]]
+        return _Before(
+            tensors=[weakref.ref(t) for t in entry.tensors],
+            edges=[edge_of(t) for t in entry.tensors],
+            gradients=[
+                None if edge_of(t) is None or static else _compat.FakeTemplate(self._like(t))
+                for t, static in zip(entry.tensors, is_static, strict=True)
+            ],
+            state=[
+                (table, name, weakref.ref(v) if isinstance(v, torch.Tensor) else id(v), _holds_tensors(v))
+                for table, name, v in entry.state
+            ],
+            values=[] if recorder is None else [recorder.value_of(t) for t in entry.tensors],
+            kept=self._kept([] if recorder is None else [recorder.value_of(t) for t in entry.tensors]),
+            turn=0 if recorder is None else recorder.turn,
+            num_calls=self._num_calls(),
+            chance=_chance(),
+            num_looks=self._folding.tracker.num_looks,
+        )
 
     def _is_model(self, index: int) -> bool:
         """Whether the call is one that folded ones are compared with."""
@@ -293,45 +354,80 @@ class Loop:
         return dict(counted) if counted is not None else {}
 
     def _surface(
-        self,
-        entry: _Entry,
-        output: Any,
-        node: int,
-        first_storage: int,
-        made: dict[str, int],
-        block: Block,
-        kept_before: Any,
+        self, entry: _Entry, before: _Before, output: Any, node: int, first_storage: int, block: Block
     ) -> Surface:
+        """Returns what was seen of a call that ran.
+
+        Raises:
+            Irregular: if no other call could be stood for by it.
+        """
+        if before.chance != _chance():
+            raise Irregular(self.path, "it draws random numbers outside of torch")
+        inputs = [ref() for ref in before.tensors]
+        if any(t is not None and edge_of(t) != edge for t, edge in zip(inputs, before.edges, strict=True)):
+            raise Irregular(self.path, "it changes a tensor in place that needs gradients")
         results: list[torch.Tensor] = []
         seen: dict[int, int] = {}
         shape = describe(output, results, seen)
-        after = self._state()
-        if len(after) != len(entry.state) or any(
-            a[0] is not b[0] or a[1] != b[1] for a, b in zip(after, entry.state, strict=True)
-        ):
-            raise Irregular(self.path, "its modules gain or lose attributes")
-        changed = [new for new, old in zip(after, entry.state, strict=True) if new[2] is not old[2]]
+        changed = self._changed(before)
         shapes = [describe(value, results, seen) for _, _, value in changed]
-        sources = {id(t): i for i, t in enumerate(entry.tensors)}
-        tracker = self._folding.tracker
-        made_results = []
+        sources = {id(t): i for i, t in enumerate(inputs) if t is not None}
+        made_results = self._results(results, sources, first_storage)
+        self._note_gradients(results, made_results, block)
+        flows = flows_of(
+            [edge if g is not None else None for edge, g in zip(before.edges, before.gradients, strict=True)],
+            [t for t in results if id(t) not in sources],
+            node,
+        )
+        after = self._num_calls()
+        return Surface(
+            description=entry.description,
+            values=entry.values,
+            results=made_results,
+            output=skeleton_of(output, seen),
+            changes=[(table, name, skeleton_of(value, seen)) for table, name, value in changed],
+            flows=flows,
+            gradients=[g for i in flows if (g := before.gradients[i]) is not None],
+            num_calls={p: n - before.num_calls.get(p, 0) for p, n in after.items() if n != before.num_calls.get(p, 0)},
+            shapes=(shape, shapes),
+            held=self._held(results, made_results, block),
+            lineage=self._lineage(before, results, made_results),
+            looks_at_values=self._folding.tracker.num_looks != before.num_looks,
+        )
+
+    def _changed(self, before: _Before) -> list[tuple[dict[str, Any], str, Any]]:
+        """Returns the attributes that the call has bound anew; nests of tensors count as bound anew."""
+        after = self._state()
+        if [(id(table), name) for table, name, _ in after] != [(id(t), name) for t, name, _, _ in before.state]:
+            raise Irregular(self.path, "its modules gain or lose attributes")
+        found = []
+        for (table, name, value), (_, _, old, held_tensors) in zip(after, before.state, strict=True):
+            is_old = old() is value if isinstance(old, weakref.ref) else old == id(value)
+            if not is_old or held_tensors or _holds_tensors(value):
+                found.append((table, name, value))
+        return found
+
+    def _results(self, tensors: list[torch.Tensor], sources: dict[int, int], first_storage: int) -> list[Result]:
+        made: list[Result] = []
         storages: set[int] = set()
-        for tensor in results:
+        for tensor in tensors:
             source = sources.get(id(tensor), -1)
             traits = traits_of(tensor)
-            found = tracker.find(tensor)
             if source >= 0:
-                made_results.append(Result(traits, source, -1, None))
+                made.append(Result(traits, source, -1, None))
                 continue
-            whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.dtype.itemsize
+            found = self._folding.tracker.find(tensor)
             if not _compat.is_fake(tensor):
                 raise Irregular(self.path, "a result is no fake tensor")
+            whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.dtype.itemsize
             if found is None or found < first_storage or found in storages or tensor.storage_offset() or not whole:
                 raise Irregular(self.path, "a result shares memory with something else")
             storages.add(found)
-            made_results.append(Result(traits, -1, found - first_storage, _compat.FakeTemplate(tensor)))
-        varying = [t for t, (_, is_static, _) in zip(entry.tensors, entry.description[1], strict=True) if not is_static]
-        flows = flows_of(entry.tensors, varying, [t for t in results if id(t) not in sources], node)
+            made.append(Result(traits, -1, found - first_storage, _compat.FakeTemplate(tensor)))
+        return made
+
+    def _note_gradients(self, tensors: list[torch.Tensor], results: list[Result], block: Block) -> None:
+        """Has the block told which of its results get a gradient."""
         given = [False] * len(results)
         block.given = ()
 
@@ -342,55 +438,40 @@ class Loop:
 
             return hook
 
-        for i, tensor in enumerate(results):
-            if tensor.requires_grad and made_results[i].source < 0:
+        for i, tensor in enumerate(tensors):
+            if tensor.requires_grad and results[i].source < 0:
                 tensor.register_hook(note(i))  # type: ignore[no-untyped-call]
-        turn, inputs_kept, _ = self._kept(entry.tensors)
-        _, results_kept, results_made = self._kept(results)
-        fresh = [i for i, r in enumerate(made_results) if r.source < 0]
-        lineage = Lineage(
-            turns=turn - kept_before[0],
-            inputs=tuple(i for i, kept in enumerate(inputs_kept) if kept and not kept_before[1][i]),
-            results=tuple(i for i in fresh if results_kept[i]),
-            derived=tuple(i for i in fresh if not results_kept[i] and results_made[i]),
-        )
-        skeleton = skeleton_of(output, seen)
-        return Surface(
-            description=entry.description,
-            values=entry.values,
-            results=made_results,
-            output=skeleton,
-            changes=[(table, name, skeleton_of(value, seen)) for table, name, value in changed],
-            flows=flows,
-            gradients=[_compat.FakeTemplate(self._like(entry.tensors[i])) for i in flows],
-            num_calls=made,
-            shapes=(shape, shapes),
-            held=self._held(entry.tensors, results, block),
-            lineage=lineage,
-        )
 
     def _held(
-        self, inputs: list[torch.Tensor], results: list[torch.Tensor], block: Block
+        self, tensors: list[torch.Tensor], results: list[Result], block: Block
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Returns which inputs and results autograd keeps for the call."""
         tracker = self._folding.tracker
         saved = {storage for _, _, storage, _ in tracker.saves[slice(*block.saves)]}
-        known = {id(t) for t in inputs}
         return (
-            tuple(i for i, t in enumerate(inputs) if tracker.find(t) in saved),
-            tuple(i for i, t in enumerate(results) if id(t) not in known and tracker.find(t) in saved),
+            tuple(i for i, storage in enumerate(block.inputs) if storage in saved),
+            tuple(i for i, t in enumerate(tensors) if results[i].source < 0 and tracker.find(t) in saved),
         )
 
-    def _kept(self, tensors: list[torch.Tensor]) -> tuple[int, list[bool], list[bool]]:
-        """Returns what the recorder of a rederive plan knows: its count, which tensors are kept, which are made."""
+    def _kept(self, values: list[Value]) -> list[bool]:
+        with self._folding.compared():
+            return [v.kept is not None and v.alive() is not None for v in values]
+
+    def _lineage(self, before: _Before, tensors: list[torch.Tensor], results: list[Result]) -> Lineage:
         recorder = current_recorder()
         if recorder is None:
-            return 0, [False] * len(tensors), [False] * len(tensors)
+            return Lineage()
         values = [recorder.value_of(t) for t in tensors]
-        with self._folding.compared():
-            kept = [v.kept is not None and v.alive() is not None for v in values]
+        kept = self._kept(values)
         made = [v.made is not None or v.random_mask or type(v) is _Unknown for v in values]
-        return recorder.turn, kept, made
+        fresh = [i for i, r in enumerate(results) if r.source < 0]
+        inputs_kept = zip(before.kept, self._kept(before.values), strict=True)
+        return Lineage(
+            turns=recorder.turn - before.turn,
+            inputs=tuple(i for i, (old, new) in enumerate(inputs_kept) if new and not old),
+            results=tuple(i for i in fresh if kept[i]),
+            derived=tuple(i for i in fresh if not kept[i] and made[i]),
+        )
 
     def _like(self, tensor: torch.Tensor) -> torch.Tensor:
         with torch.no_grad(), self._folding.tracker.unobserved():

@@ -34,11 +34,25 @@ _RECOUNTS = 8
 class Folding:
     """Folds the loops of one run of a step; a context manager, entered after the recorder.
 
+    Args:
+        watches: whether to look for loops that the memory does not know. likely: how many calls such a loop may have.
+
     Attributes:
         loops: by path. failed: why the recording cannot be unfolded, if something came up in backward.
     """
 
-    def __init__(self, model: nn.Module, tracker: Tracker, recorder: CallRecorder, memory: FoldingMemory) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        tracker: Tracker,
+        recorder: CallRecorder,
+        memory: FoldingMemory,
+        *,
+        watches: bool = False,
+        likely: int = 0,
+    ) -> None:
+        self._watches = watches
+        self._likely = likely
         self.tracker = tracker
         self.recorder = recorder
         self.loops: dict[str, Loop] = {}
@@ -88,12 +102,15 @@ class Folding:
 
     def watch(self, path: str, parent: int) -> None:
         """Takes note of a call; one that comes again and again is counted from then on."""
-        if path in self.loops or path in self._memory.excluded or parent < 0 or self._memory.num_calls:
+        if not self._watches or path in self.loops or path in self._memory.excluded or parent < 0:
             return
         count = self._watched[path, parent] = self._watched.get((path, parent), 0) + 1
         if count == _WATCHED_CALLS and not any(path.startswith(f"{p}.") for p in self.loops):
             if sum(p == path for p, _ in self._watched) > 1 or not _is_free_of_hooks(self._modules[path]):
                 self._memory.excluded.add(path)
+            elif self._likely > 2 * _WATCHED_CALLS and path not in self._memory.num_calls:
+                self._memory.num_calls[path] = self._likely
+                raise Counted
             else:
                 self._begin(path, None, count)
 
@@ -113,17 +130,12 @@ class Folding:
             Counted: if the run was only to count them, or they are not what they were; the memory has the numbers.
             Irregular: if they never are.
         """
-        counted = {p: loop.index for p, loop in self.loops.items() if loop.counts}
-        for path, num_calls in counted.items():
-            if not any(path.startswith(f"{p}.") for p in counted):
-                self._memory.num_calls[path] = num_calls
-        if counted:
-            raise Counted
         changed = {p: loop.index for p, loop in self.loops.items() if loop.index != loop.num_calls}
         for path, num_calls in changed.items():
             if num_calls < _WATCHED_CALLS or self._memory.recounts >= _RECOUNTS:
                 raise Irregular(path, f"it was called {num_calls} times, not {self.loops[path].num_calls}")
-            self._memory.num_calls[path] = num_calls
+            if not any(path.startswith(f"{p}.") for p in changed):
+                self._memory.num_calls[path] = num_calls
         if changed:
             self._memory.recounts += 1
             raise Counted

@@ -12,7 +12,7 @@ from torch import nn
 from recoup import _compat
 
 _LOOKED_AT = 64  # values of a real tensor
-_PLAIN_TYPES = frozenset(
+PLAIN_TYPES = frozenset(
     {bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.Size, slice}
 )
 _DEPTH = 3
@@ -120,7 +120,7 @@ def values_of(tensor: torch.Tensor) -> Any:
 def describe(value: Any, tensors: list[torch.Tensor], seen: dict[int, int], depth: int = 0) -> Any:
     """Returns what a value is, with each distinct tensor as its number; the tensors are added to the list."""
     kind = type(value)
-    if kind in _PLAIN_TYPES:
+    if kind in PLAIN_TYPES:
         return kind, value if kind is not slice else (value.start, value.stop, value.step)
     if isinstance(value, torch.Tensor):
         number = seen.get(id(value))
@@ -167,35 +167,36 @@ def _map(function: Callable[[Any], Any], nest: Any) -> Any:
     return nest
 
 
-def flows_of(
-    inputs: list[torch.Tensor], varying: list[torch.Tensor], results: list[torch.Tensor], first_node: int
-) -> tuple[int, ...]:
-    """Returns which of the `varying` inputs the results' gradients flow to, through nodes made since `first_node`.
+def edge_of(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """Returns where a tensor's gradient goes: the number of its node, and which of the node's results it is.
+
+    None if it needs no gradient or is a leaf.
+    """
+    node = tensor.grad_fn
+    return None if node is None else (_compat.node_number(node), tensor.output_nr)
+
+
+def flows_of(edges: list[tuple[int, int] | None], results: list[torch.Tensor], first_node: int) -> tuple[int, ...]:
+    """Returns which of the inputs with these edges the results' gradients flow to, through nodes since `first_node`.
 
     What is handed to every call alike gets its gradients from the calls that are run.
     """
-    kinds = {id(t) for t in varying}
-    wanted: dict[tuple[int, int], int] = {}
-    held = []
-    for i, tensor in enumerate(inputs):
-        if id(tensor) in kinds and tensor.requires_grad and tensor.grad_fn is not None:
-            held.append(tensor.grad_fn)
-            wanted[id(tensor.grad_fn), tensor.output_nr] = i
+    wanted = {edge: i for i, edge in enumerate(edges) if edge is not None}
     found: set[int] = set()
     stack = [t.grad_fn for t in results if t.grad_fn is not None]
     visited: set[int] = set()
     while stack:
         node = stack.pop()
-        if id(node) in visited:
+        number = _compat.node_number(node)
+        if number in visited:
             continue
-        visited.add(id(node))
-        held.append(node)
-        for following, number in node.next_functions:
+        visited.add(number)
+        for following, result in node.next_functions:
             if following is None:
                 continue
-            held.append(following)
-            if (id(following), number) in wanted:
-                found.add(wanted[id(following), number])
-            if first_node <= _compat.node_number(following) < 2**63:
+            at = _compat.node_number(following)
+            if (at, result) in wanted:
+                found.add(wanted[at, result])
+            if first_node <= at < 2**63:
                 stack.append(following)
     return tuple(sorted(found))
