@@ -34,6 +34,8 @@ from recoup.engine.nest import iterate_tensors, map_tensors
 from recoup.errors import RecoupError, StepError
 from recoup.ir.trace import Trace
 
+_OLD_THRESHOLD = 1000  # collections of the middle generation before one of the old
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepSpec:
@@ -200,7 +202,7 @@ def _capture_fake(spec: StepSpec, known: Trace | None) -> Trace:
 
 def _capture_folded(spec: StepSpec, known: Trace | None, memory: FoldingMemory | None) -> Trace:
     device = _device_of(spec.model)
-    with untouched(spec.model), _compat.quiet_fake_errors():
+    with untouched(spec.model), _compat.quiet_fake_errors(), _few_full_collections():
         mode = _compat.fake_tensor_mode()
         old = [(id(p), path) for path, p in spec.model.named_parameters()]
         with mode:
@@ -248,6 +250,17 @@ def _capture_folded(spec: StepSpec, known: Trace | None, memory: FoldingMemory |
 def _longest(batch: Any) -> int:
     """Returns the largest dimension of the batch's tensors: what a loop over time is most likely to run over."""
     return max((max(t.shape, default=0) for t in iterate_tensors(batch)), default=0)
+
+
+@contextlib.contextmanager
+def _few_full_collections() -> Iterator[None]:
+    """Has Python's collector look at what is old but rarely: records pile up that are in no cycle."""
+    young, middle, old = gc.get_threshold()
+    gc.set_threshold(young, middle, max(old, _OLD_THRESHOLD))
+    try:
+        yield
+    finally:
+        gc.set_threshold(young, middle, old)
 
 
 @contextlib.contextmanager

@@ -67,6 +67,11 @@ class Copied:
 
     refs: list[Ref]
     ops: list[tuple[Any, ...]]
+    read: tuple[int, ...]
+    deaths: list[tuple[int, int]]
+    saves: list[tuple[int, int, int, int]]
+    writes: list[tuple[int, int]]
+    links: list[tuple[int, tuple[int, ...]]]
 
     @classmethod
     def of(cls, pattern: Pattern) -> Copied:
@@ -76,8 +81,19 @@ class Copied:
         def count(refs: Any) -> tuple[int, ...]:
             return tuple(numbers.setdefault(ref, len(numbers)) for ref in refs)
 
+        def one(ref: Ref) -> int:
+            return numbers.setdefault(ref, len(numbers))
+
         ops = [(*op[:5], count(op[5]), count(op[6])) for op in pattern.ops]
-        return cls(list(numbers), ops)
+        return cls(
+            ops=ops,
+            read=tuple({number for op in ops for number in op[5]}),
+            deaths=[(one(ref), at) for ref, at in pattern.deaths],
+            saves=[(at, call, one(ref), before) for at, call, ref, before in pattern.saves],
+            writes=[(op, one(ref)) for op, ref in pattern.writes],
+            links=[(op, count(refs)) for op, refs in pattern.links],
+            refs=list(numbers),
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -64,8 +64,7 @@ class _Unfolder(Recording):
             if segment.block is not None and (folds or self._lands(kind, zone, index)):
                 pattern = self.pattern_of(kind, path, index)
                 if segment.block.folded:
-                    self._copy(segment, pattern)
-                    self._check_folded(segment, pattern)
+                    self._check_folded(segment, pattern, self._copy(segment, pattern))
                     self.new_op += [self.begins[segment.key]]
                 else:
                     self._check_landing(segment, pattern)
@@ -161,8 +160,8 @@ class _Unfolder(Recording):
             raise Irregular(key[1], f"call {key[2]} refers to a tensor that is not there")
         return self.bases[at] + int(ref[4])
 
-    def _copy(self, segment: Segment, pattern: Pattern) -> None:
-        """Puts a call in as the pattern says."""
+    def _copy(self, segment: Segment, pattern: Pattern) -> list[int]:
+        """Puts a call in as the pattern says; returns the storages of the copy's references."""
         kind, path, index = key = segment.key
         begin = self.begins[key] = len(self.ops)
         if segment.block is not None and segment.block.folded:
@@ -193,17 +192,17 @@ class _Unfolder(Recording):
                     tuple([where[r] for r in outputs]),
                 )
             )
-        for ref, i in pattern.deaths:
-            self.dies[self._resolve(ref, key)] = begin + i
-        for at, of, ref, before in pattern.saves:
-            self.saves.append((begin + at, call + of, self._resolve(ref, key), begin + at - before))
-        self.writes += [(begin + i, self._resolve(r, key)) for i, r in pattern.writes]
-        self.links += [(begin + i, [self._resolve(r, key) for r in refs]) for i, refs in pattern.links]
+        for ref, i in copied.deaths:
+            self.dies[where[ref]] = begin + i
+        self.saves += [(begin + at, call + of, where[r], begin + at - before) for at, of, r, before in copied.saves]
+        self.writes += [(begin + i, where[r]) for i, r in copied.writes]
+        self.links += [(begin + i, [where[r] for r in refs]) for i, refs in copied.links]
         self.random += [begin + i for i in pattern.random]
+        return where
 
     # -- checks -------------------------------------------------------------------------------------------------
 
-    def _check_folded(self, segment: Segment, pattern: Pattern) -> None:
+    def _check_folded(self, segment: Segment, pattern: Pattern, where: list[int]) -> None:
         """Checks that a folded call was given what the pattern reads."""
         kind, path, index = key = segment.key
         block = segment.block
@@ -215,7 +214,7 @@ class _Unfolder(Recording):
             return
         if block.given != pattern.given:
             raise Irregular(path, f"gradients flow into call {index} where they do not into others")
-        read = {self._resolve(r, key) for op in pattern.ops for r in op[5]}
+        read = {where[r] for r in self.copied[id(pattern)].read}
         for storage in block.inputs:
             is_known = storage not in self.slots or self.name_of(storage) is not None
             if is_known and self._now(storage) not in read:
