@@ -307,7 +307,7 @@ class Loop:
         if before is not None:
             surface = self.surfaces[index] = self._surface(entry, before, output, node, first_storage, block)
             last = self.surfaces.get(index - self._period(index))
-            is_first = self.counts or any(z.start <= index < z.low for z in self.zones)
+            is_first = self.counts or any(z.start + z.period <= index - z.period < z.low for z in self.zones)
             if is_first and last is not None and last.looks() != surface.looks():
                 raise Irregular(self.path, f"call {index} does something else than the one before")
         return output

@@ -60,6 +60,11 @@ class Pattern:
     rederived: int
     given: tuple[bool, ...] | None
 
+    def reaches_back(self, period: int) -> bool:
+        """Whether it reads what calls further away than a period made in their backward."""
+        refs = {ref for op in self.ops for ref in op[5]}
+        return any(ref[0] == "at" and ref[1] == "B" and ref[3] > period for ref in refs)
+
 
 @dataclasses.dataclass(slots=True)
 class Copied:
@@ -280,13 +285,15 @@ class Recording:
             return known
         place = first - zone.low
         if kind in ("F", "gF"):
-            one, other = zone.low - zone.period + place, zone.low - 2 * zone.period + place
+            one, other = zone.low - zone.period + place, zone.high + place
         else:
             one, other = zone.high + place, zone.high + zone.period + place
         pair = [self.by_key.get((kind, path, i)) for i in (one, other)]
         if pair[0] is None or pair[1] is None:
             raise Irregular(path, f"call {one} or {other} leaves nothing to compare with")
         pattern = self._unify(self.relative(pair[0]), self.relative(pair[1]), one, other, path)
+        if kind == "B" and pattern.reaches_back(zone.period):
+            raise Irregular(path, "gradients are summed up over more than one round of its calls")
         self.patterns[kind, path, first] = pattern
         return pattern
 

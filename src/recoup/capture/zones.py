@@ -10,7 +10,7 @@ from torch import nn
 from recoup.engine.patch import find_patch
 
 FIRST_STEPS, _LAST_STEPS = 4, 4
-_FIRST_CHUNKS, _LAST_CHUNKS = 3, 4
+_FIRST_CHUNKS, _LAST_CHUNKS = 2, 4
 _FEWEST_FOLDED = 8
 
 
@@ -97,7 +97,9 @@ def find_zones(num_calls: int, chunk: int, chunked_calls: int) -> list[Zone]:
     for start, stop, period in ((0, chunked_calls, chunk), (chunked_calls, num_calls, 1)):
         first, last = (FIRST_STEPS, _LAST_STEPS) if period == 1 else (_FIRST_CHUNKS, _LAST_CHUNKS)
         units = (stop - start) // period
-        if period > 1 and (stop - start) % period:
+        if period > 1 and (stop - start) % period > 1:  # the last chunk is a shorter one
+            last -= 1 if stop == num_calls else 2
+        elif period > 1 and stop < num_calls:
             last -= 1
         low, high = start + first * period, start + (units - last) * period
         if high - low >= max(_FEWEST_FOLDED, period):
