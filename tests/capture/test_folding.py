@@ -22,8 +22,8 @@ from tests.capture.unrolled import IRREGULAR, REGULAR
 
 _STEPS = 60
 _BATCH = 64  # rows of 16 numbers: enough bytes for a tensor to be worth rederiving
-_SLOW = ("deep", "loop in a loop")  # to capture
-_QUICK = ("gru, stacked", "lstm", "neuron", "readout", "batch norm", "same input", "mask")
+_QUICK = ("lstm", "neuron", "readout", "same input", "mask")
+_REDERIVED = ("gru, stacked", "neuron", "same input", "mask", "average")
 _SLOW_IRREGULAR = ("growing", "a context used twice", "second half")
 
 
@@ -78,7 +78,7 @@ def test_the_trace_is_the_same(name: str) -> None:
 def test_plans_traces_are_the_same(name: str) -> None:
     chunk = {"path": _paths(name), "action": "recompute", "chunk": 4}
     mixed = (Decision(**chunk, calls=41, inside="rederive"),)  # type: ignore[arg-type]
-    _check(name, [mixed] if name in _SLOW else [(Decision(path="", action="rederive"),), mixed])
+    _check(name, [(Decision(path="", action="rederive"),), mixed] if name in _REDERIVED else [mixed])
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_longer_loops_run_no_more_ops(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_number_of_steps_may_change() -> None:
     model = REGULAR["gru"]()
     memory = FoldingMemory()
-    for steps in (36, 48, 20):
+    for steps in (48, 30):
         spec = _spec(model, steps=steps)
         again = StepSpec(model=model, batch=spec.batch, loss=spec.loss, optimizer=spec.optimizer, folding=memory)
         _equal(capture(again), capture(_spec(model, steps=steps, folds=False)))
@@ -138,15 +138,12 @@ def test_the_model_is_left_as_it_was() -> None:
 
 
 @pytest.mark.slow
-def test_plans_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_are_the_same() -> None:
     found = []
     for folds in (True, False):
         torch.manual_seed(0)
-        model = REGULAR["lstm"]()
-        device = get_device("a100-80gb")
-        planner = Planner(
-            _spec(model, steps=64, folds=folds), cost=RooflineCost(device), actions=("rederive", "recompute")
-        )
-        candidates = [planner.fit(planner.plain.peak_bytes * percent // 100) for percent in (70,)]
-        found.append((planner.plain, candidates, planner.smallest(), planner.seen))
+        model = REGULAR["neuron"]()
+        cost = RooflineCost(get_device("cpu-generic"))
+        planner = Planner(_spec(model, steps=64, folds=folds), cost=cost, actions=("rederive", "recompute"))
+        found.append((planner.plain, planner.fit(planner.plain.peak_bytes * 6 // 10), planner.seen))
     assert found[0] == found[1]
