@@ -147,3 +147,43 @@ def test_plans_are_the_same() -> None:
         planner = Planner(_spec(model, steps=64, folds=folds), cost=cost, actions=("rederive", "recompute"))
         found.append((planner.plain, planner.fit(planner.plain.peak_bytes * 6 // 10), planner.seen))
     assert found[0] == found[1]
+
+
+class _Tokens(nn.Module):
+    """Reads token numbers, which are real tensors under fake ones; `looks`: and branches on one."""
+
+    def __init__(self, *, looks: bool) -> None:
+        super().__init__()
+        self.table, self.step = nn.Embedding(50, 8), nn.GRUCell(8, 16)
+        self.looks = looks
+
+    def forward(self, tokens: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+        h = self.step(self.table(tokens), h)
+        return torch.tanh(h) if self.looks and int(tokens[0]) == 7 else h
+
+
+class _Reader(nn.Module):
+    def __init__(self, *, looks: bool) -> None:
+        super().__init__()
+        self.cell = _Tokens(looks=looks)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        h = self.cell.table.weight.new_zeros(tokens.shape[1], 16)
+        for row in tokens:
+            h = self.cell(row, h)
+        return h
+
+
+@pytest.mark.parametrize("looks", [False, True])
+def test_values_count_only_if_the_model_looks_at_them(looks: bool) -> None:
+    tokens = torch.randint(8, 50, (48, 4))
+    tokens[30, 0] = 7
+    traces = []
+    memory = FoldingMemory()
+    for folding in (memory, None):
+        spec = StepSpec(
+            model=_Reader(looks=looks), batch=(tokens,), loss=lambda output, batch: output.mean(), folding=folding
+        )
+        traces.append(capture(spec))
+    _equal(*traces)
+    assert ("cell" in memory.num_calls) is not looks
