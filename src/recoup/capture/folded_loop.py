@@ -47,9 +47,9 @@ class Block:
 
     Attributes:
         folded: its ops are not there: one mark stands for them.
-        call: its index in the recorder's calls. rederived: how many saved tensors it rederives.
-        slots: storages that stand for results: {storage: result}; in backward {storage: input}.
-        given: in backward of a folded call: which results got a gradient. executed_given: of one that was run.
+        calls: of the recorder, itself and those inside. rederived: how many saved tensors it rederives.
+        slots: of a folded call: storages that stand for results, {storage: result}; in backward {storage: input}.
+        inputs: storages of the tensors it is handed and finds; in backward, of gradients. given: which results got one.
     """
 
     path: str
