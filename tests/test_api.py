@@ -16,7 +16,10 @@ def _own_cache(tmp_path_factory, monkeypatch) -> None:
     monkeypatch.setenv("RECOUP_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "ops"))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+_LARGE = ("gpt2", "llama")
+
+
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.slow) if k in _LARGE else k for k in KINDS])
 def test_no_plan_is_over_its_budget(kind: str) -> None:
     model, batch, loss = make(kind)
     planned = 0
@@ -117,6 +120,7 @@ def test_profile_and_frontier_print() -> None:
     assert str(curve)
 
 
+@pytest.mark.slow
 def test_max_batch_is_tight() -> None:
     model, _, _ = make("stack")
 

@@ -641,7 +641,9 @@ def test_with_regions(plan: str, make: Callable[[], tuple[nn.Module, Tensor]], a
 
 
 @pytest.mark.parametrize("make", [transformer, pytest.param(cnn, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("plan", ["nested", "spans", "nested_span", "both"])
+@pytest.mark.parametrize(
+    "plan", ["nested_span", *(pytest.param(p, marks=pytest.mark.slow) for p in ("nested", "spans", "both"))]
+)
 def test_no_leak_with_regions(plan: str, make: Callable[[], tuple[nn.Module, Tensor]], no_gc: None) -> None:
     model, batch = make()
     counts = []

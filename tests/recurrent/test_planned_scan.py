@@ -207,6 +207,7 @@ def test_too_small_a_budget_says_what_is_needed(planned: tuple[Model, torch.Tens
     assert any(d.scan is not None for d in least.decisions)
 
 
+@pytest.mark.slow
 def test_two_scans_of_one_call_and_one_inside_of_it() -> None:
     torch.manual_seed(0)
     model, x = TwoScans(), torch.randn(T, BATCH, FEATURES)
@@ -243,6 +244,7 @@ def test_calls_of_one_module_are_told_apart() -> None:
     assert evidence.evaluated_as_planned and evidence.within_budget and evidence.buffers_equal
 
 
+@pytest.mark.slow
 def test_on_meta_a_plan_is_made() -> None:
     torch.manual_seed(0)
     with torch.device("meta"):

@@ -102,6 +102,7 @@ def test_long_loops_cost_less_than_by_count(num_steps: int) -> None:
     assert found.peak_units <= 40
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"slots": 3}, {"budget": "60%"}, {"chunk": 4}], ids=str)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_scan_is_exact(name: str, options: dict[str, Any]) -> None:
