@@ -75,11 +75,14 @@ saw.hover = figure.querySelector("output").textContent;
 saw.cursor = svg.querySelector(".cursor").getAttribute("visibility");
 saw.wide = svg.classList.contains("wide");
 saw.overflow = document.documentElement.scrollWidth > innerWidth;
-saw.errors = seen;
-saw.resources = performance.getEntriesByType("resource").map((e) => e.name);
-const pre = document.createElement("pre");
-pre.id = "saw"; pre.textContent = JSON.stringify(saw);
-document.body.append(pre);
+const tell = () => {
+  saw.errors = seen;
+  saw.resources = performance.getEntriesByType("resource").map((e) => e.name);
+  const pre = document.createElement("pre");
+  pre.id = "saw"; pre.textContent = JSON.stringify(saw);
+  document.body.append(pre);
+};
+addEventListener("load", () => setTimeout(tell, 200));  // what was blocked is told by an event of its own, later
 </script>
 """
 
