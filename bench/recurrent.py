@@ -1,6 +1,6 @@
 """Loops over time: counts against the published optimum, bytes by the allocator, exactness.
 
-The peers are in `bench.recurrent_peers`.
+The peers are in `bench.recurrent_peers`, the host's overhead in `bench.recurrent_overhead`.
 
     python -m bench.recurrent [counts] [budgets] [long] [problems]
 
@@ -11,7 +11,6 @@ the loop's results (outputs, last state, the gradients of parameters), which are
 from __future__ import annotations
 
 import resource
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -161,35 +160,6 @@ def _most_resident_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def overhead() -> None:
-    print("## host overhead")
-    small, num_steps = Lif(16, 32, 10), 2000
-    x = (torch.rand(num_steps, 4, 16) < 0.3).float()
-    found: dict[str, list[float]] = {}
-    for _ in range(7):
-        for name, options in (
-            ("plain", None),
-            ("taped", {"chunk": num_steps}),
-            ("chunks", {}),
-            ("5 %", {"budget": "5%"}),
-        ):
-            report = ScanReport(evaluations=num_steps)
-            begin = time.process_time()
-            run = plain if options is None else lambda *a, o=options, r=report, **k: scan(*a, report=r, **o, **k)
-            run(small.step, x, small.start(4), outputs="sum")[1].sum().backward()
-            spent = time.process_time() - begin
-            begin = time.process_time()
-            with torch.no_grad():
-                plain(small.step, x, small.start(4), outputs="sum")
-            forward = time.process_time() - begin
-            extra = (report.evaluations - num_steps) / num_steps * forward if options is not None else 0.0
-            found.setdefault(name, []).append((spent - extra) / num_steps * 1e6)
-    base = found["plain"]
-    for name in ("taped", "chunks", "5 %"):
-        over = [a - b for a, b in zip(found[name], base, strict=True)]
-        print(f"host overhead a step, {name}: median {statistics.median(over):.0f} us, least {min(over):.0f} us")
-
-
 def problems() -> None:
     print("## problems, bit-equal to the plain loop")
     torch.manual_seed(0)
@@ -255,7 +225,7 @@ def problems() -> None:
 
 
 if __name__ == "__main__":
-    wanted = sys.argv[1:] or ["counts", "budgets", "long", "overhead", "problems"]
-    for part in (counts, budgets, long, overhead, problems):
+    wanted = sys.argv[1:] or ["counts", "budgets", "long", "problems"]
+    for part in (counts, budgets, long, problems):
         if part.__name__ in wanted:
             part()

@@ -62,6 +62,14 @@ def without_tensor_hooks(tensors: list[torch.Tensor]) -> Iterator[None]:
             tensor._backward_hooks = found
 
 
+def is_node_of(node: Any, function: type[torch.autograd.Function]) -> bool:
+    """Whether a node of a graph was made by the custom function (torch 2.11, 2.13).
+
+    Freed by: a node that names its function.
+    """
+    return isinstance(node, function._backward_cls)  # type: ignore[attr-defined]  # made by torch's metaclass
+
+
 def node_number(node: Any) -> int:
     """Returns the position of a node in the order nodes were made on its thread (torch 2.11, 2.13).
 

@@ -19,6 +19,7 @@ from recoup.cost.model import PricedTrace
 from recoup.engine import activity, scan_bytes
 from recoup.engine.scan_bytes import StepOfScan
 from recoup.ir.plan import Decision
+from recoup.recurrent.choose import SHARED_TAPES_MAY_TAKE
 from recoup.recurrent.rungs import evaluations_by_bytes
 from recoup.simulating import EVERYWHERE, Candidate, Simulator
 from recoup.solve.scans import Ladder, Rung, chosen_bytes, fold, merged, split_scans, with_scans
@@ -28,7 +29,6 @@ _MOST_MOVES = 5
 _LEAST_SLOPE = 0.25
 _CLOSE = 0.985  # of the budget: nothing is gained by using more of it
 _HOPEFUL = 0.05  # of the budget: how much less than a scan can take may be asked of it and still be tried
-_SHARED_TAPES_MAY_TAKE = 0.1  # of a scan's bytes; see `recurrent/scanning.py`
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -246,7 +246,7 @@ def _needed_bytes(step: StepOfScan) -> int:
 
 def _taped_bytes(step: StepOfScan) -> int:
     """Returns what lets a scan tape all its steps, and lets them share graphs."""
-    return max(_needed_bytes(step) + step.shared_bytes, int(step.shared_bytes / _SHARED_TAPES_MAY_TAKE) + 1)
+    return max(_needed_bytes(step) + step.shared_bytes, int(step.shared_bytes / SHARED_TAPES_MAY_TAKE) + 1)
 
 
 def _rungs(step: StepOfScan, seconds: float) -> tuple[Rung, ...]:

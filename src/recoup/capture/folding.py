@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from recoup import _compat
 from recoup.capture.calls import CallRecorder
 from recoup.capture.folded_loop import Bridge, Loop
 from recoup.capture.tracker import Tracker
@@ -142,7 +143,7 @@ class Folding:
 
     def takes(self, node: Any, func: Any, tensors: list[torch.Tensor], out: Any) -> bool:
         """Whether an op of backward only adds up what a folded call hands on; its result stands for that."""
-        block = getattr(node, "block", None) if isinstance(node, Bridge._backward_cls) else None  # type: ignore[attr-defined]
+        block = getattr(node, "block", None) if _compat.is_node_of(node, Bridge) else None
         if block is None:
             return False
         slots = [block.slots[i] for i in map(self.tracker.find, tensors) if i in block.slots]

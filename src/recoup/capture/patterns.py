@@ -309,7 +309,7 @@ class Recording:
         return ("at", name[0], name[1], name[2] - segment.key[2], name[3]), itself
 
     def relative(self, segment: Segment) -> Pattern:
-        """Returns a segment's recording with pairs of references, see `_refs`."""
+        """Returns a segment's recording with pairs of references, see `refs_of`; `_unify` leaves one of each pair."""
         tracker = self.tracker
         kind, path, index = segment.key
         first, last = segment.ops
@@ -377,6 +377,7 @@ class Recording:
         return Pattern(
             ops=ops,
             births=births,
+            # Pairs of references where a pattern has one: `_unify` chooses.
             deaths=deaths,  # type: ignore[arg-type]
             saves=saves,  # type: ignore[arg-type]
             writes=writes,  # type: ignore[arg-type]

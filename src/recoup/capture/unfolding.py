@@ -171,6 +171,7 @@ class _Unfolder(Recording):
         base = self.bases[key] = len(self.storages)
         self.sizes[key] = len(pattern.births)
         for new, (nbytes, category, label, op, dies) in enumerate(pattern.births, base):
+            # A pattern has the category as plain text, copied from a record.
             self.storages.append(StorageRecord(nbytes, category, begin + op, new, label))  # type: ignore[arg-type]
             if dies is not None:
                 self.dies[new] = begin + dies

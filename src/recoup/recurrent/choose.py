@@ -13,6 +13,7 @@ from recoup.recurrent.schedules.tapes import tape_schedule
 from recoup.recurrent.schedules.weighted import total_cost, weighted_tapes
 from recoup.units import format_bytes, parse_budget
 
+SHARED_TAPES_MAY_TAKE = 0.5  # of a budget: what a graph shared by taped steps needs more, for less overhead a step
 _MAX_UNITS = 400
 _MAX_WORK = 400_000_000  # of one table: steps * steps * units, some seconds
 _NUM_BLOCKS_TRIED = 3

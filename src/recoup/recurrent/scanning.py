@@ -14,7 +14,7 @@ from recoup import _compat
 from recoup.engine import scan_bytes
 from recoup.engine.lineage import current_recorder
 from recoup.errors import InfeasibleBudget, ReplayError, UsageError
-from recoup.recurrent.choose import StepBytes, cost_of, schedule_in_bytes
+from recoup.recurrent.choose import SHARED_TAPES_MAY_TAKE, StepBytes, cost_of, schedule_in_bytes
 from recoup.recurrent.leaves import checked, flatten, is_differentiable, rebuild
 from recoup.recurrent.loop import Loop
 from recoup.recurrent.meter import StepMeter
@@ -26,7 +26,6 @@ from recoup.recurrent.schedules.weighted import weighted_treeverse
 from recoup.recurrent.unread import StillRead, refusing
 from recoup.units import check_budget, parse_budget
 
-_SHARED_TAPES_MAY_TAKE = 0.5  # of a budget, for less overhead a step
 _TAPES_IN_PROBE = 6  # two, and what running a step needs besides, by experience
 # Of the evaluations. A graph of its own costs a step about 0.1 ms, more than a small step itself.
 _SHARED_TAPES_MAY_COST, _SHARED_SMALL_TAPES_MAY_COST, _SMALL_TAPE_BYTES = 0.01, 0.04, 1 << 18
@@ -284,7 +283,7 @@ def _choose(
                     shared_bytes=shared_bytes,
                 )
             )
-        if shared_bytes <= _SHARED_TAPES_MAY_TAKE * budget_bytes:
+        if shared_bytes <= SHARED_TAPES_MAY_TAKE * budget_bytes:
             sharing = dataclasses.replace(step_bytes, working=working_bytes + shared_bytes)
             with contextlib.suppress(InfeasibleBudget):
                 schedule = schedule_in_bytes(num_steps, budget, sharing, costs)
