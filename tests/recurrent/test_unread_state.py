@@ -11,7 +11,7 @@ from torch import nn
 
 from recoup.errors import ReplayError
 from recoup.recurrent import ScanReport, scan, unread
-from recoup.recurrent.unread import StillRead
+from recoup.recurrent.dead_state import StillRead
 from tests.recurrent.helpers import Spike, differing, plain
 
 X = torch.randn(24, 4, 5, generator=torch.Generator().manual_seed(5))
