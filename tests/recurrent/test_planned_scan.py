@@ -325,7 +325,7 @@ def test_a_scan_inside_of_a_scan_runs_by_its_own_schedule() -> None:
 )
 def test_half_a_decision_is_refused_by_name(decision: Decision) -> None:
     model, _ = make_model()
-    with pytest.raises(UsageError, match=r"`trunk` has .*scan.*\(recoup\.engine\.handle\)"):
+    with pytest.raises(UsageError, match=r"`trunk` has .*scan.*\(recoup\.runtime\.apply\)"):
         apply_decisions(model, (decision,))
     assert "forward" not in vars(model.trunk)
 
