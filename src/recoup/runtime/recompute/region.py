@@ -144,7 +144,7 @@ class Member:
         path: for messages. module: weakly held. forward: what runs. buffers: names of those its forward changes.
         derives: whether the replay may rederive; derives_by_default: outside of deeper decisions.
         offloads: whether its inputs go to the host. keep: labels of ops whose results stay, see `saved_outputs`.
-        unwritten: positions, among the tensors saved, of those that no kernel writes, as far as known; all calls share it.
+        unwritten: positions, among the tensors saved, of those known to be left unwritten; all calls share it.
     """
 
     def __init__(

@@ -112,7 +112,7 @@ def _positions(func: Any, args: Any, kwargs: Any) -> tuple[int, ...]:
         return ()
     if name in _EMPTY:
         return (0,)
-    found = _ALWAYS.get(name, ())
+    found: tuple[int, ...] = _ALWAYS.get(name, ())
     if name in _WITHOUT_DROPOUT and not _dropout(func, args, kwargs):
         found += _WITHOUT_DROPOUT[name]
     return found
