@@ -31,7 +31,7 @@ from recoup.cost.flops import kind
 from recoup.engine.handle import apply_decisions
 from recoup.evidence.memory import measure_peak
 from recoup.evidence.verify import StepBench
-from recoup.ir.plan import Decision
+from recoup.ir.decision import Decision, Rederive
 from recoup.targets.resolve import resolve_target
 
 _TEXT = {"batch": 4, "seq": 512}
@@ -91,11 +91,11 @@ def run_workload(name: str, timed: bool, autocast: bool) -> dict[str, Any]:
     if autocast:
         model = Autocast(model)
     plain_saved, plain_flops = simulated(model, batch, target.loss, ())
-    saved, flops = simulated(model, batch, target.loss, (Decision(path="", action="rederive"),))
+    saved, flops = simulated(model, batch, target.loss, (Rederive(path=""),))
     bench = StepBench(model, batch, target.loss, None)
 
     def planned() -> Any:
-        return apply_decisions(model, (Decision(path="", action="rederive"),))
+        return apply_decisions(model, (Rederive(path=""),))
 
     def step(context: Any) -> None:
         with context():

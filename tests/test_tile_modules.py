@@ -18,7 +18,8 @@ from recoup.cost.roofline import RooflineCost
 from recoup.engine.handle import apply_decisions
 from recoup.evidence.verify import verify_plan
 from recoup.export.left_out import left_out
-from recoup.ir.plan import Decision, Plan
+from recoup.ir.decision import Decision, Rederive, TileModule
+from recoup.ir.plan import Plan
 from recoup.planning import ACTIONS, OPT_IN_ACTIONS, Planner
 from recoup.report.text import format_plan
 from recoup.tiling import TiledModules, find_tiled_modules, is_tiled
@@ -56,10 +57,7 @@ def found_in(model: nn.Module, batch: Any) -> TiledModules:
 
 
 def tiles(depth: int = 2, tokens: int = 128) -> tuple[Decision, ...]:
-    return tuple(
-        Decision(path=f"model.layers.{i}.mlp", action="tile", tile_of="module", tile_tokens=tokens)
-        for i in range(depth)
-    )
+    return tuple(TileModule(path=f"model.layers.{i}.mlp", tile_tokens=tokens) for i in range(depth))
 
 
 @pytest.mark.slow
@@ -101,7 +99,7 @@ def test_only_where_asked_for() -> None:
 
 def test_plan_is_saved_shown_applied(planned: tuple[nn.Module, Any, Planner], tmp_path: Any) -> None:
     model, _, planner = planned
-    candidate = planner.simulate((Decision(path="", action="rederive"), *tiles()))
+    candidate = planner.simulate((Rederive(path=""), *tiles()))
     plan = planner.plan(candidate, budget_bytes=candidate.peak_bytes, budget_text="-", device="cpu")
     plan.save(tmp_path / "plan.json")
     again = Plan.load(tmp_path / "plan.json")
@@ -198,7 +196,7 @@ def test_adapters_inside() -> None:
         if "lora_B" in name:
             nn.init.normal_(parameter)
     path = "base_model.model.model.layers.{}.mlp"
-    decisions = [Decision(path=path.format(i), action="tile", tile_of="module", tile_tokens=50) for i in range(2)]
+    decisions = [TileModule(path=path.format(i), tile_tokens=50) for i in range(2)]
 
     def gradients() -> dict[str, torch.Tensor]:
         model.zero_grad()

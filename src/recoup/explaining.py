@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from recoup import progress
+from recoup.ir.decision import Decision, Save
 from recoup.ir.explanation import Explanation, Price, Trade
-from recoup.ir.plan import Decision
 from recoup.planning import Planner
 from recoup.report.words import describe_decisions, kinds
 from recoup.simulating import Candidate
 
 _MOST_KINDS = 8
-_RECORDED = Decision(path="", action="save")
+_RECORDED = Save(path="")
 
 
 def explain(planner: Planner, candidate: Candidate, *, budget_bytes: int, step_bytes: int | None = None) -> Explanation:

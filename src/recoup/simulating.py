@@ -15,11 +15,11 @@ from recoup.cost.model import CostModel, PricedTrace
 from recoup.engine import scan_bytes
 from recoup.engine.handle import apply_decisions
 from recoup.engine.state import statistics_buffers
-from recoup.ir.plan import Decision
+from recoup.ir.decision import Decision, Rederive
 from recoup.ir.trace import Trace
 from recoup.labels import group_labels
 
-EVERYWHERE = (Decision(path="", action="rederive"),)
+EVERYWHERE = (Rederive(path=""),)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from recoup.engine.handle import apply_decisions
-from recoup.ir.plan import Decision
+from recoup.ir.decision import Recompute
 
 
 class _Halving(nn.Module):
@@ -35,7 +35,7 @@ def test_a_module_called_twice_in_a_span_runs_as_often_in_its_replay() -> None:
     for span in (("pool", "second", "pool"), ("pool", "second", "pool", "third")):
         model.zero_grad()
         calls = 0
-        with apply_decisions(model, (Decision(path="first", action="recompute", span=span),)):
+        with apply_decisions(model, (Recompute(path="first", span=span),)):
             output = model(x)
             assert calls == 3
             output.sum().backward()

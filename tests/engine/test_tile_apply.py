@@ -13,7 +13,7 @@ import transformers as hf
 from torch import nn
 
 import recoup
-from recoup import Decision
+from recoup.ir.decision import Decision
 from recoup.engine import activity
 from recoup.engine.handle import apply_decisions
 from recoup.engine.lazy_logits import LazyLogits
@@ -72,7 +72,7 @@ def step(model: nn.Module, batch: dict[str, Any]) -> tuple[torch.Tensor, dict[st
 
 
 def tile(path: str, tokens: int = 6) -> list[Decision]:
-    return [Decision(path=path, action="tile", tile_tokens=tokens)]
+    return [TileLoss(path=path, tile_tokens=tokens)]
 
 
 def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], bound: float) -> None:

@@ -16,12 +16,12 @@ from torch import nn
 from recoup.engine import activity
 from recoup.engine.handle import apply_decisions
 from recoup.integrations import adapters
-from recoup.ir.plan import Decision
+from recoup.ir.decision import Recompute, Rederive
 from tests.models import Stack
 
 PLAN = [
-    Decision(path="", action="rederive"),
-    *(Decision(path=f"layers.{i}", action="recompute", inside="rederive") for i in range(3)),
+    Rederive(path=""),
+    *(Recompute(path=f"layers.{i}", inside="rederive") for i in range(3)),
 ]
 ZERO = {
     "no ZeRO": {"stage": 0},

@@ -14,7 +14,7 @@ from recoup.engine import activity
 from recoup.engine.conflicts import refuse_conflicts
 from recoup.engine.handle import apply_decisions, find_patches, plain
 from recoup.errors import ConflictError
-from recoup.ir.plan import Decision
+from recoup.ir.decision import Rederive, Save
 from tests.models import make
 
 accelerate = pytest.importorskip("accelerate")
@@ -64,7 +64,7 @@ def prepared() -> Any:
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
     model, batch, _ = make("llama")
-    applied = apply_decisions(model, [Decision(path="", action="rederive"), Decision(path="model.norm", action="save")])
+    applied = apply_decisions(model, [Rederive(path=""), Save(path="model.norm")])
     return accelerator, accelerator.prepare(model), batch, applied
 
 

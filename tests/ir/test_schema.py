@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from recoup.ir.plan import Decision, Plan, Prediction
+from recoup.ir.decision import Recompute, Rederive, Scan
+from recoup.ir.plan import Plan, Prediction
 from recoup.ir.schema import plan_schema
 
 PUBLISHED = Path(__file__).parents[2] / "docs" / "plan.schema.json"
@@ -31,10 +32,10 @@ def make_plan(**changes: Any) -> Plan:
     )
     fields: dict[str, Any] = {
         "decisions": (
-            Decision(path="", action="rederive"),
-            Decision(path="layers.0", action="recompute", span=("layers.1",), inside="rederive", keep=("attention",)),
-            Decision(path="layers.3", action="recompute", call=2, buffers=("layers.3.count",)),
-            Decision(path="layers.4", action="recompute", scan=1, scan_bytes=4096),
+            Rederive(path=""),
+            Recompute(path="layers.0", span=("layers.1",), inside="rederive", keep=("attention",)),
+            Recompute(path="layers.3", call=2, buffers=("layers.3.count",)),
+            Scan(path="layers.4", index=1, budget_bytes=4096),
         ),
         "budget_bytes": 640,
         "budget_text": "640",

@@ -20,7 +20,8 @@ from recoup.errors import InfeasibleBudget, UsageError
 from recoup.evidence.verify import verify_plan
 from recoup.export.left_out import left_out
 from recoup.export.plain_torch import export_torch
-from recoup.ir.plan import Decision, Plan
+from recoup.ir.decision import Decision, Recompute, Save, Scan
+from recoup.ir.plan import Plan
 from recoup.ir.trace import Trace
 from recoup.planning import Planner
 from recoup.recurrent import ScanReport, scan, unroll
@@ -148,7 +149,7 @@ def test_a_scan_with_a_schedule_of_its_own_keeps_it(options: dict[str, Any]) -> 
     planner = planner_for(model, x)
     assert planner.scans is None
     before = scan_bytes.num_evaluations()
-    with apply_decisions(model, (Decision(path="trunk", action="recompute", scan=0, scan_bytes=1 << 40),)):
+    with apply_decisions(model, (Scan(path="trunk", index=0, budget_bytes=1 << 40),)):
         loss_of(model(x), x).backward()
     assert scan_bytes.num_evaluations() == before
     assert model.trunk.report.evaluations > T
@@ -268,7 +269,7 @@ def _evaluations(model: Model, x: torch.Tensor) -> int:
 def test_applied_undone_suspended_and_copied() -> None:
     model, x = make_model()
     plain = _evaluations(model, x)
-    applied = apply_decisions(model, (Decision(path="trunk", action="recompute", scan=0, scan_bytes=1 << 40),))
+    applied = apply_decisions(model, (Scan(path="trunk", index=0, budget_bytes=1 << 40),))
     assert _evaluations(model, x) == ALL_TAPED
     with applied.suspended():
         assert _evaluations(model, x) == plain
@@ -281,7 +282,7 @@ def test_applied_undone_suspended_and_copied() -> None:
 
 def test_a_larger_batch_than_the_plans_takes_what_it_needs() -> None:
     model, x = make_model()
-    with apply_decisions(model, (Decision(path="trunk", action="recompute", scan=0, scan_bytes=1000),)):
+    with apply_decisions(model, (Scan(path="trunk", index=0, budget_bytes=1000),)):
         assert _evaluations(model, torch.cat([x, x], dim=1)) > 2 * T  # one taped step at a time, and no error
 
 
@@ -315,11 +316,11 @@ def test_a_scan_inside_of_a_scan_runs_by_its_own_schedule() -> None:
 @pytest.mark.parametrize(
     "decision",
     [
-        Decision(path="trunk", action="recompute", scan=0),
-        Decision(path="trunk", action="recompute", scan_bytes=100),
-        Decision(path="trunk", action="save", scan=0, scan_bytes=100),
-        Decision(path="trunk", action="recompute", scan=-1, scan_bytes=100),
-        Decision(path="trunk", action="recompute", scan=0, scan_bytes=0),
+        Scan(path="trunk", index=0),
+        Recompute(path="trunk", scan_bytes=100),
+        Save(path="trunk", scan=0, scan_bytes=100),
+        Scan(path="trunk", index=-1, budget_bytes=100),
+        Scan(path="trunk", index=0, budget_bytes=0),
     ],
     ids=lambda d: f"{d.action}-{d.scan}-{d.scan_bytes}",
 )
@@ -367,7 +368,7 @@ def test_an_old_plan_file_has_no_scans(planned: tuple[Model, torch.Tensor, Plann
 
 
 def test_words_tell_scans_of_one_call_apart() -> None:
-    scans = [Decision(path="a", action="recompute", scan=i, scan_bytes=(i + 1) << 20) for i in range(2)]
+    scans = [Scan(path="a", index=i, budget_bytes=(i + 1) << 20) for i in range(2)]
     assert describe_decisions(scans)[:2] == [
         "recompute steps of scan 0 of a in 1.0 MiB",
         "recompute steps of scan 1 of a in 2.0 MiB",

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recoup.ir.plan import Decision
+from recoup.ir.decision import Decision, Rederive
 from recoup.solve.decisions import decisions
 from recoup.solve.frontier import Solver
 from recoup.solve.problem import Leaf
@@ -96,7 +96,7 @@ def test_one_decision_rederives_everything() -> None:
     problem = random_problem(7, num_blocks=6)
     line = Line(problem)
     choice = uniform(line, 0, len(line.leaves), "rederive")
-    assert decisions(problem, choice) == (Decision(path="", call=0, action="rederive"),)
+    assert decisions(problem, choice) == (Rederive(path="", call=0),)
 
 
 @pytest.mark.parametrize("num_stages", [6, 9])

@@ -19,7 +19,8 @@ from recoup.cost.sharded import num_all_gathers
 from recoup.engine.conflicts import refuse_conflicts
 from recoup.engine.handle import Applied, apply_decisions
 from recoup.errors import PlanMismatch
-from recoup.ir.plan import Decision, Plan
+from recoup.ir.decision import Decision
+from recoup.ir.plan import Plan
 
 _WRAPPERS = ("_fsdp_wrapped_module", "_orig_mod", "module")
 
@@ -132,7 +133,7 @@ def _paths_in(model: nn.Module) -> dict[str, str]:
 
 
 def _translate(decision: Decision, paths: dict[str, str], model: nn.Module) -> Decision:
-    missing = [path for path in (decision.path, *decision.span) if path not in paths]
+    missing = [path for path in decision.paths if path not in paths]
     if missing:
         raise PlanMismatch(
             f"The plan names `{missing[0]}`, which {type(model).__name__} does not have. Make a plan for this model."

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from recoup.ir.plan import Decision, Plan
+from recoup.ir.decision import Decision
+from recoup.ir.plan import Plan
 from recoup.units import format_bytes
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
