@@ -15,14 +15,14 @@ from recoup.cost.devices import get_device
 from recoup.cost.measured import MeasuredCost
 from recoup.cost.model import CostModel
 from recoup.cost.roofline import RooflineCost
-from recoup.engine.handle import apply_decisions
 from recoup.evidence.verify import verify_plan
 from recoup.export.left_out import left_out
-from recoup.ir.decision import Decision, Rederive, TileModule
+from recoup.ir.decision import Decision, Rederive, TileLoss, TileModule
 from recoup.ir.plan import Plan
-from recoup.planning import ACTIONS, OPT_IN_ACTIONS, Planner
+from recoup.planner.driver import ACTIONS, OPT_IN_ACTIONS, Planner
+from recoup.planner.strategies.tile import TiledModules, find_tiled_modules, is_tiled
 from recoup.report.text import format_plan
-from recoup.tiling import TiledModules, find_tiled_modules, is_tiled
+from recoup.runtime.apply import apply_decisions
 
 OPT_IN = ("rederive", "recompute", "tile-modules")
 
@@ -94,7 +94,7 @@ def test_only_where_asked_for() -> None:
     model, batch = long_llama(seq=256)
     planner = planner_for(model, batch, ("tile",))
     assert planner.tiled_modules is None
-    assert all(d.tile_of == "loss" for c in planner.seen.values() for d in c.decisions)
+    assert all(isinstance(d, TileLoss) for c in planner.seen.values() for d in c.decisions)
 
 
 def test_plan_is_saved_shown_applied(planned: tuple[nn.Module, Any, Planner], tmp_path: Any) -> None:
@@ -122,7 +122,7 @@ def test_planner_reaches_lower_and_keeps_to_equal_bits_where_it_can(planned: tup
     for share in (1.05, 1.3):
         found = planner.fit(int(share * lean.peak_bytes))
         assert found is not None and found.peak_bytes <= share * lean.peak_bytes
-        assert any(d.tile_of == "module" for d in found.decisions)
+        assert any(isinstance(d, TileModule) for d in found.decisions)
         assert not any(d.path.startswith("model.layers.0.mlp.") for d in found.decisions)
     loose = planner.fit(int(0.9 * planner.plain.peak_bytes))
     assert loose is not None and not is_tiled(loose.decisions)
@@ -135,7 +135,7 @@ def test_no_more_modules_are_tiled_than_the_budget_needs() -> None:
     assert one.peak_bytes < 0.9 * planner.plain.peak_bytes
     found = planner.fit(one.peak_bytes)
     assert found is not None and found.peak_bytes <= one.peak_bytes
-    assert [d.path for d in found.decisions if d.tile_of == "module"] == ["model.layers.2.mlp"]
+    assert [d.path for d in found.decisions if isinstance(d, TileModule)] == ["model.layers.2.mlp"]
 
 
 @pytest.mark.slow
@@ -145,7 +145,7 @@ def test_public_plan_explained() -> None:
     frontier = recoup.frontier(model, batch, actions=OPT_IN, cost=cost, num_points=2)
     budget = int(1.1 * frontier.points[0].peak_bytes)
     plan = frontier.plan(budget)
-    assert any(d.tile_of == "module" for d in plan.decisions)
+    assert any(isinstance(d, TileModule) for d in plan.decisions)
     assert plan.predicted.peak_bytes <= plan.budget_bytes
     choices = [price.choice for price in frontier.explain(budget).prices]
     assert any("tile model.layers.0-1.mlp" in choice for choice in choices)

@@ -12,26 +12,25 @@ import torch
 from torch import nn
 
 import recoup
+from recoup.analysis.timeline import module_rows
 from recoup.capture.capture import StepSpec
 from recoup.cost.model import PricedTrace, price_by_signature
-from recoup.engine import scan_bytes
-from recoup.engine.handle import apply_decisions
 from recoup.errors import InfeasibleBudget, UsageError
 from recoup.evidence.verify import verify_plan
 from recoup.export.left_out import left_out
 from recoup.export.plain_torch import export_torch
-from recoup.ir.decision import Decision, Recompute, Save, Scan
+from recoup.ir.decision import Scan, describe_decisions
 from recoup.ir.plan import Plan
 from recoup.ir.trace import Trace
-from recoup.planning import Planner
+from recoup.planner.driver import Planner
+from recoup.planner.simulator import Simulator
 from recoup.recurrent import ScanReport, scan, unroll
-from recoup.recurrent.rungs import evaluations_by_bytes
+from recoup.recurrent.schedule_costs import evaluations_by_bytes
 from recoup.recurrent.schedules.tapes import tape_schedule
 from recoup.report.diff import diff_plans
 from recoup.report.text import format_plan
-from recoup.report.words import describe_decisions
-from recoup.simulating import Simulator
-from recoup.timeline import module_rows
+from recoup.runtime import scan_bytes
+from recoup.runtime.apply import apply_decisions
 
 T, BATCH, FEATURES, HIDDEN = 24, 16, 8, 24
 ALL_TAPED = T + 1  # the step that is measured is evaluated once more
@@ -168,7 +167,7 @@ def test_a_planned_step_is_what_was_predicted(planned: tuple[Model, torch.Tensor
     assert planner.scans is not None
     budget_bytes = int(share * planner.simulate(planner.scans.taped).peak_bytes)
     plan = plan_at(planner, budget_bytes)
-    assert any(d.scan == 0 and d.path == "trunk" for d in plan.decisions)
+    assert any(isinstance(d, Scan) and d.index == 0 and d.path == "trunk" for d in plan.decisions)
     evidence = verify_plan(model, plan, x, loss=loss_of, timed=False)
     assert evidence.gradients_equal and evidence.loss_equal
     assert evidence.within_budget
@@ -205,7 +204,7 @@ def test_too_small_a_budget_says_what_is_needed(planned: tuple[Model, torch.Tens
     assert isinstance(error, InfeasibleBudget)
     least = planner.smallest()
     assert error.minimum_bytes == least.peak_bytes < planner.plain.peak_bytes
-    assert any(d.scan is not None for d in least.decisions)
+    assert any(isinstance(d, Scan) for d in least.decisions)
 
 
 @pytest.mark.slow
@@ -214,7 +213,7 @@ def test_two_scans_of_one_call_and_one_inside_of_it() -> None:
     model, x = TwoScans(), torch.randn(T, BATCH, FEATURES)
     planner = planner_for(model, x)
     assert planner.scans is not None
-    named = {(d.path, d.scan) for d in planner.scans.taped}
+    named = {(d.path, d.index) for d in planner.scans.taped}
     assert named == {("first", 0), ("", 1), ("", 2)}
     taped = planner.simulate(planner.scans.taped)
     plan = plan_at(planner, int(0.7 * taped.peak_bytes))
@@ -239,7 +238,7 @@ def test_calls_of_one_module_are_told_apart() -> None:
     model, x = Twice(), torch.randn(T, BATCH, HIDDEN)
     planner = planner_for(model, x)
     assert planner.scans is not None
-    assert [(d.path, d.call, d.scan) for d in planner.scans.taped] == [("trunk", 0, 0), ("trunk", 1, 0)]
+    assert [(d.path, d.call, d.index) for d in planner.scans.taped] == [("trunk", 0, 0), ("trunk", 1, 0)]
     plan = plan_at(planner, int(0.8 * planner.simulate(planner.scans.taped).peak_bytes))
     evidence = verify_plan(model, plan, x, loss=loss_of, timed=False)
     assert evidence.evaluated_as_planned and evidence.within_budget and evidence.buffers_equal
@@ -313,24 +312,6 @@ def test_a_scan_inside_of_a_scan_runs_by_its_own_schedule() -> None:
     assert evidence.gradients_equal and evidence.num_scan_evaluations == ALL_TAPED
 
 
-@pytest.mark.parametrize(
-    "decision",
-    [
-        Scan(path="trunk", index=0),
-        Recompute(path="trunk", scan_bytes=100),
-        Save(path="trunk", scan=0, scan_bytes=100),
-        Scan(path="trunk", index=-1, budget_bytes=100),
-        Scan(path="trunk", index=0, budget_bytes=0),
-    ],
-    ids=lambda d: f"{d.action}-{d.scan}-{d.scan_bytes}",
-)
-def test_half_a_decision_is_refused_by_name(decision: Decision) -> None:
-    model, _ = make_model()
-    with pytest.raises(UsageError, match=r"`trunk` has .*scan.*\(recoup\.engine\.handle\)"):
-        apply_decisions(model, (decision,))
-    assert "forward" not in vars(model.trunk)
-
-
 # -- written and shown ------------------------------------------------------------------------------------------------
 
 
@@ -340,10 +321,10 @@ def test_round_trip_words_diff_and_exports(planned: tuple[Model, torch.Tensor, P
     plan = plan_at(planner, int(0.7 * planner.simulate(planner.scans.taped).peak_bytes))
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == plan
-    decision = next(d for d in plan.decisions if d.scan is not None)
+    decision = next(d for d in plan.decisions if isinstance(d, Scan))
     assert "recompute steps of the scan of trunk in" in format_plan(plan)
     assert f"{plan.predicted.num_scan_evaluations} step evaluations" in format_plan(plan)
-    other = dataclasses.replace(plan, decisions=tuple(d for d in plan.decisions if d.scan is None))
+    other = dataclasses.replace(plan, decisions=tuple(d for d in plan.decisions if not isinstance(d, Scan)))
     assert diff_plans(plan, other)["changes"]["trunk"][0].startswith("scan 0 in ")
     assert any("`trunk`" in sentence and "scan_bytes" in sentence for sentence in left_out(plan))
     with pytest.raises(UsageError, match="steps of scans only"):
@@ -357,14 +338,6 @@ def test_the_module_tree_says_it(planned: tuple[Model, torch.Tensor, Planner]) -
     rows = {row.path: row for row in module_rows(planner.priced, priced, planner.scans.taped)}
     assert rows["trunk"].action.startswith("save, scan 0 in ") and rows["trunk"].is_decided
     assert not rows["encoder"].is_decided
-
-
-def test_an_old_plan_file_has_no_scans(planned: tuple[Model, torch.Tensor, Planner]) -> None:
-    _, _, planner = planned
-    data = plan_at(planner, 1 << 40).to_json()
-    for decision in data["decisions"]:
-        del decision["scan"], decision["scan_bytes"]
-    assert all(d.scan is None for d in Plan.from_json(data).decisions)
 
 
 def test_words_tell_scans_of_one_call_apart() -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from recoup.timeline import make_timeline
+from recoup.analysis.timeline import make_timeline
+from recoup.ir.decision import Recompute
 from tests.report.helpers import small_report
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from recoup.errors import UsageError
-from recoup.ir.decision import Decision
+from recoup.ir.decision import Loop, Rederive, Region, Save, Scan, TileModule
 from recoup.ir.plan import Plan
 
 

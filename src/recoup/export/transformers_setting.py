@@ -22,7 +22,9 @@ def every_n_layers(plan: Plan) -> int:
     for decision in regions:
         match = _LAYER.match(decision.path)
         if match is None or len(decision.paths) > 1:
-            what = f"`{decision.path}` through `{decision.paths[-1]}`" if len(decision.paths) > 1 else f"`{decision.path}`"
+            what = (
+                f"`{decision.path}` through `{decision.paths[-1]}`" if len(decision.paths) > 1 else f"`{decision.path}`"
+            )
             raise UsageError(
                 f"transformers recomputes whole layers one by one; this plan has the region {what}. Use --to torch."
             )

@@ -15,12 +15,12 @@ import json
 import torch.distributed as dist
 from torch import nn
 
-from recoup.cost.sharded import num_all_gathers
-from recoup.engine.conflicts import refuse_conflicts
-from recoup.engine.handle import Applied, apply_decisions
+from recoup.cost.sharding import num_all_gathers
 from recoup.errors import PlanMismatch
 from recoup.ir.decision import Decision
 from recoup.ir.plan import Plan
+from recoup.runtime.apply import Applied, apply_decisions
+from recoup.runtime.conflicts import refuse_conflicts
 
 _WRAPPERS = ("_fsdp_wrapped_module", "_orig_mod", "module")
 
@@ -138,11 +138,4 @@ def _translate(decision: Decision, paths: dict[str, str], model: nn.Module) -> D
         raise PlanMismatch(
             f"The plan names `{missing[0]}`, which {type(model).__name__} does not have. Make a plan for this model."
         )
-    path = paths[decision.path]
-    buffers = tuple(_buffer(name, paths) for name in decision.buffers)
-    return dataclasses.replace(decision, path=path, span=tuple(paths[p] for p in decision.span), buffers=buffers)
-
-
-def _buffer(name: str, paths: dict[str, str]) -> str:
-    owner, _, leaf = name.rpartition(".")
-    return f"{paths[owner]}.{leaf}" if owner else name
+    return decision.renamed(paths)

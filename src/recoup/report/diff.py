@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from recoup.ir.decision import Decision
-from recoup.ir.plan import Plan
 from recoup.ir.decision.paths import ranges, shape_of
+from recoup.ir.plan import Plan
 from recoup.units import format_bytes, format_flops, format_seconds
 
 _REPLAY = " in the replay of "

@@ -22,10 +22,10 @@ from torch import nn
 
 from recoup import progress
 from recoup.capture.capture import StepSpec, capture
-from recoup.engine.handle import apply_decisions
 from recoup.errors import InternalError, UsageError
 from recoup.ir.decision import Decision, Recompute, Rederive
 from recoup.ir.trace import Trace
+from recoup.runtime.apply import apply_decisions
 from recoup.selective.config import CheckpointConfig
 from recoup.selective.strategies import choose
 from recoup.targets.resolve import resolve_target
@@ -175,7 +175,7 @@ def _captures(shape: Shape, num_layers: int, sequence: int, batch: int) -> dict[
     trace = capture(spec)
     regions = [Recompute(path=f"model.layers.{i}") for i in range(num_layers)]
     rederive = Rederive(path="")
-    kinds = {
+    kinds: dict[str, Sequence[Decision]] = {
         "rederived": [rederive],
         "every_block": regions,
         "planned": [rederive, *(dataclasses.replace(d, inside="rederive") for d in regions)],

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, Self
 
 from recoup.errors import UsageError
@@ -44,7 +44,8 @@ class Decision:
     call: int | None = None
 
     def __post_init__(self) -> None:
-        for name, hint in _hints(type(self)).items():
+        kind: Any = type(self)  # hashable, which mypy does not see of a class
+        for name, hint in _hints(kind).items():
             value = getattr(self, name)
             if not _fits(value, hint):
                 self.refuse(f"{name} must be {_said(hint)}; got {value!r}")
@@ -94,6 +95,10 @@ class Decision:
         """Whether something goes to the host."""
         return False
 
+    def renamed(self, paths: Mapping[str, str]) -> Self:
+        """Returns the decision for a model in which modules have other paths, as `paths` says: old to new."""
+        return dataclasses.replace(self, path=paths[self.path])
+
     def holds(self, call: int) -> bool:
         """Whether it is about the call of that number, counted from 0, of its path."""
         return self.call is None or self.call == call
@@ -127,7 +132,9 @@ class Decision:
         Raises:
             UsageError: for an unknown field, a missing one, or a value that does not fit.
         """
-        given = {name: tuple(v) if isinstance(v, list) else v for name, v in data.items() if name != "action"}
+        given: dict[str, Any] = {
+            name: tuple(v) if isinstance(v, list) else v for name, v in data.items() if name != "action"
+        }
         known = {field.name: field for field in dataclasses.fields(cls)}
         where = f"Decision {cls.action!r} for `{given.get('path', '?')}`"
         unknown = [name for name in given if name not in known]
@@ -140,7 +147,7 @@ class Decision:
 
 
 @functools.cache
-def _hints(kind: type[Decision]) -> dict[str, Any]:
+def _hints(kind: Any) -> dict[str, Any]:
     found = typing.get_type_hints(kind)
     return {field.name: found[field.name] for field in dataclasses.fields(kind)}
 

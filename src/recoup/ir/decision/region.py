@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import ClassVar, Self
 
 from recoup.ir.decision.base import Ambient, Decision
@@ -44,6 +44,12 @@ class Region(Decision):
     def offloads(self) -> bool:
         """Whether its inputs go to the host."""
         return self.offload
+
+    def renamed(self, paths: Mapping[str, str]) -> Self:
+        """Returns the decision for a model in which modules have other paths, as `paths` says: old to new."""
+        owners = [name.rpartition(".") for name in self.buffers]
+        buffers = tuple(f"{paths[owner]}.{leaf}" if owner else leaf for owner, _, leaf in owners)
+        return dataclasses.replace(self, path=paths[self.path], buffers=buffers)
 
     def words(self) -> str:
         """Returns what it does, without where."""
@@ -106,6 +112,10 @@ class Recompute(Region):
     def paths(self) -> tuple[str, ...]:
         """Its own call's module and those of its span."""
         return (self.path, *self.span)
+
+    def renamed(self, paths: Mapping[str, str]) -> Self:
+        """Returns the decision for a model in which modules have other paths, as `paths` says: old to new."""
+        return dataclasses.replace(Region.renamed(self, paths), span=tuple(paths[p] for p in self.span))
 
     def _reach(self, beside: str) -> str:
         return f" through {tail(beside, self.span[-1])}" if self.span else ""

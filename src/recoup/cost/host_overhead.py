@@ -1,0 +1,63 @@
+"""What a plan takes on the host besides its kernels: bookkeeping that solver and simulation charge alike.
+
+Measured on a CPU, in steps of tenths of a second, whose kernels drive the interpreter's data out of the cache. All but
+a region's own part are charged on a CPU only: they hide behind a GPU's work.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+
+from recoup.ir.decision import Decision, Region
+from recoup.ir.trace import Trace
+
+# Of a region's bookkeeping; of a module's call in a replay (its hooks, its graph, the checks of what it saves) and of
+# each op in it; of a rederived tensor besides its ops; of a forward op that is recorded for one, or watched in a region
+# that keeps results; of a call of autograd's engine for taped steps of a scan.
+REGION_OVERHEAD_SECONDS = 150e-6
+CALL_OVERHEAD_SECONDS = 100e-6
+REPLAY_OVERHEAD_SECONDS = 15e-6
+REBUILD_OVERHEAD_SECONDS = 105e-6
+RECORD_OVERHEAD_SECONDS = 25e-6
+KEEP_OVERHEAD_SECONDS = 60e-6
+TAPE_OVERHEAD_SECONDS = 30e-6
+
+
+def host_seconds(
+    chosen: Sequence[Decision], trace: Trace, *, plain: Trace, num_scan_replayed: int = 0, num_scan_tapes: int = 0
+) -> float:
+    """Returns the host time of a plan, the recording of ops included, which the solver leaves out.
+
+    Steps of scans that run again cost no more than their ops: there is no region around them.
+
+    Args:
+        trace: of the step with `chosen` applied. plain: of the step without.
+        num_scan_replayed, num_scan_tapes: see `PricedTrace`.
+    """
+    by_path: dict[str, list[Region]] = {}
+    for decision in chosen:
+        if isinstance(decision, Region):
+            for path in decision.paths:
+                by_path.setdefault(path, []).append(decision)
+    found = ((c, next((d for d in by_path.get(c.path, ()) if d.holds(c.index)), None)) for c in plain.calls)
+    regions = [(call, decision) for call, decision in found if decision is not None]
+    seconds = len(regions) * REGION_OVERHEAD_SECONDS
+    if trace.device != "cpu":
+        return seconds
+    starts = sorted(c.first_op for c in plain.calls if c.path and c.last_op > c.first_op)
+    num_calls = sum(
+        bisect.bisect_left(starts, max(c.replay_stop_op, c.first_op)) - bisect.bisect_left(starts, c.first_op)
+        for c, _ in regions
+    )
+    is_view = [s.is_view for s in trace.signatures]
+    num_replayed = sum(o.replayed and not is_view[o.signature] for o in trace.ops) - num_scan_replayed
+    seconds += num_scan_tapes * TAPE_OVERHEAD_SECONDS
+    seconds += num_calls * CALL_OVERHEAD_SECONDS + num_replayed * REPLAY_OVERHEAD_SECONDS
+    seconds += trace.num_rederived * REBUILD_OVERHEAD_SECONDS
+    if any(d.rederives for d in chosen):
+        seconds += sum(o.phase in ("forward", "loss") for o in trace.ops) * RECORD_OVERHEAD_SECONDS
+    is_view = [s.is_view for s in plain.signatures]
+    watched = [c for c, decision in regions if decision.keep]
+    num_watched = sum(not is_view[o.signature] for c in watched for o in plain.ops[c.first_op : c.last_op])
+    return seconds + num_watched * KEEP_OVERHEAD_SECONDS
