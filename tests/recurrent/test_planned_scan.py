@@ -326,7 +326,7 @@ def test_round_trip_words_diff_and_exports(planned: tuple[Model, torch.Tensor, P
     assert f"{plan.predicted.num_scan_evaluations} step evaluations" in format_plan(plan)
     other = dataclasses.replace(plan, decisions=tuple(d for d in plan.decisions if not isinstance(d, Scan)))
     assert diff_plans(plan, other)["changes"]["trunk"][0].startswith("scan 0 in ")
-    assert any("`trunk`" in sentence and "scan_bytes" in sentence for sentence in left_out(plan))
+    assert any("`trunk`" in sentence and "budget_bytes" in sentence for sentence in left_out(plan))
     with pytest.raises(UsageError, match="steps of scans only"):
         export_torch(dataclasses.replace(plan, decisions=(decision,)))
 

@@ -8,7 +8,6 @@ values, but the collectives of FSDP would come in another order, and the job wou
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 
@@ -27,7 +26,7 @@ _WRAPPERS = ("_fsdp_wrapped_module", "_orig_mod", "module")
 
 def plan_hash(plan: Plan) -> str:
     """Returns a short hash of what the plan does and for which model; predictions and notes do not count."""
-    decisions = [dataclasses.asdict(decision) for decision in plan.decisions]
+    decisions = [decision.to_json() for decision in plan.decisions]
     text = json.dumps([plan.fingerprint, decisions], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
