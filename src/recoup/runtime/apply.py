@@ -37,6 +37,7 @@ class StepState:
         self.offloading = offloading
         self.calls: dict[str, int] = {}
         self.proofs = Proofs()
+        self.unwritten: dict[str, set[int]] = {}
         self.suspended = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StepState:
@@ -198,6 +199,7 @@ class _Nested:
             derives_by_default=by_default,
             offloads=region.offload,
             keep=region.keep,
+            unwritten=settings.state.unwritten.setdefault(settings.path, set()),
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
