@@ -24,7 +24,6 @@ from recoup.runtime import execution_context
 from recoup.runtime.rebuild.cheap_ops import SILENT_WRITERS, op_facts
 
 
-
 class StorageRecord:
     """What becomes an `ir.trace.Storage`; `released_op` is filled in from a second run that saves nothing."""
 
@@ -347,4 +346,3 @@ def _device_type(tensor: torch.Tensor) -> str:
 
 def _is_random(func: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in func.tags
-
