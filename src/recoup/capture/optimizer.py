@@ -255,7 +255,8 @@ def _constructed(
         more = {k: _copied(v, new_of) for k, v in optimizer.defaults.items() if not parts or k in taken}
         options = more | options
     if first.name in parts:  # Lookahead and its kind are handed an optimizer
-        return kind(_rebuild(parts[first.name], new_of, parameters, foreach=foreach), **options)
+        inner: Any = _rebuild(parts[first.name], new_of, parameters, foreach=foreach)
+        return kind(inner, **options)
     return kind(groups, **options)
 
 

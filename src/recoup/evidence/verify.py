@@ -67,9 +67,13 @@ class StepBench:
         if take:
             return take_result(self.model, loss)
         del loss
+        self.step_optimizer()
+        return None
+
+    def step_optimizer(self) -> None:
+        """Steps the optimizer, if there is one."""
         if self.optimizer is not None:
             self.optimizer.step(self._again)
-        return None
 
     def _again(self) -> torch.Tensor:
         for parameter in self.model.parameters():
