@@ -8,7 +8,7 @@ from recoup.ir.decision import Tile, TileModule
 from recoup.ir.plan import Plan, Prediction
 from recoup.planner.simulator import EVERYWHERE, Candidate, Simulator
 from recoup.planner.strategies.tile import is_tiled
-from recoup.runtime.apply import caching_paths
+from recoup.runtime.kv_cache import caching_paths
 from recoup.units import format_bytes
 
 
