@@ -41,7 +41,7 @@ def test_a_model_that_indexes_by_masks_of_its_ids_is_followed() -> None:
 
 
 def _island_on_another_device() -> Island:
-    """An island as on a GPU: its tensors are fake. Their device is the CPU's all the same, as a CPU build has no other."""
+    """An island as on a GPU: its tensors are fake. Their device is the CPU's: a CPU build can fake no other."""
     island = Island("cpu")
     island._is_host = False
     return island
