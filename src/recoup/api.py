@@ -26,9 +26,10 @@ from recoup.ir.evidence import Evidence
 from recoup.ir.explanation import Explanation, Trade
 from recoup.ir.plan import Plan
 from recoup.ir.profile import FrontierPoint, Profile
-from recoup.planner.driver import ACTIONS, Planner, check_actions, is_on_meta, plan_for_budget
+from recoup.planner.driver import Planner, is_on_meta, plan_for_budget
 from recoup.planner.explain import explain as explain_plan
 from recoup.planner.explain import trade
+from recoup.planner.strategies.registry import DEFAULT_ACTIONS, check_actions
 from recoup.runtime.apply import Applied, apply_decisions, plain
 from recoup.runtime.conflicts import refuse_conflicts, refuse_wrapped
 from recoup.runtime.execution_context import is_recomputing
@@ -145,7 +146,7 @@ def plan(
     loss: Loss | None = None,
     optimizer: OptimizerLike | None = None,
     device: str | torch.device | None = None,
-    actions: Sequence[str] = ACTIONS,
+    actions: Sequence[str] = DEFAULT_ACTIONS,
     cost: CostModel | None = None,
 ) -> Plan:
     """Returns the fastest plan found whose simulated peak is within the budget; nothing of the model changes.
@@ -239,7 +240,7 @@ def fit(
     loss: Loss | None = None,
     optimizer: OptimizerLike | None = None,
     device: str | torch.device | None = None,
-    actions: Sequence[str] = ACTIONS,
+    actions: Sequence[str] = DEFAULT_ACTIONS,
     timed: bool = True,
 ) -> Fit:
     """Plans, changes the model in place, and proves it: `plan`, `apply` and `verify` in one.
@@ -378,7 +379,7 @@ def frontier(
     loss: Loss | None = None,
     optimizer: OptimizerLike | None = None,
     device: str | torch.device | None = None,
-    actions: Sequence[str] = ACTIONS,
+    actions: Sequence[str] = DEFAULT_ACTIONS,
     cost: CostModel | None = None,
     num_points: int = 10,
 ) -> Frontier:
@@ -426,7 +427,7 @@ def explain(
     loss: Loss | None = None,
     optimizer: OptimizerLike | None = None,
     device: str | torch.device | None = None,
-    actions: Sequence[str] = ACTIONS,
+    actions: Sequence[str] = DEFAULT_ACTIONS,
     cost: CostModel | None = None,
 ) -> Explanation:
     """Returns why the plan for a budget is what it is: what sets its peak, what each kind of choice is worth (the plan
@@ -449,7 +450,7 @@ def max_batch(
     loss: Loss | None = None,
     optimizer: OptimizerLike | None = None,
     device: str | torch.device | None = None,
-    actions: Sequence[str] = ACTIONS,
+    actions: Sequence[str] = DEFAULT_ACTIONS,
     limit: int = 1 << 16,
 ) -> int:
     """Returns the largest size whose step fits the budget under some plan: simulated, so the next size does not.
