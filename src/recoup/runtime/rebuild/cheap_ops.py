@@ -131,10 +131,12 @@ class OpFacts:
         over: the in-place overload that computes what `function` does, if there is one. commutes: the two tensors it
             reads may change places.
         pooled_dims: how many dimensions a max-pooling with indices pools, 0 for other ops.
+        can_rerun: it computes new tensors from its arguments alone, dear or cheap: run again it gives the same bits.
         written: positions of positional arguments that are changed. written_names: of keyword ones.
     """
 
     __slots__ = (
+        "can_rerun",
         "commutes",
         "function",
         "is_batch_norm",
@@ -179,6 +181,26 @@ class OpFacts:
             self.kind = CHEAP
         else:
             self.kind = OPAQUE
+        self.can_rerun = self.kind == CHEAP or (self.kind == OPAQUE and _can_rerun(name, namespace, overload))
+
+
+_EFFECTS = frozenset(["c10d", "_c10d_functional", "_dtensor", "prim", "profiler"])
+_UNINITIALISED = ("empty", "new_empty")
+_NOT_AGAIN = (
+    torch.Tag.nondeterministic_seeded,
+    torch.Tag.data_dependent_output,
+    torch.Tag.dynamic_output_shape,
+)
+
+
+def _can_rerun(name: str, namespace: str, overload: Any) -> bool:
+    """Whether an op that writes nothing and returns no view may run again: no random numbers, no communication."""
+    if namespace in _EFFECTS or name.lstrip("_").startswith(_UNINITIALISED):
+        return False
+    if any(tag in overload.tags for tag in _NOT_AGAIN):
+        return False
+    returns = overload._schema.returns
+    return bool(returns) and all("Tensor" in str(r.type) for r in returns)
 
 
 def _functional(name: str, overload: Any) -> Any | None:

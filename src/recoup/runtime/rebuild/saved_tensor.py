@@ -37,6 +37,11 @@ _CHANGED = (
 )
 
 
+def changed_since(what: str) -> RuntimeError:
+    """Returns autograd's error for a tensor that was changed in place and cannot be rebuilt from any more."""
+    return RuntimeError(_CHANGED.format(tensor=what, versions="overwritten since"))
+
+
 class Kept:
     """A saved tensor that is kept as it is."""
 
@@ -88,7 +93,7 @@ class KeptView:
 
     def unpack(self) -> torch.Tensor:
         """Returns the tensor; raises if it was changed in place since it was saved."""
-        return _lay(self.kept.unpack(), self.geometry)
+        return laid(self.kept.unpack(), self.geometry)
 
 
 class KeptCompact:
@@ -146,15 +151,15 @@ class Rederived:
         self._done()
         if self.value.overwritten:
             size, _, _, dtype = self.geometry
-            raise RuntimeError(_CHANGED.format(tensor=f"{dtype} {list(size)}", versions="overwritten since"))
-        with _torch.below_autocast_and_autograd(), execution_context.recomputing(), _paused():
+            raise changed_since(f"{dtype} {list(size)}")
+        with _torch.below_autocast_and_autograd(), execution_context.recomputing(), paused():
             tensor = _one_op(self.value)
             if tensor is None:
                 tensor = _Rebuild(self.value, self.turn).contents(self.value)
             self._let_go()
             execution_context.count_rederived()
             self.value.cache = tensor if _wanted_soon(self.value, self.turn) else None
-            return _lay(tensor, self.geometry)
+            return laid(tensor, self.geometry)
 
     def _done(self) -> None:
         if self.waits:
@@ -174,7 +179,7 @@ class Rederived:
             self.value.cache = None
 
 
-class _paused:
+class paused:
     """Context manager: the recorder of this thread, if one is on, records nothing."""
 
     __slots__ = ("_recorder",)
@@ -195,7 +200,7 @@ def _check_version(tensor: torch.Tensor, version: int) -> None:
         raise RuntimeError(_CHANGED.format(tensor=f"{tensor.dtype} {list(tensor.shape)}", versions=versions))
 
 
-def _lay(tensor: torch.Tensor, geometry: Geometry) -> torch.Tensor:
+def laid(tensor: torch.Tensor, geometry: Geometry) -> torch.Tensor:
     size, stride, offset, dtype = geometry
     if tensor.dtype != dtype:
         tensor = tensor.view(dtype)
@@ -236,10 +241,10 @@ def _one_op(value: Value) -> torch.Tensor | None:
                 if kept is None:
                     return None
                 tensor = kept.contents().detach()
-            item = _lay(tensor, item.geometry)
+            item = laid(tensor, item.geometry)
         args.append(item)
     out = made.function(*args)
-    return _fitted(out[value.output] if isinstance(out, (tuple, list)) else out, value.base)
+    return fitted(out[value.output] if isinstance(out, (tuple, list)) else out, value.base)
 
 
 class _Rebuild:
@@ -310,21 +315,21 @@ class _Rebuild:
         for read in made.reads:
             self._used(read.value)
         if not isinstance(out, (tuple, list)):
-            return _fitted(out, value.base)
+            return fitted(out, value.base)
         for position, ref in enumerate(made.outputs):
             other = ref()
             if other is None or other is value or other.base is None or other.cache is not None:
                 continue
             if _wanted_soon(other, self._turn):
-                other.cache = _fitted(out[position], other.base)
-        return _fitted(out[value.output], value.base)
+                other.cache = fitted(out[position], other.base)
+        return fitted(out[value.output], value.base)
 
     def _decode(self, items: Any, spare: list[torch.Tensor]) -> list[Any]:
         """Returns `items` with reads replaced by tensors; those that nobody reads after are put in `spare` too."""
         result: list[Any] = []
         for item in items:
             if isinstance(item, Read):
-                result.append(_lay(self.contents(item.value), item.geometry))
+                result.append(laid(self.contents(item.value), item.geometry))
                 if self._uses.get(id(item.value)) == 1 and item.value.cache is None and id(item.value) in self._made:
                     spare.append(self._made[id(item.value)])
             elif isinstance(item, (list, tuple)):
@@ -340,7 +345,7 @@ class _Rebuild:
             self._made.pop(id(value), None)
 
 
-def _fitted(tensor: torch.Tensor, base: Geometry) -> torch.Tensor:
+def fitted(tensor: torch.Tensor, base: Geometry) -> torch.Tensor:
     """Returns the tensor laid out as the first time."""
     if geometry_of(tensor) == base:
         return tensor
@@ -409,7 +414,7 @@ class _Search:
             made.side_results = tuple(weakref.ref(k) for k in kept)
 
 
-def pack(tensor: torch.Tensor) -> Kept | KeptView | Rederived | Returning:
+def pack(tensor: torch.Tensor) -> Any:
     """What autograd gets instead of `tensor`: `Kept`, a view of one, `Rederived`, or, offloaded, `Returning`."""
     recorder = current_recorder()
     if (
@@ -436,6 +441,9 @@ def pack(tensor: torch.Tensor) -> Kept | KeptView | Rederived | Returning:
             return Returning(alive, geometry)
         execution_context.kept(tensor)
         return alive if geometry_of(alive.tensor) == geometry else KeptView(alive, geometry)
+    packed = recorder.pack(tensor, value)
+    if packed is not None:
+        return packed
     if (
         made is not None
         and num_bytes >= MIN_BYTES
@@ -453,10 +461,10 @@ def pack(tensor: torch.Tensor) -> Kept | KeptView | Rederived | Returning:
             if mask is not None:
                 sources = _find_sources(value, num_bytes)
         if sources is not None:
-            execution_context.rederived(tensor, [t for t in map(_on_device, sources) if t is not None])
+            execution_context.rederived(tensor, [t for t in map(on_device, sources) if t is not None])
             return Rederived(value, geometry_of(tensor), sources, recorder.turn)
     if recorder.offloading and recorder.offloader is not None:
-        with _paused(), execution_context.recomputing(), _torch.below_autocast_and_autograd():
+        with paused(), execution_context.recomputing(), _torch.below_autocast_and_autograd():
             elsewhere = recorder.offloader.take(value, tensor)
         if elsewhere is not None:
             value.kept = weakref.ref(elsewhere)
@@ -466,7 +474,7 @@ def pack(tensor: torch.Tensor) -> Kept | KeptView | Rederived | Returning:
     return kept
 
 
-def _on_device(source: Source) -> torch.Tensor | None:
+def on_device(source: Source) -> torch.Tensor | None:
     """Returns the tensor that a source keeps on the device, None if it was moved away."""
     if isinstance(source, KeptElsewhere):
         return None
@@ -486,15 +494,26 @@ def _compact_mask(value: Value, made: Made, tensor: torch.Tensor) -> KeptCompact
     name = made.function._schema.name
     if name not in ("aten::div", "aten::mul") or source.base is None or value.base != geometry_of(tensor):
         return None
-    with _paused(), execution_context.recomputing(), _torch.below_autocast_and_autograd():
+    with paused(), execution_context.recomputing(), _torch.below_autocast_and_autograd():
         mask = KeptCompact(tensor.detach() != 0, source.base)
     source.kept = weakref.ref(mask)
     return mask
 
 
+def compact_mask(value: Value, tensor: torch.Tensor) -> KeptCompact:
+    """Returns a random mask of zeros and ones as bytes.
+
+    Args:
+        value: the mask's, whose base is known. tensor: the mask itself.
+    """
+    assert value.base is not None
+    with paused(), execution_context.recomputing(), _torch.below_autocast_and_autograd():
+        return KeptCompact(tensor.detach().to(torch.bool), value.base)
+
+
 def _compact_indices(value: Value, tensor: torch.Tensor) -> KeptCompact:
     """Returns the indices of a max-pooling in four bytes each, and makes that their kept contents."""
-    with _paused(), execution_context.recomputing(), _torch.below_autocast_and_autograd():
+    with paused(), execution_context.recomputing(), _torch.below_autocast_and_autograd():
         compact = KeptCompact(tensor.detach().to(torch.int32), geometry_of(tensor))
     value.kept = weakref.ref(compact)
     return compact
