@@ -19,7 +19,7 @@ class OpAddress:
 
     Attributes:
         path: dotted path of the module whose own code it is ("" is the model). call: which call of that module in the
-            step, from 0. ordinal: which op of that call, from 0. op: schema name, for instance "aten::mm".
+            step, from 0. ordinal: which op of that call, from 0. op: name with overload, for instance "aten.mm.default".
     """
 
     path: str
@@ -35,13 +35,25 @@ class OpAddress:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Boundary:
+    """The op that a segment begins with.
+
+    Attributes:
+        saves: all that autograd saves in the segment is held; nothing of it is rebuilt.
+    """
+
+    address: OpAddress
+    saves: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class HeldPlan:
     """Which results are held and where segments begin.
 
     Attributes:
         held: ops all of whose results are held; those that autograd saves are shared with it.
-        boundaries: a new segment begins with each of these ops.
+        boundaries: in forward order.
     """
 
     held: tuple[OpAddress, ...] = ()
-    boundaries: tuple[OpAddress, ...] = ()
+    boundaries: tuple[Boundary, ...] = ()

@@ -52,8 +52,9 @@ def marks_of(plan: HeldPlan) -> dict[tuple[str, int], dict[int, Mark]]:
 
     for address in plan.held:
         mark(address).holds = True
-    for address in plan.boundaries:
-        mark(address).begins_segment = True
+    for boundary in plan.boundaries:
+        found = mark(boundary.address)
+        found.begins_segment, found.saves = True, boundary.saves
     return marks
 
 
@@ -64,7 +65,7 @@ def apply_held(model: nn.Module, plan: HeldPlan) -> list[PatchedForward]:
         PlanMismatch: if the plan names a module that is not there; nothing was changed then.
     """
     modules = dict(model.named_modules())
-    missing = sorted({a.path for a in (*plan.held, *plan.boundaries)} - modules.keys())
+    missing = sorted({a.path for a in (*plan.held, *(b.address for b in plan.boundaries))} - modules.keys())
     if missing:
         raise PlanMismatch(f"The plan holds tensors of `{missing[0]}`, which {type(model).__name__} does not have.")
     state = HeldState(plan)

@@ -127,6 +127,7 @@ class OpFacts:
     Attributes:
         kind: OPAQUE, CHEAP, IN_PLACE (a cheap op written over its first argument), VIEW or WRITES (anything else that
             changes an argument).
+        label: the name as traces have it, "aten.mm.default".
         function: the overload to run again (for IN_PLACE the functional one).
         over: the in-place overload that computes what `function` does, if there is one. commutes: the two tensors it
             reads may change places.
@@ -142,6 +143,7 @@ class OpFacts:
         "is_batch_norm",
         "is_random_mask",
         "kind",
+        "label",
         "over",
         "pooled_dims",
         "written",
@@ -164,6 +166,7 @@ class OpFacts:
         self.is_batch_norm = name in ("native_batch_norm", "_native_batch_norm_legit")
         self.pooled_dims = _MAX_POOLS.get(name, 0)
         self.is_random_mask = name == "bernoulli_"
+        self.label = f"{schema.name.replace('::', '.')}.{overload._overloadname}"
         self.function = overload
         self.over = _in_place(name, overload) if namespace == "aten" and name in _OVER else None
         self.commutes = name in _COMMUTES

@@ -37,6 +37,9 @@ from recoup.runtime.rebuild.saved_tensor import (
 )
 
 
+DETACH = "aten.detach.default"  # not counted: where fake tensors are kept, the engine dispatches some of its own
+
+
 class Segment:
     """An interval of the forward's ops.
 
@@ -254,8 +257,8 @@ class HeldRecorder(Recorder):
     ) -> Any:
         if self.paused or func.namespace == "prim":
             return super().__torch_dispatch__(func, types, args, kwargs)
-        holds = self.before_op(func._schema.name)
         facts = op_facts(func)
+        holds = facts.label != DETACH and self.before_op(facts.label)
         if facts.kind == OPAQUE and facts.can_rerun:
             made = self._made(facts, args, kwargs or {})
             out = func(*args, **(kwargs or {}))
@@ -303,6 +306,7 @@ class HeldRecorder(Recorder):
         if mark.begins_segment:
             self.segment = Segment()
             self._leaves.clear()
+            self.deriving = not mark.saves
         return mark.holds
 
     def hold(self, out: Any) -> None:
@@ -325,12 +329,13 @@ class HeldRecorder(Recorder):
 class Mark:
     """What a plan says of one op."""
 
-    __slots__ = ("begins_segment", "holds", "op")
+    __slots__ = ("begins_segment", "holds", "op", "saves")
 
     def __init__(self, op: str) -> None:
         self.op = op
         self.holds = False
         self.begins_segment = False
+        self.saves = False
 
 
 class _Frame:
