@@ -12,8 +12,8 @@ import torch
 
 from recoup.cost.model import PricedTrace
 from recoup.ir.held import Boundary, HeldPlan, OpAddress
-from recoup.ir.trace import Trace
-from recoup.runtime.rebuild.cheap_ops import IN_PLACE, op_facts
+from recoup.ir.trace import Signature, TensorSpec, Trace
+from recoup.runtime.rebuild.cheap_ops import IN_PLACE, OpFacts, op_facts
 from recoup.runtime.rebuild.saved_tensor import MIN_BYTES
 from recoup.runtime.rebuild.segments import DETACH
 from recoup.solver.build import Interval, measure
@@ -58,8 +58,10 @@ def held_view(priced: PricedTrace) -> HeldView | None:
     versions: dict[int, list[tuple[int, int]]] = {}
     value_bytes: list[int] = []
 
-    def new_value(storage: int, at: int) -> int:
+    def new_value(storage: int, at: int, *, is_mask: bool) -> int:
         nbytes = trace.storages[storage].nbytes
+        if is_mask:  # zeros and ones, held as bytes
+            nbytes //= _item_bytes(trace.signatures[trace.ops[at].signature])
         value_bytes.append(nbytes if nbytes >= MIN_BYTES else 0)
         value_of[storage] = len(value_bytes) - 1
         versions.setdefault(storage, []).append((at, value_of[storage]))
@@ -73,7 +75,8 @@ def held_view(priced: PricedTrace) -> HeldView | None:
         inputs = tuple(value_of[s] for s in op.inputs if s in value_of)
         fresh = [s for s in op.outputs if trace.storages[s].alloc_op == at]
         written = [s for s in op.outputs if s in op.inputs] if not signature.is_view else []
-        outputs = tuple(new_value(s, at) for s in (*fresh, *written))
+        is_mask = facts is not None and facts.is_random_mask
+        outputs = tuple(new_value(s, at, is_mask=is_mask) for s in (*fresh, *written))
         can_rerun = facts is not None and (facts.can_rerun or (facts.kind == IN_PLACE and bool(written)))
         ops.append(
             Op(
@@ -119,7 +122,13 @@ def held_view(priced: PricedTrace) -> HeldView | None:
     return HeldView(problem=problem, addresses=tuple(_addresses(trace, num_ops)), maker=maker)
 
 
-def _facts(name: str) -> object | None:
+def _item_bytes(signature: Signature) -> int:
+    """Returns the bytes of one element of an op's first argument."""
+    first = next((a for a in signature.args if isinstance(a, TensorSpec)), None)
+    return 1 if first is None else getattr(torch, first.dtype.removeprefix("torch.")).itemsize
+
+
+def _facts(name: str) -> OpFacts | None:
     """Returns what is known of an overload by its name, "aten.mm.default"."""
     namespace, _, rest = name.partition(".")
     packet, _, overload = rest.partition(".")

@@ -189,11 +189,8 @@ class OpFacts:
 
 _EFFECTS = frozenset(["c10d", "_c10d_functional", "_dtensor", "prim", "profiler"])
 _UNINITIALISED = ("empty", "new_empty")
-_NOT_AGAIN = (
-    torch.Tag.nondeterministic_seeded,
-    torch.Tag.data_dependent_output,
-    torch.Tag.dynamic_output_shape,
-)
+_NOT_AGAIN = (torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output)
+_GATHERS = frozenset(["index", "_unsafe_index"])  # their result's shape depends on values for masks of booleans only
 
 
 def _can_rerun(name: str, namespace: str, overload: Any) -> bool:
@@ -202,6 +199,8 @@ def _can_rerun(name: str, namespace: str, overload: Any) -> bool:
         return False
     if any(tag in overload.tags for tag in _NOT_AGAIN):
         return False
+    if torch.Tag.dynamic_output_shape in overload.tags and name not in _GATHERS:
+        return False  # a device would be waited for
     returns = overload._schema.returns
     return bool(returns) and all("Tensor" in str(r.type) for r in returns)
 
