@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Sequence
 
 from recoup.solver.held import Held, Op, Segment, hull
 
@@ -195,7 +194,9 @@ class SegmentSolver:
         segment = Segment(
             value_bytes=tuple(problem.value_bytes[v] for v in names),
             ops=tuple(
-                dataclasses.replace(op, inputs=tuple(local[v] for v in op.inputs), outputs=tuple(local[v] for v in op.outputs))
+                dataclasses.replace(
+                    op, inputs=tuple(local[v] for v in op.inputs), outputs=tuple(local[v] for v in op.outputs)
+                )
                 for op in problem.ops[first:last]
             ),
             reads=frozenset(local[v] for v in saved if v in made),
@@ -204,7 +205,9 @@ class SegmentSolver:
             values = [names[v] for v in held.values]
             needed = dict.fromkeys(outside)
             for at in held.rerun:
-                needed.update(dict.fromkeys(v for v in problem.ops[first + at].inputs if v not in made and v in self._maker))
+                needed.update(
+                    dict.fromkeys(v for v in problem.ops[first + at].inputs if v not in made and v in self._maker)
+                )
             from_before = [v for v in needed if self._is_charged(v, i, j)]
             extra = [v for v in (*values, *from_before) if v not in saved]
             labels.append(

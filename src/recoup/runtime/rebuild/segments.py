@@ -15,7 +15,6 @@ The scheme is that of activation checkpointing (Chen et al., arXiv 1604.06174) w
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -35,7 +34,7 @@ from recoup.runtime.rebuild.saved_tensor import (
     on_device,
     paused,
 )
-
+from recoup.runtime.waiting import Waiting
 
 DETACH = "aten.detach.default"  # not counted: where fake tensors are kept, the engine dispatches some of its own
 
@@ -44,15 +43,14 @@ class Segment:
     """An interval of the forward's ops.
 
     Attributes:
-        pending: how many `Rebuilt` of each value backward has still to unpack. results: rebuilt, and still pending.
+        pending: for each value, the `Rebuilt` that backward has still to unpack; they hold it once it was rebuilt.
         sources: what keeps the held results that its values are rebuilt from.
     """
 
-    __slots__ = ("_reached", "pending", "results", "sources")
+    __slots__ = ("_reached", "pending", "sources")
 
     def __init__(self) -> None:
-        self.pending: dict[Value, int] = {}
-        self.results: dict[Value, torch.Tensor] = {}
+        self.pending: dict[Value, Waiting] = {}
         self.sources: dict[int, Source] = {}
         self._reached: set[Value] = set()
 
@@ -83,35 +81,34 @@ class Segment:
         self._reached |= seen
         self.sources.update(found)
         for source in found.values():
-            if hasattr(source, "is_source"):
+            if isinstance(source, Kept):
                 source.is_source = True
         return list(found.values())
 
     def result(self, value: Value) -> torch.Tensor:
-        """Returns the contents of a pending value, rebuilding all that is pending if it is not there."""
-        found = self.results.get(value)
+        """Returns the contents of a value, rebuilding all that is pending if it is not there."""
+        found: torch.Tensor | None = self.pending[value].result()
         if found is None:
+            asked = [v for v, w in self.pending.items() if w and w.result() is None and not v.overwritten]
             with _torch.below_autocast_and_autograd(), execution_context.recomputing(), paused():
-                self._rebuild([v for v in self.pending if v not in self.results and not v.overwritten])
-            found = self.results[value]
+                found = self._rebuild({*asked, value})[value]
         return found
 
-    def _rebuild(self, targets: Iterable[Value]) -> None:
-        """Runs every op that leads to `targets` once, in the order of the forward."""
-        wanted = set(targets)
-        uses: dict[Value, int] = {}
+    def _rebuild(self, wanted: set[Value]) -> dict[Value, torch.Tensor]:
+        """Runs every op that leads to `wanted` once, in the order of the forward; returns their contents."""
+        here = {v: w.result() for v, w in self.pending.items() if w.result() is not None}
         ops: dict[int, tuple[Made, list[Value]]] = {}
+        uses: dict[Value, int] = {}
         stack, seen = list(wanted), set(wanted)
         while stack:
             value = stack.pop()
-            made = value.made
-            if value.constant is not None or value.alive() is not None or value in self.results:
+            if value in here or value.constant is not None or value.alive() is not None:
                 continue
+            made = value.made
             if made is None:
                 raise changed_since("a tensor that saved tensors are rebuilt from")
-            known = ops.get(made.order)
-            if known is not None:
-                known[1].append(value)
+            if made.order in ops:
+                ops[made.order][1].append(value)
                 continue
             ops[made.order] = (made, [value])
             for read in made.reads:
@@ -119,42 +116,33 @@ class Segment:
                 if read.value not in seen:
                     seen.add(read.value)
                     stack.append(read.value)
-        here: dict[Value, torch.Tensor] = {}
+        found: dict[Value, torch.Tensor] = {}
         for order in sorted(ops):
             made, values = ops[order]
-            args = _decoded(made.args, here, self.results)
-            kwargs = {key: _decoded((item,), here, self.results)[0] for key, item in made.kwargs.items()}
+            args = _decoded(made.args, here)
+            kwargs = {key: _decoded((item,), here)[0] for key, item in made.kwargs.items()}
             out = made.function(*args, **kwargs)
             del args, kwargs
             for value in values:
-                tensor = out[value.output] if isinstance(out, (tuple, list)) else out
                 assert value.base is not None
-                tensor = fitted(tensor, value.base)
+                tensor = fitted(out[value.output] if isinstance(out, (tuple, list)) else out, value.base)
+                here[value] = tensor
                 if value in wanted:
-                    self.results[value] = tensor
-                elif uses.get(value):
-                    here[value] = tensor
-            del out, tensor
+                    found[value] = tensor
+                del tensor
+            del out
             for read in made.reads:
-                left = uses[read.value] = uses[read.value] - 1
-                if not left:
+                uses[read.value] -= 1
+                if not uses[read.value]:
                     here.pop(read.value, None)
+            for value in values:
+                if not uses.get(value):
+                    here.pop(value, None)
         for value in wanted:
-            if value in self.results:
-                continue
-            kept = value.alive()
-            if kept is None:
-                raise changed_since("a tensor that saved tensors are rebuilt from")
-            self.results[value] = kept.contents().detach()
-
-    def done(self, value: Value) -> None:
-        """Counts off one `Rebuilt` of a value that will not ask again; runs in finalisers, so it only counts."""
-        left = self.pending.get(value, 0) - 1
-        if left > 0:
-            self.pending[value] = left
-        else:
-            self.pending.pop(value, None)
-            self.results.pop(value, None)
+            if value not in found:  # kept by somebody by now
+                found[value] = _contents(value, here)
+            self.pending[value].hold(found[value])
+        return found
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
@@ -162,27 +150,25 @@ def has_memory(tensor: torch.Tensor) -> bool:
     return not hasattr(tensor, "ds_id") and (tensor.untyped_storage().nbytes() > 0 or tensor.numel() == 0)
 
 
-def _decoded(items: Any, here: dict[Value, torch.Tensor], results: dict[Value, torch.Tensor]) -> list[Any]:
+def _decoded(items: Any, here: dict[Value, torch.Tensor]) -> list[Any]:
     """Returns an op's recorded arguments with tensors in the place of reads."""
     decoded: list[Any] = []
     for item in items:
         if isinstance(item, Read):
-            decoded.append(laid(_contents(item.value, here, results), item.geometry))
+            decoded.append(laid(_contents(item.value, here), item.geometry))
         elif isinstance(item, (list, tuple)):
-            decoded.append(_decoded(item, here, results))
+            decoded.append(_decoded(item, here))
         else:
             decoded.append(item)
     return decoded
 
 
-def _contents(value: Value, here: dict[Value, torch.Tensor], results: dict[Value, torch.Tensor]) -> torch.Tensor:
+def _contents(value: Value, here: dict[Value, torch.Tensor]) -> torch.Tensor:
     if value.constant is not None:
         if value.constant._version != value.constant_version:
             raise changed_since("a parameter that saved tensors are rebuilt from")
         return value.constant.detach()
     found = here.get(value)
-    if found is None:
-        found = results.get(value)
     if found is not None:
         return found
     kept = value.alive()
@@ -195,34 +181,27 @@ def _contents(value: Value, here: dict[Value, torch.Tensor], results: dict[Value
 class Rebuilt:
     """What autograd gets instead of a saved tensor: a value of a segment and the geometry it is wanted in."""
 
-    __slots__ = ("_waits", "geometry", "segment", "value")
+    __slots__ = ("__weakref__", "_ticket", "_waiting", "geometry", "segment", "value")
 
     def __init__(self, value: Value, geometry: Geometry, segment: Segment) -> None:
         self.value = value
         self.geometry = geometry
         self.segment = segment
-        self._waits = True
-        segment.pending[value] = segment.pending.get(value, 0) + 1
+        self._waiting = segment.pending.setdefault(value, Waiting())
+        self._ticket = self._waiting.add(self)
 
     def unpack(self) -> torch.Tensor:
         """Returns the tensor; raises if it was changed in place since it was saved, as autograd would.
 
-        Under `retain_graph` it may be asked for again: then it is pending again until the graph is let go.
+        Under `retain_graph` it may be asked for again, and is rebuilt again.
         """
         if self.value.overwritten:
             size, _, _, dtype = self.geometry
-            raise changed_since(f"[{dtype} {list(size)}]")
-        if not self._waits:
-            self.segment.pending[self.value] = self.segment.pending.get(self.value, 0) + 1
+            raise changed_since(f"{dtype} {list(size)}")
         tensor = self.segment.result(self.value)
-        self._waits = False
-        self.segment.done(self.value)
+        self._waiting.serve(self._ticket)
         execution_context.count_rederived()
         return laid(tensor, self.geometry)
-
-    def __del__(self) -> None:
-        if self._waits:
-            self.segment.done(self.value)
 
 
 class HeldRecorder(Recorder):
