@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import random
 import warnings
@@ -11,40 +12,37 @@ import torch
 from torch import nn
 
 from recoup.evidence.gradients import equal_values
-from recoup.ir.held import Boundary, HeldPlan, OpAddress
-from recoup.runtime.patch import unpatch
+from recoup.ir.decision import OpMark, Rebuild
+from recoup.runtime.apply import apply_decisions
 from recoup.runtime.rebuild import segments
-from recoup.runtime.rebuild.apply_held import apply_held
 from tests.runtime.random_programs import ROWS, WIDTH, Program
 
 NUM = int(os.environ.get("RECOUP_FUZZ", "60"))
 
 
-def ops_of(model: nn.Module, x: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> list[OpAddress]:
+def ops_of(model: nn.Module, x: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> list[OpMark]:
     """Returns the addresses of all ops of a step."""
-    found: list[OpAddress] = []
+    found: list[OpMark] = []
     real = segments.HeldRecorder.before_op
 
     def before_op(self: segments.HeldRecorder, name: str) -> bool:
         frame = self._frames[-1]
-        found.append(OpAddress(path=frame.path, call=self._calls[frame.path] - 1, ordinal=frame.ordinal, op=name))
+        found.append(OpMark(path=frame.path, call=self._calls[frame.path] - 1, ordinal=frame.ordinal, op=name))
         return real(self, name)
 
     with monkeypatch.context() as patch:
         patch.setattr(segments.HeldRecorder, "before_op", before_op)
-        patches = apply_held(model, HeldPlan())
-        model(x)
-        while patches:
-            unpatch(patches.pop())
+        with apply_decisions(model, [Rebuild(path="")]):
+            model(x)
     return found
 
 
-def train(seed: int, plan: HeldPlan | None, num_steps: int = 3) -> list[torch.Tensor]:
+def train(seed: int, plan: Rebuild | None, num_steps: int = 3) -> list[torch.Tensor]:
     """Returns gradients, buffers and the random stream after some steps."""
     torch.manual_seed(seed)
     model = Program(seed)
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
-    patches = [] if plan is None else apply_held(model, plan)
+    applied = apply_decisions(model, [] if plan is None else [plan])
     found = []
     for _ in range(num_steps):
         loss = model(x)
@@ -54,8 +52,7 @@ def train(seed: int, plan: HeldPlan | None, num_steps: int = 3) -> list[torch.Te
             for p in model.parameters():
                 if p.grad is not None:
                     p -= 1e-3 * p.grad.clamp(-1, 1)
-    while patches:
-        unpatch(patches.pop())
+    applied.remove()
     grads = [p.grad for p in [x, *model.parameters()] if p.grad is not None]
     return [*found, *grads, *model.buffers(), torch.get_rng_state()]
 
@@ -68,11 +65,15 @@ def test_random_programs_under_random_plans(seed: int, monkeypatch: pytest.Monke
     plain = train(seed, None)
     rng = random.Random(seed)
     for share in (0.0, 0.1, 0.4):
-        held = tuple(a for a in addresses if rng.random() < share)
-        starts = [a for a in addresses if rng.random() < rng.choice([0.0, 0.03, 0.2])]
-        boundaries = tuple(Boundary(address=a, saves=rng.random() < 0.2) for a in starts)
+        starts = rng.choice([0.0, 0.03, 0.2])
+        marks = tuple(
+            dataclasses.replace(
+                a, holds=rng.random() < share, begins_segment=rng.random() < starts, saves=rng.random() < 0.2
+            )
+            for a in addresses
+        )
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*takes a step that its plan was not made for.*")
-            planned = train(seed, HeldPlan(held=held, boundaries=boundaries))
+            warnings.filterwarnings("ignore", message=".*took a step that its plan was not made for.*")
+            planned = train(seed, Rebuild(path="", marks=marks))
         assert len(plain) == len(planned)
         assert all(map(equal_values, plain, planned))

@@ -52,6 +52,8 @@ def _of_class(kind: type[Any]) -> dict[str, Any]:
 
 def _of_type(hint: Any) -> dict[str, Any]:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        return _of_class(hint)
     if hint in _SIMPLE:
         return {"type": _SIMPLE[hint]}
     if origin is typing.Literal:

@@ -184,6 +184,7 @@ def _forward_ops(trace: Trace) -> list[int]:
 
 
 def measure(priced: PricedTrace, segments: Sequence[Interval]) -> Numbers:
+    """Returns what a captured step says of each interval of its forward, backward's share of it included."""
     trace = priced.trace
     levels = np.asarray(trace.levels(priced.op_workspace_bytes), dtype=np.int64)
     num = len(segments)

@@ -161,7 +161,7 @@ class SegmentSolver:
         return ends if not ends or ends[-1] == num or num - i > _LENGTHS[-1] else [*ends, num]
 
     def _backward_bytes(self, i: int, j: int) -> int:
-        """Returns the peak of backward through intervals [i, j) above what was held before them, all of theirs there."""
+        """Returns the peak of backward through intervals [i, j) above what was held before them."""
         most, saved = 0, 0
         for r in range(i, j):
             most = max(most, saved + self.problem.backward_bytes[r] + self.problem.gradient_bytes[r])

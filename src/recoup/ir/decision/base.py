@@ -171,4 +171,4 @@ def _said(hint: Any) -> str:
         return " or ".join(_said(a) for a in arguments)
     if origin is tuple:
         return "a tuple of texts"
-    return {str: "a text", int: "a whole number", bool: "true or false", type(None): "nothing"}[hint]
+    return {str: "a text", int: "a whole number", bool: "true or false", type(None): "nothing"}.get(hint, hint.__name__)

@@ -11,7 +11,7 @@ import dataclasses
 import torch
 
 from recoup.cost.model import PricedTrace
-from recoup.ir.held import Boundary, HeldPlan, OpAddress
+from recoup.ir.decision import OpMark, Rebuild
 from recoup.ir.trace import Signature, TensorSpec, Trace
 from recoup.runtime.rebuild.cheap_ops import IN_PLACE, OpFacts, op_facts
 from recoup.runtime.rebuild.saved_tensor import MIN_BYTES
@@ -29,20 +29,22 @@ class HeldView:
     """A step as the solver of plans by tensor sees it, and how its ops are addressed."""
 
     problem: HeldProblem
-    addresses: tuple[OpAddress, ...]
+    addresses: tuple[OpMark, ...]
     maker: dict[int, int]
 
-    def decide(self, choice: Choice) -> HeldPlan:
-        """Returns a choice as addresses: neighbours that both save are one segment."""
-        boundaries, held = [], set()
-        saves = None
+    def decide(self, choice: Choice) -> Rebuild:
+        """Returns a choice as marks; neighbours that both save are one segment."""
+        marks: dict[int, dict[str, bool]] = {}
+        saves = False
         for first, label in choice.segments:
-            if label.held is None and saves:
-                continue
-            saves = label.held is None
-            boundaries.append(Boundary(address=self.addresses[first], saves=saves))
-            held |= {self.maker[v] for v in label.held or ()}
-        return HeldPlan(held=tuple(self.addresses[at] for at in sorted(held)), boundaries=tuple(boundaries))
+            if not (saves and label.held is None):
+                saves = label.held is None
+                marks.setdefault(first, {}).update(begins_segment=True, saves=saves)
+            for value in label.held or ():
+                marks.setdefault(self.maker[value], {})["holds"] = True
+        return Rebuild(
+            path="", marks=tuple(dataclasses.replace(self.addresses[at], **marks[at]) for at in sorted(marks))
+        )
 
 
 def held_view(priced: PricedTrace) -> HeldView | None:
@@ -136,7 +138,7 @@ def _facts(name: str) -> OpFacts | None:
     return op_facts(found) if found is not None else None
 
 
-def _addresses(trace: Trace, num_ops: int) -> list[OpAddress]:
+def _addresses(trace: Trace, num_ops: int) -> list[OpMark]:
     counts: dict[int, int] = {}
     found = []
     for op in trace.ops[:num_ops]:
@@ -144,7 +146,7 @@ def _addresses(trace: Trace, num_ops: int) -> list[OpAddress]:
         ordinal = counts.get(op.call, 0)
         counts[op.call] = ordinal + (name != DETACH)
         call = trace.calls[op.call]
-        found.append(OpAddress(path=call.path, call=call.index, ordinal=ordinal, op=name))
+        found.append(OpMark(path=call.path, call=call.index, ordinal=ordinal, op=name))
     return found
 
 

@@ -7,82 +7,51 @@ import warnings
 from typing import Any
 
 import torch
-from torch import nn
 
 from recoup import _torch
-from recoup.errors import PlanMismatch
-from recoup.ir.held import HeldPlan, OpAddress
-from recoup.runtime.patch import PatchedForward, patch, unpatch
+from recoup.ir.decision import Rebuild
+from recoup.runtime.patch import PatchedForward
 from recoup.runtime.rebuild.lineage import current_recorder
-from recoup.runtime.rebuild.saved_tensor import unpack
-from recoup.runtime.rebuild.segments import HeldRecorder, Mark
+from recoup.runtime.rebuild.saved_tensor import pack, unpack
+from recoup.runtime.rebuild.segments import HeldRecorder, marks_of
 
 
 class HeldState:
-    """What the patched forwards of one model share."""
+    """What the patched forwards of one model share.
 
-    def __init__(self, plan: HeldPlan) -> None:
-        self.plan = plan
-        self.marks = marks_of(plan)
+    Attributes:
+        warned: a step that went another way was told of.
+    """
+
+    offloading = None
+
+    def __init__(self, decision: Rebuild) -> None:
+        self.decision = decision
+        self.marks = marks_of(decision.marks)
         self.suspended = False
         self.warned = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HeldState:
-        copied = memo[id(self)] = HeldState(self.plan)
+        copied = memo[id(self)] = HeldState(self.decision)
         return copied
 
     def __reduce__(self) -> Any:
-        return HeldState, (self.plan,)
+        return HeldState, (self.decision,)
 
 
 @dataclasses.dataclass(frozen=True)
 class HeldSettings:
-    """What one patched forward does: the root begins the recorder, all tell it whose ops come next."""
+    """What one patched forward does: the model's begins the recorder, all tell it whose ops come next."""
 
     path: str
     state: HeldState
 
 
-def marks_of(plan: HeldPlan) -> dict[tuple[str, int], dict[int, Mark]]:
-    """Returns what to do at which op: for each (path, call) by ordinal."""
-    marks: dict[tuple[str, int], dict[int, Mark]] = {}
-
-    def mark(address: OpAddress) -> Mark:
-        return marks.setdefault((address.path, address.call), {}).setdefault(address.ordinal, Mark(address.op))
-
-    for address in plan.held:
-        mark(address).holds = True
-    for boundary in plan.boundaries:
-        found = mark(boundary.address)
-        found.begins_segment, found.saves = True, boundary.saves
-    return marks
-
-
-def apply_held(model: nn.Module, plan: HeldPlan) -> list[PatchedForward]:
-    """Patches the forwards of all modules; returns the patches, to be undone by `unpatch`.
-
-    Raises:
-        PlanMismatch: if the plan names a module that is not there; nothing was changed then.
-    """
-    modules = dict(model.named_modules())
-    missing = sorted({a.path for a in (*plan.held, *(b.address for b in plan.boundaries))} - modules.keys())
-    if missing:
-        raise PlanMismatch(f"The plan holds tensors of `{missing[0]}`, which {type(model).__name__} does not have.")
-    state = HeldState(plan)
-    patches: list[PatchedForward] = []
-    try:
-        for path, module in modules.items():
-            patches.append(patch(module, _run, HeldSettings(path=path, state=state)))
-    except BaseException:
-        for patched in reversed(patches):
-            unpatch(patched)
-        raise
-    return patches
-
-
-def _run(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run_held(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs a forward under a plan by tensor."""
     settings: HeldSettings = patched.settings
-    if settings.state.suspended or _torch.inside_transform() or torch.compiler.is_compiling():
+    state = settings.state
+    if state.suspended or _torch.inside_transform() or torch.compiler.is_compiling() or torch.compiler.is_exporting():
         return patched.original(*args, **kwargs)
     recorder = current_recorder()
     if isinstance(recorder, HeldRecorder):
@@ -93,22 +62,15 @@ def _run(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, Any])
             recorder.leave()
     if settings.path or recorder is not None:
         return patched.original(*args, **kwargs)
-    recorder = HeldRecorder(settings.state.marks)
+    recorder = HeldRecorder(state.marks)
     recorder.enter("")
-    with recorder, torch.autograd.graph.saved_tensors_hooks(_pack, unpack):
-        try:
-            return patched.original(*args, **kwargs)
-        finally:
-            if recorder.lost and not settings.state.warned:
-                settings.state.warned = True
-                warnings.warn(
-                    f"{type(patched.module).__name__} takes a step that its plan was not made for "
-                    f"({recorder.lost[0]}): more is held than planned. Gradients are right.",
-                    stacklevel=2,
-                )
-
-
-def _pack(tensor: torch.Tensor) -> Any:
-    from recoup.runtime.rebuild.saved_tensor import pack
-
-    return pack(tensor)
+    with recorder, torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        result = patched.original(*args, **kwargs)
+    if recorder.lost and not state.warned:
+        state.warned = True
+        warnings.warn(
+            f"{type(patched.module).__name__} took a step that its plan was not made for ({recorder.lost[0]}): more is "
+            "held than planned, and the peak may pass the budget. Gradients are right. Make a plan with such a step.",
+            stacklevel=3,
+        )
+    return result

@@ -189,6 +189,7 @@ def _check_version(tensor: torch.Tensor, version: int) -> None:
 
 
 def laid(tensor: torch.Tensor, geometry: Geometry) -> torch.Tensor:
+    """Returns the storage of `tensor` seen with another geometry."""
     size, stride, offset, dtype = geometry
     if tensor.dtype != dtype:  # the same bytes read otherwise (`view_as_real`): the whole storage, however it lies
         unit = max(tensor.dtype.itemsize, dtype.itemsize)

@@ -15,11 +15,13 @@ The scheme is that of activation checkpointing (Chen et al., arXiv 1604.06174) w
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from recoup import _torch
+from recoup.ir.decision import OpMark
 from recoup.runtime import execution_context
 from recoup.runtime.rebuild.cheap_ops import OPAQUE, op_facts
 from recoup.runtime.rebuild.lineage import Geometry, Made, Read, Recorder, Value, geometry_of
@@ -55,7 +57,7 @@ class Segment:
         self._reached: set[Value] = set()
 
     def reach(self, value: Value) -> list[Source] | None:
-        """Returns the sources that a value is rebuilt from, those that the segment did not know yet; None: it cannot be.
+        """Returns the sources that a value is rebuilt from, less those known to the segment; None: it cannot be rebuilt.
 
         Walks the record back to what is held; what was walked before is known.
         """
@@ -146,7 +148,7 @@ class Segment:
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Whether a parameter's storage has its memory, and will have it when its module runs backward (not under ZeRO-3)."""
+    """Whether a parameter has its memory now, and will when its module runs backward (not so under ZeRO-3)."""
     return not hasattr(tensor, "ds_id") and (tensor.untyped_storage().nbytes() > 0 or tensor.numel() == 0)
 
 
@@ -211,7 +213,7 @@ class HeldRecorder(Recorder):
         segment: the one that ops run in now. marks: for each module path and call, what to do at which ordinal.
     """
 
-    def __init__(self, marks: dict[tuple[str, int], dict[int, Mark]]) -> None:
+    def __init__(self, marks: dict[tuple[str, int], dict[int, OpMark]]) -> None:
         super().__init__()
         self.segment = Segment()
         self._marks = marks
@@ -305,16 +307,12 @@ class HeldRecorder(Recorder):
             self._leaves[value] = value.alive() or keep(value, tensor)
 
 
-class Mark:
-    """What a plan says of one op."""
-
-    __slots__ = ("begins_segment", "holds", "op", "saves")
-
-    def __init__(self, op: str) -> None:
-        self.op = op
-        self.holds = False
-        self.begins_segment = False
-        self.saves = False
+def marks_of(marks: Sequence[OpMark]) -> dict[tuple[str, int], dict[int, OpMark]]:
+    """Returns marks by module path and call, then by ordinal."""
+    found: dict[tuple[str, int], dict[int, OpMark]] = {}
+    for mark in marks:
+        found.setdefault((mark.path, mark.call), {})[mark.ordinal] = mark
+    return found
 
 
 class _Frame:
@@ -322,7 +320,7 @@ class _Frame:
 
     __slots__ = ("marks", "ordinal", "path")
 
-    def __init__(self, path: str, marks: dict[int, Mark] | None) -> None:
+    def __init__(self, path: str, marks: dict[int, OpMark] | None) -> None:
         self.path = path
         self.marks = marks
         self.ordinal = 0
