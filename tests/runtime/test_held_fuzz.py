@@ -17,7 +17,7 @@ from recoup.runtime.apply import apply_decisions
 from recoup.runtime.rebuild import segments
 from tests.runtime.random_programs import ROWS, WIDTH, Program
 
-NUM = int(os.environ.get("RECOUP_FUZZ", "60"))
+NUM = int(os.environ.get("RECOUP_FUZZ", "24"))
 
 
 def ops_of(model: nn.Module, x: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> list[OpMark]:

@@ -130,10 +130,10 @@ class SegmentSolver:
             return None
         best = min(fitting, key=lambda s: (s.seconds, s.held_bytes))
         segments: list[tuple[int, Label]] = []
-        state: _State | None = best
-        while state is not None and state.label is not None:
-            segments.append((problem.places[state.place], state.label))
-            state = state.previous
+        at: _State | None = best
+        while at is not None and at.label is not None:
+            segments.append((problem.places[at.place], at.label))
+            at = at.previous
         segments.reverse()
         return Choice(
             segments=tuple(segments),

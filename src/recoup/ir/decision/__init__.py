@@ -41,10 +41,10 @@ __all__ = [
 
 # In the order in which a plan is told.
 DECISIONS: tuple[type[Decision], ...] = (
-    Rebuild,
     Recompute,
     Loop,
     Scan,
+    Rebuild,
     TileLoss,
     TileModule,
     Offload,
@@ -78,9 +78,9 @@ def describe_decisions(decisions: Sequence[Decision]) -> list[str]:
     is_alone = len(decisions) == 1 and not decisions[0].is_region and not isinstance(decisions[0], Scan)
     lines = []
     for kind, members in _by_class(decisions).items():
-        if kind is root:
+        if kind is root and not any(d.is_whole_step for d in decisions):
             lines.append(f"{kind.verb} everywhere" if is_alone else f"{kind.verb} everywhere else")
-        elif members:
+        elif members and kind is not root:
             lines += kind.describe([d for d in members if d.path] if kind in (Save, Rederive) else members)
     return lines
 

@@ -56,6 +56,7 @@ class Rebuild(Decision):
 
     action: ClassVar[str] = "rebuild"
     verb: ClassVar[str] = "rebuild"
+    is_whole_step: ClassVar[bool] = True
 
     marks: tuple[OpMark, ...] = ()
 
@@ -89,7 +90,9 @@ class Rebuild(Decision):
         """Returns a line for the segments and one for each kind of module whose ops' results are held."""
         lines = []
         for decision in members:
-            lines.append(f"rebuild what is saved in {decision.num_segments} segments by running ops again, but hold")
+            num = decision.num_segments
+            what = f"{num} segment{'s' * (num != 1)}"
+            lines.append(f"rebuild what is saved in {what} by running ops again, but hold")
             ops: dict[str, dict[str, None]] = {}
             for mark in decision.marks:
                 if mark.holds:
@@ -97,28 +100,25 @@ class Rebuild(Decision):
             held: dict[tuple[str, ...], list[str]] = {}
             for path, names in ops.items():
                 held.setdefault(tuple(names), []).append(path)
-            for names, where in held.items():
-                more = len(names) - _MOST_NAMED
-                said = ", ".join(names[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+            for kinds, where in held.items():
+                more = len(kinds) - _MOST_NAMED
+                said = ", ".join(kinds[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
                 lines += [f"  {said} in {text}" for text in grouped(where)]
         return lines
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Self:
-        """Reads what `to_json` returned.
+    def read_field(cls, name: str, value: Any) -> Any:
+        """Returns a field's value from plain JSON data.
 
         Raises:
-            UsageError: for an unknown field, a missing one, or a value that does not fit.
+            UsageError: if `marks` are none.
         """
-        marks = data.get("marks", ())
-        if not isinstance(marks, Sequence) or isinstance(marks, str):
-            raise UsageError(f"Decision 'rebuild': marks must be a list; got {marks!r}.")
+        if name != "marks":
+            return value
+        if not isinstance(value, Sequence) or isinstance(value, str):
+            raise UsageError(f"Decision 'rebuild': marks must be a list; got {value!r}.")
         known = {field.name for field in dataclasses.fields(OpMark)}
-        for mark in marks:
-            if (
-                not isinstance(mark, dict)
-                or not mark.keys() <= known
-                or not {"path", "call", "ordinal", "op"} <= mark.keys()
-            ):
+        for mark in value:
+            if not isinstance(mark, dict) or not {"path", "call", "ordinal", "op"} <= mark.keys() <= known:
                 raise UsageError(f"Decision 'rebuild': a mark has the fields {', '.join(sorted(known))}; got {mark!r}.")
-        return super().from_json({**data, "marks": [OpMark(**mark) for mark in marks]})
+        return tuple(OpMark(**mark) for mark in value)

@@ -7,6 +7,7 @@ place makes a new one. `solver/segments.py` chooses; the applied plan simulated 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 
@@ -34,7 +35,7 @@ class HeldView:
 
     def decide(self, choice: Choice) -> Rebuild:
         """Returns a choice as marks; neighbours that both save are one segment."""
-        marks: dict[int, dict[str, bool]] = {}
+        marks: dict[int, dict[str, Any]] = {}
         saves = False
         for first, label in choice.segments:
             if not (saves and label.held is None):

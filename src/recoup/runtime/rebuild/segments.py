@@ -57,7 +57,7 @@ class Segment:
         self._reached: set[Value] = set()
 
     def reach(self, value: Value) -> list[Source] | None:
-        """Returns the sources that a value is rebuilt from, less those known to the segment; None: it cannot be rebuilt.
+        """Returns the sources that a value is rebuilt from, less those known to the segment; None: it cannot be.
 
         Walks the record back to what is held; what was walked before is known.
         """
@@ -98,7 +98,10 @@ class Segment:
 
     def _rebuild(self, wanted: set[Value]) -> dict[Value, torch.Tensor]:
         """Runs every op that leads to `wanted` once, in the order of the forward; returns their contents."""
-        here = {v: w.result() for v, w in self.pending.items() if w.result() is not None}
+        here: dict[Value, torch.Tensor] = {}
+        for value, waiting in self.pending.items():
+            if (known := waiting.result()) is not None:
+                here[value] = known
         ops: dict[int, tuple[Made, list[Value]]] = {}
         uses: dict[Value, int] = {}
         stack, seen = list(wanted), set(wanted)
