@@ -18,6 +18,7 @@ from torch import nn
 
 from recoup import _torch
 from recoup._pytree import iterate_tensors, map_tensors
+from recoup.capture.dialect import cuda_dialect, cuda_results
 from recoup.capture.fakify import fake_batch, swap_parameters
 from recoup.capture.fingerprint import fingerprint
 from recoup.capture.folding.fold import Folding
@@ -43,6 +44,8 @@ class StepSpec:
 
     Attributes:
         dialect: "cpu" or "cuda": whose side outputs, optimizer and allocator are counted.
+        capability: compute capability of a card that is not here, whose choice of ops is followed; None: the ops are
+            those of the model's own device.
         round_bytes: the allocator's granularity.
         folding: what captures of this step learn of its loops, for the next; None: they are captured in full.
     """
@@ -52,6 +55,7 @@ class StepSpec:
     loss: Loss | None = None
     optimizer: OptimizerLike | None = None
     dialect: str = "cpu"
+    capability: tuple[int, int] | None = None
     round_bytes: int = 1
     folding: FoldingMemory | None = dataclasses.field(default_factory=FoldingMemory, compare=False)
 
@@ -108,9 +112,9 @@ def levels_after_calls(spec: StepSpec, path: str, counts: tuple[int, ...]) -> li
         StepError: if fake tensors cannot follow the step.
     """
     device, levels = _device_of(spec.model), []
-    with untouched(spec.model), _torch.quiet_fake_errors(), _torch.fake_tensor_mode():
+    with untouched(spec.model), _torch.quiet_fake_errors(), _dialect(spec, device), _torch.fake_tensor_mode():
         parameters = swap_parameters(spec.model, device)
-        tracker = Tracker(island=True, round_bytes=spec.round_bytes, dialect=spec.dialect)
+        tracker = _tracker(spec, device)
         _register(spec.model, parameters, tracker)
         batch = fake_batch(spec.batch, device)
         for tensor in iterate_tensors(batch):
@@ -202,12 +206,12 @@ def _capture_fake(spec: StepSpec, known: Trace | None) -> Trace:
 
 def _capture_folded(spec: StepSpec, known: Trace | None, memory: FoldingMemory | None) -> Trace:
     device = _device_of(spec.model)
-    with untouched(spec.model), _torch.quiet_fake_errors(), _few_full_collections():
+    with untouched(spec.model), _torch.quiet_fake_errors(), _dialect(spec, device), _few_full_collections():
         mode = _torch.fake_tensor_mode()
         old = [(id(p), path) for path, p in spec.model.named_parameters()]
         with mode:
             parameters = swap_parameters(spec.model, device)
-            tracker = Tracker(island=True, round_bytes=spec.round_bytes, dialect=spec.dialect)
+            tracker = _tracker(spec, device)
             _register(spec.model, parameters, tracker)
             stepper = None
             if known is None:
@@ -277,7 +281,7 @@ def _without_collector() -> Iterator[None]:
 
 def _release_run(spec: StepSpec, device: str, memory: FoldingMemory | None) -> Tracker | None:
     """Runs the forward once more with autograd keeping nothing; None if it does not run the same ops."""
-    tracker = Tracker(island=True, round_bytes=spec.round_bytes, dialect=spec.dialect)
+    tracker = _tracker(spec, device)
     for name, parameter in spec.model.named_parameters():
         tracker.add(parameter, "parameter", name)
     for name, buffer in spec.model.named_buffers():
@@ -310,6 +314,19 @@ def _saving(tracker: Tracker) -> Iterator[None]:
     moving = execution_context.moving_with(SimulatedTransport(tracker, prefetches=tracker.dialect == "cuda"))
     with moving, execution_context.observing(tracker), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         yield
+
+
+def _dialect(spec: StepSpec, device: str) -> contextlib.AbstractContextManager[None]:
+    """Returns the context in which a step on fake tensors of `device` dispatches what the planned card would."""
+    is_elsewhere = spec.capability is not None and device == "cpu"
+    return cuda_dialect(spec.capability) if is_elsewhere and spec.capability else contextlib.nullcontext()
+
+
+def _tracker(spec: StepSpec, device: str) -> Tracker:
+    """Returns the tracker of a step on fake tensors of `device`."""
+    is_elsewhere = spec.capability is not None and device == "cpu"
+    kernels = cuda_results() if is_elsewhere else None
+    return Tracker(island=True, round_bytes=spec.round_bytes, dialect=spec.dialect, kernels=kernels)
 
 
 def _device_of(model: nn.Module) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -106,7 +106,14 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
             count. bridge: stands for the calls that `folding` leaves out, if it does.
     """
 
-    def __init__(self, *, island: bool, round_bytes: int = 1, dialect: str = "cpu") -> None:
+    def __init__(
+        self,
+        *,
+        island: bool,
+        round_bytes: int = 1,
+        dialect: str = "cpu",
+        kernels: Mapping[Any, Callable[..., Any]] | None = None,
+    ) -> None:
         super().__init__()
         self.ops: list[OpRecord] = []
         self.storages: list[StorageRecord] = []
@@ -126,7 +133,7 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
         self.counting = False
         self.num_looks = 0
         self._island = island
-        self._results = FakeResults()
+        self._results = FakeResults(kernels)
         self._round_bytes = round_bytes
         self.dialect = dialect
         self._keys: dict[Any, int] = {}
@@ -282,9 +289,6 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
                     self.writes.append((index, self._index(args[position], "buffer", -1, name)))
         if _is_random(func):
             self.random_ops.append(index)
-            if self.dialect == "cuda" and short == "bernoulli_" and new:
-                record = self.storages[new[0]]  # CUDA's fused dropout keeps its mask as one byte an element
-                record.nbytes = min(record.nbytes, outputs[0].numel())
 
     def mark(self) -> int:
         """Notes where ops are left out, as an op of its own; returns its index."""
