@@ -498,3 +498,21 @@ def enabled_attention() -> frozenset[str]:
         "efficient": cuda.mem_efficient_sdp_enabled,
     }
     return frozenset(name for name, is_enabled in found.items() if is_enabled())  # type: ignore[no-untyped-call]
+
+
+@contextlib.contextmanager
+def without_global_optimizer_hooks() -> Iterator[None]:
+    """Takes the step hooks that are registered for all optimizers off for the time being (torch 2.11, 2.13).
+
+    Freed by: an optimizer that can be stepped without them.
+    """
+    from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+    hooks = [(d, dict(d)) for d in (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)]
+    for registered, _ in hooks:
+        registered.clear()
+    try:
+        yield
+    finally:
+        for registered, before in hooks:
+            registered.update(before)  # type: ignore[arg-type]

@@ -5,12 +5,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import recoup
 from recoup import _torch
 from recoup.capture.attention_choice import attention_kernel
 from recoup.capture.autocast_lists import kernels as autocast_kernels
 from recoup.capture.capture import StepSpec, capture
 from recoup.capture.dialect import cuda_dialect
+from recoup.ir.decision import Rederive
 from recoup.ir.trace import Trace
 from recoup.runtime.apply import apply_decisions
 
@@ -89,7 +89,7 @@ def test_cudnn_batch_norm_and_its_rederiving() -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3))
     spec = StepSpec(model=model, batch=torch.zeros(4, 3, 32, 32), dialect="cuda", capability=HOPPER)
     assert {"cudnn_batch_norm", "cudnn_batch_norm_backward"} <= ops(capture(spec))
-    with apply_decisions(model, (recoup.Decision(path="", action="rederive"),)):
+    with apply_decisions(model, (Rederive(path=""),)):
         trace = capture(spec)
     assert trace.num_rederived == 2  # for relu and for the convolution
     again = [trace.signatures[o.signature].name for o in trace.ops if o.replayed]
@@ -100,7 +100,7 @@ def test_cudnn_batch_norm_and_its_rederiving() -> None:
 def test_max_pooling_keeps_its_own_indices() -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.MaxPool2d(2), nn.Conv2d(8, 8, 3))
     spec = StepSpec(model=model, batch=torch.zeros(4, 3, 34, 34), dialect="cuda", capability=HOPPER)
-    with apply_decisions(model, (recoup.Decision(path="", action="rederive"),)):
+    with apply_decisions(model, (Rederive(path=""),)):
         trace = capture(spec)
     assert "gather" not in ops(trace)  # a shortcut of the CPU's
 

@@ -21,13 +21,14 @@ def build_trace(
     device: str,
     loss_source: str,
     reason: str,
+    notes: tuple[str, ...] = (),
 ) -> Trace:
     """Returns the trace.
 
     Args:
         released: the run in which autograd kept nothing (None: not to be had; then saved storages count as released
             with the call that made them).
-        reason: why a real step was run; "" after a fake one.
+        reason: why a real step was run; "" after a fake one. notes: sentences for the plan.
     """
     num_ops = len(tracker.ops)
     for record in tracker.storages:
@@ -43,6 +44,7 @@ def build_trace(
     return Trace(
         source="real" if reason else "fake",
         reason=reason,
+        notes=notes,
         device=device,
         fingerprint=fingerprint,
         model_class=type(model).__name__,

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from recoup._pytree import iterate_tensors, map_tensors
-from recoup.capture.optimizer import OptimizerLike, rebuild_optimizer
+from recoup.capture.optimizer import OptimizerLike, OptimizerStep, prepare_optimizer
 from recoup.capture.snapshot import Snapshot, untouched
 from recoup.capture.step import Loss, call_model, loss_of
 from recoup.errors import UsageError
@@ -38,13 +38,10 @@ class StepBench:
         self.loss = loss
         self.device = next(model.parameters()).device
         self._before = Snapshot(model, weights=optimizer is not None)
-        self.optimizer: torch.optim.Optimizer | None = None
+        self.optimizer: OptimizerStep | None = None
         if optimizer is not None:
             parameters = [p for p in model.parameters() if isinstance(p, nn.Parameter)]
-            self.optimizer = rebuild_optimizer(optimizer, {id(p): p for p in parameters}, parameters, foreach=False)
-            for parameter in parameters:
-                parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-            self.optimizer.step()
+            self.optimizer = prepare_optimizer(optimizer, {id(p): p for p in parameters}, parameters, foreach=False)
             self.restore()
 
     def restore(self) -> None:
@@ -55,9 +52,10 @@ class StepBench:
 
     def held_bytes(self) -> int:
         """Returns the bytes that are there before a step: weights, buffers, optimizer state, batch."""
-        state = [dict(s) for s in self.optimizer.state.values()] if self.optimizer is not None else []
-        tensors = [*self.model.parameters(), *self.model.buffers(), *iterate_tensors([self.batch, state])]
-        return storage_bytes(t for t in tensors if t.device.type == self.device.type)
+        state = list(self.optimizer.state_tensors()) if self.optimizer is not None else []
+        tensors = [*self.model.parameters(), *self.model.buffers(), *iterate_tensors(self.batch), *state]
+        estimated_bytes = self.optimizer.estimated_bytes if self.optimizer is not None else 0
+        return storage_bytes(t for t in tensors if t.device.type == self.device.type) + estimated_bytes
 
     def step(self, *, take: bool = False, times: float | None = None) -> StepResult | None:
         """Runs one training step; with `take`, returns what it left behind (and runs no optimizer step).
@@ -65,16 +63,30 @@ class StepBench:
         Args:
             times: the loss is multiplied by it before backward.
         """
-        output = call_model(self.model, self.batch)
-        loss, _ = loss_of(output, self.batch, self.loss)
-        del output
-        (loss if times is None else loss * times).backward()  # type: ignore[no-untyped-call]
+        loss = self._loss_after_backward(times)
         if take:
             return take_result(self.model, loss)
         del loss
-        if self.optimizer is not None:
-            self.optimizer.step()
+        self.step_optimizer()
         return None
+
+    def step_optimizer(self) -> None:
+        """Steps the optimizer, if there is one."""
+        if self.optimizer is not None:
+            self.optimizer.step(self._again)
+
+    def _again(self) -> torch.Tensor:
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        return self._loss_after_backward()
+
+    def _loss_after_backward(self, times: float | None = None) -> torch.Tensor:
+        with torch.enable_grad():
+            output = call_model(self.model, self.batch)
+            loss, _ = loss_of(output, self.batch, self.loss)
+            del output
+            (loss if times is None else loss * times).backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
 
 
 def verify_plan(
@@ -102,7 +114,7 @@ def verify_plan(
             "stop at `plan`."
         )
     notes: list[str] = []
-    tiled = any(d.action == "tile" for d in plan.decisions)
+    tiled = not all(d.is_exact for d in plan.decisions)
     with untouched(model), _in_place(model, plan):
         bench = StepBench(model, batch, loss, optimizer)
         try:
