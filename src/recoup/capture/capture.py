@@ -44,6 +44,7 @@ class StepSpec:
     Attributes:
         dialect: "cpu" or "cuda": whose side outputs, optimizer and allocator are counted.
         round_bytes: the allocator's granularity.
+        keep: paths of modules whose forward runs once: no region and no tile has them, or what is around them, in it.
         folding: what captures of this step learn of its loops, for the next; None: they are captured in full.
     """
 
@@ -53,6 +54,7 @@ class StepSpec:
     optimizer: OptimizerLike | None = None
     dialect: str = "cpu"
     round_bytes: int = 1
+    keep: frozenset[str] = frozenset()
     folding: FoldingMemory | None = dataclasses.field(default_factory=FoldingMemory, compare=False)
 
 
@@ -240,6 +242,7 @@ def _capture_folded(spec: StepSpec, known: Trace | None, memory: FoldingMemory |
                 recorder=recorder,
                 released=calls_released,
                 model=spec.model,
+                keep=spec.keep,
                 fingerprint=fingerprint(spec.model),
                 device=spec.dialect,
                 loss_source=source,
@@ -384,6 +387,7 @@ def _capture_real(spec: StepSpec, reason: str) -> Trace:
             recorder=recorder,
             released=None,
             model=spec.model,
+            keep=spec.keep,
             fingerprint=fingerprint(spec.model),
             device=spec.dialect,
             loss_source=source,
