@@ -20,14 +20,14 @@ from pathlib import Path
 
 import torch
 
-from recoup import _compat, progress
+from recoup import _torch, progress
 from recoup.cost import cache as disk
 from recoup.cost.cache import Measurement
 from recoup.cost.devices import DEVICES
 from recoup.cost.flops import kind
-from recoup.cost.meter import make_meter, time_call
 from recoup.cost.model import PricedTrace, price_by_signature
-from recoup.cost.replica import Arena, extent_bytes, make_call
+from recoup.cost.op_memory import make_meter, time_call
+from recoup.cost.op_replay import Arena, extent_bytes, make_call
 from recoup.cost.roofline import RooflineCost
 from recoup.ir.trace import Signature, Trace
 
@@ -198,7 +198,7 @@ def _alone(device: torch.device) -> Iterator[None]:
     cpu = torch.get_rng_state()
     cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     try:
-        with _compat.without_dispatch_modes(), _compat.below_autocast_and_autograd():
+        with _torch.without_dispatch_modes(), _torch.below_autocast_and_autograd():
             yield
     finally:
         torch.set_rng_state(cpu)
