@@ -8,8 +8,8 @@ from torch import nn
 
 from recoup.capture.module_calls import CallRecord, CallRecorder
 from recoup.capture.tracker import StorageRecord, Tracker
+from recoup.ir.labels import paths_around
 from recoup.ir.trace import Call, Op, Storage, Trace
-from recoup.labels import paths_around
 
 
 def build_trace(

@@ -17,7 +17,7 @@ from recoup.errors import UsageError
 from recoup.evidence.verify import verify_plan
 from recoup.ir.evidence import Evidence
 from recoup.ir.plan import Decision, Plan
-from recoup.planner.driver import ACTIONS, Planner, is_on_meta
+from recoup.planner.driver import Planner, is_on_meta
 from recoup.planner.simulator import Candidate
 from recoup.runtime.conflicts import refuse_conflicts
 from recoup.selective.config import CheckpointConfig
@@ -65,7 +65,7 @@ class Trials:
             dialect="cuda" if on_cuda else "cpu",
             round_bytes=512 if on_cuda else 1,
         )
-        self.planner = Planner(spec, cost=MeasuredCost(self.device), actions=ACTIONS)
+        self.planner = Planner(spec, cost=MeasuredCost(self.device), actions=None)
         self._report: ProfileReport | None = None
 
     def report(self, num_runs: int = 3) -> ProfileReport:
