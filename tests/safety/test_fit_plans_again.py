@@ -114,7 +114,7 @@ def test_only_the_kind_that_cannot_run_twice_is_left_out(kind: str) -> None:
     fitted = recoup.fit(model, batch, budget="75%", loss=_loss, timed=False, actions=("recompute",))
     assert fitted.evidence.ok and fitted.evidence.gradients_equal
     assert all(torch.equal(a, b) for a, b in zip(plain, _gradients(model, batch), strict=True))
-    paths = {p for d in fitted.plan.decisions for p in (d.path, *d.span)}
+    paths = {p for d in fitted.plan.decisions for p in d.paths}
     assert any(path.startswith("good") for path in paths)
     assert not paths & {"", "odd", "odd.0", "odd.1"}
 
@@ -134,12 +134,12 @@ def test_keep_leaves_a_module_and_what_is_in_it_alone() -> None:
     torch.manual_seed(0)
     model, batch = Net(MLP), _batch()
     free = recoup.plan(model, batch, budget="55%", loss=_loss, actions=("recompute",))
-    assert any(p.startswith("blocks.1") for d in free.decisions for p in (d.path, *d.span))
+    assert any(p.startswith("blocks.1") for d in free.decisions for p in d.paths)
     with pytest.raises(recoup.InfeasibleBudget):
         recoup.plan(model, batch, budget="55%", loss=_loss, actions=("recompute",), keep="blocks")
     keep = ["blocks.1", "out"]
     kept = recoup.fit(model, batch, budget="75%", loss=_loss, timed=False, actions=("recompute",), keep=keep)
-    paths = {p for d in kept.plan.decisions for p in (d.path, *d.span)}
+    paths = {p for d in kept.plan.decisions for p in d.paths}
     assert kept.evidence.ok
     assert paths and not any(p in ("", "out") or p.split(".")[:2] == ["blocks", "1"] for p in paths)
     kept.applied.remove()

@@ -194,7 +194,7 @@ class _Verification:
     def __init__(self, bench: StepBench, plan: Plan) -> None:
         self.bench = bench
         self._plan = plan
-        self._tiles = any(d.action == "tile" for d in plan.decisions)
+        self._tiles = not all(d.is_exact for d in plan.decisions)
         self._notes: list[str] = []
         is_cpu = bench.device.type == "cpu"
         self._aside = make_transport(bench.device, "disk" if is_cpu else "inline")

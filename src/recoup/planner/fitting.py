@@ -15,6 +15,7 @@ from torch import nn
 
 from recoup import progress
 from recoup.errors import InfeasibleBudget, ReplayError, UsageError
+from recoup.ir.decision import TileLoss, TileModule
 from recoup.ir.evidence import Evidence
 from recoup.ir.labels import without_numbers
 from recoup.ir.plan import Plan
@@ -147,7 +148,7 @@ class Fitting:
     def _plan_around(self, made: Plan, culprits: Sequence[str], reason: str) -> bool:
         """Leaves something out of the next plan: regions, or an action that the plan used; whether there was any."""
         regions = [d for d in made.decisions if d.is_region and d.path in culprits]
-        return self._leave_out({p for d in regions for p in (d.path, *d.span)}, reason) or self._use_less(made, reason)
+        return self._leave_out({p for d in regions for p in d.paths}, reason) or self._use_less(made, reason)
 
     def _leave_out(self, paths: set[str], reason: str) -> bool:
         """Has modules of the kinds at some paths run once; whether there were any that did not yet."""
@@ -169,8 +170,15 @@ class Fitting:
     def _use_less(self, made: Plan, reason: str) -> bool:
         """Leaves out an action that the plan used; whether that leaves one."""
         actions = ACTIONS if self.actions is None else self.actions
-        for action in ("recompute", "tile-modules", "tile", "offload", "rederive"):
-            if action in actions and any(action.partition("-")[0] == d.action for d in made.decisions):
+        used = {
+            "recompute": any(d.is_region for d in made.decisions),
+            "tile-modules": any(isinstance(d, TileModule) for d in made.decisions),
+            "tile": any(isinstance(d, TileLoss) for d in made.decisions),
+            "offload": any(d.offloads for d in made.decisions),
+            "rederive": any(d.rederives for d in made.decisions),
+        }
+        for action, is_used in used.items():
+            if is_used and action in actions:
                 self.actions = tuple(a for a in actions if a != action)
                 self._note(f"planned without {action}: {reason}")
                 return True
