@@ -396,3 +396,21 @@ class FakeTemplate:
         torch._C._set_throw_on_mutable_data_ptr(made)  # type: ignore[attr-defined]
         made.__dict__.update(self._attributes)
         return made
+
+
+@contextlib.contextmanager
+def without_global_optimizer_hooks() -> Iterator[None]:
+    """Takes the step hooks that are registered for all optimizers off for the time being (torch 2.11, 2.13).
+
+    Freed by: an optimizer that can be stepped without them.
+    """
+    from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+    hooks = [(d, dict(d)) for d in (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)]
+    for registered, _ in hooks:
+        registered.clear()
+    try:
+        yield
+    finally:
+        for registered, before in hooks:
+            registered.update(before)  # type: ignore[arg-type]

@@ -18,13 +18,13 @@ from torch import nn
 
 from recoup import _torch
 from recoup._pytree import iterate_tensors, map_tensors
-from recoup.capture.fakify import fake_batch, swap_parameters
+from recoup.capture.fakify import fake_batch, fake_like, swap_parameters
 from recoup.capture.fingerprint import fingerprint
 from recoup.capture.folding.fold import Folding
 from recoup.capture.folding.unfold import unfold
 from recoup.capture.folding.zones import Counted, FoldingMemory, Irregular
 from recoup.capture.module_calls import CallRecorder
-from recoup.capture.optimizer import OptimizerLike, rebuild_optimizer
+from recoup.capture.optimizer import OptimizerLike, OptimizerStep, ScalarsOfFakes, prepare_optimizer
 from recoup.capture.simulated_transport import SimulatedTransport
 from recoup.capture.snapshot import untouched
 from recoup.capture.step import Loss, call_model, loss_of
@@ -210,13 +210,15 @@ def _capture_folded(spec: StepSpec, known: Trace | None, memory: FoldingMemory |
         with mode:
             parameters = swap_parameters(spec.model, device)
             tracker = Tracker(island=True, round_bytes=spec.round_bytes, dialect=spec.dialect)
+            stepper = _fake_optimizer(spec, parameters, old) if known is None else None
             _register(spec.model, parameters, tracker)
-            stepper = None
-            if known is None:
-                stepper = _fake_optimizer(spec, parameters, old, tracker)
-            else:
+            if known is not None:
                 state_bytes = sum(s.nbytes for s in known.storages if s.category == "optimizer")
                 tracker.add_block(state_bytes, "optimizer", "optimizer state")
+            elif stepper is not None:
+                for tensor in stepper.state_tensors():
+                    tracker.add(tensor, "optimizer", "optimizer state")
+                tracker.add_block(stepper.estimated_bytes, "optimizer", "optimizer state (estimated)")
             batch = fake_batch(spec.batch, device)
             for tensor in iterate_tensors(batch):
                 tracker.add(tensor, "batch", "batch")
@@ -230,8 +232,8 @@ def _capture_folded(spec: StepSpec, known: Trace | None, memory: FoldingMemory |
             gradients = _note_gradients(parameters, tracker)
             if stepper is not None:
                 tracker.phase = "optimizer"
-                with tracker:
-                    stepper.step()
+                with tracker, ScalarsOfFakes():
+                    _step_optimizer(stepper, parameters, tracker)
             calls_released = _release_run(spec, device, memory) if known is None else None
             del gradients
         with _without_collector():
@@ -247,6 +249,7 @@ def _capture_folded(spec: StepSpec, known: Trace | None, memory: FoldingMemory |
                 device=spec.dialect,
                 loss_source=source,
                 reason="",
+                notes=(stepper.note,) if stepper is not None and stepper.note else (),
             )
 
 
@@ -328,25 +331,46 @@ def _register(model: nn.Module, parameters: dict[str, torch.Tensor], tracker: Tr
 
 
 def _fake_optimizer(
-    spec: StepSpec, parameters: dict[str, torch.Tensor], old: list[tuple[int, str]], tracker: Tracker
-) -> torch.optim.Optimizer | None:
+    spec: StepSpec, parameters: dict[str, torch.Tensor], old: list[tuple[int, str]]
+) -> OptimizerStep | None:
     """Returns the optimizer over the fake parameters, its state made: a step like all but the first."""
     if spec.optimizer is None:
         return None
     wrapped = {path: p for path, p in parameters.items() if isinstance(p, nn.Parameter)}
     new_of = {identity: wrapped[path] for identity, path in old if path in wrapped}
-    stepper = rebuild_optimizer(spec.optimizer, new_of, list(wrapped.values()), foreach=spec.dialect == "cuda")
-    for group in stepper.param_groups:
-        for parameter in group["params"]:
-            if parameter.requires_grad:
+    return prepare_optimizer(spec.optimizer, new_of, list(wrapped.values()), foreach=spec.dialect == "cuda")
+
+
+def _optimizer_state_bytes(spec: StepSpec) -> tuple[int, tuple[str, ...]]:
+    """Returns the bytes of the optimizer's state, and sentences about them, without a step of the model."""
+    if spec.optimizer is None:
+        return 0, ()
+    device = _device_of(spec.model)
+    with _torch.quiet_fake_errors(), _torch.fake_tensor_mode():
+        new_of = {
+            id(p): nn.Parameter(fake_like(p, device), requires_grad=p.requires_grad) for p in spec.model.parameters()
+        }
+        stepper = prepare_optimizer(spec.optimizer, new_of, list(new_of.values()), foreach=spec.dialect == "cuda")
+        made = {id(t): t for t in stepper.state_tensors()}
+        total = sum(t.numel() * t.dtype.itemsize for t in made.values()) + stepper.estimated_bytes
+    return total, (stepper.note or "the optimizer's step was left out: its state counts, its temporaries do not",)
+
+
+def _step_optimizer(stepper: OptimizerStep, parameters: dict[str, torch.Tensor], tracker: Tracker) -> None:
+    """Steps. What an optimizer holds while it runs the training step again counts as there throughout the step."""
+    first_op, held_bytes = len(tracker.ops), 0
+
+    def closure() -> torch.Tensor:
+        nonlocal held_bytes
+        own = (s.nbytes for s in tracker.storages if s.free_op < 0 and s.alloc_op >= first_op)
+        held_bytes = max(held_bytes, sum(own))
+        for parameter in parameters.values():
+            if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter)
-    stepper.step()
-    for group in stepper.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = None
-    for tensor in iterate_tensors([dict(state) for state in stepper.state.values()]):
-        tracker.add(tensor, "optimizer", "optimizer state")
-    return stepper
+        return torch.empty((), device=next(iter(parameters.values())).device)
+
+    stepper.step(closure)
+    tracker.add_block(held_bytes, "optimizer", "held by the optimizer while it runs the step again")
 
 
 def _note_gradients(parameters: dict[str, torch.Tensor], tracker: Tracker) -> list[torch.Tensor]:
@@ -362,7 +386,8 @@ def _note_gradients(parameters: dict[str, torch.Tensor], tracker: Tracker) -> li
 
 
 def _capture_real(spec: StepSpec, reason: str) -> Trace:
-    """Runs a real step (no optimizer) on the model's own tensors; everything is put back."""
+    """Runs a real step on the model's own tensors, its optimizer's state estimated; everything is put back."""
+    state_bytes, notes = _optimizer_state_bytes(spec)
     with untouched(spec.model):
         parameters: dict[str, torch.Tensor] = dict(spec.model.named_parameters())
         for parameter in parameters.values():
@@ -370,6 +395,7 @@ def _capture_real(spec: StepSpec, reason: str) -> Trace:
         tracker = Tracker(island=False, round_bytes=spec.round_bytes, dialect=spec.dialect)
         try:
             _register(spec.model, parameters, tracker)
+            tracker.add_block(state_bytes, "optimizer", "optimizer state (estimated)")
             batch = map_tensors(lambda t: t.detach().clone().requires_grad_(t.requires_grad), spec.batch)
             for tensor in iterate_tensors(batch):
                 tracker.add(tensor, "batch", "batch")
@@ -392,4 +418,5 @@ def _capture_real(spec: StepSpec, reason: str) -> Trace:
             device=spec.dialect,
             loss_source=source,
             reason=reason,
+            notes=notes,
         )

@@ -23,6 +23,7 @@ def build_trace(
     device: str,
     loss_source: str,
     reason: str,
+    notes: tuple[str, ...] = (),
 ) -> Trace:
     """Returns the trace.
 
@@ -30,7 +31,7 @@ def build_trace(
         released: the run in which autograd kept nothing (None: not to be had; then saved storages count as released
             with the call that made them).
         keep: paths of modules that must run once.
-        reason: why a real step was run; "" after a fake one.
+        reason: why a real step was run; "" after a fake one. notes: sentences for the plan.
     """
     num_ops = len(tracker.ops)
     run_once = {"", *(parent for path in keep for parent in paths_around(path))} if keep else set()
@@ -47,6 +48,7 @@ def build_trace(
     return Trace(
         source="real" if reason else "fake",
         reason=reason,
+        notes=notes,
         device=device,
         fingerprint=fingerprint,
         model_class=type(model).__name__,

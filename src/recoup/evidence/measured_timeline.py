@@ -67,7 +67,7 @@ def _run(bench: StepBench) -> MeasuredTimeline:
             del value
             if bench.optimizer is not None:
                 with record_function(_MARK + "optimizer"):
-                    bench.optimizer.step()
+                    bench.step_optimizer()
     changes, marks = _torch.timed_memory_events(profiler, _MARK)
     begin, end = marks[0][1], marks[-1][2]
     held = bench.held_bytes()

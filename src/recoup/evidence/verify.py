@@ -26,7 +26,7 @@ from torch import nn
 
 from recoup._allocation import available_bytes, is_allocation_failure
 from recoup._pytree import iterate_tensors, map_tensors
-from recoup.capture.optimizer import OptimizerLike, rebuild_optimizer
+from recoup.capture.optimizer import OptimizerLike, OptimizerStep, prepare_optimizer
 from recoup.capture.snapshot import Snapshot, untouched
 from recoup.capture.step import Loss, call_model, loss_of
 from recoup.errors import RecoupError, StepOutOfMemory, UsageError
@@ -65,14 +65,13 @@ class StepBench:
         self.device = next(model.parameters()).device
         self._before = Snapshot(model)
         self._weights: list[tuple[nn.Parameter, torch.Tensor]] = []
-        self.optimizer: torch.optim.Optimizer | None = None
+        self._optimizes = optimizer is not None
+        self.optimizer: OptimizerStep | None = None
         if optimizer is not None:
             parameters = [p for p in model.parameters() if isinstance(p, nn.Parameter)]
-            self.optimizer = rebuild_optimizer(optimizer, {id(p): p for p in parameters}, parameters, foreach=False)
             with self.optimizing():
-                for parameter in parameters:
-                    parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-                self.optimizer.step()
+                new_of = {id(p): p for p in parameters}
+                self.optimizer = prepare_optimizer(optimizer, new_of, parameters, foreach=False)
 
     @property
     def trainable_bytes(self) -> int:
@@ -81,10 +80,9 @@ class StepBench:
 
     @contextlib.contextmanager
     def optimizing(self) -> Iterator[None]:
-        """Has `restore` put back, inside the block and at its end, weights that the optimizer changes."""
-        groups = self.optimizer.param_groups if self.optimizer is not None else []
-        changed = [p for group in groups for p in group["params"]]
-        self._weights = [(p, p.detach().to("cpu", copy=True)) for p in changed if p.requires_grad]
+        """Has `restore` put back, inside the block and at its end, weights that an optimizer changes."""
+        changed = [p for p in self.model.parameters() if p.requires_grad and self._optimizes]
+        self._weights = [(p, p.detach().to("cpu", copy=True)) for p in changed]
         try:
             yield
         finally:
@@ -102,9 +100,10 @@ class StepBench:
 
     def held_bytes(self) -> int:
         """Returns the bytes that are there before a step: weights, buffers, optimizer state, batch."""
-        state = [dict(s) for s in self.optimizer.state.values()] if self.optimizer is not None else []
-        tensors = [*self.model.parameters(), *self.model.buffers(), *iterate_tensors([self.batch, state])]
-        return storage_bytes(t for t in tensors if t.device.type == self.device.type)
+        state = list(self.optimizer.state_tensors()) if self.optimizer is not None else []
+        tensors = [*self.model.parameters(), *self.model.buffers(), *iterate_tensors(self.batch), *state]
+        estimated_bytes = self.optimizer.estimated_bytes if self.optimizer is not None else 0
+        return storage_bytes(t for t in tensors if t.device.type == self.device.type) + estimated_bytes
 
     def step(
         self, *, take: bool = False, times: float | None = None, aside: Transport | None = None
@@ -114,22 +113,35 @@ class StepBench:
         Args:
             times: the loss is multiplied by it before backward. aside: where saved tensors are moved to.
         """
-        moving = contextlib.nullcontext()
-        if aside is not None:
-            moving = offload(self.model, transport=aside, min_bytes=_MOVED_BYTES)  # type: ignore[assignment]
-        with moving:
-            output = call_model(self.model, self.batch)
-            loss, _ = loss_of(output, self.batch, self.loss)
-            del output
-            if times is not None:
-                loss = loss * times
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss = self._loss_after_backward(times, aside)
         if take:
             return take_result(self.model, loss)
         del loss
-        if self.optimizer is not None:
-            self.optimizer.step()
+        self.step_optimizer()
         return None
+
+    def step_optimizer(self) -> None:
+        """Steps the optimizer, if there is one."""
+        if self.optimizer is not None:
+            self.optimizer.step(self._again)
+
+    def _again(self) -> torch.Tensor:
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        return self._loss_after_backward()
+
+    def _loss_after_backward(self, times: float | None = None, aside: Transport | None = None) -> torch.Tensor:
+        moving: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if aside is not None:
+            moving = offload(self.model, transport=aside, min_bytes=_MOVED_BYTES)
+        with torch.enable_grad():
+            with moving:
+                output = call_model(self.model, self.batch)
+                loss, _ = loss_of(output, self.batch, self.loss)
+                del output
+                loss = loss if times is None else loss * times
+            loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
 
 
 def verify_plan(

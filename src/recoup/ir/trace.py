@@ -149,6 +149,7 @@ class Trace:
         rederive_links: (op, storages): the op saves a tensor that will be rebuilt from what these storages keep.
         num_rederived: saved tensors that will be rebuilt, those of replays included.
         copies: what offload moves, in order.
+        notes: sentences for people about what was estimated.
     """
 
     source: Literal["fake", "real"]
@@ -165,6 +166,7 @@ class Trace:
     rederive_links: tuple[tuple[int, tuple[int, ...]], ...] = ()
     num_rederived: int = 0
     copies: tuple[Copy, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def levels(self, workspace_bytes: tuple[int, ...] | None = None) -> list[int]:
         """Returns the bytes alive during each op, hidden workspace of the op included when given."""

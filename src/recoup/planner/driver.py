@@ -47,7 +47,7 @@ from recoup.solver.decisions import to_decisions
 from recoup.solver.frontier import Solution, Solver
 from recoup.solver.loops import find_loop
 from recoup.solver.problem import Block, Leaf, Problem
-from recoup.solver.scans import names, split_scans, under, with_scans
+from recoup.solver.scans import split_scans, under, with_scans
 from recoup.solver.tiles import sets_to_try
 from recoup.units import format_bytes, parse_budget
 
@@ -121,7 +121,9 @@ class Planner(Simulator):
     @functools.cached_property
     def solvers(self) -> list[Solver]:
         """What chooses decisions for single calls and spans, one for each view of the step."""
-        variants = {"save": self.priced if self.scans is None else self.scans.taped_step(())}
+        variants: dict[Ambient, PricedTrace] = {
+            "save": self.priced if self.scans is None else self.scans.taped_step(())
+        }
         if "rederive" in self.actions:
             progress.advance("capturing the step with everything rederived")
             variants["rederive"] = self._captured(EVERYWHERE)
@@ -141,7 +143,7 @@ class Planner(Simulator):
         self.seen[chosen] = self.candidate(chosen, priced)
         return priced
 
-    def _build(self, variants: dict[str, PricedTrace], *, spans: bool, rebuilds_inputs: bool = True) -> Problem:
+    def _build(self, variants: dict[Ambient, PricedTrace], *, spans: bool, rebuilds_inputs: bool = True) -> Problem:
         """Returns the problem; calls that run scans save, unless their tapes are smaller where they rederive."""
         ladders = self.scans.ladders if self.scans is not None else ()
         problem = build_problem(variants, spans=spans, rebuilds_inputs=rebuilds_inputs, ladders=ladders)
@@ -189,7 +191,7 @@ class Planner(Simulator):
             trace: of that step, if it was captured already.
         """
         if trace is None or self.scans is not None:
-            variants = {"save": self._captured(tiles)}
+            variants: dict[Ambient, PricedTrace] = {"save": self._captured(tiles)}
         else:
             variants = {"save": self.cost.price(trace)}
             self.seen[tiles] = self.candidate(tiles, variants["save"])
@@ -212,7 +214,7 @@ class Planner(Simulator):
             return []
         return [Solver(p, actions=self.actions, spans=spans) for p in problems_with_offload(problem, self.link)]
 
-    def _views(self, problem: Problem, variants: dict[str, PricedTrace], spans: bool) -> list[Solver]:
+    def _views(self, problem: Problem, variants: dict[Ambient, PricedTrace], spans: bool) -> list[Solver]:
         """Returns solvers for several views of the problem; the simulation decides between their answers.
 
         Mixing actions freely is the richest view, and the one where what one decision drops may be what another
@@ -231,9 +233,7 @@ class Planner(Simulator):
         return views
 
     def _solver(self, problem: Problem, actions: Sequence[str], spans: bool) -> Solver:
-        """Returns a solver, to which scans may take less than all their steps taped."""
-        ladders = self.scans.ladders if self.scans is not None else ()
-        return Solver(problem, actions=(*actions, *names(ladders)), spans=spans)
+        return Solver(problem, actions=actions, spans=spans)
 
     # -- choosing -----------------------------------------------------------------------------------------------
 

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import dataclasses
 import functools
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from recoup._pytree import iterate_tensors
 from recoup.errors import PlanMismatch
 from recoup.ir.decision import Decision, Loop, Offload, Recompute, Rederive, Region, Save, Scan, Tile, TileModule
 from recoup.runtime import scan_bytes
+from recoup.runtime.kv_cache import caching_paths, without_cache
 from recoup.runtime.offload.offloaded_saved_tensor import Moves, Offloading
 from recoup.runtime.offload.transport import Transport
 from recoup.runtime.patch import PatchedForward, find_patch, patch, unpatch
@@ -113,7 +113,7 @@ def _run(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, Any])
     if torch.compiler.is_exporting():
         return patched.original(*args, **kwargs)
     if settings.drops_cache:
-        kwargs = {**kwargs, "use_cache": False}
+        args, kwargs = without_cache(patched.module, args, kwargs)
     if torch.compiler.is_compiling():
         return _run_compiled(patched, args, kwargs)
     if settings.is_root:
@@ -364,26 +364,6 @@ def _buffers(module: nn.Module, prefix: str, decisions: Sequence[Decision]) -> t
     regions_here = [d for d in decisions if isinstance(d, Region)]
     seen = [name.removeprefix(prefix) for d in regions_here for name in d.buffers if name.startswith(prefix)]
     return tuple(dict.fromkeys([*statistics_buffers(module.named_modules()), *seen]))
-
-
-def caching_paths(modules: dict[str, nn.Module], regions_at: Sequence[str]) -> set[str]:
-    """Returns the modules above a region whose forward takes `use_cache` and would use one by default.
-
-    In training nobody reads that cache; transformers itself drops it when its own checkpointing is on.
-    """
-    above = {""} if regions_at else set()
-    for path in regions_at:
-        parts = path.split(".")
-        above.update(".".join(parts[:i]) for i in range(1, len(parts)))
-    found = set()
-    for path in above:
-        module = modules.get(path)
-        config = getattr(module, "config", None)
-        if module is None or not getattr(config, "use_cache", False):
-            continue
-        if "use_cache" in inspect.signature(type(module).forward).parameters:
-            found.add(path)
-    return found
 
 
 def find_patches(model: nn.Module) -> list[PatchedForward]:
