@@ -39,6 +39,7 @@ CODES = {
     "E208": "the graph of a replay was differentiated",
     "E209": "a watched step ran out of memory",
     "E300": "the fitted step is not bit-equal",
+    "E301": "a real step is run to plan",
     "E900": "a bug in recoup",
 }
 """Every code and its title. The first digit: 1 refused before anything changed, 2 in training, 3 a warning, 9 a bug."""
@@ -156,3 +157,9 @@ class InexactWarning(UserWarning):
     """A fitted model's step is not bit-equal to its plain step; says what differs first."""
 
     code = "E300"
+
+
+class RealStepWarning(UserWarning):
+    """Fake tensors cannot follow the step: it is run for real on the model's GPU; says why."""
+
+    code = "E301"
