@@ -127,7 +127,7 @@ def build_problem(
             call=call.index,
             kind=call.kind,
             parts=parts(index, (call.path, call.index)),
-            region=_region(lookup, base, index, free, holders) if call.path else None,
+            region=_region(lookup, base, index, free, holders) if call.path and not call.runs_once else None,
             chained=call.chained and spans,
         )
 
