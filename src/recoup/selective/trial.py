@@ -20,7 +20,6 @@ from recoup.ir.evidence import Evidence
 from recoup.ir.plan import Plan
 from recoup.planner.driver import Planner, is_on_meta
 from recoup.planner.incumbents import Candidate
-from recoup.planner.strategies.registry import DEFAULT_ACTIONS
 from recoup.runtime.conflicts import refuse_conflicts
 from recoup.selective.config import CheckpointConfig
 from recoup.selective.profile_report import ProfileReport
@@ -67,7 +66,7 @@ class Trials:
             dialect="cuda" if on_cuda else "cpu",
             round_bytes=512 if on_cuda else 1,
         )
-        self.planner = Planner(spec, cost=MeasuredCost(self.device), actions=DEFAULT_ACTIONS)
+        self.planner = Planner(spec, cost=MeasuredCost(self.device), actions=None)
         self._report: ProfileReport | None = None
 
     def report(self, num_runs: int = 3) -> ProfileReport:

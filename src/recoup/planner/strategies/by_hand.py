@@ -78,7 +78,7 @@ def _repeated_kinds(step: PlannedStep) -> list[list[str]]:
     trace = step.calls_trace
     kinds: dict[str, list[int]] = {}
     for index, call in enumerate(trace.calls):
-        if call.path and not call.refusal and call.replay_stop_op >= 0 and call.children:
+        if call.path and not call.refusal and not call.runs_once and call.replay_stop_op >= 0 and call.children:
             kinds.setdefault(call.kind, []).append(index)
     saved = dict.fromkeys(kinds, 0)
     for kind, members in kinds.items():
