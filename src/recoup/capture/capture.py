@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,6 +24,7 @@ from recoup.capture.fingerprint import fingerprint
 from recoup.capture.folding.fold import Folding
 from recoup.capture.folding.unfold import unfold
 from recoup.capture.folding.zones import Counted, FoldingMemory, Irregular
+from recoup.capture.island import Island
 from recoup.capture.module_calls import CallRecorder
 from recoup.capture.optimizer import OptimizerLike, OptimizerStep, ScalarsOfFakes, prepare_optimizer
 from recoup.capture.simulated_transport import SimulatedTransport
@@ -30,7 +32,7 @@ from recoup.capture.snapshot import untouched
 from recoup.capture.step import Loss, call_model, loss_of
 from recoup.capture.trace import build_trace
 from recoup.capture.tracker import Tracker
-from recoup.errors import RecoupError, StepError
+from recoup.errors import RealStepWarning, RecoupError, StepError
 from recoup.ir.trace import Trace
 from recoup.runtime import execution_context
 
@@ -44,6 +46,7 @@ class StepSpec:
     Attributes:
         dialect: "cpu" or "cuda": whose side outputs, optimizer and allocator are counted.
         round_bytes: the allocator's granularity.
+        keep: paths of modules whose forward runs once: no region and no tile has them, or what is around them, in it.
         folding: what captures of this step learn of its loops, for the next; None: they are captured in full.
     """
 
@@ -53,6 +56,7 @@ class StepSpec:
     optimizer: OptimizerLike | None = None
     dialect: str = "cpu"
     round_bytes: int = 1
+    keep: frozenset[str] = frozenset()
     folding: FoldingMemory | None = dataclasses.field(default_factory=FoldingMemory, compare=False)
 
 
@@ -89,7 +93,22 @@ def capture(spec: StepSpec, *, known: Trace | None = None) -> Trace:
             f"The step cannot be followed without data ({reason}), and the model has none (it is on `meta`). Build "
             "it on a real device."
         )
-    return _capture_real(spec, reason)
+    if _device_of(spec.model).startswith("cuda"):
+        warnings.warn(
+            f"The step of {type(spec.model).__name__} cannot be followed without data ({reason}): a real one is run on "
+            f"{_device_of(spec.model)}, and takes the memory and the time of one. [E301]",
+            RealStepWarning,
+            stacklevel=2,
+        )
+    try:
+        return _capture_real(spec, reason)
+    except StepError as error:
+        if not isinstance(error.__cause__, torch.OutOfMemoryError):
+            raise
+        raise StepError(
+            f"The step cannot be followed without data ({reason}), and there is no memory for a real one on "
+            f"{_device_of(spec.model)}. Plan with a smaller batch, or branch on shapes and token ids alone."
+        ) from error
 
 
 class _Enough(BaseException):
@@ -109,10 +128,11 @@ def levels_after_calls(spec: StepSpec, path: str, counts: tuple[int, ...]) -> li
     """
     device, levels = _device_of(spec.model), []
     with untouched(spec.model), _torch.quiet_fake_errors(), _torch.fake_tensor_mode():
-        parameters = swap_parameters(spec.model, device)
-        tracker = Tracker(island=True, round_bytes=spec.round_bytes, dialect=spec.dialect)
+        island = Island(device)
+        parameters = swap_parameters(spec.model, device, island)
+        tracker = _tracker(spec, device, island)
         _register(spec.model, parameters, tracker)
-        batch = fake_batch(spec.batch, device)
+        batch = fake_batch(spec.batch, device, island)
         for tensor in iterate_tensors(batch):
             tracker.add(tensor, "batch", "batch")
         recorder = CallRecorder(spec.model, tracker)
@@ -206,8 +226,9 @@ def _capture_folded(spec: StepSpec, known: Trace | None, memory: FoldingMemory |
         mode = _torch.fake_tensor_mode()
         old = [(id(p), path) for path, p in spec.model.named_parameters()]
         with mode:
-            parameters = swap_parameters(spec.model, device)
-            tracker = Tracker(island=True, round_bytes=spec.round_bytes, dialect=spec.dialect)
+            island = Island(device)
+            parameters = swap_parameters(spec.model, device, island)
+            tracker = _tracker(spec, device, island)
             stepper = _fake_optimizer(spec, parameters, old) if known is None else None
             _register(spec.model, parameters, tracker)
             if known is not None:
@@ -217,7 +238,7 @@ def _capture_folded(spec: StepSpec, known: Trace | None, memory: FoldingMemory |
                 for tensor in stepper.state_tensors():
                     tracker.add(tensor, "optimizer", "optimizer state")
                 tracker.add_block(stepper.estimated_bytes, "optimizer", "optimizer state (estimated)")
-            batch = fake_batch(spec.batch, device)
+            batch = fake_batch(spec.batch, device, island)
             for tensor in iterate_tensors(batch):
                 tracker.add(tensor, "batch", "batch")
             recorder = CallRecorder(spec.model, tracker)
@@ -232,7 +253,7 @@ def _capture_folded(spec: StepSpec, known: Trace | None, memory: FoldingMemory |
                 tracker.phase = "optimizer"
                 with tracker, ScalarsOfFakes():
                     _step_optimizer(stepper, parameters, tracker)
-            calls_released = _release_run(spec, device, memory) if known is None else None
+            calls_released = _release_run(spec, device, island, memory) if known is None else None
             del gradients
         with _without_collector():
             if folding is not None:
@@ -242,6 +263,7 @@ def _capture_folded(spec: StepSpec, known: Trace | None, memory: FoldingMemory |
                 recorder=recorder,
                 released=calls_released,
                 model=spec.model,
+                keep=spec.keep,
                 fingerprint=fingerprint(spec.model),
                 device=spec.dialect,
                 loss_source=source,
@@ -278,14 +300,14 @@ def _without_collector() -> Iterator[None]:
             gc.enable()
 
 
-def _release_run(spec: StepSpec, device: str, memory: FoldingMemory | None) -> Tracker | None:
+def _release_run(spec: StepSpec, device: str, island: Island, memory: FoldingMemory | None) -> Tracker | None:
     """Runs the forward once more with autograd keeping nothing; None if it does not run the same ops."""
-    tracker = Tracker(island=True, round_bytes=spec.round_bytes, dialect=spec.dialect)
+    tracker = _tracker(spec, device, island)
     for name, parameter in spec.model.named_parameters():
         tracker.add(parameter, "parameter", name)
     for name, buffer in spec.model.named_buffers():
         tracker.add(buffer, "buffer", name)
-    batch = fake_batch(spec.batch, device)
+    batch = fake_batch(spec.batch, device, island)
     for tensor in iterate_tensors(batch):
         tracker.add(tensor, "batch", "batch")
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: None, lambda t: t)
@@ -313,6 +335,10 @@ def _saving(tracker: Tracker) -> Iterator[None]:
     moving = execution_context.moving_with(SimulatedTransport(tracker, prefetches=tracker.dialect == "cuda"))
     with moving, execution_context.observing(tracker), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         yield
+
+
+def _tracker(spec: StepSpec, device: str, island: Island | None) -> Tracker:
+    return Tracker(island=island, device=device, round_bytes=spec.round_bytes, dialect=spec.dialect)
 
 
 def _device_of(model: nn.Module) -> str:
@@ -389,7 +415,7 @@ def _capture_real(spec: StepSpec, reason: str) -> Trace:
         parameters: dict[str, torch.Tensor] = dict(spec.model.named_parameters())
         for parameter in parameters.values():
             parameter.grad = None
-        tracker = Tracker(island=False, round_bytes=spec.round_bytes, dialect=spec.dialect)
+        tracker = _tracker(spec, _device_of(spec.model), None)
         try:
             _register(spec.model, parameters, tracker)
             tracker.add_block(state_bytes, "optimizer", "optimizer state (estimated)")
@@ -410,6 +436,7 @@ def _capture_real(spec: StepSpec, reason: str) -> Trace:
             recorder=recorder,
             released=None,
             model=spec.model,
+            keep=spec.keep,
             fingerprint=fingerprint(spec.model),
             device=spec.dialect,
             loss_source=source,
