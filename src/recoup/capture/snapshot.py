@@ -14,7 +14,9 @@ import collections
 import contextlib
 import copy
 import random
+import signal
 import sys
+import threading
 import types
 import warnings
 from collections.abc import Iterable, Iterator
@@ -315,6 +317,15 @@ def _copy_of_iterator(value: Any) -> Any:
     return None
 
 
+def parameters_outside(model: nn.Module, snapshot: Snapshot) -> dict[str, torch.Tensor]:
+    """Returns the tensors that a step may train and that are no parameters of the model, by name."""
+    own = {id(p) for p in model.parameters()}
+    named = snapshot.tensors.named().items()
+    return {
+        name.removeprefix("model."): t for name, t in named if t.requires_grad and t.is_leaf and id(t) not in own
+    }
+
+
 def _storage_key(tensor: torch.Tensor) -> int:
     if tensor.layout is not torch.strided or _torch.is_fake(tensor) or _torch.is_wrapper(tensor):
         return 0
@@ -398,13 +409,15 @@ def _differences(name: str, now: Any, before: Any, *, skips_forward: bool = Fals
         if now != before:
             yield name, len(now)
     elif len(now) != len(before) or any(a is not b for a, b in zip(now, before, strict=True)):
-        yield name, (len(now), *(_told(item) for item in now))
+        yield name, tuple(_told(item, inside=True) for item in now)
 
 
-def _told(value: Any) -> Any:
-    """Returns what can be compared of a value that a step made."""
+def _told(value: Any, *, inside: bool = False) -> Any:
+    """Returns what can be compared of a value that a step made; in words where it is `inside` something."""
     if isinstance(value, torch.Tensor):
-        return value.detach().clone()
+        if inside:
+            return f"{list(value.shape)} of sum {float(value.detach().double().sum())!r}"
+        return value.detach().to("cpu", copy=True)
     if isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (list, tuple, dict, set)):
@@ -438,4 +451,22 @@ def untouched(model: nn.Module, batch: Any = None, loss: Any = None, others: Any
         with before.guarded():
             yield before
     finally:
-        before.restore()
+        with _uninterrupted():
+            before.restore()
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Has Ctrl-C wait until the block is over."""
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+    pressed: list[Any] = []
+    signal.signal(signal.SIGINT, lambda *event: pressed.append(event))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if pressed:
+            handler(*pressed[0])
