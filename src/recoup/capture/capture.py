@@ -305,7 +305,9 @@ def _without_collector() -> Iterator[None]:
             gc.enable()
 
 
-def _release_run(spec: StepSpec, before: Snapshot, device: str, island: Island, memory: FoldingMemory | None) -> Tracker | None:
+def _release_run(
+    spec: StepSpec, before: Snapshot, device: str, island: Island, memory: FoldingMemory | None
+) -> Tracker | None:
     """Runs the forward once more with autograd keeping nothing; None if it does not run the same ops."""
     tracker = _tracker(spec, device, island)
     for name, parameter in spec.model.named_parameters():
