@@ -116,6 +116,7 @@ def held_view(priced: PricedTrace) -> HeldView | None:
         saves=tuple(map(tuple, saves)),
         places=tuple(places),
         saved_bytes=tuple(int(b) for b in numbers.saved[:num]),
+        forward_bytes=tuple(int(b) for b in numbers.forward[:num]),
         backward_bytes=tuple(int(b) for b in numbers.backward[:num]),
         gradient_bytes=tuple(int(b) for b in numbers.gradient_after[:num]),
         fixed_bytes=numbers.fixed_bytes,
