@@ -279,5 +279,7 @@ FUNCTIONAL: dict[str, FunctionalModel] = {
     "ODE steps": FunctionalModel(OdeSteps, lambda: (torch.randn(512, 64),)),
     "dense connections": FunctionalModel(DenseConnections, lambda: (torch.randn(4, 3, 48, 48),)),
     "radiance field": FunctionalModel(RadianceField, lambda: (torch.rand(512, 48, 3),)),
-    "diffusion transformer": FunctionalModel(DiffusionTransformer, lambda: (torch.randn(4, 256, 96), torch.randn(4, 96))),
+    "diffusion transformer": FunctionalModel(
+        DiffusionTransformer, lambda: (torch.randn(4, 256, 96), torch.randn(4, 96))
+    ),
 }

@@ -8,9 +8,9 @@ backward runs segment `i..j` all that autograd would save inside is there again,
     peak = fixed + held before i + max over r in i..j of (saved by i..r-1 + backward of r + gradients after r) + extra
 
 where the second term is read off the plain step's timeline, and `extra` is what the label holds that autograd would
-not. Forward's peak is bounded alike, less what autograd would save there where the segment is rebuilt. For one budget the fastest sequence of segments and labels is a shortest path over (place, held bytes): a dynamic
-program with dominated states dropped. What the sum does not know (transients of a rebuild, views, fragmentation) is
-corrected by simulating the applied plan.
+not. Forward's peak is bounded alike, less what autograd would save there where the segment is rebuilt. For one budget
+the fastest sequence of segments and labels is a shortest path over (place, held bytes): a dynamic program with
+dominated states dropped. What the sum does not know (transients of a rebuild, views) the simulation corrects.
 """
 
 from __future__ import annotations
