@@ -516,3 +516,11 @@ def without_global_optimizer_hooks() -> Iterator[None]:
     finally:
         for registered, before in hooks:
             registered.update(before)  # type: ignore[arg-type]
+
+
+def clear_cublas_workspaces() -> None:
+    """Gives the workspaces of cuBLAS back to the caching allocator; the next product makes new ones (torch 2.11, 2.13).
+
+    Freed by: a public name for it.
+    """
+    torch._C._cuda_clearCublasWorkspaces()

@@ -1,15 +1,15 @@
 """PyTorch's CUDA caching allocator, by the sizes alone: what a sequence of allocations takes from a card. No torch.
 
-The allocator takes segments from the card (2 MiB for blocks of up to 1 MiB, 20 MiB for blocks below 10 MiB, else what is
-asked for in steps of 2 MiB) and cuts blocks from them, the smallest free one that fits first; a large block is cut only
-if more than 1 MiB remains. What is freed joins its free neighbours and stays with the process. So a step needs more of a
-card than its tensors hold: *reserved* bytes, and *allocated* ones count the remainders of blocks that were not cut.
+The allocator takes segments from the card (2 MiB for blocks of up to 1 MiB, 20 MiB for blocks below 10 MiB, else what
+is asked for in steps of 2 MiB) and cuts blocks from them, the smallest free one that fits first; a large block is cut
+only if more than 1 MiB remains. What is freed joins its free neighbours and stays with the process. So a step needs more
+of a card than its tensors hold: *reserved* bytes, and *allocated* ones count the remainders of blocks that were not cut.
 With expandable segments a pool is one range of addresses that grows by pages of 2 or 20 MiB, and nothing is left over
 at the ends of segments.
 
 At its limit the allocator gives back what is free as a whole (segments, or pages) and tries again; `OutOfCard` is where
-PyTorch raises `OutOfMemoryError`. Compared with the real one, event by event, on the stub GPU (`CUDACachingAllocator.cpp`
-of torch 2.11). Not simulated: several streams, whose blocks are not shared, and addresses, which break ties.
+PyTorch raises `OutOfMemoryError`. Compared with the real one of torch 2.11, event by event, on the stub GPU. Not
+simulated: several streams, whose blocks are not shared, and the addresses of segments, which break ties.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class CachingAllocator:
         if block is None:
             block = self._grow(pool, size)
         if block is None:
-            self._give_back()
+            self.empty_cache()
             block = self._grow(pool, size)
         if block is None:
             raise OutOfCard
@@ -109,6 +109,16 @@ class CachingAllocator:
         self.allocated_bytes -= block.size
         block.is_free = True
         self._pool_up(block)
+
+    def empty_cache(self) -> None:
+        """Gives the card back what is free as a whole: segments, or pages of expandable ones."""
+        for pool in self._pools:
+            for _, _, block in list(pool.free):
+                if self.expandable:
+                    self._unmap(pool, block)
+                elif block.before is None and block.next is None:
+                    pool.remove(block)
+                    self.reserved_bytes -= block.size
 
     # -- blocks -------------------------------------------------------------------------------------------------
 
@@ -206,16 +216,6 @@ class CachingAllocator:
             pool.remove(start.next)
             _join(start)
         return start
-
-    def _give_back(self) -> None:
-        """Gives the card what is free as a whole: segments, or pages of expandable ones."""
-        for pool in self._pools:
-            for _, _, block in list(pool.free):
-                if self.expandable:
-                    self._unmap(pool, block)
-                elif block.before is None and block.next is None:
-                    pool.remove(block)
-                    self.reserved_bytes -= block.size
 
     def _unmap(self, pool: _Pool, block: Block) -> None:
         assert pool.first is not None

@@ -507,14 +507,23 @@ class Planner(Simulator):
             tensors=smallest.tensors,
         )
 
-    def plan(self, candidate: Candidate, *, budget_bytes: int, budget_text: str, device: str) -> Plan:
-        """Returns the plan for people and for disk."""
+    def plan(
+        self,
+        candidate: Candidate,
+        *,
+        budget_bytes: int,
+        budget_text: str,
+        device: str,
+        card: tuple[int, int] = (0, 0),
+    ) -> Plan:
+        """Returns the plan for people and for disk; `card` as `needed_bytes` says."""
         return write_plan(
             self,
             candidate,
             budget_bytes=budget_bytes,
             budget_text=budget_text,
             device=device,
+            card=card,
         )
 
 
@@ -550,6 +559,8 @@ def plan_for_budget(
 ) -> tuple[Plan, Candidate]:
     """Returns the fastest plan for the budget.
 
+    On a card `budget="auto"` is what torch may reserve there, which is more than a plan's tensors take.
+
     Raises:
         InfeasibleBudget: if the smallest reachable peak is above it.
     """
@@ -557,7 +568,17 @@ def plan_for_budget(
     candidate = planner.fit(budget_bytes)
     if candidate is None:
         raise planner.infeasible(budget_bytes)
-    return planner.plan(candidate, budget_bytes=budget_bytes, budget_text=str(budget), device=device), candidate
+    card = (0, 0) if planner.card is None else planner.needed_bytes(candidate.decisions)
+    for _ in range(_MAX_REPAIRS):
+        over = card[0] - budget_bytes
+        if budget != "auto" or over <= 0:
+            break
+        smaller = planner.fit(candidate.peak_bytes - over)
+        if smaller is None:
+            raise planner.infeasible(candidate.peak_bytes - over)
+        candidate, card = smaller, planner.needed_bytes(smaller.decisions)
+    made = planner.plan(candidate, budget_bytes=budget_bytes, budget_text=str(budget), device=device, card=card)
+    return made, candidate
 
 
 def is_on_meta(model: nn.Module) -> bool:
