@@ -2,8 +2,8 @@
 
 The allocator takes segments from the card (2 MiB for blocks of up to 1 MiB, 20 MiB for blocks below 10 MiB, else what
 is asked for in steps of 2 MiB) and cuts blocks from them, the smallest free one that fits first; a large block is cut
-only if more than 1 MiB remains. What is freed joins its free neighbours and stays with the process. So a step needs more
-of a card than its tensors hold: *reserved* bytes, and *allocated* ones count the remainders of blocks that were not cut.
+only if more than 1 MiB remains. What is freed joins its free neighbours and stays with the process. So a step needs
+more of a card than its tensors hold: *reserved* bytes, and *allocated* ones count the remainders of uncut blocks.
 With expandable segments a pool is one range of addresses that grows by pages of 2 or 20 MiB, and nothing is left over
 at the ends of segments.
 
