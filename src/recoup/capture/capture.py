@@ -305,7 +305,12 @@ def _saving(tracker: Tracker) -> Iterator[None]:
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         tracker.saved(tensor)
-        return tensor
+        if tensor.grad_fn is None:
+            return tensor
+        # With its node it would be a cycle: a saved output is held by the node that made it, and a graph that is
+        # dropped before backward would count as alive until Python's collector runs.
+        with tracker.unobserved():
+            return _compat.detach_past_modes(tensor)
 
     moving = activity.moving_with(SimulatedTransport(tracker, prefetches=tracker.dialect == "cuda"))
     with moving, activity.observing(tracker), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
