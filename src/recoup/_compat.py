@@ -320,6 +320,25 @@ def is_fsdp_unit(module: Any) -> bool:
     return any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
 
 
+def pytree_node(kind: type[Any]) -> Any:
+    """Returns what opens a container of a type registered with torch's pytrees, None for others (torch 2.11, 2.13).
+
+    It takes the container and returns its children and how to make one of other children. Those that torch registers
+    by itself (lists, dicts) are left out. Freed by: a public `torch.utils.pytree.register_pytree_node`.
+    """
+    from torch.utils import _pytree
+
+    node = _pytree.SUPPORTED_NODES.get(kind)
+    if node is None or kind.__module__ in ("builtins", "collections"):
+        return None
+
+    def open_node(nest: Any) -> tuple[list[Any], Any]:
+        children, context = node.flatten_fn(nest)
+        return children, lambda items: node.unflatten_fn(list(items), context)
+
+    return open_node
+
+
 def mode_of_fake(tensor: Any) -> Any:
     """Returns the mode that a fake tensor belongs to (torch 2.13). Freed by: as `fake_tensor_mode`."""
     return tensor.fake_mode

@@ -24,7 +24,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -219,28 +219,27 @@ class Frame:
         """Runs the region again and fills its slots."""
         for step in self.steps:
             step.check(self.path)
-        filled = 0
+        filled, is_full = 0, False
+        failure: ReplayError | None = None
 
         def fill(tensor: torch.Tensor) -> Any:
-            nonlocal filled
-            if filled >= len(self.slots):
-                raise self._drift("saved more tensors than the first one", "E205")
+            nonlocal filled, is_full, failure
+            if is_full:
+                raise _Stop  # again: an `except:` of the model's has eaten the first one
+            if failure is not None:
+                raise failure
             slot = self.slots[filled]()
             filled += 1
             if slot is not None:
-                if slot.shape != tensor.shape or slot.dtype != tensor.dtype:
-                    raise self._drift(
-                        f"saved {tensor.dtype} {list(tensor.shape)} where the first one saved "
-                        f"{slot.dtype} {list(slot.shape)}",
-                        "E205",
-                    )
-                if slot.original is not None:
-                    slot.original.compare(tensor, self.path)
-                elif not slot.sample.matches(tensor):
-                    raise self._drift(f"saved other values in {tensor.dtype} {list(tensor.shape)}", "E206")
+                try:
+                    self._check(slot, tensor)
+                except ReplayError as error:
+                    failure = error
+                    raise
                 slot.filled = rederive.pack(tensor.detach())
                 slot.backward_id = backward_id
             if filled == len(self.slots):
+                is_full = True
                 raise _Stop
             return _gone
 
@@ -269,16 +268,36 @@ class Frame:
                     del args, kwargs, output
             except _Stop:
                 return
-            except ReplayError:
-                raise
-            except torch.OutOfMemoryError as error:
-                error.add_note(f"while region `{self.path}` ran its forward a second time")
-                raise
             except Exception as error:  # user code runs here: whatever it raises gets the region's path
-                if "a leaf Variable that requires grad is being used in an in-place" in str(error):
-                    raise step.inputs.refusal("one of its arguments") from error
-                raise self._drift(f"failed: {type(error).__name__}: {error}", "E207") from error
-        raise self._drift(f"saved {filled} tensors where the first one saved {len(self.slots)}", "E205")
+                if not is_full and failure is None:
+                    self._explain(error, step)
+        if failure is not None:
+            raise failure
+        if not is_full:  # else TorchScript, or an `except:` of the model's, made something else of the stop
+            raise self._drift(f"saved {filled} tensors where the first one saved {len(self.slots)}", "E205")
+
+    def _check(self, slot: Slot, tensor: torch.Tensor) -> None:
+        """Raises unless the second forward saved what the first one did."""
+        if slot.shape != tensor.shape or slot.dtype != tensor.dtype:
+            raise self._drift(
+                f"saved {tensor.dtype} {list(tensor.shape)} where the first one saved {slot.dtype} {list(slot.shape)}",
+                "E205",
+            )
+        if slot.original is not None:
+            slot.original.compare(tensor, self.path)
+        elif not slot.sample.matches(tensor):
+            raise self._drift(f"saved other values in {tensor.dtype} {list(tensor.shape)}", "E206")
+
+    def _explain(self, error: Exception, step: _Step) -> NoReturn:
+        """Raises what a replay's forward raised, with the region's path."""
+        if isinstance(error, ReplayError):
+            raise error
+        if isinstance(error, torch.OutOfMemoryError):
+            error.add_note(f"while region `{self.path}` ran its forward a second time")
+            raise error
+        if "a leaf Variable that requires grad is being used in an in-place" in str(error):
+            raise step.inputs.refusal("one of its arguments") from error
+        raise self._drift(f"failed: {type(error).__name__}: {error}", "E207") from error
 
     def _drift(self, what: str, code: str) -> ReplayError:
         return ReplayError(
