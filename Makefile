@@ -72,7 +72,7 @@ hazards: $(STAMP)
 	$(BIN)/python -m bench.hazards
 
 fuzz: $(STAMP)
-	RECOUP_FUZZ=1000 $(BIN)/python -m pytest -q tests/engine/test_regions_fuzz.py
+	RECOUP_FUZZ=1000 $(BIN)/python -m pytest -q tests/runtime/test_regions_fuzz.py
 
 clean:
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache dist build

@@ -18,11 +18,11 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from bench.methods import wrapped
 from recoup.capture.capture import capture
 from recoup.errors import StepError
-from recoup.planning import Planner
+from recoup.planner.driver import Planner
 from recoup.selective.layers import find_layers
-from recoup.solve.baselines import baselines
-from recoup.solve.build import REGION_OVERHEAD_SECONDS
-from recoup.solve.decisions import to_decisions
+from recoup.solver.baselines import baselines
+from recoup.solver.build import REGION_OVERHEAD_SECONDS
+from recoup.solver.decisions import to_decisions
 
 _ATEN = torch.ops.aten
 _ATTENTION = {

@@ -30,11 +30,11 @@ from bench.frontier_report import markdown, violations
 from recoup.capture.capture import StepSpec
 from recoup.cost.devices import get_device
 from recoup.cost.roofline import RooflineCost
-from recoup.engine.handle import apply_decisions
 from recoup.evidence.memory import measure_peak
 from recoup.evidence.verify import StepBench
-from recoup.planning import Planner
-from recoup.simulating import Candidate
+from recoup.planner.driver import Planner
+from recoup.planner.simulator import Candidate
+from recoup.runtime.apply import apply_decisions
 from recoup.targets.resolve import Target, resolve_target
 
 DEVICE = "cpu-generic"

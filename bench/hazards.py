@@ -24,8 +24,8 @@ from torch.utils.checkpoint import checkpoint
 
 import recoup
 from recoup.cost.model import FlopsCost
-from recoup.engine.handle import apply_decisions
 from recoup.ir.plan import Decision
+from recoup.runtime.apply import apply_decisions
 
 OUTPUT = Path(__file__).parents[1] / "docs" / "hazards.md"
 WIDTH = 8

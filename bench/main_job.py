@@ -28,10 +28,10 @@ from recoup import InfeasibleBudget
 from recoup.api import _planner
 from recoup.evidence.memory import measure_peak
 from recoup.evidence.verify import StepBench, verify_plan
-from recoup.planning import Planner, plan_for_budget
-from recoup.simulating import Candidate
-from recoup.solve.baselines import baselines
-from recoup.solve.decisions import to_decisions
+from recoup.planner.driver import Planner, plan_for_budget
+from recoup.planner.simulator import Candidate
+from recoup.solver.baselines import baselines
+from recoup.solver.decisions import to_decisions
 from recoup.targets.resolve import resolve_target
 
 BUDGETS = ("90%", "75%", "60%", "50%", "40%")

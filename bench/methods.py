@@ -24,8 +24,8 @@ from torch.utils.checkpoint import (
 )
 
 from bench.auto_sac import auto_sac
-from recoup.engine.handle import apply_decisions
 from recoup.ir.plan import Decision
+from recoup.runtime.apply import apply_decisions
 from recoup.selective.layers import PRESETS
 
 _MATMULS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}

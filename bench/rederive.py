@@ -28,10 +28,10 @@ from recoup import rederive
 from recoup.capture.capture import StepSpec, capture
 from recoup.cli.allocator import keep_freed_memory
 from recoup.cost.flops import kind
-from recoup.engine.handle import apply_decisions
 from recoup.evidence.memory import measure_peak
 from recoup.evidence.verify import StepBench
 from recoup.ir.plan import Decision
+from recoup.runtime.apply import apply_decisions
 from recoup.targets.resolve import resolve_target
 
 _TEXT = {"batch": 4, "seq": 512}

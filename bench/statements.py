@@ -15,7 +15,7 @@ from recoup.capture.capture import StepSpec
 from recoup.cost.model import FlopsCost
 from recoup.evidence.memory import measure_peak
 from recoup.evidence.speed import time_ratio
-from recoup.planning import ACTIONS, Planner
+from recoup.planner.driver import ACTIONS, Planner
 from recoup.selective import CheckpointConfig, ReversibleSequential, SelectiveCheckpointer
 from recoup.selective.strategies import choose
 from recoup.units import format_bytes

@@ -26,8 +26,8 @@ from recoup.cost.devices import get_device
 from recoup.cost.roofline import RooflineCost
 from recoup.evidence.verify import verify_plan
 from recoup.ir.plan import Decision
-from recoup.planning import ACTIONS, Planner
-from recoup.simulating import Candidate
+from recoup.planner.driver import ACTIONS, Planner
+from recoup.planner.simulator import Candidate
 from recoup.targets.resolve import resolve_target
 
 _NO_DROP = "attn_pdrop=0.0,resid_pdrop=0.0,embd_pdrop=0.0"

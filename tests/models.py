@@ -116,7 +116,7 @@ def step(model: nn.Module, batch: Any, loss: Any = None, *, seed: int = 1) -> li
 
 def plain_step(model: nn.Module, batch: Any, loss: Any = None, *, seed: int = 1) -> list[torch.Tensor]:
     """The same on a copy, without a plan."""
-    from recoup.engine.handle import plain
+    from recoup.runtime.apply import plain
 
     with plain(model):
         twin = copy.deepcopy(model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,37 +16,29 @@ ORDER = (
     "errors",
     "units",
     "progress",
-    "labels",
     "ir",
-    "_compat",
+    "_torch",
+    "_pytree",
     "cost",
-    "solve",
-    "engine",
+    "solver",
+    "runtime",
     "recurrent",
     "capture",
     "evidence",
-    "profiling",
-    "timeline",
-    "tiling",
-    "offloading",
+    "analysis",
     "report",
-    "simulating",
-    "loop_planning",
-    "scan_planning",
-    "plan_writing",
-    "planning",
-    "explaining",
+    "planner",
     "api",
     "integrations",
     "targets",
     "selective",
     "export",
-    "reporting",
     "cli",
+    "__main__",
 )
 # Late imports that a comment in the file explains.
 LATE = {("ir", "report")}
-WITHOUT_TORCH = ("errors", "units", "progress", "labels", "ir", "solve", "report", "export", "profiling", "timeline")
+WITHOUT_TORCH = ("errors", "units", "progress", "ir", "solver", "analysis", "report", "export")
 
 
 def _stage(path: Path) -> str:
@@ -79,6 +72,41 @@ def test_imports_point_one_way(path: Path) -> None:
             assert ORDER.index(parts[1]) <= ORDER.index(stage) or is_late, f"{stage} imports {name}"
 
 
+def _file_of(name: str) -> str | None:
+    """The module file that an imported name lives in, dotted; None outside of recoup."""
+    parts = name.split(".")
+    while parts and parts[0] == "recoup":
+        path = ROOT.joinpath(*parts[1:])
+        if len(parts) > 1 and path.with_suffix(".py").exists():
+            return ".".join(parts)
+        parts.pop()
+    return None
+
+
+def _files_imported_at_the_top(path: Path) -> set[str]:
+    """Files of recoup that a file imports when it is itself imported (not inside functions, not for types only)."""
+    found = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        found |= {file for file in map(_file_of, names) if file is not None}
+    return found
+
+
+def test_no_cycles_among_files() -> None:
+    files = {".".join(("recoup", *p.relative_to(ROOT).with_suffix("").parts)): p for p in FILES}
+    left = {name: _files_imported_at_the_top(path) - {name} for name, path in files.items()}
+    while left:
+        free = [name for name, imported in left.items() if not imported & left.keys()]
+        assert free, f"these import each other: {sorted(left)}"
+        for name in free:
+            del left[name]
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_torch_only_where_it_is_needed(path: Path) -> None:
     if _stage(path) in WITHOUT_TORCH or "schedules" in path.parts:
@@ -87,7 +115,7 @@ def test_torch_only_where_it_is_needed(path: Path) -> None:
 
 def test_private_torch_is_in_one_file() -> None:
     for path in FILES:
-        if path.name == "_compat.py":
+        if path.name == "_torch.py":
             continue
         for name in _imports(path):
             assert not name.startswith("torch._"), f"{path.name} imports {name}"
@@ -118,3 +146,17 @@ def test_public_names() -> None:
     import recoup.evidence.verify
 
     assert callable(recoup.verify)
+
+
+def test_the_architecture_page_names_every_room_in_order() -> None:
+    page = (ROOT.parent.parent / "docs" / "architecture.md").read_text()
+    listing = page.split("## The rooms", 1)[1].split("```")[1]
+    listed = [word.strip("/").removesuffix(".py") for word in re.findall(r"^\S+(?: \w+\.py)*", listing, re.M)]
+    rooms = [name.removesuffix(".py") for entry in listed for name in entry.split()]
+    assert rooms == [room for room in ORDER if room != "__main__"]
+    inside = set(re.findall(r"^  (\w+)/", listing, re.M))
+    for path in ROOT.iterdir():
+        if path.suffix == ".py" or (path / "__init__.py").exists():
+            assert path.stem in {*ORDER, "__init__"}, f"{path.name} is no room"
+    for name in inside:
+        assert any((ROOT / room / name / "__init__.py").exists() for room in ORDER), f"{name}/ is in no room"

@@ -13,8 +13,8 @@ from recoup.capture.capture import StepSpec, capture
 from recoup.cost.devices import get_device
 from recoup.cost.roofline import RooflineCost
 from recoup.ir.plan import Plan
-from recoup.planning import Planner
-from recoup.solve.loops import find_loop
+from recoup.planner.driver import Planner
+from recoup.solver.loops import find_loop
 
 
 class Recurrent(nn.Module):

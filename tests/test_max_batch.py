@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import recoup
-from recoup.engine.handle import apply_decisions
 from recoup.evidence.memory import measure_peak
 from recoup.evidence.verify import StepBench
+from recoup.runtime.apply import apply_decisions
 from tests.models import ConvNet, Stack
 
 _MIB = 2**20

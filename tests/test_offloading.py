@@ -11,15 +11,15 @@ from torch import nn
 
 import recoup
 from recoup.capture.capture import StepSpec, capture
-from recoup.cost.copies import Link, with_copies
+from recoup.cost.host_link import Link, with_copies
 from recoup.cost.model import FlopsCost
-from recoup.engine.handle import apply_decisions
 from recoup.errors import UsageError
 from recoup.ir.plan import Decision
-from recoup.offloading import is_offloaded
-from recoup.planning import ACTIONS, OPT_IN_ACTIONS, Planner
-from recoup.solve.frontier import Solver
-from recoup.solve.offload import with_offload
+from recoup.planner.driver import ACTIONS, OPT_IN_ACTIONS, Planner
+from recoup.planner.strategies.offload import is_offloaded
+from recoup.runtime.apply import apply_decisions
+from recoup.solver.frontier import Solver
+from recoup.solver.offload import with_offload
 
 SHARES = (0.75, 0.5, 0.3)
 SAME_TIME = 0.01  # the planner takes plans this close as equally fast

@@ -15,13 +15,13 @@ from recoup.cost.devices import get_device
 from recoup.cost.measured import MeasuredCost
 from recoup.cost.model import CostModel
 from recoup.cost.roofline import RooflineCost
-from recoup.engine.handle import apply_decisions
 from recoup.evidence.verify import verify_plan
 from recoup.export.left_out import left_out
 from recoup.ir.plan import Decision, Plan
-from recoup.planning import ACTIONS, OPT_IN_ACTIONS, Planner
+from recoup.planner.driver import ACTIONS, OPT_IN_ACTIONS, Planner
+from recoup.planner.strategies.tile import TiledModules, find_tiled_modules, is_tiled
 from recoup.report.text import format_plan
-from recoup.tiling import TiledModules, find_tiled_modules, is_tiled
+from recoup.runtime.apply import apply_decisions
 
 OPT_IN = ("rederive", "recompute", "tile-modules")
 

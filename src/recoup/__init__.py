@@ -9,7 +9,7 @@ __version__ = "0.1.0"
 
 # Public name -> where it lives. Loaded on first use: `import recoup` does not import torch.
 _HOMES = {
-    "Applied": "recoup.engine.handle",
+    "Applied": "recoup.runtime.apply",
     "BatchTooLarge": "recoup.errors",
     "ConflictError": "recoup.errors",
     "Decision": "recoup.ir.plan",
@@ -42,15 +42,15 @@ _HOMES = {
     "explain": "recoup.api",
     "fit": "recoup.api",
     "frontier": "recoup.api",
-    "is_recomputing": "recoup.engine.activity",
+    "is_recomputing": "recoup.runtime.execution_context",
     "max_batch": "recoup.api",
-    "offload": "recoup.engine.offload",
+    "offload": "recoup.runtime.offload.saved_tensor",
     "plan": "recoup.api",
     "profile": "recoup.api",
     "recurrent": "recoup",
-    "rederive": "recoup.engine.rederive",
-    "tiled": "recoup.engine.tiled",
-    "tiled_cross_entropy": "recoup.engine.tile",
+    "rederive": "recoup.runtime.rebuild.saved_tensor",
+    "tiled": "recoup.runtime.tile.module.tiled",
+    "tiled_cross_entropy": "recoup.runtime.tile.loss.cross_entropy",
     "verify": "recoup.api",
     "watch": "recoup.integrations.watch",
 }
@@ -67,12 +67,6 @@ if TYPE_CHECKING:
     from recoup.api import plan as plan
     from recoup.api import profile as profile
     from recoup.api import verify as verify
-    from recoup.engine.activity import is_recomputing as is_recomputing
-    from recoup.engine.handle import Applied as Applied
-    from recoup.engine.offload import offload as offload
-    from recoup.engine.rederive import rederive as rederive
-    from recoup.engine.tile import tiled_cross_entropy as tiled_cross_entropy
-    from recoup.engine.tiled import tiled as tiled
     from recoup.errors import BatchTooLarge as BatchTooLarge
     from recoup.errors import ConflictError as ConflictError
     from recoup.errors import InexactWarning as InexactWarning
@@ -94,6 +88,12 @@ if TYPE_CHECKING:
     from recoup.ir.plan import Prediction as Prediction
     from recoup.ir.profile import FrontierPoint as FrontierPoint
     from recoup.ir.profile import Profile as Profile
+    from recoup.runtime.apply import Applied as Applied
+    from recoup.runtime.execution_context import is_recomputing as is_recomputing
+    from recoup.runtime.offload.saved_tensor import offload as offload
+    from recoup.runtime.rebuild.saved_tensor import rederive as rederive
+    from recoup.runtime.tile.loss.cross_entropy import tiled_cross_entropy as tiled_cross_entropy
+    from recoup.runtime.tile.module.tiled import tiled as tiled
     from recoup.selective.checkpointer import SelectiveCheckpointer as SelectiveCheckpointer
     from recoup.selective.config import CheckpointConfig as CheckpointConfig
     from recoup.selective.profile_report import ProfileReport as ProfileReport

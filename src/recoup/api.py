@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from recoup import progress
+from recoup.analysis.profile import make_profile
 from recoup.capture.capture import StepSpec
 from recoup.capture.fingerprint import fingerprint, structure_of
 from recoup.capture.optimizer import OptimizerLike, check_optimizer
@@ -19,21 +20,20 @@ from recoup.cost.devices import Device, get_device
 from recoup.cost.measured import MeasuredCost, available_host_bytes
 from recoup.cost.model import CostModel
 from recoup.cost.roofline import RooflineCost
-from recoup.engine.activity import is_recomputing
-from recoup.engine.conflicts import refuse_conflicts, refuse_wrapped
-from recoup.engine.handle import Applied, apply_decisions, plain
-from recoup.engine.rederive import rederive
-from recoup.engine.transport import Transport
 from recoup.errors import InexactWarning, InfeasibleBudget, PlanMismatch, UsageError
 from recoup.evidence.verify import verify_plan
-from recoup.explaining import explain as explain_plan
-from recoup.explaining import trade
 from recoup.ir.evidence import Evidence
 from recoup.ir.explanation import Explanation, Trade
 from recoup.ir.plan import Plan
 from recoup.ir.profile import FrontierPoint, Profile
-from recoup.planning import ACTIONS, Planner, check_actions, is_on_meta, plan_for_budget
-from recoup.profiling import make_profile
+from recoup.planner.driver import ACTIONS, Planner, check_actions, is_on_meta, plan_for_budget
+from recoup.planner.explain import explain as explain_plan
+from recoup.planner.explain import trade
+from recoup.runtime.apply import Applied, apply_decisions, plain
+from recoup.runtime.conflicts import refuse_conflicts, refuse_wrapped
+from recoup.runtime.execution_context import is_recomputing
+from recoup.runtime.offload.transport import Transport
+from recoup.runtime.rebuild.saved_tensor import rederive
 from recoup.units import check_budget, format_bytes, parse_bytes
 
 __all__ = [

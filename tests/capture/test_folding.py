@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 from recoup.capture.capture import StepSpec, capture
-from recoup.capture.results import FakeResults
-from recoup.capture.zones import FoldingMemory
+from recoup.capture.folding.zones import FoldingMemory
+from recoup.capture.op_cache import FakeResults
 from recoup.cost.devices import get_device
 from recoup.cost.roofline import RooflineCost
-from recoup.engine.handle import apply_decisions
 from recoup.ir.plan import Decision
 from recoup.ir.trace import Trace
-from recoup.planning import Planner
+from recoup.planner.driver import Planner
+from recoup.runtime.apply import apply_decisions
 from tests.capture.unrolled import IRREGULAR, REGULAR
 
 _STEPS = 60

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from recoup import _compat
+from recoup import _torch
 from recoup.cost.signature import make_signature
 from recoup.ir.trace import Op, Signature, Trace
 
@@ -56,7 +56,7 @@ def record(step: Callable[[], None]) -> tuple[list[Signature], list[int]]:
     live: dict[int, int] = {}
     seen_before: set[int] = set()
 
-    class Recorder(_compat.dispatch_mode_class()):  # type: ignore[misc]
+    class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = kwargs or {}
             for t in tensors((args, tuple(kwargs.values()))):
@@ -86,7 +86,7 @@ def measured_peak_bytes(run: Callable[[], Any]) -> tuple[int, int]:
         torch.empty(104729, dtype=torch.uint8)
         del result
     level = peak = 0
-    for change in _compat.cpu_memory_events(profiler):
+    for change in _torch.cpu_memory_events(profiler):
         if change == 104729:
             break
         level += change

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from recoup.capture.capture import StepSpec, capture
-from recoup.cost.host import (
+from recoup.cost.host_overhead import (
     CALL_OVERHEAD_SECONDS,
     KEEP_OVERHEAD_SECONDS,
     REGION_OVERHEAD_SECONDS,
@@ -17,8 +17,8 @@ from recoup.cost.host import (
     TAPE_OVERHEAD_SECONDS,
     host_seconds,
 )
-from recoup.engine.handle import apply_decisions
 from recoup.ir.plan import Decision
+from recoup.runtime.apply import apply_decisions
 
 
 def test_host_time_grows_with_what_runs_again() -> None:

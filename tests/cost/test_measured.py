@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from recoup import _compat
+from recoup import _torch
 from recoup.cost import cache, measured
 from recoup.cost.measured import MeasuredCost
 from tests.cost.helpers import signature_of, trace_of
@@ -118,7 +118,7 @@ def test_leaves_random_numbers_alone() -> None:
 
 def test_runs_the_recorded_ops_inside_autocast_and_fake_modes() -> None:
     trace = some_ops()
-    with torch.autocast("cpu", dtype=torch.bfloat16), _compat.fake_tensor_mode():
+    with torch.autocast("cpu", dtype=torch.bfloat16), _torch.fake_tensor_mode():
         cost = MeasuredCost(CPU, cache=False)
         cost.price(trace)
     found = cost.measurement(trace.signatures[0])

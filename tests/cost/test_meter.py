@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from recoup.cost.meter import time_call
+from recoup.cost.op_memory import time_call
 
 
 def test_time_is_the_least_of_the_runs() -> None:

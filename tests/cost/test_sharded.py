@@ -9,7 +9,7 @@ import recoup
 from recoup.capture.capture import StepSpec, capture
 from recoup.cli.options import check_request
 from recoup.cost.model import FlopsCost
-from recoup.cost.sharded import ShardedCost, num_all_gathers
+from recoup.cost.sharding import ShardedCost, num_all_gathers
 from recoup.errors import UsageError
 from tests.models import make
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from recoup import _compat
-from recoup.cost.replica import make_call
+from recoup import _torch
+from recoup.cost.op_replay import make_call
 from recoup.cost.signature import make_signature, signature_key
 from recoup.ir.trace import Signature, TensorSpec
 from tests.cost.helpers import signature_of, tensors
@@ -82,7 +82,7 @@ def test_fake_and_real_tensors_give_the_same() -> None:
         if func is aten.bernoulli_.float:
             continue
         real = make_signature(func, args, kwargs, func(*args, **kwargs))
-        mode = _compat.fake_tensor_mode()
+        mode = _torch.fake_tensor_mode()
 
         def fake(item: Any, mode: Any = mode) -> Any:
             if isinstance(item, torch.Tensor):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from recoup.cost.measured import SMALL_BYTES, MeasuredCost
-from recoup.cost.replica import make_call
+from recoup.cost.op_replay import make_call
 from tests.cost.helpers import measured_peak_bytes, record, signature_of, trace_of
 
 aten = torch.ops.aten

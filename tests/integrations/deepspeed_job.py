@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from recoup.engine import activity
-from recoup.engine.handle import apply_decisions
 from recoup.integrations import adapters
 from recoup.ir.plan import Decision
+from recoup.runtime import execution_context
+from recoup.runtime.apply import apply_decisions
 from tests.models import Stack
 
 PLAN = [
@@ -92,7 +92,7 @@ def engines(rank: int) -> dict[str, Any]:
         result[zero] = {}
         for name, decisions in {"plain": [], "planned": PLAN}.items():
             model = copy.deepcopy(base)
-            before = activity.counters()
+            before = execution_context.counters()
             with apply_decisions(model, decisions):
                 engine, *_ = deepspeed.initialize(
                     model=model,
@@ -105,7 +105,7 @@ def engines(rank: int) -> dict[str, Any]:
                     },
                 )
                 result[zero][name] = losses(engine, by_engine, rank)
-            after = activity.counters()
+            after = execution_context.counters()
             result[zero][f"{name} twice"] = [after[0] - before[0], after[1] - before[1]]
     return result
 

@@ -19,18 +19,18 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 
 import recoup
+from recoup._pytree import iterate_tensors
 from recoup.capture.capture import StepSpec
 from recoup.capture.fingerprint import fingerprint, structure_of
 from recoup.cost.model import FlopsCost
-from recoup.cost.sharded import ShardedCost
-from recoup.engine import activity
-from recoup.engine.handle import apply_decisions
-from recoup.engine.nest import iterate_tensors
+from recoup.cost.sharding import ShardedCost
 from recoup.errors import PlanMismatch
 from recoup.evidence.memory import measure_peak, storage_bytes
 from recoup.integrations import distributed
 from recoup.ir.plan import Decision, Plan, Prediction
-from recoup.simulating import Simulator
+from recoup.planner.simulator import Simulator
+from recoup.runtime import execution_context
+from recoup.runtime.apply import apply_decisions
 
 WIDTH, DEPTH = 32, 3
 WRAPPERS = ("ddp", "ddp static_graph", "ddp find_unused", "fsdp1", "fsdp2")
@@ -300,14 +300,14 @@ def tiled_head(rank: int) -> dict[str, dict[str, Any]]:
                 if name == "own unit":
                     fully_shard(model.lm_head)  # type: ignore[arg-type]
                 fully_shard(model)
-                before = activity.tile_counters()
+                before = execution_context.tile_counters()
                 if name == "outside":
                     logits = model(input_ids=batch["input_ids"]).logits
                     loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
                 else:
                     loss = model(**batch).loss
                 loss.backward()
-                after = activity.tile_counters()
+                after = execution_context.tile_counters()
             losses.append(float(loss.detach()))
             gradients.append([p.grad.full_tensor() for p in model.parameters()])  # type: ignore[union-attr]
         norm = max(float(g.norm()) for g in gradients[0])

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from recoup.engine import activity
-from recoup.engine.conflicts import refuse_conflicts
-from recoup.engine.handle import apply_decisions, find_patches, plain
 from recoup.errors import ConflictError
 from recoup.ir.plan import Decision
+from recoup.runtime import execution_context
+from recoup.runtime.apply import apply_decisions, find_patches, plain
+from recoup.runtime.conflicts import refuse_conflicts
 from tests.models import make
 
 accelerate = pytest.importorskip("accelerate")
@@ -69,9 +69,9 @@ def prepared() -> Any:
 
 
 def _num_rederived(model: nn.Module, batch: Any) -> int:
-    before = activity.counters()[1]
+    before = execution_context.counters()[1]
     model(**batch).loss.backward()
-    return activity.counters()[1] - before
+    return execution_context.counters()[1] - before
 
 
 def test_a_plan_at_the_model_itself_runs_after_prepare(prepared: Any) -> None:

@@ -6,16 +6,16 @@ import pytest
 import torch
 from torch import nn
 
-from recoup.engine import activity
 from recoup.errors import UsageError
 from recoup.integrations.adapters import checkpoint, checkpoint_wrapper, configure, recompute
+from recoup.runtime import execution_context
 from tests.models import make, same, step
 
 
 def _replays(model: nn.Module, batch: object) -> tuple[int, list[torch.Tensor]]:
-    before = activity.counters()[0]
+    before = execution_context.counters()[0]
     result = step(model, batch)
-    return activity.counters()[0] - before, result
+    return execution_context.counters()[0] - before, result
 
 
 def test_checkpoint_wrapper() -> None:

@@ -13,10 +13,10 @@ from torch import nn
 
 import recoup
 from recoup.cost.model import FlopsCost
-from recoup.engine.handle import apply_decisions
 from recoup.errors import BatchTooLarge, ConflictError
 from recoup.integrations import distributed
 from recoup.ir.plan import Decision
+from recoup.runtime.apply import apply_decisions
 from tests.models import make
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import multiprocessing
 
-from recoup.cost.sharded import num_all_gathers, unit_of
+from recoup.cost.sharding import num_all_gathers, unit_of
 from recoup.integrations import distributed
 from tests.integrations import ranks
 

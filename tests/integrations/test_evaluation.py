@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import recoup
 from recoup.cost.model import FlopsCost
-from recoup.engine.handle import apply_decisions, plain
 from recoup.ir.plan import Decision
+from recoup.runtime.apply import apply_decisions, plain
 from tests.models import Stack, make
 
 

@@ -12,8 +12,8 @@ from torch import nn
 
 import recoup
 from recoup.cost.model import FlopsCost
-from recoup.engine.handle import apply_decisions
 from recoup.ir.plan import Decision
+from recoup.runtime.apply import apply_decisions
 from tests.models import Stack, make
 
 pytest.importorskip("peft")

@@ -13,9 +13,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import recoup
-from recoup.engine.handle import apply_decisions
 from recoup.integrations.precision import autocast_forward
 from recoup.ir.plan import Decision
+from recoup.runtime.apply import apply_decisions
 from tests.models import Stack, make, same
 
 LOW = [torch.bfloat16, torch.float16]

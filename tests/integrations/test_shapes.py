@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import recoup
-from recoup.engine import activity
-from recoup.engine.handle import find_patches, plain
 from recoup.errors import BatchTooLarge, ConflictError, InfeasibleBudget, ReplayError, UsageError
 from recoup.evidence.memory import measure_peak, storage_bytes
 from recoup.integrations.shapes import ShapePlan, apply_shapes, fit_shapes, shapes_of
 from recoup.ir.plan import Decision, Plan
+from recoup.runtime import execution_context
+from recoup.runtime.apply import find_patches, plain
 from tests.integrations.ranks import plan_of
 from tests.models import Stack, plain_step, same, step
 
@@ -33,9 +33,9 @@ def _bucket(model: Stack, rows: int, *paths: str, inside: Any = "save") -> Shape
 
 
 def _replays(model: Stack, rows: int) -> int:
-    before = activity.counters()[0]
+    before = execution_context.counters()[0]
     assert same(step(model, _batch(rows)), plain_step(model, _batch(rows)))
-    return activity.counters()[0] - before
+    return execution_context.counters()[0] - before
 
 
 def test_each_batch_runs_under_the_smallest_plan_that_covers_it() -> None:

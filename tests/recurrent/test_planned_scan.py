@@ -12,25 +12,25 @@ import torch
 from torch import nn
 
 import recoup
+from recoup.analysis.timeline import module_rows
 from recoup.capture.capture import StepSpec
 from recoup.cost.model import PricedTrace, price_by_signature
-from recoup.engine import scan_bytes
-from recoup.engine.handle import apply_decisions
 from recoup.errors import InfeasibleBudget, UsageError
 from recoup.evidence.verify import verify_plan
 from recoup.export.left_out import left_out
 from recoup.export.plain_torch import export_torch
 from recoup.ir.plan import Decision, Plan
 from recoup.ir.trace import Trace
-from recoup.planning import Planner
+from recoup.planner.driver import Planner
+from recoup.planner.simulator import Simulator
 from recoup.recurrent import ScanReport, scan, unroll
-from recoup.recurrent.rungs import evaluations_by_bytes
+from recoup.recurrent.schedule_costs import evaluations_by_bytes
 from recoup.recurrent.schedules.tapes import tape_schedule
 from recoup.report.diff import diff_plans
 from recoup.report.text import format_plan
 from recoup.report.words import describe_decisions
-from recoup.simulating import Simulator
-from recoup.timeline import module_rows
+from recoup.runtime import scan_bytes
+from recoup.runtime.apply import apply_decisions
 
 T, BATCH, FEATURES, HIDDEN = 24, 16, 8, 24
 ALL_TAPED = T + 1  # the step that is measured is evaluated once more
@@ -325,7 +325,7 @@ def test_a_scan_inside_of_a_scan_runs_by_its_own_schedule() -> None:
 )
 def test_half_a_decision_is_refused_by_name(decision: Decision) -> None:
     model, _ = make_model()
-    with pytest.raises(UsageError, match=r"`trunk` has .*scan.*\(recoup\.engine\.handle\)"):
+    with pytest.raises(UsageError, match=r"`trunk` has .*scan.*\(recoup\.runtime\.apply\)"):
         apply_decisions(model, (decision,))
     assert "forward" not in vars(model.trunk)
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from recoup.errors import ReplayError
-from recoup.recurrent import ScanReport, scan, unread
-from recoup.recurrent.unread import StillRead
+from recoup.recurrent import ScanReport, dead_state, scan
+from recoup.recurrent.dead_state import StillRead
 from tests.recurrent.helpers import Spike, differing, plain
 
 X = torch.randn(24, 4, 5, generator=torch.Generator().manual_seed(5))
@@ -116,7 +116,7 @@ def test_a_step_that_fails_leaves_something_to_use() -> None:
     network = Watched(fails)
     with pytest.raises(ValueError, match="no"):
         scan(network.step, X, torch.zeros(4, 64))
-    assert network.spikes is not unread.UNREAD
+    assert network.spikes is not dead_state.UNREAD
     assert network.spikes.shape == (4, 64)
 
 
@@ -150,9 +150,9 @@ def test_a_step_that_reads_it_only_in_backward_is_told() -> None:
     ],
 )
 def test_every_use_is_refused(use: Callable[[Any], Any]) -> None:
-    with unread.refusing(), pytest.raises(StillRead):
-        use(unread.UNREAD)
+    with dead_state.refusing(), pytest.raises(StillRead):
+        use(dead_state.UNREAD)
     with pytest.raises(TypeError, match="not kept"):
-        unread.UNREAD + 1
-    assert not any(isinstance(found, torch.Tensor) for found in [unread.UNREAD])  # who walks over all objects
-    assert unread.UNREAD is not None
+        dead_state.UNREAD + 1
+    assert not any(isinstance(found, torch.Tensor) for found in [dead_state.UNREAD])  # who walks over all objects
+    assert dead_state.UNREAD is not None

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 
-from recoup import api, reporting
+from recoup import api
+from recoup.cli import report_data
 from recoup.cost.model import FlopsCost, PricedTrace
-from recoup.evidence.timeline import measure_timelines
+from recoup.evidence.measured_timeline import measure_timelines
 from recoup.ir.report import Report
 from tests.models import Stack, make
 
@@ -19,7 +20,7 @@ def small_report() -> tuple[Report, PricedTrace, PricedTrace]:
     plan = curve.plan("85%")
     evidence = api.verify(model, plan, batch, loss=loss, timed=False)
     measured = measure_timelines(model, plan, batch, loss=loss)
-    report, plain, planned = reporting.make_report(curve, plan=plan, evidence=evidence, measured=measured)
+    report, plain, planned = report_data.make_report(curve, plan=plan, evidence=evidence, measured=measured)
     assert planned is not None
     return report, plain, planned
 
@@ -29,8 +30,8 @@ def deep_report(num_layers: int) -> Report:
     """Returns the report of many layers, each recomputed."""
     import torch
 
+    from recoup.analysis.timeline import make_timeline, module_rows
     from recoup.ir.plan import Decision
-    from recoup.timeline import make_timeline, module_rows
 
     model, batch = Stack(8, num_layers), torch.randn(4, 8)
     curve = api.frontier(model, batch, cost=FlopsCost(), num_points=2, actions=("rederive",))

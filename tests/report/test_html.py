@@ -8,9 +8,9 @@ import re
 
 import pytest
 
+from recoup.analysis.timeline import CATEGORIES
 from recoup.ir.report import Report
 from recoup.report.html import CATEGORY_NAMES, format_html
-from recoup.timeline import CATEGORIES
 from recoup.units import format_bytes
 from tests.ir.test_schema import make_plan
 from tests.report.helpers import deep_report, small_report

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from recoup.timeline import make_timeline
+from recoup.analysis.timeline import make_timeline
 from tests.report.helpers import small_report
 
 

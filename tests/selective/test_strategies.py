@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from recoup.engine import activity
 from recoup.errors import ReplayError
+from recoup.runtime import execution_context
 from recoup.selective import CheckpointConfig, MemoryProfiler, SelectiveCheckpointer, find_layers
 from recoup.selective.layers import PRESETS
 from tests.models import KINDS, Block, ConvNet, Stack, make, same, step
@@ -65,9 +65,9 @@ def test_every_kth_layer_and_segments() -> None:
     ]
     checkpointer = _applied(model, strategy="sequential")
     assert checkpointer.get_checkpointed_layers() == [f"layers.{i}" for i in range(6)]  # 3 of 3, the last kept
-    before = activity.counters()[0]
+    before = execution_context.counters()[0]
     step(model, torch.randn(4, 32))
-    assert activity.counters()[0] - before == 2
+    assert execution_context.counters()[0] - before == 2
 
 
 def test_heterogeneous_sequential() -> None:

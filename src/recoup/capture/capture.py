@@ -16,23 +16,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from recoup import _compat
-from recoup.capture.calls import CallRecorder
-from recoup.capture.copies import SimulatedTransport
+from recoup import _torch
+from recoup._pytree import iterate_tensors, map_tensors
+from recoup.capture.fakify import fake_batch, swap_parameters
 from recoup.capture.fingerprint import fingerprint
-from recoup.capture.folding import Folding
+from recoup.capture.folding.fold import Folding
+from recoup.capture.folding.unfold import unfold
+from recoup.capture.folding.zones import Counted, FoldingMemory, Irregular
+from recoup.capture.module_calls import CallRecorder
 from recoup.capture.optimizer import OptimizerLike, rebuild_optimizer
+from recoup.capture.simulated_transport import SimulatedTransport
 from recoup.capture.snapshot import untouched
 from recoup.capture.step import Loss, call_model, loss_of
-from recoup.capture.swap import fake_batch, swap_parameters
 from recoup.capture.trace import build_trace
 from recoup.capture.tracker import Tracker
-from recoup.capture.unfolding import unfold
-from recoup.capture.zones import Counted, FoldingMemory, Irregular
-from recoup.engine import activity
-from recoup.engine.nest import iterate_tensors, map_tensors
 from recoup.errors import RecoupError, StepError
 from recoup.ir.trace import Trace
+from recoup.runtime import execution_context
 
 _OLD_THRESHOLD = 1000  # collections of the middle generation before one of the old
 
@@ -108,7 +108,7 @@ def levels_after_calls(spec: StepSpec, path: str, counts: tuple[int, ...]) -> li
         StepError: if fake tensors cannot follow the step.
     """
     device, levels = _device_of(spec.model), []
-    with untouched(spec.model), _compat.quiet_fake_errors(), _compat.fake_tensor_mode():
+    with untouched(spec.model), _torch.quiet_fake_errors(), _torch.fake_tensor_mode():
         parameters = swap_parameters(spec.model, device)
         tracker = Tracker(island=True, round_bytes=spec.round_bytes, dialect=spec.dialect)
         _register(spec.model, parameters, tracker)
@@ -168,7 +168,7 @@ def _run(
         return source
     except RecoupError:
         raise
-    except _compat.fake_tensor_errors() as error:
+    except _torch.fake_tensor_errors() as error:
         raise _Unfollowable(f"{type(error).__name__}: {_first_line(error)}") from error
     except Exception as error:  # the user's model and loss run here and may raise anything
         phase = {"forward": "forward", "loss": "loss"}.get(tracker.phase, "backward")
@@ -202,8 +202,8 @@ def _capture_fake(spec: StepSpec, known: Trace | None) -> Trace:
 
 def _capture_folded(spec: StepSpec, known: Trace | None, memory: FoldingMemory | None) -> Trace:
     device = _device_of(spec.model)
-    with untouched(spec.model), _compat.quiet_fake_errors(), _few_full_collections():
-        mode = _compat.fake_tensor_mode()
+    with untouched(spec.model), _torch.quiet_fake_errors(), _few_full_collections():
+        mode = _torch.fake_tensor_mode()
         old = [(id(p), path) for path, p in spec.model.named_parameters()]
         with mode:
             parameters = swap_parameters(spec.model, device)
@@ -310,10 +310,10 @@ def _saving(tracker: Tracker) -> Iterator[None]:
         # With its node it would be a cycle: a saved output is held by the node that made it, and a graph that is
         # dropped before backward would count as alive until Python's collector runs.
         with tracker.unobserved():
-            return _compat.detach_past_modes(tensor)
+            return _torch.detach_past_modes(tensor)
 
-    moving = activity.moving_with(SimulatedTransport(tracker, prefetches=tracker.dialect == "cuda"))
-    with moving, activity.observing(tracker), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+    moving = execution_context.moving_with(SimulatedTransport(tracker, prefetches=tracker.dialect == "cuda"))
+    with moving, execution_context.observing(tracker), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         yield
 
 

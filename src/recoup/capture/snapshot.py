@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from recoup import _compat
-from recoup.engine.state import StreamState
+from recoup import _torch
+from recoup.runtime.recompute.rng_state import StreamState
 
 _CONTAINERS = (list, dict, set, collections.deque)
 _TABLES = ("_parameters", "_buffers", "_modules")
@@ -74,7 +74,7 @@ def _refill(container: Any, copy: Any) -> None:
 
 def random_state() -> tuple[Any, ...]:
     """Returns the global streams as they are now: torch's on the CPU and on CUDA devices, python's, numpy's."""
-    cuda = torch.cuda.get_rng_state_all() if _compat.cuda_is_initialized() else None
+    cuda = torch.cuda.get_rng_state_all() if _torch.cuda_is_initialized() else None
     numpy = sys.modules.get("numpy")
     return torch.get_rng_state(), cuda, random.getstate(), numpy.random.get_state() if numpy is not None else None
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from recoup.engine.nest import iterate_tensors
+from recoup._pytree import iterate_tensors
 from recoup.errors import StepError
 
 Loss = Callable[[Any, Any], torch.Tensor]

@@ -6,7 +6,7 @@ import bisect
 
 from torch import nn
 
-from recoup.capture.calls import CallRecord, CallRecorder
+from recoup.capture.module_calls import CallRecord, CallRecorder
 from recoup.capture.tracker import StorageRecord, Tracker
 from recoup.ir.trace import Call, Op, Storage, Trace
 

@@ -18,12 +18,12 @@ from typing import Any, Protocol
 
 import torch
 
-from recoup import _compat
-from recoup.capture.results import FakeResults
+from recoup import _torch
+from recoup.capture.op_cache import FakeResults
 from recoup.cost.signature import make_signature, signature_key
-from recoup.engine import activity
-from recoup.engine.cheap_ops import SILENT_WRITERS, op_facts
 from recoup.ir.trace import Category, Copy, Phase, Signature
+from recoup.runtime import execution_context
+from recoup.runtime.rebuild.cheap_ops import SILENT_WRITERS, op_facts
 
 _ISLAND_INPUT_ELEMENTS = 1 << 22
 _ISLAND_FLOAT_ELEMENTS = 64
@@ -93,8 +93,8 @@ class _Handle(weakref.ref):  # type: ignore[type-arg]
     index: int
 
 
-@_compat.without_dynamo_wrapper
-class Tracker(_compat.dispatch_mode_class()):  # type: ignore[misc]
+@_torch.without_dynamo_wrapper
+class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
     """Records ops and storages.
 
     Attributes:
@@ -223,8 +223,8 @@ class Tracker(_compat.dispatch_mode_class()):  # type: ignore[misc]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is torch.ops.prim.device.default and _compat.is_fake(args[0]):
-            return _compat.fake_device(args[0])  # asked about twice an op
+        if func is torch.ops.prim.device.default and _torch.is_fake(args[0]):
+            return _torch.fake_device(args[0])  # asked about twice an op
         if not self.recording:
             return func(*args, **kwargs)
         tensors: list[torch.Tensor] = []
@@ -235,7 +235,7 @@ class Tracker(_compat.dispatch_mode_class()):  # type: ignore[misc]
         if func.namespace == "prim" or self.counting:  # questions about a tensor's device and the like
             return out
         if self.bridge is not None and self.phase == "backward":
-            node = _compat.current_backward_node()
+            node = _torch.current_backward_node()
             if node is not None and self.bridge.takes(node, func, tensors, out):
                 return out
         self._record(func, args, kwargs, tensors, out)
@@ -245,19 +245,19 @@ class Tracker(_compat.dispatch_mode_class()):  # type: ignore[misc]
         self._results.key = None
         if not self._island:
             return func(*args, **kwargs)
-        if any(_compat.is_fake(t) for t in tensors):
+        if any(_torch.is_fake(t) for t in tensors):
             return self._results.run(func, args, kwargs)
         if tensors:
             self.num_looks += 1
             if sum(t.numel() for t in tensors) <= _ISLAND_INPUT_ELEMENTS:
-                with _compat.without_dispatch_modes():
+                with _torch.without_dispatch_modes():
                     out = func(*args, **kwargs)
                 if _belongs_to_island(out):
                     return out
             return func(*args, **kwargs)
         out = func(*args, **kwargs)
         if isinstance(out, torch.Tensor) and _belongs_to_island(out) and not _is_random(func):
-            with _compat.without_dispatch_modes():
+            with _torch.without_dispatch_modes():
                 out = func(*args, **kwargs)
         return out
 
@@ -271,7 +271,7 @@ class Tracker(_compat.dispatch_mode_class()):  # type: ignore[misc]
         call, origin = self._origin(index)
         new = tuple(self._index(t, "temporary", index, name) for t in outputs if _is_plain(t))
         signature = self._signature(func, args, kwargs, out)
-        self.ops.append(OpRecord(signature, call, origin, self.phase, activity.is_recomputing(), inputs, new))
+        self.ops.append(OpRecord(signature, call, origin, self.phase, execution_context.is_recomputing(), inputs, new))
         facts = op_facts(func)
         if facts.written or facts.written_names:
             self._note_writes(facts, index, args, kwargs)
@@ -318,15 +318,15 @@ class Tracker(_compat.dispatch_mode_class()):  # type: ignore[misc]
     def _origin(self, index: int) -> tuple[int, int]:
         """Returns the call the op that runs now belongs to, and the forward op it stems from."""
         if self.phase in ("forward", "loss"):
-            self._node_numbers.append(_compat.next_node_number())
+            self._node_numbers.append(_torch.next_node_number())
             self._node_calls.append(self.call)
             return self.call, index
         if self.phase != "backward":
             return -1, -1
-        node = _compat.current_backward_node()
+        node = _torch.current_backward_node()
         if node is None:
             return -1, -1
-        number = _compat.node_number(node)
+        number = _torch.node_number(node)
         if number < 2**63:  # leaf accumulators have the largest number: they go with the node before them
             position = bisect.bisect_right(self._node_numbers, number)
             if position < len(self._node_calls):

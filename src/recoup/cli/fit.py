@@ -73,12 +73,13 @@ def fit(
 
 def _report(done: Fit, found: Target, keywords: dict[str, Any]) -> Report:
     """Returns the report of what was fitted; the model is without its plan afterwards."""
-    from recoup import api, reporting
-    from recoup.evidence.timeline import measure_timelines
+    from recoup import api
+    from recoup.cli import report_data
+    from recoup.evidence.measured_timeline import measure_timelines
 
     done.applied.remove()
     step = {"loss": keywords.get("loss"), "optimizer": keywords.get("optimizer")}
     measured = measure_timelines(found.model, done.plan, found.batch, **step)
     curve = api.frontier(found.model, found.batch, **keywords)
-    shown, _, _ = reporting.make_report(curve, plan=done.plan, evidence=done.evidence, measured=measured)
+    shown, _, _ = report_data.make_report(curve, plan=done.plan, evidence=done.evidence, measured=measured)
     return shown

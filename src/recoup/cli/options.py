@@ -94,7 +94,7 @@ class Request:
         keywords = self.keywords(target)
         if self.fsdp is not None:
             from recoup.cost.roofline import RooflineCost
-            from recoup.cost.sharded import ShardedCost
+            from recoup.cost.sharding import ShardedCost
 
             assert self.device is not None  # check_request saw to it
             keywords["cost"] = ShardedCost(RooflineCost(get_device(self.device)), world_size=self.fsdp)

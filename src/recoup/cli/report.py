@@ -60,7 +60,8 @@ def report(
     )
     with showing_progress(quiet=quiet):
         found = request.resolve(runs=False)
-        from recoup import api, reporting  # with them comes torch
+        from recoup import api  # with them comes torch
+        from recoup.cli import report_data
 
         if given is not None:
             from recoup.capture.fingerprint import fingerprint
@@ -68,7 +69,7 @@ def report(
             _check_same_model(given, fingerprint(found.model))
         curve = api.frontier(found.model, found.batch, **request.planning_keywords(found))
         made = curve.plan(budget) if given is None and budget is not None else given
-        shown, plain, planned = reporting.make_report(curve, plan=made)
+        shown, plain, planned = report_data.make_report(curve, plan=made)
         if trace is not None:
             from recoup.report.chrome_trace import make_chrome_trace
 

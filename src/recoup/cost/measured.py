@@ -20,14 +20,14 @@ from pathlib import Path
 
 import torch
 
-from recoup import _compat, progress
+from recoup import _torch, progress
 from recoup.cost import cache as disk
 from recoup.cost.cache import Measurement
 from recoup.cost.devices import DEVICES
 from recoup.cost.flops import kind
-from recoup.cost.meter import make_meter, time_call
 from recoup.cost.model import PricedTrace, price_by_signature
-from recoup.cost.replica import Arena, extent_bytes, make_call
+from recoup.cost.op_memory import make_meter, time_call
+from recoup.cost.op_replay import Arena, extent_bytes, make_call
 from recoup.cost.roofline import RooflineCost
 from recoup.ir.trace import Signature, Trace
 
@@ -202,7 +202,7 @@ def _alone(device: torch.device) -> Iterator[None]:
     try:
         # With gradients on, as in a forward: kernels that keep a workspace for backward (oneDNN's LSTM) ask for it.
         # The arguments need none, so no graph is made.
-        with _compat.without_dispatch_modes(), _compat.below_autocast_and_autograd(), torch.enable_grad():
+        with _torch.without_dispatch_modes(), _torch.below_autocast_and_autograd(), torch.enable_grad():
             yield
     finally:
         torch.set_rng_state(cpu)

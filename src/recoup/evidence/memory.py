@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from recoup import _compat
+from recoup import _torch
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -44,7 +44,7 @@ def measure_peak(step: Callable[[], Any], *, device: torch.device, held_bytes: i
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             step()
     level = peak = 0
-    for change in _compat.cpu_memory_events(profiler):
+    for change in _torch.cpu_memory_events(profiler):
         level += change
         peak = max(peak, level)
     return held_bytes + peak

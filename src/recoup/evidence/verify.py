@@ -14,19 +14,19 @@ from typing import Any
 import torch
 from torch import nn
 
+from recoup._pytree import iterate_tensors, map_tensors
 from recoup.capture.optimizer import OptimizerLike, rebuild_optimizer
 from recoup.capture.snapshot import Snapshot, untouched
 from recoup.capture.step import Loss, call_model, loss_of
-from recoup.engine import activity, scan_bytes
-from recoup.engine.handle import apply_decisions, find_patches, plain
-from recoup.engine.nest import iterate_tensors, map_tensors
 from recoup.errors import UsageError
-from recoup.evidence.audit import Audit
 from recoup.evidence.gradients import NOISE_FACTOR, Comparison, StepResult, compare, rounding_noise, take_result
 from recoup.evidence.memory import measure_peak, meter_name, storage_bytes
+from recoup.evidence.replay_audit import Audit
 from recoup.evidence.speed import time_ratio
 from recoup.ir.evidence import Evidence
 from recoup.ir.plan import Plan
+from recoup.runtime import execution_context, scan_bytes
+from recoup.runtime.apply import apply_decisions, find_patches, plain
 
 
 class StepBench:
@@ -175,9 +175,9 @@ def _measure(
         notes.append("the plain step does not fit: gradients were compared on half the batch")
     plain_result = _result(bench, planned=False)
     noise = rounding_noise(plain_result, _result(bench, planned=False, times=NOISE_FACTOR)) if tiled else 0.0
-    before = (*activity.counters(), scan_bytes.num_evaluations())
+    before = (*execution_context.counters(), scan_bytes.num_evaluations())
     planned_result = _result(bench, planned=True)
-    after = (*activity.counters(), scan_bytes.num_evaluations())
+    after = (*execution_context.counters(), scan_bytes.num_evaluations())
     comparison = compare(plain_result, planned_result, rounds_differently=tiled, noise=noise)
     del plain_result, planned_result
     bench.restore()

@@ -16,10 +16,10 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from recoup.engine.handle import Applied, apply_decisions
-from recoup.engine.regions import Member, run_region
 from recoup.errors import UsageError
 from recoup.ir.plan import Decision
+from recoup.runtime.apply import Applied, apply_decisions
+from recoup.runtime.recompute.region import Member, run_region
 
 # Megatron's names, and what such a part is called in transformers' and torch's own models.
 MEGATRON_PARTS = {

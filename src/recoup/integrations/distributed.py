@@ -15,11 +15,11 @@ import json
 import torch.distributed as dist
 from torch import nn
 
-from recoup.cost.sharded import num_all_gathers
-from recoup.engine.conflicts import refuse_conflicts
-from recoup.engine.handle import Applied, apply_decisions
+from recoup.cost.sharding import num_all_gathers
 from recoup.errors import PlanMismatch
 from recoup.ir.plan import Decision, Plan
+from recoup.runtime.apply import Applied, apply_decisions
+from recoup.runtime.conflicts import refuse_conflicts
 
 _WRAPPERS = ("_fsdp_wrapped_module", "_orig_mod", "module")
 

@@ -20,11 +20,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
 from recoup import api
-from recoup.engine.handle import Applied
 from recoup.errors import UsageError
 from recoup.integrations.distributed import broadcast_plan, check_same_plan
 from recoup.integrations.meter import StepMeter
 from recoup.ir.plan import Plan
+from recoup.runtime.apply import Applied
 from recoup.units import format_bytes
 
 _LOGGERS = ("log", "log_dict", "print")

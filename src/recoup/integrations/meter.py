@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from recoup import _compat
-from recoup.engine import activity
-from recoup.engine.nest import iterate_tensors
+from recoup import _torch
+from recoup._pytree import iterate_tensors
 from recoup.evidence.memory import storage_bytes
+from recoup.runtime import execution_context
 
 
 class StepMeter:
@@ -39,7 +39,7 @@ class StepMeter:
     def start(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, batch: Any = None) -> None:
         """Begins; what is there now (weights, gradients, optimizer state, `batch`) counts as held."""
         self._device = next(model.parameters()).device
-        self._counters = activity.counters()
+        self._counters = execution_context.counters()
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
             self._profiler = True
@@ -64,10 +64,10 @@ class StepMeter:
                 warnings.simplefilter("ignore")
                 self._profiler.__exit__(None, None, None)
             level = peak = 0
-            for change in _compat.cpu_memory_events(self._profiler):
+            for change in _torch.cpu_memory_events(self._profiler):
                 level += change
                 peak = max(peak, level)
             self.peak_bytes = self._held_bytes + peak
         self._profiler = None
-        after = activity.counters()
+        after = execution_context.counters()
         self.num_replays, self.num_rederived = after[0] - self._counters[0], after[1] - self._counters[1]

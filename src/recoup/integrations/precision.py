@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from recoup.engine.patch import PatchedForward
+from recoup.runtime.patch import PatchedForward
 
 
 @contextlib.contextmanager

@@ -24,17 +24,17 @@ import torch
 from torch import nn
 
 from recoup import api
+from recoup._pytree import iterate_tensors
 from recoup.capture.capture import StepSpec, capture
 from recoup.capture.optimizer import OptimizerLike
 from recoup.capture.step import Loss
-from recoup.engine.conflicts import refuse_conflicts
-from recoup.engine.handle import Settings, apply_decisions, find_patches
-from recoup.engine.nest import iterate_tensors
-from recoup.engine.patch import PatchedForward, repatch, unpatch
 from recoup.errors import InfeasibleBudget, UsageError
 from recoup.integrations.distributed import unwrap
 from recoup.integrations.watch import Guard
 from recoup.ir.plan import Decision, Plan
+from recoup.runtime.apply import Settings, apply_decisions, find_patches
+from recoup.runtime.conflicts import refuse_conflicts
+from recoup.runtime.patch import PatchedForward, repatch, unpatch
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 

@@ -20,12 +20,12 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator
 
 from recoup import api
-from recoup.engine.handle import find_patches
 from recoup.errors import ConflictError, UsageError
 from recoup.integrations.distributed import check_same_plan, unwrap
 from recoup.integrations.meter import StepMeter
 from recoup.integrations.precision import autocast_forward
 from recoup.ir.plan import Plan
+from recoup.runtime.apply import find_patches
 from recoup.units import format_bytes, parse_bytes
 
 _LOOKED_AT = 1000

@@ -16,16 +16,16 @@ import torch
 from torch import nn
 
 from recoup import api
+from recoup._pytree import iterate_tensors, map_tensors
+from recoup.analysis.profile import make_profile
 from recoup.capture.capture import StepSpec, capture
 from recoup.capture.optimizer import OptimizerLike
 from recoup.capture.step import Loss
 from recoup.cost.devices import get_device
 from recoup.cost.roofline import RooflineCost
-from recoup.engine.handle import find_patches, plain
-from recoup.engine.nest import iterate_tensors, map_tensors
 from recoup.errors import BatchTooLarge, InfeasibleBudget, RecoupError, StepOutOfMemory
 from recoup.integrations.distributed import unwrap
-from recoup.profiling import make_profile
+from recoup.runtime.apply import find_patches, plain
 from recoup.units import format_bytes, parse_bytes
 
 _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")

@@ -6,16 +6,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _HOMES = {
-    "ScanReport": "recoup.recurrent.scanning",
+    "ScanReport": "recoup.recurrent.api",
     "checkpoint_timesteps": "recoup.recurrent.timesteps",
-    "scan": "recoup.recurrent.scanning",
+    "scan": "recoup.recurrent.api",
     "unroll": "recoup.recurrent.unrolling",
 }
 __all__ = sorted(_HOMES)
 
 if TYPE_CHECKING:
-    from recoup.recurrent.scanning import ScanReport as ScanReport
-    from recoup.recurrent.scanning import scan as scan
+    from recoup.recurrent.api import ScanReport as ScanReport
+    from recoup.recurrent.api import scan as scan
     from recoup.recurrent.timesteps import checkpoint_timesteps as checkpoint_timesteps
     from recoup.recurrent.unrolling import unroll as unroll
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from recoup import _compat
+from recoup import _torch
 
 
 class Captured:
@@ -87,7 +87,7 @@ class Captured:
                     variable = self._edges.get((node, output_nr))
                     if variable is None:
                         is_outside = node in self._nodes or (
-                            first_node_number is not None and _compat.node_number(node) < first_node_number
+                            first_node_number is not None and _torch.node_number(node) < first_node_number
                         )
                         if is_outside:
                             unknown = node.name()

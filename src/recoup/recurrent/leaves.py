@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from recoup.engine.nest import Build, open_nest
+from recoup._pytree import Build, open_nest
 from recoup.errors import UsageError
 
 
@@ -35,7 +35,7 @@ _FIRST = _Leaf(0)
 def flatten(nest: Any) -> tuple[list[torch.Tensor], Any]:
     """Returns the distinct tensors of `nest` in order, and the template that `rebuild` needs.
 
-    What is walked is in `engine.nest`; anything else is handed on as it is.
+    What is walked is in `_pytree`; anything else is handed on as it is.
     """
     tensors: list[torch.Tensor] = []
     if type(nest) is torch.Tensor:

@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 
-from recoup import _compat
-from recoup.engine import activity
-from recoup.engine.state import RandomState, StreamState, version_of
+from recoup import _torch
 from recoup.errors import InternalError, ReplayError, UsageError
 from recoup.recurrent.leaves import flatten, rebuild
-from recoup.recurrent.moment import Moment
 from recoup.recurrent.probing import ProbedSteps
 from recoup.recurrent.schedules.actions import Action, Schedule
+from recoup.recurrent.state_checkpoint import Moment
 from recoup.recurrent.tape import Sums, Tape, backward, is_same, needs_gradient
+from recoup.runtime import execution_context
+from recoup.runtime.recompute.rng_state import RandomState, StreamState, version_of
 
 _MAX_TAPED = 64  # steps in one tape: one call of autograd's engine serves them all
 _DRIFT = (
@@ -184,8 +184,8 @@ class Loop(ProbedSteps):
         try:
             for module, training in flipped:
                 module.training = not training
-            hooks_off = _compat.without_tensor_hooks([*self.captured.tensors, *self.start])
-            with activity.recomputing(), hooks_off, self._sums:
+            hooks_off = _torch.without_tensor_hooks([*self.captured.tensors, *self.start])
+            with execution_context.recomputing(), hooks_off, self._sums:
                 if is_fresh:
                     self._do(self._pending)
                 else:

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from recoup import _compat
+from recoup import _torch
 
 
-class StepMeter(_compat.dispatch_mode_class()):  # type: ignore[misc]
+class StepMeter(_torch.dispatch_mode_class()):  # type: ignore[misc]
     """Follows storages through one taped step and its backward.
 
     Copies take the place of the state the step enters with and of the one it comes to, so that what dies tells what

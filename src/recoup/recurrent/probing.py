@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from recoup import _compat
-from recoup.engine.state import RandomState, StreamState
+from recoup import _torch
+from recoup.recurrent.dead_state import Watch, left_in
 from recoup.recurrent.leaves import flatten, rebuild
 from recoup.recurrent.meter import StepMeter
-from recoup.recurrent.moment import Moment
+from recoup.recurrent.state_checkpoint import Moment
 from recoup.recurrent.stepping import Steps
 from recoup.recurrent.tape import Sums, Tape, backward
-from recoup.recurrent.unread import Watch, left_in
+from recoup.runtime.recompute.rng_state import RandomState, StreamState
 
 _PROBED = 2
 
@@ -205,7 +205,7 @@ class ProbedSteps(Steps):
         tape.after = Moment(tensors, template)
         tape.after.random, tape.after.streams = random, streams
         del tensors, copies
-        with _compat.without_tensor_hooks(self.captured.tensors), Sums(self.captured.tensors) as sums:
+        with _torch.without_tensor_hooks(self.captured.tensors), Sums(self.captured.tensors) as sums:
             sums.begin_with_zeros()
             meter.parted()
             gradients = [make() if make is not None else None for make in makers]

@@ -11,19 +11,19 @@ from typing import Any
 
 import torch
 
-from recoup import _compat
-from recoup.engine import rederive
-from recoup.engine.lineage import Recorder
-from recoup.engine.state import RandomState, StreamState, version_of
+from recoup import _torch
 from recoup.errors import ReplayError, UsageError
 from recoup.recurrent.captured import Captured
-from recoup.recurrent.carried import Carried
+from recoup.recurrent.closure_inspection import Reached
+from recoup.recurrent.dead_state import Watch
 from recoup.recurrent.leaves import checked, flatten, is_differentiable, rebuild
-from recoup.recurrent.moment import Moment
+from recoup.recurrent.lifted_state import Carried
 from recoup.recurrent.outputs import Outputs
-from recoup.recurrent.reach import Reached
+from recoup.recurrent.state_checkpoint import Moment
 from recoup.recurrent.tape import Tape, begin
-from recoup.recurrent.unread import Watch
+from recoup.runtime.rebuild import saved_tensor
+from recoup.runtime.rebuild.lineage import Recorder
+from recoup.runtime.recompute.rng_state import RandomState, StreamState, version_of
 
 _WALKED = 32
 _SLICED = 1024
@@ -186,13 +186,13 @@ class Steps:
         is_due = self._is_probing or step % _WALKED == 0 or step == self.num_steps - 1
         # Listed before the step runs: it may change the state's own lists (norse's sequential module does).
         entered = flatten((self._state, self._carried.read()))[0] if is_due or not self._is_replaying else []
-        first_node_number = _compat.next_node_number()
+        first_node_number = _torch.next_node_number()
         if self._derives or self._watch is not None:
             with self._taping(), self._watch or contextlib.nullcontext():
                 state, y = checked(self._step(self._state, x))
         else:
             state, y = checked(self._step(self._state, x))
-        num_nodes = _compat.next_node_number() - first_node_number
+        num_nodes = _torch.next_node_number() - first_node_number
         self.evaluations += 1
         self._state = state
         if is_due or not self.captured.is_checked(num_nodes):
@@ -262,7 +262,7 @@ class Steps:
         if not self._derives:
             yield
             return
-        hooks = torch.autograd.graph.saved_tensors_hooks(rederive.pack, rederive.unpack)
+        hooks = torch.autograd.graph.saved_tensors_hooks(saved_tensor.pack, saved_tensor.unpack)
         with torch.enable_grad(), Recorder(), hooks:
             yield
 

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from recoup import _compat
-from recoup.engine import activity, scan_bytes
+from recoup import _torch
 from recoup.errors import InternalError
 from recoup.recurrent.captured import Captured
+from recoup.runtime import execution_context, scan_bytes
 
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
@@ -242,8 +242,8 @@ def backward(
     inputs += [tape.inputs[i] for i in wanted_inputs]
     inputs += tensors
     scan_bytes.count_tape()
-    with activity.first_run():
-        found = _compat.run_backward(roots, gradients, inputs)
+    with execution_context.first_run():
+        found = _torch.run_backward(roots, gradients, inputs)
     del roots, gradients
     for index, gradient in zip(wanted, found):
         leaf_gradients[index] = gradient

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from recoup import _compat
-from recoup.engine import activity
-from recoup.engine.state import AutocastState, RandomState, StreamState
+from recoup import _torch
 from recoup.errors import ReplayError, UsageError
-from recoup.recurrent.carried import Carried
+from recoup.recurrent.closure_inspection import Reached
 from recoup.recurrent.leaves import flatten, is_differentiable, rebuild
-from recoup.recurrent.reach import Reached
+from recoup.recurrent.lifted_state import Carried
+from recoup.runtime import execution_context
+from recoup.runtime.recompute.rng_state import AutocastState, RandomState, StreamState
 
 _REWRITE = (
     "Write the loop as a scan instead, two lines:\n"
@@ -146,7 +146,7 @@ class _Steps:
         return type(module).forward(module, *args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or _compat.inside_transform() or activity.is_recomputing():
+        if not torch.is_grad_enabled() or _torch.inside_transform() or execution_context.is_recomputing():
             return self.run(args, kwargs)
         group = self._group() if self._group is not None else None
         if group is None or not group.continues():
@@ -276,7 +276,7 @@ class _Group:
         hooks = torch.autograd.graph.saved_tensors_hooks(fill, _gone)
         try:
             with (
-                activity.recomputing(),
+                execution_context.recomputing(),
                 self._autocast.replayed(),
                 self._streams.replayed(),
                 torch.enable_grad(),

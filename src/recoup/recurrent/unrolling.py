@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from recoup.recurrent.scanning import scan
+from recoup.recurrent.api import scan
 
 
 def unroll(module: nn.Module, inputs: Any, **options: Any) -> Any:

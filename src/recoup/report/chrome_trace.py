@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from recoup.analysis.timeline import CATEGORIES, category_levels, op_phase
 from recoup.cost.model import PricedTrace
 from recoup.ir.plan import Decision
-from recoup.timeline import CATEGORIES, category_levels, op_phase
 
 _LANES = {"forward": 1, "loss": 1, "replay": 2, "backward": 3, "optimizer": 4, "regions": 5}
 _MAX_COUNTERS = 4000

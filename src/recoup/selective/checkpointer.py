@@ -9,11 +9,11 @@ from typing import Any
 from torch import nn
 
 from recoup import api
-from recoup.engine.conflicts import refuse_conflicts
-from recoup.engine.handle import apply_decisions
 from recoup.errors import UsageError
 from recoup.ir.plan import Plan
 from recoup.recurrent.timesteps import checkpoint_timesteps
+from recoup.runtime.apply import apply_decisions
+from recoup.runtime.conflicts import refuse_conflicts
 from recoup.selective.config import CheckpointConfig
 from recoup.selective.ops import checkpoint_ops, find_policy
 from recoup.selective.profile_report import ProfileReport

@@ -22,10 +22,10 @@ from torch import nn
 
 from recoup import progress
 from recoup.capture.capture import StepSpec, capture
-from recoup.engine.handle import apply_decisions
 from recoup.errors import InternalError, UsageError
 from recoup.ir.plan import Decision
 from recoup.ir.trace import Trace
+from recoup.runtime.apply import apply_decisions
 from recoup.selective.config import CheckpointConfig
 from recoup.selective.strategies import choose
 from recoup.targets.resolve import resolve_target

@@ -18,12 +18,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from recoup import _compat
-from recoup.engine.conflicts import refuse_conflicts
-from recoup.engine.handle import caching_paths
-from recoup.engine.patch import PatchedForward, patch, unpatch
-from recoup.engine.state import statistics_buffers
+from recoup import _torch
 from recoup.errors import UsageError
+from recoup.runtime.apply import caching_paths
+from recoup.runtime.conflicts import refuse_conflicts
+from recoup.runtime.patch import PatchedForward, patch, unpatch
+from recoup.runtime.recompute.rng_state import statistics_buffers
 
 Policy = Callable[..., CheckpointPolicy]
 aten = torch.ops.aten
@@ -138,7 +138,7 @@ class _OpSettings:
 
 
 def _run(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if not torch.is_grad_enabled() or _compat.inside_transform():
+    if not torch.is_grad_enabled() or _torch.inside_transform():
         return patched.original(*args, **kwargs)
     settings: _OpSettings = patched.settings
 

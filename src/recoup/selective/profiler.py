@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from recoup._pytree import iterate_tensors, map_tensors
 from recoup.capture.capture import StepSpec, capture
 from recoup.capture.snapshot import untouched
 from recoup.capture.step import Loss, call_model, loss_of
-from recoup.engine.nest import iterate_tensors, map_tensors
 from recoup.errors import UsageError
 from recoup.evidence.memory import measure_peak, storage_bytes
 from recoup.ir.trace import Trace

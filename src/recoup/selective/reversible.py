@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from recoup.engine.activity import recomputing
-from recoup.engine.state import AutocastState, RandomState, statistics_buffers
 from recoup.errors import ReplayError, UsageError
+from recoup.runtime.execution_context import recomputing
+from recoup.runtime.recompute.rng_state import AutocastState, RandomState, statistics_buffers
 
 
 class ReversibleSequential(nn.Module):

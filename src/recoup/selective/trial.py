@@ -13,17 +13,17 @@ from recoup.capture.capture import StepSpec
 from recoup.capture.optimizer import OptimizerLike
 from recoup.capture.step import Loss
 from recoup.cost.measured import MeasuredCost
-from recoup.engine.conflicts import refuse_conflicts
 from recoup.errors import UsageError
 from recoup.evidence.verify import verify_plan
 from recoup.ir.evidence import Evidence
 from recoup.ir.plan import Decision, Plan
-from recoup.planning import ACTIONS, Planner, is_on_meta
+from recoup.planner.driver import ACTIONS, Planner, is_on_meta
+from recoup.planner.simulator import Candidate
+from recoup.runtime.conflicts import refuse_conflicts
 from recoup.selective.config import CheckpointConfig
 from recoup.selective.profile_report import ProfileReport
 from recoup.selective.profiler import MemoryProfiler
 from recoup.selective.strategies import choose
-from recoup.simulating import Candidate
 
 TRIED = ("full", "every-2", "sequential", "selective", "rederive", "budget")
 _BUDGET_SHARE = 0.6

@@ -11,10 +11,10 @@ from typing import Any
 
 from torch import nn
 
-from recoup.engine.conflicts import refuse_conflicts
-from recoup.engine.handle import apply_decisions
 from recoup.errors import UsageError
 from recoup.ir.plan import Decision
+from recoup.runtime.apply import apply_decisions
+from recoup.runtime.conflicts import refuse_conflicts
 
 _SHARED = (
     "_parameters",

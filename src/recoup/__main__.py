@@ -1,0 +1,5 @@
+"""`python -m recoup`: the command line."""
+
+from recoup.cli.main import main
+
+main()

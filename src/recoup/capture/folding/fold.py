@@ -1,0 +1,198 @@
+"""Leaves out the inside of calls that repeat: a loop over time is captured in about as many ops as a few of its steps.
+
+A module that one parent calls many times is run in full for its first and last calls. A call between them is handed
+the same kind of arguments and finds the same kind of state; it is not run but *folded*: it returns fresh fake tensors
+like those of the calls before, linked by one autograd node, and leaves a mark in the tracker where its ops would be, in
+forward and in backward. `unfolding` puts in, at every mark, what the executed calls did there, and proves while it
+does so that the executed calls before and after did the same. Whatever is not alike ends the folding: the step is
+captured in full.
+
+Ops between the calls are run and recorded as always. What a folded call cannot show is a forward that changes its ways
+in the middle of the loop by something that is neither an argument nor kept in its modules (a global counter).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from recoup import _torch
+from recoup.capture.folding.folded_loop import Bridge, Loop
+from recoup.capture.folding.zones import Counted, FoldingMemory, Irregular, find_chunks, find_zones
+from recoup.capture.module_calls import CallRecorder
+from recoup.capture.tracker import Tracker
+from recoup.runtime.patch import find_patch
+from recoup.runtime.recompute.module_state import walk
+
+_WATCHED_CALLS = 24
+_RECOUNTS = 8
+
+
+class Folding:
+    """Folds the loops of one run of a step; a context manager, entered after the recorder.
+
+    Args:
+        watches: whether to look for loops that the memory does not know. likely: how many calls such a loop may have.
+
+    Attributes:
+        loops: by path. failed: why the recording cannot be unfolded, if something came up in backward.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tracker: Tracker,
+        recorder: CallRecorder,
+        memory: FoldingMemory,
+        *,
+        watches: bool = False,
+        likely: int = 0,
+    ) -> None:
+        self._watches = watches
+        self._likely = likely
+        self.tracker = tracker
+        self.recorder = recorder
+        self.loops: dict[str, Loop] = {}
+        self.failed = ""
+        self.comparing = 0
+        self._memory = memory
+        self._watched: dict[tuple[str, int], int] = {}
+        self._modules = dict(model.named_modules())
+        self._placed: list[tuple[nn.Module, Any]] = []
+        self.anchor = torch.empty(0, requires_grad=True)
+        patches = [p for p in map(find_patch, model.modules()) if p is not None]
+        states = [p.settings.state for p in patches if hasattr(p.settings, "state")]
+        self.counted: dict[str, int] | None = states[0].calls if states else None
+        self._chunks: dict[int, tuple[int, int]] = {}  # of how many calls: (calls a chunk, calls in chunks)
+        for path, num_calls in memory.num_calls.items():
+            chunks = find_chunks(self._modules, path, num_calls)
+            if chunks is not None and chunks[0] > 1:
+                self._chunks[num_calls] = chunks
+        for path, num_calls in memory.num_calls.items():
+            if self._can_fold(path):
+                self._begin(path, num_calls, 0)
+
+    def _can_fold(self, path: str) -> bool:
+        module = self._modules[path]
+        if module._backward_hooks or module._backward_pre_hooks:
+            return False
+        for _, below in walk(module):
+            if below is module:
+                continue
+            if below._backward_hooks or below._backward_pre_hooks or below._forward_hooks or below._forward_pre_hooks:
+                return False
+        return True
+
+    def _begin(self, path: str, num_calls: int | None, first: int) -> None:
+        module = self._modules[path]
+        zones = []
+        self.tracker.counting = False  # its first calls are looked at closely
+        if num_calls is not None:
+            chunks = find_chunks(self._modules, path, num_calls)
+            zones = [] if chunks is None else find_zones(num_calls, *self._chunks.get(num_calls, chunks))
+            if not zones:
+                return
+        loop = Loop(self, path, module, num_calls, zones, first)
+        self.loops[path] = loop
+        self._placed.append((module, module.__dict__.get("forward")))
+        module.__dict__["forward"] = _FoldedForward(loop, module)
+
+    def watch(self, path: str, parent: int) -> None:
+        """Takes note of a call; one that comes again and again is counted from then on."""
+        if not self._watches or path in self.loops or path in self._memory.excluded or parent < 0:
+            return
+        count = self._watched[path, parent] = self._watched.get((path, parent), 0) + 1
+        if count == _WATCHED_CALLS and not any(path.startswith(f"{p}.") for p in self.loops):
+            if sum(p == path for p, _ in self._watched) > 1 or not _is_free_of_hooks(self._modules[path]):
+                self._memory.excluded.add(path)
+            elif self._likely > 2 * _WATCHED_CALLS and path not in self._memory.num_calls:
+                self._memory.num_calls[path] = self._likely
+                raise Counted
+            else:
+                self._begin(path, None, count)
+
+    @contextlib.contextmanager
+    def compared(self) -> Iterator[None]:
+        """Marks what is compared with what other calls do: it may ask what it likes."""
+        self.comparing += 1
+        try:
+            yield
+        finally:
+            self.comparing -= 1
+
+    def end_forward(self) -> None:
+        """Checks the numbers of calls.
+
+        Raises:
+            Counted: if the run was only to count them, or they are not what they were; the memory has the numbers.
+            Irregular: if they never are.
+        """
+        changed = {p: loop.index for p, loop in self.loops.items() if loop.index != loop.num_calls}
+        for path, num_calls in changed.items():
+            if num_calls < _WATCHED_CALLS or self._memory.recounts >= _RECOUNTS:
+                raise Irregular(path, f"it was called {num_calls} times, not {self.loops[path].num_calls}")
+            if not any(path.startswith(f"{p}.") for p in changed):
+                self._memory.num_calls[path] = num_calls
+        if changed:
+            self._memory.recounts += 1
+            raise Counted
+
+    def takes(self, node: Any, func: Any, tensors: list[torch.Tensor], out: Any) -> bool:
+        """Whether an op of backward only adds up what a folded call hands on; its result stands for that."""
+        block = getattr(node, "block", None) if _torch.is_node_of(node, Bridge) else None
+        if block is None:
+            return False
+        slots = [block.slots[i] for i in map(self.tracker.find, tensors) if i in block.slots]
+        if func is not torch.ops.aten.add.Tensor or len(slots) != 1:
+            self.failed = f"{func} runs where a folded call's gradients are handed on"
+            return False
+        found = self.tracker.add(out, "temporary", "")
+        block.slots[found] = slots[0]
+        return True
+
+    @contextlib.contextmanager
+    def on(self) -> Iterator[Folding]:
+        """Folds inside the block."""
+        self.recorder.watcher = self.watch
+        self.tracker.bridge = self
+        try:
+            yield self
+        finally:
+            self.recorder.watcher = None
+            self.tracker.bridge = None
+            self.remove()
+
+    def remove(self) -> None:
+        """Puts the forwards back."""
+        while self._placed:
+            module, before = self._placed.pop()
+            if before is None:
+                module.__dict__.pop("forward", None)
+            else:
+                module.__dict__["forward"] = before
+
+
+class _FoldedForward:
+    """What a folded module's forward is for the time of a capture."""
+
+    def __init__(self, loop: Loop, module: nn.Module) -> None:
+        self._loop = loop
+        before = module.__dict__.get("forward")
+        self.__wrapped__ = before if before is not None else type(module).forward.__get__(module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._loop.run(self.__wrapped__, args, kwargs)
+
+
+def _is_free_of_hooks(module: nn.Module) -> bool:
+    """Whether nobody but the recorder of calls has hooks on it, and on what is in it."""
+    return all(
+        not m._backward_hooks
+        and not m._backward_pre_hooks
+        and (m is module or (len(m._forward_hooks) == 1 and len(m._forward_pre_hooks) == 1))
+        for _, m in walk(module)
+    )

@@ -1,0 +1,107 @@
+"""Which calls of a loop are folded, and what is known of a step's loops from one capture to the next."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from torch import nn
+
+from recoup.runtime.patch import find_patch
+
+FIRST_STEPS, _LAST_STEPS = 4, 4
+_FIRST_CHUNKS, _LAST_CHUNKS = 2, 4
+_FEWEST_FOLDED = 8
+
+
+class Irregular(BaseException):
+    """The calls of a loop are not alike; says which loop and why. No error: the step is captured in full.
+
+    Attributes:
+        path: of the module, "" if several may be meant.
+    """
+
+    def __init__(self, path: str, reason: str) -> None:
+        super().__init__(f"{path}: {reason}")
+        self.path = path
+
+
+class Counted(BaseException):
+    """The forward of a step was run to count the calls of its loops; no error, so no model's `except` may eat it."""
+
+
+@dataclasses.dataclass
+class FoldingMemory:
+    """What is known of a step's loops, from one capture to the next.
+
+    Attributes:
+        num_calls: of each module path that may be folded. excluded: paths whose calls are not alike.
+        reasons: why captures of the step were not folded, for people. recounts: how often numbers were found changed.
+    """
+
+    num_calls: dict[str, int] = dataclasses.field(default_factory=dict)
+    excluded: set[str] = dataclasses.field(default_factory=set)
+    reasons: list[str] = dataclasses.field(default_factory=list)
+    recounts: int = 0
+
+    def exclude(self, path: str) -> bool:
+        """Forgets a loop, "": all of them; returns whether that is news."""
+        gone = {path} if path else set(self.num_calls)
+        is_news = not gone <= self.excluded
+        self.excluded |= gone
+        for name in gone:
+            self.num_calls.pop(name, None)
+        return is_news
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Zone:
+    """Calls `start` to `stop` of a loop; `period` of them are a unit. Those from `low` to `high` are folded."""
+
+    start: int
+    stop: int
+    period: int
+    low: int
+    high: int
+
+
+def find_chunks(modules: dict[str, nn.Module], path: str, num_calls: int) -> tuple[int, int] | None:
+    """Returns how many calls the plan in place makes one region, and how many calls are in such regions.
+
+    (1, 0) without a plan for the module; None if its plan tells single calls apart, or has it in a larger region.
+    """
+    chunked: list[Any] = []
+    for name, module in modules.items():
+        patched = find_patch(module)
+        decisions = getattr(patched.settings, "decisions", ()) if patched is not None else ()
+        if patched is None or (not decisions and not getattr(patched.settings, "joins", ())):
+            continue
+        if name == path:
+            chunked = [d for d in decisions if d.chunk is not None]
+        is_around = not name or path.startswith(f"{name}.")
+        if is_around and name != path and any(d.action in ("recompute", "tile") for d in decisions):
+            return None
+        is_inside = name == path or name.startswith(f"{path}.")
+        if is_inside and (patched.settings.joins or any(d.call is not None or d.span for d in decisions)):
+            return None
+    if not chunked:
+        return 1, 0
+    if len(chunked) > 1:
+        return None
+    return chunked[0].chunk, num_calls if chunked[0].calls is None else min(chunked[0].calls, num_calls)
+
+
+def find_zones(num_calls: int, chunk: int, chunked_calls: int) -> list[Zone]:
+    """Returns the parts of a loop in which calls are folded."""
+    zones = []
+    for start, stop, period in ((0, chunked_calls, chunk), (chunked_calls, num_calls, 1)):
+        first, last = (FIRST_STEPS, _LAST_STEPS) if period == 1 else (_FIRST_CHUNKS, _LAST_CHUNKS)
+        units = (stop - start) // period
+        if period > 1 and (stop - start) % period > 1:  # the last chunk is a shorter one
+            last -= 1 if stop == num_calls else 2
+        elif period > 1 and stop < num_calls:
+            last -= 1
+        low, high = start + first * period, start + (units - last) * period
+        if high - low >= max(_FEWEST_FOLDED, period):
+            zones.append(Zone(start, stop, period, low, high))
+    return zones

@@ -1,0 +1,134 @@
+"""Which module call an op belongs to: hooks on every module, for the time of the capture."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from recoup._pytree import iterate_tensors
+from recoup.capture.tracker import Tracker
+from recoup.runtime import execution_context
+from recoup.runtime.tile.loss.lazy_logits import is_lazy
+
+
+class CallRecord:
+    """What becomes an `ir.trace.Call`."""
+
+    def __init__(self, path: str, index: int, kind: str, parent: int, first_op: int) -> None:
+        self.path = path
+        self.index = index
+        self.kind = kind
+        self.parent = parent
+        self.first_op = first_op
+        self.last_op = first_op
+        self.children: list[int] = []
+        self.inputs: tuple[int, ...] = ()
+        self.outputs: tuple[int, ...] = ()
+        self.input_grad_bytes = 0
+        self.output_grad_bytes = 0
+        self.chained = False
+        self.refusal = ""
+        self.last_child_output: weakref.ref[torch.Tensor] | None = None
+
+
+class CallRecorder:
+    """Follows module calls through the forward; a context manager that leaves no hook behind."""
+
+    def __init__(self, model: nn.Module, tracker: Tracker) -> None:
+        self.calls: list[CallRecord] = []
+        self._model = model
+        self._tracker = tracker
+        self._stack: list[int] = []
+        self._counts: dict[str, int] = {}
+        self._removers: list[Any] = []
+        self.watcher: Callable[[str, int], None] | None = None
+
+    def __enter__(self) -> CallRecorder:
+        for path, module in self._model.named_modules():
+            self._removers.append(module.register_forward_pre_hook(_Enter(self, path), with_kwargs=True))
+            self._removers.append(
+                module.register_forward_hook(_Leave(self), with_kwargs=True, always_call=True, prepend=True)
+            )
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for remover in self._removers:
+            remover.remove()
+        self._removers.clear()
+
+    def listens(self) -> bool:
+        """Whether calls are recorded now: in the first forward, not in a replay."""
+        return (
+            self._tracker.phase == "forward"
+            and not execution_context.is_recomputing()
+            and not execution_context.is_in_tile()
+        )
+
+    def enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Notes that a call begins."""
+        if not self.listens():
+            return
+        tracker = self._tracker
+        index = self._counts.get(path, 0)
+        self._counts[path] = index + 1
+        parent = self._stack[-1] if self._stack else -1
+        call = CallRecord(path, index, type(module).__name__, parent, len(tracker.ops))
+        tensors = [t for t in iterate_tensors((args, kwargs)) if t.layout is torch.strided]
+        call.inputs = tuple(dict.fromkeys(i for i in map(tracker.find, tensors) if i is not None))
+        differentiable = [t for t in tensors if t.requires_grad]
+        call.input_grad_bytes = sum(_num_bytes(t) for t in differentiable)
+        if parent >= 0:
+            before = self.calls[parent].last_child_output
+            first = next(iterate_tensors(args), None)
+            call.chained = (
+                before is not None
+                and first is not None
+                and before() is first
+                and all(t is first for t in differentiable)
+            )
+            self.calls[parent].children.append(len(self.calls))
+        self._stack.append(len(self.calls))
+        tracker.call = len(self.calls)
+        self.calls.append(call)
+        if self.watcher is not None:
+            self.watcher(path, parent)
+
+    def leave(self, output: Any) -> None:
+        """Notes that the innermost call ends."""
+        if not self.listens() or not self._stack:
+            return
+        tracker = self._tracker
+        call = self.calls[self._stack.pop()]
+        call.last_op = len(tracker.ops)
+        tensors = [t for t in iterate_tensors(output) if t.layout is torch.strided and not is_lazy(t)]
+        call.outputs = tuple(dict.fromkeys(i for i in map(tracker.find, tensors) if i is not None))
+        call.output_grad_bytes = sum(_num_bytes(t) for t in tensors if t.requires_grad)
+        tracker.call = self._stack[-1] if self._stack else -1
+        if call.parent >= 0:
+            whole = output if isinstance(output, torch.Tensor) else None
+            self.calls[call.parent].last_child_output = weakref.ref(whole) if whole is not None else None
+
+
+class _Enter:
+    def __init__(self, recorder: CallRecorder, path: str) -> None:
+        self.recorder = recorder
+        self.path = path
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self.recorder.enter(self.path, module, args, kwargs)
+
+
+class _Leave:
+    def __init__(self, recorder: CallRecorder) -> None:
+        self.recorder = recorder
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        self.recorder.leave(output)
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.dtype.itemsize

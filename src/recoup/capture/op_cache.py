@@ -1,0 +1,203 @@
+"""Results of ops under fake tensors, made once for each distinct op and copied after that.
+
+A loop over time, or a deep model, runs the same op on tensors of the same metadata over and over. What a fake tensor
+answers depends on that metadata and the other arguments alone, so the second answer is a copy of the first: fresh
+memory of the same shape, a view at the same place of its base, or the argument that was changed in place. torch keeps
+such a cache as well; its key and its copies take most of an op's time.
+
+Not kept: ops whose result depends on values, real tensors among the arguments, tensors that carry a constant, results
+that share memory in a way the op does not declare. What is kept was compared with the answer it stands for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from recoup import _torch
+
+_PLAIN_TYPES = frozenset({bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format})
+_NEVER = object()
+# They say they return something new and return the old.
+_UNDECLARED = frozenset({"aten::_unsafe_view", "aten::lift", "aten::lift_fresh", "aten::lift_fresh_copy"})
+# They ask how large the memory behind a tensor is, which is no part of the key.
+_READ_STORAGE = frozenset({"aten::as_strided", "aten::as_strided_", "aten::resize_", "aten::set_", "aten::resize_as_"})
+
+
+# Ops that take one step of many, and the position of its number.
+_STEPS = {torch.ops.aten.select.int: 2, torch.ops.aten.select_backward.default: 3}
+
+
+class _NotKept(Exception):
+    """The op's arguments are none that a key could stand for."""
+
+
+class FakeResults:
+    """Runs ops under fake tensors, each distinct one once.
+
+    Attributes:
+        key: of the op that ran last; None if it has none. Ops of one key have one signature.
+    """
+
+    __slots__ = ("_kept", "key")
+
+    def __init__(self) -> None:
+        self._kept: dict[Any, Any] = {}
+        self.key: Any = None
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Returns what `func(*args, **kwargs)` returns under fake tensors."""
+        try:
+            key = func, torch.get_default_dtype(), _key(args), _key(kwargs.items()) if kwargs else None
+        except _NotKept:
+            key = None
+        self.key = key
+        if key is None:
+            return func(*args, **kwargs)
+        step = _STEPS.get(func)
+        if step is not None and not kwargs and len(args) > step:
+            return self._run_step(func, args, step)
+        kept = self._kept.get(key)
+        if kept is None:
+            out = func(*args, **kwargs)
+            self._kept[key] = _recipe(func, args, kwargs, out, key)
+            return out
+        if kept is _NEVER:
+            return func(*args, **kwargs)
+        return _make(kept, args)
+
+    def _run_step(self, func: Any, args: tuple[Any, ...], step: int) -> Any:
+        """Runs an op that takes one step of many, each by its number: the number says only where a view begins."""
+        number = args[step]
+        source, dim = args[0], args[step - 1]
+        rest = (*args[:step], *args[step + 1 :])
+        key = func, torch.get_default_dtype(), _key(rest)
+        kept = self._kept.get(key)
+        size = source.shape[dim] if func is torch.ops.aten.select.int else args[1][dim]
+        if kept is None or kept is _NEVER or not -size <= number < size:
+            out = func(*args)
+            if kept is None:
+                recipe = _recipe(func, args, {}, out, key)
+                self._kept[key] = (recipe, number % size, False) if recipe is not _NEVER else _NEVER
+            return out
+        recipe, first, is_sure = kept
+        away = (number % size - first) * source.stride()[dim] if func.is_view else 0
+        made = recipe[1].new() if recipe[0] == "new" else recipe[2].view_of(source, away)
+        if not is_sure and number % size != first:  # the second number shows whether that is so
+            out = func(*args)
+            self._kept[key] = (recipe, first, True) if _is_same(made, out) else _NEVER
+            return out
+        return made
+
+
+def _key(items: Any) -> tuple[Any, ...]:
+    """Returns everything about arguments that a result's metadata can depend on.
+
+    Raises:
+        _NotKept: for anything but our own fake tensors and plain values.
+    """
+    found: list[Any] = []
+    add = found.append
+    for item in items:
+        if item is None:
+            add(None)
+        elif isinstance(item, torch.Tensor):
+            traits = _torch.fake_traits(item)
+            if traits is None:
+                raise _NotKept
+            add(traits)
+        elif type(item) in _PLAIN_TYPES:
+            add(type(item))
+            add(item)
+        elif isinstance(item, (list, tuple)):
+            add(_key(item))
+        else:
+            raise _NotKept
+    return tuple(found)
+
+
+def _recipe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, key: Any) -> Any:
+    """Returns how to make `out` again, or `_NEVER`."""
+    if not _is_keepable(func, args, kwargs):
+        return _NEVER
+    if func._schema.is_mutable and (func, key[1], _key(args), _key(kwargs.items()) if kwargs else None) != key:
+        return _NEVER
+    recipe = _of(func, args, out, set())
+    if recipe is _NEVER:
+        return _NEVER
+    return recipe if _is_same(_make(recipe, args), out) else _NEVER
+
+
+def _is_keepable(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the op's answer depends on metadata alone."""
+    if getattr(func, "namespace", "") != "aten" or func._schema.name in _UNDECLARED | _READ_STORAGE:
+        return False
+    tags = func.tags
+    if torch.Tag.data_dependent_output in tags or torch.Tag.inplace_view in tags:
+        return False
+    if torch.Tag.dynamic_output_shape in tags:
+        return False
+    return not any(argument.is_out for argument in func._schema.arguments) and not _torch.may_alias(func)
+
+
+def _of(func: Any, args: tuple[Any, ...], out: Any, seen: set[int]) -> Any:
+    """Returns the recipe of one result: ("none",), ("argument", i), ("new", ...), ("view", i, ...) or a nest."""
+    if out is None:
+        return ("none",)
+    if isinstance(out, (tuple, list)):
+        parts = [_of(func, args, item, seen) for item in out]
+        return _NEVER if any(p is _NEVER for p in parts) else ("nest", type(out), parts)
+    if not isinstance(out, torch.Tensor) or _torch.fake_traits(out) is None:
+        return _NEVER
+    for i, argument in enumerate(args):
+        if argument is out:
+            return ("argument", i) if func._schema.is_mutable else _NEVER
+    storage = out.untyped_storage()
+    if func.is_view:
+        first = args[0]
+        is_of_first = isinstance(first, torch.Tensor) and first.untyped_storage() is storage
+        # In another dtype it would begin at another multiple.
+        is_relative = is_of_first and first.dtype == out.dtype
+        return ("view", 0, _torch.FakeTemplate(out, first)) if is_relative else _NEVER
+    if func._schema.is_mutable or out.storage_offset() or storage._cdata in seen or _shares(storage, args):
+        return _NEVER
+    seen.add(storage._cdata)
+    return ("new", _torch.FakeTemplate(out))
+
+
+def _shares(storage: Any, items: Any) -> bool:
+    for item in items:
+        if isinstance(item, torch.Tensor):
+            if item.untyped_storage() is storage:
+                return True
+        elif isinstance(item, (list, tuple)) and _shares(storage, item):
+            return True
+    return False
+
+
+def _make(recipe: Any, args: tuple[Any, ...]) -> Any:
+    kind = recipe[0]
+    if kind == "new":
+        return recipe[1].new()
+    if kind == "view":
+        return recipe[2].view_of(args[recipe[1]])
+    if kind == "argument":
+        return args[recipe[1]]
+    if kind == "none":
+        return None
+    return recipe[1](_make(part, args) for part in recipe[2])
+
+
+def _is_same(made: Any, out: Any) -> bool:
+    """Whether a copy is what it stands for: metadata, dispatch keys, bytes behind it, and the device."""
+    if isinstance(out, (tuple, list)):
+        return len(made) == len(out) and all(_is_same(a, b) for a, b in zip(made, out, strict=True))
+    if out is None:
+        return made is None
+    return (
+        made.storage_offset() == out.storage_offset()
+        and _torch.fake_traits(made) == _torch.fake_traits(out)
+        and made.untyped_storage().nbytes() == out.untyped_storage().nbytes()
+        and _torch.has_same_dispatch(made, out)
+    )

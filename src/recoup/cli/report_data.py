@@ -1,0 +1,85 @@
+"""Gathers what a report shows: captured and simulated steps, the curve, what people do by hand, measurements."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from recoup import progress
+from recoup.analysis.profile import make_profile
+from recoup.analysis.timeline import make_timeline, module_rows
+from recoup.api import Frontier
+from recoup.cost.model import PricedTrace
+from recoup.ir.evidence import Evidence
+from recoup.ir.plan import Plan
+from recoup.ir.report import CurvePoint, MeasuredTimeline, Report
+from recoup.planner.driver import Planner
+from recoup.solver.baselines import baselines
+from recoup.solver.frontier import Solution
+
+_BASELINES = ("full", "every-2", "every-4", "sqrt")
+
+
+def make_report(
+    curve: Frontier,
+    *,
+    plan: Plan | None = None,
+    evidence: Evidence | None = None,
+    measured: tuple[MeasuredTimeline | None, MeasuredTimeline | None] = (None, None),
+) -> tuple[Report, PricedTrace, PricedTrace | None]:
+    """Returns the report, and the priced plain and planned steps for a trace file.
+
+    Args:
+        curve: of the model the report is about. plan: made for it. evidence, measured: of steps that were run.
+    """
+    planner = curve.planner
+    plain = planner.priced
+    progress.advance("drawing the report")
+    planned = planner.simulate_priced(plan.decisions) if plan is not None and plan.decisions else None
+    decisions = plan.decisions if plan is not None else ()
+    fixed = planner.fixed_bytes
+    report = Report(
+        title=f"{planner.trace.model_class} on {plan.device if plan is not None else planner.trace.device}",
+        profile=make_profile(plain),
+        plain=make_timeline(plain, fixed_bytes=fixed),
+        planned=make_timeline(planned, plain=plain, fixed_bytes=fixed) if planned is not None else None,
+        measured_plain=measured[0],
+        measured_planned=measured[1],
+        frontier=tuple(
+            CurvePoint(
+                name="",
+                peak_bytes=p.peak_bytes,
+                extra_time_ratio=p.extra_time_ratio,
+                num_regions=len(p.plan.regions),
+                recomputed_flops=p.recomputed_flops,
+            )
+            for p in curve.points
+        ),
+        baselines=tuple(_baselines(planner)),
+        rows=module_rows(plain, planned, decisions),
+        plan=plan,
+        evidence=evidence,
+    )
+    return report, plain, planned
+
+
+def _baselines(planner: Planner) -> Any:
+    """Yields the plans people make by hand, simulated like every other."""
+    solver = planner.solvers[-1]
+    for baseline in baselines(solver.problem):
+        if baseline.name not in _BASELINES:
+            continue
+        solution = Solution(
+            status="optimal",
+            choice=baseline.choice,
+            peak_bytes=baseline.peak_bytes,
+            extra_seconds=baseline.extra_seconds,
+            extra_flops=baseline.extra_flops,
+        )
+        candidate = planner.simulate(planner.decide(solver, solution))
+        yield CurvePoint(
+            name=baseline.name,
+            peak_bytes=candidate.peak_bytes,
+            extra_time_ratio=candidate.step_seconds / planner.plain.step_seconds - 1,
+            num_regions=sum(d.is_region for d in candidate.decisions),
+            recomputed_flops=candidate.recomputed_flops,
+        )

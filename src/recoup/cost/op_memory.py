@@ -1,0 +1,149 @@
+"""Meters: the hidden workspace of an op run alone, by the allocator's own account, and its time.
+
+An op's workspace is what the allocator handed out during the op at its highest, above what remains of it: oneDNN's and
+cuDNN's convolution buffers, packed weights, reduction scratch. Its peak when run alone is its outputs plus that.
+
+Time is the least of a few runs in this process, outputs allocated inside: what else the machine does only adds to it,
+and would be counted several times over on a busy one. On one CPU thread it is processor time. With glibc, blocks over
+the mmap threshold (up to 32 MiB, it adapts) go back to the system and are faulted in again by each run, and so they
+are in training; under an allocator that keeps its memory they are not, and both are quicker.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from recoup import _torch
+
+
+class Meter(Protocol):
+    """Runs ops one after the other inside a `with` block; tells what they allocated once it was left."""
+
+    def __enter__(self) -> Meter: ...
+
+    def __exit__(self, *exc: Any) -> None: ...
+
+    def run(self, call: Callable[[], Any]) -> int:
+        """Runs `call` and returns the run's number."""
+        ...
+
+    def metered_bytes(self) -> list[tuple[int, int]]:
+        """Returns (workspace, what remains) of each run; call it after the `with` block."""
+        ...
+
+
+def make_meter(device: torch.device) -> Meter:
+    """Returns the meter for a kind of device."""
+    return _CudaMeter(device) if device.type == "cuda" else _CpuMeter()
+
+
+class _CpuMeter:
+    """Workspaces of ops run under one profiler; two odd allocations mark where each op's events begin and end."""
+
+    _MARK = 104729
+
+    def __init__(self) -> None:
+        self._profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        self._num_runs = 0
+
+    def __enter__(self) -> _CpuMeter:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self._profiler.__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self._profiler.__exit__(*exc)  # type: ignore[no-untyped-call]
+
+    def _mark(self) -> None:
+        torch.empty(self._MARK, dtype=torch.uint8)
+
+    def run(self, call: Callable[[], Any]) -> int:
+        self._num_runs += 1
+        self._mark()
+        try:
+            out = call()
+        finally:
+            self._mark()
+        del out
+        return self._num_runs - 1
+
+    def metered_bytes(self) -> list[tuple[int, int]]:
+        changes = _torch.cpu_memory_events(self._profiler)
+        found: list[tuple[int, int]] = []
+        level = peak = position = 0
+        inside = False
+        while position < len(changes):
+            change = changes[position]
+            position += 1
+            if change == self._MARK and position < len(changes) and changes[position] == -self._MARK:
+                position += 1
+                if inside:
+                    found.append((max(peak - max(level, 0), 0), max(level, 0)))
+                inside = not inside
+                level = peak = 0
+            elif inside:
+                level += change
+                peak = max(peak, level)
+        return found
+
+
+class _CudaMeter:
+    """Workspaces of ops by the caching allocator's own peak."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._found: list[tuple[int, int]] = []
+
+    def __enter__(self) -> _CudaMeter:
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        return None
+
+    def run(self, call: Callable[[], Any]) -> int:
+        call()  # loads kernels, picks algorithms
+        torch.cuda.synchronize(self._device)
+        before = torch.cuda.memory_allocated(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        out = call()
+        torch.cuda.synchronize(self._device)
+        remains = torch.cuda.memory_allocated(self._device) - before
+        peak = int(torch.cuda.max_memory_allocated(self._device)) - before
+        self._found.append((max(peak - remains, 0), remains))
+        del out
+        return len(self._found) - 1
+
+    def metered_bytes(self) -> list[tuple[int, int]]:
+        return self._found
+
+
+def time_call(call: Callable[[], Any], device: torch.device, *, limit_seconds: float) -> tuple[float, float]:
+    """Returns (least seconds, how far the median lies above) of 3 to 9 runs that together stay near `limit_seconds`.
+
+    One run has to be enough where it takes eight times the limit. The caller has run it once, to warm up.
+    """
+    one_thread = device.type == "cpu" and torch.get_num_threads() == 1
+    clock = time.process_time if one_thread else time.perf_counter
+    times: list[float] = []
+    began = time.perf_counter()
+    while len(times) < 3 or (len(times) < 9 and time.perf_counter() - began < limit_seconds):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = clock()
+        out = call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(clock() - start)
+        del out
+        if time.perf_counter() - began > 8 * limit_seconds:
+            break
+    least = min(times)
+    return least, statistics.median(times) - least

@@ -1,0 +1,154 @@
+"""Whether second forwards give what first forwards gave: every tensor that a region saves, compared value by value.
+
+During one step the tensors that regions would drop are kept beside them. Each replay's tensors are compared with
+these, bit for bit, and the first that differs is named by module and op. Memory: what the plain step holds, for the
+length of the step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from recoup import _torch
+from recoup.evidence.gradients import equal_values
+from recoup.runtime import execution_context
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Divergence:
+    """A saved tensor that came out otherwise the second time.
+
+    Attributes:
+        order: its place among all tensors saved in the step. region, module: paths. op: that made it ("" if it came
+            from outside the region). largest: the largest absolute difference.
+    """
+
+    order: int
+    region: str
+    module: str
+    op: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    largest: float
+
+    def __str__(self) -> str:
+        made = f"`{self.op}` in `{self.module}`" if self.op else f"a tensor from outside, read in `{self.module}`"
+        return (
+            f"region `{self.region}`: its second forward gave other values, first from {made} "
+            f"({self.dtype} {list(self.shape)}, by up to {self.largest:.3g})"
+        )
+
+
+class _Original:
+    """A tensor saved in a first forward, and where it came from."""
+
+    __slots__ = ("audit", "module", "op", "order", "tensor", "version")
+
+    def __init__(self, audit: Audit, tensor: torch.Tensor) -> None:
+        self.audit = audit
+        # Normalisation updates its statistics without telling their version, after they were saved.
+        self.tensor = tensor.detach().clone() if _address(tensor) in audit.buffers else tensor.detach()
+        self.version = tensor._version
+        self.order = audit.num_kept
+        self.op, self.module = audit.origin(tensor)
+
+    def compare(self, again: torch.Tensor, region: str) -> None:
+        """Notes whether `again` has the same bits."""
+        if self.tensor._version != self.version:
+            return  # changed in place since: the plain step would refuse it
+        self.audit.num_compared += 1
+        with torch.no_grad(), _torch.without_dispatch_modes():
+            if equal_values(self.tensor, again):
+                return
+            wide = torch.complex128 if again.is_complex() else torch.float64
+            largest = float((self.tensor.to(wide) - again.to(wide)).abs().nan_to_num(float("inf")).max())
+        self.audit.divergences.append(
+            Divergence(
+                order=self.order,
+                region=region,
+                module=self.module,
+                op=self.op,
+                dtype=again.dtype,
+                shape=tuple(again.shape),
+                largest=largest,
+            )
+        )
+
+
+class Audit(_torch.dispatch_mode_class()):  # type: ignore[misc]
+    """Keeps what regions save and compares it with what their replays save.
+
+    Attributes:
+        divergences: what differed, as found. num_compared: tensors compared.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._paths = {id(m): path for path, m in model.named_modules()}
+        self.buffers = frozenset(_address(b) for b in model.buffers())
+        self._modules: list[str] = []
+        self._makers: dict[int, tuple[str, str]] = {}
+        self._opaque: set[int] = set()
+        self.divergences: list[Divergence] = []
+        self.num_compared = 0
+        self.num_kept = 0
+
+    @property
+    def first(self) -> Divergence | None:
+        """The difference that comes first in the forward; regions are replayed last to first."""
+        return min(self.divergences, key=lambda d: d.order, default=None)
+
+    def keep(self, tensor: torch.Tensor) -> _Original | None:
+        """Returns the tensor as it is now, to be compared later; nothing during a replay, or for a workspace."""
+        if execution_context.is_recomputing() or _address(tensor) in self._opaque:
+            return None
+        self.num_kept += 1
+        return _Original(self, tensor)
+
+    def origin(self, tensor: torch.Tensor) -> tuple[str, str]:
+        """Returns the op and the module that made a tensor's contents."""
+        here = self._modules[-1] if self._modules else ""
+        return self._makers.get(_address(tensor), ("", here))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not execution_context.is_recomputing():
+            here = self._modules[-1] if self._modules else ""
+            outputs = out if isinstance(out, (tuple, list)) else (out,)
+            for i, (result, found) in enumerate(zip(func._schema.returns, outputs, strict=False)):
+                alias = result.alias_info
+                if isinstance(found, torch.Tensor) and (alias is None or alias.is_write):
+                    address = _address(found)
+                    self._makers[address] = (func._schema.name.replace("::", "."), here)
+                    # Bytes beside a result are a kernel's own workspace (recurrent layers): parts are never written.
+                    (self._opaque.add if i > 0 and found.dtype is torch.uint8 else self._opaque.discard)(address)
+        return out
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Watches everything inside."""
+        modules = nn.modules.module
+
+        def enter(module: nn.Module, args: Any) -> None:
+            self._modules.append(self._paths.get(id(module), ""))
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            if self._modules:
+                self._modules.pop()
+
+        with contextlib.ExitStack() as stack:
+            stack.callback(modules.register_module_forward_pre_hook(enter).remove)
+            stack.callback(modules.register_module_forward_hook(leave, always_call=True).remove)
+            stack.enter_context(execution_context.auditing(self))
+            stack.enter_context(self)
+            yield
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else id(tensor)

@@ -1,0 +1,101 @@
+"""From a simulated candidate to the plan for people and for disk: its prediction, and sentences about it."""
+
+from __future__ import annotations
+
+import torch
+
+from recoup.ir.plan import Plan, Prediction
+from recoup.planner.simulator import EVERYWHERE, Candidate, Simulator
+from recoup.planner.strategies.tile import is_tiled
+from recoup.runtime.apply import caching_paths
+from recoup.units import format_bytes
+
+
+def prediction_of(simulator: Simulator, candidate: Candidate) -> Prediction:
+    """Returns what the plan's prediction says."""
+    plain = simulator.plain
+    return Prediction(
+        peak_bytes=candidate.peak_bytes,
+        plain_peak_bytes=plain.peak_bytes,
+        step_seconds=candidate.step_seconds,
+        plain_step_seconds=plain.step_seconds,
+        recomputed_flops=candidate.recomputed_flops,
+        plain_flops=sum(simulator.trace.signatures[o.signature].flops for o in simulator.trace.ops),
+        saved_bytes=candidate.saved_bytes,
+        plain_saved_bytes=plain.saved_bytes,
+        phase=candidate.phase,
+        tensors=candidate.tensors,
+        cost_source=simulator.priced.source,
+        offloaded_bytes=candidate.offloaded_bytes,
+        num_all_gathers=simulator.priced.num_all_gathers,
+        num_scan_evaluations=candidate.num_scan_evaluations,
+    )
+
+
+def write_plan(
+    simulator: Simulator,
+    candidate: Candidate,
+    *,
+    budget_bytes: int,
+    budget_text: str,
+    device: str,
+) -> Plan:
+    """Returns the plan for people and for disk."""
+    from recoup import __version__
+
+    modules = dict(simulator.spec.model.named_modules(remove_duplicate=False))
+    paths = dict.fromkeys(p for d in candidate.decisions for p in (d.path, *d.span))
+    notes = []
+    if simulator.trace.source == "real":
+        notes.append(f"captured from a real step: {simulator.trace.reason}")
+    if "no loss was given" in simulator.trace.grad_mode_default_loss:
+        notes.append(f"the loss is {simulator.trace.grad_mode_default_loss}")
+    if simulator.plain.peak_bytes <= budget_bytes and not candidate.decisions:
+        notes.append("the unplanned step fits: nothing is changed")
+    if caching_paths(modules, [d.path for d in candidate.decisions if d.is_region]):
+        notes.append("the key-value cache is off while this plan trains (use_cache); evaluation keeps it")
+    notes += _tile_notes(simulator, candidate)
+    if candidate.offloaded_bytes and simulator.link is not None:
+        notes.append(
+            f"offload moves {format_bytes(candidate.offloaded_bytes)} out and back each step and needs as "
+            f"much host memory; at "
+            f"{simulator.link.out_bytes / 1e9:.3g} GB/s out and {simulator.link.back_bytes / 1e9:.3g} back "
+            f"({simulator.link.source})"
+        )
+    return Plan(
+        decisions=candidate.decisions,
+        budget_bytes=budget_bytes,
+        budget_text=budget_text,
+        device=device,
+        model_class=simulator.trace.model_class,
+        fingerprint=simulator.trace.fingerprint,
+        structure=tuple((path, type(modules[path]).__name__) for path in paths),
+        predicted=prediction_of(simulator, candidate),
+        notes=tuple(notes),
+        versions=(("recoup", __version__), ("torch", str(torch.__version__))),
+    )
+
+
+def _tile_notes(simulator: Simulator, candidate: Candidate) -> list[str]:
+    """Returns what each action gives by itself, and what tiles cost in exactness."""
+    if not is_tiled(candidate.decisions):
+        return []
+    tile = tuple(d for d in candidate.decisions if d.action == "tile")
+    found = []
+    if tile in simulator.seen:
+        found.append(f"tile alone peaks at {format_bytes(simulator.seen[tile].peak_bytes)}")
+    if EVERYWHERE in simulator.seen:
+        found.insert(0, f"rederive alone peaks at {format_bytes(simulator.seen[EVERYWHERE].peak_bytes)}")
+    both = simulator.seen.get((*EVERYWHERE, *tile))
+    if both is not None:
+        found.append(f"both at {format_bytes(both.peak_bytes)}")
+    alone = ", ".join(found)
+    regions = sum(d.is_region for d in candidate.decisions)
+    if regions and alone:
+        alone += f"; {regions} regions recomputed give the rest, {format_bytes(candidate.peak_bytes)}"
+    notes = [f"{alone} (plain {format_bytes(simulator.plain.peak_bytes)})"] if alone else []
+    modules = sum(d.tile_of == "module" for d in tile)
+    if modules:
+        what = "1 module runs" if modules == 1 else f"{modules} modules run"
+        notes.append(f"{what} over tiles: a forward again in backward, a tile at a time")
+    return [*notes, "tile sums in another order: gradients are equal up to rounding, not bit for bit"]

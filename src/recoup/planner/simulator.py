@@ -1,0 +1,148 @@
+"""What a step costs under a set of decisions: the decisions applied, the step captured under fake tensors and priced.
+
+This is the judge of every plan: the engine itself runs, only without data.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from recoup import progress
+from recoup.capture.capture import StepSpec, capture
+from recoup.cost.host_link import Link, with_copies
+from recoup.cost.host_overhead import host_seconds
+from recoup.cost.model import CostModel, PricedTrace
+from recoup.ir.labels import group_labels
+from recoup.ir.plan import Decision
+from recoup.ir.trace import Trace
+from recoup.runtime import scan_bytes
+from recoup.runtime.apply import apply_decisions
+from recoup.runtime.recompute.rng_state import statistics_buffers
+
+EVERYWHERE = (Decision(path="", action="rederive"),)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A set of decisions and what the simulation of the applied plan says of it."""
+
+    decisions: tuple[Decision, ...]
+    peak_bytes: int
+    step_seconds: float
+    recomputed_flops: int
+    saved_bytes: int
+    phase: str
+    tensors: tuple[tuple[str, int], ...]
+    offloaded_bytes: int = 0
+    num_scan_evaluations: int = 0
+
+
+class Simulator:
+    """Simulates candidates for one step on one device, once each.
+
+    Attributes:
+        plain: the step without a plan. priced: its trace. seen: what was simulated so far.
+        fixed_bytes: what the device takes whatever the step does (library workspaces).
+        link: to the host, if something may be moved there.
+        num_calls: of each module path. mutated_buffers: of each path, those that regions must be told of.
+    """
+
+    def __init__(self, spec: StepSpec, *, cost: CostModel, fixed_bytes: int = 0, link: Link | None = None) -> None:
+        self.spec = spec
+        self.cost = cost
+        self.fixed_bytes = fixed_bytes
+        self.link = link
+        self.seen: dict[tuple[Decision, ...], Candidate] = {}
+        progress.advance("capturing the step")
+        with scan_bytes.counting() as counts:
+            trace = capture(spec)
+        progress.advance(f"pricing {len(trace.signatures)} distinct ops")
+        self.priced = _with_counts(cost.price(trace), counts)
+        self._optimizer = self._optimizer_step()
+        known = set(statistics_buffers(spec.model.named_modules()))  # the engine finds these by itself
+        self.mutated_buffers = {c.path: tuple(b for b in c.mutated_buffers if b not in known) for c in trace.calls}
+        self.num_calls: dict[str, int] = {}
+        for call in trace.calls:
+            self.num_calls[call.path] = max(self.num_calls.get(call.path, 0), call.index + 1)
+        self.plain = self.candidate((), self.priced)
+
+    @property
+    def trace(self) -> Trace:
+        """The trace of the plain step."""
+        return self.priced.trace
+
+    def simulate_priced(self, chosen: tuple[Decision, ...]) -> PricedTrace:
+        """Returns the step with `chosen` applied, captured and priced; without the optimizer's part."""
+        with apply_decisions(self.spec.model, chosen), scan_bytes.counting() as counts:
+            priced = self.cost.price(capture(self.spec, known=self.trace))
+        priced = _with_counts(priced, counts)
+        return priced if self.link is None else with_copies(priced, self.link)
+
+    def simulate(self, chosen: tuple[Decision, ...]) -> Candidate:
+        """Returns what the step costs with `chosen` applied, by running it under fake tensors."""
+        if not chosen:
+            return self.plain
+        found = self.seen.get(chosen)
+        if found is None:
+            progress.advance(f"simulating a plan with {len(chosen)} decisions")
+            found = self.seen[chosen] = self.candidate(chosen, self.simulate_priced(chosen))
+        return found
+
+    def _optimizer_step(self) -> tuple[int, float]:
+        """Returns the peak and the seconds of the optimizer's step, which no plan changes."""
+        trace, priced = self.priced.trace, self.priced
+        at = [i for i, o in enumerate(trace.ops) if o.phase == "optimizer"]
+        levels = trace.levels(priced.op_workspace_bytes)
+        return max((levels[i] for i in at), default=0), sum(priced.op_seconds[i] for i in at)
+
+    def candidate(self, chosen: tuple[Decision, ...], priced: PricedTrace) -> Candidate:
+        """Returns what a captured and priced step with `chosen` says."""
+        trace = priced.trace
+        levels = trace.levels(priced.op_workspace_bytes)
+        at = max(range(len(levels)), key=levels.__getitem__)
+        op = trace.ops[at]
+        alive = sorted(
+            (s for s in trace.storages if s.alloc_op <= at <= s.free_op), key=lambda s: s.nbytes, reverse=True
+        )
+        tensors = group_labels([(s.label, s.nbytes) for s in alive])
+        if priced.op_workspace_bytes[at]:
+            name = trace.signatures[op.signature].name
+            tensors = [*tensors, (f"workspace of {name}", priced.op_workspace_bytes[at])]
+            tensors.sort(key=lambda item: -item[1])
+        phase = "replay" if op.replayed else op.phase
+        peak_bytes = levels[at]
+        seconds = sum(s for s, o in zip(priced.op_seconds, trace.ops, strict=True) if o.phase != "optimizer")
+        if self._optimizer[0] > peak_bytes:
+            peak_bytes, phase = self._optimizer[0], "optimizer"
+        seconds += self._optimizer[1] + priced.copy_seconds
+        seconds += host_seconds(
+            chosen,
+            trace,
+            plain=self.trace,
+            num_scan_replayed=priced.num_scan_replayed,
+            num_scan_tapes=priced.num_scan_tapes,
+        )
+        forward_end = sum(1 for o in trace.ops if o.phase in ("forward", "loss"))
+        return Candidate(
+            decisions=chosen,
+            peak_bytes=peak_bytes + self.fixed_bytes,
+            step_seconds=seconds,
+            recomputed_flops=sum(trace.signatures[o.signature].flops for o in trace.ops if o.replayed),
+            saved_bytes=sum(
+                s.nbytes for s in trace.storages if s.category == "saved" and s.alloc_op < forward_end <= s.free_op
+            ),
+            phase=phase,
+            tensors=tuple(tensors[:8]),
+            offloaded_bytes=sum(c.nbytes for c in trace.copies if c.kind == "out"),
+            num_scan_evaluations=priced.num_scan_evaluations,
+        )
+
+
+def _with_counts(priced: PricedTrace, counts: scan_bytes.ScanCounts) -> PricedTrace:
+    """Returns the priced step with what its scans did."""
+    return dataclasses.replace(
+        priced,
+        num_scan_evaluations=counts.num_evaluations,
+        num_scan_tapes=counts.num_tapes,
+        num_scan_replayed=counts.num_replayed,
+    )

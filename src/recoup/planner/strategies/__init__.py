@@ -1,0 +1,1 @@
+"""What can be proposed: one file an action."""

@@ -1,0 +1,119 @@
+"""State that no step reads: what a module leaves in an attribute in every step and writes again before it looks at it.
+
+A neuron's last spikes or reset signal, kept for whoever wants to see them, would be held with every state. Such a value
+is found in a first step, as no op takes it, and not held. In its place steps find an `Unread`: any use but comparing
+it with `is` raises `StillRead`, and the loop begins again with everything held.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any, NoReturn
+
+import torch
+
+from recoup import _torch
+from recoup.recurrent.closure_inspection import Place
+from recoup.recurrent.leaves import flatten, rebuild
+
+# Of a class itself, or made of an instance before there is anything to refuse.
+_OF_THE_CLASS = frozenset({"class", "dict", "doc", "init", "module", "new", "slots", "subclasshook", "weakref"})
+
+
+class StillRead(BaseException):
+    """A step used what the first steps wrote without reading. No `except Exception` of a step's own hides it."""
+
+
+_num_loops = 0  # that run now: at other times a debugger, or who walks over all objects, may look
+
+
+@contextlib.contextmanager
+def refusing() -> Iterator[None]:
+    """Has every `Unread` refuse to be used, while a loop runs."""
+    global _num_loops
+    _num_loops += 1
+    try:
+        yield
+    finally:
+        _num_loops -= 1
+
+
+def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
+    if _num_loops:
+        raise StillRead
+    raise TypeError("a value that no step of a scan reads was not kept")
+
+
+class Unread:
+    """Stands where a value was that no step reads; refuses every use, also by torch's functions and `isinstance`."""
+
+    __slots__ = ()
+    __torch_function__ = _refuse
+
+    def __getattribute__(self, name: str) -> Any:
+        return _refuse() if _num_loops else object.__getattribute__(self, name)
+
+
+_kept = frozenset(vars(Unread))
+for _name in {name for kind in (torch.Tensor, int, float, list, dict) for name in dir(kind)}:  # operators: of the type
+    is_operator = _name.startswith("__") and _name not in _kept and not _name.startswith("__init_")
+    if is_operator and _name.strip("_") not in _OF_THE_CLASS:
+        setattr(Unread, _name, _refuse)
+
+UNREAD = Unread()
+DROPPED = object()  # the same in nests of the loop's own
+
+
+class UnreadPlace:
+    """A place whose value is not held: `DROPPED` stands for it, and puts an `Unread` there."""
+
+    __slots__ = ("_place", "name")
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self.name = place.name
+
+    def get(self) -> Any:
+        """Returns what is there now, `DROPPED` if that is an `Unread`."""
+        value = self._place.get()
+        return DROPPED if value is UNREAD else value
+
+    def put(self, value: Any) -> None:
+        """Puts `value` there."""
+        self._place.put(UNREAD if value is DROPPED else value)
+
+
+class Watch(_torch.dispatch_mode_class()):  # type: ignore[misc]
+    """Notes the storages that ops take while it is on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._taken: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._note(args)
+        if kwargs:
+            self._note(kwargs.values())
+        return func(*args, **(kwargs or {}))
+
+    def _note(self, items: Iterable[Any]) -> None:
+        for item in items:
+            if isinstance(item, torch.Tensor):
+                if item.layout is torch.strided:
+                    self._taken.add(item.untyped_storage()._cdata)
+            elif isinstance(item, (list, tuple)):
+                self._note(item)
+
+    def has_taken(self, tensor: torch.Tensor) -> bool:
+        """Whether an op took the tensor, or another one in the same memory."""
+        return tensor.layout is not torch.strided or tensor.untyped_storage()._cdata in self._taken
+
+
+def left_in(template: Any, num_tensors: int, dropped: list[bool]) -> tuple[list[int], Any]:
+    """Returns which tensors of a flattened (state, carried values) stay without the dropped, and its template."""
+    stand_ins = [torch.empty(0) for _ in range(num_tensors)]
+    state, values = rebuild(template, stand_ins)
+    kept, template = flatten((state, [DROPPED if d else v for v, d in zip(values, dropped, strict=True)]))
+    position = {id(tensor): i for i, tensor in enumerate(stand_ins)}
+    return [position[id(tensor)] for tensor in kept], template

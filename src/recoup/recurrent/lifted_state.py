@@ -1,0 +1,165 @@
+"""State that modules carry from step to step in attributes: found by what a step changes, read, and put back.
+
+A membrane potential bound anew in every step, a BatchNorm statistic changed in place, a counter: whatever differs after
+a step from before it is part of the loop's state, whether or not it is handed from call to call.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from recoup.errors import UsageError
+from recoup.recurrent.closure_inspection import ABSENT, Place, Reached
+from recoup.recurrent.dead_state import DROPPED, UnreadPlace, Watch
+from recoup.runtime.recompute.rng_state import version_of
+
+_CHANGED_LATE = (
+    "recoup.recurrent: `{name}` did not change in the first steps of the loop but changed later, so its earlier value "
+    "is gone. Hand it through the loop's state, or change it in every step."
+)
+_COLLECTS = (
+    "recoup.recurrent: `{name}` collects something in every step of the loop ({before} entries before a step, {after} "
+    "after). What is to leave the loop must be returned by the step: `step(state, x) -> (state, y)` with it in `y`."
+)
+
+
+class _Seen:
+    """What was at a place at one moment."""
+
+    __slots__ = ("copy", "items", "place", "value", "version")
+
+    def __init__(self, place: Place, *, copies: bool) -> None:
+        self.place = place
+        self.value = place.get()
+        self.version = 0
+        self.items: tuple[Any, ...] = ()
+        self.copy: Any = None
+        if isinstance(self.value, torch.Tensor):
+            self.version = version_of(self.value)
+            self.copy = self.value.detach().clone() if copies else None
+        elif isinstance(self.value, list):
+            self.items = tuple(self.value)
+
+    def differs(self, now: Any) -> bool:
+        """Whether `now` is something else."""
+        if now is self.value:
+            if isinstance(now, torch.Tensor):
+                return version_of(now) != self.version or self._was_overwritten()
+            if isinstance(now, list):
+                return len(now) != len(self.items) or any(a is not b for a, b in zip(now, self.items, strict=True))
+            return False
+        if type(now) is type(self.value) and isinstance(now, (int, float, bool, str)):
+            return bool(now != self.value)
+        return True
+
+    def then(self) -> Any:
+        """Returns what was there, from the copy if it was changed in place since."""
+        if isinstance(self.value, list):
+            return list(self.items)
+        if isinstance(self.value, torch.Tensor) and self.copy is not None and self._was_overwritten():
+            return self.copy
+        return self.value
+
+    def _was_overwritten(self) -> bool:
+        """Whether the contents differ: BatchNorm's kernel and writes through `.data` leave the version as it was."""
+        return self.copy is not None and not torch.equal(self.copy, self.value.detach())
+
+
+class Carried:
+    """The places that steps change, in a fixed order.
+
+    Attributes:
+        places: of the state that modules carry. in_place: for each, whether the tensor there is changed in place.
+        unread: for each, whether no step reads what is there, so that it is not held.
+    """
+
+    def __init__(self, reached: Reached) -> None:
+        self.places: list[Place | UnreadPlace] = []
+        self.in_place: list[bool] = []
+        self.unread: list[bool] = []
+        self._reached = reached
+        self._keys: set[tuple[int, Any]] = set()
+        self._seen = self._look(copies=True)
+
+    def _look(self, *, copies: bool) -> dict[tuple[int, Any], _Seen]:
+        places = self._reached.places()
+        return {key: _Seen(place, copies=copies) for key, place in places if key not in self._keys}
+
+    def learn(self) -> list[Any]:
+        """Called after a step, finds places it changed that are not known yet; returns what they held before it.
+
+        Raises:
+            UsageError: if a list grew: it collects what would be lost.
+        """
+        before, found = self._seen, []
+        for key, place in self._reached.places():
+            then = before.get(key)
+            now = place.get()
+            if key in self._keys or (then is not None and not then.differs(now)):
+                continue
+            items = then.items if then is not None and isinstance(then.value, list) else None
+            if isinstance(now, list) and items is not None and len(now) != len(items):
+                raise UsageError(_COLLECTS.format(name=place.name, before=len(items), after=len(now)))
+            self._keys.add(key)
+            self.places.append(place)
+            self.in_place.append(then is not None and isinstance(now, torch.Tensor) and now is then.value)
+            self.unread.append(False)
+            found.append(then.then() if then is not None else ABSENT)
+        self._seen = {}
+        return found
+
+    def watch(self, *, copies: bool) -> None:
+        """Remembers everything as it is now, for the next `learn` or `check`."""
+        self._seen = self._look(copies=copies)
+
+    def check(self) -> None:
+        """Raises UsageError if something else than the known places changed since `watch`."""
+        for key, place in self._reached.places():
+            then = self._seen.get(key)
+            if key not in self._keys and (then is None or then.differs(place.get())):
+                now = place.get()
+                if isinstance(now, list) and then is not None and len(now) > len(then.items):
+                    raise UsageError(_COLLECTS.format(name=place.name, before=len(then.items), after=len(now)))
+                raise UsageError(_CHANGED_LATE.format(name=place.name))
+        self._seen = {}
+
+    def find_unread(self, entered: list[Any], passed_on: list[torch.Tensor], watch: Watch) -> bool:
+        """Called after a step, finds tensors that it wrote anew and had not read; whether there are any.
+
+        Args:
+            entered: what was at the places before it. passed_on: tensors that the step came to. watch: was on.
+        """
+        held = {t.untyped_storage()._cdata for t in passed_on if t.layout is torch.strided}
+        for i, (place, before) in enumerate(zip(self.places, entered)):
+            if self.in_place[i] or not isinstance(before, torch.Tensor) or not isinstance(place, Place):
+                continue
+            is_new = isinstance(place.get(), torch.Tensor) and not watch.has_taken(before)
+            if is_new and before.untyped_storage()._cdata not in held:
+                self.unread[i] = True
+                self.places[i] = UnreadPlace(place)
+        return any(self.unread)
+
+    def cover(self) -> None:
+        """Makes sure that a step reads nothing of what is not held."""
+        for place, unread in zip(self.places, self.unread, strict=True):
+            if unread:
+                place.put(DROPPED)
+
+    def uncover(self, values: list[Any]) -> None:
+        """Puts `values` where a step that failed would leave what cannot be used."""
+        for place, value in zip(self.places, values):
+            if place.get() is DROPPED:
+                place.put(value)
+
+    def read(self, *, whole: bool = False) -> list[Any]:
+        """Returns what is at the places now, also what is not held if `whole`."""
+        if whole or True not in self.unread:
+            return [place.get() for place in self.places]
+        return [DROPPED if unread else place.get() for place, unread in zip(self.places, self.unread, strict=True)]
+
+    def write(self, values: list[Any]) -> None:
+        """Puts `values` there."""
+        for place, value in zip(self.places, values, strict=True):
+            place.put(value)

@@ -1,0 +1,68 @@
+"""Somebody else's activation checkpointing: found and named before a plan is made or applied."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from recoup.errors import ConflictError
+from recoup.runtime.apply import find_patches
+from recoup.runtime.patch import find_patch
+
+
+def refuse_conflicts(model: nn.Module, *, allow_ours: bool = False) -> None:
+    """Raises ConflictError if activation checkpointing is already on in `model`.
+
+    Known owners: transformers (`activation_checkpointing_enable`, once `gradient_checkpointing_enable`),
+    `checkpoint_wrapper` of torch and FairScale, and recoup itself unless `allow_ours`.
+    """
+    if not allow_ours and find_patches(model):
+        raise ConflictError(
+            f"A recoup plan is already applied to this {type(model).__name__}. Call `.remove()` on what `apply` or "
+            "`fit` returned first."
+        )
+    ours = [] if not allow_ours else [id(f) for f in find_patches(model)]
+    for path, module in model.named_modules():
+        forward = find_patch(module)
+        if forward is not None and id(forward) not in ours:
+            raise ConflictError(
+                f"`{path or type(model).__name__}` is already a region of recoup (`checkpoint_ops`, or a plan of "
+                "another model it is part of). Call `.remove()` on what applied it first."
+            )
+        if type(module).__name__ in ("CheckpointWrapper", "ActivationWrapper", "CheckpointFunction"):
+            raise ConflictError(
+                f"`{path or type(model).__name__}` is already wrapped by checkpoint_wrapper. Pass the model without "
+                "it: recoup decides which modules are recomputed."
+            )
+        if getattr(module, "gradient_checkpointing", False) is True:
+            raise ConflictError(
+                f"`{path or type(model).__name__}` already has transformers' activation checkpointing on "
+                "(gradient_checkpointing=True). Call model.gradient_checkpointing_disable(), or leave it out of the "
+                "training arguments: recoup decides which modules are recomputed."
+            )
+
+
+_WRAPPERS = {
+    "DistributedDataParallel": "its forward runs collectives too; give `model.module`",
+    "OptimizedModule": "compiled code is not run op by op; give `model._orig_mod` (it compiles again with the plan)",
+    "FullyShardedDataParallel": "a rank holds only its part of the step",
+    "FSDPModule": "a rank holds only its part of the step",
+}
+
+
+def refuse_wrapped(model: nn.Module) -> None:
+    """Raises ConflictError if the model is wrapped by DDP or FSDP, or compiled: there is no plain step to plan from.
+
+    A plan that was made before is applied to such a model by `recoup.integrations.distributed.apply`.
+    """
+    for path, module in model.named_modules():
+        names = [base.__name__ for base in type(module).__mro__]
+        kind = next((name for name in _WRAPPERS if name in names), "")
+        what = _WRAPPERS.get(kind, "")
+        if not kind and getattr(module, "_compiled_call_impl", None) is not None:
+            kind, what = "compiled in place", "compiled code is not run op by op"
+        if kind:
+            raise ConflictError(
+                f"`{path or type(model).__name__}` is {kind}: {what}. Plan and apply on the bare model, then wrap or "
+                "compile it. A plan that exists already goes on with recoup.integrations.distributed.apply(model, "
+                "plan). (recoup.runtime.conflicts)"
+            )

@@ -1,0 +1,224 @@
+"""Saved tensors that a plan's `offload` keeps away from the device: what the record of lineage holds in their place.
+
+A storage is moved once, whole, when autograd first keeps a tensor over it, and comes back once for all who wait for it:
+savers of it, and saved tensors that are rebuilt from it. It is let go when the last of them was served.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from recoup.runtime import execution_context
+from recoup.runtime.offload.transport import Transport, make_transport
+from recoup.runtime.rebuild.lineage import Geometry, Value, geometry_of
+
+MIN_BYTES = 1 << 18  # smaller storages take longer to ask for than to copy
+_MOST_UNUSED = 8  # a slice of a buffer so many times its size does not drag it along
+
+
+class Moves:
+    """What was moved by the plan in place on a model, since it was applied.
+
+    Attributes:
+        bytes_out, bytes_back: to the host and back. num_blocks: storages moved out.
+    """
+
+    def __init__(self) -> None:
+        self.bytes_out = 0
+        self.bytes_back = 0
+        self.num_blocks = 0
+
+
+class Offloading:
+    """What the steps of one model share: the transport, made when something is first moved, and the tally.
+
+    Args:
+        transport: see `recoup.offload`; "auto": pinned memory for a GPU, a file without a name otherwise.
+    """
+
+    def __init__(self, transport: Transport | str = "auto") -> None:
+        self.moves = Moves()
+        self.wanted = transport
+        self._made: Transport | None = None
+
+    def begin(self, model: nn.Module, inputs: Iterable[torch.Tensor]) -> StepOffloader:
+        """Returns the offloader of one step; what the model's caller holds anyway (`inputs`) is left where it is."""
+        stays = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
+        stays.update(t.untyped_storage()._cdata for t in inputs if t.layout is torch.strided)
+        return StepOffloader(self, stays)
+
+    def transport(self, device: torch.device) -> Transport:
+        """Returns the transport: the one that stands in while a step is captured, else the one that was asked for."""
+        stand_in = execution_context.stand_in_transport()
+        if stand_in is not None:
+            return stand_in  # type: ignore[no-any-return]
+        if self._made is None:
+            self._made = make_transport(device, self.wanted)
+        return self._made
+
+    def close(self) -> None:
+        """Lets go of the transport; graphs that still wait for their tensors keep it until they are served."""
+        self._made = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Offloading:
+        return Offloading(self.wanted if isinstance(self.wanted, str) else "auto")
+
+    def __reduce__(self) -> Any:
+        return Offloading, (self.wanted if isinstance(self.wanted, str) else "auto",)
+
+
+class StepOffloader:
+    """Moves what one step saves where a decision says so."""
+
+    def __init__(self, shared: Offloading, stays: set[int]) -> None:
+        self._shared = shared
+        self._stays = stays
+        self._last: weakref.ref[_Block] | None = None
+        self._group = 0
+
+    def begin_group(self) -> None:
+        """Begins a group: what one call, or one region, moves. Backward brings groups back one ahead."""
+        self._group += 1
+
+    def take(self, value: Value, tensor: torch.Tensor) -> KeptElsewhere | None:
+        """Returns what stands for the contents of the tensor's storage, moved away; None if it stays."""
+        storage = tensor.untyped_storage()
+        nbytes = storage.nbytes()
+        own_bytes = tensor.numel() * tensor.dtype.itemsize
+        if nbytes < MIN_BYTES or nbytes > _MOST_UNUSED * own_bytes or nbytes % tensor.dtype.itemsize:
+            return None
+        if storage._cdata in self._stays:
+            return None
+        flat = tensor.detach().as_strided((nbytes // tensor.dtype.itemsize,), (1,), 0).view(torch.uint8)
+        transport, moves = self._shared.transport(tensor.device), self._shared.moves
+        before = self._last() if self._last is not None else None
+        block = _Block(transport, moves, transport.put(flat), nbytes, before, self._group)
+        moves.bytes_out += nbytes
+        moves.num_blocks += 1
+        self._last = weakref.ref(block)
+        return KeptElsewhere(block, value, tensor)
+
+
+class _Block:
+    """A storage that was moved; forgotten when nobody can ask for it any more.
+
+    Attributes:
+        waiting: how many will still ask for it.
+    """
+
+    __slots__ = ("__weakref__", "_before", "_group", "_handle", "_held", "_moves", "_nbytes", "_transport", "waiting")
+
+    def __init__(
+        self, transport: Transport, moves: Moves, handle: Any, nbytes: int, before: _Block | None, group: int
+    ) -> None:
+        self._group = group
+        self.waiting = 0
+        self._transport = transport
+        self._moves = moves
+        self._handle = handle
+        self._nbytes = nbytes
+        self._before = weakref.ref(before) if before is not None else None
+        self._held: torch.Tensor | None = None
+
+    def load(self) -> torch.Tensor:
+        """Returns the storage's bytes on the device and begins to bring back its group and the one before."""
+        flat = self._held
+        if flat is None:
+            flat = self._transport.get(self._handle)
+            self._moves.bytes_back += self._nbytes
+        self._held = flat if self.waiting else None
+        self._prefetch()
+        return flat
+
+    def _prefetch(self) -> None:
+        groups = {self._group}
+        block = self._before() if self._before is not None else None
+        while block is not None and (len(groups) < 2 or block._group in groups):
+            groups.add(block._group)
+            if block.waiting and block._held is None:
+                self._transport.prefetch(block._handle)
+            block = block._before() if block._before is not None else None
+
+    def served(self) -> None:
+        """Counts off one who waited."""
+        self.waiting -= 1
+        if not self.waiting:
+            self._held = None
+
+    def __del__(self) -> None:
+        self._transport.drop(self._handle)
+
+
+class KeptElsewhere:
+    """The contents of a storage, kept on the host: a private copy, so writing to the storage does not change it."""
+
+    __slots__ = ("__weakref__", "_geometry", "_original", "_value", "_version", "block")
+
+    def __init__(self, block: _Block, value: Value, tensor: torch.Tensor) -> None:
+        self.block = block
+        self._value = weakref.ref(value)
+        self._geometry = geometry_of(tensor)
+        self._original = weakref.ref(tensor)
+        self._version = tensor._version
+
+    def contents(self) -> torch.Tensor:
+        """Returns the tensor as it was saved, on the device again."""
+        size, stride, offset, dtype = self._geometry
+        return self.block.load().view(dtype).as_strided(size, stride, offset)
+
+    def check(self) -> None:
+        """Raises if the tensor was changed in place since it was saved, as autograd would."""
+        value, original = self._value(), self._original()
+        size, _, _, dtype = self._geometry
+        if (value is not None and value.overwritten) or (original is not None and original._version != self._version):
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"[{dtype} {list(size)}] was changed since it was saved and offloaded; clone it before changing it."
+            )
+
+    def rescue(self) -> None:
+        """Nothing to do: nobody else can write to it."""
+
+    def is_rescued(self) -> bool:
+        """Always."""
+        return True
+
+    def is_current(self) -> bool:
+        """Always: nobody else holds it."""
+        return True
+
+
+class Returning:
+    """What autograd gets in the place of one saved tensor over a storage that was moved."""
+
+    __slots__ = ("_geometry", "_kept", "_waits")
+
+    def __init__(self, kept: KeptElsewhere, geometry: Geometry) -> None:
+        self._waits = True
+        self._kept = kept
+        self._geometry = geometry
+        kept.block.waiting += 1
+
+    def unpack(self) -> torch.Tensor:
+        """Returns the tensor; raises if it was changed in place since it was saved."""
+        self._kept.check()
+        with execution_context.recomputing():
+            tensor = self._kept.contents()
+            self._served()
+            if geometry_of(tensor) == self._geometry:
+                return tensor
+            size, stride, offset, dtype = self._geometry
+            return tensor.view(dtype).as_strided(size, stride, offset)
+
+    def _served(self) -> None:
+        if self._waits:
+            self._waits = False
+            self._kept.block.served()
+
+    def __del__(self) -> None:
+        self._served()

@@ -1,0 +1,346 @@
+"""Which cheap op made which storage: the record that lets a saved tensor be rebuilt instead of kept.
+
+While a `Recorder` is on the dispatch-mode stack, every cheap op leaves a `Made` behind: the op, its scalars, and the
+`Value`s it read. Values stand for the contents of a storage at one moment; views are geometry over a value, so no view
+op needs a record, and an op that writes into a storage gives that storage a new value. Nothing here holds a tensor
+alive: a value knows its contents only while somebody else keeps them (`Kept`), or because they are a parameter.
+
+Because the record is made anew in every step from the very arguments the kernels got, a rebuilt tensor can never rest
+on a stale scalar, eps or shape.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from recoup import _torch
+from recoup.runtime.rebuild.cheap_ops import CHEAP, IN_PLACE, OPAQUE, VIEW, OpFacts, op_facts
+
+Geometry = tuple[Any, Any, Any, torch.dtype]  # size, stride, storage offset, dtype
+
+
+def geometry_of(tensor: torch.Tensor) -> Geometry:
+    """Returns how the tensor lies over its storage."""
+    return tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype
+
+
+class Value:
+    """The contents of one storage at one moment.
+
+    Attributes:
+        made: how a cheap op made it, None if something else did. output: which of that op's results it is.
+        base: geometry of the tensor that fills the storage, None while unknown.
+        kept: the `Kept` that holds these contents now, if any (weak).
+        constant: a parameter that holds these contents, with `constant_version`.
+        random_mask: these are zeros and ones drawn by `bernoulli_`.
+        waiting: the turns at which rederived tensors of this value were saved and will still be asked for; `cache`
+            serves them once it was rebuilt for another, if that is soon.
+        overwritten: the storage holds something else by now: what autograd saved of it before may not be used.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "base",
+        "cache",
+        "constant",
+        "constant_version",
+        "kept",
+        "made",
+        "output",
+        "overwritten",
+        "random_mask",
+        "waiting",
+    )
+
+    def __init__(self) -> None:
+        self.made: Made | None = None
+        self.output = 0
+        self.base: Geometry | None = None
+        self.kept: weakref.ref[Any] | None = None
+        self.constant: torch.Tensor | None = None
+        self.constant_version = 0
+        self.random_mask = False
+        self.overwritten = False
+        self.waiting: list[int] = []
+        self.cache: torch.Tensor | None = None
+
+    def alive(self) -> Any | None:
+        """Returns what keeps these contents now, None if nobody does or it was overwritten."""
+        kept = self.kept() if self.kept is not None else None
+        return kept if kept is not None and kept.is_current() else None
+
+
+class Read:
+    """A tensor argument: a value and the geometry it was read with."""
+
+    __slots__ = ("geometry", "value")
+
+    def __init__(self, value: Value, geometry: Geometry) -> None:
+        self.value = value
+        self.geometry = geometry
+
+
+class Made:
+    """One cheap op: what to call again, on what.
+
+    `args` and `kwargs` are the op's own with tensors replaced by `Read`s. `traffic_bytes`: bytes read and written.
+    `outputs`: the values of all its results, where there are several. `side_results`: what
+    keeps all but the first of them, if that helps to rebuild the first (`shortcuts.py`). `is_flat`: reads are among
+    `args` themselves, none in a list or in `kwargs`.
+    """
+
+    __slots__ = ("args", "function", "is_flat", "kwargs", "outputs", "reads", "side_results", "traffic_bytes")
+
+    def __init__(self, function: Any, args: Any, kwargs: Any, reads: list[Read], traffic_bytes: int) -> None:
+        self.function = function
+        self.args = args
+        self.kwargs = kwargs
+        self.reads = reads
+        self.is_flat = not kwargs and sum(type(a) is Read for a in args) == len(reads)
+        self.traffic_bytes = traffic_bytes
+        self.outputs: tuple[weakref.ref[Value], ...] = ()
+        self.side_results: tuple[weakref.ref[Any], ...] = ()
+
+
+class _Entry(weakref.ref):  # type: ignore[type-arg]
+    """The current value of a live storage, keyed by the storage's address for as long as it lives."""
+
+    __slots__ = ("address", "value")
+    address: int
+    value: Value
+
+
+class _Current(threading.local):
+    recorder: Recorder | None = None
+
+
+_current = _Current()
+
+
+def current_recorder() -> Recorder | None:
+    """Returns the recorder that is on for this thread, if it is not paused."""
+    recorder = _current.recorder
+    return recorder if recorder is not None and not recorder.paused else None
+
+
+@_torch.without_dynamo_wrapper
+class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
+    """The dispatch mode that records lineage; `paused` it only watches for writes.
+
+    `deriving` says whether what is saved now may be rederived, or is kept (and serves others as a source).
+    `offloading`: whether what is kept now goes to the host, by way of `offloader`, if the plan offloads anything.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.paused = 0
+        self.deriving = True
+        self.offloading = False
+        self.offloader: Any = None
+        self.turn = 0  # counts saved tensors: backward asks for them about in reverse
+        self._entries: dict[int, _Entry] = {}
+        self._outer: Recorder | None = None
+
+        def forget(entry: _Entry, entries: dict[int, _Entry] = self._entries) -> None:
+            if entries.get(entry.address) is entry:
+                del entries[entry.address]
+
+        self._forget = forget
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled regions stay compiled while this mode is on."""
+        return True
+
+    def __enter__(self) -> Recorder:
+        self._outer = _current.recorder
+        _current.recorder = self
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        super().__exit__(*exc)
+        _current.recorder = self._outer
+        self._outer = None
+
+    # -- values -------------------------------------------------------------------------------------------------
+
+    def value_of(self, tensor: torch.Tensor) -> Value:
+        """Returns the value of the tensor's storage, a new one without history if it was not seen yet."""
+        storage = tensor.untyped_storage()
+        entry = self._entries.get(storage._cdata)
+        if entry is not None and entry() is storage:
+            return entry.value
+        value = Value()
+        if type(tensor) is not torch.Tensor and isinstance(tensor, nn.Parameter):
+            value.constant = tensor
+            value.constant_version = tensor._version
+        self._set(storage, value)
+        return value
+
+    def set_value(self, tensor: torch.Tensor, value: Value) -> None:
+        """Sets the value of the tensor's storage, for one that no op was seen to make."""
+        self._set(tensor.untyped_storage(), value)
+
+    def _set(self, storage: torch.UntypedStorage, value: Value) -> None:
+        entry = _Entry(storage, self._forget)
+        entry.address = storage._cdata
+        entry.value = value
+        self._entries[entry.address] = entry
+
+    def _existing(self, tensor: torch.Tensor) -> Value | None:
+        storage = tensor.untyped_storage()
+        entry = self._entries.get(storage._cdata)
+        return entry.value if entry is not None and entry() is storage else None
+
+    # -- recording ----------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        facts = op_facts(func)
+        kind = facts.kind
+        if kind in (OPAQUE, VIEW) or (kind == CHEAP and self.paused):
+            return func(*args, **kwargs)
+        if kind == CHEAP:
+            made = self._made(facts, args, kwargs)
+            statistics: list[torch.Tensor] = []
+            if facts.is_batch_norm and len(args) > 5 and args[5]:  # it updates them, though its schema does not say so
+                statistics = [a for a in args[3:5] if isinstance(a, torch.Tensor) and self._existing(a) is not None]
+            for tensor in statistics:
+                self._rescue(tensor)
+            out = func(*args, **kwargs)
+            for tensor in statistics:
+                self._replace(tensor, Value())
+            if made is not None:
+                self._attach(made, out, facts.is_batch_norm or facts.pooled_dims > 0)
+            return out
+        return self._write(facts, func, args, kwargs)
+
+    def _made(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Made | None:
+        if facts.is_batch_norm and len(args) > 5 and args[5]:
+            # Training: the output depends on the batch alone; without the buffers nothing is updated twice.
+            args = (*args[:3], None, None, *args[5:])
+        reads: list[Read] = []
+        recorded = self._encode(args, reads)
+        if recorded is None:
+            return None
+        recorded_kwargs = {}
+        for key, item in kwargs.items():
+            encoded = self._encode((item,), reads)
+            if encoded is None:
+                return None
+            recorded_kwargs[key] = encoded[0]
+        traffic_bytes = 0
+        for read in reads:
+            size, _, _, dtype = read.geometry
+            traffic_bytes += size.numel() * dtype.itemsize
+        return Made(facts.function, recorded, recorded_kwargs, reads, traffic_bytes)
+
+    def _encode(self, items: Iterable[Any], reads: list[Read]) -> tuple[Any, ...] | None:
+        """Returns `items` with tensors replaced by reads, or None if one of them cannot be recorded."""
+        result: list[Any] = []
+        for item in items:
+            if isinstance(item, torch.Tensor):
+                if item.layout is not torch.strided or item.is_neg() or item.is_conj():
+                    return None
+                read = Read(self.value_of(item), geometry_of(item))
+                if read.value.base is not None and read.value.base[3] != item.dtype:
+                    return None  # the same bytes read as another dtype
+                reads.append(read)
+                result.append(read)
+            elif isinstance(item, (list, tuple)):
+                inner = self._encode(item, reads)
+                if inner is None:
+                    return None
+                result.append(inner if isinstance(item, tuple) else list(inner))
+            else:
+                result.append(item)
+        return tuple(result)
+
+    def _attach(self, made: Made, out: Any, has_side_results: bool) -> None:
+        if isinstance(out, torch.Tensor):
+            self._attach_one(made, out, 0)
+            return
+        values = []
+        for position, tensor in enumerate(out):
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            if position > 0 and not has_side_results and tensor.numel() * 16 <= out[0].numel():
+                made.traffic_bytes += tensor.numel() * tensor.dtype.itemsize
+                continue  # a norm's statistics: too small to be worth a rebuild
+            values.append(self._attach_one(made, tensor, position))
+        if len(values) == len(out):
+            made.outputs = tuple(weakref.ref(value) for value in values)
+
+    def _attach_one(self, made: Made, tensor: torch.Tensor, position: int) -> Value:
+        value = Value()
+        value.made = made
+        value.output = position
+        value.base = base = geometry_of(tensor)
+        made.traffic_bytes += base[0].numel() * base[3].itemsize
+        self._set(tensor.untyped_storage(), value)
+        return value
+
+    def _write(self, facts: OpFacts, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs an op that changes arguments and gives the changed storages new values."""
+        made = None
+        target = args[0] if facts.kind == IN_PLACE else None
+        if (
+            isinstance(target, torch.Tensor)
+            and not self.paused
+            and target.numel() * target.dtype.itemsize == target.untyped_storage().nbytes()
+            and all(a.dtype == target.dtype for a in args if isinstance(a, torch.Tensor))
+        ):
+            made = self._made(facts, args, kwargs)
+        written = [args[i] for i in facts.written if i < len(args)]
+        written += [kwargs[name] for name in facts.written_names if name in kwargs]
+        for item in written:
+            for tensor in item if isinstance(item, (list, tuple)) else (item,):
+                if isinstance(tensor, torch.Tensor):
+                    self._rescue(tensor)
+        out = func(*args, **kwargs)
+        for item in written:
+            for tensor in item if isinstance(item, (list, tuple)) else (item,):
+                if not isinstance(tensor, torch.Tensor):
+                    continue
+                if made is None and self._existing(tensor) is None and not facts.is_random_mask:
+                    continue
+                value = Value()
+                if made is not None:
+                    value.made = made
+                    value.base = geometry_of(tensor)
+                    made.traffic_bytes += tensor.numel() * tensor.dtype.itemsize
+                elif facts.is_random_mask:
+                    value.random_mask = True
+                    value.base = geometry_of(tensor)
+                self._replace(tensor, value)
+        return out
+
+    def _rescue(self, tensor: torch.Tensor) -> None:
+        """Copies what is about to be overwritten, if something is to be rebuilt from it: plain would have kept that."""
+        old = self._existing(tensor)
+        kept = old.alive() if old is not None else None
+        if kept is not None:
+            kept.rescue()
+
+    def _replace(self, tensor: torch.Tensor, value: Value) -> None:
+        """Gives a storage that was written to its new value."""
+        old = self._existing(tensor)
+        if old is not None:
+            old.overwritten = True
+            kept = old.alive()
+            if kept is None or not kept.is_rescued():  # a write through `.data` leaves the version as it was
+                old.kept = old.constant = None
+        storage = tensor.untyped_storage()
+        if isinstance(tensor, nn.Parameter):
+            self._entries.pop(storage._cdata, None)  # its version counts up only after this
+        else:
+            self._set(storage, value)

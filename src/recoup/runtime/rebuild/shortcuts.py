@@ -1,0 +1,119 @@
+"""Rebuilding a result for less than its op cost the first time, bit for bit.
+
+- *In place*: the last reader of a rebuilt intermediate may write over it, which halves the traffic and the transient.
+- *BatchNorm from its statistics*: in training the op finds mean and variance and then applies them. The node keeps the
+  mean and the reciprocal deviation; on the CPU the second half, which is the op in evaluation, can run alone. Both
+  multiply by `reciprocal deviation * weight`, so that product goes in as the weight of a distribution of variance one.
+- *Max-pooling from its indices*: the CPU's kernel costs as much as sixteen copies, a gather two. The indices are
+  autograd's anyway; they are kept in four bytes each instead of eight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from recoup.runtime.rebuild.cheap_ops import OpFacts
+from recoup.runtime.rebuild.lineage import Geometry, geometry_of
+
+
+def call_over(
+    facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any], *, spare: Sequence[Any], result: Geometry
+) -> Any | None:
+    """Runs an elementwise op over one of its arguments, if that is in `spare` and the result will fit it exactly.
+
+    Args:
+        facts: of the functional overload.
+        spare: tensors that nobody reads after this op.
+        result: how the op's result lay the first time; an integer times 0.5, say, is no integer.
+
+    Returns:
+        The result, or None: nothing was run.
+    """
+    if facts.over is None or not args or not isinstance(args[0], torch.Tensor):
+        return None
+    first = args[0]
+    if geometry_of(first) != result:
+        return None
+    other = args[1] if len(args) > 1 and isinstance(args[1], torch.Tensor) else None
+    for tensor in args[2:]:
+        if isinstance(tensor, torch.Tensor):
+            return None
+    if other is not None and not _alike(first, other):
+        return None
+    if any(first is t for t in spare):
+        return facts.over(*args, **kwargs)
+    if facts.commutes and other is not None and kwargs.get("alpha", 1) == 1 and any(other is t for t in spare):
+        return facts.over(other, first, *args[2:], **kwargs)
+    return None
+
+
+def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and a.stride() == b.stride()
+
+
+def has_shortcut(facts: OpFacts, args: Sequence[Any]) -> bool:
+    """Whether the op's first result can be had from its others."""
+    return (facts.is_batch_norm and bool(args[5])) or facts.pooled_dims > 0
+
+
+def from_side_results(facts: OpFacts, args: Sequence[Any], side_results: Sequence[torch.Tensor]) -> Any | None:
+    """Returns the op's results, of which only the first counts, or None where it has to run.
+
+    Args:
+        args: the op's own. side_results: its results but the first, as it returned them.
+    """
+    if facts.is_batch_norm:
+        out = batch_norm_applied(args, side_results[0], side_results[1])
+    else:
+        out = max_pool_gathered(args[0], side_results[0], facts.pooled_dims)
+    return None if out is None else (out, *side_results)
+
+
+def keeps_indices(facts: OpFacts, args: Sequence[Any], output: int, tensor: torch.Tensor) -> bool:
+    """Whether these are indices of a max-pooling to keep rather than find again: on the CPU, fewer than 2**31."""
+    return (
+        facts.pooled_dims > 0
+        and output == 1
+        and tensor.device.type == "cpu"
+        and tensor.is_contiguous()
+        and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.dtype.itemsize
+        and args[0].geometry[0].numel() < 2**31
+    )
+
+
+def max_pool_gathered(x: torch.Tensor, indices: torch.Tensor, pooled_dims: int) -> torch.Tensor | None:
+    """Returns max-pooling's output from the positions it found, each within its own plane."""
+    if x.device.type != "cpu" or not x.is_contiguous():
+        return None
+    return x.flatten(-pooled_dims).gather(-1, indices.flatten(-pooled_dims)).view_as(indices)
+
+
+def batch_norm_applied(
+    args: Sequence[Any], mean: torch.Tensor, reciprocal_deviation: torch.Tensor
+) -> torch.Tensor | None:
+    """Returns BatchNorm's output in training, from the statistics it left; None if that cannot be had bit for bit.
+
+    Args:
+        args: of `native_batch_norm`: input, weight, bias, two unused, training, momentum, eps.
+        mean: shape (channels,), as the op returned it. reciprocal_deviation: likewise.
+    """
+    x, weight, bias = args[:3]
+    if x.device.type != "cpu" or any(t is not None and t.dtype != x.dtype for t in (weight, bias, mean)):
+        return None
+    if x.dtype not in (torch.float32, torch.float64) or not _is_dense(x):
+        return None
+    scale = reciprocal_deviation if weight is None else reciprocal_deviation * weight
+    one = torch.ones_like(mean)
+    out: torch.Tensor = torch.ops.aten.native_batch_norm.default(x, scale, bias, mean, one, False, 0.0, 0.0)[0]
+    return out
+
+
+def _is_dense(x: torch.Tensor) -> bool:
+    """Whether the kernel folds the statistics into one scale and shift a channel: in these layouts alone."""
+    if x.is_contiguous():
+        return True
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    return x.dim() in formats and x.is_contiguous(memory_format=formats[x.dim()])

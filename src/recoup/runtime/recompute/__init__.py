@@ -1,0 +1,1 @@
+"""Recompute: regions that keep their inputs and run their forward again in backward."""

@@ -1,0 +1,255 @@
+"""What modules and argument objects hold besides parameters: as the forward found it, for its second run.
+
+Flags, hooks, lists, buffers, membrane potentials, caches: whatever is in the `__dict__` of a module of the region, or
+of an object among its arguments (a key-value cache), is noted when the region is entered and put back around the
+replay; afterwards everything is as it was before the replay. Rebound attributes cost a reference. A tensor that is
+changed *in place* has to be copied beforehand: small ones always are, and forgotten if the forward left them alone;
+larger ones only where the plan says that they change, and otherwise `changed()` names them.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import types
+import weakref
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from recoup.runtime.recompute.rng_state import version_of
+
+COPIED_BYTES = 1 << 16
+"""A tensor up to this size is copied when a region is entered, in case the forward changes it in place."""
+
+_HOOKS = frozenset(k for k in nn.Module().__dict__ if "forward" in k or "backward" in k)
+_SKIPPED = (frozenset(nn.Module().__dict__) | {"forward"}) - _HOOKS - {"training", "_buffers"}
+_ATOMS = frozenset([int, float, bool, str, bytes, type(None), tuple, torch.dtype, torch.device, torch.Size])
+_CONTAINERS = frozenset([list, dict, set, collections.deque, collections.OrderedDict])
+_MAX_OBJECTS = 1000
+_FUNCTIONS = (
+    types.FunctionType,
+    types.MethodType,
+    types.BuiltinFunctionType,
+    functools.partial,
+    types.CodeType,
+    types.FrameType,
+    property,
+)
+
+
+def walk(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Returns what `named_modules` does, in one quick pass: it is called for every region of every step."""
+    found: dict[nn.Module, str] = {}
+    stack = [("", module)]
+    while stack:
+        path, child = stack.pop()
+        if child in found:
+            continue
+        found[child] = path
+        prefix = f"{path}." if path else ""
+        for name, below in child._modules.items():
+            if below is not None:
+                stack.append((prefix + name, below))
+    return [(path, child) for child, path in found.items()]
+
+
+class _Tensor:
+    """A tensor that an owner holds: by which name, at which version, and its copy if there is one."""
+
+    __slots__ = ("copy", "leaf", "name", "tensor", "version")
+
+    def __init__(self, name: str, leaf: str, tensor: torch.Tensor, copied: bool) -> None:
+        self.name = name
+        self.leaf = leaf
+        self.tensor = tensor
+        self.version = version_of(tensor)
+        self.copy = tensor.detach().clone() if copied else None
+
+    def again(self) -> torch.Tensor:
+        """Returns the tensor for a replay: its value at the forward's start, cut from the first forward's graph."""
+        if self.copy is None:
+            return self.tensor.detach().requires_grad_() if self.tensor.requires_grad else self.tensor
+        if self.tensor.requires_grad:
+            return self.copy.clone().requires_grad_().clone()  # no leaf: the forward may change it in place
+        return self.copy.clone()
+
+
+class _Owner:
+    """A module or object, its attributes, and copies of the containers among them."""
+
+    __slots__ = ("buffers", "containers", "get", "kept", "tensors")
+
+    def __init__(self, get: Callable[[], Any], kept: dict[str, Any]) -> None:
+        self.get = get
+        self.kept = kept
+        self.containers: list[tuple[str, Any, Any]] = []
+        self.tensors: list[_Tensor] = []
+        self.buffers: list[_Tensor] = []
+
+
+class AttributeState:
+    """The attributes of some modules and objects at one moment.
+
+    Args:
+        modules: (path, module), as `walk` returns them.
+        objects: arguments of unknown kind; those with a `__dict__`, and what is in it, are held too.
+        written: paths of tensors that the forward is known to change, without their version telling or large ones.
+
+    Attributes:
+        others: objects of unknown kind among the modules' attributes.
+    """
+
+    __slots__ = ("_owners", "_written", "others")
+
+    def __init__(
+        self, modules: Iterable[tuple[str, nn.Module]], objects: Iterable[Any] = (), written: Iterable[str] = ()
+    ) -> None:
+        self.others: list[Any] = []
+        self._written = frozenset(written)
+        self._owners: list[_Owner] = []
+        for path, module in modules:
+            attributes = module.__dict__
+            kept = {k: v for k, v in attributes.items() if k not in _SKIPPED}
+            self._add(path, weakref.ref(module), kept, self.others)
+        self._add_objects(objects)
+
+    def _add(self, path: str, get: Callable[[], Any], kept: dict[str, Any], others: list[Any]) -> None:
+        owner = _Owner(get, kept)
+        for key, value in kept.items():
+            kind = type(value)
+            if kind in _ATOMS:
+                continue
+            if kind in _CONTAINERS:
+                owner.containers.append((key, value, value.copy() if value else None))
+                if key == "_buffers":
+                    owner.buffers += [self._note(path, leaf, b) for leaf, b in value.items() if b is not None]
+            elif isinstance(value, torch.Tensor):
+                owner.tensors.append(self._note(path, key, value))
+            else:
+                others.append(value)
+        self._owners.append(owner)
+
+    def _add_objects(self, objects: Iterable[Any]) -> None:
+        seen: set[int] = set()
+        queue = [("its argument", o) for o in objects]
+        while queue and len(seen) < _MAX_OBJECTS:
+            path, item = queue.pop()
+            if id(item) in seen or not _is_state(item):
+                continue
+            seen.add(id(item))
+            others: list[Any] = []
+            self._add(path, lambda item=item: item, dict(_attributes_of(item)), others)  # type: ignore[misc]
+            for _, value, _copy in self._owners[-1].containers:
+                others += value.values() if isinstance(value, dict) else value
+            queue += [(f"{path}.{type(o).__name__}", o) for o in others]
+
+    def _note(self, path: str, leaf: str, tensor: torch.Tensor) -> _Tensor:
+        name = f"{path}.{leaf}" if path else leaf
+        small = tensor.layout is torch.strided and tensor.nbytes <= COPIED_BYTES
+        return _Tensor(name, leaf, tensor, small or name in self._written)
+
+    def settle(self) -> None:
+        """Forgets the copies of tensors that the forward, which is over now, left alone."""
+        for owner in self._owners:
+            for held in (*owner.tensors, *owner.buffers):
+                if version_of(held.tensor) == held.version and held.name not in self._written:
+                    held.copy = None
+
+    def changed(self) -> str:
+        """Returns the name of a tensor that was changed in place since and of which there is no copy, or ""."""
+        for owner in self._owners:
+            for held in (*owner.tensors, *owner.buffers):
+                if held.copy is None and version_of(held.tensor) != held.version:
+                    return held.name
+        return ""
+
+    @contextlib.contextmanager
+    def replayed(self) -> Iterator[None]:
+        """Puts the attributes in place and, at the end, the present ones back."""
+        entries = self._entries()  # copies are made before anything is changed: there may be no memory for them
+        present = [(at, {k: v for k, v in at.items() if k not in _SKIPPED}) for at, _ in entries]
+        try:
+            for attributes, values in entries:
+                _put(attributes, values)
+            yield
+        finally:
+            for attributes, now in present:
+                _put(attributes, now)
+
+    def _entries(self) -> list[tuple[MutableMapping[str, Any], dict[str, Any]]]:
+        """Returns, for each owner still there, its attributes and what a replay is to find in them."""
+        entries = []
+        shared: dict[int, Any] = {}  # two modules may share a list or a tensor: they still do
+        for owner in self._owners:
+            holder = owner.get()
+            if holder is None:
+                continue
+            values = dict(owner.kept)
+            for key, container, copy in owner.containers:
+                if id(container) not in shared:
+                    shared[id(container)] = type(container)() if copy is None else copy.copy()
+                values[key] = shared[id(container)]
+            for into, tensors in ((values, owner.tensors), (values.get("_buffers", {}), owner.buffers)):
+                for held in tensors:
+                    if id(held.tensor) not in shared:
+                        shared[id(held.tensor)] = held.again()
+                    into[held.leaf] = shared[id(held.tensor)]
+            entries.append((_attributes_of(holder), values))
+        return entries
+
+
+def _put(attributes: MutableMapping[str, Any], values: dict[str, Any]) -> None:
+    for key in [k for k in attributes if k not in values and k not in _SKIPPED]:
+        del attributes[key]
+    attributes.update(values)
+
+
+class _Slots(MutableMapping[str, Any]):
+    """The attributes of an object whose class has `__slots__`, those in its `__dict__` among them."""
+
+    def __init__(self, item: Any, names: tuple[str, ...]) -> None:
+        self._item = item
+        self._names = names
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return object.__getattribute__(self._item, name)
+        except AttributeError:
+            raise KeyError(name) from None
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        object.__setattr__(self._item, name, value)
+
+    def __delitem__(self, name: str) -> None:
+        object.__delattr__(self._item, name)
+
+    def __iter__(self) -> Iterator[str]:
+        yield from getattr(self._item, "__dict__", ())
+        for name in self._names:
+            if name in self:
+                yield name
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def _attributes_of(item: Any) -> MutableMapping[str, Any]:
+    """Returns a module's or object's attributes, to be read and changed."""
+    names = _slots_of(type(item))
+    return _Slots(item, names) if names else item.__dict__
+
+
+def _slots_of(kind: type[Any]) -> tuple[str, ...]:
+    members = (k for base in kind.__mro__ for k, v in vars(base).items() if type(v) is types.MemberDescriptorType)
+    return tuple(members) if any("__slots__" in vars(base) for base in kind.__mro__[:-1]) else ()
+
+
+def _is_state(item: Any) -> bool:
+    """Whether an object may keep state for a forward: it has attributes, and is no module, class or function."""
+    if isinstance(item, (nn.Module, torch.Tensor, type, types.ModuleType)) or isinstance(item, _FUNCTIONS):
+        return False
+    return type(getattr(item, "__dict__", None)) is dict or bool(_slots_of(type(item)))

@@ -1,0 +1,229 @@
+"""What a second run of a forward must find as the first one found it, and leave as it was.
+
+Random number streams (torch CPU and device, python's, numpy's, explicit generators) and autocast. Each is taken when a
+region is entered and put in place around its replay; afterwards everything is as before the replay. What modules and
+arguments hold is in `attributes.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import random
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from recoup import _torch
+
+
+class RandomState:
+    """The random number streams at one moment.
+
+    Those of the host are kept only if `settle()` finds that they moved since: most forwards leave them alone. The CPU's
+    is kept as bytes, so that the allocator, and whoever counts what it gives, sees nothing of it.
+    """
+
+    __slots__ = ("_cpu", "_devices", "_numpy", "_python")
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._cpu: bytes | None = _cpu_state()
+        self._devices = [(i, torch.cuda.get_rng_state(i)) for i in _cuda_devices(tensors)]
+        self._python: Any = random.getstate()
+        self._numpy: Any = _numpy_stream.state()
+
+    def settle(self) -> None:
+        """Forgets the streams that have not moved since."""
+        if self._python == random.getstate():
+            self._python = None
+        if self._numpy is not None:
+            now = _numpy_stream.state()
+            if now is self._numpy or _is_same(now, self._numpy):
+                self._numpy = None
+        if self._cpu == _cpu_state():
+            self._cpu = None
+
+    def put(self) -> None:
+        """Sets the streams to where they were, for good."""
+        if self._cpu is not None:
+            _set_cpu_state(self._cpu)
+        for i, state in self._devices:
+            torch.cuda.set_rng_state(state, i)
+        if self._python is not None:
+            random.setstate(self._python)
+        if self._numpy is not None:
+            sys.modules["numpy"].random.set_state(self._numpy)
+
+    def is_settled(self) -> bool:
+        """Whether no stream of the host is kept: `settle` found that none moved."""
+        return self._cpu is None and self._python is None and self._numpy is None and not self._devices
+
+    @contextlib.contextmanager
+    def replayed(self) -> Iterator[None]:
+        """Sets the streams to where they were and, at the end, to where they are now."""
+        cpu = _cpu_state() if self._cpu is not None else None
+        devices = [(i, torch.cuda.get_rng_state(i)) for i, _ in self._devices]
+        python = random.getstate() if self._python is not None else None
+        numpy = sys.modules["numpy"].random if self._numpy is not None else None
+        numpy_state = numpy.get_state() if numpy is not None else None
+        try:
+            if self._cpu is not None:
+                _set_cpu_state(self._cpu)
+            for i, state in self._devices:
+                torch.cuda.set_rng_state(state, i)
+            if self._python is not None:
+                random.setstate(self._python)
+            if numpy is not None:
+                numpy.set_state(self._numpy)
+            yield
+        finally:
+            if cpu is not None:
+                _set_cpu_state(cpu)
+            for i, state in devices:
+                torch.cuda.set_rng_state(state, i)
+            if python is not None:
+                random.setstate(python)
+            if numpy is not None:
+                numpy.set_state(numpy_state)
+
+
+class _NumpyStream:
+    """NumPy's global stream, whose state takes 50 us to read: read again only where it moved since the last time.
+
+    Whether it moved is seen from the generator's own memory, which is compared with what the state that was read would
+    look like there: in any other layout it never agrees, and the state is read each time. The memory does not tell of a
+    second normal number that is held back; while one is, the state is read each time too.
+    """
+
+    _STATE_BYTES = 2500  # of MT19937: 624 words and a position
+
+    def __init__(self) -> None:
+        self._raw = b""
+        self._state: Any = None
+
+    def state(self) -> Any:
+        """Returns what `numpy.random.get_state` does, the very same if nothing moved; None without NumPy."""
+        numpy = sys.modules.get("numpy")
+        if numpy is None:
+            return None
+        generator = numpy.random.get_bit_generator()
+        if type(generator).__name__ != "MT19937":
+            return numpy.random.get_state()
+        raw = ctypes.string_at(generator.ctypes.state_address, self._STATE_BYTES)
+        if self._state is None or self._state[3] or raw != self._raw:
+            state = self._state = numpy.random.get_state()
+            self._raw = state[1].tobytes() + int(state[2]).to_bytes(4, sys.byteorder)
+        return self._state
+
+
+_numpy_stream = _NumpyStream()
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two states of NumPy's stream are equal: position, what is held back, words."""
+    return bool(one[2] == other[2] and one[3] == other[3] and (one[1] == other[1]).all())
+
+
+# Read and written by address: any other way is an op, which modes that follow ops, fake tensors and lineage see.
+def _cpu_state() -> bytes:
+    state = torch.get_rng_state()
+    return ctypes.string_at(state.data_ptr(), state.nbytes)
+
+
+def _set_cpu_state(saved: bytes) -> None:
+    state = torch.get_rng_state()
+    ctypes.memmove(state.data_ptr(), saved, len(saved))
+    torch.set_rng_state(state)
+
+
+def _cuda_devices(tensors: Iterable[torch.Tensor]) -> list[int]:
+    if not _torch.cuda_is_initialized():
+        return []
+    return sorted({t.get_device() for t in tensors if t.device.type == "cuda"})
+
+
+class AutocastState:
+    """Autocast as it is now, for the CPU and for one device type."""
+
+    __slots__ = ("_states",)
+
+    def __init__(self, device_types: Iterable[str]) -> None:
+        self._states = [
+            (d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d), torch.is_autocast_cache_enabled())
+            for d in dict.fromkeys(["cpu", *device_types])
+            if torch.amp.is_autocast_available(d)
+        ]
+
+    @contextlib.contextmanager
+    def replayed(self) -> Iterator[None]:
+        """Enters the same autocast."""
+        with contextlib.ExitStack() as stack:
+            for device, enabled, dtype, cache in self._states:
+                if enabled or torch.is_autocast_enabled(device):
+                    stack.enter_context(torch.autocast(device, dtype, enabled, cache))
+            yield
+
+
+def _state_of(stream: Any) -> Any:
+    """Returns the state of an explicit random stream, or None if it is not one."""
+    if isinstance(stream, torch.Generator):
+        return stream.get_state()
+    if isinstance(stream, random.Random):
+        return stream.getstate()
+    if type(stream).__module__.startswith("numpy.random"):
+        if hasattr(stream, "bit_generator"):
+            return stream.bit_generator.state
+        return stream.get_state() if hasattr(stream, "get_state") else None
+    return None
+
+
+def _set_state(stream: Any, state: Any) -> None:
+    if isinstance(stream, random.Random):
+        stream.setstate(state)
+    elif hasattr(stream, "bit_generator"):
+        stream.bit_generator.state = state
+    else:
+        stream.set_state(state)
+
+
+class StreamState:
+    """Explicit random streams (`torch.Generator`, `random.Random`, numpy's) among some objects."""
+
+    __slots__ = ("_states",)
+
+    def __init__(self, objects: Iterable[Any]) -> None:
+        states = [(o, _state_of(o)) for o in objects]
+        self._states = [(o, state) for o, state in states if state is not None]
+
+    def restore(self) -> None:
+        """Sets the streams to where they were."""
+        for stream, state in self._states:
+            _set_state(stream, state)
+
+    @contextlib.contextmanager
+    def replayed(self) -> Iterator[None]:
+        """Sets the streams to where they were and, at the end, to where they are now."""
+        now = [(stream, _state_of(stream)) for stream, _ in self._states]
+        try:
+            self.restore()
+            yield
+        finally:
+            for stream, state in now:
+                _set_state(stream, state)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Returns how often the tensor was changed in place; inference tensors do not tell."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def statistics_buffers(modules: Iterable[tuple[str, nn.Module]]) -> tuple[str, ...]:
+    """Returns the paths of buffers that normalisation layers among (path, module) update in training."""
+    names = []
+    for path, child in modules:
+        if isinstance(child, nn.modules.batchnorm._NormBase) and child.track_running_stats and child.training:
+            names += [f"{path}.{leaf}" if path else leaf for leaf, b in child._buffers.items() if b is not None]
+    return tuple(names)

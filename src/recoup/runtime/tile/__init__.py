@@ -1,0 +1,1 @@
+"""Tile: the loss, and position-wise modules, over tiles of tokens."""

@@ -1,0 +1,1 @@
+"""A language model's loss without its logits."""

@@ -1,0 +1,220 @@
+"""The tiled loss in autograd: gradients taken in forward, or in backward where they depend on what comes from above.
+
+*Forward form* (mean and sum): each tile's gradients are taken as soon as its logits are there and scaled in backward by
+the one number that comes from above: three matmuls a tile, as many as the plain step runs. *Recompute form* ("none",
+and float16, whose gradients must be scaled before they are rounded): backward makes each tile's logits again.
+
+Sums over tiles are taken in float32 where the weight is of lower precision.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from recoup import _torch
+from recoup.errors import UsageError
+from recoup.runtime.tile.loss.math import LossSpec, Tile, wide
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+"""Rows, (N, R), and a weight, (V, R)."""
+
+# Shapes: N tokens, H hidden, V classes, T tokens of a tile.
+
+
+def tiled_loss(
+    hidden_NH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    bias_V: torch.Tensor | None,
+    labels_N: torch.Tensor,
+    spec: LossSpec,
+    more: Sequence[Pair] = (),
+) -> torch.Tensor:
+    """Returns the loss: a scalar, or (N,) for reduction "none"; in the dtype that it is computed in.
+
+    Args:
+        more: (rows, weight) of products that are added to the head's: of a low-rank adapter, (N, R) and (V, R).
+    """
+    flat = [tensor for pair in more for tensor in pair]
+    with torch.autocast(hidden_NH.device.type, enabled=False):
+        if spec.reduction != "none" and hidden_NH.dtype != torch.float16:
+            return _ForwardGradient.apply(hidden_NH, weight_VH, bias_V, labels_N, spec, *flat)  # type: ignore[no-any-return, no-untyped-call]
+        each = dataclasses.replace(spec, reduction="none")
+        rows_N = _Recomputed.apply(hidden_NH, weight_VH, bias_V, labels_N, each, *flat)  # type: ignore[no-untyped-call]
+        if spec.reduction == "none":
+            return rows_N  # type: ignore[no-any-return, no-untyped-call]
+        total = rows_N.sum()
+        return total / (labels_N != spec.ignore_index).sum() if spec.reduction == "mean" else total  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Gradients:
+    """Sums over tiles of the gradients that somebody needs."""
+
+    def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, needs: tuple[bool, bool, bool]) -> None:
+        self.any = any(needs)
+        self.hidden = torch.empty_like(hidden) if needs[0] else None
+        self._weight = weight
+        self._needs_weight = needs[1]
+        self._sum: torch.Tensor | None = None
+        self._bias = torch.zeros(weight.shape[0], dtype=wide(weight.dtype), device=weight.device) if needs[2] else None
+
+    def add(self, d_TV: torch.Tensor, hidden_TH: torch.Tensor, start: int) -> None:
+        """Adds a tile's share."""
+        if self.hidden is not None:
+            torch.mm(d_TV, self._weight, out=self.hidden[start : start + len(d_TV)])
+        if self._needs_weight:
+            if self._sum is None:
+                self._sum = torch.mm(d_TV.t(), hidden_TH).to(wide(self._weight.dtype))
+            elif self._sum.dtype == d_TV.dtype:
+                torch.addmm(self._sum, d_TV.t(), hidden_TH, out=self._sum)
+            else:
+                self._sum.add_(torch.mm(d_TV.t(), hidden_TH))
+        if self._bias is not None:
+            self._bias.add_(d_TV.sum(0))
+
+    def finish(self) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        weight, self._sum = self._sum, None
+        if self._needs_weight and weight is None:  # no tokens at all
+            weight = torch.zeros_like(self._weight)
+        weight = weight.to(self._weight.dtype) if weight is not None else None
+        bias = self._bias.to(self._weight.dtype) if self._bias is not None else None
+        return self.hidden, weight, bias
+
+
+def _pairs(more: Sequence[Any]) -> list[Pair]:
+    return [(more[i], more[i + 1]) for i in range(0, len(more), 2)]
+
+
+def _all_gradients(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, more: Sequence[Pair]) -> list[_Gradients]:
+    """Returns where the gradients of the head's product, and of those added to it, are gathered."""
+    needs = ctx.needs_input_grad
+    found = [_Gradients(hidden, weight, (needs[0], needs[1], needs[2]))]
+    found += [_Gradients(*pair, (needs[5 + 2 * i], needs[6 + 2 * i], False)) for i, pair in enumerate(more)]
+    return found
+
+
+def _add(all_gradients: Sequence[_Gradients], rows: Sequence[torch.Tensor], d_TV: torch.Tensor, start: int) -> None:
+    for gradients, rows_TR in zip(all_gradients, rows, strict=True):
+        if gradients.any:
+            gradients.add(d_TV, rows_TR[start : start + len(d_TV)], start)
+
+
+def _tiles(
+    hidden_NH: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    labels_N: torch.Tensor,
+    spec: LossSpec,
+    more: Sequence[Pair],
+) -> Iterator[tuple[int, torch.Tensor, Tile]]:
+    for start in range(0, len(hidden_NH), spec.tile_tokens):
+        hidden_TH = hidden_NH[start : start + spec.tile_tokens]
+        output_TV = torch.mm(hidden_TH, weight.t()) if bias is None else torch.addmm(bias, hidden_TH, weight.t())
+        for rows_NR, weight_VR in more:
+            output_TV.addmm_(rows_NR[start : start + spec.tile_tokens], weight_VR.t())
+        tile = Tile(output_TV, labels_N[start : start + spec.tile_tokens], spec)
+        del output_TV
+        yield start, hidden_TH, tile
+        del tile
+
+
+class _ForwardGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        labels: torch.Tensor,
+        spec: LossSpec,
+        *flat: torch.Tensor,
+    ) -> torch.Tensor:
+        more = _pairs(flat)
+        gradients = _all_gradients(ctx, hidden, weight, more)
+        all_rows = [hidden, *(rows for rows, _ in more)]
+        dtype = _loss_dtype(hidden.dtype, spec)
+        scale = torch.ones((), dtype=dtype, device=hidden.device)
+        if spec.reduction == "mean":
+            scale = scale / (labels != spec.ignore_index).sum()
+        total = torch.zeros((), dtype=dtype, device=hidden.device)
+        for start, _, tile in _tiles(hidden, weight, bias, labels, spec, more):
+            total = total + tile.rows().sum()
+            if any(g.any for g in gradients):
+                _add(gradients, all_rows, tile.gradient(scale), start)
+            del tile
+        ctx.save_for_backward(*_in_order(gradients))
+        return total * scale if spec.reduction == "sum" else total / (labels != spec.ignore_index).sum()
+
+    @staticmethod
+    def backward(ctx: Any, upstream: torch.Tensor) -> Any:
+        _refuse_second_derivative()
+        # Nobody else has seen these buffers, and without retain_graph nobody will: they are scaled where they lie.
+        in_place = not _torch.backward_keeps_graph()
+        scaled = []
+        for gradient in ctx.saved_tensors:
+            if gradient is not None:
+                factor = upstream.to(wide(gradient.dtype))
+                gradient = gradient.mul_(factor) if in_place else gradient * factor
+            scaled.append(gradient)
+        return (*scaled[:3], None, None, *scaled[3:])
+
+
+class _Recomputed(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        labels: torch.Tensor,
+        spec: LossSpec,
+        *flat: torch.Tensor,
+    ) -> torch.Tensor:
+        more = _pairs(flat)
+        ctx.save_for_backward(hidden, weight, bias, labels, *flat)
+        ctx.spec = spec
+        rows = torch.zeros(len(hidden), dtype=_loss_dtype(hidden.dtype, spec), device=hidden.device)
+        for start, hidden_TH, tile in _tiles(hidden, weight, bias, labels, spec, more):
+            rows[start : start + len(hidden_TH)] = tile.rows()
+            del tile
+        return rows
+
+    @staticmethod
+    def backward(ctx: Any, upstream_N: torch.Tensor) -> Any:
+        _refuse_second_derivative()
+        hidden, weight, bias, labels, *flat = ctx.saved_tensors
+        more = _pairs(flat)
+        gradients = _all_gradients(ctx, hidden, weight, more)
+        all_rows = [hidden, *(rows for rows, _ in more)]
+        with torch.autocast(hidden.device.type, enabled=False):
+            for start, hidden_TH, tile in _tiles(hidden, weight, bias, labels, ctx.spec, more):
+                tile.rows()
+                _add(gradients, all_rows, tile.gradient(upstream_N[start : start + len(hidden_TH)]), start)
+                del tile
+        found = _in_order(gradients)
+        return (*found[:3], None, None, *found[3:])
+
+
+def _in_order(all_gradients: Sequence[_Gradients]) -> list[torch.Tensor | None]:
+    """Returns gradients of hidden states, weight and bias, then of the rows and the weight of each product added."""
+    first, *others = (gradients.finish() for gradients in all_gradients)
+    return [*first, *(gradient for rows, weight, _ in others for gradient in (rows, weight))]
+
+
+def _loss_dtype(dtype: torch.dtype, spec: LossSpec) -> torch.dtype:
+    for kind, value in spec.steps:
+        if kind == "to":
+            dtype = value
+    return wide(dtype)
+
+
+def _refuse_second_derivative() -> None:
+    if torch.is_grad_enabled():  # backward with create_graph=True
+        raise UsageError(
+            "The tiled loss was asked for gradients that can be differentiated again (create_graph=True); it keeps no "
+            "logits to do that with. Use the plain loss there: F.cross_entropy, or a plan without `tile`. "
+            "(recoup.runtime.tile.loss.cross_entropy)"
+        )

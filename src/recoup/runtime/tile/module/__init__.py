@@ -1,0 +1,1 @@
+"""Position-wise modules over tiles, proved position-wise first."""

@@ -1,0 +1,148 @@
+"""The labels that move something to the host, added to a problem: regions' inputs, and what a call saves.
+
+What a copy costs depends on what else is copied, which labels that add up cannot say. So a problem is made under one
+of three assumptions, and the simulation of the plans decides between their answers:
+
+- "hidden": all copies hide behind compute. True as long as little is moved.
+- "window": copies hide as long as the link keeps up. Walking the calls of one depth in order, each that begins when
+  the link is free has its copy for nothing; the link is then busy for as long as the copy takes, and the calls that
+  begin meanwhile are not moved. Of equal layers this leaves every second or third, as the ratio of copy to compute
+  says. Inputs of regions are few bytes: they hide if their copy takes no longer than the region.
+- "exposed": nothing hides. True where there are no copy engines.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from recoup.solver.problem import Block, Leaf, Offload, Option, Problem
+
+Assumption = Literal["hidden", "window", "exposed"]
+_REPEATED = 3
+_HIDDEN_SHARE = 0.01  # of a copy's time that it costs though it hides: of two plans, the one that moves less
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class _Link:
+    """The link while calls are walked in order, and when it is free again; a window is for calls of one `depth`."""
+
+    out_seconds: float
+    back_seconds: float
+    overlaps: bool
+    assumption: Assumption
+    depth: int
+    free_at: float = 0.0
+
+    def price(self, nbytes: int, *, hides: bool) -> float:
+        out, back = nbytes * self.out_seconds, nbytes * self.back_seconds
+        if not self.overlaps:
+            return out + back
+        return max(out, back) * (_HIDDEN_SHARE if hides else 1.0)
+
+    def inputs(self, nbytes: int, seconds: float) -> float:
+        """Returns the price of moving the inputs of a region that runs for so long."""
+        hides = self.assumption == "window" and nbytes * max(self.out_seconds, self.back_seconds) <= seconds
+        return self.price(nbytes, hides=hides or self.assumption == "hidden")
+
+    def saves(self, depth: int, nbytes: int, starts: float) -> float | None:
+        """Returns the price of moving what a call saves, None if it is not to be moved."""
+        if self.assumption != "window":
+            return self.price(nbytes, hides=self.assumption == "hidden")
+        if depth != self.depth or self.free_at > starts:
+            return None
+        self.free_at = starts + nbytes * max(self.out_seconds, self.back_seconds)
+        return self.price(nbytes, hides=True)
+
+
+def with_offload(
+    problem: Problem,
+    *,
+    out_seconds: float,
+    back_seconds: float,
+    overlaps: bool,
+    assumption: Assumption,
+    min_bytes: int,
+    depth: int = 0,
+) -> Problem:
+    """Returns the problem with labels that move regions' inputs, and what calls save, to the host.
+
+    Args:
+        out_seconds, back_seconds: of moving one byte. overlaps: whether copies run beside compute.
+        min_bytes: calls that would move less get no such label.
+        depth: of the calls that a window is for; the outermost ones have depth 0.
+    """
+    link = _Link(
+        out_seconds=out_seconds, back_seconds=back_seconds, overlaps=overlaps, assumption=assumption, depth=depth
+    )
+    parts, _ = _walk(problem.parts, link, 0, 0.0, min_bytes)
+    return dataclasses.replace(problem, parts=parts)
+
+
+def _walk(
+    parts: tuple[Leaf | Block, ...], link: _Link, depth: int, now: float, min_bytes: int
+) -> tuple[tuple[Leaf | Block, ...], float]:
+    """Returns the parts with labels, and the forward seconds at their end."""
+    found: list[Leaf | Block] = []
+    for part in parts:
+        if isinstance(part, Leaf):
+            found.append(part)
+            continue
+        inner, inner_end = _walk(part.parts, link, depth + 1, now, min_bytes)
+        region = part.region
+        if region is None:
+            now = inner_end
+            found.append(dataclasses.replace(part, parts=inner))
+            continue
+        seconds = region.seconds + region.tail_seconds
+        inputs = link.inputs(region.saved_bytes, seconds) if region.saved_bytes >= min_bytes else None
+        found.append(
+            dataclasses.replace(
+                part,
+                parts=inner,
+                region=dataclasses.replace(region, offload_seconds=inputs),
+                offloads=tuple(_offloads(part, link, depth, now, min_bytes)),
+            )
+        )
+        now += seconds
+    return tuple(found), now
+
+
+def _offloads(block: Block, link: _Link, depth: int, now: float, min_bytes: int) -> list[Offload]:
+    leaves = list(_leaves(block))
+    found: list[Offload] = []
+    for inside in ("rederive", "save"):
+        options = [_option(leaf, inside) for leaf in leaves]
+        if inside == "rederive" and all(o.action != inside for o in options):
+            continue
+        level, forward = 0, 0
+        for option in options:
+            forward = max(forward, level + option.forward_bytes)
+            level += option.saved_bytes
+        if level >= min_bytes:
+            price = link.saves(depth, level, now)
+            if price is not None:
+                found.append(Offload(inside=inside, saved_bytes=0, forward_bytes=forward, seconds=price))
+    return found
+
+
+def depths(problem: Problem) -> list[int]:
+    """Returns the depths at which three calls or more of one kind save something, the outermost first, two at most."""
+    counts: dict[tuple[int, str], int] = {}
+
+    def count(parts: tuple[Leaf | Block, ...], depth: int) -> None:
+        for part in parts:
+            if isinstance(part, Block):
+                counts[depth, part.kind] = counts.get((depth, part.kind), 0) + (part.region is not None)
+                count(part.parts, depth + 1)
+
+    count(problem.parts, 0)
+    return sorted({depth for (depth, _), number in counts.items() if number >= _REPEATED})[:2]
+
+
+def _option(leaf: Leaf, action: str) -> Option:
+    return next((o for o in leaf.options if o.action == action), leaf.options[0])
+
+
+def _leaves(block: Block) -> list[Leaf]:
+    return [leaf for part in block.parts for leaf in ([part] if isinstance(part, Leaf) else _leaves(part))]

@@ -1,0 +1,347 @@
+"""From a problem to its front: walks the calls from the last to the first, regions solved inside first.
+
+A region's inside is a sequence of its own, solved the same way, once for each distinct structure: 32 equal layers are
+one. Spans (one region over consecutive calls) are tried at every length up to `_EVERY_LENGTH` and from there on at
+lengths that grow by an eighth to a quarter. Depth of recursion is depth of nesting, never number of layers.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+
+from recoup.solver.pareto import Front, before_leaf, before_region, best_of, empty
+from recoup.solver.problem import Leaf, ambient_of
+from recoup.solver.rederive_coupling import Linked, Links, forks
+from recoup.solver.reference import option_of
+from recoup.solver.sequence import (
+    OFFLOAD,
+    REGION_KEEPING,
+    REGION_OFFLOADED,
+    Call,
+    Line,
+    Span,
+    inputs_moved,
+    results_kept,
+    saves_moved,
+)
+
+_EVERY_LENGTH = 16
+_LONGEST_SPAN = 64
+_MOST_OPEN, _MOST_OPEN_IF_SMALL, _SMALL = 3, 6, 64
+_MOST_POINTS, _MOST_POINTS_IF_LARGE, _LARGE = 4000, 1000, 1000
+_Units = frozenset[int]
+
+
+def is_tried(length: int) -> bool:
+    """Whether spans of this many calls are tried: all short ones, longer ones in steps of an eighth to a quarter."""
+    return length <= _EVERY_LENGTH or length % (1 << max(length.bit_length() - 3, 0)) == 0
+
+
+def is_tried_inside(length: int) -> bool:
+    """Whether spans of this many calls are tried inside spans: in steps of a quarter to a half."""
+    return length % (1 << max(length.bit_length() - 2, 0)) == 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Inside:
+    """Some consecutive calls as a sequence of their own.
+
+    Attributes:
+        structure: equal for equal numbers.
+        front: as the inside of a region over them.
+        sequence: as a part of a longer inside; with nested spans, all of them may be one region there.
+    """
+
+    structure: int
+    front: Front
+    sequence: Front
+
+
+class Search:
+    """Fronts of a line under a set of actions.
+
+    Args:
+        line: the problem, laid out.
+        actions: what may be chosen besides "save".
+        spans: whether consecutive calls may form one region.
+        nested_spans: whether the calls inside a span may be regions, and spans, again (Rotor's full recursion).
+        max_points, max_inner_points: how large fronts may grow, of the step (None: by the size of the line) and inside
+            regions.
+    """
+
+    def __init__(
+        self,
+        line: Line,
+        *,
+        actions: Sequence[str],
+        spans: bool,
+        nested_spans: bool,
+        max_points: int | None = None,
+        max_inner_points: int = 100,
+    ) -> None:
+        self._line = line
+        self._actions = frozenset(actions) | {"save"}
+        self._spans = spans
+        self._nested_spans = nested_spans
+        self._max_points = max_points or (_MOST_POINTS if len(line.leaves) <= _LARGE else _MOST_POINTS_IF_LARGE)
+        self._max_inner_points = max_inner_points
+        self._most_open = _MOST_OPEN if len(line.leaves) > _SMALL else _MOST_OPEN_IF_SMALL
+        # Segments of a chain of n calls are best at about sqrt(n); three times that leaves room for unequal ones.
+        self._longest_span = max(_LONGEST_SPAN, 3 * math.isqrt(len(line.leaves)))
+        self._inside: dict[tuple[int, int], _Inside] = {}
+        self._linked: dict[tuple[int, int], Front] = {}
+        self._known_links: dict[Hashable, Linked] = {}
+        self._known_forks: dict[int, tuple[dict[int, list[int]], dict[int, list[int]]]] = {}  # by identity of the call
+        self._links_of: dict[int, Links | None] = {}
+        self._nothing = empty()
+        self.num_thinned = 0
+
+    def front(self) -> Front:
+        """Returns the front of the whole step, above its fixed bytes."""
+        return self._walk(self._line.root, self._nothing, frozenset(), self._max_points, outermost=True)
+
+    def _best_of(self, fronts: Sequence[Front], max_points: int) -> Front:
+        front = best_of(fronts, max_points)
+        self.num_thinned += front.num_thinned
+        return front
+
+    def _walk(
+        self,
+        call: Call,
+        after: Front,
+        rederived: _Units,
+        max_points: int,
+        *,
+        with_regions: bool = True,
+        outermost: bool = False,
+    ) -> Front:
+        """Returns the front of a call's parts followed by `after`.
+
+        A unit (leaves that act together) forks the walk where its last leaf is met and joins it behind its first one:
+        in between there is one front for each set of the call's open units that rederive.
+
+        Args:
+            rederived: units that reach out of this call and rederive; those not in it save.
+            with_regions: whether this call's own parts may be regions.
+            outermost: whether no region is around it: what a replay saves does not go to the host.
+        """
+        parts = call.parts
+        opening, closing = self._forks(call)
+        # fronts[i] is that of parts i and on; a span jumps from it to one further right.
+        fronts: list[dict[_Units, Front]] = [{}] * len(parts) + [{frozenset(): after}]
+        insides: dict[int, list[_Inside]] = {}
+        links = self._links(call) if with_regions else None
+        for i in reversed(range(len(parts))):
+            part = parts[i]
+            found: dict[_Units, list[Front]] = {}
+            is_region = (
+                with_regions and isinstance(part, Call) and self._may_be_region(part, parts[i - 1] if i else None)
+            )
+            if isinstance(part, Call) and is_region:
+                insides[i] = self._insides(call, i, insides, links)
+            for state, rest in fronts[i + 1].items():
+                for forked in forks(state, opening.get(i, ())):
+                    active = rederived | forked
+                    candidates = found.setdefault(forked.difference(closing.get(i, ())), [])
+                    if isinstance(part, Leaf):
+                        candidates += self._leaf(part, call, i, rest, active)
+                        continue
+                    candidates.append(self._walk(part, rest, active, max_points, outermost=outermost))
+                    if outermost and part.block.offloads:
+                        candidates += self._offloads(part, rest, active)
+                    if is_region:
+                        inner, jumps = [], []
+                        for length, inside in enumerate(insides[i], start=1):
+                            jumped = parts[i + length - 1]
+                            assert isinstance(jumped, Call)
+                            if any(self._line.is_touched(u, part.first, jumped.last) for u in active):
+                                break  # a region would take some of a unit's leaves and leave others
+                            inner.append(inside.front)
+                            jumps.append(fronts[i + length][forked])
+                        candidates += self._regions(part, inner, jumps, outermost=outermost)
+            fronts[i] = {state: self._best_of(candidates, max_points) for state, candidates in found.items()}
+        return fronts[0][frozenset()]
+
+    def _forks(self, call: Call) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
+        """Returns the units that open and close at each part of a call, walking from the last to the first."""
+        known = self._known_forks.get(id(call))
+        if known is not None:
+            return known
+        opening: dict[int, list[int]] = {}
+        closing: dict[int, list[int]] = {}
+        for unit, (first, last) in self._reaches(call, len(call.parts)).items():
+            opening.setdefault(last, []).append(unit)
+            closing.setdefault(first, []).append(unit)
+        self._known_forks[id(call)] = opening, closing
+        return opening, closing
+
+    def _links(self, call: Call) -> Links | None:
+        """Returns what links the parts of a call, None if nothing does."""
+        if id(call) in self._links_of:
+            return self._links_of[id(call)]
+        reaches = self._reaches(call, self._longest_span) if self._spans and "recompute" in self._actions else {}
+        if not reaches:
+            self._links_of[id(call)] = None
+            return None
+
+        def walk(part: Call, after: Front, rederived: _Units) -> Front:
+            return self._walk(part, after, rederived, self._max_inner_points)
+
+        found = self._links_of[id(call)] = Links(
+            call.parts,
+            reaches,
+            walk=walk,
+            best_of=lambda fronts: self._best_of(fronts, self._max_inner_points),
+            structure=self._line.structure,
+            known=self._known_links,
+        )
+        return found
+
+    def _reaches(self, call: Call, longest: int) -> dict[int, tuple[int, int]]:
+        """Returns the first and the last part that each unit of a call touches, for those that may rederive.
+
+        At most `_MOST_OPEN` are open anywhere (more on a small line), those that free the most bytes; the rest save.
+
+        Args:
+            longest: how many parts a unit may reach over.
+        """
+        reaches: dict[int, tuple[int, int]] = {}
+        if "rederive" not in self._actions:
+            return reaches
+        starts = call.starts
+        num_open = [0] * len(starts)
+        for unit in sorted(call.units, key=self._freed_bytes, reverse=True):
+            positions = self._line.units[unit]
+            first = bisect.bisect_right(starts, positions[0]) - 1
+            last = bisect.bisect_right(starts, positions[-1]) - 1
+            if last - first < longest and max(num_open[first : last + 1]) < self._most_open:
+                reaches[unit] = (first, last)
+                for i in range(first, last + 1):
+                    num_open[i] += 1
+        return reaches
+
+    def _freed_bytes(self, unit: int) -> int:
+        leaves = [self._line.leaves[i] for i in self._line.units[unit]]
+        return sum(leaf.options[0].saved_bytes - leaf.options[-1].saved_bytes for leaf in leaves)
+
+    def _leaf(self, leaf: Leaf, call: Call, i: int, after: Front, rederived: _Units) -> list[Front]:
+        options = [o for o in leaf.options if o.action in self._actions] or list(leaf.options[:1])
+        if len(options) > 1:
+            unit = self._line.unit_of[call.starts[i]]
+            if unit >= 0:
+                action = "rederive" if unit in rederived else "save"
+                options = [o for o in options if ambient_of(o.action) == action]
+        return [before_leaf(after, o, leaf.gradient_bytes, is_plain=o.action == "save") for o in options]
+
+    def _regions(
+        self,
+        call: Call,
+        inner: Sequence[Front],
+        after: Sequence[Front],
+        tried: Callable[[int], bool] = is_tried,
+        *,
+        outermost: bool = False,
+    ) -> list[Front]:
+        """Returns the fronts of regions that begin at `call`: over n calls, with inner[n - 1], before after[n - 1]."""
+        fronts = []
+        span = Span()
+        last: Call | None = call
+        for length, (inside, rest) in enumerate(zip(inner, after, strict=True), start=1):
+            assert last is not None and last.block.region is not None
+            span.add(last.block.region)
+            if tried(length) and span.is_allowed:
+                ways = {"recompute": span.region()}
+                if outermost and ways["recompute"].offload_seconds is not None:
+                    ways[REGION_OFFLOADED] = inputs_moved(ways["recompute"])
+                for which, keep in enumerate(ways["recompute"].keeps if outermost else ()):
+                    ways[f"{REGION_KEEPING}{which}"] = results_kept(ways["recompute"], keep)
+                for action, region in ways.items():
+                    fronts.append(
+                        before_region(
+                            rest,
+                            region,
+                            inside,
+                            num_leaves=last.last - call.first,
+                            rank=call.rank,
+                            num_calls=length,
+                            action=action,
+                        )
+                    )
+            last = last.following
+        return fronts
+
+    def _offloads(self, call: Call, after: Front, rederived: _Units) -> list[Front]:
+        """Returns the fronts of a call whose saved tensors go to the host, all its leaves running alike."""
+        if any(self._line.is_touched(u, call.first, call.last) for u in rederived):
+            return []
+        fronts = []
+        for offload in call.block.offloads:
+            inner = self._nothing
+            for leaf in reversed(self._line.leaves[call.first : call.last]):
+                option = option_of(leaf, offload.inside)
+                inner = before_leaf(inner, option, leaf.gradient_bytes, is_plain=True)
+            fronts.append(
+                before_region(
+                    after,
+                    saves_moved(offload),
+                    inner,
+                    num_leaves=call.last - call.first,
+                    rank=call.rank,
+                    num_calls=1,
+                    action=OFFLOAD + offload.inside,
+                )
+            )
+        return fronts
+
+    def _may_be_region(self, call: Call, before: Leaf | Call | None) -> bool:
+        """Whether a region may begin with the call, or a span that begins before it go through it."""
+        region = call.block.region
+        if region is None or "recompute" not in self._actions:
+            return False
+        return region.is_alone or call.following is not None or (isinstance(before, Call) and before.following is call)
+
+    def _insides(self, around: Call, i: int, known: Mapping[int, list[_Inside]], links: Links | None) -> list[_Inside]:
+        """Returns the insides of regions over 1, 2, ... calls, the first of which is part `i` of `around`.
+
+        Args:
+            known: the same for the parts behind it. links: what links the parts of `around`, None: nothing does.
+        """
+        call = around.parts[i]
+        assert isinstance(call, Call)
+        following = known[i + 1] if call.following is not None and self._spans else []
+        found: list[_Inside] = []
+        for length in range(1, min(len(following) + 1, self._longest_span) + 1):
+            key = (call.structure, following[length - 2].structure if length > 1 else -1)
+            inside = self._inside.get(key)
+            if inside is None:
+                after = following[length - 2].sequence if length > 1 else self._nothing
+                fronts = [self._walk(call, after, frozenset(), self._max_inner_points)]
+                if self._nested_spans and length > 1:
+                    behind = [known[i + k][length - k - 1].sequence for k in range(1, length)]
+                    fronts += self._regions(call, [other.front for other in found], behind, is_tried_inside)
+                front = sequence = self._best_of(fronts, self._max_inner_points)
+                if self._nested_spans and is_tried(length):
+                    inner = [*(o.front for o in found), front]
+                    whole = self._regions(call, inner, [self._nothing] * length, length.__eq__)
+                    sequence = self._best_of([front, *whole], self._max_inner_points)
+                structure = self._line.structure(("inside", *key))
+                inside = self._inside[key] = _Inside(structure=structure, front=front, sequence=sequence)
+            if length > 1 and links is not None:
+                inside = self._with_links(links, i, length, inside)
+            found.append(inside)
+        return found
+
+    def _with_links(self, links: Links, i: int, length: int, inside: _Inside) -> _Inside:
+        """Returns the inside of a span in which units that link its calls may rederive too."""
+        linked = links.extend(i, length)
+        if not is_tried(length):
+            return inside
+        key = (inside.structure, linked.structure)
+        front = self._linked.get(key)
+        if front is None:
+            front = self._best_of([inside.front, linked.fronts[frozenset()]], self._max_inner_points)
+            self._linked[key] = front
+        return dataclasses.replace(inside, front=front)

@@ -1,0 +1,92 @@
+"""Twelve models with state: five steps leave what plain steps leave, bit for bit, by explicit regions and by plans."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import recoup
+from recoup.cost.model import FlopsCost
+from recoup.ir.plan import Decision
+from recoup.runtime import execution_context
+from recoup.runtime.apply import apply_decisions
+from tests.runtime.stateful import STATEFUL, differing, everything, seeded, train
+
+
+@pytest.mark.parametrize("inside", ["save", "rederive"])
+@pytest.mark.parametrize("name", STATEFUL)
+def test_regions(name: str, inside: str) -> None:
+    make, batch, paths = STATEFUL[name]
+    expected = train(seeded(make), batch)
+    model = seeded(make)
+    before = execution_context.counters()[0]
+    with apply_decisions(model, [Decision(path=p, action="recompute", inside=inside) for p in paths]):
+        found = train(model, batch)
+    assert differing(expected, found) == []
+    assert execution_context.counters()[0] - before >= 5 * len(paths)
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_plans_at_a_tight_budget(name: str) -> None:
+    make, batch, _ = STATEFUL[name]
+    expected = train(seeded(make), batch)
+    model = seeded(make)
+    untouched = everything(model)
+    curve = recoup.frontier(model, (batch(0),), cost=FlopsCost(), num_points=2)
+    plan = min(curve.points, key=lambda point: point.peak_bytes).plan
+    assert differing(untouched, everything(model)) == []  # planning changed nothing, streams and state included
+    with recoup.apply(model, plan):
+        found = train(model, batch)
+    assert differing(expected, found) == []
+    assert plan.decisions, "the smallest budget needs a plan"
+
+
+def test_a_large_buffer_is_exact_when_the_decision_names_it() -> None:
+    class Table(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = torch.nn.Linear(16, 16)
+            self.register_buffer("table", torch.ones(256, 256))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.table.mul_(0.9)
+            return torch.tanh(self.fc(x)) * self.table[0, 0]
+
+    def run(model: torch.nn.Module) -> list[torch.Tensor]:
+        model(torch.ones(4, 16)).sum().backward()
+        return [model[0].fc.weight.grad, model[0].table]
+
+    expected = run(seeded(lambda: torch.nn.Sequential(Table())))
+    model = seeded(lambda: torch.nn.Sequential(Table()))
+    with (
+        apply_decisions(model, [Decision(path="0", action="recompute")]),
+        pytest.raises(recoup.ReplayError, match=r"`table` was changed in place"),
+    ):
+        run(model)
+    model = seeded(lambda: torch.nn.Sequential(Table()))
+    with apply_decisions(model, [Decision(path="0", action="recompute", buffers=("0.table",))]):
+        assert all(torch.equal(a, b) for a, b in zip(expected, run(model), strict=True))
+
+
+@pytest.mark.slow
+def test_synchronised_batch_norm_on_two_processes(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.runtime.synchronised"]
+    root = Path(__file__).parents[2]
+    processes = [
+        subprocess.Popen(
+            [*command, str(rank), str(tmp_path / "meeting")],
+            cwd=root,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
