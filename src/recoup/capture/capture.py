@@ -16,13 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from recoup import _torch
-from recoup._pytree import iterate_tensors, map_tensors
-from recoup.capture.fakify import fake_batch, swap_parameters
+from recoup import _torch, progress
+from recoup._pytree import iterate_tensors
+from recoup.capture.fakify import fake_batch, fake_parameters, real_batch
 from recoup.capture.fingerprint import fingerprint
 from recoup.capture.folding.fold import Folding
 from recoup.capture.folding.unfold import unfold
 from recoup.capture.folding.zones import Counted, FoldingMemory, Irregular
+from recoup.capture.leaks import Kept, run_on_fakes
 from recoup.capture.module_calls import CallRecorder
 from recoup.capture.optimizer import OptimizerLike, rebuild_optimizer
 from recoup.capture.simulated_transport import SimulatedTransport
@@ -45,6 +46,7 @@ class StepSpec:
         dialect: "cpu" or "cuda": whose side outputs, optimizer and allocator are counted.
         round_bytes: the allocator's granularity.
         folding: what captures of this step learn of its loops, for the next; None: they are captured in full.
+        keepers: in words, what was found to keep tensors of a forward outside of the model.
     """
 
     model: nn.Module
@@ -54,10 +56,19 @@ class StepSpec:
     dialect: str = "cpu"
     round_bytes: int = 1
     folding: FoldingMemory | None = dataclasses.field(default_factory=FoldingMemory, compare=False)
+    keepers: list[str] = dataclasses.field(default_factory=list, compare=False)
 
 
 class _Unfollowable(Exception):
     """Fake tensors cannot follow the model; carries the reason."""
+
+
+class _Failed(StepError):
+    """The user's model or loss raised an error; `reason` says where, and which."""
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 def capture(spec: StepSpec, *, known: Trace | None = None) -> Trace:
@@ -75,21 +86,43 @@ def capture(spec: StepSpec, *, known: Trace | None = None) -> Trace:
             f"{type(spec.model).__name__} has no parameters; there is no training step to plan. Pass the nn.Module "
             "that holds the weights."
         )
-    on_meta = any(p.device.type == "meta" for p in spec.model.parameters())
+    on_meta = _is_on_meta(spec.model)
     try:
         return _capture_fake(spec, known)
-    except _Unfollowable as error:
-        reason = str(error)
-    except StepError as error:
-        if on_meta:
-            raise
-        reason = str(error)  # an op may run and have no fake kernel, or one that is pickier: the real step decides
+    except (_Unfollowable, StepError) as error:
+        # An op may run and have no fake kernel, or one that is pickier: the real step decides.
+        reason = error.reason if isinstance(error, _Failed) else str(error)
     if on_meta:
         raise StepError(
             f"The step cannot be followed without data ({reason}), and the model has none (it is on `meta`). Build "
             "it on a real device."
         )
-    return _capture_real(spec, reason)
+    try:
+        return _capture_real(spec, reason)
+    except _Failed as error:
+        if known is not None:
+            raise StepError(
+                f"The step of {type(spec.model).__name__} runs, but not with this plan applied; its {error.reason}."
+            ) from error.__cause__
+        if _runs(spec):
+            raise StepError(
+                f"The step of {type(spec.model).__name__} runs, but recoup cannot follow it; its {error.reason}, only "
+                "while it was watched. Please report the model."
+            ) from error.__cause__
+        raise
+
+
+def _runs(spec: StepSpec) -> bool:
+    """Whether the step runs when nobody watches."""
+    with untouched(spec.model):
+        for parameter in spec.model.parameters():
+            parameter.grad = None
+        batch = real_batch(spec.batch)
+        try:
+            loss_of(call_model(spec.model, batch), batch, spec.loss)[0].backward()  # type: ignore[no-untyped-call]
+        except Exception:  # user code runs here
+            return False
+    return True
 
 
 class _Enough(BaseException):
@@ -107,9 +140,14 @@ def levels_after_calls(spec: StepSpec, path: str, counts: tuple[int, ...]) -> li
     Raises:
         StepError: if fake tensors cannot follow the step.
     """
-    device, levels = _device_of(spec.model), []
-    with untouched(spec.model), _torch.quiet_fake_errors(), _torch.fake_tensor_mode():
-        parameters = swap_parameters(spec.model, device)
+    kept = Kept(spec.model, (spec.loss,))
+    return run_on_fakes(lambda mode, _: _levels_on(mode, spec, path, counts), kept, is_thorough=True)[0]
+
+
+def _levels_on(mode: Any, spec: StepSpec, path: str, counts: tuple[int, ...]) -> list[int]:
+    device = _device_of(spec.model)
+    levels: list[int] = []
+    with untouched(spec.model), _torch.quiet_fake_errors(), mode, fake_parameters(spec.model, device) as parameters:
         tracker = Tracker(island=True, round_bytes=spec.round_bytes, dialect=spec.dialect)
         _register(spec.model, parameters, tracker)
         batch = fake_batch(spec.batch, device)
@@ -122,11 +160,13 @@ def levels_after_calls(spec: StepSpec, path: str, counts: tuple[int, ...]) -> li
             nonlocal num_calls
             if called != path:
                 return
+            if num_calls > counts[-1]:
+                raise _Enough  # again: an `except:` of the model's has eaten the first one
             if num_calls in counts:
                 levels.append(sum(s.nbytes for s in tracker.storages if s.free_op < 0))
-            if num_calls == counts[-1]:
-                raise _Enough
             num_calls += 1
+            if num_calls > counts[-1]:
+                raise _Enough
 
         recorder.watcher = watch
         try:
@@ -134,8 +174,9 @@ def levels_after_calls(spec: StepSpec, path: str, counts: tuple[int, ...]) -> li
                 _run(spec, batch, tracker, recorder, backward=False)
         except _Enough:
             pass
-        except _Unfollowable as error:
-            raise StepError(f"The step cannot be followed without data: {error}") from error
+        except (_Unfollowable, _Failed) as error:
+            if num_calls <= counts[-1]:
+                raise StepError(f"The step cannot be followed without data: {error}") from error
     return levels
 
 
@@ -165,6 +206,8 @@ def _run(
         if backward:
             tracker.phase = "backward"
             loss.backward()  # type: ignore[no-untyped-call]
+        if tracker.unanswered is not None:
+            raise tracker.unanswered  # an `except:` of the model's has eaten it: in training it takes another way
         return source
     except RecoupError:
         raise
@@ -172,9 +215,9 @@ def _run(
         raise _Unfollowable(f"{type(error).__name__}: {_first_line(error)}") from error
     except Exception as error:  # the user's model and loss run here and may raise anything
         phase = {"forward": "forward", "loss": "loss"}.get(tracker.phase, "backward")
-        raise StepError(
-            f"The {phase} of {type(model).__name__} failed on this batch: {type(error).__name__}: {_first_line(error)}"
-        ) from error
+        what = f"{type(error).__name__}: {_first_line(error)}"
+        message = f"The {phase} of {type(model).__name__} failed on this batch: {what}"
+        raise _Failed(message, f"{phase} raised {what}") from error
 
 
 def _first_line(error: BaseException) -> str:
@@ -201,13 +244,40 @@ def _capture_fake(spec: StepSpec, known: Trace | None) -> Trace:
 
 
 def _capture_folded(spec: StepSpec, known: Trace | None, memory: FoldingMemory | None) -> Trace:
+    """Captures with fake tensors and leaves none behind.
+
+    A forward that keeps tensors somewhere (a cache of masks) finds them there in training; so it does here, the second
+    time: its forward is run for real before, without gradients.
+    """
+    kept = Kept(spec.model, (spec.loss,))
+
+    def body(mode: Any, trackers: list[Tracker]) -> Trace:
+        return _capture_on(mode, trackers, spec, known, memory)
+
+    trace, keepers = run_on_fakes(body, kept, is_thorough=known is None)
+    if not keepers or spec.keepers or _is_on_meta(spec.model):
+        return trace
+    spec.keepers.extend(keepers)
+    return run_on_fakes(body, kept, is_thorough=True)[0]
+
+
+def _fill_caches(spec: StepSpec) -> None:
+    progress.advance(f"one forward for real: tensors are kept in {spec.keepers[0]}")
+    with torch.no_grad(), contextlib.suppress(Exception):  # where it fails, the capture says why
+        call_model(spec.model, real_batch(spec.batch))
+
+
+def _capture_on(
+    mode: Any, trackers: list[Tracker], spec: StepSpec, known: Trace | None, memory: FoldingMemory | None
+) -> Trace:
     device = _device_of(spec.model)
     with untouched(spec.model), _torch.quiet_fake_errors(), _few_full_collections():
-        mode = _torch.fake_tensor_mode()
+        if spec.keepers:
+            _fill_caches(spec)
         old = [(id(p), path) for path, p in spec.model.named_parameters()]
-        with mode:
-            parameters = swap_parameters(spec.model, device)
+        with mode, fake_parameters(spec.model, device) as parameters:
             tracker = Tracker(island=True, round_bytes=spec.round_bytes, dialect=spec.dialect)
+            trackers.append(tracker)
             _register(spec.model, parameters, tracker)
             stepper = None
             if known is None:
@@ -230,6 +300,8 @@ def _capture_folded(spec: StepSpec, known: Trace | None, memory: FoldingMemory |
                 tracker.phase = "optimizer"
                 with tracker:
                     stepper.step()
+                stepper.state.clear()  # an optimizer is part of a cycle: it would hold them until the collector runs
+                stepper.param_groups.clear()
             calls_released = _release_run(spec, device, memory) if known is None else None
             del gradients
         with _without_collector():
@@ -317,6 +389,10 @@ def _saving(tracker: Tracker) -> Iterator[None]:
         yield
 
 
+def _is_on_meta(model: nn.Module) -> bool:
+    return any(p.device.type == "meta" for p in model.parameters())
+
+
 def _device_of(model: nn.Module) -> str:
     device = next(model.parameters()).device
     return "cpu" if device.type == "meta" else str(device)
@@ -372,7 +448,7 @@ def _capture_real(spec: StepSpec, reason: str) -> Trace:
         tracker = Tracker(island=False, round_bytes=spec.round_bytes, dialect=spec.dialect)
         try:
             _register(spec.model, parameters, tracker)
-            batch = map_tensors(lambda t: t.detach().clone().requires_grad_(t.requires_grad), spec.batch)
+            batch = real_batch(spec.batch)
             for tensor in iterate_tensors(batch):
                 tracker.add(tensor, "batch", "batch")
             recorder = CallRecorder(spec.model, tracker)

@@ -27,6 +27,7 @@ from recoup.runtime.rebuild.cheap_ops import SILENT_WRITERS, op_facts
 
 _ISLAND_INPUT_ELEMENTS = 1 << 22
 _ISLAND_FLOAT_ELEMENTS = 64
+_UNANSWERED = _torch.fake_tensor_errors()
 _INTEGER_DTYPES = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 
 
@@ -103,7 +104,8 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
         saves: (ops so far, call, storage, op that saves it) of each tensor that autograd keeps, in order.
         marks: before each op, how many storages were known and saved tensors rederived.
         counting: ops run and are not recorded. num_looks: how many ops were asked of real tensors, whose values may
-            count. bridge: stands for the calls that `folding` leaves out, if it does.
+            count. unanswered: the first error of an op that fake tensors cannot answer; None if there was none.
+            bridge: stands for the calls that `folding` leaves out, if it does.
     """
 
     def __init__(self, *, island: bool, round_bytes: int = 1, dialect: str = "cpu") -> None:
@@ -125,6 +127,7 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
         self.recording = True
         self.counting = False
         self.num_looks = 0
+        self.unanswered: BaseException | None = None
         self._island = island
         self._results = FakeResults()
         self._round_bytes = round_bytes
@@ -165,6 +168,11 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
         storage = tensor.untyped_storage()
         handle = self._handles.get(storage._cdata)
         return handle.index if handle is not None and handle() is storage else None
+
+    def holds_fakes(self) -> bool:
+        """Whether memory that is none is still referred to: a storage of a fake tensor."""
+        found = (handle() for handle in list(self._handles.values()))
+        return any(storage is not None and storage.device.type == "meta" for storage in found)
 
     def _index(self, tensor: torch.Tensor, category: Category, alloc_op: int, label: str) -> int:
         storage = tensor.untyped_storage()
@@ -231,7 +239,11 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
         _collect(args, tensors)
         if kwargs:
             _collect(tuple(kwargs.values()), tensors)
-        out = self._run(func, args, kwargs, tensors)
+        try:
+            out = self._run(func, args, kwargs, tensors)
+        except _UNANSWERED as error:
+            self.unanswered = self.unanswered or error.with_traceback(None)
+            raise
         if func.namespace == "prim" or self.counting:  # questions about a tensor's device and the like
             return out
         if self.bridge is not None and self.phase == "backward":

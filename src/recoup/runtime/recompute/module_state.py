@@ -250,6 +250,6 @@ def _slots_of(kind: type[Any]) -> tuple[str, ...]:
 
 def _is_state(item: Any) -> bool:
     """Whether an object may keep state for a forward: it has attributes, and is no module, class or function."""
-    if isinstance(item, (nn.Module, torch.Tensor, type, types.ModuleType)) or isinstance(item, _FUNCTIONS):
+    if isinstance(item, (nn.Module, torch.Tensor, type, types.ModuleType, *_FUNCTIONS)):
         return False
     return type(getattr(item, "__dict__", None)) is dict or bool(_slots_of(type(item)))
