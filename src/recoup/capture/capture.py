@@ -18,6 +18,7 @@ from torch import nn
 
 from recoup import _torch, progress
 from recoup._pytree import iterate_tensors
+from recoup._storages import covered_bytes, dense_parts
 from recoup.capture.fakify import fake_batch, fake_parameters, real_batch
 from recoup.capture.fingerprint import fingerprint
 from recoup.capture.folding.fold import Folding
@@ -28,7 +29,7 @@ from recoup.capture.module_calls import CallRecorder
 from recoup.capture.optimizer import OptimizerLike, rebuild_optimizer
 from recoup.capture.simulated_transport import SimulatedTransport
 from recoup.capture.snapshot import untouched
-from recoup.capture.step import Loss, call_model, loss_of
+from recoup.capture.step import Loss, call_model, loss_of, placeholder_gradient, step_optimizer
 from recoup.capture.trace import build_trace
 from recoup.capture.tracker import Tracker
 from recoup.errors import RecoupError, StepError
@@ -299,7 +300,7 @@ def _capture_on(
             if stepper is not None:
                 tracker.phase = "optimizer"
                 with tracker:
-                    stepper.step()
+                    step_optimizer(stepper)
                 stepper.state.clear()  # an optimizer is part of a cycle: it would hold them until the collector runs
                 stepper.param_groups.clear()
             calls_released = _release_run(spec, device, memory) if known is None else None
@@ -417,8 +418,11 @@ def _fake_optimizer(
     for group in stepper.param_groups:
         for parameter in group["params"]:
             if parameter.requires_grad:
-                parameter.grad = torch.empty_like(parameter)
-    stepper.step()
+                parameter.grad = placeholder_gradient(stepper, parameter)
+    try:
+        step_optimizer(stepper)
+    except StepError as error:  # SparseAdam's gradients have no number of rows here
+        raise _Unfollowable(str(error)) from error
     for group in stepper.param_groups:
         for parameter in group["params"]:
             parameter.grad = None
@@ -427,14 +431,26 @@ def _fake_optimizer(
     return stepper
 
 
+def _state_bytes(spec: StepSpec) -> int:
+    """Returns the bytes of the optimizer's state, made over copies of the parameters."""
+    if spec.optimizer is None:
+        return 0
+    copies = {id(p): nn.Parameter(p.detach().clone(), p.requires_grad) for p in spec.model.parameters()}
+    stepper = rebuild_optimizer(spec.optimizer, copies, list(copies.values()), foreach=False)
+    for parameter in copies.values():
+        parameter.grad = placeholder_gradient(stepper, parameter) if parameter.requires_grad else None
+    step_optimizer(stepper)
+    return covered_bytes(iterate_tensors([dict(state) for state in stepper.state.values()]))
+
+
 def _note_gradients(parameters: dict[str, torch.Tensor], tracker: Tracker) -> list[torch.Tensor]:
     gradients = []
     for name, parameter in parameters.items():
         if parameter.grad is not None:
-            index = tracker.find(parameter.grad)
-            if index is not None:
-                tracker.storages[index].category = "gradient"
-                tracker.storages[index].label = f"gradient of {name}"
+            for index in map(tracker.find, dense_parts(parameter.grad)):
+                if index is not None:
+                    tracker.storages[index].category = "gradient"
+                    tracker.storages[index].label = f"gradient of {name}"
             gradients.append(parameter.grad)
     return gradients
 
@@ -448,6 +464,7 @@ def _capture_real(spec: StepSpec, reason: str) -> Trace:
         tracker = Tracker(island=False, round_bytes=spec.round_bytes, dialect=spec.dialect)
         try:
             _register(spec.model, parameters, tracker)
+            tracker.add_block(_state_bytes(spec), "optimizer", "optimizer state")
             batch = real_batch(spec.batch)
             for tensor in iterate_tensors(batch):
                 tracker.add(tensor, "batch", "batch")

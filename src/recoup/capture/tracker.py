@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from recoup import _torch
+from recoup._storages import dense_parts
 from recoup.capture.op_cache import FakeResults
 from recoup.cost.signature import make_signature, signature_key
 from recoup.ir.trace import Category, Copy, Phase, Signature
@@ -155,8 +156,8 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
     # -- storages -----------------------------------------------------------------------------------------------
 
     def add(self, tensor: torch.Tensor, category: Category, label: str) -> int:
-        """Registers a tensor that was there before the step; returns its storage's index."""
-        return self._index(tensor, category, -1, label)
+        """Registers a tensor that was there before the step; returns its (last) storage's index, -1 without one."""
+        return max((self._index(part, category, -1, label) for part in dense_parts(tensor)), default=-1)
 
     def add_block(self, nbytes: int, category: Category, label: str) -> None:
         """Registers bytes that are there all the time and belong to no tensor of this run."""
@@ -164,7 +165,9 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
             self.storages.append(StorageRecord(nbytes, category, -1, len(self.storages), label))
 
     def find(self, tensor: torch.Tensor) -> int | None:
-        """Returns the index of the tensor's storage if it is known."""
+        """Returns the index of the tensor's storage if it is known; None for one that is not strided."""
+        if tensor.layout is not torch.strided:
+            return None
         storage = tensor.untyped_storage()
         handle = self._handles.get(storage._cdata)
         return handle.index if handle is not None and handle() is storage else None
@@ -190,7 +193,11 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
 
     def saved(self, tensor: torch.Tensor) -> None:
         """Notes that autograd keeps the tensor for the current call."""
-        if tensor.layout is not torch.strided or not self.recording:
+        if not self.recording:
+            return
+        if tensor.layout is not torch.strided:
+            for part in dense_parts(tensor):
+                self.saved(part)
             return
         index = self.find(tensor)
         if index is not None and self.phase in ("forward", "loss"):
@@ -276,12 +283,14 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
     def _record(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor], out: Any) -> None:
         index = len(self.ops)
         self.marks.append((len(self.storages), self.num_rederived))
-        inputs = tuple(self._index(t, "temporary", -1, "made before the step") for t in tensors if _is_plain(t))
+        inputs = tuple(
+            self._index(part, "temporary", -1, "made before the step") for t in tensors for part in dense_parts(t)
+        )
         outputs: list[torch.Tensor] = []
         _collect(out if isinstance(out, (tuple, list)) else (out,), outputs)
         name = func._schema.name
         call, origin = self._origin(index)
-        new = tuple(self._index(t, "temporary", index, name) for t in outputs if _is_plain(t))
+        new = tuple(self._index(part, "temporary", index, name) for t in outputs for part in dense_parts(t))
         signature = self._signature(func, args, kwargs, out)
         self.ops.append(OpRecord(signature, call, origin, self.phase, execution_context.is_recomputing(), inputs, new))
         facts = op_facts(func)

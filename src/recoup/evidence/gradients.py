@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from recoup._storages import dense_parts
 from recoup.capture.snapshot import random_state
 
 
@@ -182,8 +183,10 @@ def _bound(plain: StepResult, noise: float) -> float:
 
 def equal_values(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors have the same shape, dtype and values; NaNs in the same places count as equal."""
-    if a.shape != b.shape or a.dtype != b.dtype:
+    if a.shape != b.shape or a.dtype != b.dtype or a.layout != b.layout:
         return False
+    if a.layout is not torch.strided:
+        return all(map(equal_values, dense_parts(a), dense_parts(b)))
     if torch.equal(a, b):
         return True
     return a.is_floating_point() and bool(((a == b) | (a.isnan() & b.isnan())).all())
@@ -193,11 +196,13 @@ _SMALL_SHARE = 1e-3
 
 
 def _norm_of_all(gradients: dict[str, torch.Tensor | None]) -> float:
-    floating = [g.detach() for g in gradients.values() if g is not None and g.is_floating_point()]
+    found = [part for g in gradients.values() if g is not None for part in dense_parts(g)]
+    floating = [g.detach() for g in found if g.is_floating_point()]
     return float(sum(float(g.double().square().sum()) for g in floating) ** 0.5)
 
 
 def _relative_error(a: torch.Tensor, b: torch.Tensor, smallest: float) -> float:
     wide = torch.float64 if not a.is_complex() else torch.complex128
-    a, b = a.detach().to(wide), b.detach().to(wide)
+    a, b = (t.detach().to_dense() if t.layout is not torch.strided else t.detach() for t in (a, b))
+    a, b = a.to(wide), b.to(wide)
     return float((a - b).norm() / a.norm().clamp_min(max(smallest, 1e-300)))

@@ -17,7 +17,7 @@ from torch import nn
 from recoup._pytree import iterate_tensors, map_tensors
 from recoup.capture.optimizer import OptimizerLike, rebuild_optimizer
 from recoup.capture.snapshot import Snapshot, untouched
-from recoup.capture.step import Loss, call_model, loss_of
+from recoup.capture.step import Loss, call_model, loss_of, placeholder_gradient, step_optimizer
 from recoup.errors import UsageError
 from recoup.evidence.gradients import NOISE_FACTOR, Comparison, StepResult, compare, rounding_noise, take_result
 from recoup.evidence.memory import measure_peak, meter_name, storage_bytes
@@ -43,8 +43,8 @@ class StepBench:
             parameters = [p for p in model.parameters() if isinstance(p, nn.Parameter)]
             self.optimizer = rebuild_optimizer(optimizer, {id(p): p for p in parameters}, parameters, foreach=False)
             for parameter in parameters:
-                parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-            self.optimizer.step()
+                parameter.grad = placeholder_gradient(self.optimizer, parameter) if parameter.requires_grad else None
+            step_optimizer(self.optimizer)
             self.restore()
 
     def restore(self) -> None:
@@ -73,7 +73,7 @@ class StepBench:
             return take_result(self.model, loss)
         del loss
         if self.optimizer is not None:
-            self.optimizer.step()
+            step_optimizer(self.optimizer)
         return None
 
 
