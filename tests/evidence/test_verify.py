@@ -13,7 +13,8 @@ import recoup
 from recoup.cost.model import FlopsCost
 from recoup.evidence.gradients import NOISE_FACTOR, StepResult, compare, rounding_noise, take_result
 from recoup.evidence.verify import verify_plan
-from recoup.ir.plan import Decision, Plan
+from recoup.ir.decision import Decision, Recompute
+from recoup.ir.plan import Plan
 from tests.evidence.ordinary import ORDINARY
 
 _WIDTH = 64
@@ -54,7 +55,7 @@ def test_names_the_first_module_and_op_that_differ() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(_WIDTH, _WIDTH), Lying(), nn.Linear(_WIDTH, 1))
     batch = torch.randn(32, _WIDTH)
-    evidence = verify_plan(model, _plan(model, batch, Decision(path="1", action="recompute")), batch, timed=False)
+    evidence = verify_plan(model, _plan(model, batch, Recompute(path="1")), batch, timed=False)
     assert not evidence.replays_equal and not evidence.exact and not evidence.ok
     first = evidence.differences[0]
     assert first.startswith("region `1`: its second forward gave other values, first from")
@@ -68,7 +69,7 @@ def test_fit_warns_of_what_is_not_exact() -> None:
     batch = torch.randn(1024, _WIDTH)
     with pytest.warns(recoup.InexactWarning, match="not bit-equal to the plain step"):
         fitted = recoup.fit(model, batch, budget="75%", timed=False, actions=("recompute",))
-    assert any(d.action == "recompute" for d in fitted.plan.decisions)
+    assert any(d.is_region for d in fitted.plan.decisions)
     fitted.applied.remove()
 
 
@@ -92,7 +93,7 @@ def test_state_in_attributes_is_no_difference_and_is_put_back() -> None:
     model = nn.Sequential(Counting(), Counting(), nn.Linear(_WIDTH, 1))
     stream = model[0].stream.get_state()
     batch = torch.randn(32, _WIDTH)
-    decisions = [Decision(path=p, action="recompute") for p in ("0", "1")]
+    decisions = [Recompute(path=p) for p in ("0", "1")]
     evidence = verify_plan(model, _plan(model, batch, *decisions), batch, timed=False)
     assert evidence.exact and evidence.num_regions_replayed == 2, evidence.differences
     assert evidence.num_replays_compared >= 4
@@ -116,7 +117,7 @@ def test_no_false_alarm(name: str) -> None:
         curve = recoup.frontier(model, batch, loss=loss, cost=FlopsCost(), num_points=2)
         plan = min(curve.points, key=lambda point: point.peak_bytes).plan
         assert plan.decisions
-        recomputed = [d.path for d in plan.decisions if d.action == "recompute"]
+        recomputed = [d.path for d in plan.decisions if d.is_region]
         evidence = recoup.verify(model, plan, batch, loss=loss, timed=False)
     ours = [w for w in caught if "recoup" in str(w.filename) or "recoup" in str(w.message)]
     assert not ours, [str(w.message) for w in ours]

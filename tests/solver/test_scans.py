@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from recoup.ir.plan import Decision
+from recoup.ir.decision import Recompute, Scan, TileLoss
 from recoup.solver.frontier import Solver
 from recoup.solver.problem import Block, Leaf, Option, Problem
 from recoup.solver.reference import evaluate
@@ -98,7 +98,7 @@ def test_a_choice_says_the_bytes() -> None:
         Pick(first=2, last=3, action="save"),
     )
     assert list(chosen_bytes(choice, LADDERS)) == [(300,), (1100,)]
-    assert LADDERS[0].decisions((300,)) == (Decision(path="", call=0, action="recompute", scan=0, scan_bytes=300),)
+    assert LADDERS[0].decisions((300,)) == (Scan(path="", call=0, index=0, budget_bytes=300),)
 
 
 def test_scans_together_give_up_the_cheapest_bytes_first() -> None:
@@ -111,10 +111,10 @@ def test_scans_together_give_up_the_cheapest_bytes_first() -> None:
 
 
 def test_other_bytes_for_the_same_plan() -> None:
-    tile = Decision(path="head", action="tile")
-    region = Decision(path="a", action="recompute")
+    tile = TileLoss(path="head")
+    region = Recompute(path="a")
     scans = LADDERS[0].decisions((300,))
     plan = with_scans((region, tile), scans)
     assert plan == (region, *scans, tile)
     assert split_scans(plan) == (scans, (region, tile))
-    assert with_scans(plan, LADDERS[0].decisions((200,)))[1].scan_bytes == 200
+    assert with_scans(plan, LADDERS[0].decisions((200,)))[1].budget_bytes == 200

@@ -18,6 +18,7 @@ from torch import nn
 from recoup import _torch
 from recoup.evidence.gradients import equal_values
 from recoup.runtime import execution_context
+from recoup.runtime.recompute.uninitialised import Uninitialised
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +95,7 @@ class Audit(_torch.dispatch_mode_class()):  # type: ignore[misc]
         self.buffers = frozenset(_address(b) for b in model.buffers())
         self._modules: list[str] = []
         self._makers: dict[int, tuple[str, str]] = {}
-        self._opaque: set[int] = set()
+        self._uninitialised = Uninitialised()
         self.divergences: list[Divergence] = []
         self.num_compared = 0
         self.num_kept = 0
@@ -105,8 +106,8 @@ class Audit(_torch.dispatch_mode_class()):  # type: ignore[misc]
         return min(self.divergences, key=lambda d: d.order, default=None)
 
     def keep(self, tensor: torch.Tensor) -> _Original | None:
-        """Returns the tensor as it is now, to be compared later; nothing during a replay, or for a workspace."""
-        if execution_context.is_recomputing() or _address(tensor) in self._opaque:
+        """Returns the tensor as it is now, to be compared later; None in a replay, and of what no kernel wrote."""
+        if execution_context.is_recomputing() or self._uninitialised.holds(tensor):
             return None
         self.num_kept += 1
         return _Original(self, tensor)
@@ -119,15 +120,13 @@ class Audit(_torch.dispatch_mode_class()):  # type: ignore[misc]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if not execution_context.is_recomputing():
+            self._uninitialised.note(func, args, kwargs or {}, out)
             here = self._modules[-1] if self._modules else ""
             outputs = out if isinstance(out, (tuple, list)) else (out,)
-            for i, (result, found) in enumerate(zip(func._schema.returns, outputs, strict=False)):
+            for result, found in zip(func._schema.returns, outputs, strict=False):
                 alias = result.alias_info
                 if isinstance(found, torch.Tensor) and (alias is None or alias.is_write):
-                    address = _address(found)
-                    self._makers[address] = (func._schema.name.replace("::", "."), here)
-                    # Bytes beside a result are a kernel's own workspace (recurrent layers): parts are never written.
-                    (self._opaque.add if i > 0 and found.dtype is torch.uint8 else self._opaque.discard)(address)
+                    self._makers[_address(found)] = (func._schema.name.replace("::", "."), here)
         return out
 
     @contextlib.contextmanager

@@ -102,7 +102,7 @@ def verify_plan(
             "stop at `plan`."
         )
     notes: list[str] = []
-    tiled = any(d.action == "tile" for d in plan.decisions)
+    tiled = not all(d.is_exact for d in plan.decisions)
     with untouched(model), _in_place(model, plan):
         bench = StepBench(model, batch, loss, optimizer)
         try:

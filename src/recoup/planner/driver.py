@@ -21,7 +21,8 @@ from recoup.capture.capture import StepSpec
 from recoup.cost.host_link import Link
 from recoup.cost.model import CostModel, PricedTrace
 from recoup.errors import InfeasibleBudget, UsageError
-from recoup.ir.plan import Decision, Inside, Plan
+from recoup.ir.decision import Ambient, Decision, Offload, Recompute, Save, TileModule
+from recoup.ir.plan import Plan
 from recoup.ir.trace import Trace
 from recoup.planner.prediction import write_plan
 from recoup.planner.simulator import EVERYWHERE, Candidate, Simulator
@@ -221,17 +222,17 @@ class Planner(Simulator):
 
     def decide(self, solver: Solver, solution: Solution) -> tuple[Decision, ...]:
         """Returns a solution's decisions, ready for the engine: one for every call where there is only one."""
-        chosen = []
+        chosen: list[Decision] = []
         for decision in to_decisions(solver.line, solution.choice):
-            buffers: tuple[str, ...] = ()
-            if decision.action == "recompute":
-                paths = {decision.path, *decision.span}
-                buffers = tuple(b for p in paths for b in self.mutated_buffers.get(p, ()))
             call = None if self.num_calls.get(decision.path, 1) == 1 else decision.call
-            chosen.append(dataclasses.replace(decision, call=call, buffers=tuple(sorted(buffers))))
+            if isinstance(decision, Recompute):
+                buffers = tuple(sorted({b for p in decision.paths for b in self.mutated_buffers.get(p, ())}))
+                chosen.append(dataclasses.replace(decision, call=call, buffers=buffers))
+            else:
+                chosen.append(dataclasses.replace(decision, call=call))
         saves_only = any(solver is view for view in (self.solvers[-1], *self._saves_only))
         if "rederive" in self.actions and chosen and chosen[0].path and not saves_only:
-            chosen.insert(0, Decision(path="", action="save"))  # lineage is recorded: regions' inputs use it
+            chosen.insert(0, Save(path=""))  # lineage is recorded: regions' inputs use it
         if self.scans is not None:
             chosen += self.scans.decide(solution.choice)
         return with_tiles(chosen, self._tiles.get(id(solver), ()))
@@ -288,12 +289,12 @@ class Planner(Simulator):
         for kind in sorted(repeated, key=lambda k: -saved[k])[:_KINDS_BY_HAND]:
             paths = dict.fromkeys(trace.calls[i].path for i in kinds[kind])
             for ambient in ambients:
-                inside: Inside = "rederive" if ambient else "save"
-                regions = ambient + tuple(Decision(path=p, action="recompute", inside=inside) for p in paths)
+                inside: Ambient = "rederive" if ambient else "save"
+                regions = ambient + tuple(Recompute(path=p, inside=inside) for p in paths)
                 yield regions
                 if self.link is not None:
                     yield with_inputs_offloaded(regions)
-                    yield ambient + tuple(Decision(path=p, action="offload", inside=inside) for p in paths)
+                    yield ambient + tuple(Offload(path=p, inside=inside) for p in paths)
 
     def fit(self, budget_bytes: int) -> Candidate | None:
         """Returns the fastest plan found whose simulated peak is at or under the budget, None if there is none."""
@@ -369,7 +370,7 @@ class Planner(Simulator):
     def _drop_tiles(self, tiles: tuple[Decision, ...], budget_bytes: int) -> None:
         """Simulates the fastest plan with these tiles, and everything rederived, with fewer modules tiled."""
         fitting = [c for c in self._fitting(budget_bytes) if c.decisions[-len(tiles) :] == tiles]
-        if not fitting or all(d.tile_of == "loss" for d in tiles):
+        if not fitting or not any(isinstance(d, TileModule) for d in tiles):
             return
         starts = [min(fitting, key=lambda c: c.step_seconds)]
         starts += [c for c in fitting if c.decisions == (*EVERYWHERE, *tiles) and c is not starts[0]]
@@ -378,7 +379,7 @@ class Planner(Simulator):
 
     def _with_fewer_tiles(self, candidate: Candidate, budget_bytes: int) -> None:
         """Simulates a plan with as few modules tiled as the budget needs, those that backward comes to first."""
-        tiles = [d for d in candidate.decisions if d.tile_of == "module"]
+        tiles = [d for d in candidate.decisions if isinstance(d, TileModule)]
         fewest, most = 0, len(tiles)
         while fewest < most:
             kept = (fewest + most) // 2

@@ -5,11 +5,11 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
+from recoup.ir.decision import describe_decisions
 from recoup.ir.evidence import Evidence
 from recoup.ir.plan import Plan
 from recoup.ir.profile import FrontierPoint, Profile
 from recoup.report.advice import advise
-from recoup.report.words import describe
 from recoup.units import format_bytes, format_flops, format_seconds
 
 _WIDTH = 100
@@ -74,7 +74,8 @@ def format_plan(plan: Plan) -> str:
         rows.append(("all-gathers", f"{predicted.num_all_gathers} a step on each rank, as without a plan"))
     head = f"Plan for {plan.model_class} on {plan.device}"
     does = "\n".join(
-        textwrap.fill(line, _WIDTH, initial_indent="  - ", subsequent_indent="    ") for line in describe(plan)
+        textwrap.fill(line, _WIDTH, initial_indent="  - ", subsequent_indent="    ")
+        for line in describe_decisions(plan.decisions)
     )
     notes = "".join("\n" + textwrap.fill(f"note: {note}", _WIDTH, subsequent_indent="      ") for note in plan.notes)
     return f"{head}\n{_rows(rows)}\n{does}{notes}"
@@ -153,7 +154,8 @@ def _evidence_notes(evidence: Evidence) -> str:
 def format_fit(plan: Plan, evidence: Evidence) -> str:
     """Returns the table a person reads at a glance: the plan in words, the evidence, the verdict."""
     does = "\n".join(
-        textwrap.fill(line, _WIDTH, initial_indent="  - ", subsequent_indent="    ") for line in describe(plan)
+        textwrap.fill(line, _WIDTH, initial_indent="  - ", subsequent_indent="    ")
+        for line in describe_decisions(plan.decisions)
     )
     exact = "exact" if evidence.gradients_equal else "equal up to rounding"
     verdict = f"ok: within the budget, and {exact}" if evidence.ok else "FAILED: see above"

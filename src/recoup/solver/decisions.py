@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
-from recoup.ir.plan import Decision
+from recoup.ir.decision import Decision, Offload, Recompute, Rederive, Save
 from recoup.solver.problem import Leaf, Problem, ambient_of
 from recoup.solver.sequence import OFFLOAD, REGION_KEEPING, REGION_OFFLOADED, Call, Choice, Line, region_of
 
@@ -83,12 +83,11 @@ class _Writer:
                 paths = tuple(call.block.path for call in group[1:length])
                 moved = self._moved.get(((first.path, first.call), length), "")
                 if moved.startswith(OFFLOAD):
-                    yield Decision(path=first.path, call=first.call, action="offload", inside=inherited)
+                    yield Offload(path=first.path, call=first.call, inside=inherited)
                     continue
-                yield Decision(
+                yield Recompute(
                     path=first.path,
                     call=first.call,
-                    action="recompute",
                     inside=inherited,
                     span=paths,
                     offload=moved == REGION_OFFLOADED,
@@ -100,7 +99,7 @@ class _Writer:
                 if call is not group[0] or not lengths:
                     yield from self._inner_regions(call, group, action)
                     if action != inherited:
-                        yield Decision(path=block.path, call=block.call, action=action)
+                        yield (Rederive if action == "rederive" else Save)(path=block.path, call=block.call)
                 yield from self.write(call.parts, action)
 
     def _labels(self, calls: _Group, way: str) -> tuple[str, ...]:
@@ -117,7 +116,7 @@ class _Writer:
         rest = group[group.index(call) :]
         for length in self._regions.get((block.path, block.call), ()):
             paths = tuple(other.block.path for other in rest[1:length])
-            yield Decision(path=block.path, call=block.call, action="recompute", inside=action, span=paths)
+            yield Recompute(path=block.path, call=block.call, inside=action, span=paths)
 
     def _groups(self, parts: Sequence[Leaf | Call]) -> Iterator[_Group]:
         """Yields the calls of `parts`, those of one region together."""

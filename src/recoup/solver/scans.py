@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
-from recoup.ir.plan import Decision
+from recoup.ir.decision import Decision, Scan, Tile
 from recoup.ir.trace import Call, Trace
 from recoup.solver.problem import RUNG, Block, Leaf, Option, Problem, ambient_of
 from recoup.solver.sequence import Choice
@@ -52,10 +52,7 @@ class Ladder:
     def decisions(self, scan_bytes: Sequence[int]) -> tuple[Decision, ...]:
         """Returns the decisions that run the scans in so many bytes each."""
         each = zip(self.scans, scan_bytes, strict=True)
-        return tuple(
-            Decision(path=self.path, call=self.call, action="recompute", scan=scan, scan_bytes=nbytes)
-            for scan, nbytes in each
-        )
+        return tuple(Scan(path=self.path, call=self.call, index=scan, budget_bytes=nbytes) for scan, nbytes in each)
 
 
 def fold(trace: Trace, ranges: Sequence[tuple[int, int]]) -> Trace:
@@ -168,16 +165,16 @@ def _leaf_actions(choice: Choice) -> Iterable[str]:
             yield pick.action
 
 
-def split_scans(decisions: Sequence[Decision]) -> tuple[tuple[Decision, ...], tuple[Decision, ...]]:
+def split_scans(decisions: Sequence[Decision]) -> tuple[tuple[Scan, ...], tuple[Decision, ...]]:
     """Returns the decisions about scans, and the others."""
-    scans = tuple(d for d in decisions if d.scan is not None)
-    return scans, tuple(d for d in decisions if d.scan is None)
+    scans = tuple(d for d in decisions if isinstance(d, Scan))
+    return scans, tuple(d for d in decisions if not isinstance(d, Scan))
 
 
 def with_scans(decisions: Sequence[Decision], scans: Sequence[Decision]) -> tuple[Decision, ...]:
     """Returns the decisions with others about scans; those that tile stay last."""
     rest = split_scans(decisions)[1]
-    at = next((i for i, d in enumerate(rest) if d.action == "tile"), len(rest))
+    at = next((i for i, d in enumerate(rest) if isinstance(d, Tile)), len(rest))
     return (*rest[:at], *scans, *rest[at:])
 
 

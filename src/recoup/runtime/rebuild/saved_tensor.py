@@ -26,10 +26,13 @@ from recoup.runtime.offload.offloaded_saved_tensor import KeptElsewhere, Returni
 from recoup.runtime.rebuild import shortcuts
 from recoup.runtime.rebuild.cheap_ops import op_facts
 from recoup.runtime.rebuild.lineage import Geometry, Made, Read, Recorder, Value, current_recorder, geometry_of
+from recoup.runtime.waiting import Waiting
 
 MIN_BYTES = 4096
 MAX_OPS = 14
 SOON = 64
+"""Turns within which backward asks for a rebuilt tensor again: until then it is held. A skip that a decoder rebuilt is
+wanted by the encoder too, but much later; holding it would undo the saving."""
 MAX_TRAFFIC_RATIO = 40.0
 _CHANGED = (
     "one of the variables needed for gradient computation has been modified by an inplace operation: "
@@ -125,25 +128,25 @@ Source = Kept | KeptCompact | KeptElsewhere
 class Rederived:
     """A saved tensor that will be rebuilt: a value, where it starts from, and the geometry it is wanted in."""
 
-    __slots__ = ("geometry", "held", "sources", "turn", "value", "waits")
+    __slots__ = ("__weakref__", "_blocks", "_ticket", "_waiting", "geometry", "sources", "turn", "value")
 
     def __init__(self, value: Value, geometry: Geometry, sources: Sequence[Source], turn: int) -> None:
         self.turn = turn
         self.value = value
         self.geometry = geometry
         self.sources = sources
-        self.waits = True
-        value.waiting.append(turn)
+        if value.waiting is None:
+            value.waiting = Waiting()
+        self._waiting = value.waiting
+        self._ticket = self._waiting.add(self, turn)
         for source in sources:
             if isinstance(source, Kept):
                 source.is_source = True
-        self.held = tuple(source for source in sources if isinstance(source, KeptElsewhere))
-        for source in self.held:
-            source.block.waiting += 1
+        blocks = [source.block for source in sources if isinstance(source, KeptElsewhere)]
+        self._blocks = [(block, block.waiting.add(self)) for block in blocks]
 
     def unpack(self) -> torch.Tensor:
         """Runs the chain and returns the tensor."""
-        self._done()
         if self.value.overwritten:
             size, _, _, dtype = self.geometry
             raise RuntimeError(_CHANGED.format(tensor=f"{dtype} {list(size)}", versions="overwritten since"))
@@ -151,27 +154,12 @@ class Rederived:
             tensor = _one_op(self.value)
             if tensor is None:
                 tensor = _Rebuild(self.value, self.turn).contents(self.value)
-            self._let_go()
+            self._waiting.serve(self._ticket)
+            for block, ticket in self._blocks:
+                block.waiting.serve(ticket)
             execution_context.count_rederived()
-            self.value.cache = tensor if _wanted_soon(self.value, self.turn) else None
+            self._waiting.hold(tensor, since=self.turn - SOON)
             return _lay(tensor, self.geometry)
-
-    def _done(self) -> None:
-        if self.waits:
-            self.waits = False
-            self.value.waiting.remove(self.turn)
-
-    def _let_go(self) -> None:
-        """Tells sources that were moved away that they were served."""
-        for source in self.held:
-            source.block.served()
-        self.held = ()
-
-    def __del__(self) -> None:
-        self._done()
-        self._let_go()
-        if not self.value.waiting:
-            self.value.cache = None
 
 
 class _paused:
@@ -197,19 +185,13 @@ def _check_version(tensor: torch.Tensor, version: int) -> None:
 
 def _lay(tensor: torch.Tensor, geometry: Geometry) -> torch.Tensor:
     size, stride, offset, dtype = geometry
-    if tensor.dtype != dtype:
-        tensor = tensor.view(dtype)
+    if tensor.dtype != dtype:  # the same bytes read otherwise (`view_as_real`): the whole storage, however it lies
+        unit = max(tensor.dtype.itemsize, dtype.itemsize)
+        num = tensor.untyped_storage().nbytes() // unit * unit // tensor.dtype.itemsize
+        tensor = tensor.as_strided((num,), (1,), 0).view(dtype)
     if tensor.size() == size and tensor.stride() == stride and tensor.storage_offset() == offset:
         return tensor
     return tensor.as_strided(size, stride, offset)
-
-
-def _wanted_soon(value: Value, turn: int) -> bool:
-    """Whether backward, which is at `turn`, will soon ask for the value again: worth keeping it until then.
-
-    A skip that a decoder rebuilt is wanted by the encoder too, but much later; holding it would undo the saving.
-    """
-    return any(turn - other <= SOON for other in value.waiting)
 
 
 def _one_op(value: Value) -> torch.Tensor | None:
@@ -217,8 +199,9 @@ def _one_op(value: Value) -> torch.Tensor | None:
 
     What `_Rebuild` does for longer chains, without its bookkeeping: most chains are one op.
     """
-    if value.cache is not None:
-        return value.cache
+    rebuilt = value.rebuilt()
+    if rebuilt is not None:
+        return rebuilt
     made = value.made
     if made is None or value.base is None or not made.is_flat or made.outputs or value.alive() is not None:
         return None
@@ -229,13 +212,14 @@ def _one_op(value: Value) -> torch.Tensor | None:
             if source.constant is not None:
                 _check_version(source.constant, source.constant_version)
                 tensor = source.constant.detach()
-            elif source.cache is not None:
-                tensor = source.cache
             else:
-                kept = source.alive()
-                if kept is None:
-                    return None
-                tensor = kept.contents().detach()
+                found = source.rebuilt()
+                if found is None:
+                    kept = source.alive()
+                    if kept is None:
+                        return None
+                    found = kept.contents().detach()
+                tensor = found
             item = _lay(tensor, item.geometry)
         args.append(item)
     out = made.function(*args)
@@ -245,10 +229,10 @@ def _one_op(value: Value) -> torch.Tensor | None:
 class _Rebuild:
     """One run of a chain. Intermediates live until their last use here, longer only if others wait for them."""
 
-    __slots__ = ("_made", "_turn", "_uses")
+    __slots__ = ("_made", "_since", "_uses")
 
     def __init__(self, value: Value, turn: int) -> None:
-        self._turn = turn
+        self._since = turn - SOON
         self._uses: dict[int, int] = {}
         self._made: dict[int, torch.Tensor] = {}
         pending = [value]
@@ -268,10 +252,10 @@ class _Rebuild:
             _check_version(value.constant, value.constant_version)
             return value.constant.detach()
         found = self._made.get(id(value))
+        if found is None:
+            found = value.rebuilt()
         if found is not None:
             return found
-        if value.cache is not None:
-            return value.cache
         kept = value.alive()
         if kept is not None:
             contents: torch.Tensor = kept.contents().detach()
@@ -285,8 +269,8 @@ class _Rebuild:
         tensor = self._run(made, value)
         if self._uses.get(id(value), 0) > 0:
             self._made[id(value)] = tensor
-        if _wanted_soon(value, self._turn):
-            value.cache = tensor
+        if value.waiting is not None:
+            value.waiting.hold(tensor, since=self._since)
         return tensor
 
     def _run(self, made: Made, value: Value) -> torch.Tensor:
@@ -313,10 +297,10 @@ class _Rebuild:
             return _fitted(out, value.base)
         for position, ref in enumerate(made.outputs):
             other = ref()
-            if other is None or other is value or other.base is None or other.cache is not None:
+            if other is None or other is value or other.base is None or not other.waiting:
                 continue
-            if _wanted_soon(other, self._turn):
-                other.cache = _fitted(out[position], other.base)
+            if other.rebuilt() is None:
+                other.waiting.hold(_fitted(out[position], other.base), since=self._since)
         return _fitted(out[value.output], value.base)
 
     def _decode(self, items: Any, spare: list[torch.Tensor]) -> list[Any]:
@@ -325,7 +309,8 @@ class _Rebuild:
         for item in items:
             if isinstance(item, Read):
                 result.append(_lay(self.contents(item.value), item.geometry))
-                if self._uses.get(id(item.value)) == 1 and item.value.cache is None and id(item.value) in self._made:
+                is_last = self._uses.get(id(item.value)) == 1 and id(item.value) in self._made
+                if is_last and item.value.rebuilt() is None:
                     spare.append(self._made[id(item.value)])
             elif isinstance(item, (list, tuple)):
                 result.append(self._decode(item, spare))
@@ -349,7 +334,7 @@ def _fitted(tensor: torch.Tensor, base: Geometry) -> torch.Tensor:
 
 
 def _at_hand(value: Value) -> bool:
-    return value.constant is not None or value.cache is not None or value.alive() is not None
+    return value.constant is not None or value.rebuilt() is not None or value.alive() is not None
 
 
 def _is_there(tensor: torch.Tensor) -> bool:
@@ -482,12 +467,14 @@ def _compact_mask(value: Value, made: Made, tensor: torch.Tensor) -> KeptCompact
     """Returns the random mask that `tensor` was scaled from, as bytes, and makes it the mask's kept contents."""
     if len(made.reads) != 1 or not made.reads[0].value.random_mask or tensor.dtype == torch.bool:
         return None
-    source = made.reads[0].value
-    name = made.function._schema.name
-    if name not in ("aten::div", "aten::mul") or source.base is None or value.base != geometry_of(tensor):
+    read = made.reads[0]
+    source, base = read.value, read.value.base
+    if base is None or read.geometry != base or base[0] != tensor.size() or value.base != geometry_of(tensor):
         return None
     with _paused(), execution_context.recomputing(), _torch.below_autocast_and_autograd():
-        mask = KeptCompact(tensor.detach() != 0, source.base)
+        if not shortcuts.shows_mask(made, tensor.dtype):
+            return None
+        mask = KeptCompact(tensor.detach() != 0, base)
     source.kept = weakref.ref(mask)
     return mask
 

@@ -39,6 +39,7 @@ from recoup.runtime.recompute.module_state import COPIED_BYTES, AttributeState, 
 from recoup.runtime.recompute.rng_state import AutocastState, RandomState, StreamState, statistics_buffers
 from recoup.runtime.recompute.saved_outputs import Kept
 from recoup.runtime.recompute.spot_check import Sample
+from recoup.runtime.recompute.uninitialised import saves_unwritten
 
 
 class _Stop(BaseException):
@@ -142,7 +143,8 @@ class Member:
     Attributes:
         path: for messages. module: weakly held. forward: what runs. buffers: names of those its forward changes.
         derives: whether the replay may rederive; derives_by_default: outside of deeper decisions.
-        offloads: whether its inputs go to the host. keep: labels of ops whose results stay, see `keeping`.
+        offloads: whether its inputs go to the host. keep: labels of ops whose results stay, see `saved_outputs`.
+        unwritten: positions, among the tensors saved, of those known to be left unwritten; all calls share it.
     """
 
     def __init__(
@@ -156,8 +158,10 @@ class Member:
         derives_by_default: bool,
         offloads: bool = False,
         keep: tuple[str, ...] = (),
+        unwritten: set[int] | None = None,
     ) -> None:
         self.path = path
+        self.unwritten = set() if unwritten is None else unwritten
         self.module = module
         self.forward = forward
         self.buffers = buffers
@@ -177,6 +181,7 @@ class Frame:
     def __init__(self, member: Member, *, is_chunk: bool = False) -> None:
         self.is_chunk = is_chunk
         self.path = member.path
+        self.unwritten = member.unwritten
         self.derives = member.derives
         self.derives_by_default = member.derives_by_default
         self.steps: list[_Step] = []
@@ -220,33 +225,35 @@ class Frame:
         """Runs the region again and fills its slots."""
         for step in self.steps:
             step.check(self.path)
+        if not self.slots:
+            return
+        execution_context.count_replay()
         filled, is_full = 0, False
         failure: ReplayError | None = None
+        differs: list[tuple[int, int, torch.Tensor]] = []  # position, number of the node that saves it, tensor
+        roots: list[Any] = []
 
         def fill(tensor: torch.Tensor) -> Any:
             nonlocal filled, is_full, failure
             if is_full:
                 raise _Stop  # again: an `except:` of the model's has eaten the first one
+            failure = failure or self._mismatch(filled, tensor)
             if failure is not None:
                 raise failure
-            slot = self.slots[filled]()
+            position, slot = filled, self.slots[filled]()
             filled += 1
             if slot is not None:
-                try:
-                    self._check(slot, tensor)
-                except ReplayError as error:
-                    failure = error
-                    raise
+                if slot.original is not None:
+                    slot.original.compare(tensor, self.path)
+                elif position not in self.unwritten and not slot.sample.matches(tensor):
+                    differs.append((position, _torch.next_node_number() - 1, tensor))
                 slot.filled = saved_tensor.pack(tensor.detach())
                 slot.backward_id = backward_id
-            if filled == len(self.slots):
+            if filled == len(self.slots) and not differs:  # else the graph tells what it means, when it is whole
                 is_full = True
                 raise _Stop
             return _gone
 
-        if not self.slots:
-            return
-        execution_context.count_replay()
         with contextlib.ExitStack() as stack:
             stack.enter_context(execution_context.recomputing())
             stack.enter_context(_scope.replaying())
@@ -265,6 +272,7 @@ class Frame:
                     args, kwargs = step.inputs.rebuild(previous)
                     with step.state(with_attributes=not self.is_chunk), step.kept.taking():
                         output = step.forward(*args, **kwargs)
+                    roots += [t.grad_fn for t in iterate_tensors(output)] if differs else []
                     previous = list(iterate_tensors(output)) if self.is_chunk else [output]
                     del args, kwargs, output
             except _Stop:
@@ -274,20 +282,24 @@ class Frame:
                     self._explain(error, step)
         if failure is not None:
             raise failure
-        if not is_full:  # else TorchScript, or an `except:` of the model's, made something else of the stop
+        for position, number, tensor in differs:
+            if not saves_unwritten(roots, number, tensor):
+                raise self._drift(f"saved other values in {tensor.dtype} {list(tensor.shape)}", "E206")
+            self.unwritten.add(position)
+        if filled < len(self.slots):  # once they are full, TorchScript or an `except:` may make what it likes of _Stop
             raise self._drift(f"saved {filled} tensors where the first one saved {len(self.slots)}", "E205")
 
-    def _check(self, slot: Slot, tensor: torch.Tensor) -> None:
-        """Raises unless the second forward saved what the first one did."""
-        if slot.shape != tensor.shape or slot.dtype != tensor.dtype:
-            raise self._drift(
-                f"saved {tensor.dtype} {list(tensor.shape)} where the first one saved {slot.dtype} {list(slot.shape)}",
-                "E205",
-            )
-        if slot.original is not None:
-            slot.original.compare(tensor, self.path)
-        elif not slot.sample.matches(tensor):
-            raise self._drift(f"saved other values in {tensor.dtype} {list(tensor.shape)}", "E206")
+    def _mismatch(self, position: int, tensor: torch.Tensor) -> ReplayError | None:
+        """Returns the error that says that the first forward saved something else there, None if it did not."""
+        if position == len(self.slots):
+            return self._drift("saved more tensors than the first one", "E205")
+        slot = self.slots[position]()
+        if slot is None or (slot.shape == tensor.shape and slot.dtype == tensor.dtype):
+            return None
+        return self._drift(
+            f"saved {tensor.dtype} {list(tensor.shape)} where the first one saved {slot.dtype} {list(slot.shape)}",
+            "E205",
+        )
 
     def _explain(self, error: Exception, step: _Step) -> NoReturn:
         """Raises what a replay's forward raised, with the region's path."""
