@@ -39,7 +39,8 @@ def open_nest(nest: Any) -> tuple[Iterable[Any], Build] | None:
         return None
     registered = _torch.pytree_node(kind)
     if registered is not None:
-        return registered(nest)
+        opened: tuple[Iterable[Any], Build] = registered(nest)
+        return opened
     try:
         return _open_other(nest, kind)
     except (TypeError, AttributeError, RecursionError):  # one that cannot even be copied
@@ -117,7 +118,7 @@ class Structure:
     def __init__(self, build: Build, parts: list[Structure | None]) -> None:
         self._build = build
         self._parts = parts
-        self.num_leaves = sum(1 if part is None else part.num_leaves for part in parts)
+        self.num_leaves: int = sum(1 if part is None else part.num_leaves for part in parts)
 
     def unflatten(self, leaves: Sequence[Any]) -> Any:
         """Returns the nest, new containers around `leaves`."""

@@ -24,10 +24,11 @@ def dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 def covered_range(tensor: torch.Tensor) -> Range:
     """Returns the first byte of its storage that a strided tensor shows, and the one after the last."""
     size = tensor.dtype.itemsize
-    begin = tensor.storage_offset() * size
+    begin = int(tensor.storage_offset()) * size
     if tensor.numel() == 0:
         return begin, begin
-    return begin, begin + (1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))) * size
+    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return begin, begin + (int(last) + 1) * size
 
 
 def storage_key(tensor: torch.Tensor) -> int:

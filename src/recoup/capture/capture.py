@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -27,16 +25,22 @@ from recoup.capture.folding.zones import Counted, FoldingMemory, Irregular
 from recoup.capture.leaks import Kept, run_on_fakes
 from recoup.capture.module_calls import CallRecorder
 from recoup.capture.optimizer import OptimizerLike, rebuild_optimizer
-from recoup.capture.simulated_transport import SimulatedTransport
 from recoup.capture.snapshot import untouched
 from recoup.capture.step import Loss, call_model, loss_of, placeholder_gradient, step_optimizer
 from recoup.capture.trace import build_trace
 from recoup.capture.tracker import Tracker
+from recoup.capture.watched_step import (
+    Failed,
+    Unfollowable,
+    device_of,
+    few_full_collections,
+    register,
+    run_step,
+    saving,
+    without_collector,
+)
 from recoup.errors import RecoupError, StepError
 from recoup.ir.trace import Trace
-from recoup.runtime import execution_context
-
-_OLD_THRESHOLD = 1000  # collections of the middle generation before one of the old
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,18 +64,6 @@ class StepSpec:
     keepers: list[str] = dataclasses.field(default_factory=list, compare=False)
 
 
-class _Unfollowable(Exception):
-    """Fake tensors cannot follow the model; carries the reason."""
-
-
-class _Failed(StepError):
-    """The user's model or loss raised an error; `reason` says where, and which."""
-
-    def __init__(self, message: str, reason: str) -> None:
-        super().__init__(message)
-        self.reason = reason
-
-
 def capture(spec: StepSpec, *, known: Trace | None = None) -> Trace:
     """Returns the trace of one step with what is applied to the model now (nothing, or a plan).
 
@@ -90,9 +82,9 @@ def capture(spec: StepSpec, *, known: Trace | None = None) -> Trace:
     on_meta = _is_on_meta(spec.model)
     try:
         return _capture_fake(spec, known)
-    except (_Unfollowable, StepError) as error:
+    except (Unfollowable, StepError) as error:
         # An op may run and have no fake kernel, or one that is pickier: the real step decides.
-        reason = error.reason if isinstance(error, _Failed) else str(error)
+        reason = error.reason if isinstance(error, Failed) else str(error)
     if on_meta:
         raise StepError(
             f"The step cannot be followed without data ({reason}), and the model has none (it is on `meta`). Build "
@@ -100,7 +92,7 @@ def capture(spec: StepSpec, *, known: Trace | None = None) -> Trace:
         )
     try:
         return _capture_real(spec, reason)
-    except _Failed as error:
+    except Failed as error:
         if known is not None:
             raise StepError(
                 f"The step of {type(spec.model).__name__} runs, but not with this plan applied; its {error.reason}."
@@ -126,106 +118,6 @@ def _runs(spec: StepSpec) -> bool:
     return True
 
 
-class _Enough(BaseException):
-    """Ends a forward of which only the beginning is wanted; no error, so no model's `except` may eat it."""
-
-
-def levels_after_calls(spec: StepSpec, path: str, counts: tuple[int, ...]) -> list[int]:
-    """Returns the bytes that are alive when the module at `path` was called so many times, with what is applied now.
-
-    Only the forward up to there is run; the list is shorter if there are fewer calls.
-
-    Args:
-        counts: rising numbers of calls.
-
-    Raises:
-        StepError: if fake tensors cannot follow the step.
-    """
-    kept = Kept(spec.model, (spec.loss,))
-    return run_on_fakes(lambda mode, _: _levels_on(mode, spec, path, counts), kept, is_thorough=True)[0]
-
-
-def _levels_on(mode: Any, spec: StepSpec, path: str, counts: tuple[int, ...]) -> list[int]:
-    device = _device_of(spec.model)
-    levels: list[int] = []
-    with untouched(spec.model), _torch.quiet_fake_errors(), mode, fake_parameters(spec.model, device) as parameters:
-        tracker = Tracker(island=True, round_bytes=spec.round_bytes, dialect=spec.dialect)
-        _register(spec.model, parameters, tracker)
-        batch = fake_batch(spec.batch, device)
-        for tensor in iterate_tensors(batch):
-            tracker.add(tensor, "batch", "batch")
-        recorder = CallRecorder(spec.model, tracker)
-        num_calls = 0
-
-        def watch(called: str, parent: int) -> None:
-            nonlocal num_calls
-            if called != path:
-                return
-            if num_calls > counts[-1]:
-                raise _Enough  # again: an `except:` of the model's has eaten the first one
-            if num_calls in counts:
-                levels.append(sum(s.nbytes for s in tracker.storages if s.free_op < 0))
-            num_calls += 1
-            if num_calls > counts[-1]:
-                raise _Enough
-
-        recorder.watcher = watch
-        try:
-            with tracker, _saving(tracker):
-                _run(spec, batch, tracker, recorder, backward=False)
-        except _Enough:
-            pass
-        except (_Unfollowable, _Failed) as error:
-            if num_calls <= counts[-1]:
-                raise StepError(f"The step cannot be followed without data: {error}") from error
-    return levels
-
-
-def _run(
-    spec: StepSpec,
-    batch: Any,
-    tracker: Tracker,
-    recorder: CallRecorder,
-    *,
-    backward: bool,
-    folding: Folding | None = None,
-) -> str:
-    """Runs forward, loss and backward; returns the loss's source.
-
-    The output is let go before backward, as trainers do; a loop that holds its logits needs that much more.
-    """
-    model = spec.model
-    try:
-        tracker.phase = "forward"
-        with recorder:
-            output = call_model(model, batch)
-        if folding is not None:
-            folding.end_forward()
-        tracker.phase, tracker.call = "loss", -1
-        loss, source = loss_of(output, batch, spec.loss)
-        del output
-        if backward:
-            tracker.phase = "backward"
-            loss.backward()  # type: ignore[no-untyped-call]
-        if tracker.unanswered is not None:
-            raise tracker.unanswered  # an `except:` of the model's has eaten it: in training it takes another way
-        return source
-    except RecoupError:
-        raise
-    except _torch.fake_tensor_errors() as error:
-        raise _Unfollowable(f"{type(error).__name__}: {_first_line(error)}") from error
-    except Exception as error:  # the user's model and loss run here and may raise anything
-        phase = {"forward": "forward", "loss": "loss"}.get(tracker.phase, "backward")
-        what = f"{type(error).__name__}: {_first_line(error)}"
-        message = f"The {phase} of {type(model).__name__} failed on this batch: {what}"
-        raise _Failed(message, f"{phase} raised {what}") from error
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else ""
-
-
 def _capture_fake(spec: StepSpec, known: Trace | None) -> Trace:
     """Captures with the loops folded as far as they are alike; a step that turns out not to be is captured again."""
     memory = spec.folding
@@ -236,7 +128,7 @@ def _capture_fake(spec: StepSpec, known: Trace | None) -> Trace:
             return _capture_folded(spec, known, memory)
         except Counted:
             continue
-        except (Irregular, StepError, _Unfollowable) as error:
+        except (Irregular, StepError, Unfollowable) as error:
             if memory is None or not (memory.num_calls or isinstance(error, Irregular)):
                 raise
             memory.reasons.append(str(error))
@@ -271,15 +163,15 @@ def _fill_caches(spec: StepSpec) -> None:
 def _capture_on(
     mode: Any, trackers: list[Tracker], spec: StepSpec, known: Trace | None, memory: FoldingMemory | None
 ) -> Trace:
-    device = _device_of(spec.model)
-    with untouched(spec.model), _torch.quiet_fake_errors(), _few_full_collections():
+    device = device_of(spec.model)
+    with untouched(spec.model), _torch.quiet_fake_errors(), few_full_collections():
         if spec.keepers:
             _fill_caches(spec)
         old = [(id(p), path) for path, p in spec.model.named_parameters()]
         with mode, fake_parameters(spec.model, device) as parameters:
             tracker = Tracker(island=True, round_bytes=spec.round_bytes, dialect=spec.dialect)
             trackers.append(tracker)
-            _register(spec.model, parameters, tracker)
+            register(spec.model, parameters, tracker)
             stepper = None
             if known is None:
                 stepper = _fake_optimizer(spec, parameters, old, tracker)
@@ -294,8 +186,8 @@ def _capture_on(
             if memory is not None:
                 watches, likely = known is None, _longest(batch)
                 folding = Folding(spec.model, tracker, recorder, memory, watches=watches, likely=likely)
-            with tracker, _saving(tracker), contextlib.nullcontext() if folding is None else folding.on():
-                source = _run(spec, batch, tracker, recorder, backward=True, folding=folding)
+            with tracker, saving(tracker), contextlib.nullcontext() if folding is None else folding.on():
+                source = run_step(spec.model, spec.loss, batch, tracker, recorder, backward=True, folding=folding)
             gradients = _note_gradients(parameters, tracker)
             if stepper is not None:
                 tracker.phase = "optimizer"
@@ -305,7 +197,7 @@ def _capture_on(
                 stepper.param_groups.clear()
             calls_released = _release_run(spec, device, memory) if known is None else None
             del gradients
-        with _without_collector():
+        with without_collector():
             if folding is not None:
                 unfold(folding)
             return build_trace(
@@ -325,29 +217,6 @@ def _longest(batch: Any) -> int:
     return max((max(t.shape, default=0) for t in iterate_tensors(batch)), default=0)
 
 
-@contextlib.contextmanager
-def _few_full_collections() -> Iterator[None]:
-    """Has Python's collector look at what is old but rarely: records pile up that are in no cycle."""
-    young, middle, old = gc.get_threshold()
-    gc.set_threshold(young, middle, max(old, _OLD_THRESHOLD))
-    try:
-        yield
-    finally:
-        gc.set_threshold(young, middle, old)
-
-
-@contextlib.contextmanager
-def _without_collector() -> Iterator[None]:
-    """Lets Python's collector rest while many small objects are made, none in a cycle."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
 def _release_run(spec: StepSpec, device: str, memory: FoldingMemory | None) -> Tracker | None:
     """Runs the forward once more with autograd keeping nothing; None if it does not run the same ops."""
     tracker = Tracker(island=True, round_bytes=spec.round_bytes, dialect=spec.dialect)
@@ -363,47 +232,17 @@ def _release_run(spec: StepSpec, device: str, memory: FoldingMemory | None) -> T
         recorder = CallRecorder(spec.model, tracker)
         folding = None if memory is None else Folding(spec.model, tracker, recorder, memory)
         with tracker, hooks, contextlib.nullcontext() if folding is None else folding.on():
-            _run(spec, batch, tracker, recorder, backward=False, folding=folding)
+            run_step(spec.model, spec.loss, batch, tracker, recorder, backward=False, folding=folding)
         if folding is not None:
-            with _without_collector():
+            with without_collector():
                 unfold(folding)
-    except (RecoupError, _Unfollowable):
+    except (RecoupError, Unfollowable):
         return None
     return tracker
 
 
-@contextlib.contextmanager
-def _saving(tracker: Tracker) -> Iterator[None]:
-    """Has the tracker told of every saved tensor: autograd's own and those the engine keeps."""
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        tracker.saved(tensor)
-        if tensor.grad_fn is None:
-            return tensor
-        # With its node it would be a cycle: a saved output is held by the node that made it, and a graph that is
-        # dropped before backward would count as alive until Python's collector runs.
-        with tracker.unobserved():
-            return _torch.detach_past_modes(tensor)
-
-    moving = execution_context.moving_with(SimulatedTransport(tracker, prefetches=tracker.dialect == "cuda"))
-    with moving, execution_context.observing(tracker), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        yield
-
-
 def _is_on_meta(model: nn.Module) -> bool:
     return any(p.device.type == "meta" for p in model.parameters())
-
-
-def _device_of(model: nn.Module) -> str:
-    device = next(model.parameters()).device
-    return "cpu" if device.type == "meta" else str(device)
-
-
-def _register(model: nn.Module, parameters: dict[str, torch.Tensor], tracker: Tracker) -> None:
-    for name, parameter in parameters.items():
-        tracker.add(parameter, "parameter", name)
-    for name, buffer in model.named_buffers():
-        tracker.add(buffer, "buffer", name)
 
 
 def _fake_optimizer(
@@ -422,7 +261,7 @@ def _fake_optimizer(
     try:
         step_optimizer(stepper)
     except StepError as error:  # SparseAdam's gradients have no number of rows here
-        raise _Unfollowable(str(error)) from error
+        raise Unfollowable(str(error)) from error
     for group in stepper.param_groups:
         for parameter in group["params"]:
             parameter.grad = None
@@ -463,19 +302,19 @@ def _capture_real(spec: StepSpec, reason: str) -> Trace:
             parameter.grad = None
         tracker = Tracker(island=False, round_bytes=spec.round_bytes, dialect=spec.dialect)
         try:
-            _register(spec.model, parameters, tracker)
+            register(spec.model, parameters, tracker)
             tracker.add_block(_state_bytes(spec), "optimizer", "optimizer state")
             batch = real_batch(spec.batch)
             for tensor in iterate_tensors(batch):
                 tracker.add(tensor, "batch", "batch")
             recorder = CallRecorder(spec.model, tracker)
-            with tracker, _saving(tracker):
-                source = _run(spec, batch, tracker, recorder, backward=True)
+            with tracker, saving(tracker):
+                source = run_step(spec.model, spec.loss, batch, tracker, recorder, backward=True)
             gradients = _note_gradients(parameters, tracker)
             del gradients
             for parameter in parameters.values():
                 parameter.grad = None
-        except _Unfollowable as error:
+        except Unfollowable as error:
             raise StepError(f"The step cannot be captured: {error}") from error
         return build_trace(
             tracker=tracker,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from recoup.capture.capture import levels_after_calls
+from recoup.capture.levels import levels_after_calls
 from recoup.ir.decision import Ambient
 from recoup.planner.simulator import EVERYWHERE, Candidate, Simulator
 from recoup.runtime.apply import apply_decisions
