@@ -20,6 +20,7 @@ ORDER = (
     "_torch",
     "_pytree",
     "_storages",
+    "_allocation",
     "cost",
     "solver",
     "runtime",

@@ -114,3 +114,10 @@ def test_a_decision_for_other_paths() -> None:
     assert decision.renamed({"a": "m.a", "b": "m.b"}) == Recompute(
         path="m.a", span=("m.b",), buffers=("m.a.count", "steps")
     )
+
+
+def test_a_decision_made_by_the_name_of_its_action_is_one_of_its_class() -> None:
+    made = Decision(path="encoder", action="recompute", offload=True)
+    assert made == Recompute(path="encoder", offload=True)
+    with pytest.raises(UsageError, match="unknown action"):
+        Decision(path="", action="forget")

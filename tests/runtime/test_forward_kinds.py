@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from recoup.ir.plan import Decision
+from recoup.ir.decision import Recompute, Rederive
 from recoup.runtime import kv_cache
 from recoup.runtime.apply import apply_decisions
 from recoup.runtime.patch import find_patch
@@ -66,7 +66,7 @@ def _gradients(net: nn.Module) -> list[torch.Tensor]:
 def test_forward_is_called_as_python_would(kind: type[nn.Module]) -> None:
     expected = _gradients(_net(kind))
     net = _net(kind)
-    plan = [Decision(path="1", action="recompute"), Decision(path="3", action="rederive")]
+    plan = [Recompute(path="1"), Rederive(path="3")]
     with apply_decisions(net, plan):
         twin = copy.deepcopy(net)
         for found in (_gradients(net), _gradients(twin)):
@@ -79,7 +79,7 @@ def test_forward_is_called_as_python_would(kind: type[nn.Module]) -> None:
 @pytest.mark.parametrize("kept", [False, True])
 def test_remove_after_a_child_was_replaced(kept: bool) -> None:
     net = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)])
-    applied = apply_decisions(net, [Decision(path=str(i), action="recompute") for i in range(4)])
+    applied = apply_decisions(net, [Recompute(path=str(i)) for i in range(4)])
     old = net[1] if kept else None
     net[1] = nn.Linear(4, 4)
     del net[3]
@@ -111,7 +111,7 @@ class Decoder(nn.Module):
 )
 def test_use_cache_is_off_however_it_was_given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     model = Decoder()
-    with apply_decisions(model, [Decision(path="layer", action="recompute")]):
+    with apply_decisions(model, [Recompute(path="layer")]):
         model(torch.ones(2, 4), *args, **kwargs)
     assert model.seen == [False]
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from recoup.ir.plan import Decision
+from recoup.ir.decision import Recompute
 from recoup.runtime.apply import apply_decisions
 from recoup.runtime.recompute.uninitialised import Uninitialised
 
@@ -41,7 +41,7 @@ class _Ctc(nn.Module):
 def test_what_no_kernel_wrote_is_no_difference(inner: type[nn.Module]) -> None:
     model = nn.Sequential(nn.Linear(8, 64), inner())
     x = torch.randn(30, 2, 8) if inner is _Ctc else torch.randn(64, 8)
-    with apply_decisions(model, [Decision(path="1", action="recompute")]):
+    with apply_decisions(model, [Recompute(path="1")]):
         for i in range(4):
             loss = model(x).sum()
             junk = [torch.full((64 * 64,), float(i)) for _ in range(20)]  # what freed memory holds differs
@@ -63,7 +63,7 @@ _factor = [1.0]
 
 def test_a_drift_beside_it_is_found_still() -> None:
     model = nn.Sequential(nn.Linear(8, 64), _Drifts())
-    with apply_decisions(model, [Decision(path="1", action="recompute")]):
+    with apply_decisions(model, [Recompute(path="1")]):
         for factor in (1.0, 2.0):
             loss = model(torch.randn(64, 8)).sum()
             _factor[0] = factor

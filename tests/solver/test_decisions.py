@@ -13,7 +13,8 @@ from recoup.solver.decisions import decisions
 from recoup.solver.frontier import Solver
 from recoup.solver.problem import Leaf
 from recoup.solver.reference import uniform
-from recoup.solver.sequence import REGION_KEEPING, Call, Choice, Line, Pick, region_of
+from recoup.solver.sequence import Call, Choice, Line, Pick
+from recoup.solver.ways import Replay, Run
 
 from .helpers import random_chain, random_problem
 
@@ -65,13 +66,12 @@ def wanted(line: Line, choice: Choice) -> tuple[dict[int, str], _Regions]:
             first = start + pick.first
             if pick.num_calls:
                 calls = line.calls(first, pick.rank, pick.num_calls)
-                keep: tuple[str, ...] = ()
-                if pick.action.startswith(REGION_KEEPING):
-                    keep = region_of(calls).keeps[int(pick.action.removeprefix(REGION_KEEPING))].labels
-                regions.add((calls[0].block.path, tuple(c.block.path for c in calls[1:]), keep))
+                assert isinstance(pick.way, Replay)
+                regions.add((calls[0].block.path, tuple(c.block.path for c in calls[1:]), pick.way.keep))
                 walk(pick.inner, first)
             elif len(line.leaves[first].options) > 1:
-                actions[first] = pick.action
+                assert isinstance(pick.way, Run)
+                actions[first] = pick.way.ambient
 
     walk(choice, 0)
     return actions, regions
@@ -112,6 +112,6 @@ def test_a_region_is_one_decision(num_stages: int) -> None:
 
 def all_regions(choice: Choice) -> Iterator[Pick]:
     for pick in choice:
-        if pick.action == "recompute":
+        if isinstance(pick.way, Replay):
             yield pick
             yield from all_regions(pick.inner)

@@ -12,6 +12,7 @@ from torch import nn
 from recoup import _torch
 from recoup._pytree import iterate_tensors, map_tensors
 from recoup._storages import covered_range, sharing_memory
+from recoup.capture.island import Island
 
 _INTEGER_BUFFER_ELEMENTS = 1 << 22
 
@@ -27,10 +28,10 @@ def fake_like(tensor: torch.Tensor, device: str) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def fake_parameters(model: nn.Module, device: str) -> Iterator[dict[str, torch.Tensor]]:
+def fake_parameters(model: nn.Module, device: str, island: Island) -> Iterator[dict[str, torch.Tensor]]:
     """Puts fake parameters and buffers in place (tied ones stay tied) for the duration; enter under the fake mode.
 
-    Small integer buffers that are really there stay real: position tables and the like may be looked at.
+    Of small integer buffers that are really there the values stay known: position tables and the like may be looked at.
 
     Yields:
         The new parameters by path, each once.
@@ -52,11 +53,12 @@ def fake_parameters(model: nn.Module, device: str) -> Iterator[dict[str, torch.T
                 before.append((module._parameters, name, parameter))
                 module._parameters[name] = fake  # type: ignore[assignment]
             for name, buffer in list(module._buffers.items()):
-                if buffer is None or _stays_real(buffer):
+                if buffer is None:
                     continue
                 fake = made.get(id(buffer))
                 if fake is None:
-                    fake = made[id(buffer)] = fake_like(buffer, device)
+                    fake = island.admit(_on_host(buffer)) if _is_looked_at(buffer) else fake_like(buffer, device)
+                    made[id(buffer)] = fake
                 before.append((module._buffers, name, buffer))
                 module._buffers[name] = fake
         yield named
@@ -66,29 +68,37 @@ def fake_parameters(model: nn.Module, device: str) -> Iterator[dict[str, torch.T
         named.clear()
 
 
-def _stays_real(buffer: torch.Tensor) -> bool:
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    with _torch.without_dispatch_modes():
+        return tensor.detach().cpu()
+
+
+def _is_looked_at(buffer: torch.Tensor) -> bool:
     return (
-        buffer.device.type == "cpu"
+        buffer.device.type != "meta"
         and not buffer.is_floating_point()
         and not buffer.is_complex()
+        and buffer.layout is torch.strided
         and 1 < buffer.numel() <= _INTEGER_BUFFER_ELEMENTS
     )
 
 
-def fake_batch(batch: Any, device: str) -> Any:
-    """Returns the batch for a fake step: floating tensors fake, integer and boolean ones real copies.
+def fake_batch(batch: Any, device: str, island: Island) -> Any:
+    """Returns the batch for a fake step: floating tensors fake, integer and boolean ones with copies of their values.
 
     Integers without data (on `meta`) become zeros, booleans become True. Call under the fake mode.
     """
 
     def copy(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.is_floating_point() or tensor.is_complex():
+        if tensor.is_floating_point() or tensor.is_complex() or tensor.layout is not torch.strided:
             return fake_like(tensor, device)
         with _torch.without_dispatch_modes():
             if tensor.device.type == "meta":
                 fill = torch.ones if tensor.dtype == torch.bool else torch.zeros
-                return fill(tensor.shape, dtype=tensor.dtype)
-            return tensor.detach().cpu().clone()
+                host = fill(tensor.shape, dtype=tensor.dtype)
+            else:
+                host = tensor.detach().cpu().clone()
+        return island.admit(host)
 
     return _copied(batch, copy)
 

@@ -6,12 +6,12 @@ from typing import Any
 
 from recoup import _torch
 from recoup._pytree import iterate_tensors
-from recoup.capture.capture import StepSpec
+from recoup.capture.capture import StepSpec, dialect_of, tracker_of
 from recoup.capture.fakify import fake_batch, fake_parameters
+from recoup.capture.island import Island
 from recoup.capture.leaks import Kept, run_on_fakes
 from recoup.capture.module_calls import CallRecorder
 from recoup.capture.snapshot import untouched
-from recoup.capture.tracker import Tracker
 from recoup.capture.watched_step import Failed, Unfollowable, device_of, register, run_step, saving
 from recoup.errors import StepError
 
@@ -38,10 +38,17 @@ def levels_after_calls(spec: StepSpec, path: str, counts: tuple[int, ...]) -> li
 def _levels_on(mode: Any, spec: StepSpec, path: str, counts: tuple[int, ...]) -> list[int]:
     device = device_of(spec.model)
     levels: list[int] = []
-    with untouched(spec.model), _torch.quiet_fake_errors(), mode, fake_parameters(spec.model, device) as parameters:
-        tracker = Tracker(island=True, round_bytes=spec.round_bytes, dialect=spec.dialect)
+    island = Island(device)
+    with (
+        untouched(spec.model),
+        _torch.quiet_fake_errors(),
+        dialect_of(spec, device),
+        mode,
+        fake_parameters(spec.model, device, island) as parameters,
+    ):
+        tracker = tracker_of(spec, device, island)
         register(spec.model, parameters, tracker)
-        batch = fake_batch(spec.batch, device)
+        batch = fake_batch(spec.batch, device, island)
         for tensor in iterate_tensors(batch):
             tracker.add(tensor, "batch", "batch")
         recorder = CallRecorder(spec.model, tracker)

@@ -53,28 +53,3 @@ def loss_of(output: Any, batch: Any, loss: Loss | None) -> tuple[torch.Tensor, s
     if not value.requires_grad:
         raise StepError("The loss has no gradient: every parameter is frozen, or the graph was cut (detach, no_grad).")
     return value, source
-
-
-def placeholder_gradient(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> torch.Tensor:
-    """Returns a gradient of zeros of the kind that the optimizer takes, to have it make its state."""
-    if not isinstance(optimizer, torch.optim.SparseAdam):
-        return torch.zeros_like(parameter)
-    row = torch.zeros((1, 1), dtype=torch.int64, device=parameter.device)
-    return torch.sparse_coo_tensor(row, torch.zeros_like(parameter[:1]), parameter.shape, check_invariants=False)
-
-
-def step_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Takes the optimizer's step.
-
-    Raises:
-        StepError: if it fails on the gradients that the parameters have.
-    """
-    try:
-        optimizer.step()
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # the user's optimizer may raise anything
-        raise StepError(
-            f"The step of {type(optimizer).__name__} failed on the gradients of this model: {type(error).__name__}: "
-            f"{error}. Build it from the parameters it is for, and pass that instance as optimizer=."
-        ) from error

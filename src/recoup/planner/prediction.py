@@ -46,7 +46,7 @@ def write_plan(
 
     modules = dict(simulator.spec.model.named_modules(remove_duplicate=False))
     paths = dict.fromkeys(p for d in candidate.decisions for p in d.paths)
-    notes = []
+    notes = list(simulator.trace.notes)
     if simulator.trace.source == "real":
         notes.append(f"captured from a real step: {simulator.trace.reason}")
     if "no loss was given" in simulator.trace.grad_mode_default_loss:

@@ -22,6 +22,7 @@ from recoup.cost.host_overhead import (
     REPLAY_OVERHEAD_SECONDS,
 )
 from recoup.cost.model import PricedTrace
+from recoup.ir.decision import Ambient
 from recoup.ir.trace import Call, Trace
 from recoup.solver.problem import Block, Leaf, Option, Problem, Region
 from recoup.solver.scans import Ladder, those_under, with_rungs
@@ -57,7 +58,7 @@ class _Numbers:
 
 
 def build_problem(
-    variants: Mapping[str, PricedTrace],
+    variants: Mapping[Ambient, PricedTrace],
     *,
     spans: bool = True,
     rebuilds_inputs: bool = True,
@@ -98,7 +99,7 @@ def build_problem(
         for action, n in numbers.items():
             options.append(
                 Option(
-                    action=action,
+                    ambient=action,
                     saved_bytes=int(n.saved[position]),
                     forward_bytes=int(n.forward[position]),
                     backward_bytes=int(n.backward[position]),
@@ -106,7 +107,7 @@ def build_problem(
                     extra_flops=n.extra_flops[position],
                 )
             )
-        if len(options) == 2 and dataclasses.replace(options[1], action="save") == options[0]:
+        if len(options) == 2 and dataclasses.replace(options[1], ambient="save") == options[0]:
             options = options[:1]
         first, last = segments[position].first, segments[position].last
         for which, ladder in enumerate(ladders):
@@ -126,7 +127,7 @@ def build_problem(
             call=call.index,
             kind=call.kind,
             parts=parts(index, (call.path, call.index)),
-            region=_region(lookup, base, index, free, holders) if call.path else None,
+            region=_region(lookup, base, index, free, holders) if call.path and not call.runs_once else None,
             chained=call.chained and spans,
         )
 
@@ -245,7 +246,7 @@ def _measure(priced: PricedTrace, segments: Sequence[_Segment]) -> _Numbers:
     )
 
 
-def _rederivable(variants: Mapping[str, PricedTrace]) -> set[int]:
+def _rederivable(variants: Mapping[Ambient, PricedTrace]) -> set[int]:
     """Returns storages that are saved in the plain step and need not be when everything is rederived.
 
     The same forward ops make the same storages in the same order in both.
@@ -394,7 +395,7 @@ def _held_before(trace: Trace, call: Call, holders: Sequence[int]) -> bool:
     return any(trace.calls[h].last_op <= call.first_op for h in holders)
 
 
-def only(problem: Problem, action: str) -> Problem:
+def only(problem: Problem, action: Ambient) -> Problem:
     """Returns the problem in which every leaf that can runs under `action`; regions and scans are left to choose."""
 
     def narrow(part: Leaf | Block) -> Leaf | Block:

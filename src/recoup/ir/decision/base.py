@@ -18,9 +18,22 @@ from recoup.ir.fields import fits, hints_of, read_fields, said, shown
 Ambient = Literal["save", "rederive"]
 
 
+class _Named(type):
+    """Lets `Decision` itself be called with the name of an action: it makes one of that action's class."""
+
+    def __call__(cls, *args: Any, **fields: Any) -> Any:
+        if "action" not in fields:
+            return super().__call__(*args, **fields)
+        from recoup.ir.decision import read_decision  # late: the classes of the actions derive from the one here
+
+        return read_decision(fields)
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
+class Decision(metaclass=_Named):
     """One action for one call.
+
+    `Decision(path="encoder", action="recompute")` is `Recompute(path="encoder")`.
 
     A decision holds for everything below its path until a decision of a deeper path takes over: `Rederive(path="")`
     with `Save(path="head")` rederives everywhere but in the head.

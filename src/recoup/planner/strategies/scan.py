@@ -16,7 +16,7 @@ import numpy as np
 from recoup import progress
 from recoup.capture.tracker import Tracker
 from recoup.cost.model import PricedTrace
-from recoup.ir.decision import Decision
+from recoup.ir.decision import Ambient, Decision
 from recoup.planner.simulator import EVERYWHERE, Candidate, Simulator
 from recoup.recurrent.choose import SHARED_TAPES_MAY_TAKE
 from recoup.recurrent.schedule_costs import evaluations_by_bytes
@@ -141,7 +141,10 @@ class ScanPlans:
         owner = self.trace.calls[scans[0].owner]
         seconds = [self._seconds(scan) for scan in scans]
         steps = [scan.step for scan in scans if scan.step is not None]
-        variants = {"save": steps, "rederive": [step for n, step in enumerate(derived) if n in members and step]}
+        variants: dict[Ambient, list[StepOfScan]] = {
+            "save": steps,
+            "rederive": [step for n, step in enumerate(derived) if n in members and step],
+        }
         return Ladder(
             path=owner.path,
             call=owner.index,

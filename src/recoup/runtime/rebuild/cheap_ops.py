@@ -86,6 +86,7 @@ _NORMS = [
     "native_layer_norm",
     "native_group_norm",
     "native_batch_norm",
+    "cudnn_batch_norm",
     "_native_batch_norm_legit",
     "_fused_rms_norm",
     "_softmax",
@@ -159,7 +160,7 @@ class OpFacts:
         self.written_names = tuple(
             a.name for a in arguments if a.kwarg_only and a.alias_info is not None and a.alias_info.is_write
         )
-        self.is_batch_norm = name in ("native_batch_norm", "_native_batch_norm_legit")
+        self.is_batch_norm = name in ("native_batch_norm", "cudnn_batch_norm", "_native_batch_norm_legit")
         self.pooled_dims = _MAX_POOLS.get(name, 0)
         self.is_random_mask = name == "bernoulli_"
         self.function = overload
