@@ -53,8 +53,9 @@ def said(hint: Any) -> str:
     if origin in (typing.Union, types.UnionType):
         return " or ".join(said(a) for a in arguments)
     if origin is tuple:
-        what = said(arguments[0]) if arguments[-1] is Ellipsis else f"({', '.join(said(a) for a in arguments)})"
-        return "a list, each " + what
+        if arguments[-1] is not Ellipsis:
+            return f"a tuple of {' and '.join(said(a) for a in arguments)}"
+        return "a tuple of " + ("texts" if arguments[0] is str else said(arguments[0]))
     simple = {str: "a text", int: "a whole number", float: "a number", bool: "true or false", type(None): "nothing"}
     return simple.get(hint, f"an object ({getattr(hint, '__name__', hint)})")
 
