@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -26,10 +27,10 @@ from recoup.capture.folding.fold import Folding
 from recoup.capture.folding.unfold import unfold
 from recoup.capture.folding.zones import Counted, FoldingMemory, Irregular
 from recoup.capture.island import Island
-from recoup.capture.leaks import Kept, run_on_fakes
+from recoup.capture.leaks import run_on_fakes
 from recoup.capture.module_calls import CallRecorder
 from recoup.capture.optimizer import OptimizerLike, OptimizerStep, ScalarsOfFakes, prepare_optimizer
-from recoup.capture.snapshot import untouched
+from recoup.capture.snapshot import Snapshot, parameters_outside, untouched
 from recoup.capture.step import Loss, call_model, loss_of
 from recoup.capture.trace import build_trace
 from recoup.capture.tracker import Tracker
@@ -44,7 +45,7 @@ from recoup.capture.watched_step import (
     without_collector,
 )
 from recoup.errors import RealStepWarning, RecoupError, StepError
-from recoup.ir.trace import Trace
+from recoup.ir.trace import Category, Trace
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -128,9 +129,7 @@ def capture(spec: StepSpec, *, known: Trace | None = None) -> Trace:
 
 def _runs(spec: StepSpec) -> bool:
     """Whether the step runs when nobody watches."""
-    with untouched(spec.model):
-        for parameter in spec.model.parameters():
-            parameter.grad = None
+    with untouched_step(spec) as before, before.watching():
         batch = real_batch(spec.batch)
         try:
             loss_of(call_model(spec.model, batch), batch, spec.loss)[0].backward()  # type: ignore[no-untyped-call]
@@ -163,22 +162,21 @@ def _capture_folded(spec: StepSpec, known: Trace | None, memory: FoldingMemory |
     A forward that keeps tensors somewhere (a cache of masks) finds them there in training; so it does here, the second
     time: its forward is run for real before, without gradients.
     """
-    kept = Kept(spec.model, (spec.loss,))
 
     def body(mode: Any, trackers: list[Tracker]) -> Trace:
         return _capture_on(mode, trackers, spec, known, memory)
 
-    trace, keepers = run_on_fakes(body, kept, is_thorough=known is None)
+    trace, keepers = run_on_fakes(body, is_thorough=known is None)
     is_on_host = next(spec.model.parameters()).device.type == "cpu"  # on a device nothing runs unasked
     if not keepers or spec.keepers or not is_on_host:
         return trace
     spec.keepers.extend(keepers)
-    return run_on_fakes(body, kept, is_thorough=True)[0]
+    return run_on_fakes(body, is_thorough=True)[0]
 
 
-def _fill_caches(spec: StepSpec) -> None:
+def _fill_caches(spec: StepSpec, before: Snapshot) -> None:
     progress.advance(f"one forward for real: tensors are kept in {spec.keepers[0]}")
-    with torch.no_grad(), contextlib.suppress(Exception):  # where it fails, the capture says why
+    with torch.no_grad(), before.watching(), contextlib.suppress(Exception):  # where it fails, the capture says why
         call_model(spec.model, real_batch(spec.batch))
 
 
@@ -186,16 +184,18 @@ def _capture_on(
     mode: Any, trackers: list[Tracker], spec: StepSpec, known: Trace | None, memory: FoldingMemory | None
 ) -> Trace:
     device = device_of(spec.model)
-    with untouched(spec.model), _torch.quiet_fake_errors(), dialect_of(spec, device), few_full_collections():
+    with untouched_step(spec) as before, _torch.quiet_fake_errors(), dialect_of(spec, device), few_full_collections():
         if spec.keepers:
-            _fill_caches(spec)
+            _fill_caches(spec, before)
         island = Island(device)
+        outside = parameters_outside(spec.model, before)
         old = [(id(p), path) for path, p in spec.model.named_parameters()]
         with mode, fake_parameters(spec.model, device, island) as parameters:
             tracker = tracker_of(spec, device, island)
             trackers.append(tracker)
-            stepper = _fake_optimizer(spec, parameters, old) if known is None else None
+            stepper = _fake_optimizer(spec, parameters, old, outside) if known is None else None
             register(spec.model, parameters, tracker)
+            tracker.outside = _categories(before)
             if known is not None:
                 state_bytes = sum(s.nbytes for s in known.storages if s.category == "optimizer")
                 tracker.add_block(state_bytes, "optimizer", "optimizer state")
@@ -212,14 +212,16 @@ def _capture_on(
                 watches, likely = known is None, _longest(batch)
                 folding = Folding(spec.model, tracker, recorder, memory, watches=watches, likely=likely)
             with tracker, saving(tracker), contextlib.nullcontext() if folding is None else folding.on():
-                source = run_step(spec.model, spec.loss, batch, tracker, recorder, backward=True, folding=folding)
-            gradients = _note_gradients(parameters, tracker)
+                source = run_step(
+                    spec.model, spec.loss, before, batch, tracker, recorder, backward=True, folding=folding
+                )
+            gradients = _note_gradients(parameters | outside, tracker)
             if stepper is not None:
                 tracker.phase = "optimizer"
                 with tracker, ScalarsOfFakes():
                     _step_optimizer(stepper, parameters, tracker)
                 stepper.forget()
-            calls_released = _release_run(spec, device, island, memory) if known is None else None
+            calls_released = _release_run(spec, before, device, island, memory) if known is None else None
             del gradients
         with without_collector():
             if folding is not None:
@@ -243,13 +245,16 @@ def _longest(batch: Any) -> int:
     return max((max(t.shape, default=0) for t in iterate_tensors(batch)), default=0)
 
 
-def _release_run(spec: StepSpec, device: str, island: Island, memory: FoldingMemory | None) -> Tracker | None:
+def _release_run(
+    spec: StepSpec, before: Snapshot, device: str, island: Island, memory: FoldingMemory | None
+) -> Tracker | None:
     """Runs the forward once more with autograd keeping nothing; None if it does not run the same ops."""
     tracker = tracker_of(spec, device, island)
     for name, parameter in spec.model.named_parameters():
         tracker.add(parameter, "parameter", name)
     for name, buffer in spec.model.named_buffers():
         tracker.add(buffer, "buffer", name)
+    tracker.outside = _categories(before)
     batch = fake_batch(spec.batch, device, island)
     for tensor in iterate_tensors(batch):
         tracker.add(tensor, "batch", "batch")
@@ -258,7 +263,7 @@ def _release_run(spec: StepSpec, device: str, island: Island, memory: FoldingMem
         recorder = CallRecorder(spec.model, tracker)
         folding = None if memory is None else Folding(spec.model, tracker, recorder, memory)
         with tracker, hooks, contextlib.nullcontext() if folding is None else folding.on():
-            run_step(spec.model, spec.loss, batch, tracker, recorder, backward=False, folding=folding)
+            run_step(spec.model, spec.loss, before, batch, tracker, recorder, backward=False, folding=folding)
         if folding is not None:
             with without_collector():
                 unfold(folding)
@@ -283,14 +288,39 @@ def _is_on_meta(model: nn.Module) -> bool:
     return any(p.device.type == "meta" for p in model.parameters())
 
 
+@contextlib.contextmanager
+def untouched_step(spec: StepSpec) -> Iterator[Snapshot]:
+    """Restores at the end what the step can reach; no tensor has a gradient inside."""
+    with untouched(spec.model, spec.batch, spec.loss) as before:
+        before.tensors.clear_gradients()
+        yield before
+
+
+def _categories(before: Snapshot) -> dict[int, tuple[Category, str]]:
+    """Returns what the tensors that a step can reach are, by their storages' address: it may touch them or not."""
+    found: dict[int, tuple[Category, str]] = {}
+    for name, tensor in before.tensors.named().items():
+        if tensor.layout is torch.strided:
+            found[tensor.untyped_storage()._cdata] = ("parameter" if tensor.requires_grad else "buffer", name)
+    return found
+
+
 def _fake_optimizer(
-    spec: StepSpec, parameters: dict[str, torch.Tensor], old: list[tuple[int, str]]
+    spec: StepSpec,
+    parameters: dict[str, torch.Tensor],
+    old: list[tuple[int, str]],
+    outside: dict[str, torch.Tensor],
 ) -> OptimizerStep | None:
-    """Returns the optimizer over the fake parameters, its state made: a step like all but the first."""
+    """Returns the optimizer over the fake parameters, its state made: a step like all but the first.
+
+    Args:
+        outside: parameters that stay as they are: an op on one of them and a fake one sees both as fake.
+    """
     if spec.optimizer is None:
         return None
     wrapped = {path: p for path, p in parameters.items() if isinstance(p, nn.Parameter)}
-    new_of = {identity: wrapped[path] for identity, path in old if path in wrapped}
+    new_of: dict[int, Any] = {identity: wrapped[path] for identity, path in old if path in wrapped}
+    new_of |= {id(p): p for p in outside.values()}
     return prepare_optimizer(spec.optimizer, new_of, list(wrapped.values()), foreach=spec.dialect == "cuda")
 
 
@@ -341,20 +371,20 @@ def _note_gradients(parameters: dict[str, torch.Tensor], tracker: Tracker) -> li
 def _capture_real(spec: StepSpec, reason: str) -> Trace:
     """Runs a real step on the model's own tensors, its optimizer's state estimated; everything is put back."""
     state_bytes, notes = _optimizer_state_bytes(spec)
-    with untouched(spec.model):
+    with untouched_step(spec) as before, before.watching():
         parameters: dict[str, torch.Tensor] = dict(spec.model.named_parameters())
-        for parameter in parameters.values():
-            parameter.grad = None
+        parameters |= parameters_outside(spec.model, before)
         tracker = tracker_of(spec, device_of(spec.model), None)
         try:
-            register(spec.model, parameters, tracker)
+            register(spec.model, dict(spec.model.named_parameters()), tracker)
+            tracker.outside = _categories(before)
             tracker.add_block(state_bytes, "optimizer", "optimizer state (estimated)")
             batch = real_batch(spec.batch)
             for tensor in iterate_tensors(batch):
                 tracker.add(tensor, "batch", "batch")
             recorder = CallRecorder(spec.model, tracker)
             with tracker, saving(tracker):
-                source = run_step(spec.model, spec.loss, batch, tracker, recorder, backward=True)
+                source = run_step(spec.model, spec.loss, before, batch, tracker, recorder, backward=True)
             gradients = _note_gradients(parameters, tracker)
             del gradients
             for parameter in parameters.values():

@@ -1,119 +1,33 @@
 """Fake tensors that outlive a capture: found, and taken from whoever keeps them.
 
-A forward may keep what it computes outside of the model: an `lru_cache`, a global dict, a class attribute, a rotary
-object, a list of activations. After a capture these would hold fake tensors, and the next real step would compute with
-them. `Snapshot` puts back what it knows of; here is what it does not know of. Python's collector tells which fake
-tensors are left and who refers to them. A class, a module's globals, a container or an object in them get back what
-they held before; from anything else the fake tensors are removed.
+A forward may keep what it computes where no snapshot looks: in an `lru_cache`, an object of a library, a container that
+only a function's default knows. After a capture these would hold fake tensors, and the next real step would compute
+with them. Python's collector tells which fake tensors are left and who refers to them; there they are removed.
 """
 
 from __future__ import annotations
 
 import collections
-import contextlib
 import functools
 import gc
-import sys
 import traceback
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
 
 from recoup import _torch
 from recoup.capture.tracker import Tracker
 from recoup.errors import InternalError
 
 _ROUNDS = 6
-_DEPTH = 3
-_MAX_ITEMS = 4096
-_MISSING = object()
-_ATOMS = frozenset([int, float, bool, str, bytes, type(None), torch.dtype, torch.device, types.ModuleType, property])
-_CONTAINERS = frozenset([dict, list, set, collections.deque, collections.OrderedDict, collections.defaultdict])
 _CLIMBED = (tuple, frozenset, functools.partial, types.MethodType, types.BuiltinMethodType)
-_LIBRARIES = frozenset({"torch", "builtins", "collections", "functools", "recoup", "typing", "numpy", "abc"})
 
 T = TypeVar("T")
 
 
-class Kept:
-    """What classes, globals and containers near a model's forward held before a capture: the first three levels.
-
-    Args:
-        functions: what runs in the step besides the model's modules: the loss.
-    """
-
-    def __init__(self, model: nn.Module, functions: Iterable[Any] = ()) -> None:
-        self._held: dict[int, tuple[Any, Any]] = {}  # by id: a class, container, cell or `__dict__`, and what it held
-        for kind in dict.fromkeys(type(module) for module in model.modules()):
-            for base in kind.__mro__:
-                self._note_class(base, 0)
-        for module in model.modules():
-            for hook in [h for k, v in vars(module).items() if k.endswith("_hooks") and v for h in v.values()]:
-                self._note(hook, 0)
-        for function in functions:
-            self._note(function, 0)
-
-    def before(self, holder: Any, key: Any) -> Any:
-        """Returns what `holder` held under `key`, `_MISSING` if nothing or if that is not known."""
-        held, items = self._held.get(id(holder), (None, None))
-        return items.get(key, _MISSING) if held is holder and isinstance(items, dict) else _MISSING
-
-    def items_before(self, holder: Any) -> Any:
-        """Returns what a list, set or deque held; None if that is not known."""
-        held, items = self._held.get(id(holder), (None, None))
-        return items if held is holder else None
-
-    def _note(self, value: Any, depth: int) -> None:
-        kind = type(value)
-        if kind in _ATOMS or depth > _DEPTH or id(value) in self._held:
-            return
-        if kind in _CONTAINERS:
-            self._held[id(value)] = value, value.copy()
-            for item in list(value.values() if isinstance(value, dict) else value)[:_MAX_ITEMS]:
-                self._note(item, depth + 1)
-        elif kind is types.FunctionType:
-            if depth == 0:
-                self._note_function(value)
-        elif kind in (classmethod, staticmethod, functools._lru_cache_wrapper):  # type: ignore[attr-defined]
-            self._note(value.__wrapped__, depth)
-        elif kind is types.MethodType:
-            self._note(value.__self__, depth)
-            self._note(value.__func__, depth)
-        elif kind is functools.partial:
-            for item in (value.func, *value.args, *value.keywords.values()):
-                self._note(item, depth)
-        elif isinstance(value, type):
-            self._note_class(value, depth)
-        elif not isinstance(value, (types.ModuleType, torch.Tensor, nn.Module)) and not _is_library(kind.__module__):
-            attributes = getattr(value, "__dict__", None)
-            if type(attributes) is dict:
-                self._held[id(value)] = value, None
-                self._note(attributes, depth)
-                self._note_class(kind, depth)
-
-    def _note_class(self, kind: type[Any], depth: int) -> None:
-        if id(kind) in self._held or _is_library(kind.__module__):
-            return
-        members = dict(vars(kind))
-        self._held[id(kind)] = kind, members
-        for member in members.values():
-            self._note(member, depth)
-
-    def _note_function(self, function: types.FunctionType) -> None:
-        self._held[id(function)] = function, None
-        if _is_library(function.__module__ or ""):
-            return
-        self._note(function.__globals__, 1)
-        for cell in function.__closure__ or ():
-            with contextlib.suppress(ValueError):  # nothing in it yet
-                self._held[id(cell)] = cell, {"cell_contents": cell.cell_contents}
-                self._note(cell.cell_contents, 1)
-
-
-def run_on_fakes(body: Callable[[Any, list[Tracker]], T], kept: Kept, *, is_thorough: bool) -> tuple[T, list[str]]:
+def run_on_fakes(body: Callable[[Any, list[Tracker]], T], *, is_thorough: bool) -> tuple[T, list[str]]:
     """Runs `body` with a new fake mode, and leaves no fake tensor behind, whatever happens.
 
     Args:
@@ -132,10 +46,10 @@ def run_on_fakes(body: Callable[[Any, list[Tracker]], T], kept: Kept, *, is_thor
         result = body(mode, trackers)
     except BaseException as error:
         _forget_locals(error)
-        _take_back(mode, kept, is_strict=False)
+        _take_back(mode, is_strict=False)
         raise
     is_suspect = is_thorough or any(t.holds_fakes() for t in trackers)
-    return result, _take_back(mode, kept, is_strict=True) if is_suspect else []
+    return result, _take_back(mode, is_strict=True) if is_suspect else []
 
 
 def _forget_locals(error: BaseException | None) -> None:
@@ -147,7 +61,7 @@ def _forget_locals(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-def _take_back(mode: Any, kept: Kept, *, is_strict: bool) -> list[str]:
+def _take_back(mode: Any, *, is_strict: bool) -> list[str]:
     """Takes the mode's fake tensors from all who hold them; returns in words who did."""
     found: list[str] = []
     if not _fakes_of(mode):
@@ -157,7 +71,7 @@ def _take_back(mode: Any, kept: Kept, *, is_strict: bool) -> list[str]:
         left = _fakes_of(mode)
         if not left:
             return found
-        found += _release(left, kept)
+        found += _release(left)
         del left
         gc.collect()
     if is_strict and _fakes_of(mode):
@@ -172,7 +86,7 @@ def _fakes_of(mode: Any) -> list[torch.Tensor]:
     return _torch.fakes_among(gc.get_objects(), mode)
 
 
-def _release(fakes: list[torch.Tensor], kept: Kept) -> list[str]:
+def _release(fakes: list[torch.Tensor]) -> list[str]:
     found: list[str] = []
     mine = {id(f) for f in fakes}
     for other in gc.get_objects():  # what the autograd engine holds is not seen by the collector
@@ -193,7 +107,7 @@ def _release(fakes: list[torch.Tensor], kept: Kept) -> list[str]:
                     climbed.add(id(holder))
                     above.append(holder)
             else:
-                found += _remove(holder, ids, kept)
+                found += _remove(holder, ids)
         level = above
     return found
 
@@ -205,7 +119,7 @@ def _has_grad(tensor: torch.Tensor, fakes: set[int]) -> bool:
         return False
 
 
-def _remove(holder: Any, ids: set[int], kept: Kept) -> Iterator[str]:
+def _remove(holder: Any, ids: set[int]) -> Iterator[str]:
     """Takes objects from one that holds them; yields in words which it was."""
     if type(holder) is functools._lru_cache_wrapper:  # type: ignore[attr-defined]
         holder.cache_clear()
@@ -213,11 +127,13 @@ def _remove(holder: Any, ids: set[int], kept: Kept) -> Iterator[str]:
     elif isinstance(holder, dict):
         owner = _owner_of(holder)
         for key in [k for k, v in holder.items() if id(v) in ids or id(k) in ids]:
-            _put_back(holder, owner, key, kept)
+            if isinstance(owner, type):
+                delattr(owner, key)  # behind its back a class would not notice
+            else:
+                del holder[key]
             yield f"{_name_of(owner)}[{key!r}]" if owner is None else f"`{_name_of(owner)}.{key}`"
     elif isinstance(holder, (list, collections.deque)):
-        before = kept.items_before(holder)
-        items = [o for o in holder if id(o) not in ids] if before is None else list(before)
+        items = [o for o in holder if id(o) not in ids]
         holder.clear()
         holder.extend(items)
         yield "a list"
@@ -226,34 +142,14 @@ def _remove(holder: Any, ids: set[int], kept: Kept) -> Iterator[str]:
             holder.discard(item)
         yield "a set"
     elif isinstance(holder, types.CellType):
-        before = kept.before(holder, "cell_contents")
-        holder.cell_contents = None if before is _MISSING else before
+        holder.cell_contents = None
         yield "a variable of a closure"
     elif not isinstance(holder, (torch.Tensor, types.ModuleType, types.GeneratorType, type)):
         names = [k for k, v in getattr(holder, "__dict__", {}).items() if id(v) in ids]
         names += [k for k in _slots_of(holder) if id(getattr(holder, k, None)) in ids]
         for name in names:
-            before = kept.before(getattr(holder, "__dict__", None), name)
-            if before is _MISSING:
-                object.__delattr__(holder, name)
-            else:
-                object.__setattr__(holder, name, before)
+            object.__delattr__(holder, name)
             yield f"`{type(holder).__name__}.{name}`"
-
-
-def _put_back(holder: dict[Any, Any], owner: Any, key: Any, kept: Kept) -> None:
-    if isinstance(owner, type):  # behind its back it would not notice
-        before = kept.before(owner, key)
-        if before is _MISSING:
-            delattr(owner, key)
-        else:
-            setattr(owner, key, before)
-        return
-    before = kept.before(holder, key)
-    if before is _MISSING:
-        del holder[key]
-    else:
-        holder[key] = before
 
 
 def _owner_of(attributes: dict[Any, Any]) -> Any:
@@ -275,8 +171,3 @@ def _name_of(owner: Any) -> str:
 
 def _slots_of(item: Any) -> list[str]:
     return [k for base in type(item).__mro__ for k, v in vars(base).items() if type(v) is types.MemberDescriptorType]
-
-
-def _is_library(name: str) -> bool:
-    root = name.partition(".")[0]
-    return root in _LIBRARIES or (root in sys.stdlib_module_names and root != "__main__")

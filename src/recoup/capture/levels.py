@@ -6,12 +6,11 @@ from typing import Any
 
 from recoup import _torch
 from recoup._pytree import iterate_tensors
-from recoup.capture.capture import StepSpec, dialect_of, tracker_of
+from recoup.capture.capture import StepSpec, dialect_of, tracker_of, untouched_step
 from recoup.capture.fakify import fake_batch, fake_parameters
 from recoup.capture.island import Island
-from recoup.capture.leaks import Kept, run_on_fakes
+from recoup.capture.leaks import run_on_fakes
 from recoup.capture.module_calls import CallRecorder
-from recoup.capture.snapshot import untouched
 from recoup.capture.watched_step import Failed, Unfollowable, device_of, register, run_step, saving
 from recoup.errors import StepError
 
@@ -31,8 +30,7 @@ def levels_after_calls(spec: StepSpec, path: str, counts: tuple[int, ...]) -> li
     Raises:
         StepError: if fake tensors cannot follow the step.
     """
-    kept = Kept(spec.model, (spec.loss,))
-    return run_on_fakes(lambda mode, _: _levels_on(mode, spec, path, counts), kept, is_thorough=True)[0]
+    return run_on_fakes(lambda mode, _: _levels_on(mode, spec, path, counts), is_thorough=True)[0]
 
 
 def _levels_on(mode: Any, spec: StepSpec, path: str, counts: tuple[int, ...]) -> list[int]:
@@ -40,7 +38,7 @@ def _levels_on(mode: Any, spec: StepSpec, path: str, counts: tuple[int, ...]) ->
     levels: list[int] = []
     island = Island(device)
     with (
-        untouched(spec.model),
+        untouched_step(spec) as before,
         _torch.quiet_fake_errors(),
         dialect_of(spec, device),
         mode,
@@ -69,7 +67,7 @@ def _levels_on(mode: Any, spec: StepSpec, path: str, counts: tuple[int, ...]) ->
         recorder.watcher = watch
         try:
             with tracker, saving(tracker):
-                run_step(spec.model, spec.loss, batch, tracker, recorder, backward=False)
+                run_step(spec.model, spec.loss, before, batch, tracker, recorder, backward=False)
         except _Enough:
             pass
         except (Unfollowable, Failed) as error:

@@ -14,7 +14,8 @@ from recoup import _torch
 from recoup.capture.folding.fold import Folding
 from recoup.capture.module_calls import CallRecorder
 from recoup.capture.simulated_transport import SimulatedTransport
-from recoup.capture.step import Loss, call_model, loss_of
+from recoup.capture.snapshot import Snapshot
+from recoup.capture.step import Loss, call_model, leaves_of, loss_of
 from recoup.capture.tracker import Tracker
 from recoup.errors import RecoupError, StepError
 from recoup.runtime import execution_context
@@ -37,6 +38,7 @@ class Failed(StepError):
 def run_step(
     model: nn.Module,
     loss_function: Loss | None,
+    before: Snapshot,
     batch: Any,
     tracker: Tracker,
     recorder: CallRecorder,
@@ -47,6 +49,9 @@ def run_step(
     """Runs forward, loss and backward; returns the loss's source.
 
     The output is let go before backward, as trainers do; a loop that holds its logits needs that much more.
+
+    Args:
+        before: told of the tensors that backward gives a gradient.
     """
     try:
         tracker.phase = "forward"
@@ -58,6 +63,8 @@ def run_step(
         loss, source = loss_of(output, batch, loss_function)
         del output
         if backward:
+            for leaf in leaves_of(loss):
+                before.tensors.add("a tensor that the loss reaches", leaf)
             tracker.phase = "backward"
             loss.backward()  # type: ignore[no-untyped-call]
         if tracker.unanswered is not None:

@@ -41,6 +41,7 @@ class Decision(metaclass=_Named):
     Attributes:
         action: the tag in JSON. verb: the word for people.
         is_exact: whether gradients are bit-equal to the plain step's.
+        is_whole_step: whether it says what becomes of every saved tensor, and stands alone.
         path: dotted module path; "" is the model itself.
         call: which execution of that module in the step, counted from 0; None: every one.
 
@@ -51,6 +52,7 @@ class Decision(metaclass=_Named):
     action: ClassVar[str]
     verb: ClassVar[str]
     is_exact: ClassVar[bool] = True
+    is_whole_step: ClassVar[bool] = False
 
     path: str
     call: int | None = None
@@ -144,8 +146,14 @@ class Decision(metaclass=_Named):
         Raises:
             UsageError: for an unknown field, a missing one, or a value that does not fit.
         """
+        given = {name: cls.read_field(name, v) for name, v in data.items() if name != "action"}
         where = f"Decision {cls.action!r} for {_at(data.get('path', '?'))}"
-        return read_fields(cls, {name: value for name, value in data.items() if name != "action"}, where)
+        return read_fields(cls, given, where)
+
+    @classmethod
+    def read_field(cls, name: str, value: Any) -> Any:
+        """Returns a field's value from plain JSON data: lists become tuples."""
+        return tuple(value) if isinstance(value, list) else value
 
 
 def _at(path: Any) -> str:
