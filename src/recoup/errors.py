@@ -127,13 +127,18 @@ class InfeasibleBudget(RecoupError, RuntimeError):
 
 
 class ReplayError(RecoupError, RuntimeError):
-    """A region was run again in backward and did not do what it did the first time."""
+    """A region was run again in backward and did not do what it did the first time.
+
+    Attributes:
+        region: the path of the module that it begins with; "" where none is known.
+    """
 
     code = "E200"
 
-    def __init__(self, message: str, *, code: str = "E200") -> None:
+    def __init__(self, message: str, *, code: str = "E200", region: str = "") -> None:
         super().__init__(message)
         self.code = code
+        self.region = region
 
 
 class StepOutOfMemory(RecoupError, RuntimeError):

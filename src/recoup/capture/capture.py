@@ -19,6 +19,7 @@ from torch import nn
 
 from recoup import _torch
 from recoup._pytree import iterate_tensors, map_tensors
+from recoup.capture.dialect import cuda_dialect, cuda_results
 from recoup.capture.fakify import fake_batch, fake_like, swap_parameters
 from recoup.capture.fingerprint import fingerprint
 from recoup.capture.folding.fold import Folding
@@ -45,7 +46,10 @@ class StepSpec:
 
     Attributes:
         dialect: "cpu" or "cuda": whose side outputs, optimizer and allocator are counted.
+        capability: compute capability of a card that is not here, whose choice of ops is followed; None: the ops are
+            those of the model's own device.
         round_bytes: the allocator's granularity.
+        keep: paths of modules whose forward runs once: no region and no tile has them, or what is around them, in it.
         folding: what captures of this step learn of its loops, for the next; None: they are captured in full.
     """
 
@@ -54,7 +58,9 @@ class StepSpec:
     loss: Loss | None = None
     optimizer: OptimizerLike | None = None
     dialect: str = "cpu"
+    capability: tuple[int, int] | None = None
     round_bytes: int = 1
+    keep: frozenset[str] = frozenset()
     folding: FoldingMemory | None = dataclasses.field(default_factory=FoldingMemory, compare=False)
 
 
@@ -125,7 +131,7 @@ def levels_after_calls(spec: StepSpec, path: str, counts: tuple[int, ...]) -> li
         StepError: if fake tensors cannot follow the step.
     """
     device, levels = _device_of(spec.model), []
-    with untouched(spec.model), _torch.quiet_fake_errors(), _torch.fake_tensor_mode():
+    with untouched(spec.model), _torch.quiet_fake_errors(), _dialect(spec, device), _torch.fake_tensor_mode():
         island = Island(device)
         parameters = swap_parameters(spec.model, device, island)
         tracker = _tracker(spec, device, island)
@@ -220,7 +226,7 @@ def _capture_fake(spec: StepSpec, known: Trace | None) -> Trace:
 
 def _capture_folded(spec: StepSpec, known: Trace | None, memory: FoldingMemory | None) -> Trace:
     device = _device_of(spec.model)
-    with untouched(spec.model), _torch.quiet_fake_errors(), _few_full_collections():
+    with untouched(spec.model), _torch.quiet_fake_errors(), _dialect(spec, device), _few_full_collections():
         mode = _torch.fake_tensor_mode()
         old = [(id(p), path) for path, p in spec.model.named_parameters()]
         with mode:
@@ -261,6 +267,7 @@ def _capture_folded(spec: StepSpec, known: Trace | None, memory: FoldingMemory |
                 recorder=recorder,
                 released=calls_released,
                 model=spec.model,
+                keep=spec.keep,
                 fingerprint=fingerprint(spec.model),
                 device=spec.dialect,
                 loss_source=source,
@@ -334,8 +341,15 @@ def _saving(tracker: Tracker) -> Iterator[None]:
         yield
 
 
+def _dialect(spec: StepSpec, device: str) -> contextlib.AbstractContextManager[None]:
+    """Returns the context in which a step on fake tensors of `device` dispatches what the planned card would."""
+    is_elsewhere = spec.capability is not None and device == "cpu"
+    return cuda_dialect(spec.capability) if is_elsewhere and spec.capability else contextlib.nullcontext()
+
+
 def _tracker(spec: StepSpec, device: str, island: Island | None) -> Tracker:
-    return Tracker(island=island, device=device, round_bytes=spec.round_bytes, dialect=spec.dialect)
+    kernels = cuda_results() if spec.capability is not None and device == "cpu" and island is not None else None
+    return Tracker(island=island, device=device, round_bytes=spec.round_bytes, dialect=spec.dialect, kernels=kernels)
 
 
 def _device_of(model: nn.Module) -> str:
@@ -433,6 +447,7 @@ def _capture_real(spec: StepSpec, reason: str) -> Trace:
             recorder=recorder,
             released=None,
             model=spec.model,
+            keep=spec.keep,
             fingerprint=fingerprint(spec.model),
             device=spec.dialect,
             loss_source=source,

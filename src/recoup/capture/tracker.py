@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -101,7 +101,13 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
     """
 
     def __init__(
-        self, *, island: Island | None, device: str = "cpu", round_bytes: int = 1, dialect: str = "cpu"
+        self,
+        *,
+        island: Island | None,
+        device: str = "cpu",
+        round_bytes: int = 1,
+        dialect: str = "cpu",
+        kernels: Mapping[Any, Callable[..., Any]] | None = None,
     ) -> None:
         super().__init__()
         self.ops: list[OpRecord] = []
@@ -123,7 +129,7 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
         self.num_looks = 0
         self._island = island
         self._device_type = torch.device(device).type
-        self._results = FakeResults()
+        self._results = FakeResults(kernels)
         self._round_bytes = round_bytes
         self.dialect = dialect
         self._keys: dict[Any, int] = {}
@@ -276,9 +282,6 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
                     self.writes.append((index, self._index(args[position], "buffer", -1, name)))
         if _is_random(func):
             self.random_ops.append(index)
-            if self.dialect == "cuda" and short == "bernoulli_" and new:
-                record = self.storages[new[0]]  # CUDA's fused dropout keeps its mask as one byte an element
-                record.nbytes = min(record.nbytes, outputs[0].numel())
 
     def mark(self) -> int:
         """Notes where ops are left out, as an op of its own; returns its index."""

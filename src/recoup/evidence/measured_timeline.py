@@ -43,7 +43,7 @@ def measure_timelines(
         return None, None
     with untouched(model):
         bench = StepBench(model, batch, loss, optimizer)
-        try:
+        with bench.optimizing():
             with plain(model):
                 _run(bench)  # what a first step allocates once and keeps is no part of the picture
                 before = _run(bench)
@@ -51,8 +51,6 @@ def measure_timelines(
                 return before, None
             with apply_decisions(model, plan.decisions):
                 return before, _run(bench)
-        finally:
-            bench.restore()
 
 
 def _run(bench: StepBench) -> MeasuredTimeline:
