@@ -1,4 +1,4 @@
-"""The settings of torch that decide which kernel an op takes: what was measured under some does not hold under others."""
+"""The settings of torch that decide which kernel an op takes: prices hold only under those they were measured under."""
 
 from __future__ import annotations
 
