@@ -532,3 +532,18 @@ def without_global_optimizer_hooks() -> Iterator[None]:
     finally:
         for registered, before in hooks:
             registered.update(before)  # type: ignore[arg-type]
+
+
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has no storage of its own, as DTensor (torch 2.11, 2.13). Freed by: a public name for it."""
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    return bool(is_traceable_wrapper_subclass(tensor))
+
+
+def set_version(tensor: torch.Tensor, version: int) -> None:
+    """Sets how often a tensor counts as changed in place, its values being those of then (torch 2.11, 2.13).
+
+    Freed by: a public way to undo a change in place.
+    """
+    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))

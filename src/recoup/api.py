@@ -27,10 +27,11 @@ from recoup.ir.evidence import Evidence
 from recoup.ir.explanation import Explanation, Trade
 from recoup.ir.plan import Plan
 from recoup.ir.profile import FrontierPoint, Profile
-from recoup.planner.driver import Planner, check_actions, is_on_meta, plan_for_budget
+from recoup.planner.driver import Planner, is_on_meta, plan_for_budget
 from recoup.planner.explain import explain as explain_plan
 from recoup.planner.explain import trade
 from recoup.planner.fitting import Fitting, paths_below
+from recoup.planner.strategies.registry import check_actions
 from recoup.planner.strategies.tile import is_tiled
 from recoup.runtime.apply import Applied, apply_decisions, find_patches, plain
 from recoup.runtime.conflicts import refuse_conflicts, refuse_wrapped

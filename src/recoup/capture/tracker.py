@@ -98,6 +98,7 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
         marks: before each op, how many storages were known and saved tensors rederived.
         counting: ops run and are not recorded. num_looks: how many ops were asked of real tensors, whose values may
             count. bridge: stands for the calls that `folding` leaves out, if it does.
+        outside: what tensors are that the step may reach and that are not the model's, by their storages' address.
     """
 
     def __init__(
@@ -124,6 +125,7 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
         self.saves: list[tuple[int, int, int, int]] = []
         self.marks: list[tuple[int, int]] = []
         self.bridge: Bridge | None = None
+        self.outside: dict[int, tuple[Category, str]] = {}
         self.recording = True
         self.counting = False
         self.num_looks = 0
@@ -178,6 +180,8 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
         nbytes = -(-storage.nbytes() // self._round_bytes) * self._round_bytes
         if self._device_type != "cpu" and _torch.device_type(tensor) != self._device_type:
             nbytes = 0  # a scalar on the host takes nothing of the device
+        if alloc_op < 0 and category == "temporary":
+            category, label = self.outside.get(address, (category, label))
         handle = _Handle(storage, self._died)
         handle.address = address
         handle.index = len(self.storages)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from recoup.ir.decision import Tile, TileModule
 from recoup.ir.plan import Plan, Prediction
-from recoup.planner.simulator import EVERYWHERE, Candidate, Simulator
+from recoup.planner.incumbents import Candidate
+from recoup.planner.simulator import EVERYWHERE, Simulator
 from recoup.planner.strategies.tile import is_tiled
 from recoup.runtime.kv_cache import caching_paths
 from recoup.units import format_bytes
@@ -40,6 +43,7 @@ def write_plan(
     budget_bytes: int,
     budget_text: str,
     device: str,
+    more_notes: Sequence[str] = (),
 ) -> Plan:
     """Returns the plan for people and for disk."""
     from recoup import __version__
@@ -63,6 +67,7 @@ def write_plan(
             f"{simulator.link.out_bytes / 1e9:.3g} GB/s out and {simulator.link.back_bytes / 1e9:.3g} back "
             f"({simulator.link.source})"
         )
+    notes += more_notes
     return Plan(
         decisions=candidate.decisions,
         budget_bytes=budget_bytes,
@@ -83,11 +88,11 @@ def _tile_notes(simulator: Simulator, candidate: Candidate) -> list[str]:
         return []
     tile = tuple(d for d in candidate.decisions if isinstance(d, Tile))
     found = []
-    if tile in simulator.seen:
-        found.append(f"tile alone peaks at {format_bytes(simulator.seen[tile].peak_bytes)}")
-    if EVERYWHERE in simulator.seen:
-        found.insert(0, f"rederive alone peaks at {format_bytes(simulator.seen[EVERYWHERE].peak_bytes)}")
-    both = simulator.seen.get((*EVERYWHERE, *tile))
+    if tile in simulator.simulated:
+        found.append(f"tile alone peaks at {format_bytes(simulator.simulated[tile].peak_bytes)}")
+    if EVERYWHERE in simulator.simulated:
+        found.insert(0, f"rederive alone peaks at {format_bytes(simulator.simulated[EVERYWHERE].peak_bytes)}")
+    both = simulator.simulated.get((*EVERYWHERE, *tile))
     if both is not None:
         found.append(f"both at {format_bytes(both.peak_bytes)}")
     alone = ", ".join(found)

@@ -15,6 +15,7 @@ from recoup.cost.model import CostModel, PricedTrace
 from recoup.ir.decision import Decision, Rederive
 from recoup.ir.labels import group_labels
 from recoup.ir.trace import Trace
+from recoup.planner.incumbents import Candidate
 from recoup.runtime import scan_bytes
 from recoup.runtime.apply import apply_decisions
 from recoup.runtime.recompute.rng_state import statistics_buffers
@@ -22,26 +23,12 @@ from recoup.runtime.recompute.rng_state import statistics_buffers
 EVERYWHERE = (Rederive(path=""),)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Candidate:
-    """A set of decisions and what the simulation of the applied plan says of it."""
-
-    decisions: tuple[Decision, ...]
-    peak_bytes: int
-    step_seconds: float
-    recomputed_flops: int
-    saved_bytes: int
-    phase: str
-    tensors: tuple[tuple[str, int], ...]
-    offloaded_bytes: int = 0
-    num_scan_evaluations: int = 0
-
-
 class Simulator:
     """Simulates candidates for one step on one device, once each.
 
     Attributes:
-        plain: the step without a plan. priced: its trace. seen: what was simulated so far.
+        plain: the step without a plan. priced: its trace. simulated: what was simulated so far, by decisions.
+        num_simulated_ops: ops of all steps simulated so far: the work that searches are limited by.
         fixed_bytes: what the device takes whatever the step does (library workspaces).
         link: to the host, if something may be moved there.
         num_calls: of each module path. mutated_buffers: of each path, those that regions must be told of.
@@ -52,7 +39,8 @@ class Simulator:
         self.cost = cost
         self.fixed_bytes = fixed_bytes
         self.link = link
-        self.seen: dict[tuple[Decision, ...], Candidate] = {}
+        self.simulated: dict[tuple[Decision, ...], Candidate] = {}
+        self.num_simulated_ops = 0
         progress.advance("capturing the step")
         with scan_bytes.counting() as counts:
             trace = capture(spec)
@@ -82,10 +70,16 @@ class Simulator:
         """Returns what the step costs with `chosen` applied, by running it under fake tensors."""
         if not chosen:
             return self.plain
-        found = self.seen.get(chosen)
+        found = self.simulated.get(chosen)
         if found is None:
             progress.advance(f"simulating a plan with {len(chosen)} decisions")
-            found = self.seen[chosen] = self.candidate(chosen, self.simulate_priced(chosen))
+            found = self.note(chosen, self.simulate_priced(chosen))
+        return found
+
+    def note(self, chosen: tuple[Decision, ...], priced: PricedTrace) -> Candidate:
+        """Remembers a step that was captured and priced with `chosen`; returns what it says."""
+        found = self.simulated[chosen] = self.candidate(chosen, priced)
+        self.num_simulated_ops += len(priced.trace.ops)
         return found
 
     def _optimizer_step(self) -> tuple[int, float]:
