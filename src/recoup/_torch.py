@@ -578,6 +578,14 @@ def without_global_optimizer_hooks() -> Iterator[None]:
             registered.update(before)  # type: ignore[arg-type]
 
 
+def clear_cublas_workspaces() -> None:
+    """Gives the workspaces of cuBLAS back to the caching allocator; the next product makes new ones (torch 2.11, 2.13).
+
+    Freed by: a public name for it.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+
+
 def is_wrapper(tensor: torch.Tensor) -> bool:
     """Whether a tensor has no storage of its own, as DTensor (torch 2.11, 2.13). Freed by: a public name for it."""
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
