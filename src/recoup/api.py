@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from recoup import progress
-from recoup._allocation import available_host_bytes
+from recoup._allocation import available_host_bytes, return_freed_memory
 from recoup.analysis.profile import make_profile
 from recoup.capture.capture import StepSpec
 from recoup.capture.fingerprint import fingerprint, structure_of
@@ -318,6 +318,7 @@ def fit(
             f"{type(model).__name__} is on `meta`: there is nothing to run and prove. Use `plan`, or build it on the "
             "device."
         )
+    return_freed_memory()
     fitting = _fitting(
         model,
         batch,
