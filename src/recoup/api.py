@@ -123,6 +123,7 @@ def _planner(
         loss=loss,
         optimizer=optimizer,
         dialect="cuda" if on_cuda else "cpu",
+        capability=entry.capability if entry is not None else None,
         round_bytes=entry.round_bytes if entry is not None else (512 if on_cuda else 1),
         keep=keep,
     )

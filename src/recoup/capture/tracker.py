@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -98,10 +98,17 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
         marks: before each op, how many storages were known and saved tensors rederived.
         counting: ops run and are not recorded. num_looks: how many ops were asked of real tensors, whose values may
             count. bridge: stands for the calls that `folding` leaves out, if it does.
+        outside: what tensors are that the step may reach and that are not the model's, by their storages' address.
     """
 
     def __init__(
-        self, *, island: Island | None, device: str = "cpu", round_bytes: int = 1, dialect: str = "cpu"
+        self,
+        *,
+        island: Island | None,
+        device: str = "cpu",
+        round_bytes: int = 1,
+        dialect: str = "cpu",
+        kernels: Mapping[Any, Callable[..., Any]] | None = None,
     ) -> None:
         super().__init__()
         self.ops: list[OpRecord] = []
@@ -118,12 +125,13 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
         self.saves: list[tuple[int, int, int, int]] = []
         self.marks: list[tuple[int, int]] = []
         self.bridge: Bridge | None = None
+        self.outside: dict[int, tuple[Category, str]] = {}
         self.recording = True
         self.counting = False
         self.num_looks = 0
         self._island = island
         self._device_type = torch.device(device).type
-        self._results = FakeResults()
+        self._results = FakeResults(kernels)
         self._round_bytes = round_bytes
         self.dialect = dialect
         self._keys: dict[Any, int] = {}
@@ -172,6 +180,8 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
         nbytes = -(-storage.nbytes() // self._round_bytes) * self._round_bytes
         if self._device_type != "cpu" and _device_type(tensor) != self._device_type:
             nbytes = 0  # a scalar on the host takes nothing of the device
+        if alloc_op < 0 and category == "temporary":
+            category, label = self.outside.get(address, (category, label))
         handle = _Handle(storage, self._died)
         handle.address = address
         handle.index = len(self.storages)
@@ -276,9 +286,6 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
                     self.writes.append((index, self._index(args[position], "buffer", -1, name)))
         if _is_random(func):
             self.random_ops.append(index)
-            if self.dialect == "cuda" and short == "bernoulli_" and new:
-                record = self.storages[new[0]]  # CUDA's fused dropout keeps its mask as one byte an element
-                record.nbytes = min(record.nbytes, outputs[0].numel())
 
     def mark(self) -> int:
         """Notes where ops are left out, as an op of its own; returns its index."""
