@@ -260,7 +260,9 @@ def apply(model: nn.Module, plan: Plan, *, transport: Transport | str = "auto") 
             "Make a plan for this model."
         )
     refuse_conflicts(model)
-    return apply_decisions(model, plan.decisions, transport=transport)
+    applied = apply_decisions(model, plan.decisions, transport=transport)
+    applied.watch(plan)
+    return applied
 
 
 def verify(
@@ -347,6 +349,7 @@ def fit(
             InexactWarning,
             stacklevel=2,
         )
+    applied.watch(made)
     return Fit(plan=made, applied=applied, evidence=evidence)
 
 

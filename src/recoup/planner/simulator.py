@@ -31,6 +31,7 @@ class Candidate:
     step_seconds: float
     recomputed_flops: int
     saved_bytes: int
+    forward_saved_bytes: int
     phase: str
     tensors: tuple[tuple[str, int], ...]
     offloaded_bytes: int = 0
@@ -122,6 +123,7 @@ class Simulator:
             num_scan_replayed=priced.num_scan_replayed,
             num_scan_tapes=priced.num_scan_tapes,
         )
+        model_end = sum(1 for o in trace.ops if o.phase == "forward")
         forward_end = sum(1 for o in trace.ops if o.phase in ("forward", "loss"))
         return Candidate(
             decisions=chosen,
@@ -130,6 +132,11 @@ class Simulator:
             recomputed_flops=sum(trace.signatures[o.signature].flops for o in trace.ops if o.replayed),
             saved_bytes=sum(
                 s.nbytes for s in trace.storages if s.category == "saved" and s.alloc_op < forward_end <= s.free_op
+            ),
+            forward_saved_bytes=sum(
+                s.nbytes
+                for s in trace.storages
+                if s.category == "saved" and 0 <= s.saved_op < model_end and s.alloc_op < forward_end <= s.free_op
             ),
             phase=phase,
             tensors=tuple(tensors[:8]),
