@@ -288,7 +288,7 @@ def _release_run(spec: StepSpec, device: str, memory: FoldingMemory | None) -> T
     batch = fake_batch(spec.batch, device)
     for tensor in iterate_tensors(batch):
         tracker.add(tensor, "batch", "batch")
-    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: None, lambda t: t)
+    hooks = _torch.saved_tensors_hooks(lambda t: None, lambda t: t)
     try:
         recorder = CallRecorder(spec.model, tracker)
         folding = None if memory is None else Folding(spec.model, tracker, recorder, memory)
@@ -311,7 +311,7 @@ def _saving(tracker: Tracker) -> Iterator[None]:
         return tensor
 
     moving = execution_context.moving_with(SimulatedTransport(tracker, prefetches=tracker.dialect == "cuda"))
-    with moving, execution_context.observing(tracker), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+    with moving, execution_context.observing(tracker), _torch.saved_tensors_hooks(pack, lambda t: t):
         yield
 
 
