@@ -10,11 +10,13 @@ import torch
 from torch import nn
 
 import recoup
+from recoup.capture.snapshot import Snapshot
 from recoup.cost.model import FlopsCost
-from recoup.evidence.gradients import NOISE_FACTOR, StepResult, compare, rounding_noise, take_result
+from recoup.evidence.gradients import NOISE_FACTOR, StepResult, compare, rounding_bound, rounding_noise, take_result
 from recoup.evidence.verify import verify_plan
 from recoup.ir.decision import Decision, Recompute
 from recoup.ir.plan import Plan
+from recoup.runtime.apply import find_patches
 from tests.evidence.ordinary import ORDINARY
 
 _WIDTH = 64
@@ -67,9 +69,14 @@ def test_fit_warns_of_what_is_not_exact() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(Lying() for _ in range(5)), nn.Linear(_WIDTH, 1))
     batch = torch.randn(1024, _WIDTH)
-    with pytest.warns(recoup.InexactWarning, match="not bit-equal to the plain step"):
+    with pytest.warns(recoup.InexactWarning, match="keeps the plain step's results"):
         fitted = recoup.fit(model, batch, budget="75%", timed=False, actions=("recompute",))
     assert any(d.is_region for d in fitted.plan.decisions)
+    assert str(fitted).rpartition("\n")[2].startswith("FAILED: region `")
+    assert find_patches(model) == []  # what failed is not left behind
+    with pytest.warns(recoup.InexactWarning, match="is in place all the same"):
+        fitted = recoup.fit(model, batch, budget="75%", timed=False, actions=("recompute",), apply_failed=True)
+    assert find_patches(model)
     fitted.applied.remove()
 
 
@@ -136,13 +143,14 @@ def test_the_bound_of_tiles_is_at_least_what_plain_steps_differ_by() -> None:
         model.zero_grad(set_to_none=True)
         loss = model(x).square().mean()
         (loss * times).backward()
-        return take_result(model, loss)
+        return take_result(model, loss, Snapshot(model), {})
 
     plain, scaled = step(1.0), step(NOISE_FACTOR)
     noise = rounding_noise(plain, scaled)
     assert 1e-8 < noise < 1e-5
     assert rounding_noise(plain, step(1.0)) == pytest.approx(1 - 1 / NOISE_FACTOR)  # gradients that are not scaled
-    assert compare(plain, plain, rounds_differently=True, noise=noise).error_bound == max(noise, 1e-6)
-    assert compare(plain, plain, rounds_differently=True, noise=3e-6).error_bound == 3e-6
-    assert compare(plain, plain, rounds_differently=True, noise=1.0).error_bound == pytest.approx(1e-5)
-    assert compare(plain, plain, noise=1.0).error_bound == 0.0
+    assert rounding_bound(plain, None, noise) == max(noise, 1e-6)
+    assert rounding_bound(plain, torch.float32, 3e-6) == 3e-6
+    assert rounding_bound(plain, torch.float32, 1.0) == pytest.approx(1e-5)
+    assert rounding_bound(plain, torch.bfloat16, 0.0) == 4e-2  # what autocast computes in, and no gradient shows
+    assert compare(plain, plain).error_bound == 0.0

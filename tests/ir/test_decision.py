@@ -13,6 +13,8 @@ from recoup.ir.decision import (
     Decision,
     Loop,
     Offload,
+    OpMark,
+    Rebuild,
     Recompute,
     Rederive,
     Save,
@@ -35,6 +37,13 @@ EACH: tuple[Decision, ...] = (
     TileLoss(path="head", tile_tokens=64),
     TileModule(path="layers.0.mlp", tile_tokens=128),
     Offload(path="layers.2", inside="rederive"),
+    Rebuild(
+        path="",
+        marks=(
+            OpMark(path="", call=0, ordinal=4, op="aten.add.Tensor", begins_segment=True),
+            OpMark(path="layers.3", call=1, ordinal=0, op="aten.mm.default", holds=True),
+        ),
+    ),
 )
 
 
@@ -57,6 +66,13 @@ def test_a_decision_is_read_back_from_its_json(decision: Decision) -> None:
         ({"action": "save", "path": "a", "span": ["b"]}, "it has no field 'span'; its fields are path, call."),
         ({"action": "forget", "path": "a"}, "unknown action 'forget'; known are recompute, loop"),
         ({"path": "a"}, "unknown action None"),
+        ({"action": "rebuild", "path": "", "marks": [{"path": ""}]}, "a mark has the fields begins_segment, call"),
+        ({"action": "rebuild", "path": "", "marks": 3}, "marks must be a list"),
+        ({"action": "rebuild", "path": "layers"}, "it is about the whole step"),
+        (
+            {"action": "rebuild", "path": "", "marks": [{"path": "", "call": -1, "ordinal": 0, "op": "aten.mm"}]},
+            "A mark counts calls and ops from 0; got -1 and 0.",
+        ),
         ("save", "A decision is an object with `action` and `path`; got 'save'."),
         ({"action": "save", "path": 3}, "path must be a text; got 3."),
         ({"action": "save", "path": "a..b"}, "path must be module names with single dots between them; got 'a..b'."),
@@ -87,7 +103,8 @@ def test_what_is_no_decision_is_refused_in_one_line(data: Any, said: str) -> Non
 
 def test_decisions_in_words() -> None:
     assert describe_decisions(()) == ["nothing is changed"]
-    assert describe_decisions(EACH) == [
+    parts = [d for d in EACH if not d.is_whole_step]
+    assert describe_decisions(parts) == [
         "recompute layers.0 through 1 (rederiving inside), keeping attention, inputs offloaded",
         "recompute cell, 8 calls at a time, the first 40 calls",
         "recompute steps of scan 1 of rnn in 1.0 MiB",
@@ -96,6 +113,10 @@ def test_decisions_in_words() -> None:
         "offload what is saved in layers.2, but what rederives",
         "rederive everywhere else",
         "save head",
+    ]
+    assert describe_decisions(EACH[-1:]) == [
+        "rebuild what is saved in 1 segment by running ops again, but hold",
+        "  mm in layers.3",
     ]
     layers = [Recompute(path=f"layers.{i}", span=(f"layers.{i + 1}",)) for i in (0, 2, 4)]
     assert describe_decisions(layers) == ["recompute layers.0,2,4 each through 1", "save everywhere else"]
@@ -114,3 +135,10 @@ def test_a_decision_for_other_paths() -> None:
     assert decision.renamed({"a": "m.a", "b": "m.b"}) == Recompute(
         path="m.a", span=("m.b",), buffers=("m.a.count", "steps")
     )
+
+
+def test_a_decision_made_by_the_name_of_its_action_is_one_of_its_class() -> None:
+    made = Decision(path="encoder", action="recompute", offload=True)
+    assert made == Recompute(path="encoder", offload=True)
+    with pytest.raises(UsageError, match="unknown action"):
+        Decision(path="", action="forget")

@@ -31,9 +31,8 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = self.mix(self.norm(x)).view(4, 64, 3, 2, 4).permute(2, 0, 3, 1, 4)
         h = nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(4, 64, 8)
-        return x + self.out(torch.tanh(h) * nn.functional.silu(h)) * SCALE.get() * torch.linspace(0, 1, 8).cumsum(0).to(
-            x.dtype
-        )
+        gain = torch.linspace(0, 1, 8).cumsum(0).to(x.dtype)
+        return x + self.out(torch.tanh(h) * nn.functional.silu(h)) * SCALE.get() * gain
 
 
 def _net() -> nn.Sequential:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,20 +19,22 @@ from torch import nn
 
 from recoup import _torch
 from recoup._pytree import iterate_tensors, map_tensors
+from recoup.capture.dialect import cuda_dialect, cuda_results
 from recoup.capture.fakify import fake_batch, fake_like, swap_parameters
 from recoup.capture.fingerprint import fingerprint
 from recoup.capture.folding.fold import Folding
 from recoup.capture.folding.unfold import unfold
 from recoup.capture.folding.zones import Counted, FoldingMemory, Irregular
+from recoup.capture.island import Island
 from recoup.capture.module_calls import CallRecorder
 from recoup.capture.optimizer import OptimizerLike, OptimizerStep, ScalarsOfFakes, prepare_optimizer
 from recoup.capture.simulated_transport import SimulatedTransport
-from recoup.capture.snapshot import untouched
-from recoup.capture.step import Loss, call_model, loss_of
+from recoup.capture.snapshot import Snapshot, parameters_outside, untouched
+from recoup.capture.step import Loss, call_model, leaves_of, loss_of
 from recoup.capture.trace import build_trace
 from recoup.capture.tracker import Tracker
-from recoup.errors import RecoupError, StepError
-from recoup.ir.trace import Trace
+from recoup.errors import RealStepWarning, RecoupError, StepError
+from recoup.ir.trace import Category, Trace
 from recoup.runtime import execution_context
 
 _OLD_THRESHOLD = 1000  # collections of the middle generation before one of the old
@@ -43,7 +46,10 @@ class StepSpec:
 
     Attributes:
         dialect: "cpu" or "cuda": whose side outputs, optimizer and allocator are counted.
+        capability: compute capability of a card that is not here, whose choice of ops is followed; None: the ops are
+            those of the model's own device.
         round_bytes: the allocator's granularity.
+        keep: paths of modules whose forward runs once: no region and no tile has them, or what is around them, in it.
         folding: what captures of this step learn of its loops, for the next; None: they are captured in full.
     """
 
@@ -52,7 +58,9 @@ class StepSpec:
     loss: Loss | None = None
     optimizer: OptimizerLike | None = None
     dialect: str = "cpu"
+    capability: tuple[int, int] | None = None
     round_bytes: int = 1
+    keep: frozenset[str] = frozenset()
     folding: FoldingMemory | None = dataclasses.field(default_factory=FoldingMemory, compare=False)
 
 
@@ -89,7 +97,22 @@ def capture(spec: StepSpec, *, known: Trace | None = None) -> Trace:
             f"The step cannot be followed without data ({reason}), and the model has none (it is on `meta`). Build "
             "it on a real device."
         )
-    return _capture_real(spec, reason)
+    if _device_of(spec.model).startswith("cuda"):
+        warnings.warn(
+            f"The step of {type(spec.model).__name__} cannot be followed without data ({reason}): a real one is run on "
+            f"{_device_of(spec.model)}, and takes the memory and the time of one. [E301]",
+            RealStepWarning,
+            stacklevel=2,
+        )
+    try:
+        return _capture_real(spec, reason)
+    except StepError as error:
+        if not isinstance(error.__cause__, torch.OutOfMemoryError):
+            raise
+        raise StepError(
+            f"The step cannot be followed without data ({reason}), and there is no memory for a real one on "
+            f"{_device_of(spec.model)}. Plan with a smaller batch, or branch on shapes and token ids alone."
+        ) from error
 
 
 class _Enough(BaseException):
@@ -108,11 +131,12 @@ def levels_after_calls(spec: StepSpec, path: str, counts: tuple[int, ...]) -> li
         StepError: if fake tensors cannot follow the step.
     """
     device, levels = _device_of(spec.model), []
-    with untouched(spec.model), _torch.quiet_fake_errors(), _torch.fake_tensor_mode():
-        parameters = swap_parameters(spec.model, device)
-        tracker = Tracker(island=True, round_bytes=spec.round_bytes, dialect=spec.dialect)
+    with _untouched(spec) as before, _torch.quiet_fake_errors(), _dialect(spec, device), _torch.fake_tensor_mode():
+        island = Island(device)
+        parameters = swap_parameters(spec.model, device, island)
+        tracker = _tracker(spec, device, island)
         _register(spec.model, parameters, tracker)
-        batch = fake_batch(spec.batch, device)
+        batch = fake_batch(spec.batch, device, island)
         for tensor in iterate_tensors(batch):
             tracker.add(tensor, "batch", "batch")
         recorder = CallRecorder(spec.model, tracker)
@@ -131,7 +155,7 @@ def levels_after_calls(spec: StepSpec, path: str, counts: tuple[int, ...]) -> li
         recorder.watcher = watch
         try:
             with tracker, _saving(tracker):
-                _run(spec, batch, tracker, recorder, backward=False)
+                _run(spec, before, batch, tracker, recorder, backward=False)
         except _Enough:
             pass
         except _Unfollowable as error:
@@ -141,6 +165,7 @@ def levels_after_calls(spec: StepSpec, path: str, counts: tuple[int, ...]) -> li
 
 def _run(
     spec: StepSpec,
+    before: Snapshot,
     batch: Any,
     tracker: Tracker,
     recorder: CallRecorder,
@@ -163,6 +188,8 @@ def _run(
         loss, source = loss_of(output, batch, spec.loss)
         del output
         if backward:
+            for leaf in leaves_of(loss):
+                before.tensors.add("a tensor that the loss reaches", leaf)
             tracker.phase = "backward"
             loss.backward()  # type: ignore[no-untyped-call]
         return source
@@ -202,14 +229,17 @@ def _capture_fake(spec: StepSpec, known: Trace | None) -> Trace:
 
 def _capture_folded(spec: StepSpec, known: Trace | None, memory: FoldingMemory | None) -> Trace:
     device = _device_of(spec.model)
-    with untouched(spec.model), _torch.quiet_fake_errors(), _few_full_collections():
+    with _untouched(spec) as before, _torch.quiet_fake_errors(), _dialect(spec, device), _few_full_collections():
         mode = _torch.fake_tensor_mode()
+        outside = parameters_outside(spec.model, before)
         old = [(id(p), path) for path, p in spec.model.named_parameters()]
         with mode:
-            parameters = swap_parameters(spec.model, device)
-            tracker = Tracker(island=True, round_bytes=spec.round_bytes, dialect=spec.dialect)
-            stepper = _fake_optimizer(spec, parameters, old) if known is None else None
+            island = Island(device)
+            parameters = swap_parameters(spec.model, device, island)
+            tracker = _tracker(spec, device, island)
+            stepper = _fake_optimizer(spec, parameters, old, outside) if known is None else None
             _register(spec.model, parameters, tracker)
+            tracker.outside = _categories(before)
             if known is not None:
                 state_bytes = sum(s.nbytes for s in known.storages if s.category == "optimizer")
                 tracker.add_block(state_bytes, "optimizer", "optimizer state")
@@ -217,7 +247,7 @@ def _capture_folded(spec: StepSpec, known: Trace | None, memory: FoldingMemory |
                 for tensor in stepper.state_tensors():
                     tracker.add(tensor, "optimizer", "optimizer state")
                 tracker.add_block(stepper.estimated_bytes, "optimizer", "optimizer state (estimated)")
-            batch = fake_batch(spec.batch, device)
+            batch = fake_batch(spec.batch, device, island)
             for tensor in iterate_tensors(batch):
                 tracker.add(tensor, "batch", "batch")
             recorder = CallRecorder(spec.model, tracker)
@@ -226,13 +256,13 @@ def _capture_folded(spec: StepSpec, known: Trace | None, memory: FoldingMemory |
                 watches, likely = known is None, _longest(batch)
                 folding = Folding(spec.model, tracker, recorder, memory, watches=watches, likely=likely)
             with tracker, _saving(tracker), contextlib.nullcontext() if folding is None else folding.on():
-                source = _run(spec, batch, tracker, recorder, backward=True, folding=folding)
-            gradients = _note_gradients(parameters, tracker)
+                source = _run(spec, before, batch, tracker, recorder, backward=True, folding=folding)
+            gradients = _note_gradients(parameters | outside, tracker)
             if stepper is not None:
                 tracker.phase = "optimizer"
                 with tracker, ScalarsOfFakes():
                     _step_optimizer(stepper, parameters, tracker)
-            calls_released = _release_run(spec, device, memory) if known is None else None
+            calls_released = _release_run(spec, before, device, island, memory) if known is None else None
             del gradients
         with _without_collector():
             if folding is not None:
@@ -242,6 +272,7 @@ def _capture_folded(spec: StepSpec, known: Trace | None, memory: FoldingMemory |
                 recorder=recorder,
                 released=calls_released,
                 model=spec.model,
+                keep=spec.keep,
                 fingerprint=fingerprint(spec.model),
                 device=spec.dialect,
                 loss_source=source,
@@ -278,14 +309,17 @@ def _without_collector() -> Iterator[None]:
             gc.enable()
 
 
-def _release_run(spec: StepSpec, device: str, memory: FoldingMemory | None) -> Tracker | None:
+def _release_run(
+    spec: StepSpec, before: Snapshot, device: str, island: Island, memory: FoldingMemory | None
+) -> Tracker | None:
     """Runs the forward once more with autograd keeping nothing; None if it does not run the same ops."""
-    tracker = Tracker(island=True, round_bytes=spec.round_bytes, dialect=spec.dialect)
+    tracker = _tracker(spec, device, island)
     for name, parameter in spec.model.named_parameters():
         tracker.add(parameter, "parameter", name)
     for name, buffer in spec.model.named_buffers():
         tracker.add(buffer, "buffer", name)
-    batch = fake_batch(spec.batch, device)
+    tracker.outside = _categories(before)
+    batch = fake_batch(spec.batch, device, island)
     for tensor in iterate_tensors(batch):
         tracker.add(tensor, "batch", "batch")
     hooks = _torch.saved_tensors_hooks(lambda t: None, lambda t: t)
@@ -293,7 +327,7 @@ def _release_run(spec: StepSpec, device: str, memory: FoldingMemory | None) -> T
         recorder = CallRecorder(spec.model, tracker)
         folding = None if memory is None else Folding(spec.model, tracker, recorder, memory)
         with tracker, hooks, contextlib.nullcontext() if folding is None else folding.on():
-            _run(spec, batch, tracker, recorder, backward=False, folding=folding)
+            _run(spec, before, batch, tracker, recorder, backward=False, folding=folding)
         if folding is not None:
             with _without_collector():
                 unfold(folding)
@@ -315,9 +349,37 @@ def _saving(tracker: Tracker) -> Iterator[None]:
         yield
 
 
+def _dialect(spec: StepSpec, device: str) -> contextlib.AbstractContextManager[None]:
+    """Returns the context in which a step on fake tensors of `device` dispatches what the planned card would."""
+    is_elsewhere = spec.capability is not None and device == "cpu"
+    return cuda_dialect(spec.capability) if is_elsewhere and spec.capability else contextlib.nullcontext()
+
+
+def _tracker(spec: StepSpec, device: str, island: Island | None) -> Tracker:
+    kernels = cuda_results() if spec.capability is not None and device == "cpu" and island is not None else None
+    return Tracker(island=island, device=device, round_bytes=spec.round_bytes, dialect=spec.dialect, kernels=kernels)
+
+
 def _device_of(model: nn.Module) -> str:
     device = next(model.parameters()).device
     return "cpu" if device.type == "meta" else str(device)
+
+
+@contextlib.contextmanager
+def _untouched(spec: StepSpec) -> Iterator[Snapshot]:
+    """Restores at the end what the step can reach; no tensor has a gradient inside."""
+    with untouched(spec.model, spec.batch, spec.loss) as before:
+        before.tensors.clear_gradients()
+        yield before
+
+
+def _categories(before: Snapshot) -> dict[int, tuple[Category, str]]:
+    """Returns what the tensors that a step can reach are, by their storages' address: it may touch them or not."""
+    found: dict[int, tuple[Category, str]] = {}
+    for name, tensor in before.tensors.named().items():
+        if tensor.layout is torch.strided:
+            found[tensor.untyped_storage()._cdata] = ("parameter" if tensor.requires_grad else "buffer", name)
+    return found
 
 
 def _register(model: nn.Module, parameters: dict[str, torch.Tensor], tracker: Tracker) -> None:
@@ -328,13 +390,21 @@ def _register(model: nn.Module, parameters: dict[str, torch.Tensor], tracker: Tr
 
 
 def _fake_optimizer(
-    spec: StepSpec, parameters: dict[str, torch.Tensor], old: list[tuple[int, str]]
+    spec: StepSpec,
+    parameters: dict[str, torch.Tensor],
+    old: list[tuple[int, str]],
+    outside: dict[str, torch.Tensor],
 ) -> OptimizerStep | None:
-    """Returns the optimizer over the fake parameters, its state made: a step like all but the first."""
+    """Returns the optimizer over the fake parameters, its state made: a step like all but the first.
+
+    Args:
+        outside: parameters that stay as they are: an op on one of them and a fake one sees both as fake.
+    """
     if spec.optimizer is None:
         return None
     wrapped = {path: p for path, p in parameters.items() if isinstance(p, nn.Parameter)}
-    new_of = {identity: wrapped[path] for identity, path in old if path in wrapped}
+    new_of: dict[int, Any] = {identity: wrapped[path] for identity, path in old if path in wrapped}
+    new_of |= {id(p): p for p in outside.values()}
     return prepare_optimizer(spec.optimizer, new_of, list(wrapped.values()), foreach=spec.dialect == "cuda")
 
 
@@ -385,20 +455,20 @@ def _note_gradients(parameters: dict[str, torch.Tensor], tracker: Tracker) -> li
 def _capture_real(spec: StepSpec, reason: str) -> Trace:
     """Runs a real step on the model's own tensors, its optimizer's state estimated; everything is put back."""
     state_bytes, notes = _optimizer_state_bytes(spec)
-    with untouched(spec.model):
+    with _untouched(spec) as before, before.watching():
         parameters: dict[str, torch.Tensor] = dict(spec.model.named_parameters())
-        for parameter in parameters.values():
-            parameter.grad = None
-        tracker = Tracker(island=False, round_bytes=spec.round_bytes, dialect=spec.dialect)
+        parameters |= parameters_outside(spec.model, before)
+        tracker = _tracker(spec, _device_of(spec.model), None)
         try:
-            _register(spec.model, parameters, tracker)
+            _register(spec.model, dict(spec.model.named_parameters()), tracker)
+            tracker.outside = _categories(before)
             tracker.add_block(state_bytes, "optimizer", "optimizer state (estimated)")
             batch = map_tensors(lambda t: t.detach().clone().requires_grad_(t.requires_grad), spec.batch)
             for tensor in iterate_tensors(batch):
                 tracker.add(tensor, "batch", "batch")
             recorder = CallRecorder(spec.model, tracker)
             with tracker, _saving(tracker):
-                source = _run(spec, batch, tracker, recorder, backward=True)
+                source = _run(spec, before, batch, tracker, recorder, backward=True)
             gradients = _note_gradients(parameters, tracker)
             del gradients
             for parameter in parameters.values():
@@ -410,6 +480,7 @@ def _capture_real(spec: StepSpec, reason: str) -> Trace:
             recorder=recorder,
             released=None,
             model=spec.model,
+            keep=spec.keep,
             fingerprint=fingerprint(spec.model),
             device=spec.dialect,
             loss_source=source,

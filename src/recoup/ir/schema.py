@@ -7,7 +7,7 @@ import types
 import typing
 from typing import Any
 
-from recoup.ir.decision import DECISIONS, Decision
+from recoup.ir.decision import DECISIONS, Decision, OpMark
 from recoup.ir.plan import SCHEMA, Plan, Prediction
 
 _SIMPLE = {str: "string", int: "integer", float: "number", bool: "boolean"}
@@ -26,6 +26,7 @@ def plan_schema() -> dict[str, Any]:
         "$defs": {
             "Decision": {"anyOf": [{"$ref": f"#/$defs/{kind.__name__}"} for kind in DECISIONS]},
             **{kind.__name__: _of_decision(kind) for kind in DECISIONS},
+            "OpMark": _of_class(OpMark),
             "Prediction": _of_class(Prediction),
         },
     }

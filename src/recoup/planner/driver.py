@@ -61,7 +61,6 @@ _NUM_BY_HAND = 4
 _NUM_MOVED = 2  # plans whose scans are moved to a budget
 _FASTER_BY = 0.01
 _SAME_TIME = 0.01  # two plans closer than this are equally fast
-_EQUAL_BITS_ARE_WORTH = 0.2  # of a step's time: a plan that rounds differently must be faster by more
 _HOPEFUL = 1.04  # how far over the budget a plan may be by the solver's reckoning and still be simulated
 _WORTH_ANOTHER_TRY = 0.985
 _WORTH_SMALLER_TILES = 0.995
@@ -73,14 +72,23 @@ class Planner(Simulator):
     """Plans for one step on one device.
 
     Attributes:
+        prefers_equal_bits: no actions were asked for: something is tiled only where no plan with equal bits fits.
         loop: plans for its loop over time, if it has one. scans: plans for its scans, if it has some that were given
             no schedule. tiled: its head, if that can be tiled. tiled_modules: those
             that can be, if they may.
     """
 
     def __init__(
-        self, spec: StepSpec, *, cost: CostModel, actions: Sequence[str], fixed_bytes: int = 0, spans: bool = True
+        self,
+        spec: StepSpec,
+        *,
+        cost: CostModel,
+        actions: Sequence[str] | None,
+        fixed_bytes: int = 0,
+        spans: bool = True,
     ) -> None:
+        self.prefers_equal_bits = actions is None
+        actions = ACTIONS if actions is None else actions
         link: Link | None = None
         if "offload" in actions:
             device = next((p.device for p in spec.model.parameters() if p.device.type != "meta"), torch.device("cpu"))
@@ -98,6 +106,7 @@ class Planner(Simulator):
         self.tiled: TiledHead | None = None
         self.tiled_modules: TiledModules | None = None
         self._saves_only: list[Solver] = []  # views without rederive
+        self._looked_for_tiles = False
         self._tiles: dict[int, tuple[Decision, ...]] = {}  # of the views in which something is tiled, by identity
         self.tiled_solvers: list[Solver] = []
         self.moving_solvers: list[Solver] = []
@@ -106,11 +115,8 @@ class Planner(Simulator):
             return  # `LoopPlans` finds the plans; the views are made only if somebody asks
         _ = self.solvers
         self.moving_solvers = self._moving_views(self.problem, spans)
-        if self.trace.source == "fake":
-            if "tile" in self.actions:
-                self._find_tiled_head(spans)
-            if "tile-modules" in self.actions:
-                self._find_tiled_modules(spans)
+        if not self.prefers_equal_bits:
+            self._find_tiles()
 
     @functools.cached_property
     def solvers(self) -> list[Solver]:
@@ -144,6 +150,17 @@ class Planner(Simulator):
         if self.scans is None or (self.scans.derives and not rebuilds_inputs):
             return problem
         return under(problem, ladders, "rederive" if self.scans.derives else "save")
+
+    def _find_tiles(self) -> None:
+        """Adds the views in which something is tiled, once."""
+        if self._looked_for_tiles:
+            return
+        self._looked_for_tiles = True
+        if self.trace.source == "fake":
+            if "tile" in self.actions:
+                self._find_tiled_head(self._spans)
+            if "tile-modules" in self.actions:
+                self._find_tiled_modules(self._spans)
 
     def _find_tiled_head(self, spans: bool) -> None:
         """Adds views of the step with its head tiled, if it has one that can be."""
@@ -243,6 +260,14 @@ class Planner(Simulator):
             self.loop.shrink()
             if self.loop.rules:
                 return self._least()
+        self._find_tiles()
+        self._shrink()
+        while self._has_smaller_tiles(self._least()):  # as long as they lower the peak
+            pass
+        return self._least()
+
+    def _shrink(self) -> None:
+        """Simulates the leanest plan of each view there is, and of those by hand."""
         for solver in (*self.solvers, *self.moving_solvers, *self.tiled_solvers, *self.tiled_moving_solvers):
             self.simulate(self.decide(solver, solver.leanest()))
         for chosen in self._by_hand():
@@ -250,9 +275,6 @@ class Planner(Simulator):
             self.simulate(chosen)
             for tiles in dict.fromkeys(self._tiles.values()):
                 self.simulate(with_tiles(chosen, tiles))
-        while self._has_smaller_tiles(self._least()):  # as long as they lower the peak
-            pass
-        return self._least()
 
     def _has_smaller_tiles(self, least: Candidate) -> bool:
         """Simulates a plan with tiles of half the size, the loss's and the modules'; whether one of them is leaner."""
@@ -277,7 +299,7 @@ class Planner(Simulator):
         trace = self._calls_trace
         kinds: dict[str, list[int]] = {}
         for index, call in enumerate(trace.calls):
-            if call.path and not call.refusal and call.replay_stop_op >= 0 and call.children:
+            if call.path and not call.refusal and not call.runs_once and call.replay_stop_op >= 0 and call.children:
                 kinds.setdefault(call.kind, []).append(index)
         saved = dict.fromkeys(kinds, 0)
         for kind, members in kinds.items():
@@ -315,24 +337,30 @@ class Planner(Simulator):
         began = time.process_time()
         for solver in self.moving_solvers:
             self._search(solver, budget_bytes, until=began + _MOVING_SECONDS)
-        exact = min((c.step_seconds for c in self._fitting(budget_bytes) if not is_tiled(c.decisions)), default=None)
-        if exact is None or exact > self.plain.step_seconds * (1 + _EQUAL_BITS_ARE_WORTH):
-            for tiles in dict.fromkeys(self._tiles.values()):
-                began = time.process_time()
-                for solver in self._with(tiles, self.tiled_solvers):
-                    self._search(solver, budget_bytes, until=began + _SEARCH_SECONDS)
-                began = time.process_time()
-                for solver in self._with(tiles, self.tiled_moving_solvers):
-                    self._search(solver, budget_bytes, until=began + _MOVING_SECONDS)
-                self._drop_tiles(tiles, budget_bytes)
+        if not self.prefers_equal_bits:
+            self._search_tiled(budget_bytes)
         self._try_by_hand(budget_bytes)
         if self.scans is not None:
             self._move_scans(budget_bytes)
-        fitting = self._fitting(budget_bytes)
-        if not fitting:
+        if self.prefers_equal_bits and not self._fitting(budget_bytes):
+            self._shrink()
+            if not self._fitting(budget_bytes):
+                self._find_tiles()
+                self._search_tiled(budget_bytes)
+        if not self._fitting(budget_bytes):
             self.smallest()
-            fitting = self._fitting(budget_bytes)
-        return self._fastest(budget_bytes) if fitting else None
+        return self._fastest(budget_bytes)
+
+    def _search_tiled(self, budget_bytes: int) -> None:
+        """Searches the views in which something is tiled."""
+        for tiles in dict.fromkeys(self._tiles.values()):
+            began = time.process_time()
+            for solver in self._with(tiles, self.tiled_solvers):
+                self._search(solver, budget_bytes, until=began + _SEARCH_SECONDS)
+            began = time.process_time()
+            for solver in self._with(tiles, self.tiled_moving_solvers):
+                self._search(solver, budget_bytes, until=began + _MOVING_SECONDS)
+            self._drop_tiles(tiles, budget_bytes)
 
     def _move_scans(self, budget_bytes: int) -> None:
         """Simulates the plans that look fastest once their scans take just what is left for them."""
@@ -355,11 +383,9 @@ class Planner(Simulator):
         fitting = self._fitting(budget_bytes)
         if not fitting:
             return None
+        if self.prefers_equal_bits:
+            fitting = [c for c in fitting if not is_tiled(c.decisions)] or fitting
         fastest = min(c.step_seconds for c in fitting)
-        exact_ones = [c for c in fitting if not is_tiled(c.decisions)]
-        exact = min((c.step_seconds for c in exact_ones), default=float("inf"))
-        if exact <= max(fastest, self.plain.step_seconds) * (1 + _EQUAL_BITS_ARE_WORTH):
-            fitting, fastest = exact_ones, exact
         # Within what timing can tell apart, the one that runs the least twice.
         equal = [c for c in fitting if c.step_seconds <= fastest * (1 + _SAME_TIME)]
         best = min(equal, key=lambda c: (c.recomputed_flops, c.step_seconds, len(c.decisions), c.peak_bytes))
@@ -503,12 +529,14 @@ def _seconds_of_tiles(problem: Problem) -> float:
     return sum(seconds(p) for p in problem.parts)
 
 
-def check_actions(actions: Any) -> tuple[str, ...]:
-    """Returns the actions as a tuple.
+def check_actions(actions: Any) -> tuple[str, ...] | None:
+    """Returns the actions as a tuple, None where none were asked for.
 
     Raises:
         UsageError: if one is not known.
     """
+    if actions is None:
+        return None
     chosen = (actions,) if isinstance(actions, str) else tuple(actions)
     for action in chosen:
         if action not in (*ACTIONS, *OPT_IN_ACTIONS):

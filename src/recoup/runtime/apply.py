@@ -15,13 +15,26 @@ from torch import nn
 from recoup import _torch
 from recoup._pytree import iterate_tensors
 from recoup.errors import PlanMismatch
-from recoup.ir.decision import Decision, Loop, Offload, Recompute, Rederive, Region, Save, Scan, Tile, TileModule
+from recoup.ir.decision import (
+    Decision,
+    Loop,
+    Offload,
+    Rebuild,
+    Recompute,
+    Rederive,
+    Region,
+    Save,
+    Scan,
+    Tile,
+    TileModule,
+)
 from recoup.runtime import scan_bytes
 from recoup.runtime.kv_cache import caching_paths, without_cache
 from recoup.runtime.offload.offloaded_saved_tensor import Moves, Offloading
 from recoup.runtime.offload.transport import Transport
 from recoup.runtime.patch import PatchedForward, find_patch, patch, unpatch
 from recoup.runtime.rebuild import saved_tensor
+from recoup.runtime.rebuild.apply_held import HeldSettings, HeldState, run_held
 from recoup.runtime.rebuild.lineage import current_recorder
 from recoup.runtime.recompute import region as regions
 from recoup.runtime.recompute.rng_state import statistics_buffers
@@ -260,7 +273,7 @@ def _run_compiled(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[s
 class Applied:
     """A plan in place. `remove()` restores the model; as a context manager it does so at the end."""
 
-    def __init__(self, model: nn.Module, patches: list[PatchedForward], state: StepState) -> None:
+    def __init__(self, model: nn.Module, patches: list[PatchedForward], state: StepState | HeldState) -> None:
         self._patches = patches
         self._state = state
         self.model = model
@@ -311,6 +324,9 @@ def apply_decisions(model: nn.Module, decisions: Sequence[Decision], *, transpor
     for decision in decisions:
         by_path.setdefault(decision.path, []).append(decision)
         for path in dict.fromkeys(decision.paths[1:]):  # a module that the span calls twice joins it once
+            if isinstance(decision, Rebuild):
+                by_path.setdefault(path, [])
+                continue
             assert isinstance(decision, Recompute), "only regions of single calls span others"
             joins.setdefault(path, []).append(decision)
     missing = [path for path in [*by_path, *joins] if path not in modules]
@@ -322,6 +338,9 @@ def apply_decisions(model: nn.Module, decisions: Sequence[Decision], *, transpor
         )
     if not decisions:
         return Applied(model, [], StepState(counts_calls=False))
+    rebuild = next((d for d in decisions if isinstance(d, Rebuild)), None)
+    if rebuild is not None:
+        return _apply_rebuild(model, rebuild, decisions)
     offloads = any(d.offloads for d in decisions)
     state = StepState(
         counts_calls=any(d.call is not None or isinstance(d, Loop) for d in decisions),
@@ -351,6 +370,19 @@ def apply_decisions(model: nn.Module, decisions: Sequence[Decision], *, transpor
     return Applied(model, patches, state)
 
 
+def _apply_rebuild(model: nn.Module, decision: Rebuild, decisions: Sequence[Decision]) -> Applied:
+    """Patches every module: the record of a step says which call each op belongs to."""
+    if len(decisions) > 1:
+        other = next(d for d in decisions if d is not decision)
+        raise PlanMismatch(
+            f"`rebuild` decides about the whole step and stands alone; the plan also has {other.action!r} for "
+            f"`{other.path}`. Make a plan with one or the other."
+        )
+    state = HeldState(decision)
+    patches = [patch(module, run_held, HeldSettings(path=path, state=state)) for path, module in model.named_modules()]
+    return Applied(model, patches, state)
+
+
 def _derives_below(decisions: Sequence[Decision], paths: Sequence[str]) -> bool:
     """Whether a decision inside one of these calls rederives."""
     prefixes = tuple(f"{path}." if path else "" for path in paths)
@@ -369,7 +401,7 @@ def _buffers(module: nn.Module, prefix: str, decisions: Sequence[Decision]) -> t
 def find_patches(model: nn.Module) -> list[PatchedForward]:
     """Returns the patched forwards of a plan that is in place on `model`."""
     found = map(find_patch, model.modules())
-    return [f for f in found if f is not None and f.runner is _run]
+    return [f for f in found if f is not None and f.runner in (_run, run_held)]
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from recoup.evidence.verify import verify_plan
 from recoup.ir.decision import Rederive
 from recoup.ir.evidence import Evidence
 from recoup.ir.plan import Plan
-from recoup.planner.driver import ACTIONS, Planner, is_on_meta
+from recoup.planner.driver import Planner, is_on_meta
 from recoup.planner.simulator import Candidate
 from recoup.runtime.conflicts import refuse_conflicts
 from recoup.selective.config import CheckpointConfig
@@ -66,7 +66,7 @@ class Trials:
             dialect="cuda" if on_cuda else "cpu",
             round_bytes=512 if on_cuda else 1,
         )
-        self.planner = Planner(spec, cost=MeasuredCost(self.device), actions=ACTIONS)
+        self.planner = Planner(spec, cost=MeasuredCost(self.device), actions=None)
         self._report: ProfileReport | None = None
 
     def report(self, num_runs: int = 3) -> ProfileReport:

@@ -33,7 +33,7 @@ _FEMTO = 1e15
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Segment:
+class Interval:
     """A run of forward ops of one call: [first, last)."""
 
     call: int
@@ -42,7 +42,7 @@ class _Segment:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Numbers:
+class Numbers:
     """What one captured variant says, by segment."""
 
     fixed_bytes: int
@@ -81,7 +81,7 @@ def build_problem(
     for action, priced in variants.items():
         own = segments if action == "save" else _segments(priced.trace)
         if [s.call for s in own] == [s.call for s in segments] and _paths(trace) == _paths(priced.trace):
-            numbers[action] = _measure(priced, own)
+            numbers[action] = measure(priced, own)
     base = numbers["save"]
     children: dict[int, list[int]] = {}
     for index, call in enumerate(trace.calls):
@@ -127,7 +127,7 @@ def build_problem(
             call=call.index,
             kind=call.kind,
             parts=parts(index, (call.path, call.index)),
-            region=_region(lookup, base, index, free, holders) if call.path else None,
+            region=_region(lookup, base, index, free, holders) if call.path and not call.runs_once else None,
             chained=call.chained and spans,
         )
 
@@ -154,10 +154,10 @@ def build_problem(
     )
 
 
-def _segments(trace: Trace) -> list[_Segment]:
+def _segments(trace: Trace) -> list[Interval]:
     """Returns the runs of forward ops that belong to one call, in order; a child's call splits its parent's run."""
     starts = {call.first_op for call in trace.calls} | {call.last_op for call in trace.calls}
-    segments: list[_Segment] = []
+    segments: list[Interval] = []
     first, current = 0, None
     position = 0
     for position, op in enumerate(trace.ops):
@@ -165,12 +165,12 @@ def _segments(trace: Trace) -> list[_Segment]:
             break
         if current is None or op.call != current or position in starts:
             if current is not None:
-                segments.append(_Segment(call=current, first=first, last=position))
+                segments.append(Interval(call=current, first=first, last=position))
             first, current = position, op.call
     else:
         position += 1
     if current is not None:
-        segments.append(_Segment(call=current, first=first, last=position))
+        segments.append(Interval(call=current, first=first, last=position))
     return segments
 
 
@@ -183,7 +183,8 @@ def _forward_ops(trace: Trace) -> list[int]:
     return [i for i, o in enumerate(trace.ops) if o.phase in ("forward", "loss") and not o.replayed]
 
 
-def _measure(priced: PricedTrace, segments: Sequence[_Segment]) -> _Numbers:
+def measure(priced: PricedTrace, segments: Sequence[Interval]) -> Numbers:
+    """Returns what a captured step says of each interval of its forward, backward's share of it included."""
     trace = priced.trace
     levels = np.asarray(trace.levels(priced.op_workspace_bytes), dtype=np.int64)
     num = len(segments)
@@ -232,7 +233,7 @@ def _measure(priced: PricedTrace, segments: Sequence[_Segment]) -> _Numbers:
     if num and on_host:
         for i, _sources in trace.rederive_links:
             seconds[segment_of_op[min(i, num_forward - 1)]] += REBUILD_OVERHEAD_SECONDS
-    return _Numbers(
+    return Numbers(
         fixed_bytes=fixed,
         saved=saved,
         saved_before=saved_before,
@@ -310,7 +311,7 @@ def _input_holders(trace: Trace) -> dict[int, list[int]]:
 class _Lookup:
     """Sums over ranges of ops, and forward storages by the op that made them, prepared once."""
 
-    def __init__(self, priced: PricedTrace, segments: Sequence[_Segment]) -> None:
+    def __init__(self, priced: PricedTrace, segments: Sequence[Interval]) -> None:
         trace = priced.trace
         self.trace = trace
         self.segment_starts = [s.first for s in segments]
@@ -356,7 +357,7 @@ class _Lookup:
         return np.cumsum(change[:-1])
 
 
-def _region(lookup: _Lookup, numbers: _Numbers, index: int, free: set[int], holders: Mapping[int, list[int]]) -> Region:
+def _region(lookup: _Lookup, numbers: Numbers, index: int, free: set[int], holders: Mapping[int, list[int]]) -> Region:
     trace = lookup.trace
     call = trace.calls[index]
     first, last = call.first_op, call.last_op

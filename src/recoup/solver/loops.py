@@ -94,6 +94,8 @@ def _repeated(trace: Trace) -> Iterator[list[int]]:
             found.setdefault((call.path, call.parent), []).append(index)
     paths = [path for path, _ in found]
     for (path, _), members in found.items():
-        is_whole = paths.count(path) == 1 and not any(trace.calls[i].refusal for i in members)
+        is_whole = paths.count(path) == 1 and not any(
+            trace.calls[i].refusal or trace.calls[i].runs_once for i in members
+        )
         if is_whole and len(members) >= _FEWEST_CALLS:
             yield members

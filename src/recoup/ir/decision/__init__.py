@@ -13,6 +13,7 @@ from recoup.errors import UsageError
 from recoup.ir.decision.ambient import Rederive, Save
 from recoup.ir.decision.base import Ambient, Decision
 from recoup.ir.decision.offload import Offload
+from recoup.ir.decision.rebuild import OpMark, Rebuild
 from recoup.ir.decision.region import Loop, Recompute, Region
 from recoup.ir.decision.scan import Scan
 from recoup.ir.decision.tile import Tile, TileLoss, TileModule
@@ -23,6 +24,8 @@ __all__ = [
     "Decision",
     "Loop",
     "Offload",
+    "OpMark",
+    "Rebuild",
     "Recompute",
     "Rederive",
     "Region",
@@ -37,7 +40,17 @@ __all__ = [
 ]
 
 # In the order in which a plan is told.
-DECISIONS: tuple[type[Decision], ...] = (Recompute, Loop, Scan, TileLoss, TileModule, Offload, Rederive, Save)
+DECISIONS: tuple[type[Decision], ...] = (
+    Recompute,
+    Loop,
+    Scan,
+    Rebuild,
+    TileLoss,
+    TileModule,
+    Offload,
+    Rederive,
+    Save,
+)
 
 
 def read_decision(data: Any, known: Sequence[type[Decision]] = DECISIONS) -> Decision:
@@ -65,9 +78,9 @@ def describe_decisions(decisions: Sequence[Decision]) -> list[str]:
     is_alone = len(decisions) == 1 and not decisions[0].is_region and not isinstance(decisions[0], Scan)
     lines = []
     for kind, members in _by_class(decisions).items():
-        if kind is root:
+        if kind is root and not any(d.is_whole_step for d in decisions):
             lines.append(f"{kind.verb} everywhere" if is_alone else f"{kind.verb} everywhere else")
-        elif members:
+        elif members and kind is not root:
             lines += kind.describe([d for d in members if d.path] if kind in (Save, Rederive) else members)
     return lines
 

@@ -19,9 +19,22 @@ from recoup.ir.decision.paths import grouped
 Ambient = Literal["save", "rederive"]
 
 
+class _Named(type):
+    """Lets `Decision` itself be called with the name of an action: it makes one of that action's class."""
+
+    def __call__(cls, *args: Any, **fields: Any) -> Any:
+        if "action" not in fields:
+            return super().__call__(*args, **fields)
+        from recoup.ir.decision import read_decision  # late: the classes of the actions derive from the one here
+
+        return read_decision(fields)
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
+class Decision(metaclass=_Named):
     """One action for one call.
+
+    `Decision(path="encoder", action="recompute")` is `Recompute(path="encoder")`.
 
     A decision holds for everything below its path until a decision of a deeper path takes over: `Rederive(path="")`
     with `Save(path="head")` rederives everywhere but in the head.
@@ -29,6 +42,7 @@ class Decision:
     Attributes:
         action: the tag in JSON. verb: the word for people.
         is_exact: whether gradients are bit-equal to the plain step's.
+        is_whole_step: whether it says what becomes of every saved tensor, and stands alone.
         path: dotted module path; "" is the model itself.
         call: which execution of that module in the step, counted from 0; None: every one.
 
@@ -39,6 +53,7 @@ class Decision:
     action: ClassVar[str]
     verb: ClassVar[str]
     is_exact: ClassVar[bool] = True
+    is_whole_step: ClassVar[bool] = False
 
     path: str
     call: int | None = None
@@ -132,9 +147,7 @@ class Decision:
         Raises:
             UsageError: for an unknown field, a missing one, or a value that does not fit.
         """
-        given: dict[str, Any] = {
-            name: tuple(v) if isinstance(v, list) else v for name, v in data.items() if name != "action"
-        }
+        given: dict[str, Any] = {name: cls.read_field(name, v) for name, v in data.items() if name != "action"}
         known = {field.name: field for field in dataclasses.fields(cls)}
         where = f"Decision {cls.action!r} for `{given.get('path', '?')}`"
         unknown = [name for name in given if name not in known]
@@ -144,6 +157,11 @@ class Decision:
         if missing:
             raise UsageError(f"{where}: the field {missing[0]!r} is missing.")
         return cls(**given)
+
+    @classmethod
+    def read_field(cls, name: str, value: Any) -> Any:
+        """Returns a field's value from plain JSON data: lists become tuples."""
+        return tuple(value) if isinstance(value, list) else value
 
 
 @functools.cache
@@ -171,4 +189,6 @@ def _said(hint: Any) -> str:
         return " or ".join(_said(a) for a in arguments)
     if origin is tuple:
         return "a tuple of texts"
-    return {str: "a text", int: "a whole number", bool: "true or false", type(None): "nothing"}[hint]
+    return {str: "a text", int: "a whole number", bool: "true or false", type(None): "nothing"}.get(
+        hint, str(hint.__name__)
+    )

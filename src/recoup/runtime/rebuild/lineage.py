@@ -101,10 +101,10 @@ class Made:
     `args` and `kwargs` are the op's own with tensors replaced by `Read`s. `traffic_bytes`: bytes read and written.
     `outputs`: the values of all its results, where there are several. `side_results`: what
     keeps all but the first of them, if that helps to rebuild the first (`shortcuts.py`). `is_flat`: reads are among
-    `args` themselves, none in a list or in `kwargs`.
+    `args` themselves, none in a list or in `kwargs`. `order`: how many ops were recorded before it.
     """
 
-    __slots__ = ("args", "function", "is_flat", "kwargs", "outputs", "reads", "side_results", "traffic_bytes")
+    __slots__ = ("args", "function", "is_flat", "kwargs", "order", "outputs", "reads", "side_results", "traffic_bytes")
 
     def __init__(self, function: Any, args: Any, kwargs: Any, reads: list[Read], traffic_bytes: int) -> None:
         self.function = function
@@ -113,6 +113,7 @@ class Made:
         self.reads = reads
         self.is_flat = not kwargs and sum(type(a) is Read for a in args) == len(reads)
         self.traffic_bytes = traffic_bytes
+        self.order = 0
         self.outputs: tuple[weakref.ref[Value], ...] = ()
         self.side_results: tuple[weakref.ref[Any], ...] = ()
 
@@ -164,6 +165,7 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
         self.deriving = True
         self.offloading = False
         self.offloader: Any = None
+        self._num_made = 0
         self.turn = 0  # counts saved tensors: backward asks for them about in reverse
         self._values: dict[weakref.ref[torch.UntypedStorage], Value] = {}  # of live storages; see `waiting.py`
         self._outer: Recorder | None = None
@@ -267,7 +269,9 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
         for read in reads:
             size, _, _, dtype = read.geometry
             traffic_bytes += size.numel() * dtype.itemsize
-        return Made(facts.function, recorded, recorded_kwargs, reads, traffic_bytes)
+        made = Made(facts.function, recorded, recorded_kwargs, reads, traffic_bytes)
+        made.order = self._num_made = self._num_made + 1
+        return made
 
     def _encode(self, items: Iterable[Any], reads: list[Read]) -> tuple[Any, ...] | None:
         """Returns `items` with tensors replaced by reads, or None if one of them cannot be recorded."""
@@ -276,7 +280,7 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
             if isinstance(item, torch.Tensor):
                 if item.layout is not torch.strided or item.is_neg() or item.is_conj():
                     return None
-                read = Read(self.value_of(item), geometry_of(item))
+                read = self._read(item)
                 if read.value.base is not None and read.value.base[3] != item.dtype:
                     return None  # the same bytes read as another dtype
                 reads.append(read)
@@ -289,6 +293,14 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
             else:
                 result.append(item)
         return tuple(result)
+
+    def _read(self, tensor: torch.Tensor) -> Read:
+        """Returns a tensor argument of an op that is recorded."""
+        return Read(self.value_of(tensor), geometry_of(tensor))
+
+    def pack(self, tensor: torch.Tensor, value: Value) -> Any | None:
+        """Returns what autograd gets instead of a saved tensor that nobody keeps yet; None: it is rederived or kept."""
+        return None
 
     def _attach(self, made: Made, out: Any, has_side_results: bool) -> None:
         if isinstance(out, torch.Tensor):

@@ -42,6 +42,11 @@ _CHANGED = (
 _BY_DATA = "another one since it was used, changed through `.data`"
 
 
+def changed_since(what: str) -> RuntimeError:
+    """Returns autograd's error for a tensor that was changed in place and cannot be rebuilt from any more."""
+    return RuntimeError(_CHANGED.format(tensor=what, versions="overwritten since"))
+
+
 class Kept:
     """A saved tensor that is kept as it is."""
 
@@ -93,7 +98,7 @@ class KeptView:
 
     def unpack(self) -> torch.Tensor:
         """Returns the tensor; raises if it was changed in place since it was saved."""
-        return _lay(self.kept.unpack(), self.geometry)
+        return laid(self.kept.unpack(), self.geometry)
 
 
 class KeptCompact:
@@ -144,7 +149,7 @@ class Rederived:
 
     def __init__(self, value: Value, geometry: Geometry, sources: Sequence[Source], recorder: Recorder) -> None:
         self.turn = turn = recorder.turn
-        self._surroundings = recorder.surroundings()
+        self._under = recorder.surroundings()
         self.value = value
         self.geometry = geometry
         self.sources = sources
@@ -162,14 +167,14 @@ class Rederived:
         """Runs the chain and returns the tensor."""
         if self.value.overwritten:
             size, _, _, dtype = self.geometry
-            raise RuntimeError(_CHANGED.format(tensor=f"{dtype} {list(size)}", versions="overwritten since"))
-        if self._surroundings.are_here():
+            raise changed_since(f"{dtype} {list(size)}")
+        if self._under.are_here():
             return self._rebuild()
-        with self._surroundings.again():
+        with self._under.again():
             return self._rebuild()
 
     def _rebuild(self) -> torch.Tensor:
-        with _torch.below_autocast_and_autograd(), execution_context.recomputing(), _paused():
+        with _torch.below_autocast_and_autograd(), execution_context.recomputing(), paused():
             tensor = _one_op(self.value)
             if tensor is None:
                 tensor = _Rebuild(self.value, self.turn).contents(self.value)
@@ -178,10 +183,10 @@ class Rederived:
                 block.waiting.serve(ticket)
             execution_context.count_rederived()
             self._waiting.hold(tensor, since=self.turn - SOON)
-            return _lay(tensor, self.geometry)
+            return laid(tensor, self.geometry)
 
 
-class _paused:
+class paused:
     """Context manager: the recorder of this thread, if one is on, records nothing."""
 
     __slots__ = ("_recorder",)
@@ -215,7 +220,8 @@ def _constant(value: Value) -> torch.Tensor:
     return constant.detach()
 
 
-def _lay(tensor: torch.Tensor, geometry: Geometry) -> torch.Tensor:
+def laid(tensor: torch.Tensor, geometry: Geometry) -> torch.Tensor:
+    """Returns the storage of `tensor` seen with another geometry."""
     size, stride, offset, dtype = geometry
     if tensor.dtype != dtype:  # the same bytes read otherwise (`view_as_real`): the whole storage, however it lies
         unit = max(tensor.dtype.itemsize, dtype.itemsize)
@@ -251,10 +257,10 @@ def _one_op(value: Value) -> torch.Tensor | None:
                         return None
                     found = kept.contents().detach()
                 tensor = found
-            item = _lay(tensor, item.geometry)
+            item = laid(tensor, item.geometry)
         args.append(item)
     out = made.function(*args)
-    return _fitted(out[value.output] if isinstance(out, (tuple, list)) else out, value.base)
+    return fitted(out[value.output] if isinstance(out, (tuple, list)) else out, value.base)
 
 
 class _Rebuild:
@@ -324,21 +330,21 @@ class _Rebuild:
         for read in made.reads:
             self._used(read.value)
         if not isinstance(out, (tuple, list)):
-            return _fitted(out, value.base)
+            return fitted(out, value.base)
         for position, ref in enumerate(made.outputs):
             other = ref()
             if other is None or other is value or other.base is None or not other.waiting:
                 continue
             if other.rebuilt() is None:
-                other.waiting.hold(_fitted(out[position], other.base), since=self._since)
-        return _fitted(out[value.output], value.base)
+                other.waiting.hold(fitted(out[position], other.base), since=self._since)
+        return fitted(out[value.output], value.base)
 
     def _decode(self, items: Any, spare: list[torch.Tensor]) -> list[Any]:
         """Returns `items` with reads replaced by tensors; those that nobody reads after are put in `spare` too."""
         result: list[Any] = []
         for item in items:
             if isinstance(item, Read):
-                result.append(_lay(self.contents(item.value), item.geometry))
+                result.append(laid(self.contents(item.value), item.geometry))
                 is_last = self._uses.get(id(item.value)) == 1 and id(item.value) in self._made
                 if is_last and item.value.rebuilt() is None:
                     spare.append(self._made[id(item.value)])
@@ -355,7 +361,7 @@ class _Rebuild:
             self._made.pop(id(value), None)
 
 
-def _fitted(tensor: torch.Tensor, base: Geometry) -> torch.Tensor:
+def fitted(tensor: torch.Tensor, base: Geometry) -> torch.Tensor:
     """Returns the tensor laid out as the first time."""
     if geometry_of(tensor) == base:
         return tensor
@@ -424,7 +430,7 @@ class _Search:
             made.side_results = tuple(weakref.ref(k) for k in kept)
 
 
-def pack(tensor: torch.Tensor) -> Kept | KeptView | Rederived | Returning:
+def pack(tensor: torch.Tensor) -> Any:
     """What autograd gets instead of `tensor`: `Kept`, a view of one, `Rederived`, or, offloaded, `Returning`."""
     with _torch.past_function_modes():
         return _pack(tensor)
@@ -456,6 +462,9 @@ def _pack(tensor: torch.Tensor) -> Kept | KeptView | Rederived | Returning:
             return Returning(alive, geometry)
         execution_context.kept(tensor)
         return alive if geometry_of(alive.tensor) == geometry else KeptView(alive, geometry)
+    packed = recorder.pack(tensor, value)
+    if packed is not None:
+        return packed
     if (
         made is not None
         and num_bytes >= MIN_BYTES
@@ -473,10 +482,10 @@ def _pack(tensor: torch.Tensor) -> Kept | KeptView | Rederived | Returning:
             if mask is not None:
                 sources = _find_sources(value, num_bytes)
         if sources is not None:
-            execution_context.rederived(tensor, [t for t in map(_on_device, sources) if t is not None])
+            execution_context.rederived(tensor, [t for t in map(on_device, sources) if t is not None])
             return Rederived(value, geometry_of(tensor), sources, recorder)
     if recorder.offloading and recorder.offloader is not None:
-        with _paused(), execution_context.recomputing(), _torch.below_autocast_and_autograd():
+        with paused(), execution_context.recomputing(), _torch.below_autocast_and_autograd():
             elsewhere = recorder.offloader.take(value, tensor)
         if elsewhere is not None:
             value.kept = weakref.ref(elsewhere)
@@ -486,7 +495,7 @@ def _pack(tensor: torch.Tensor) -> Kept | KeptView | Rederived | Returning:
     return kept
 
 
-def _on_device(source: Source) -> torch.Tensor | None:
+def on_device(source: Source) -> torch.Tensor | None:
     """Returns the tensor that a source keeps on the device, None if it was moved away."""
     if isinstance(source, KeptElsewhere):
         return None
@@ -506,7 +515,7 @@ def _compact_mask(value: Value, made: Made, tensor: torch.Tensor) -> KeptCompact
     source, base = read.value, read.value.base
     if base is None or read.geometry != base or base[0] != tensor.size() or value.base != geometry_of(tensor):
         return None
-    with _paused(), execution_context.recomputing(), _torch.below_autocast_and_autograd():
+    with paused(), execution_context.recomputing(), _torch.below_autocast_and_autograd():
         if not shortcuts.shows_mask(made, tensor.dtype):
             return None
         mask = KeptCompact(tensor.detach() != 0, base)
@@ -514,9 +523,20 @@ def _compact_mask(value: Value, made: Made, tensor: torch.Tensor) -> KeptCompact
     return mask
 
 
+def compact_mask(value: Value, tensor: torch.Tensor) -> KeptCompact:
+    """Returns a random mask of zeros and ones as bytes.
+
+    Args:
+        value: the mask's, whose base is known. tensor: the mask itself.
+    """
+    assert value.base is not None
+    with paused(), execution_context.recomputing(), _torch.below_autocast_and_autograd():
+        return KeptCompact(tensor.detach().to(torch.bool), value.base)
+
+
 def _compact_indices(value: Value, tensor: torch.Tensor) -> KeptCompact:
     """Returns the indices of a max-pooling in four bytes each, and makes that their kept contents."""
-    with _paused(), execution_context.recomputing(), _torch.below_autocast_and_autograd():
+    with paused(), execution_context.recomputing(), _torch.below_autocast_and_autograd():
         compact = KeptCompact(tensor.detach().to(torch.int32), geometry_of(tensor))
     value.kept = weakref.ref(compact)
     return compact

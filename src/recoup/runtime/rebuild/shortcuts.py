@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from recoup import _torch
+from recoup.runtime import execution_context
 from recoup.runtime.rebuild.cheap_ops import OpFacts
 from recoup.runtime.rebuild.lineage import Geometry, Made, Read, geometry_of
 
@@ -80,7 +81,7 @@ def keeps_indices(facts: OpFacts, args: Sequence[Any], output: int, tensor: torc
     return (
         facts.pooled_dims > 0
         and output == 1
-        and tensor.device.type == "cpu"
+        and execution_context.device_type(tensor) == "cpu"
         and tensor.is_contiguous()
         and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.dtype.itemsize
         and args[0].geometry[0].numel() < 2**31
@@ -106,7 +107,7 @@ def shows_mask(made: Made, dtype: torch.dtype) -> bool:
 
 def max_pool_gathered(x: torch.Tensor, indices: torch.Tensor, pooled_dims: int) -> torch.Tensor | None:
     """Returns max-pooling's output from the positions it found, each within its own plane."""
-    if x.device.type != "cpu" or not x.is_contiguous():
+    if execution_context.device_type(x) != "cpu" or not x.is_contiguous():
         return None
     return x.flatten(-pooled_dims).gather(-1, indices.flatten(-pooled_dims)).view_as(indices)
 
@@ -121,7 +122,9 @@ def batch_norm_applied(
         mean: shape (channels,), as the op returned it. reciprocal_deviation: likewise.
     """
     x, weight, bias = args[:3]
-    if x.device.type != "cpu" or any(t is not None and t.dtype != x.dtype for t in (weight, bias, mean)):
+    if execution_context.device_type(x) != "cpu" or any(
+        t is not None and t.dtype != x.dtype for t in (weight, bias, mean)
+    ):
         return None
     if x.dtype not in (torch.float32, torch.float64) or not _is_dense(x):
         return None

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 from recoup import _torch
+from recoup._allocation import is_allocation_failure
 from recoup._pytree import iterate_tensors
 from recoup.errors import ReplayError
 from recoup.runtime import execution_context
@@ -67,13 +68,18 @@ class Slot:
         """Returns the tensor, after replaying the region if this backward pass has not done so."""
         backward_id = _torch.current_backward_id()
         if self.filled is None or self.backward_id != backward_id or backward_id == -1:
-            self.frame.replay(backward_id)
+            try:
+                self.frame.replay(backward_id)
+            except ReplayError as error:
+                error.region = error.region or self.frame.path
+                raise
         filled, self.filled = self.filled, None
         if filled is None:
             raise ReplayError(
                 f"Region `{self.frame.path}`: its second forward did not save the tensor {list(self.shape)} again. "
                 "Its forward depends on something that changed since; leave the module out of the plan.",
                 code="E205",
+                region=self.frame.path,
             )
         return saved_tensor.unpack(filled)
 
@@ -317,10 +323,10 @@ class Frame:
                 return
             except ReplayError:
                 raise
-            except torch.OutOfMemoryError as error:
-                error.add_note(f"while region `{self.path}` ran its forward a second time")
-                raise
             except Exception as error:  # user code runs here: whatever it raises gets the region's path
+                if is_allocation_failure(error):
+                    error.add_note(f"while region `{self.path}` ran its forward a second time")
+                    raise
                 if "a leaf Variable that requires grad is being used in an in-place" in str(error):
                     raise step.inputs.refusal("one of its arguments") from error
                 raise self._drift(f"failed: {type(error).__name__}: {error}", "E207") from error
@@ -437,4 +443,8 @@ def run_region(
         frame = Frame(member, is_chunk=begins_chunk is not None)
         if span is not None:
             _scope.spans[id(span)] = frame
-    return frame.run(member, args, kwargs, previous)
+    try:
+        return frame.run(member, args, kwargs, previous)
+    except ReplayError as error:
+        error.region = error.region or member.path
+        raise

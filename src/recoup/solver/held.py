@@ -1,0 +1,125 @@
+"""Which values of a segment to hold, so that backward finds or rebuilds all it reads: a minimum cut for each price.
+
+Backward reads some values of a segment. Each is either *held* from forward on, or *rebuilt*: the op that made it runs
+again, from inputs that are held or rebuilt in turn. For a price per held byte the cheapest choice is a minimum cut:
+
+    source -> a_v           no limit                backward reads v
+    a_v -> r_o              price * bytes(v)        o made v; cut: v is held
+    r_o -> sink             seconds(o)              cut: o runs again
+    r_o -> a_u              no limit                u is an input of o that is not free
+
+As the price rises, fewer bytes are held and more ops run again; the choices found are the corners of the lower convex
+hull of (bytes, seconds), each exact for its bytes. What lies between two corners is not found, nor does the cut see
+what a rebuild has alive at once: callers simulate that. Plain numbers; nothing of the framework whose step it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from recoup.solver.min_cut import FlowNetwork
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Op:
+    """One op of a segment.
+
+    Attributes:
+        inputs, outputs: values, as indices into `Segment.value_bytes`. Each value has at most one maker.
+        seconds: what running it again takes (any unit, the same for all). can_rerun: whether it may run again at all.
+    """
+
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    seconds: float
+    can_rerun: bool = True
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """Consecutive ops of a forward pass.
+
+    Attributes:
+        value_bytes: of each value; None: it cannot be held. ops: in forward order.
+        reads: values that backward reads. Values that no op here makes are free: they are there anyway.
+    """
+
+    value_bytes: tuple[int | None, ...]
+    ops: tuple[Op, ...]
+    reads: frozenset[int]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """A choice: the values held, in order; the ops run again, in order; and what both come to."""
+
+    values: tuple[int, ...]
+    rerun: tuple[int, ...]
+    nbytes: int
+    seconds: float
+
+
+def cheapest(segment: Segment, seconds_per_byte: float) -> Held | None:
+    """Returns the choice with the least `seconds + seconds_per_byte * bytes`; of equals, one that runs least again.
+
+    None if a value that backward reads can neither be held nor rebuilt.
+    """
+    num_values, num_ops = len(segment.value_bytes), len(segment.ops)
+    source, sink = num_values + num_ops, num_values + num_ops + 1
+    maker = {v: i for i, op in enumerate(segment.ops) for v in op.outputs}
+    network = FlowNetwork(num_values + num_ops + 2)
+    for value in sorted(segment.reads):
+        if value in maker:
+            network.add_edge(source, value, math.inf)
+    for value, made_by in maker.items():
+        nbytes = segment.value_bytes[value]
+        network.add_edge(value, num_values + made_by, math.inf if nbytes is None else seconds_per_byte * nbytes)
+    for i, op in enumerate(segment.ops):
+        network.add_edge(num_values + i, sink, op.seconds if op.can_rerun else math.inf)
+        for value in dict.fromkeys(op.inputs):
+            if value in maker:
+                network.add_edge(num_values + i, value, math.inf)
+    side = network.source_side(source, sink)
+    if side is None:
+        return None
+    values = tuple(v for v in sorted(maker) if side[v] and not side[num_values + maker[v]])
+    rerun = tuple(i for i in range(num_ops) if side[num_values + i])
+    return Held(
+        values=values,
+        rerun=rerun,
+        nbytes=sum(segment.value_bytes[v] or 0 for v in values),
+        seconds=math.fsum(segment.ops[i].seconds for i in rerun),
+    )
+
+
+def hull(segment: Segment, *, most: int = 24) -> list[Held]:
+    """Returns the corners of the hull of (bytes, seconds), most bytes first; at most `most`, those that bend it most.
+
+    The first runs as little again as possible, the last holds as few bytes as possible. Empty if there is no choice.
+    """
+    total = math.fsum(op.seconds for op in segment.ops)
+    every_byte = sum(b for b in segment.value_bytes if b) or 1
+    step = min((op.seconds for op in segment.ops if op.seconds > 0), default=1.0)
+    # Low and high enough that no byte outweighs an op, and no op a byte.
+    first = cheapest(segment, step / every_byte / 2)
+    last = cheapest(segment, 2 * (total or 1.0))
+    if first is None or last is None:
+        return []
+    found = [first]
+    if last.nbytes < first.nbytes:
+        found.append(last)
+        gaps = [(first, last)]
+        while gaps and len(found) < most:
+            gaps.sort(key=_area)
+            left, right = gaps.pop()
+            middle = cheapest(segment, (right.seconds - left.seconds) / (left.nbytes - right.nbytes))
+            if middle is not None and right.nbytes < middle.nbytes < left.nbytes:
+                found.append(middle)
+                gaps += [(left, middle), (middle, right)]
+    return sorted(found, key=lambda held: -held.nbytes)
+
+
+def _area(gap: tuple[Held, Held]) -> float:
+    left, right = gap
+    return (left.nbytes - right.nbytes) * (right.seconds - left.seconds)

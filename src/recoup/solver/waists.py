@@ -1,0 +1,50 @@
+"""Narrow waists of a forward pass: places between ops which few live bytes cross, where segments are cut.
+
+What crosses the boundary of a segment is held or handed on, so a good boundary is one that few bytes cross. How far a
+place has to be the narrowest is not a constant: as far as it takes to make as many bytes as cross it. A residual
+stream is a waist between a layer's two halves, and inside a layer nothing is.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Sequence
+
+from recoup.solver.held import Op
+
+
+def crossing_bytes(ops: Sequence[Op], value_bytes: Sequence[int], results: Sequence[int] = ()) -> list[int]:
+    """Returns for each place between ops the bytes made before it and read after it.
+
+    Place i is before op i; there is one more than ops. Values that no op makes do not count; `results` are read last.
+    """
+    last_read = {v: i for i, op in enumerate(ops) for v in op.inputs}
+    last_read |= dict.fromkeys(results, len(ops))
+    change = [0] * (len(ops) + 2)
+    for i, op in enumerate(ops):
+        for value in op.outputs:
+            last = last_read.get(value, i)
+            if last > i:
+                change[i + 1] += value_bytes[value]
+                change[last + 1] -= value_bytes[value]
+    return list(itertools.accumulate(change))[: len(ops) + 1]
+
+
+def waists(ops: Sequence[Op], value_bytes: Sequence[int], results: Sequence[int] = ()) -> list[int]:
+    """Returns the places to cut, in order, the two ends left out.
+
+    Args:
+        ops: in forward order. value_bytes: of each value. results: values read after the last op.
+    """
+    crossing = crossing_bytes(ops, value_bytes, results)
+    made = [0, *itertools.accumulate(sum(value_bytes[v] for v in op.outputs) for op in ops)]
+    found = []
+    for place in range(1, len(ops)):
+        reach = crossing[place]
+        # Of equally narrow neighbours the first: what follows belongs to the next segment.
+        first = bisect.bisect_left(made, made[place] - reach)
+        end = bisect.bisect_right(made, made[place] + reach)
+        if all(c > reach for c in crossing[first:place]) and all(c >= reach for c in crossing[place + 1 : end]):
+            found.append(place)
+    return found
