@@ -64,7 +64,7 @@ def run_held(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, A
         return patched.original(*args, **kwargs)
     recorder = HeldRecorder(state.marks)
     recorder.enter("")
-    with recorder, torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+    with recorder, _torch.saved_tensors_hooks(pack, unpack):
         result = patched.original(*args, **kwargs)
     if recorder.lost and not state.warned:
         state.warned = True

@@ -121,11 +121,12 @@ class Made:
 class Surroundings:
     """What the recorded ops ran under, below the recorder: the user's dispatch modes and flags of kernels."""
 
-    __slots__ = ("flags", "modes")
+    __slots__ = ("_is_cheap", "flags", "modes")
 
-    def __init__(self, modes: tuple[Any, ...]) -> None:
+    def __init__(self, modes: tuple[Any, ...], *, is_cheap: bool) -> None:
         self.modes = modes
-        self.flags = _torch.backend_flags(cpu_only=True)
+        self._is_cheap = is_cheap
+        self.flags = _torch.backend_flags(cpu_only=is_cheap)
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
@@ -135,7 +136,7 @@ class Surroundings:
 
     def are_here(self) -> bool:
         """Whether that changes nothing."""
-        return _torch.has_user_modes(self.modes) and self.flags == _torch.backend_flags(cpu_only=True)
+        return _torch.has_user_modes(self.modes) and self.flags == _torch.backend_flags(cpu_only=self._is_cheap)
 
 
 class _Current(threading.local):
@@ -156,6 +157,7 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
     """The dispatch mode that records lineage; `paused` it only watches for writes.
 
     `deriving` says whether what is saved now may be rederived, or is kept (and serves others as a source).
+    `is_cheap`: only cheap ops run again, so that few flags of kernels count.
     `offloading`: whether what is kept now goes to the host, by way of `offloader`, if the plan offloads anything.
     """
 
@@ -169,9 +171,10 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
         self.turn = 0  # counts saved tensors: backward asks for them about in reverse
         self._values: dict[weakref.ref[torch.UntypedStorage], Value] = {}  # of live storages; see `waiting.py`
         self._outer: Recorder | None = None
-        self._surroundings = Surroundings(())
+        self._surroundings = Surroundings((), is_cheap=self.is_cheap)
 
     supports_higher_order_operators = True
+    is_cheap = True
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -194,7 +197,7 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
         """Returns what the ops recorded now run under."""
         modes = _torch.user_modes_below(self)
         if modes != self._surroundings.modes:
-            self._surroundings = Surroundings(modes)
+            self._surroundings = Surroundings(modes, is_cheap=self.is_cheap)
         return self._surroundings
 
     # -- values -------------------------------------------------------------------------------------------------

@@ -138,8 +138,8 @@ class Rederived:
     __slots__ = (
         "__weakref__",
         "_blocks",
-        "_surroundings",
         "_ticket",
+        "_under",
         "_waiting",
         "geometry",
         "sources",
@@ -207,7 +207,7 @@ def _check_version(tensor: torch.Tensor, version: int) -> None:
         raise RuntimeError(_CHANGED.format(tensor=f"{tensor.dtype} {list(tensor.shape)}", versions=versions))
 
 
-def _constant(value: Value) -> torch.Tensor:
+def constant_contents(value: Value) -> torch.Tensor:
     """Returns the contents of a parameter; raises if it was changed since, also where its version does not tell."""
     constant = value.constant
     assert constant is not None
@@ -248,7 +248,7 @@ def _one_op(value: Value) -> torch.Tensor | None:
         if type(item) is Read:
             source = item.value
             if source.constant is not None:
-                tensor = _constant(source)
+                tensor = constant_contents(source)
             else:
                 found = source.rebuilt()
                 if found is None:
@@ -286,7 +286,7 @@ class _Rebuild:
     def contents(self, value: Value) -> torch.Tensor:
         """Returns the contents of `value`, running what has to be run."""
         if value.constant is not None:
-            return _constant(value)
+            return constant_contents(value)
         found = self._made.get(id(value))
         if found is None:
             found = value.rebuilt()
@@ -436,7 +436,7 @@ def pack(tensor: torch.Tensor) -> Any:
         return _pack(tensor)
 
 
-def _pack(tensor: torch.Tensor) -> Kept | KeptView | Rederived | Returning:
+def _pack(tensor: torch.Tensor) -> Any:
     recorder = current_recorder()
     if (
         recorder is None
