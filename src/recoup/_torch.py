@@ -149,6 +149,12 @@ def is_fake(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, _fake_tensor_class())
 
 
+def fakes_among(objects: list[Any], mode: Any) -> list[Any]:
+    """Returns the fake tensors of a mode among any objects at all (torch 2.13). Freed by: as `fake_tensor_mode`."""
+    fake = _fake_tensor_class()
+    return [o for o in [o for o in objects if type(o) is fake] if o.fake_mode is mode]
+
+
 @functools.cache
 def _fake_tensor_class() -> Any:
     """Returns FakeTensor; kept, since it is asked for with each tensor of each op (torch 2.11, 2.13)."""
@@ -630,6 +636,44 @@ def is_fsdp_unit(module: Any) -> bool:
     return any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
 
 
+def sparse_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Returns the indices and values of a sparse tensor, as they are; none for other layouts (torch 2.11, 2.13).
+
+    Freed by: public indices of a tensor that is not coalesced.
+    """
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return []
+
+
+def has_storage(tensor: torch.Tensor) -> bool:
+    """Whether the tensor has memory of its own to be asked about (torch 2.11, 2.13). Freed by: a public question."""
+    return bool(torch._C._has_storage(tensor))
+
+
+def pytree_node(kind: type[Any]) -> Any:
+    """Returns what opens a container of a type registered with torch's pytrees, None for others (torch 2.11, 2.13).
+
+    It takes the container and returns its children and how to make one of other children. Those that torch registers
+    by itself (lists, dicts) are left out. Freed by: a public `torch.utils.pytree.register_pytree_node`.
+    """
+    from torch.utils import _pytree
+
+    node = _pytree.SUPPORTED_NODES.get(kind)
+    if node is None or kind.__module__ in ("builtins", "collections"):
+        return None
+
+    def open_node(nest: Any) -> tuple[list[Any], Any]:
+        children, context = node.flatten_fn(nest)
+        return children, lambda items: node.unflatten_fn(list(items), context)
+
+    return open_node
+
+
 def mode_of_fake(tensor: Any) -> Any:
     """Returns the mode that a fake tensor belongs to (torch 2.13). Freed by: as `fake_tensor_mode`."""
     return tensor.fake_mode
@@ -824,6 +868,14 @@ def without_global_optimizer_hooks() -> Iterator[None]:
     finally:
         for registered, before in hooks:
             registered.update(before)  # type: ignore[arg-type]
+
+
+def clear_cublas_workspaces() -> None:
+    """Gives the workspaces of cuBLAS back to the caching allocator; the next product makes new ones (torch 2.11, 2.13).
+
+    Freed by: a public name for it.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:

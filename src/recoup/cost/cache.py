@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-_VERSION = 5
+_VERSION = 7
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,8 @@ class Device:
         memory_bytes: what a program can have: a little less than what it is sold as.
         copy_bytes: bytes/s to and from the host, one direction, pinned memory.
         launch_seconds: the least an eager op takes. round_bytes: what its allocator rounds sizes up to.
-        fixed_bytes: what libraries take once a step runs (cuBLAS workspace).
+        fixed_bytes: what libraries take once a step runs (cuBLAS workspace). context_bytes: the CUDA context and
+            loaded kernels of a process, beside what torch allocates.
         matmul_fraction, attention_fraction, bandwidth_fraction: of the peaks, what large kernels reach.
         source: the datasheet. sources: where each number is from, as (field, source).
     """
@@ -47,6 +48,7 @@ class Device:
     launch_seconds: float
     round_bytes: int
     fixed_bytes: int
+    context_bytes: int
     matmul_fraction: float
     attention_fraction: float
     bandwidth_fraction: float
@@ -61,6 +63,7 @@ _CUBLAS = 2 * 8519680
 _CUBLAS_HOPPER = 2 * 32 * 2**20
 _CUBLAS_SOURCE = "PyTorch, CublasHandlePool.cpp: default workspace, one for forward's thread and one for backward's"
 
+_CONTEXT = 768 << 20
 # CUDA C++ Programming Guide: most resident threads of a multiprocessor, by compute capability.
 _THREADS_PER_SM = {(7, 0): 2048, (7, 5): 1024, (8, 0): 2048, (8, 6): 1536, (8, 9): 1536, (9, 0): 2048, (10, 0): 2048}
 
@@ -103,6 +106,7 @@ def _nvidia(
         "launch_seconds": "assumption: host time of an eager op",
         "round_bytes": "PyTorch, CUDACachingAllocator: kMinBlockSize",
         "fixed_bytes": _CUBLAS_SOURCE,
+        "context_bytes": "assumption: 0.4 to 0.7 GiB is what nvidia-smi shows beside memory_reserved",
         "matmul_fraction": "assumption: large matmuls",
         "attention_fraction": "assumption: fused attention, forward and backward together",
         "bandwidth_fraction": "assumption: large elementwise ops",
@@ -122,6 +126,7 @@ def _nvidia(
         copy_bytes=copy_bytes,
         launch_seconds=5e-6,
         round_bytes=512,
+        context_bytes=_CONTEXT,
         fixed_bytes=_CUBLAS_HOPPER if capability in ((9, 0), (10, 0)) else _CUBLAS,
         matmul_fraction=matmul,
         attention_fraction=attention,
@@ -151,6 +156,7 @@ _DEVICES = (
         launch_seconds=3e-6,
         round_bytes=1,
         fixed_bytes=0,
+        context_bytes=0,
         matmul_fraction=0.7,
         attention_fraction=0.5,
         bandwidth_fraction=0.8,
@@ -167,6 +173,7 @@ _DEVICES = (
             ("copy_bytes", "a copy within the same memory"),
             ("launch_seconds", "assumption: dispatch of an eager op"),
             ("round_bytes", "PyTorch's CPU allocator aligns to 64 bytes and counts what was asked for"),
+            ("context_bytes", "not a GPU"),
             ("fixed_bytes", "no library keeps blocks of torch's CPU allocator"),
             ("matmul_fraction", "assumption: large matmuls"),
             ("attention_fraction", "assumption: fused attention"),

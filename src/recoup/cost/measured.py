@@ -85,7 +85,9 @@ class MeasuredCost:
             signature = trace.signatures[op.signature]
             found = None if _is_small(signature) else self.measurement(signature)
             if found is not None and found.extra_output_bytes and op.outputs:
-                larger[op.outputs[0]] = found.extra_output_bytes
+                # A workspace for backward whose size only the kernel knows is captured as an empty tensor.
+                empty = (i for i in op.outputs if not trace.storages[i].nbytes)
+                larger[next(empty, op.outputs[0])] = found.extra_output_bytes
         if not larger:
             return trace
         storages = list(trace.storages)
@@ -181,7 +183,9 @@ def _alone(device: torch.device) -> Iterator[None]:
     cpu = torch.get_rng_state()
     cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     try:
-        with _torch.without_dispatch_modes(), _torch.below_autocast_and_autograd():
+        # With gradients on, as in a forward: kernels that keep a workspace for backward (oneDNN's LSTM) ask for it.
+        # The arguments need none, so no graph is made.
+        with _torch.without_dispatch_modes(), _torch.below_autocast_and_autograd(), torch.enable_grad():
             yield
     finally:
         torch.set_rng_state(cpu)

@@ -19,7 +19,7 @@ from recoup.ir.trace import Signature, TensorSpec
 _POOL_ELEMENTS = 1 << 16
 _ALIGNMENT_BYTES = 256
 # What their opaque or resized arguments hold cannot be made up.
-_REFUSED = frozenset({"_cudnn_rnn_backward", "mkldnn_rnn_layer_backward", "miopen_rnn_backward", "resize", "set"})
+_REFUSED = frozenset({"_cudnn_rnn_backward", "miopen_rnn_backward", "resize", "set"})
 # Position of the indices, and of what says how many rows there are.
 _ROW_INDICES = {"embedding": (1, 0), "embedding_dense_backward": (1, 2)}
 
@@ -104,11 +104,29 @@ def make_call(signature: Signature, device: torch.device, arena: Arena | None = 
         kwargs = {k: _decode(v, arena) for k, v in signature.kwargs}
     except _CannotDecode:
         return None
+    if short == "mkldnn_rnn_layer_backward":
+        args[-1] = _lstm_workspace(args)
     if short in _ROW_INDICES:
         position, source = _ROW_INDICES[short]
         rows = args[source].shape[0] if isinstance(args[source], torch.Tensor) else args[source]
         args[position].random_(0, max(int(rows), 1))
     return lambda: function(*args, **kwargs)
+
+
+def _lstm_workspace(args: list[Any]) -> torch.Tensor:
+    """Returns what oneDNN's LSTM kept for the backward that has these arguments: only its forward can make it.
+
+    Its size is the kernel's own affair; fake tensors show it as empty.
+    """
+    tensors, (reverse, mode, hidden_size, num_layers, has_biases, is_training) = args[:7], args[13:19]
+    is_bidirectional, batch_sizes, batch_first = args[19:22]
+    with torch.enable_grad():  # without gradients it keeps nothing
+        *_, workspace = torch.ops.aten.mkldnn_rnn_layer.default(
+            *tensors, reverse, batch_sizes, mode, hidden_size, num_layers, has_biases, is_bidirectional, batch_first,
+            is_training,
+        )  # fmt: skip
+    kept: torch.Tensor = workspace
+    return kept
 
 
 class _CannotDecode(Exception):

@@ -14,16 +14,12 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from recoup import _torch
+from recoup._storages import covered_bytes
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Returns the bytes of the tensors' storages, each counted once."""
-    seen: dict[int, int] = {}
-    for tensor in tensors:
-        if tensor.layout is torch.strided:
-            storage = tensor.untyped_storage()
-            seen[storage.data_ptr() or id(storage)] = storage.nbytes()
-    return sum(seen.values())
+    """Returns the bytes that the tensors cover of their storages, each counted once: of a slice, the slice."""
+    return covered_bytes(tensors)
 
 
 def measure_peak(step: Callable[[], Any], *, device: torch.device, held_bytes: int) -> int:

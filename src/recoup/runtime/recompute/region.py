@@ -24,7 +24,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -261,7 +261,8 @@ class Frame:
         if not self.slots:
             return
         execution_context.count_replay()
-        filled = 0
+        filled, is_full = 0, False
+        failure: ReplayError | None = None
         differs: list[tuple[int, int, torch.Tensor]] = []  # position, number of the node that saves it, tensor
         roots: list[Any] = []
 
@@ -270,30 +271,23 @@ class Frame:
                 return fill_in(tensor)
 
         def fill_in(tensor: torch.Tensor) -> Any:
-            nonlocal filled
-            if filled >= len(self.slots):
-                raise self._drift("saved more tensors than the first one", "E205")
-            slot = self.slots[filled]()
+            nonlocal filled, is_full, failure
+            if is_full:
+                raise _Stop  # again: an `except:` of the model's has eaten the first one
+            failure = failure or self._mismatch(filled, tensor)
+            if failure is not None:
+                raise failure
+            position, slot = filled, self.slots[filled]()
             filled += 1
             if slot is not None:
-                if slot.shape != tensor.shape or slot.dtype != tensor.dtype:
-                    raise self._drift(
-                        f"saved {tensor.dtype} {list(tensor.shape)} where the first one saved "
-                        f"{slot.dtype} {list(slot.shape)}",
-                        "E205",
-                    )
-                if slot.weight != self.weight_of(tensor):
-                    kinds = [
-                        "an activation" if w is None else "a weight" for w in (self.weight_of(tensor), slot.weight)
-                    ]
-                    raise self._drift(f"saved {kinds[0]} where the first one saved {kinds[1]}, or another one", "E205")
                 if slot.original is not None:
                     slot.original.compare(tensor, self.path)
-                elif filled - 1 not in self.unwritten and not slot.sample.matches(tensor):
-                    differs.append((filled - 1, _torch.next_node_number() - 1, tensor))
+                elif position not in self.unwritten and not slot.sample.matches(tensor):
+                    differs.append((position, _torch.next_node_number() - 1, tensor))
                 slot.filled = saved_tensor.pack(tensor.detach())
                 slot.backward_id = backward_id
             if filled == len(self.slots) and not differs:  # else the graph tells what it means, when it is whole
+                is_full = True
                 raise _Stop
             return _gone
 
@@ -321,21 +315,44 @@ class Frame:
                     del args, kwargs, output
             except _Stop:
                 return
-            except ReplayError:
-                raise
             except Exception as error:  # user code runs here: whatever it raises gets the region's path
-                if is_allocation_failure(error):
-                    error.add_note(f"while region `{self.path}` ran its forward a second time")
-                    raise
-                if "a leaf Variable that requires grad is being used in an in-place" in str(error):
-                    raise step.inputs.refusal("one of its arguments") from error
-                raise self._drift(f"failed: {type(error).__name__}: {error}", "E207") from error
+                if not is_full and failure is None:
+                    self._explain(error, step)
+        if failure is not None:
+            raise failure
         for position, number, tensor in differs:
             if not saves_unwritten(roots, number, tensor):
                 raise self._drift(f"saved other values in {tensor.dtype} {list(tensor.shape)}", "E206")
             self.unwritten.add(position)
-        if filled < len(self.slots):
+        if filled < len(self.slots):  # once they are full, TorchScript or an `except:` may make what it likes of _Stop
             raise self._drift(f"saved {filled} tensors where the first one saved {len(self.slots)}", "E205")
+
+    def _mismatch(self, position: int, tensor: torch.Tensor) -> ReplayError | None:
+        """Returns the error that says that the first forward saved something else there, None if it did not."""
+        if position == len(self.slots):
+            return self._drift("saved more tensors than the first one", "E205")
+        slot = self.slots[position]()
+        if slot is None:
+            return None
+        if slot.shape != tensor.shape or slot.dtype != tensor.dtype:
+            first = f"{slot.dtype} {list(slot.shape)}"
+            return self._drift(f"saved {tensor.dtype} {list(tensor.shape)} where the first one saved {first}", "E205")
+        found = self.weight_of(tensor)
+        if found == slot.weight:
+            return None
+        kinds = ["an activation" if w is None else "a weight" for w in (found, slot.weight)]
+        return self._drift(f"saved {kinds[0]} where the first one saved {kinds[1]}, or another one", "E205")
+
+    def _explain(self, error: Exception, step: _Step) -> NoReturn:
+        """Raises what a replay's forward raised, with the region's path."""
+        if isinstance(error, ReplayError):
+            raise error
+        if is_allocation_failure(error):
+            error.add_note(f"while region `{self.path}` ran its forward a second time")
+            raise error
+        if "a leaf Variable that requires grad is being used in an in-place" in str(error):
+            raise step.inputs.refusal("one of its arguments") from error
+        raise self._drift(f"failed: {type(error).__name__}: {error}", "E207") from error
 
     def _drift(self, what: str, code: str) -> ReplayError:
         return ReplayError(

@@ -19,6 +19,7 @@ from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 
 from recoup import _torch
+from recoup._pytree import iterate_tensors, map_tensors
 from recoup.errors import UsageError
 from recoup.runtime import execution_context
 from recoup.runtime.tile.loss import lazy_ops
@@ -206,24 +207,11 @@ def _new(
 
 
 def _all_lazy(nest: Any) -> list[LazyLogits]:
-    found: list[LazyLogits] = []
-    for item in nest.values() if isinstance(nest, dict) else nest:
-        if isinstance(item, LazyLogits):
-            found.append(item)
-        elif isinstance(item, (list, tuple, dict)):
-            found += _all_lazy(item)
-    return found
+    return [t for t in iterate_tensors(nest) if isinstance(t, LazyLogits)]
 
 
 def _made(nest: Any) -> Any:
-    if isinstance(nest, LazyLogits):
-        return nest.made()
-    if isinstance(nest, (list, tuple)):
-        items = [_made(item) for item in nest]
-        return type(nest)(*items) if hasattr(nest, "_fields") else type(nest)(items)
-    if isinstance(nest, dict):
-        return {key: _made(item) for key, item in nest.items()}
-    return nest
+    return map_tensors(lambda t: t.made() if isinstance(t, LazyLogits) else t, nest)
 
 
 def _cross_entropy(
