@@ -250,6 +250,22 @@ def is_wrapped(tensor: torch.Tensor) -> bool:
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))  # type: ignore[attr-defined]
 
 
+def device_type(tensor: torch.Tensor) -> str:
+    """Returns "cpu", "cuda" and so on, of a fake tensor what it stands for, without dispatching the question.
+
+    Seen working on torch 2.11 and 2.13. Freed by: as `fake_device`.
+    """
+    return (fake_device(tensor) if is_fake(tensor) else tensor.device).type
+
+
+def keep_gpu_busy(cycles: int) -> None:
+    """Has the current CUDA stream do nothing for so many clock cycles, while the host goes on (torch 2.11).
+
+    Freed by: a public `torch.cuda.sleep`.
+    """
+    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+
+
 @functools.cache
 def dispatch_mode_class() -> type[Any]:
     """Returns the base of our dispatch modes, which `user_modes` leaves out (torch 2.11, 2.13).
