@@ -67,12 +67,8 @@ def run_held(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, A
         return patched.original(*args, **kwargs)
     recorder = HeldRecorder(state.marks)
     recorder.enter("")
-<<<<<<< HEAD
-    with recorder, _torch.saved_tensors_hooks(pack, unpack):
-=======
     counting = execution_context.counting_for(state.counts)
-    with counting, recorder, torch.autograd.graph.saved_tensors_hooks(pack, unpack):
->>>>>>> main
+    with counting, recorder, _torch.saved_tensors_hooks(pack, unpack):
         result = patched.original(*args, **kwargs)
     if recorder.lost and not state.warned:
         state.warned = True

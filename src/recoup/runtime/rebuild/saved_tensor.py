@@ -135,10 +135,10 @@ Source = Kept | KeptCompact | KeptElsewhere
 class Rederived:
     """A saved tensor that will be rebuilt: a value, where it starts from, and the geometry it is wanted in."""
 
-<<<<<<< HEAD
     __slots__ = (
         "__weakref__",
         "_blocks",
+        "_counts",
         "_ticket",
         "_under",
         "_waiting",
@@ -149,15 +149,9 @@ class Rederived:
     )
 
     def __init__(self, value: Value, geometry: Geometry, sources: Sequence[Source], recorder: Recorder) -> None:
+        self._counts = execution_context.current_counts()
         self.turn = turn = recorder.turn
         self._under = recorder.surroundings()
-=======
-    __slots__ = ("__weakref__", "_blocks", "_counts", "_ticket", "_waiting", "geometry", "sources", "turn", "value")
-
-    def __init__(self, value: Value, geometry: Geometry, sources: Sequence[Source], turn: int) -> None:
-        self._counts = execution_context.current_counts()
-        self.turn = turn
->>>>>>> main
         self.value = value
         self.geometry = geometry
         self.sources = sources
