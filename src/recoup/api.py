@@ -171,7 +171,8 @@ def plan(
     Args:
         model: any module, on any device, `meta` too. batch: a dict becomes `model(**batch)`, a tuple or list
             `model(*batch)`, anything else `model(batch)`; its tensors may be on `meta`.
-        budget: peak bytes of the whole step: an int, `"8GiB"`, `"60%"` of the unplanned step's peak, or `"auto"`.
+        budget: peak bytes of the whole step: an int, `"8GiB"`, `"60%"` of the unplanned step's peak (on a GPU of what
+            libraries do not take, for that no plan changes), or `"auto"`.
         loss: `loss(output, batch)` returns a scalar. Left out: `output.loss`, `output["loss"]`, a scalar output, or
             the mean of all floating outputs (then the plan says so).
         optimizer: an optimizer or its class; its state and its step's temporaries count.
