@@ -68,7 +68,7 @@ def run_held(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, A
     recorder = HeldRecorder(state.marks)
     recorder.enter("")
     counting = execution_context.counting_for(state.counts)
-    with counting, recorder, torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+    with counting, recorder, _torch.saved_tensors_hooks(pack, unpack):
         result = patched.original(*args, **kwargs)
     lost, num_ops = recorder.lost, state.decision.num_ops
     if num_ops is not None and recorder.num_ops != num_ops:
