@@ -1,7 +1,7 @@
 """Narrow waists of a forward pass: places between ops which few live bytes cross, where segments are cut.
 
 What crosses the boundary of a segment is held or handed on, so a good boundary is one that few bytes cross. How far a
-place has to be the narrowest is not a constant: as far as it takes to make as many bytes as cross it. A residual
+place has to be the narrowest is no number of ops: as far as it takes to make some times the bytes that cross it. A residual
 stream is a waist between a layer's two halves, and inside a layer nothing is.
 """
 
@@ -30,20 +30,21 @@ def crossing_bytes(ops: Sequence[Op], value_bytes: Sequence[int], results: Seque
     return list(itertools.accumulate(change))[: len(ops) + 1]
 
 
-def waists(ops: Sequence[Op], value_bytes: Sequence[int], results: Sequence[int] = ()) -> list[int]:
+def waists(ops: Sequence[Op], value_bytes: Sequence[int], results: Sequence[int] = (), *, reach: int = 1) -> list[int]:
     """Returns the places to cut, in order, the two ends left out.
 
     Args:
         ops: in forward order. value_bytes: of each value. results: values read after the last op.
+        reach: a waist is the narrowest place until this many times the bytes that cross it are made, on either side.
     """
     crossing = crossing_bytes(ops, value_bytes, results)
     made = [0, *itertools.accumulate(sum(value_bytes[v] for v in op.outputs) for op in ops)]
     found = []
     for place in range(1, len(ops)):
-        reach = crossing[place]
+        far = reach * crossing[place]
         # Of equally narrow neighbours the first: what follows belongs to the next segment.
-        before = itertools.takewhile(lambda p: made[place] - made[p] <= reach, range(place - 1, -1, -1))
-        after = itertools.takewhile(lambda p: made[p] - made[place] <= reach, range(place + 1, len(ops) + 1))
-        if all(crossing[p] > reach for p in before) and all(crossing[p] >= reach for p in after):
+        before = itertools.takewhile(lambda p: made[place] - made[p] <= far, range(place - 1, -1, -1))
+        after = itertools.takewhile(lambda p: made[p] - made[place] <= far, range(place + 1, len(ops) + 1))
+        if all(crossing[p] > crossing[place] for p in before) and all(crossing[p] >= crossing[place] for p in after):
             found.append(place)
     return found
