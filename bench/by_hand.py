@@ -89,7 +89,7 @@ def _block_lists(planner: Planner) -> list[list[str]]:
     for baseline in baselines(planner.problem):
         if baseline.name == "full":
             chosen = to_decisions(planner.solvers[-1].line, baseline.choice)
-            found.append(list(dict.fromkeys(d.path for d in chosen if d.action == "recompute")))
+            found.append(list(dict.fromkeys(d.path for d in chosen if d.is_region)))
     layers = find_layers(planner.spec.model)
     if layers and layers not in found:
         found.append(layers)

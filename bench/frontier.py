@@ -32,6 +32,7 @@ from recoup.cost.devices import get_device
 from recoup.cost.roofline import RooflineCost
 from recoup.evidence.memory import measure_peak
 from recoup.evidence.verify import StepBench
+from recoup.ir.decision import Rederive, Tile
 from recoup.planner.driver import Planner
 from recoup.planner.simulator import Candidate
 from recoup.runtime.apply import apply_decisions
@@ -90,7 +91,7 @@ class Questions:
     def __init__(self, planner: Planner) -> None:
         self._planner = planner
         self._known: dict[Any, Candidate] = dict(planner.seen)
-        self._first = {k: c for k, c in self._known.items() if all(d.action in ("rederive", "tile") for d in k)}
+        self._first = {k: c for k, c in self._known.items() if all(isinstance(d, Rederive | Tile) for d in k)}
 
     @contextmanager
     def _alone(self) -> Iterator[Planner]:

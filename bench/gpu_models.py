@@ -264,6 +264,70 @@ def unet(device: torch.device, *, small: bool) -> Workload:
     return _images(model, 2 if small else 32, 32 if small else 256, layers, device)
 
 
+class _GptLayer(nn.Module):
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads, self.p = heads, dropout
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.drop1, self.drop2 = nn.Dropout(dropout), nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(self.norm1(x)).chunk(3, -1))
+        p = self.p if self.training else 0.0
+        y = F.scaled_dot_product_attention(*heads, is_causal=True, dropout_p=p)
+        x = x + self.drop1(self.out(y.transpose(1, 2).flatten(2)))
+        return x + self.drop2(self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh")))
+
+
+class _Gpt(nn.Module):
+    def __init__(self, *, width: int, heads: int, layers: int, vocabulary: int, tokens: int, dropout: float) -> None:
+        super().__init__()
+        self.embedding, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(tokens, width)
+        self.drop = nn.Dropout(dropout)
+        self.layers = nn.ModuleList(_GptLayer(width, heads, dropout) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
+        x = self.drop(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+def gpt2(device: torch.device, *, small: bool, dropout: float = 0.1, batch: int = 8) -> Workload:
+    """The sizes of GPT-2 small, in float32; 8 sequences of 1,024 tokens."""
+    sizes = {"width": 768, "heads": 12, "layers": 12, "vocabulary": 50257, "tokens": 1024}
+    if small:
+        sizes = {"width": 64, "heads": 4, "layers": 3, "vocabulary": 256, "tokens": 64}
+    with device:
+        model = _Gpt(**sizes, dropout=dropout)
+        ids = torch.randint(0, sizes["vocabulary"], (2 if small else batch, sizes["tokens"]))
+
+    def loss(output: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(output[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
+
+    layers = [f"layers.{i}" for i in range(sizes["layers"])]
+    return Workload(model=model, batch=ids, loss=loss, layers=layers, items=ids.numel(), unit="tokens")
+
+
+class Autocast(nn.Module):
+    """A model whose forward runs under CUDA's autocast."""
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
+        self.model = model
+        self.dtype = dtype
+
+    def forward(self, *batch: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cuda", dtype=self.dtype):
+            return self.model(*batch)
+
+
 WORKLOADS: dict[str, Callable[..., Workload]] = {
     "llama-1b": llama_1b,
     "vit-l": vit_l,

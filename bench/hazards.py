@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 import recoup
 from recoup.cost.model import FlopsCost
-from recoup.ir.plan import Decision
+from recoup.ir.decision import Recompute
 from recoup.runtime.apply import apply_decisions
 
 OUTPUT = Path(__file__).parents[1] / "docs" / "hazards.md"
@@ -666,7 +666,7 @@ def run_row(item: Row, way: str) -> str:
             found = item.step(model)
             applied.remove()
         else:
-            with apply_decisions(model, [Decision(path=p, action="recompute") for p in item.regions]):
+            with apply_decisions(model, [Recompute(path=p) for p in item.regions]):
                 found = item.step(model)
     except Exception as error:  # any exception is a refusal: the row says which
         return f"refused{', as plain' if raised else ''}: {_short(error)}"

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import (
 )
 
 from bench.auto_sac import auto_sac
-from recoup.ir.plan import Decision
+from recoup.ir.decision import Rederive
 from recoup.runtime.apply import apply_decisions
 from recoup.selective.layers import PRESETS
 
@@ -292,7 +292,7 @@ def ckptplan(subject: Subject, share: float) -> Enter:
 
 def rederived(subject: Subject) -> Enter:
     """recoup's rederive everywhere, without a plan."""
-    return lambda: apply_decisions(subject.model, (Decision(path="", action="rederive"),))
+    return lambda: apply_decisions(subject.model, (Rederive(path=""),))
 
 
 METHODS: dict[str, Callable[[Subject], Enter]] = {

@@ -137,7 +137,7 @@ def unreached(rows: Sequence[Row]) -> list[str]:
 
 def _is_tiled(row: Row) -> bool:
     plan = (row.get("recoup") or {}).get("plan") or {}
-    return any(decision["action"] == "tile" for decision in plan.get("decisions", ()))
+    return any(decision["action"] in ("tile", "tile-loss", "tile-module") for decision in plan.get("decisions", ()))
 
 
 def summary(rows: Sequence[Row]) -> list[str]:

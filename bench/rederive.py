@@ -30,7 +30,7 @@ from recoup.cli.allocator import keep_freed_memory
 from recoup.cost.flops import kind
 from recoup.evidence.memory import measure_peak
 from recoup.evidence.verify import StepBench
-from recoup.ir.plan import Decision
+from recoup.ir.decision import Decision, Rederive
 from recoup.runtime.apply import apply_decisions
 from recoup.targets.resolve import resolve_target
 
@@ -91,11 +91,11 @@ def run_workload(name: str, timed: bool, autocast: bool) -> dict[str, Any]:
     if autocast:
         model = Autocast(model)
     plain_saved, plain_flops = simulated(model, batch, target.loss, ())
-    saved, flops = simulated(model, batch, target.loss, (Decision(path="", action="rederive"),))
+    saved, flops = simulated(model, batch, target.loss, (Rederive(path=""),))
     bench = StepBench(model, batch, target.loss, None)
 
     def planned() -> Any:
-        return apply_decisions(model, (Decision(path="", action="rederive"),))
+        return apply_decisions(model, (Rederive(path=""),))
 
     def step(context: Any) -> None:
         with context():

@@ -25,7 +25,7 @@ from recoup.cli.allocator import keep_freed_memory
 from recoup.cost.devices import get_device
 from recoup.cost.roofline import RooflineCost
 from recoup.evidence.verify import verify_plan
-from recoup.ir.plan import Decision
+from recoup.ir.decision import Decision, Rederive
 from recoup.planner.driver import ACTIONS, Planner
 from recoup.planner.simulator import Candidate
 from recoup.targets.resolve import resolve_target
@@ -47,7 +47,7 @@ WORKLOADS: dict[str, tuple[str, dict[str, int]]] = {
     ),
     "t5": ("hf:t5?num_layers=4,d_model=384,d_ff=1024,num_heads=6,vocab_size=32000", {"batch": 4, "seq": 256}),
 }
-EVERYWHERE = Decision(path="", action="rederive")
+EVERYWHERE = Rederive(path="")
 
 
 def planner_for(name: str, actions: tuple[str, ...], batch: int | None = None) -> Planner:

@@ -79,7 +79,7 @@ def test_plan_json_out_and_show(source: str, tmp_path: Path, capsys) -> None:
     assert run(["plan", source, "--budget", "85%", "--json", "--quiet", "--out", str(out)]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["predicted"]["peak_bytes"] <= data["budget_bytes"]
-    assert json.loads(out.read_text())["schema"] == "recoup-plan/1"
+    assert json.loads(out.read_text())["schema"] == "recoup-plan/2"
     assert run(["show", str(out)]) == 0
     assert "predicted peak" in capsys.readouterr().out
 

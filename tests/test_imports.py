@@ -19,6 +19,7 @@ ORDER = (
     "ir",
     "_torch",
     "_pytree",
+    "_allocation",
     "cost",
     "solver",
     "runtime",
@@ -27,6 +28,7 @@ ORDER = (
     "evidence",
     "analysis",
     "report",
+    "jax",
     "planner",
     "api",
     "integrations",
@@ -38,7 +40,7 @@ ORDER = (
 )
 # Late imports that a comment in the file explains.
 LATE = {("ir", "report")}
-WITHOUT_TORCH = ("errors", "units", "progress", "ir", "solver", "analysis", "report", "export")
+WITHOUT_TORCH = ("errors", "units", "progress", "ir", "solver", "analysis", "report", "export", "jax")
 
 
 def _stage(path: Path) -> str:

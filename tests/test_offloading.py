@@ -14,7 +14,7 @@ from recoup.capture.capture import StepSpec, capture
 from recoup.cost.host_link import Link, with_copies
 from recoup.cost.model import FlopsCost
 from recoup.errors import UsageError
-from recoup.ir.plan import Decision
+from recoup.ir.decision import Offload
 from recoup.planner.driver import ACTIONS, OPT_IN_ACTIONS, Planner
 from recoup.planner.strategies.offload import is_offloaded
 from recoup.runtime.apply import apply_decisions
@@ -126,7 +126,7 @@ def captured(dialect: str) -> Any:
     torch.manual_seed(0)
     model, x = mlp()
     spec = StepSpec(model=model, batch=x, dialect=dialect)
-    with apply_decisions(model, [Decision(path="1", action="offload"), Decision(path="3", action="offload")]):
+    with apply_decisions(model, [Offload(path="1"), Offload(path="3")]):
         return FlopsCost().price(capture(spec))
 
 

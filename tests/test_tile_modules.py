@@ -17,7 +17,8 @@ from recoup.cost.model import CostModel
 from recoup.cost.roofline import RooflineCost
 from recoup.evidence.verify import verify_plan
 from recoup.export.left_out import left_out
-from recoup.ir.plan import Decision, Plan
+from recoup.ir.decision import Decision, Rederive, TileLoss, TileModule
+from recoup.ir.plan import Plan
 from recoup.planner.driver import ACTIONS, OPT_IN_ACTIONS, Planner
 from recoup.planner.strategies.tile import TiledModules, find_tiled_modules, is_tiled
 from recoup.report.text import format_plan
@@ -56,10 +57,7 @@ def found_in(model: nn.Module, batch: Any) -> TiledModules:
 
 
 def tiles(depth: int = 2, tokens: int = 128) -> tuple[Decision, ...]:
-    return tuple(
-        Decision(path=f"model.layers.{i}.mlp", action="tile", tile_of="module", tile_tokens=tokens)
-        for i in range(depth)
-    )
+    return tuple(TileModule(path=f"model.layers.{i}.mlp", tile_tokens=tokens) for i in range(depth))
 
 
 @pytest.mark.slow
@@ -96,12 +94,12 @@ def test_only_where_asked_for() -> None:
     model, batch = long_llama(seq=256)
     planner = planner_for(model, batch, ("tile",))
     assert planner.tiled_modules is None
-    assert all(d.tile_of == "loss" for c in planner.seen.values() for d in c.decisions)
+    assert all(isinstance(d, TileLoss) for c in planner.seen.values() for d in c.decisions)
 
 
 def test_plan_is_saved_shown_applied(planned: tuple[nn.Module, Any, Planner], tmp_path: Any) -> None:
     model, _, planner = planned
-    candidate = planner.simulate((Decision(path="", action="rederive"), *tiles()))
+    candidate = planner.simulate((Rederive(path=""), *tiles()))
     plan = planner.plan(candidate, budget_bytes=candidate.peak_bytes, budget_text="-", device="cpu")
     plan.save(tmp_path / "plan.json")
     again = Plan.load(tmp_path / "plan.json")
@@ -124,7 +122,7 @@ def test_planner_reaches_lower_and_keeps_to_equal_bits_where_it_can(planned: tup
     for share in (1.05, 1.3):
         found = planner.fit(int(share * lean.peak_bytes))
         assert found is not None and found.peak_bytes <= share * lean.peak_bytes
-        assert any(d.tile_of == "module" for d in found.decisions)
+        assert any(isinstance(d, TileModule) for d in found.decisions)
         assert not any(d.path.startswith("model.layers.0.mlp.") for d in found.decisions)
     loose = planner.fit(int(0.9 * planner.plain.peak_bytes))
     assert loose is not None and not is_tiled(loose.decisions)
@@ -137,7 +135,7 @@ def test_no_more_modules_are_tiled_than_the_budget_needs() -> None:
     assert one.peak_bytes < 0.9 * planner.plain.peak_bytes
     found = planner.fit(one.peak_bytes)
     assert found is not None and found.peak_bytes <= one.peak_bytes
-    assert [d.path for d in found.decisions if d.tile_of == "module"] == ["model.layers.2.mlp"]
+    assert [d.path for d in found.decisions if isinstance(d, TileModule)] == ["model.layers.2.mlp"]
 
 
 @pytest.mark.slow
@@ -147,7 +145,7 @@ def test_public_plan_explained() -> None:
     frontier = recoup.frontier(model, batch, actions=OPT_IN, cost=cost, num_points=2)
     budget = int(1.1 * frontier.points[0].peak_bytes)
     plan = frontier.plan(budget)
-    assert any(d.tile_of == "module" for d in plan.decisions)
+    assert any(isinstance(d, TileModule) for d in plan.decisions)
     assert plan.predicted.peak_bytes <= plan.budget_bytes
     choices = [price.choice for price in frontier.explain(budget).prices]
     assert any("tile model.layers.0-1.mlp" in choice for choice in choices)
@@ -198,7 +196,7 @@ def test_adapters_inside() -> None:
         if "lora_B" in name:
             nn.init.normal_(parameter)
     path = "base_model.model.model.layers.{}.mlp"
-    decisions = [Decision(path=path.format(i), action="tile", tile_of="module", tile_tokens=50) for i in range(2)]
+    decisions = [TileModule(path=path.format(i), tile_tokens=50) for i in range(2)]
 
     def gradients() -> dict[str, torch.Tensor]:
         model.zero_grad()

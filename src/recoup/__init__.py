@@ -12,7 +12,7 @@ _HOMES = {
     "Applied": "recoup.runtime.apply",
     "BatchTooLarge": "recoup.errors",
     "ConflictError": "recoup.errors",
-    "Decision": "recoup.ir.plan",
+    "Decision": "recoup.ir.decision",
     "Evidence": "recoup.ir.evidence",
     "Explanation": "recoup.ir.explanation",
     "Fit": "recoup.api",
@@ -80,10 +80,10 @@ if TYPE_CHECKING:
     from recoup.errors import TargetError as TargetError
     from recoup.errors import UsageError as UsageError
     from recoup.integrations.watch import watch as watch
+    from recoup.ir.decision import Decision as Decision
     from recoup.ir.evidence import Evidence as Evidence
     from recoup.ir.explanation import Explanation as Explanation
     from recoup.ir.explanation import Trade as Trade
-    from recoup.ir.plan import Decision as Decision
     from recoup.ir.plan import Plan as Plan
     from recoup.ir.plan import Prediction as Prediction
     from recoup.ir.profile import FrontierPoint as FrontierPoint
@@ -103,6 +103,8 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
+    if name == "jax":  # a subpackage that needs its extra: not in `__all__`
+        return importlib.import_module("recoup.jax")
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'recoup' has no attribute {name!r}")

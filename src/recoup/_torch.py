@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -396,3 +398,121 @@ class FakeTemplate:
         torch._C._set_throw_on_mutable_data_ptr(made)  # type: ignore[attr-defined]
         made.__dict__.update(self._attributes)
         return made
+
+
+def deterministic_warns_only() -> bool:
+    """Whether `use_deterministic_algorithms` only warns (torch 2.11, 2.13); public, but without a type."""
+    return bool(torch.is_deterministic_algorithms_warn_only_enabled())
+
+
+@contextlib.contextmanager
+def cpu_kernels(kernels: dict[Any, Any], *, key: str) -> Iterator[None]:
+    """Has ops run these kernels at a key of the dispatcher, in this process, while the block lasts (torch 2.11, 2.13).
+
+    Freed by: a mode that sees ops above autograd.
+    """
+    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it warns where a kernel is put over another
+            for op, kernel in kernels.items():
+                library.impl(op.name().removeprefix("aten::"), kernel, key)  # type: ignore[no-untyped-call]
+        yield
+    finally:
+        library._destroy()  # type: ignore[no-untyped-call]
+
+
+def registered(key: str) -> set[str]:
+    """Returns the names of aten's ops with a kernel at a key of the dispatcher (torch 2.11, 2.13).
+
+    Freed by: public autocast lists.
+    """
+    names = torch._C._dispatch_get_registrations_for_dispatch_key(key)
+    return {name for name in names if name.startswith("aten::")}
+
+
+def overload(name: str) -> Any | None:
+    """Returns the op of a registered name ("aten::sum.dim_IntList"); None if Python has none (torch 2.11, 2.13)."""
+    packet, _, which = name.removeprefix("aten::").partition(".")
+    return getattr(getattr(torch.ops.aten, packet, None), which or "default", None)
+
+
+def is_composite(op: Any) -> bool:
+    """Whether the op is made of other ops above autograd (torch 2.11, 2.13). Freed by: a public flag of such ops."""
+    return bool(
+        torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), torch._C.DispatchKey.CompositeImplicitAutograd)
+    )
+
+
+def composite(op: Any) -> Any:
+    """Returns a composite op's own kernel, which calls its parts (torch 2.11, 2.13).
+
+    `OpOverload.decompose` takes Python's decomposition where there is one. Freed by: a public name for this one.
+    """
+    return functools.partial(op._op_dk, torch._C.DispatchKey.CompositeImplicitAutograd)
+
+
+def without_cpu_autocast() -> Any:
+    """Returns a guard below which the CPU's autocast is past (torch 2.11, 2.13); autocast's own kernels use it.
+
+    Freed by: a public guard that excludes a dispatch key.
+    """
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+    return torch._C._ExcludeDispatchKeyGuard(keys)  # type: ignore[attr-defined]
+
+
+def below_autograd() -> Any:
+    """Returns a guard below which ops go to their kernels past autograd (torch 2.11, 2.13).
+
+    Freed by: a public `torch.library` way to redispatch below autograd.
+    """
+    return torch._C._AutoDispatchBelowAutograd()  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def cuda_autocast_on_cpu() -> Iterator[None]:
+    """Has `torch.autocast("cuda")` of this thread enter the CPU's, with CUDA's default dtype (torch 2.11, 2.13).
+
+    A build without CUDA would leave it disabled. Freed by: autocast for fake tensors of a device that is not there.
+    """
+    original, owner = torch.amp.autocast_mode.autocast.__init__, threading.get_ident()
+
+    def init(self: Any, device_type: str, dtype: Any = None, *args: Any, **kwargs: Any) -> None:
+        if device_type == "cuda" and threading.get_ident() == owner:
+            device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")
+        original(self, device_type, dtype, *args, **kwargs)
+
+    torch.amp.autocast_mode.autocast.__init__ = init  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.amp.autocast_mode.autocast.__init__ = original  # type: ignore[method-assign]
+
+
+def enabled_attention() -> frozenset[str]:
+    """Returns the fused attention kernels that are not turned off; public, but without types (torch 2.11, 2.13)."""
+    cuda = torch.backends.cuda
+    found = {
+        "cudnn": cuda.cudnn_sdp_enabled,
+        "flash": cuda.flash_sdp_enabled,
+        "efficient": cuda.mem_efficient_sdp_enabled,
+    }
+    return frozenset(name for name, is_enabled in found.items() if is_enabled())  # type: ignore[no-untyped-call]
+
+
+@contextlib.contextmanager
+def without_global_optimizer_hooks() -> Iterator[None]:
+    """Takes the step hooks that are registered for all optimizers off for the time being (torch 2.11, 2.13).
+
+    Freed by: an optimizer that can be stepped without them.
+    """
+    from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+    hooks = [(d, dict(d)) for d in (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)]
+    for registered, _ in hooks:
+        registered.clear()
+    try:
+        yield
+    finally:
+        for registered, before in hooks:
+            registered.update(before)  # type: ignore[arg-type]

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from recoup import progress
+from recoup._allocation import available_host_bytes
 from recoup.analysis.profile import make_profile
 from recoup.capture.capture import StepSpec
 from recoup.capture.fingerprint import fingerprint, structure_of
 from recoup.capture.optimizer import OptimizerLike, check_optimizer
 from recoup.capture.step import Loss
 from recoup.cost.devices import Device, get_device
-from recoup.cost.measured import MeasuredCost, available_host_bytes
+from recoup.cost.measured import MeasuredCost
 from recoup.cost.model import CostModel
 from recoup.cost.roofline import RooflineCost
 from recoup.errors import InexactWarning, InfeasibleBudget, PlanMismatch, UsageError
@@ -26,10 +27,12 @@ from recoup.ir.evidence import Evidence
 from recoup.ir.explanation import Explanation, Trade
 from recoup.ir.plan import Plan
 from recoup.ir.profile import FrontierPoint, Profile
-from recoup.planner.driver import ACTIONS, Planner, check_actions, is_on_meta, plan_for_budget
+from recoup.planner.driver import Planner, check_actions, is_on_meta, plan_for_budget
 from recoup.planner.explain import explain as explain_plan
 from recoup.planner.explain import trade
-from recoup.runtime.apply import Applied, apply_decisions, plain
+from recoup.planner.fitting import Fitting, paths_below
+from recoup.planner.strategies.tile import is_tiled
+from recoup.runtime.apply import Applied, apply_decisions, find_patches, plain
 from recoup.runtime.conflicts import refuse_conflicts, refuse_wrapped
 from recoup.runtime.execution_context import is_recomputing
 from recoup.runtime.offload.transport import Transport
@@ -60,7 +63,8 @@ class Fit:
     """A planned, changed and proven model.
 
     Attributes:
-        plan: what was decided. applied: the handle that undoes it. evidence: what was measured.
+        plan: what was decided. evidence: what was measured. applied: the handle that undoes it; if `evidence.ok` is
+            False nothing is in place, unless `apply_failed=True` asked for it.
     """
 
     plan: Plan
@@ -99,8 +103,9 @@ def _planner(
     loss: Loss | None,
     optimizer: OptimizerLike | None,
     device: str | torch.device | None,
-    actions: Sequence[str],
+    actions: Sequence[str] | None,
     cost: CostModel | None,
+    keep: frozenset[str] = frozenset(),
 ) -> tuple[Planner, str, Device | None]:
     if not isinstance(model, nn.Module):
         raise UsageError(f"model must be a torch.nn.Module; got {type(model).__name__}.")
@@ -118,7 +123,9 @@ def _planner(
         loss=loss,
         optimizer=optimizer,
         dialect="cuda" if on_cuda else "cpu",
+        capability=entry.capability if entry is not None else None,
         round_bytes=entry.round_bytes if entry is not None else (512 if on_cuda else 1),
+        keep=keep,
     )
     if cost is None:
         cost = RooflineCost(entry) if entry is not None else MeasuredCost(here or torch.device("cpu"))
@@ -145,8 +152,9 @@ def plan(
     loss: Loss | None = None,
     optimizer: OptimizerLike | None = None,
     device: str | torch.device | None = None,
-    actions: Sequence[str] = ACTIONS,
+    actions: Sequence[str] | None = None,
     cost: CostModel | None = None,
+    keep: Iterable[str] = (),
 ) -> Plan:
     """Returns the fastest plan found whose simulated peak is within the budget; nothing of the model changes.
 
@@ -158,19 +166,65 @@ def plan(
             the mean of all floating outputs (then the plan says so).
         optimizer: an optimizer or its class; its state and its step's temporaries count.
         device: where the plan will run: "cpu", "cuda", or a name of the device table. Left out: the model's own.
-        actions: what the plan may use besides save.
+        actions: what the plan may use besides save. Left out: rederive and recompute, which leave every bit as it is,
+            and tile, which rounds differently, only where no other plan fits.
         cost: prices of ops; left out: measured on this machine's device, a roofline for a named one.
+        keep: paths of modules whose forward runs once, like the plain step's: no region and no tile contains them, or
+            is inside of them. Saved tensors of theirs may still be rederived.
 
     Raises:
         UsageError: for input that cannot be used. StepError: if the step fails. ConflictError: if activation
             checkpointing is on already. InfeasibleBudget: with the smallest reachable peak.
     """
     check_budget(budget)
-    planner, name, entry = _planner(
-        model, batch, loss=loss, optimizer=optimizer, device=device, actions=actions, cost=cost
+    return _fitting(
+        model,
+        batch,
+        budget=budget,
+        loss=loss,
+        optimizer=optimizer,
+        device=device,
+        actions=actions,
+        cost=cost,
+        keep=keep,
+    ).plan()
+
+
+def _fitting(
+    model: nn.Module,
+    batch: Any,
+    *,
+    budget: int | str,
+    loss: Loss | None,
+    optimizer: OptimizerLike | None,
+    device: str | torch.device | None,
+    actions: Sequence[str] | None,
+    cost: CostModel | None,
+    keep: Iterable[str],
+) -> Fitting:
+    """Returns what plans for a budget, again without what turns out not to run twice."""
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"model must be a torch.nn.Module; got {type(model).__name__}.")
+    kept = paths_below(model, keep)
+    first, name, entry = _planner(
+        model, batch, loss=loss, optimizer=optimizer, device=device, actions=actions, cost=cost, keep=kept
     )
-    made, _ = plan_for_budget(planner, budget=budget, free_bytes=_free_bytes(name, entry), device=name)
-    return made
+
+    def make_planner(runs_once: frozenset[str], allowed: Sequence[str] | None) -> Planner:
+        if (runs_once, allowed) == (kept, actions):
+            return first
+        spec = dataclasses.replace(first.spec, keep=runs_once)
+        return Planner(spec, cost=first.cost, actions=allowed, fixed_bytes=first.fixed_bytes)
+
+    return Fitting(
+        model=model,
+        make_planner=make_planner,
+        budget=budget,
+        free_bytes=_free_bytes(name, entry),
+        device=name,
+        keep=kept,
+        actions=actions,
+    )
 
 
 def apply(model: nn.Module, plan: Plan, *, transport: Transport | str = "auto") -> Applied:
@@ -239,12 +293,22 @@ def fit(
     loss: Loss | None = None,
     optimizer: OptimizerLike | None = None,
     device: str | torch.device | None = None,
-    actions: Sequence[str] = ACTIONS,
+    actions: Sequence[str] | None = None,
     timed: bool = True,
+    keep: Iterable[str] = (),
+    apply_failed: bool = False,
 ) -> Fit:
     """Plans, changes the model in place, and proves it: `plan`, `apply` and `verify` in one.
 
-    If the measured peak is above the budget (an allocator does what no simulation saw), plans again for as much less.
+    What is found while proving is planned around: a measured peak above the budget (an allocator does what no
+    simulation saw), a region whose forward cannot run twice. The plan's notes say so. The most memory that this needs
+    is the planned peak and one copy of the trainable parameters' bytes, which is in host memory for a model on a GPU; a
+    plain step that does not fit is run with its saved tensors in host memory, or in a temporary file for a CPU's.
+
+    Args:
+        timed: also time interleaved pairs of steps. keep: as for `plan`: modules whose forward is to run once.
+        apply_failed: leave a plan in place whose evidence is not ok; otherwise nothing is in place then, a warning
+            (E300) says what differed, and `fit.evidence` has all of it.
 
     Raises:
         What `plan` and `verify` raise; the model is unchanged then.
@@ -255,49 +319,34 @@ def fit(
             f"{type(model).__name__} is on `meta`: there is nothing to run and prove. Use `plan`, or build it on the "
             "device."
         )
-    planner, name, entry = _planner(
-        model, batch, loss=loss, optimizer=optimizer, device=device, actions=actions, cost=None
+    fitting = _fitting(
+        model,
+        batch,
+        budget=budget,
+        loss=loss,
+        optimizer=optimizer,
+        device=device,
+        actions=actions,
+        cost=None,
+        keep=keep,
     )
-    free_bytes = _free_bytes(name, entry)
-    made, _ = plan_for_budget(planner, budget=budget, free_bytes=free_bytes, device=name)
-    target = made.budget_bytes
-    for _ in range(4):
-        applied = apply_decisions(model, made.decisions)
-        try:
-            progress.advance("running plain and planned steps")
-            evidence = verify_plan(model, made, batch, loss=loss, optimizer=optimizer, timed=timed)
-        except BaseException:
+    made, applied, evidence = fitting.fit(
+        lambda made: verify_plan(model, made, batch, loss=loss, optimizer=optimizer, timed=timed)
+    )
+    if not evidence.ok:
+        differs = next(iter(evidence.differences), "the step did something else than the plan says")
+        if not apply_failed:
             applied.remove()
-            raise
-        over = evidence.peak_bytes - made.budget_bytes
-        if over <= 0:
-            if not evidence.exact:
-                warnings.warn(
-                    f"{type(model).__name__} under its plan is not bit-equal to the plain step: "
-                    f"{evidence.differences[0]}. `print(fit)` shows all; `fit.applied.remove()` undoes it. [E300]",
-                    InexactWarning,
-                    stacklevel=2,
-                )
-            return Fit(plan=made, applied=applied, evidence=evidence)
-        applied.remove()
-        progress.advance(f"measured {format_bytes(over)} over the budget; planning for less")
-        target -= over + made.budget_bytes // 500
-        candidate = planner.fit(target) if target > 0 else None
-        if candidate is None:
-            break
-        again = planner.plan(candidate, budget_bytes=made.budget_bytes, budget_text=str(budget), device=name)
-        made = dataclasses.replace(
-            again, notes=(*again.notes, "planned for less than the budget: an earlier plan measured above it")
+        elif find_patches(model) == []:
+            applied = apply_decisions(model, made.decisions)
+        state = "is in place all the same (apply_failed)" if apply_failed else "was taken off again"
+        warnings.warn(
+            f"No plan for {type(model).__name__} within {format_bytes(made.budget_bytes)} keeps the plain step's "
+            f"results: {differs}. The plan {state}. `print(fit)` shows all. [E300]",
+            InexactWarning,
+            stacklevel=2,
         )
-    smallest = planner.smallest()
-    raise InfeasibleBudget(
-        f"Budget {format_bytes(made.budget_bytes)} could not be met: the last plan measured "
-        f"{format_bytes(evidence.peak_bytes)} and there is none below it. Use a larger budget or a smaller batch.",
-        budget_bytes=made.budget_bytes,
-        minimum_bytes=max(smallest.peak_bytes, evidence.peak_bytes),
-        phase=smallest.phase,
-        tensors=smallest.tensors,
-    )
+    return Fit(plan=made, applied=applied, evidence=evidence)
 
 
 def profile(
@@ -318,7 +367,10 @@ def profile(
 
 
 class Frontier:
-    """The curve of bytes against time: every point a plan, more bytes never slower."""
+    """The curve of bytes against time: every point a plan, more bytes never slower among plans with equal bits.
+
+    Tiles round differently: unless they were asked for in `actions`, they are in points below all others only.
+    """
 
     def __init__(self, planner: Planner, device: str, points: tuple[FrontierPoint, ...], free_bytes: int) -> None:
         self._planner = planner
@@ -378,7 +430,7 @@ def frontier(
     loss: Loss | None = None,
     optimizer: OptimizerLike | None = None,
     device: str | torch.device | None = None,
-    actions: Sequence[str] = ACTIONS,
+    actions: Sequence[str] | None = None,
     cost: CostModel | None = None,
     num_points: int = 10,
 ) -> Frontier:
@@ -398,11 +450,15 @@ def frontier(
             candidates[candidate.decisions] = candidate
     least = planner.smallest()  # the budgets between may have led to a smaller one
     candidates[least.decisions] = least
+    if planner.prefers_equal_bits:  # tiles only where nothing else reaches
+        reached = min(c.peak_bytes for c in candidates.values() if not is_tiled(c.decisions))
+        candidates = {d: c for d, c in candidates.items() if not is_tiled(d) or c.peak_bytes < reached}
     points: list[FrontierPoint] = []
-    best = float("inf")
+    best: dict[bool, float] = {}
     for candidate in sorted(candidates.values(), key=lambda c: (c.peak_bytes, c.step_seconds)):
-        if candidate.step_seconds < best:
-            best = candidate.step_seconds
+        rounds = planner.prefers_equal_bits and is_tiled(candidate.decisions)
+        if candidate.step_seconds < best.get(rounds, float("inf")):
+            best[rounds] = candidate.step_seconds
             made = planner.plan(
                 candidate, budget_bytes=candidate.peak_bytes, budget_text=str(candidate.peak_bytes), device=name
             )
@@ -426,7 +482,7 @@ def explain(
     loss: Loss | None = None,
     optimizer: OptimizerLike | None = None,
     device: str | torch.device | None = None,
-    actions: Sequence[str] = ACTIONS,
+    actions: Sequence[str] | None = None,
     cost: CostModel | None = None,
 ) -> Explanation:
     """Returns why the plan for a budget is what it is: what sets its peak, what each kind of choice is worth (the plan
@@ -449,7 +505,7 @@ def max_batch(
     loss: Loss | None = None,
     optimizer: OptimizerLike | None = None,
     device: str | torch.device | None = None,
-    actions: Sequence[str] = ACTIONS,
+    actions: Sequence[str] | None = None,
     limit: int = 1 << 16,
 ) -> int:
     """Returns the largest size whose step fits the budget under some plan: simulated, so the next size does not.

@@ -39,6 +39,7 @@ CODES = {
     "E208": "the graph of a replay was differentiated",
     "E209": "a watched step ran out of memory",
     "E300": "the fitted step is not bit-equal",
+    "E301": "a real step is run to plan",
     "E900": "a bug in recoup",
 }
 """Every code and its title. The first digit: 1 refused before anything changed, 2 in training, 3 a warning, 9 a bug."""
@@ -126,13 +127,18 @@ class InfeasibleBudget(RecoupError, RuntimeError):
 
 
 class ReplayError(RecoupError, RuntimeError):
-    """A region was run again in backward and did not do what it did the first time."""
+    """A region was run again in backward and did not do what it did the first time.
+
+    Attributes:
+        region: the path of the module that it begins with; "" where none is known.
+    """
 
     code = "E200"
 
-    def __init__(self, message: str, *, code: str = "E200") -> None:
+    def __init__(self, message: str, *, code: str = "E200", region: str = "") -> None:
         super().__init__(message)
         self.code = code
+        self.region = region
 
 
 class StepOutOfMemory(RecoupError, RuntimeError):
@@ -151,3 +157,9 @@ class InexactWarning(UserWarning):
     """A fitted model's step is not bit-equal to its plain step; says what differs first."""
 
     code = "E300"
+
+
+class RealStepWarning(UserWarning):
+    """Fake tensors cannot follow the step: it is run for real on the model's GPU; says why."""
+
+    code = "E301"

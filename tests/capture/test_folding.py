@@ -14,7 +14,7 @@ from recoup.capture.folding.zones import FoldingMemory
 from recoup.capture.op_cache import FakeResults
 from recoup.cost.devices import get_device
 from recoup.cost.roofline import RooflineCost
-from recoup.ir.plan import Decision
+from recoup.ir.decision import Decision, Loop, Rederive
 from recoup.ir.trace import Trace
 from recoup.planner.driver import Planner
 from recoup.runtime.apply import apply_decisions
@@ -65,7 +65,7 @@ def _check(name: str, plans: Sequence[Sequence[Decision]] = ()) -> None:
     for decisions in plans:
         folded.folding.reasons.clear()
         _equal(_planned(folded, decisions, trace), _planned(plain, decisions, trace))
-        assert not folded.folding.reasons or decisions[0].action == "rederive"  # chains of rebuilt tensors may be long
+        assert not folded.folding.reasons or isinstance(decisions[0], Rederive)  # chains of rebuilt tensors may be long
 
 
 @pytest.mark.parametrize("name", _QUICK)
@@ -76,9 +76,8 @@ def test_the_trace_is_the_same(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", REGULAR)
 def test_plans_traces_are_the_same(name: str) -> None:
-    chunk = {"path": _paths(name), "action": "recompute", "chunk": 4}
-    mixed = (Decision(**chunk, calls=41, inside="rederive"),)  # type: ignore[arg-type]
-    _check(name, [(Decision(path="", action="rederive"),), mixed] if name in _REDERIVED else [mixed])
+    mixed = (Loop(path=_paths(name), chunk=4, calls=41, inside="rederive"),)
+    _check(name, [(Rederive(path=""),), mixed] if name in _REDERIVED else [mixed])
 
 
 @pytest.mark.parametrize(
@@ -115,7 +114,7 @@ def test_longer_loops_run_no_more_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _num_ops_run(_spec(model, folds=False), monkeypatch) > 2 * once
     traces = [capture(spec) for spec in specs]
     assert len(traces[1].ops) > 1.9 * len(traces[0].ops)
-    with apply_decisions(model, (Decision(path="cell", action="recompute", chunk=4),)):
+    with apply_decisions(model, (Loop(path="cell", chunk=4),)):
         once, twice = (_num_ops_run(s, monkeypatch, t) for s, t in zip(specs, traces, strict=True))
     assert once == twice
 

@@ -9,6 +9,7 @@ from recoup.errors import UsageError
 
 NEEDED = ("cpu-generic", "a100-80gb", "a100-40gb", "h100-sxm", "h200", "rtx-4090", "l4", "t4")
 TEXT = {"name", "dialect", "source", "sources"}
+NOT_ABOVE_ZERO = {"fixed_bytes", "capability"}
 
 
 @pytest.mark.parametrize("name", DEVICES)
@@ -18,13 +19,14 @@ def test_every_number_has_a_source_and_makes_sense(name: str) -> None:
     sources = dict(device.sources)
     assert set(sources) == numbers and len(device.sources) == len(numbers)
     assert all(source.strip() for source in (*sources.values(), device.source))
-    assert all(getattr(device, number) > 0 for number in numbers - {"fixed_bytes"})
+    assert all(getattr(device, number) > 0 for number in numbers - NOT_ABOVE_ZERO)
     assert 1e9 < device.bandwidth_bytes < 1e13
     assert device.copy_bytes <= device.bandwidth_bytes
     assert device.fp16_flops >= device.fp32_flops
     assert 0 < device.attention_fraction <= device.matmul_fraction < 1
     assert 0 < device.bandwidth_fraction < 1
     assert 10 * 2**30 < device.memory_bytes < 200 * 2**30
+    assert (device.capability is None) == (device.dialect == "cpu")
     if device.dialect == "cpu":
         assert (device.round_bytes, device.fixed_bytes) == (1, 0)
     else:

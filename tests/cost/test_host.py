@@ -17,7 +17,7 @@ from recoup.cost.host_overhead import (
     TAPE_OVERHEAD_SECONDS,
     host_seconds,
 )
-from recoup.ir.plan import Decision
+from recoup.ir.decision import Decision, Recompute
 from recoup.runtime.apply import apply_decisions
 
 
@@ -31,7 +31,7 @@ def test_host_time_grows_with_what_runs_again() -> None:
         with apply_decisions(model, decisions):
             return host_seconds(decisions, capture(spec, known=plain), plain=plain)
 
-    one = Decision(path="1", action="recompute")
+    one = Recompute(path="1")
     span = dataclasses.replace(one, span=("2",))
     assert host_seconds((), plain, plain=plain) == 0.0
     # Its Linear and LayerNorm run again; what GELU saves is there before GELU runs.

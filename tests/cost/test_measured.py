@@ -101,7 +101,7 @@ def test_out_of_time_and_out_of_memory_leave_it_to_the_roofline(monkeypatch: pyt
         patch.setattr(measured, "TOTAL_SECONDS", -1.0)
         assert "2 of 4 distinct ops scaled" in MeasuredCost(CPU).price(trace).source
     with monkeypatch.context() as patch:
-        patch.setattr(measured, "available_host_bytes", lambda: 1 << 16)
+        patch.setattr(measured, "available_bytes", lambda device: 1 << 16)
         assert "2 of 4 distinct ops scaled" in MeasuredCost(CPU).price(trace).source
     # Neither was held against the ops.
     assert "scaled" not in MeasuredCost(CPU).price(trace).source

@@ -11,9 +11,11 @@ from torch import nn
 
 import recoup
 from recoup.cost.model import FlopsCost
-from recoup.evidence.gradients import NOISE_FACTOR, StepResult, compare, rounding_noise, take_result
+from recoup.evidence.gradients import NOISE_FACTOR, StepResult, compare, rounding_bound, rounding_noise, take_result
 from recoup.evidence.verify import verify_plan
-from recoup.ir.plan import Decision, Plan
+from recoup.ir.decision import Decision, Recompute
+from recoup.ir.plan import Plan
+from recoup.runtime.apply import find_patches
 from tests.evidence.ordinary import ORDINARY
 
 _WIDTH = 64
@@ -54,7 +56,7 @@ def test_names_the_first_module_and_op_that_differ() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(_WIDTH, _WIDTH), Lying(), nn.Linear(_WIDTH, 1))
     batch = torch.randn(32, _WIDTH)
-    evidence = verify_plan(model, _plan(model, batch, Decision(path="1", action="recompute")), batch, timed=False)
+    evidence = verify_plan(model, _plan(model, batch, Recompute(path="1")), batch, timed=False)
     assert not evidence.replays_equal and not evidence.exact and not evidence.ok
     first = evidence.differences[0]
     assert first.startswith("region `1`: its second forward gave other values, first from")
@@ -66,9 +68,14 @@ def test_fit_warns_of_what_is_not_exact() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(Lying() for _ in range(5)), nn.Linear(_WIDTH, 1))
     batch = torch.randn(1024, _WIDTH)
-    with pytest.warns(recoup.InexactWarning, match="not bit-equal to the plain step"):
+    with pytest.warns(recoup.InexactWarning, match="keeps the plain step's results"):
         fitted = recoup.fit(model, batch, budget="75%", timed=False, actions=("recompute",))
-    assert any(d.action == "recompute" for d in fitted.plan.decisions)
+    assert any(d.is_region for d in fitted.plan.decisions)
+    assert str(fitted).rpartition("\n")[2].startswith("FAILED: region `")
+    assert find_patches(model) == []  # what failed is not left behind
+    with pytest.warns(recoup.InexactWarning, match="is in place all the same"):
+        fitted = recoup.fit(model, batch, budget="75%", timed=False, actions=("recompute",), apply_failed=True)
+    assert find_patches(model)
     fitted.applied.remove()
 
 
@@ -92,7 +99,7 @@ def test_state_in_attributes_is_no_difference_and_is_put_back() -> None:
     model = nn.Sequential(Counting(), Counting(), nn.Linear(_WIDTH, 1))
     stream = model[0].stream.get_state()
     batch = torch.randn(32, _WIDTH)
-    decisions = [Decision(path=p, action="recompute") for p in ("0", "1")]
+    decisions = [Recompute(path=p) for p in ("0", "1")]
     evidence = verify_plan(model, _plan(model, batch, *decisions), batch, timed=False)
     assert evidence.exact and evidence.num_regions_replayed == 2, evidence.differences
     assert evidence.num_replays_compared >= 4
@@ -116,7 +123,7 @@ def test_no_false_alarm(name: str) -> None:
         curve = recoup.frontier(model, batch, loss=loss, cost=FlopsCost(), num_points=2)
         plan = min(curve.points, key=lambda point: point.peak_bytes).plan
         assert plan.decisions
-        recomputed = [d.path for d in plan.decisions if d.action == "recompute"]
+        recomputed = [d.path for d in plan.decisions if d.is_region]
         evidence = recoup.verify(model, plan, batch, loss=loss, timed=False)
     ours = [w for w in caught if "recoup" in str(w.filename) or "recoup" in str(w.message)]
     assert not ours, [str(w.message) for w in ours]
@@ -141,7 +148,8 @@ def test_the_bound_of_tiles_is_at_least_what_plain_steps_differ_by() -> None:
     noise = rounding_noise(plain, scaled)
     assert 1e-8 < noise < 1e-5
     assert rounding_noise(plain, step(1.0)) == pytest.approx(1 - 1 / NOISE_FACTOR)  # gradients that are not scaled
-    assert compare(plain, plain, rounds_differently=True, noise=noise).error_bound == max(noise, 1e-6)
-    assert compare(plain, plain, rounds_differently=True, noise=3e-6).error_bound == 3e-6
-    assert compare(plain, plain, rounds_differently=True, noise=1.0).error_bound == pytest.approx(1e-5)
-    assert compare(plain, plain, noise=1.0).error_bound == 0.0
+    assert rounding_bound(plain, None, noise) == max(noise, 1e-6)
+    assert rounding_bound(plain, torch.float32, 3e-6) == 3e-6
+    assert rounding_bound(plain, torch.float32, 1.0) == pytest.approx(1e-5)
+    assert rounding_bound(plain, torch.bfloat16, 0.0) == 4e-2  # what autocast computes in, and no gradient shows
+    assert compare(plain, plain).error_bound == 0.0

@@ -13,7 +13,7 @@ from recoup.errors import UsageError
 from recoup.export.fsdp import export_fsdp
 from recoup.export.left_out import Export
 from recoup.export.transformers_setting import every_n_layers, export_transformers
-from recoup.ir.plan import Decision
+from recoup.ir.decision import Recompute
 from tests.export.test_plain_torch import plan_of
 from tests.ir.test_schema import make_plan
 from tests.models import make, plain_step, same, step
@@ -82,7 +82,7 @@ def test_the_fsdp_policy_sees_through_wrappers() -> None:
 
 def test_spans_in_a_policy_are_said() -> None:
     assert "1 regions go over several calls" in export_fsdp(plan_of([("layers.0", "layers.1")])).left_out[0]
-    decisions = (Decision(path="a", action="recompute", buffers=("a.count",)),)
+    decisions = (Recompute(path="a", buffers=("a.count",)),)
     assert "changes these buffers again: a.count" in export_fsdp(make_plan(decisions=decisions)).left_out[0]
 
 

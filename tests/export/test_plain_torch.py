@@ -17,7 +17,8 @@ import recoup
 from recoup.errors import UsageError
 from recoup.evidence.memory import measure_peak
 from recoup.export.plain_torch import export_torch
-from recoup.ir.plan import Decision, Plan
+from recoup.ir.decision import Decision, Loop, Recompute, Rederive
+from recoup.ir.plan import Plan
 from tests.ir.test_schema import make_plan
 from tests.models import ConvNet, Stack, make, same, step
 
@@ -36,7 +37,7 @@ CASES: list[tuple[str, Regions]] = [
 
 
 def plan_of(regions: Regions, **changes: Any) -> Plan:
-    decisions = tuple(Decision(path=first, action="recompute", span=tuple(rest)) for first, *rest in regions)
+    decisions = tuple(Recompute(path=first, span=tuple(rest)) for first, *rest in regions)
     return make_plan(decisions=decisions, **changes)
 
 
@@ -169,11 +170,11 @@ def test_evaluation_and_copies_work() -> None:
     ("decisions", "message"),
     [
         ((), "no regions"),
-        ((Decision(path="", action="rederive"),), "no regions"),
-        ((Decision(path="a", action="recompute", call=1),), "tells calls of `a` apart"),
-        ((Decision(path="a", action="recompute", chunk=4, calls=12),), "the first 12 calls of `a` only"),
+        ((Rederive(path=""),), "no regions"),
+        ((Recompute(path="a", call=1),), "tells calls of `a` apart"),
+        ((Loop(path="a", chunk=4, calls=12),), "the first 12 calls of `a` only"),
         (
-            (Decision(path="a", action="recompute", span=("b",)), Decision(path="b", action="recompute")),
+            (Recompute(path="a", span=("b",)), Recompute(path="b")),
             "`b` is a call of two regions",
         ),
     ],
@@ -184,12 +185,12 @@ def test_what_cannot_be_exported_is_refused(decisions: tuple[Decision, ...], mes
 
 
 def test_what_is_left_out_is_said() -> None:
-    decisions = (Decision(path="", action="rederive"), Decision(path="layers.0", action="recompute"))
+    decisions = (Rederive(path=""), Recompute(path="layers.0"))
     made = export_torch(make_plan(decisions=decisions))
     assert "1 decisions rederive" in made.left_out[0]
     regions = (
-        Decision(path="layers.0", action="recompute", keep=("attention",), offload=True),
-        Decision(path="layers.1", action="recompute", chunk=4),
+        Recompute(path="layers.0", keep=("attention",), offload=True),
+        Loop(path="layers.1", chunk=4),
     )
     said = " ".join(export_torch(make_plan(decisions=regions)).left_out)
     assert "1 regions keep results (attention)" in said

@@ -14,14 +14,14 @@ import torch
 from torch import nn
 
 from recoup.integrations import adapters
-from recoup.ir.plan import Decision
+from recoup.ir.decision import Recompute, Rederive
 from recoup.runtime import execution_context
 from recoup.runtime.apply import apply_decisions
 from tests.models import Stack
 
 PLAN = [
-    Decision(path="", action="rederive"),
-    *(Decision(path=f"layers.{i}", action="recompute", inside="rederive") for i in range(3)),
+    Rederive(path=""),
+    *(Recompute(path=f"layers.{i}", inside="rederive") for i in range(3)),
 ]
 ZERO = {
     "no ZeRO": {"stage": 0},

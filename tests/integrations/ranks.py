@@ -27,7 +27,8 @@ from recoup.cost.sharding import ShardedCost
 from recoup.errors import PlanMismatch
 from recoup.evidence.memory import measure_peak, storage_bytes
 from recoup.integrations import distributed
-from recoup.ir.plan import Decision, Plan, Prediction
+from recoup.ir.decision import Decision, Recompute, Rederive, TileLoss
+from recoup.ir.plan import Plan, Prediction
 from recoup.planner.simulator import Simulator
 from recoup.runtime import execution_context
 from recoup.runtime.apply import apply_decisions
@@ -66,9 +67,9 @@ class Net(nn.Module):
 
 
 PLANS = {
-    "regions": tuple(Decision(path=f"layers.{i}", action="recompute") for i in range(DEPTH)),
-    "span": (Decision(path="layers.0", action="recompute", span=("layers.1",), inside="rederive"),),
-    "rederive": (Decision(path="", action="rederive"),),
+    "regions": tuple(Recompute(path=f"layers.{i}") for i in range(DEPTH)),
+    "span": (Recompute(path="layers.0", span=("layers.1",), inside="rederive"),),
+    "rederive": (Rederive(path=""),),
 }
 
 
@@ -288,7 +289,7 @@ def tiled_head(rank: int) -> dict[str, dict[str, Any]]:
     "inside": the loss is the model's own. "outside": of its logits. "own unit": the head is not in the root.
     """
     late, prompt = (ShardedCost(FlopsCost(), world_size=2, copies=c) for c in ("late", "prompt"))  # type: ignore[arg-type]
-    tile = [Decision(path="lm_head", action="tile", tile_tokens=32)]
+    tile = [TileLoss(path="lm_head", tile_tokens=32)]
     found: dict[str, dict[str, Any]] = {}
     for name in ("inside", "outside", "own unit"):
         losses, gradients = [], []

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from recoup.errors import ConflictError
-from recoup.ir.plan import Decision
+from recoup.ir.decision import Rederive, Save
 from recoup.runtime import execution_context
 from recoup.runtime.apply import apply_decisions, find_patches, plain
 from recoup.runtime.conflicts import refuse_conflicts
@@ -64,7 +64,7 @@ def prepared() -> Any:
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
     model, batch, _ = make("llama")
-    applied = apply_decisions(model, [Decision(path="", action="rederive"), Decision(path="model.norm", action="save")])
+    applied = apply_decisions(model, [Rederive(path=""), Save(path="model.norm")])
     return accelerator, accelerator.prepare(model), batch, applied
 
 

@@ -15,7 +15,7 @@ import recoup
 from recoup.cost.model import FlopsCost
 from recoup.errors import BatchTooLarge, ConflictError
 from recoup.integrations import distributed
-from recoup.ir.plan import Decision
+from recoup.ir.decision import Recompute, Rederive
 from recoup.runtime.apply import apply_decisions
 from tests.models import make
 
@@ -72,11 +72,11 @@ def _num_breaks() -> int:
 
 
 PLANS = {
-    "regions": lambda blocks: [Decision(path=b, action="recompute") for b in blocks],
-    "rederive": lambda blocks: [Decision(path="", action="rederive")],
+    "regions": lambda blocks: [Recompute(path=b) for b in blocks],
+    "rederive": lambda blocks: [Rederive(path="")],
     "mixed": lambda blocks: [
-        Decision(path="", action="rederive"),
-        Decision(path=blocks[0], action="recompute", inside="rederive"),
+        Rederive(path=""),
+        Recompute(path=blocks[0], inside="rederive"),
     ],
 }
 

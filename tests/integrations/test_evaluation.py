@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import recoup
 from recoup.cost.model import FlopsCost
-from recoup.ir.plan import Decision
+from recoup.ir.decision import Recompute, Rederive
 from recoup.runtime.apply import apply_decisions, plain
 from tests.models import Stack, make
 
@@ -89,8 +89,8 @@ def test_a_patched_call_is_two_more_on_the_host() -> None:
         return num_calls
 
     expected = run()
-    decisions = [Decision(path="", action="rederive")]
-    decisions += [Decision(path=f"layers.{i}", action="recompute", inside="rederive") for i in range(4)]
+    decisions = [Rederive(path="")]
+    decisions += [Recompute(path=f"layers.{i}", inside="rederive") for i in range(4)]
     with apply_decisions(model, decisions):
         assert run() <= expected + 2 * len(decisions)
 
@@ -105,8 +105,8 @@ def test_time_is_within_two_percent() -> None:
     )
     model = LlamaForCausalLM(config).eval()
     ids = torch.randint(0, 256, (2, 128))
-    decisions = [Decision(path="", action="rederive")]
-    decisions += [Decision(path=f"model.layers.{i}", action="recompute", inside="rederive") for i in range(3)]
+    decisions = [Rederive(path="")]
+    decisions += [Recompute(path=f"model.layers.{i}", inside="rederive") for i in range(3)]
 
     def seconds() -> float:
         start = time.perf_counter()

@@ -12,7 +12,7 @@ from torch import nn
 
 import recoup
 from recoup.cost.model import FlopsCost
-from recoup.ir.plan import Decision
+from recoup.ir.decision import Recompute
 from recoup.runtime.apply import apply_decisions
 from tests.models import Stack, make
 
@@ -89,7 +89,7 @@ def test_every_block_a_region(build: Callable[[], tuple[nn.Module, Any]]) -> Non
     expected = gradients(model, batch)
     blocks = [n for n, m in model.named_modules() if type(m).__name__ in ("GPT2Block", "LlamaDecoderLayer")]
     for inside in ("save", "rederive"):
-        with apply_decisions(model, [Decision(path=n, action="recompute", inside=inside) for n in blocks]):  # type: ignore[arg-type]
+        with apply_decisions(model, [Recompute(path=n, inside=inside) for n in blocks]):  # type: ignore[arg-type]
             assert_same(gradients(model, batch), expected)
 
 

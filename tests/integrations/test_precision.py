@@ -14,18 +14,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import recoup
 from recoup.integrations.precision import autocast_forward
-from recoup.ir.plan import Decision
+from recoup.ir.decision import Recompute, Rederive
 from recoup.runtime.apply import apply_decisions
 from tests.models import Stack, make, same
 
 LOW = [torch.bfloat16, torch.float16]
 PLANS = {
-    "regions": [Decision(path=f"layers.{i}", action="recompute") for i in range(4)],
-    "rederive": [Decision(path="", action="rederive")],
-    "span": [Decision(path="layers.0", action="recompute", span=("layers.1", "layers.2"), inside="rederive")],
+    "regions": [Recompute(path=f"layers.{i}") for i in range(4)],
+    "rederive": [Rederive(path="")],
+    "span": [Recompute(path="layers.0", span=("layers.1", "layers.2"), inside="rederive")],
     "nested": [
-        Decision(path="layers.0", action="recompute", span=("layers.1",)),
-        Decision(path="layers.1", action="recompute", inside="rederive"),
+        Recompute(path="layers.0", span=("layers.1",)),
+        Recompute(path="layers.1", inside="rederive"),
     ],
 }
 
@@ -187,8 +187,8 @@ def test_the_weight_cast_cache(plan: str) -> None:
 def test_a_scaler_sees_the_same_gradients(kind: str) -> None:
     model, batch, loss_of = make(kind)
     twin = copy.deepcopy(model)
-    plan = [Decision(path="", action="rederive")]
-    plan += [Decision(path=n, action="recompute") for n, m in model.named_modules() if n.endswith((".1", "body"))]
+    plan = [Rederive(path="")]
+    plan += [Recompute(path=n) for n, m in model.named_modules() if n.endswith((".1", "body"))]
     results = []
     for net, decisions in ((twin, []), (model, plan)):
         torch.manual_seed(2)

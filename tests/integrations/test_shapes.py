@@ -13,7 +13,8 @@ import recoup
 from recoup.errors import BatchTooLarge, ConflictError, InfeasibleBudget, ReplayError, UsageError
 from recoup.evidence.memory import measure_peak, storage_bytes
 from recoup.integrations.shapes import ShapePlan, apply_shapes, fit_shapes, shapes_of
-from recoup.ir.plan import Decision, Plan
+from recoup.ir.decision import Recompute
+from recoup.ir.plan import Plan
 from recoup.runtime import execution_context
 from recoup.runtime.apply import find_patches, plain
 from tests.integrations.ranks import plan_of
@@ -25,7 +26,7 @@ def _batch(rows: int) -> torch.Tensor:
 
 
 def _bucket(model: Stack, rows: int, *paths: str, inside: Any = "save") -> ShapePlan:
-    decisions = tuple(Decision(path=p, action="recompute", inside=inside) for p in paths)
+    decisions = tuple(Recompute(path=p, inside=inside) for p in paths)
     plan = plan_of(model, decisions)
     values = {**plan.to_json()["predicted"], "plain_peak_bytes": rows}
     data = {**plan.to_json(), "predicted": values, "budget_bytes": 1 << 20}

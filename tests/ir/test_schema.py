@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from recoup.ir.plan import Decision, Plan, Prediction
+from recoup.ir.decision import Recompute, Rederive, Save, Scan
+from recoup.ir.plan import Plan, Prediction
 from recoup.ir.schema import plan_schema
 
 PUBLISHED = Path(__file__).parents[2] / "docs" / "plan.schema.json"
@@ -31,10 +32,10 @@ def make_plan(**changes: Any) -> Plan:
     )
     fields: dict[str, Any] = {
         "decisions": (
-            Decision(path="", action="rederive"),
-            Decision(path="layers.0", action="recompute", span=("layers.1",), inside="rederive", keep=("attention",)),
-            Decision(path="layers.3", action="recompute", call=2, buffers=("layers.3.count",)),
-            Decision(path="layers.4", action="recompute", scan=1, scan_bytes=4096),
+            Rederive(path=""),
+            Recompute(path="layers.0", span=("layers.1",), inside="rederive", keep=("attention",)),
+            Recompute(path="layers.3", call=2, buffers=("layers.3.count",)),
+            Scan(path="layers.4", index=1, budget_bytes=4096),
         ),
         "budget_bytes": 640,
         "budget_text": "640",
@@ -57,7 +58,7 @@ def problems(value: Any, schema: dict[str, Any], root: dict[str, Any], where: st
         return problems(value, root["$defs"][schema["$ref"].rsplit("/", 1)[-1]], root, where)
     if "anyOf" in schema:
         tries = [problems(value, s, root, where) for s in schema["anyOf"]]
-        return [] if any(not t for t in tries) else tries[0]
+        return [] if any(not t for t in tries) else [problem for t in tries for problem in t]
     if "const" in schema and value != schema["const"]:
         return [f"{where} is not {schema['const']!r}"]
     if "enum" in schema and value not in schema["enum"]:
@@ -100,10 +101,11 @@ def test_a_saved_plan_keeps_to_the_schema(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"schema": "recoup-plan/0"}, "$.schema is not 'recoup-plan/1'"),
+        ({"schema": "recoup-plan/0"}, "$.schema is not 'recoup-plan/2'"),
         ({"budget_bytes": "640"}, "$.budget_bytes is no integer"),
         ({"surprise": 1}, "$.surprise is unknown"),
-        ({"decisions": [{"path": "a", "action": "forget"}]}, "$.decisions[0].action is not one of"),
+        ({"decisions": [{"path": "a", "action": "forget"}]}, "$.decisions[0].action is not 'recompute'"),
+        ({"decisions": [{"path": "a", "action": "save", "span": []}]}, "$.decisions[0]"),
         ({"decisions": [{"action": "save"}]}, "$.decisions[0].path is missing"),
         ({"structure": [["a"]]}, "$.structure[0] has 1 items"),
     ],
@@ -115,10 +117,8 @@ def test_the_schema_refuses_what_is_no_plan(change: dict[str, Any], problem: str
 
 
 def test_plans_diff_well(tmp_path: Path) -> None:
-    import dataclasses
-
     plan = make_plan()
-    decisions = (dataclasses.replace(plan.decisions[0], action="save"), *plan.decisions[1:])
+    decisions = (Save(path=""), *plan.decisions[1:])
     plan.save(tmp_path / "a.json")
     make_plan(decisions=decisions).save(tmp_path / "b.json")
     a, b = ((tmp_path / n).read_text().splitlines() for n in ("a.json", "b.json"))

@@ -31,11 +31,11 @@ def deep_report(num_layers: int) -> Report:
     import torch
 
     from recoup.analysis.timeline import make_timeline, module_rows
-    from recoup.ir.plan import Decision
+    from recoup.ir.decision import Recompute
 
     model, batch = Stack(8, num_layers), torch.randn(4, 8)
     curve = api.frontier(model, batch, cost=FlopsCost(), num_points=2, actions=("rederive",))
-    decisions = tuple(Decision(path=f"layers.{i}", action="recompute") for i in range(num_layers))
+    decisions = tuple(Recompute(path=f"layers.{i}") for i in range(num_layers))
     planned = curve.planner.simulate_priced(decisions)
     return Report(
         title="deep",

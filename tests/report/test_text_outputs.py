@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from recoup.ir.plan import Decision
+from recoup.ir.decision import Recompute, Rederive
 from recoup.ir.profile import Profile, ProfileRow
 from recoup.report.advice import advise
 from recoup.report.chrome_trace import make_chrome_trace
@@ -85,9 +85,9 @@ def test_advice_names_logits_and_a_giant_layer() -> None:
 
 
 def test_differences_in_model_terms() -> None:
-    regions = [Decision(path=f"model.layers.{i}", action="recompute") for i in range(8)]
+    regions = [Recompute(path=f"model.layers.{i}") for i in range(8)]
     a = make_plan(decisions=tuple(regions))
-    b = make_plan(decisions=(Decision(path="", action="rederive"), *regions[:4]), budget_bytes=1280)
+    b = make_plan(decisions=(Rederive(path=""), *regions[:4]), budget_bytes=1280)
     text = format_diff(a, b)
     assert "- model.layers.4-7: recompute -> rederive" in text
     assert "- (the model): save -> rederive" in text
@@ -99,8 +99,8 @@ def test_differences_in_model_terms() -> None:
 
 
 def test_differences_follow_inheritance_and_spans() -> None:
-    a = make_plan(decisions=(Decision(path="l.0", action="recompute", span=("l.1",)),))
-    b = make_plan(decisions=(Decision(path="l.0", action="recompute"), Decision(path="l.1", action="recompute")))
+    a = make_plan(decisions=(Recompute(path="l.0", span=("l.1",)),))
+    b = make_plan(decisions=(Recompute(path="l.0"), Recompute(path="l.1")))
     assert diff_plans(a, b)["changes"] == {
         "l.0": ["recompute through l.1", "recompute"],
         "l.1": ["recompute with l.0", "recompute"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from recoup.analysis.timeline import make_timeline
+from recoup.ir.decision import Recompute
 from tests.report.helpers import small_report
 
 
@@ -49,13 +50,12 @@ def test_the_optimizers_part_follows_the_planned_step() -> None:
 
     from recoup import api
     from recoup.cost.model import FlopsCost
-    from recoup.ir.plan import Decision
     from tests.models import make
 
     model, batch, loss = make("stack")
     curve = api.frontier(model, batch, loss=loss, optimizer=torch.optim.Adam, cost=FlopsCost(), num_points=2)
     plain = curve.planner.priced
-    planned = curve.planner.simulate_priced((Decision(path="layers.0", action="recompute"),))
+    planned = curve.planner.simulate_priced((Recompute(path="layers.0"),))
     timeline = make_timeline(planned, plain=plain)
     assert timeline.phases[-1][0] == "optimizer"
     assert "replay" in {phase for phase, _, _ in timeline.phases}

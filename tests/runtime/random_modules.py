@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from recoup.ir.plan import Decision
+from recoup.ir.decision import Decision, Recompute, Rederive, Save
 
 WIDTH = 8
 
@@ -154,9 +154,9 @@ def random_decisions(seed: int, model: nn.Module) -> list[Decision]:
     for path in rng.sample(paths, rng.randint(1, min(6, len(paths)))):
         action = rng.choice(["recompute", "recompute", "recompute", "rederive", "save"])
         if action == "recompute":
-            chosen[path] = Decision(path=path, action="recompute", inside=rng.choice(["save", "rederive"]))
+            chosen[path] = Recompute(path=path, inside=rng.choice(["save", "rederive"]))
         else:
-            chosen[path] = Decision(path=path, action=action)  # type: ignore[arg-type]
+            chosen[path] = (Rederive if action == "rederive" else Save)(path=path)
     if rng.random() < 0.4:  # a span over children of the model that follow each other
         start = rng.randrange(len(model) - 1)
         members = [str(i) for i in range(start, min(len(model), start + rng.randint(2, 3)))]
@@ -165,9 +165,9 @@ def random_decisions(seed: int, model: nn.Module) -> list[Decision]:
         if len(members) > 1:
             chosen.pop(members[0], None)  # the other members, and what is inside, keep decisions of their own
             inside = rng.choice(["save", "rederive"])
-            chosen[members[0]] = Decision(path=members[0], action="recompute", span=tuple(members[1:]), inside=inside)
+            chosen[members[0]] = Recompute(path=members[0], span=tuple(members[1:]), inside=inside)
     if not chosen:
-        chosen["0"] = Decision(path="0", action="recompute")
+        chosen["0"] = Recompute(path="0")
     return list(chosen.values())
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.nn.functional import all_reduce
 
-from recoup.ir.plan import Decision
+from recoup.ir.decision import Recompute
 from recoup.runtime import execution_context
 from recoup.runtime.apply import apply_decisions
 from tests.runtime.stateful import BATCH, WIDTH, Mlp, Tower, differing, seeded, train
@@ -57,7 +57,7 @@ def main(rank: int, file: str) -> None:
 
     expected = train(seeded(make), batch)
     model = seeded(make)
-    with apply_decisions(model, [Decision(path=f"blocks.{i}", action="recompute") for i in range(3)]):
+    with apply_decisions(model, [Recompute(path=f"blocks.{i}") for i in range(3)]):
         found = train(model, batch)
     assert differing(expected, found) == [], differing(expected, found)
     assert execution_context.counters()[0] == 15

@@ -12,44 +12,44 @@ import torch
 
 import recoup
 from recoup.cost.model import FlopsCost
-from recoup.ir.plan import Decision
+from recoup.ir.decision import Recompute, Rederive, Save
 from recoup.runtime import execution_context
 from recoup.runtime.apply import apply_decisions
 from tests.models import KINDS, make, same, step
 
 STACK = {
-    "every block": [Decision(path=f"layers.{i}", action="recompute") for i in range(4)],
+    "every block": [Recompute(path=f"layers.{i}") for i in range(4)],
     "nested": [
-        Decision(path="layers.0", action="recompute"),
-        Decision(path="layers.0.up", action="recompute"),
-        Decision(path="layers.0.act", action="recompute", inside="rederive"),
+        Recompute(path="layers.0"),
+        Recompute(path="layers.0.up"),
+        Recompute(path="layers.0.act", inside="rederive"),
     ],
-    "span": [Decision(path="layers.0", action="recompute", span=("layers.1", "layers.2"), inside="rederive")],
+    "span": [Recompute(path="layers.0", span=("layers.1", "layers.2"), inside="rederive")],
     "spans in a span": [
-        Decision(path="layers.0", action="recompute", span=("layers.1", "layers.2", "layers.3")),
-        Decision(path="layers.0", action="recompute", span=("layers.1",)),
-        Decision(path="layers.1", action="recompute"),
-        Decision(path="layers.2", action="recompute", span=("layers.3",), inside="rederive"),
-        Decision(path="layers.3", action="rederive"),
+        Recompute(path="layers.0", span=("layers.1", "layers.2", "layers.3")),
+        Recompute(path="layers.0", span=("layers.1",)),
+        Recompute(path="layers.1"),
+        Recompute(path="layers.2", span=("layers.3",), inside="rederive"),
+        Rederive(path="layers.3"),
     ],
     "a region in itself": [
-        Decision(path="layers.1", action="recompute", span=("layers.2",)),
-        Decision(path="layers.1", action="recompute"),
-        Decision(path="layers.1", action="recompute", inside="rederive"),
+        Recompute(path="layers.1", span=("layers.2",)),
+        Recompute(path="layers.1"),
+        Recompute(path="layers.1", inside="rederive"),
     ],
-    "rederive": [Decision(path="", action="rederive")],
-    "rederive but one": [Decision(path="", action="rederive"), Decision(path="layers.2", action="save")],
+    "rederive": [Rederive(path="")],
+    "rederive but one": [Rederive(path=""), Save(path="layers.2")],
     "rederive below a region": [
-        Decision(path="layers.1", action="recompute"),
-        Decision(path="layers.1.act", action="rederive"),
+        Recompute(path="layers.1"),
+        Rederive(path="layers.1.act"),
     ],
     "mixed": [
-        Decision(path="", action="rederive"),
-        Decision(path="layers.0", action="recompute", inside="rederive"),
-        Decision(path="layers.3", action="recompute"),
+        Rederive(path=""),
+        Recompute(path="layers.0", inside="rederive"),
+        Recompute(path="layers.3"),
     ],
-    "one call": [Decision(path="layers.0", action="recompute", call=0)],
-    "the model itself": [Decision(path="", action="recompute")],
+    "one call": [Recompute(path="layers.0", call=0)],
+    "the model itself": [Recompute(path="")],
 }
 
 
@@ -63,7 +63,7 @@ def test_bit_equal(name: str, batch_norm: bool) -> None:
     with apply_decisions(model, STACK[name]):
         assert same(step(model, batch, loss), expected)
     after = execution_context.counters()
-    num_regions = sum(d.action == "recompute" for d in STACK[name])
+    num_regions = sum(d.is_region for d in STACK[name])
     assert after[0] - before[0] == num_regions
     assert not any("forward" in m.__dict__ for m in model.modules())
 

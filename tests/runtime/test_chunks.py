@@ -11,7 +11,7 @@ from torch import nn
 
 from recoup.errors import ReplayError
 from recoup.evidence.memory import measure_peak
-from recoup.ir.plan import Decision
+from recoup.ir.decision import Decision, Loop, Recompute
 from recoup.runtime.apply import apply_decisions
 
 STEPS = 13
@@ -90,7 +90,7 @@ def test_bit_equal(kind: Any, chunk: int, inside: Any) -> None:
     model, x = kind(), torch.randn(STEPS, 6, 12)
     planned = copy.deepcopy(model)
     for calls in (None, 7):
-        decision = Decision(path="cell", action="recompute", chunk=chunk, calls=calls, inside=inside)
+        decision = Loop(path="cell", chunk=chunk, calls=calls, inside=inside)
         expected = _step(model, x)
         with apply_decisions(planned, (decision,)):
             found = _step(planned, x)
@@ -109,7 +109,7 @@ def test_a_second_step_begins_a_chunk_of_its_own() -> None:
         return [p.grad for p in model.parameters()] + list(model.buffers())
 
     expected = train(model)
-    with apply_decisions(planned, (Decision(path="cell", action="recompute", chunk=4),)):
+    with apply_decisions(planned, (Loop(path="cell", chunk=4),)):
         found = train(planned)
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
@@ -117,7 +117,7 @@ def test_a_second_step_begins_a_chunk_of_its_own() -> None:
 def test_state_changed_between_calls_is_not_silent() -> None:
     torch.manual_seed(0)
     model, x = Attribute(), torch.randn(STEPS, 6, 12)
-    with apply_decisions(model, (Decision(path="cell", action="recompute", chunk=4),)):
+    with apply_decisions(model, (Loop(path="cell", chunk=4),)):
         model.cell(x[0])
         model.cell.v = model.cell.v * 3
         loss = model.cell(x[1]).sum()
@@ -133,7 +133,7 @@ def test_a_chunk_keeps_one_state_and_not_every_one() -> None:
         with apply_decisions(model, decisions):
             return measure_peak(lambda: model(x).backward(), device=torch.device("cpu"), held_bytes=0)
 
-    plain, single = peak(), peak(Decision(path="cell", action="recompute"))
-    chunks = peak(Decision(path="cell", action="recompute", chunk=3))
+    plain, single = peak(), peak(Recompute(path="cell"))
+    chunks = peak(Loop(path="cell", chunk=3))
     assert chunks < 0.8 * single
     assert chunks < 0.4 * plain

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import recoup
-from recoup.ir.plan import Decision
+from recoup.ir.decision import Recompute, Rederive
 from recoup.runtime import execution_context
 from recoup.runtime.apply import apply_decisions
 from recoup.runtime.rebuild.lineage import current_recorder
@@ -69,11 +69,11 @@ class _FaultAt(TorchDispatchMode):
 
 
 PLANS = {
-    "regions": [Decision(path=f"layers.{i}", action="recompute") for i in range(3)],
+    "regions": [Recompute(path=f"layers.{i}") for i in range(3)],
     "span, rederived": [
-        Decision(path="", action="rederive"),
-        Decision(path="layers.0", action="recompute", span=("layers.1",), inside="rederive"),
-        Decision(path="layers.2.up", action="recompute"),
+        Rederive(path=""),
+        Recompute(path="layers.0", span=("layers.1",), inside="rederive"),
+        Recompute(path="layers.2.up"),
     ],
 }
 FAULTS = [
@@ -238,7 +238,7 @@ def test_the_users_own_checkpoint_inside_a_region_is_exact() -> None:
     def run(regions: bool) -> list[torch.Tensor]:
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(8, 8), _Checkpointed(), nn.Linear(8, 8))
-        with apply_decisions(net, [Decision(path="1", action="recompute")] if regions else []):
+        with apply_decisions(net, [Recompute(path="1")] if regions else []):
             net(torch.ones(4, 8)).square().sum().backward()
         return [p.grad for p in net.parameters()]
 
@@ -254,7 +254,7 @@ def test_an_error_in_a_second_forward_says_where_and_keeps_its_cause() -> None:
 
     net = nn.Sequential(nn.Linear(8, 8), Breaking(), nn.Linear(8, 8))
     with (
-        apply_decisions(net, [Decision(path="1", action="recompute")]),
+        apply_decisions(net, [Recompute(path="1")]),
         pytest.raises(recoup.ReplayError, match=r"Region `1`: its second forward failed: Fault") as caught,
     ):
         net(torch.ones(4, 8)).square().sum().backward()

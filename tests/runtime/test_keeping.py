@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from recoup.capture.capture import StepSpec, capture
-from recoup.ir.plan import Decision
+from recoup.ir.decision import Decision, Recompute
 from recoup.runtime.apply import apply_decisions
 
 WIDTH = 16
@@ -58,7 +58,7 @@ def step(model: nn.Module, *, backwards: int = 1) -> tuple[list[torch.Tensor], t
 
 
 def decisions(keep: tuple[str, ...], inside: str) -> list[Decision]:
-    return [Decision(path=str(i), action="recompute", inside=inside, keep=keep) for i in range(3)]  # type: ignore[arg-type]
+    return [Recompute(path=str(i), inside=inside, keep=keep) for i in range(3)]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("inside", ["save", "rederive"])
@@ -103,8 +103,8 @@ def test_a_result_changed_in_place_is_made_again() -> None:
 def test_a_span_and_a_region_inside_one_keep_too() -> None:
     model = model_of()
     expected, _, _ = step(model)
-    span = Decision(path="0", action="recompute", span=("1", "2"), keep=ALL[:1])
-    inner = Decision(path="1", action="recompute", keep=ALL)
+    span = Recompute(path="0", span=("1", "2"), keep=ALL[:1])
+    inner = Recompute(path="1", keep=ALL)
     with apply_decisions(model, [span, inner]):
         found, _, _ = step(model)
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from recoup.ir.plan import Decision
+from recoup.ir.decision import Recompute, Rederive
 from recoup.runtime import execution_context
 from recoup.runtime.apply import apply_decisions
 from tests.models import Block, Stack
@@ -36,11 +36,11 @@ def _live_tensors() -> int:
 
 
 PLANS = {
-    "regions": [Decision(path=f"layers.{i}", action="recompute") for i in range(4)],
+    "regions": [Recompute(path=f"layers.{i}") for i in range(4)],
     "span, rederived": [
-        Decision(path="", action="rederive"),
-        Decision(path="layers.0", action="recompute", span=("layers.1",), inside="rederive"),
-        Decision(path="layers.2.up", action="recompute"),
+        Rederive(path=""),
+        Recompute(path="layers.0", span=("layers.1",), inside="rederive"),
+        Recompute(path="layers.2.up"),
     ],
 }
 
@@ -118,7 +118,7 @@ def test_five_thousand_regions_in_one_graph(no_collector: None) -> None:
     model.zero_grad()
     before = execution_context.counters()[0]
     tensors = _live_tensors()
-    with apply_decisions(model, [Decision(path="block", action="recompute")]):
+    with apply_decisions(model, [Recompute(path="block")]):
         torch.manual_seed(1)
         model(batch).backward()
     assert execution_context.counters()[0] - before == 5000

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import recoup
-from recoup import Decision
 from recoup.capture.capture import StepSpec, capture
 from recoup.errors import InternalError, UsageError
+from recoup.ir.decision import Recompute
 from recoup.runtime.apply import apply_decisions
 from recoup.runtime.offload.transport import DelayedTransport, DiskTransport, InlineTransport
 
@@ -168,7 +168,7 @@ def test_around_regions_only_their_inputs_move() -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(3)))
     x = torch.randn(40, 16)
     wanted = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
-    decisions = [Decision(path=str(i), action="recompute") for i in range(3)]
+    decisions = [Recompute(path=str(i)) for i in range(3)]
     with apply_decisions(model, decisions):
         with recoup.offload(model, transport="inline", min_bytes=64) as moved:
             output = model(x)

@@ -13,9 +13,9 @@ import torch
 import transformers as hf
 from torch import nn
 
-from recoup import Decision
 from recoup.cost.model import FlopsCost
 from recoup.evidence.verify import verify_plan
+from recoup.ir.decision import Decision, Offload, Recompute, Save
 from recoup.planner.driver import Planner, StepSpec
 from recoup.runtime.apply import apply_decisions
 from recoup.runtime.offload.transport import DelayedTransport, DiskTransport, InlineTransport
@@ -55,15 +55,15 @@ MODELS = {"chain": (chain, "{}"), "llama": (llama, "model.layers.{}")}
 def decisions(kind: str, pattern: str) -> tuple[Decision, ...]:
     paths = [pattern.format(i) for i in range(LAYERS)]
     if kind == "inputs":
-        return tuple(Decision(path=p, action="recompute", offload=True) for p in paths)
+        return tuple(Recompute(path=p, offload=True) for p in paths)
     if kind == "saves":
-        return tuple(Decision(path=p, action="offload") for p in paths)
+        return tuple(Offload(path=p) for p in paths)
     if kind == "what does not rederive":
-        return tuple(Decision(path=p, action="offload", inside="rederive") for p in paths)
+        return tuple(Offload(path=p, inside="rederive") for p in paths)
     if kind == "span":
-        return (Decision(path=paths[1], action="recompute", span=(paths[2],), inside="rederive", offload=True),)
-    everything = Decision(path="", action="offload", inside="rederive")
-    return (everything, Decision(path=paths[1], action="recompute"), Decision(path=paths[2], action="save"))
+        return (Recompute(path=paths[1], span=(paths[2],), inside="rederive", offload=True),)
+    everything = Offload(path="", inside="rederive")
+    return (everything, Recompute(path=paths[1]), Save(path=paths[2]))
 
 
 BOTH = ["chain", pytest.param("llama", marks=pytest.mark.slow)]
@@ -139,7 +139,7 @@ def test_backward_twice() -> None:
 
 def test_change_in_place_after_saving_raises() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh())
-    with apply_decisions(model, [Decision(path="1", action="offload")]):
+    with apply_decisions(model, [Offload(path="1")]):
         out = model(torch.randn(2000, 64))
         out.detach().mul_(2)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -148,7 +148,7 @@ def test_change_in_place_after_saving_raises() -> None:
 
 def test_small_tensors_the_batch_and_parameters_stay() -> None:
     model = nn.Sequential(nn.Linear(600, 600, bias=False), nn.Linear(600, 8))
-    with apply_decisions(model, [Decision(path="", action="offload")]) as applied:
+    with apply_decisions(model, [Offload(path="")]) as applied:
         model(torch.randn(200, 600)).sum().backward()
         assert applied.moves.num_blocks == 1  # what the first layer made; its input is the caller's
         assert applied.moves.bytes_out == 200 * 600 * 4

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import recoup
-from recoup.ir.plan import Decision
+from recoup.ir.decision import Decision, Recompute, Rederive, Save
 from recoup.runtime import execution_context
 from recoup.runtime.apply import apply_decisions
 from recoup.runtime.rebuild.lineage import current_recorder
@@ -583,19 +583,19 @@ def test_users_own_hooks_inside_and_outside() -> None:
 
 
 def recompute(path: str, *, inside: str = "save", span: tuple[str, ...] = (), call: int | None = None) -> Decision:
-    return Decision(path=path, action="recompute", inside=inside, span=span, call=call)  # type: ignore[arg-type]
+    return Recompute(path=path, inside=inside, span=span, call=call)  # type: ignore[arg-type]
 
 
 PLANS: dict[str, list[Decision]] = {
-    "rederive": [Decision(path="", action="rederive")],
-    "rederive_but_one": [Decision(path="", action="rederive"), Decision(path="blocks.1", action="save")],
-    "rederive_one": [Decision(path="blocks.1", action="rederive")],
+    "rederive": [Rederive(path="")],
+    "rederive_but_one": [Rederive(path=""), Save(path="blocks.1")],
+    "rederive_one": [Rederive(path="blocks.1")],
     "recompute": [recompute(f"blocks.{i}") for i in range(4)],
     "recompute_rederive": [recompute(f"blocks.{i}", inside="rederive") for i in range(4)],
-    "both": [Decision(path="", action="rederive"), *(recompute(f"blocks.{i}", inside="rederive") for i in (0, 2))],
+    "both": [Rederive(path=""), *(recompute(f"blocks.{i}", inside="rederive") for i in (0, 2))],
     "span": [recompute("blocks.0", inside="rederive", span=("blocks.1", "blocks.2"))],
     "spans": [
-        Decision(path="", action="rederive"),
+        Rederive(path=""),
         recompute("blocks.0", inside="rederive", span=("blocks.1",)),
         recompute("blocks.2", inside="save", span=("blocks.3",)),
     ],
@@ -608,14 +608,14 @@ PLANS: dict[str, list[Decision]] = {
         recompute(""),
         recompute("blocks.1", inside="rederive"),
         recompute("blocks.3"),
-        Decision(path="blocks.2", action="rederive"),
+        Rederive(path="blocks.2"),
     ],
     "nested_span": [
         recompute("blocks.0", inside="rederive", span=("blocks.1", "blocks.2")),
         recompute("blocks.1.norm2", inside="rederive"),
-        Decision(path="blocks.2.norm1", action="save"),
+        Save(path="blocks.2.norm1"),
     ],
-    "by_call": [Decision(path="", action="rederive"), recompute("blocks.2", inside="rederive", call=0)],
+    "by_call": [Rederive(path=""), recompute("blocks.2", inside="rederive", call=0)],
 }
 
 
@@ -627,8 +627,8 @@ def test_with_regions(plan: str, make: Callable[[], tuple[nn.Module, Tensor]], a
     expected = [t.clone() if t is not None else None for t in step(model, batch, False)]
     again = [t.clone() if t is not None else None for t in step(model, batch, False)]
     model, batch = make()
-    uses_regions = any(d.action == "recompute" for d in PLANS[plan])
-    rederives = around or any(d.action == "rederive" or d.inside == "rederive" for d in PLANS[plan])
+    uses_regions = any(d.is_region for d in PLANS[plan])
+    rederives = around or any(d.rederives for d in PLANS[plan])
     before = execution_context.counters()
     with apply_decisions(model, PLANS[plan]):
         assert_same_bits(expected, step(model, batch, around))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from recoup.ir.plan import Decision
+from recoup.ir.decision import Recompute
 from recoup.runtime.apply import apply_decisions
 
 
@@ -35,7 +35,7 @@ def test_a_module_called_twice_in_a_span_runs_as_often_in_its_replay() -> None:
     for span in (("pool", "second", "pool"), ("pool", "second", "pool", "third")):
         model.zero_grad()
         calls = 0
-        with apply_decisions(model, (Decision(path="first", action="recompute", span=span),)):
+        with apply_decisions(model, (Recompute(path="first", span=span),)):
             output = model(x)
             assert calls == 3
             output.sum().backward()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from recoup.ir.plan import Decision
+from recoup.ir.decision import Decision, Recompute
 from recoup.runtime.apply import apply_decisions
 
 _runs: collections.Counter[_Counting] = collections.Counter()  # not an attribute: a replay puts those back
@@ -59,7 +59,7 @@ def _compare(order: Sequence[str], plan: Sequence[Decision]) -> dict[str, int]:
 
 
 def _span(*paths: str, call: int | None = None) -> Decision:
-    return Decision(path=paths[0], action="recompute", call=call, span=paths[1:])
+    return Recompute(path=paths[0], call=call, span=paths[1:])
 
 
 @pytest.mark.parametrize("nested", [False, True])

@@ -12,7 +12,7 @@ import torch
 
 import recoup
 from recoup.cost.model import FlopsCost
-from recoup.ir.plan import Decision
+from recoup.ir.decision import Recompute
 from recoup.runtime import execution_context
 from recoup.runtime.apply import apply_decisions
 from tests.runtime.stateful import STATEFUL, differing, everything, seeded, train
@@ -25,7 +25,7 @@ def test_regions(name: str, inside: str) -> None:
     expected = train(seeded(make), batch)
     model = seeded(make)
     before = execution_context.counters()[0]
-    with apply_decisions(model, [Decision(path=p, action="recompute", inside=inside) for p in paths]):
+    with apply_decisions(model, [Recompute(path=p, inside=inside) for p in paths]):
         found = train(model, batch)
     assert differing(expected, found) == []
     assert execution_context.counters()[0] - before >= 5 * len(paths)
@@ -64,12 +64,12 @@ def test_a_large_buffer_is_exact_when_the_decision_names_it() -> None:
     expected = run(seeded(lambda: torch.nn.Sequential(Table())))
     model = seeded(lambda: torch.nn.Sequential(Table()))
     with (
-        apply_decisions(model, [Decision(path="0", action="recompute")]),
+        apply_decisions(model, [Recompute(path="0")]),
         pytest.raises(recoup.ReplayError, match=r"`table` was changed in place"),
     ):
         run(model)
     model = seeded(lambda: torch.nn.Sequential(Table()))
-    with apply_decisions(model, [Decision(path="0", action="recompute", buffers=("0.table",))]):
+    with apply_decisions(model, [Recompute(path="0", buffers=("0.table",))]):
         assert all(torch.equal(a, b) for a, b in zip(expected, run(model), strict=True))
 
 

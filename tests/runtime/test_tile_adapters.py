@@ -10,11 +10,11 @@ import torch
 import transformers as hf
 from torch import nn
 
-from recoup import Decision
 from recoup.api import apply, plan
 from recoup.cost.model import FlopsCost
 from recoup.errors import UsageError
 from recoup.evidence.verify import verify_plan
+from recoup.ir.decision import TileLoss
 from recoup.planner.driver import ACTIONS
 from recoup.runtime import execution_context
 from recoup.runtime.apply import apply_decisions
@@ -58,7 +58,7 @@ def test_gradients_are_those_of_the_plain_loss(tokens: int, dropout: float) -> N
     model = adapted(lora_dropout=dropout)
     loss, wanted, plain_output = step(model, batch())
     before = execution_context.tile_counters()
-    with apply_decisions(model, [Decision(path=PATH, action="tile", tile_tokens=tokens)]):
+    with apply_decisions(model, [TileLoss(path=PATH, tile_tokens=tokens)]):
         tiled_loss_value, found, output = step(model, batch())
         after = execution_context.tile_counters()
         assert (after[0] - before[0], after[1] - before[1]) == (1, 0)
@@ -96,7 +96,7 @@ def test_added_products_exactly_in_float64(reduction: str) -> None:
 
 def test_frozen_base_gets_no_gradient_and_a_merged_adapter_is_a_plain_head() -> None:
     model = adapted()
-    with apply_decisions(model, [Decision(path=PATH, action="tile", tile_tokens=6)]):
+    with apply_decisions(model, [TileLoss(path=PATH, tile_tokens=6)]):
         step(model, batch())
         assert model.get_parameter(f"{PATH}.base_layer.weight").grad is None
         model.merge_adapter()
@@ -109,7 +109,7 @@ def test_found_by_the_planner_and_verified() -> None:
     model = adapted(torch.float32, layers=2, vocabulary=4000)
     given = batch(128)
     made = plan(model, given, budget="45%", device="cpu", cost=FlopsCost(), actions=ACTIONS)
-    assert [d.path for d in made.decisions if d.action == "tile"] == [PATH]
+    assert [d.path for d in made.decisions if isinstance(d, TileLoss)] == [PATH]
     evidence = verify_plan(model, made, given, timed=False)
     assert evidence.exact and evidence.exactness == "rounding", evidence.differences
     assert evidence.peak_bytes == pytest.approx(made.predicted.peak_bytes, rel=0.01)
@@ -119,4 +119,4 @@ def test_found_by_the_planner_and_verified() -> None:
 def test_other_modules_are_refused() -> None:
     model = adapted()
     with pytest.raises(UsageError, match="tiling needs"):
-        apply_decisions(model, [Decision(path="base_model.model.model", action="tile")])
+        apply_decisions(model, [TileLoss(path="base_model.model.model")])

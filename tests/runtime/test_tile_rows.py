@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import recoup
-from recoup import Decision
 from recoup.errors import ReplayError, UsageError
+from recoup.ir.decision import Decision, Recompute, Rederive, TileModule
 from recoup.runtime import execution_context
 from recoup.runtime.apply import apply_decisions
 
@@ -254,7 +254,7 @@ def test_bad_input() -> None:
 
 
 def tiles(tokens: int = 10, depth: int = 2) -> list[Decision]:
-    return [Decision(path=f"layers.{i}.mlp", action="tile", tile_of="module", tile_tokens=tokens) for i in range(depth)]
+    return [TileModule(path=f"layers.{i}.mlp", tile_tokens=tokens) for i in range(depth)]
 
 
 def gradients(net: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
@@ -268,11 +268,11 @@ def gradients(net: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     "around",
     [
         [],
-        [Decision(path="", action="rederive")],
-        [Decision(path=f"layers.{i}", action="recompute") for i in range(2)],
-        [Decision(path="layers.0", action="recompute", inside="rederive", span=("layers.1",))],
-        [Decision(path="layers.0.norm", action="recompute", span=("layers.0.mlp",))],
-        [Decision(path="layers.0.mlp", action="recompute")],
+        [Rederive(path="")],
+        [Recompute(path=f"layers.{i}") for i in range(2)],
+        [Recompute(path="layers.0", inside="rederive", span=("layers.1",))],
+        [Recompute(path="layers.0.norm", span=("layers.0.mlp",))],
+        [Recompute(path="layers.0.mlp")],
     ],
     ids=["alone", "rederive", "in regions", "in a span", "ends a span", "is a region"],
 )
@@ -297,7 +297,7 @@ def test_a_replay_that_ends_with_it_stops_before_it() -> None:
     act = net.layers[0].mlp.act
     type(act).forward, plain = lambda self, x: runs.append(x.shape[-2]) or plain(self, x), type(act).forward
     try:
-        with apply_decisions(net, [Decision(path="layers.0", action="recompute"), *tiles(10, 1)]):
+        with apply_decisions(net, [Recompute(path="layers.0"), *tiles(10, 1)]):
             net(x)  # proved and compared
             runs.clear()
             net(x).backward()
@@ -321,9 +321,7 @@ def test_decision_survives_copies() -> None:
 def test_decision_refused_before_anything_changes() -> None:
     net = Net()
     for bad, why in [
-        ([*tiles(), Decision(path="layers.0.mlp.up", action="recompute")], "inside it"),
-        ([Decision(path="layers.0.mlp", action="tile", tile_of="module")], "give `tile_tokens`"),
-        ([Decision(path="layers.0.mlp", action="tile", tile_of="module", tile_tokens=0)], "at least 1"),
+        ([*tiles(), Recompute(path="layers.0.mlp.up")], "inside it"),
     ]:
         with pytest.raises(UsageError, match=why):
             apply_decisions(net, bad)
@@ -336,7 +334,7 @@ def test_decision_refused_before_anything_changes() -> None:
 def test_decision_on_what_mixes_positions_says_which_op() -> None:
     net = Net(1)
     with (
-        apply_decisions(net, [Decision(path="layers.0", action="tile", tile_of="module", tile_tokens=8)]),
+        apply_decisions(net, [TileModule(path="layers.0", tile_tokens=8)]),
         pytest.raises(UsageError, match=r"`layers\.0`, a Layer.*`cumsum` works along the positions"),
     ):
         net(torch.randn(2, 30, H))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from recoup.ir.plan import Decision
+from recoup.ir.decision import Recompute, Rederive
 from recoup.runtime.apply import apply_decisions
 
 # torch's own: func and export still go through torch.jit.script; Dynamo looks at `.grad` of what it is handed.
@@ -27,10 +27,10 @@ def _net() -> nn.Module:
 
 
 PLANS = {
-    "regions": [Decision(path="0", action="recompute"), Decision(path="1", action="recompute")],
-    "nested": [Decision(path="", action="recompute"), Decision(path="1", action="recompute", inside="rederive")],
-    "span": [Decision(path="0", action="recompute", span=("1",), inside="rederive")],
-    "rederive": [Decision(path="", action="rederive")],
+    "regions": [Recompute(path="0"), Recompute(path="1")],
+    "nested": [Recompute(path=""), Recompute(path="1", inside="rederive")],
+    "span": [Recompute(path="0", span=("1",), inside="rederive")],
+    "rederive": [Rederive(path="")],
 }
 
 

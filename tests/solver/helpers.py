@@ -6,16 +6,18 @@ import dataclasses
 import random
 from collections.abc import Iterator
 
+from recoup.ir.decision import Ambient
 from recoup.solver.problem import Block, Keep, Leaf, Option, Problem, Region
-from recoup.solver.sequence import REGION_KEEPING, Call, Choice, Line, Pick, region_of
+from recoup.solver.sequence import Call, Choice, Line, Pick, region_of
+from recoup.solver.ways import Replay, Run
 
 UNIT = 1000
 
 
-def random_option(rng: random.Random, action: str, saved_units: int, seconds: float) -> Option:
+def random_option(rng: random.Random, ambient: Ambient, saved_units: int, seconds: float) -> Option:
     """Returns an option whose peaks are at least what it leaves saved."""
     return Option(
-        action=action,
+        ambient=ambient,
         saved_bytes=saved_units * UNIT,
         forward_bytes=(saved_units + rng.randrange(6)) * UNIT,
         backward_bytes=(saved_units + rng.randrange(8)) * UNIT,
@@ -182,12 +184,12 @@ def _suffixes(
         for option in part.options:
             decided = fixed
             if unit >= 0:
-                decision = (option.action, around if option.action == "rederive" else ())
+                decision = (option.ambient, around if option.ambient == "rederive" else ())
                 if fixed.get(unit, decision) != decision:
                     continue
                 decided = {**fixed, unit: decision}
             for choice, final in _suffixes(line, rest, decided, at + 1, around):
-                yield (Pick(first=at, last=at + 1, action=option.action), *choice), final
+                yield (Pick(first=at, last=at + 1, way=Run(option.ambient, option.rung)), *choice), final
         return
     yield from _suffixes(line, [*part.parts, *rest], fixed, at, around)
     if part.block.region is None:
@@ -199,13 +201,11 @@ def _suffixes(
         nested = _suffixes(line, inside, fixed, 0, (*around, start + at), len(calls) if len(calls) > 1 else 0)
         allowed = len(calls) != whole and region_of(tuple(calls)).is_alone
         for inner, decided in nested if allowed else ():
-            ways = ["recompute"]
+            ways = [Replay()]
             if not around:  # inside a region nothing is kept
-                ways += [f"{REGION_KEEPING}{k}" for k in range(len(region_of(tuple(calls)).keeps))]
-            for action in ways:
-                pick = Pick(
-                    first=at, last=at + length, action=action, inner=inner, rank=part.rank, num_calls=len(calls)
-                )
+                ways += [Replay(keep=keep.labels) for keep in region_of(tuple(calls)).keeps]
+            for way in ways:
+                pick = Pick(first=at, last=at + length, way=way, inner=inner, rank=part.rank, num_calls=len(calls))
                 for choice, final in _suffixes(line, parts[len(calls) :], decided, at + length, around):
                     yield (pick, *choice), final
         following = calls[-1].following

@@ -9,13 +9,14 @@ from hypothesis import strategies as st
 from recoup.solver.baselines import Pricer, baselines, best_baseline, choice_of, named_segments, repeated_blocks
 from recoup.solver.reference import evaluate_line
 from recoup.solver.sequence import Choice, Line
+from recoup.solver.ways import Replay
 
 from .helpers import random_chain, random_problem
 
 
 def regions(choice: Choice) -> list[tuple[int, int]]:
     """Returns (first leaf, number of calls) of each region."""
-    return [(pick.first, pick.num_calls) for pick in choice if pick.action == "recompute"]
+    return [(pick.first, pick.num_calls) for pick in choice if pick.way == Replay()]
 
 
 def test_names_and_regions_of_a_chain() -> None:

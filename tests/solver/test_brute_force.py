@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from recoup.solver.frontier import Solver, minimum_peak, solve
 from recoup.solver.reference import evaluate, evaluate_line
 from recoup.solver.sequence import Line
+from recoup.solver.ways import Run
 
 from .helpers import all_choices, random_problem
 
@@ -77,5 +78,5 @@ def test_infeasible_returns_the_leanest_choice() -> None:
 def test_plain_is_the_answer_where_it_fits() -> None:
     problem = random_problem(5)
     solution = solve(problem, 10**9)
-    assert {pick.action for pick in solution.choice} == {"save"}
+    assert {pick.way for pick in solution.choice} == {Run("save")}
     assert solution.extra_seconds == 0.0

@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recoup.ir.plan import Decision
+from recoup.ir.decision import Decision, Recompute, Rederive
 from recoup.solver.decisions import decisions
 from recoup.solver.frontier import Solver
 from recoup.solver.problem import Leaf
 from recoup.solver.reference import uniform
-from recoup.solver.sequence import REGION_KEEPING, Call, Choice, Line, Pick, region_of
+from recoup.solver.sequence import Call, Choice, Line, Pick
+from recoup.solver.ways import Replay, Run
 
 from .helpers import random_chain, random_problem
 
@@ -40,7 +41,7 @@ def read_back(line: Line, plan: tuple[Decision, ...]) -> tuple[dict[int, str], _
             inherited = members.pop(part.block.path, action)
             own = inherited
             for decision in by_call.get((part.block.path, part.block.call), ()):  # regions, the outermost first
-                if decision.action == "recompute":
+                if isinstance(decision, Recompute):
                     own = decision.inside
                     regions.add((decision.path, decision.span, decision.keep))
                     members |= dict.fromkeys(decision.span, own)
@@ -65,13 +66,12 @@ def wanted(line: Line, choice: Choice) -> tuple[dict[int, str], _Regions]:
             first = start + pick.first
             if pick.num_calls:
                 calls = line.calls(first, pick.rank, pick.num_calls)
-                keep: tuple[str, ...] = ()
-                if pick.action.startswith(REGION_KEEPING):
-                    keep = region_of(calls).keeps[int(pick.action.removeprefix(REGION_KEEPING))].labels
-                regions.add((calls[0].block.path, tuple(c.block.path for c in calls[1:]), keep))
+                assert isinstance(pick.way, Replay)
+                regions.add((calls[0].block.path, tuple(c.block.path for c in calls[1:]), pick.way.keep))
                 walk(pick.inner, first)
             elif len(line.leaves[first].options) > 1:
-                actions[first] = pick.action
+                assert isinstance(pick.way, Run)
+                actions[first] = pick.way.ambient
 
     walk(choice, 0)
     return actions, regions
@@ -96,7 +96,7 @@ def test_one_decision_rederives_everything() -> None:
     problem = random_problem(7, num_blocks=6)
     line = Line(problem)
     choice = uniform(line, 0, len(line.leaves), "rederive")
-    assert decisions(problem, choice) == (Decision(path="", call=0, action="rederive"),)
+    assert decisions(problem, choice) == (Rederive(path="", call=0),)
 
 
 @pytest.mark.parametrize("num_stages", [6, 9])
@@ -104,7 +104,7 @@ def test_a_region_is_one_decision(num_stages: int) -> None:
     problem = random_chain(4, num_stages)
     for solution in Solver(problem).frontier(12):
         plan = decisions(problem, solution.choice)
-        covered = [path for d in plan for path in (d.path, *d.span)]
+        covered = [path for d in plan for path in d.paths]
         chosen = list(all_regions(solution.choice))
         assert len(plan) == len(chosen)
         assert len(covered) == sum(pick.num_calls for pick in chosen)
@@ -112,6 +112,6 @@ def test_a_region_is_one_decision(num_stages: int) -> None:
 
 def all_regions(choice: Choice) -> Iterator[Pick]:
     for pick in choice:
-        if pick.action == "recompute":
+        if isinstance(pick.way, Replay):
             yield pick
             yield from all_regions(pick.inner)

@@ -17,6 +17,7 @@ from recoup.solver.problem import Block, Problem
 from recoup.solver.reference import evaluate
 from recoup.solver.search import Search
 from recoup.solver.sequence import Line
+from recoup.solver.ways import Run
 
 from .helpers import random_chain, random_leaf, random_problem, random_region, repeat
 
@@ -75,11 +76,11 @@ def test_actions_are_obeyed() -> None:
     problem = equal_layers(4, num_leaves=8)
     floor = Solver(problem).leanest().peak_bytes
     answers = {actions: solve(problem, floor, actions=actions) for actions in [(), ("rederive",), ("recompute",)]}
-    assert {pick.action for pick in answers[()].choice} == {"save"}
-    assert "recompute" not in {pick.action for pick in answers["rederive",].choice}
+    assert {pick.way for pick in answers[()].choice} == {Run("save")}
+    assert all(isinstance(pick.way, Run) for pick in answers["rederive",].choice)
     for pick in answers["recompute",].choice:
-        assert pick.action != "rederive"
-        assert all(inner.action != "rederive" for inner in pick.inner)
+        assert pick.way != Run("rederive")
+        assert all(inner.way != Run("rederive") for inner in pick.inner)
     longest = {pick.num_calls for pick in solve(problem, floor, spans=False).choice}
     assert max(longest) <= 1
 

@@ -16,9 +16,7 @@ from recoup.solver.waists import crossing_bytes, waists
 def _cut_by_brute_force(num_nodes: int, edges: list[tuple[int, int, int]]) -> int:
     """The least capacity from a set with node 0 to one with the last node."""
     inner = range(1, num_nodes - 1)
-    sides = (
-        {0, *chosen} for size in range(num_nodes - 1) for chosen in itertools.combinations(inner, size)
-    )
+    sides = ({0, *chosen} for size in range(num_nodes - 1) for chosen in itertools.combinations(inner, size))
     return min(sum(c for a, b, c in edges if a in side and b not in side) for side in sides)
 
 

@@ -6,12 +6,13 @@ import itertools
 
 import pytest
 
-from recoup.ir.plan import Decision
+from recoup.ir.decision import Recompute, Scan, TileLoss
 from recoup.solver.frontier import Solver
 from recoup.solver.problem import Block, Leaf, Option, Problem
 from recoup.solver.reference import evaluate
-from recoup.solver.scans import Ladder, Rung, chosen_bytes, merged, names, split_scans, under, with_rungs, with_scans
+from recoup.solver.scans import Ladder, Rung, chosen_bytes, merged, split_scans, under, with_rungs, with_scans
 from recoup.solver.sequence import Pick
+from recoup.solver.ways import Run, RungOf
 
 
 def ladder(path: str, number: int, sizes: tuple[int, ...] = (600, 300, 100)) -> Ladder:
@@ -32,10 +33,10 @@ LADDERS = (ladder("", 0), ladder("", 1))
 
 
 def scan_leaf(which: int, *, derives: bool = True) -> Leaf:
-    options = [Option(action="save", saved_bytes=1000, forward_bytes=1050, backward_bytes=1200, extra_seconds=0.0)]
+    options = [Option(ambient="save", saved_bytes=1000, forward_bytes=1050, backward_bytes=1200, extra_seconds=0.0)]
     if derives:
         options.append(
-            Option(action="rederive", saved_bytes=700, forward_bytes=1050, backward_bytes=1200, extra_seconds=0.5)
+            Option(ambient="rederive", saved_bytes=700, forward_bytes=1050, backward_bytes=1200, extra_seconds=0.5)
         )
     return Leaf(owner=("", 0), options=with_rungs(options, LADDERS, which))
 
@@ -44,8 +45,8 @@ def problem(*, derives: bool = True) -> Problem:
     other = Leaf(
         owner=("block", 0),
         options=(
-            Option(action="save", saved_bytes=400, forward_bytes=400, backward_bytes=500, extra_seconds=0.0),
-            Option(action="rederive", saved_bytes=100, forward_bytes=400, backward_bytes=500, extra_seconds=0.7),
+            Option(ambient="save", saved_bytes=400, forward_bytes=400, backward_bytes=500, extra_seconds=0.0),
+            Option(ambient="rederive", saved_bytes=100, forward_bytes=400, backward_bytes=500, extra_seconds=0.7),
         ),
     )
     block = Block(path="block", call=0, kind="Linear", parts=(other,), region=None)
@@ -61,25 +62,24 @@ def problem(*, derives: bool = True) -> Problem:
 
 def test_rungs_are_options_behind_their_action() -> None:
     leaf = scan_leaf(1)
-    assert [o.action for o in leaf.options] == [
-        "save",
-        *(f"save-scan-1-{i}" for i in range(3)),
-        "rederive",
-        *(f"rederive-scan-1-{i}" for i in range(2)),
+    assert [Run(o.ambient, o.rung) for o in leaf.options] == [
+        Run("save"),
+        *(Run("save", RungOf(ladder=1, number=i)) for i in range(3)),
+        Run("rederive"),
+        *(Run("rederive", RungOf(ladder=1, number=i)) for i in range(2)),
     ]
     first = leaf.options[1]
     assert (first.saved_bytes, first.forward_bytes, first.backward_bytes) == (600, 650, 800)
-    assert {o.action for leaf in (scan_leaf(0), leaf) for o in leaf.options} <= {"save", "rederive", *names(LADDERS)}
 
 
 @pytest.mark.parametrize("action", ["save", "rederive"])
 def test_the_solver_finds_the_best_rungs(action: str) -> None:
     narrowed = under(problem(), LADDERS, action)
-    solver = Solver(narrowed, actions=("rederive", *names(LADDERS)))
+    solver = Solver(narrowed, actions=("rederive",))
     leaves = solver.line.leaves
     every = []
     for options in itertools.product(*(leaf.options for leaf in leaves)):
-        choice = tuple(Pick(first=i, last=i + 1, action=o.action) for i, o in enumerate(options))
+        choice = tuple(Pick(first=i, last=i + 1, way=Run(o.ambient, o.rung)) for i, o in enumerate(options))
         every.append(evaluate(narrowed, choice)[:2])
     for budget_bytes in range(700, 3000, 100):
         fitting = [seconds for peak, seconds in every if peak <= budget_bytes]
@@ -93,12 +93,12 @@ def test_the_solver_finds_the_best_rungs(action: str) -> None:
 
 def test_a_choice_says_the_bytes() -> None:
     choice = (
-        Pick(first=0, last=1, action="save-scan-0-1"),
-        Pick(first=1, last=2, action="rederive"),
-        Pick(first=2, last=3, action="save"),
+        Pick(first=0, last=1, way=Run("save", RungOf(ladder=0, number=1))),
+        Pick(first=1, last=2, way=Run("rederive")),
+        Pick(first=2, last=3, way=Run("save")),
     )
     assert list(chosen_bytes(choice, LADDERS)) == [(300,), (1100,)]
-    assert LADDERS[0].decisions((300,)) == (Decision(path="", call=0, action="recompute", scan=0, scan_bytes=300),)
+    assert LADDERS[0].decisions((300,)) == (Scan(path="", call=0, index=0, budget_bytes=300),)
 
 
 def test_scans_together_give_up_the_cheapest_bytes_first() -> None:
@@ -111,10 +111,10 @@ def test_scans_together_give_up_the_cheapest_bytes_first() -> None:
 
 
 def test_other_bytes_for_the_same_plan() -> None:
-    tile = Decision(path="head", action="tile")
-    region = Decision(path="a", action="recompute")
+    tile = TileLoss(path="head")
+    region = Recompute(path="a")
     scans = LADDERS[0].decisions((300,))
     plan = with_scans((region, tile), scans)
     assert plan == (region, *scans, tile)
     assert split_scans(plan) == (scans, (region, tile))
-    assert with_scans(plan, LADDERS[0].decisions((200,)))[1].scan_bytes == 200
+    assert with_scans(plan, LADDERS[0].decisions((200,)))[1].budget_bytes == 200

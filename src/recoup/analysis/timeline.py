@@ -8,11 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from recoup.cost.model import PricedTrace
+from recoup.ir.decision import Decision, Recompute, Region, Scan
 from recoup.ir.labels import group_labels
-from recoup.ir.plan import Decision
 from recoup.ir.report import ModuleRow, Timeline
 from recoup.ir.trace import Trace
-from recoup.units import format_bytes
 
 CATEGORIES = ("parameter", "buffer", "library", "optimizer", "batch", "gradient", "saved", "temporary")
 _MAX_POINTS = 420
@@ -195,7 +194,7 @@ def _extra_seconds(trace: Trace, planned: PricedTrace, decisions: Sequence[Decis
     home: dict[str, str] = {}
     for decision in decisions:
         if decision.is_region:
-            for path in (decision.path, *decision.span):
+            for path in decision.paths:
                 home.setdefault(path, decision.path)
     index = {(c.path, c.index): i for i, c in enumerate(trace.calls)}
     extra = [0.0] * len(trace.calls)
@@ -220,11 +219,11 @@ def _extra_seconds(trace: Trace, planned: PricedTrace, decisions: Sequence[Decis
 def _actions(trace: Trace, decisions: Sequence[Decision]) -> list[tuple[str, bool]]:
     """Returns (what is done, whether a decision names it) for each call."""
     own: dict[str, list[Decision]] = {}
-    spans: dict[str, Decision] = {}
+    spans: dict[str, Recompute] = {}
     for decision in decisions:
         own.setdefault(decision.path, []).append(decision)
-        for path in decision.span:
-            spans[path] = decision
+        if isinstance(decision, Recompute):
+            spans.update(dict.fromkeys(decision.span, decision))
     found: list[tuple[str, bool]] = []
     ambient: list[str] = []
     inside: list[bool] = []
@@ -232,32 +231,33 @@ def _actions(trace: Trace, decisions: Sequence[Decision]) -> list[tuple[str, boo
         inherited = ambient[call.parent] if call.parent >= 0 else "save"
         in_region = inside[call.parent] if call.parent >= 0 else False
         mine = [d for d in own.get(call.path, ()) if d.call is None or d.call == call.index]
-        region = next((d for d in mine if d.is_region), None)
+        region = next((d for d in mine if isinstance(d, Region)), None)
         joined = spans.get(call.path)
-        plain_one = next((d for d in mine if d.action != "recompute"), None)
+        plain_one = next((d for d in mine if not isinstance(d, Region | Scan)), None)
         if region is not None:
             found.append(("recompute", True))
             ambient.append(region.inside)
             inside.append(True)
         elif joined is not None:
             found.append((f"recompute with {joined.path}", True))
-            ambient.append(plain_one.action if plain_one is not None else joined.inside)
+            ambient.append(plain_one.verb if plain_one is not None else joined.inside)
             inside.append(True)
         else:
-            action = plain_one.action if plain_one is not None else inherited
+            action = plain_one.verb if plain_one is not None else inherited
             words = f"{action} in the replay" if in_region else action
             prefix = f"{call.path}." if call.path else ""
             below = (
                 []
                 if in_region
                 else sorted(
-                    {d.action for d in decisions if d.path and d.path.startswith(prefix) and d.scan is None} - {action}
+                    {d.verb for d in decisions if d.path and d.path.startswith(prefix) and not isinstance(d, Scan)}
+                    - {action}
                 )
             )
             if below and call.children:
                 words += f", inside: {', '.join(below)}"
-            scans = [d for d in mine if d.scan is not None]
-            words += "".join(f", scan {d.scan} in {format_bytes(d.scan_bytes or 0)}" for d in scans)
+            scans = [d for d in mine if isinstance(d, Scan)]
+            words += "".join(f", {d.words()}" for d in scans)
             found.append((words, plain_one is not None or bool(scans)))
             ambient.append(action)
             inside.append(in_region)

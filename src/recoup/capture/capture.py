@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,19 +19,21 @@ from torch import nn
 
 from recoup import _torch
 from recoup._pytree import iterate_tensors, map_tensors
-from recoup.capture.fakify import fake_batch, swap_parameters
+from recoup.capture.dialect import cuda_dialect, cuda_results
+from recoup.capture.fakify import fake_batch, fake_like, swap_parameters
 from recoup.capture.fingerprint import fingerprint
 from recoup.capture.folding.fold import Folding
 from recoup.capture.folding.unfold import unfold
 from recoup.capture.folding.zones import Counted, FoldingMemory, Irregular
+from recoup.capture.island import Island
 from recoup.capture.module_calls import CallRecorder
-from recoup.capture.optimizer import OptimizerLike, rebuild_optimizer
+from recoup.capture.optimizer import OptimizerLike, OptimizerStep, ScalarsOfFakes, prepare_optimizer
 from recoup.capture.simulated_transport import SimulatedTransport
 from recoup.capture.snapshot import untouched
 from recoup.capture.step import Loss, call_model, loss_of
 from recoup.capture.trace import build_trace
 from recoup.capture.tracker import Tracker
-from recoup.errors import RecoupError, StepError
+from recoup.errors import RealStepWarning, RecoupError, StepError
 from recoup.ir.trace import Trace
 from recoup.runtime import execution_context
 
@@ -43,7 +46,10 @@ class StepSpec:
 
     Attributes:
         dialect: "cpu" or "cuda": whose side outputs, optimizer and allocator are counted.
+        capability: compute capability of a card that is not here, whose choice of ops is followed; None: the ops are
+            those of the model's own device.
         round_bytes: the allocator's granularity.
+        keep: paths of modules whose forward runs once: no region and no tile has them, or what is around them, in it.
         folding: what captures of this step learn of its loops, for the next; None: they are captured in full.
     """
 
@@ -52,7 +58,9 @@ class StepSpec:
     loss: Loss | None = None
     optimizer: OptimizerLike | None = None
     dialect: str = "cpu"
+    capability: tuple[int, int] | None = None
     round_bytes: int = 1
+    keep: frozenset[str] = frozenset()
     folding: FoldingMemory | None = dataclasses.field(default_factory=FoldingMemory, compare=False)
 
 
@@ -89,7 +97,22 @@ def capture(spec: StepSpec, *, known: Trace | None = None) -> Trace:
             f"The step cannot be followed without data ({reason}), and the model has none (it is on `meta`). Build "
             "it on a real device."
         )
-    return _capture_real(spec, reason)
+    if _device_of(spec.model).startswith("cuda"):
+        warnings.warn(
+            f"The step of {type(spec.model).__name__} cannot be followed without data ({reason}): a real one is run on "
+            f"{_device_of(spec.model)}, and takes the memory and the time of one. [E301]",
+            RealStepWarning,
+            stacklevel=2,
+        )
+    try:
+        return _capture_real(spec, reason)
+    except StepError as error:
+        if not isinstance(error.__cause__, torch.OutOfMemoryError):
+            raise
+        raise StepError(
+            f"The step cannot be followed without data ({reason}), and there is no memory for a real one on "
+            f"{_device_of(spec.model)}. Plan with a smaller batch, or branch on shapes and token ids alone."
+        ) from error
 
 
 class _Enough(BaseException):
@@ -108,11 +131,12 @@ def levels_after_calls(spec: StepSpec, path: str, counts: tuple[int, ...]) -> li
         StepError: if fake tensors cannot follow the step.
     """
     device, levels = _device_of(spec.model), []
-    with untouched(spec.model), _torch.quiet_fake_errors(), _torch.fake_tensor_mode():
-        parameters = swap_parameters(spec.model, device)
-        tracker = Tracker(island=True, round_bytes=spec.round_bytes, dialect=spec.dialect)
+    with untouched(spec.model), _torch.quiet_fake_errors(), _dialect(spec, device), _torch.fake_tensor_mode():
+        island = Island(device)
+        parameters = swap_parameters(spec.model, device, island)
+        tracker = _tracker(spec, device, island)
         _register(spec.model, parameters, tracker)
-        batch = fake_batch(spec.batch, device)
+        batch = fake_batch(spec.batch, device, island)
         for tensor in iterate_tensors(batch):
             tracker.add(tensor, "batch", "batch")
         recorder = CallRecorder(spec.model, tracker)
@@ -202,20 +226,23 @@ def _capture_fake(spec: StepSpec, known: Trace | None) -> Trace:
 
 def _capture_folded(spec: StepSpec, known: Trace | None, memory: FoldingMemory | None) -> Trace:
     device = _device_of(spec.model)
-    with untouched(spec.model), _torch.quiet_fake_errors(), _few_full_collections():
+    with untouched(spec.model), _torch.quiet_fake_errors(), _dialect(spec, device), _few_full_collections():
         mode = _torch.fake_tensor_mode()
         old = [(id(p), path) for path, p in spec.model.named_parameters()]
         with mode:
-            parameters = swap_parameters(spec.model, device)
-            tracker = Tracker(island=True, round_bytes=spec.round_bytes, dialect=spec.dialect)
+            island = Island(device)
+            parameters = swap_parameters(spec.model, device, island)
+            tracker = _tracker(spec, device, island)
+            stepper = _fake_optimizer(spec, parameters, old) if known is None else None
             _register(spec.model, parameters, tracker)
-            stepper = None
-            if known is None:
-                stepper = _fake_optimizer(spec, parameters, old, tracker)
-            else:
+            if known is not None:
                 state_bytes = sum(s.nbytes for s in known.storages if s.category == "optimizer")
                 tracker.add_block(state_bytes, "optimizer", "optimizer state")
-            batch = fake_batch(spec.batch, device)
+            elif stepper is not None:
+                for tensor in stepper.state_tensors():
+                    tracker.add(tensor, "optimizer", "optimizer state")
+                tracker.add_block(stepper.estimated_bytes, "optimizer", "optimizer state (estimated)")
+            batch = fake_batch(spec.batch, device, island)
             for tensor in iterate_tensors(batch):
                 tracker.add(tensor, "batch", "batch")
             recorder = CallRecorder(spec.model, tracker)
@@ -228,9 +255,9 @@ def _capture_folded(spec: StepSpec, known: Trace | None, memory: FoldingMemory |
             gradients = _note_gradients(parameters, tracker)
             if stepper is not None:
                 tracker.phase = "optimizer"
-                with tracker:
-                    stepper.step()
-            calls_released = _release_run(spec, device, memory) if known is None else None
+                with tracker, ScalarsOfFakes():
+                    _step_optimizer(stepper, parameters, tracker)
+            calls_released = _release_run(spec, device, island, memory) if known is None else None
             del gradients
         with _without_collector():
             if folding is not None:
@@ -240,10 +267,12 @@ def _capture_folded(spec: StepSpec, known: Trace | None, memory: FoldingMemory |
                 recorder=recorder,
                 released=calls_released,
                 model=spec.model,
+                keep=spec.keep,
                 fingerprint=fingerprint(spec.model),
                 device=spec.dialect,
                 loss_source=source,
                 reason="",
+                notes=(stepper.note,) if stepper is not None and stepper.note else (),
             )
 
 
@@ -275,14 +304,14 @@ def _without_collector() -> Iterator[None]:
             gc.enable()
 
 
-def _release_run(spec: StepSpec, device: str, memory: FoldingMemory | None) -> Tracker | None:
+def _release_run(spec: StepSpec, device: str, island: Island, memory: FoldingMemory | None) -> Tracker | None:
     """Runs the forward once more with autograd keeping nothing; None if it does not run the same ops."""
-    tracker = Tracker(island=True, round_bytes=spec.round_bytes, dialect=spec.dialect)
+    tracker = _tracker(spec, device, island)
     for name, parameter in spec.model.named_parameters():
         tracker.add(parameter, "parameter", name)
     for name, buffer in spec.model.named_buffers():
         tracker.add(buffer, "buffer", name)
-    batch = fake_batch(spec.batch, device)
+    batch = fake_batch(spec.batch, device, island)
     for tensor in iterate_tensors(batch):
         tracker.add(tensor, "batch", "batch")
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: None, lambda t: t)
@@ -312,6 +341,17 @@ def _saving(tracker: Tracker) -> Iterator[None]:
         yield
 
 
+def _dialect(spec: StepSpec, device: str) -> contextlib.AbstractContextManager[None]:
+    """Returns the context in which a step on fake tensors of `device` dispatches what the planned card would."""
+    is_elsewhere = spec.capability is not None and device == "cpu"
+    return cuda_dialect(spec.capability) if is_elsewhere and spec.capability else contextlib.nullcontext()
+
+
+def _tracker(spec: StepSpec, device: str, island: Island | None) -> Tracker:
+    kernels = cuda_results() if spec.capability is not None and device == "cpu" and island is not None else None
+    return Tracker(island=island, device=device, round_bytes=spec.round_bytes, dialect=spec.dialect, kernels=kernels)
+
+
 def _device_of(model: nn.Module) -> str:
     device = next(model.parameters()).device
     return "cpu" if device.type == "meta" else str(device)
@@ -325,25 +365,46 @@ def _register(model: nn.Module, parameters: dict[str, torch.Tensor], tracker: Tr
 
 
 def _fake_optimizer(
-    spec: StepSpec, parameters: dict[str, torch.Tensor], old: list[tuple[int, str]], tracker: Tracker
-) -> torch.optim.Optimizer | None:
+    spec: StepSpec, parameters: dict[str, torch.Tensor], old: list[tuple[int, str]]
+) -> OptimizerStep | None:
     """Returns the optimizer over the fake parameters, its state made: a step like all but the first."""
     if spec.optimizer is None:
         return None
     wrapped = {path: p for path, p in parameters.items() if isinstance(p, nn.Parameter)}
     new_of = {identity: wrapped[path] for identity, path in old if path in wrapped}
-    stepper = rebuild_optimizer(spec.optimizer, new_of, list(wrapped.values()), foreach=spec.dialect == "cuda")
-    for group in stepper.param_groups:
-        for parameter in group["params"]:
-            if parameter.requires_grad:
+    return prepare_optimizer(spec.optimizer, new_of, list(wrapped.values()), foreach=spec.dialect == "cuda")
+
+
+def _optimizer_state_bytes(spec: StepSpec) -> tuple[int, tuple[str, ...]]:
+    """Returns the bytes of the optimizer's state, and sentences about them, without a step of the model."""
+    if spec.optimizer is None:
+        return 0, ()
+    device = _device_of(spec.model)
+    with _torch.quiet_fake_errors(), _torch.fake_tensor_mode():
+        new_of = {
+            id(p): nn.Parameter(fake_like(p, device), requires_grad=p.requires_grad) for p in spec.model.parameters()
+        }
+        stepper = prepare_optimizer(spec.optimizer, new_of, list(new_of.values()), foreach=spec.dialect == "cuda")
+        made = {id(t): t for t in stepper.state_tensors()}
+        total = sum(t.numel() * t.dtype.itemsize for t in made.values()) + stepper.estimated_bytes
+    return total, (stepper.note or "the optimizer's step was left out: its state counts, its temporaries do not",)
+
+
+def _step_optimizer(stepper: OptimizerStep, parameters: dict[str, torch.Tensor], tracker: Tracker) -> None:
+    """Steps. What an optimizer holds while it runs the training step again counts as there throughout the step."""
+    first_op, held_bytes = len(tracker.ops), 0
+
+    def closure() -> torch.Tensor:
+        nonlocal held_bytes
+        own = (s.nbytes for s in tracker.storages if s.free_op < 0 and s.alloc_op >= first_op)
+        held_bytes = max(held_bytes, sum(own))
+        for parameter in parameters.values():
+            if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter)
-    stepper.step()
-    for group in stepper.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = None
-    for tensor in iterate_tensors([dict(state) for state in stepper.state.values()]):
-        tracker.add(tensor, "optimizer", "optimizer state")
-    return stepper
+        return torch.empty((), device=next(iter(parameters.values())).device)
+
+    stepper.step(closure)
+    tracker.add_block(held_bytes, "optimizer", "held by the optimizer while it runs the step again")
 
 
 def _note_gradients(parameters: dict[str, torch.Tensor], tracker: Tracker) -> list[torch.Tensor]:
@@ -359,14 +420,16 @@ def _note_gradients(parameters: dict[str, torch.Tensor], tracker: Tracker) -> li
 
 
 def _capture_real(spec: StepSpec, reason: str) -> Trace:
-    """Runs a real step (no optimizer) on the model's own tensors; everything is put back."""
+    """Runs a real step on the model's own tensors, its optimizer's state estimated; everything is put back."""
+    state_bytes, notes = _optimizer_state_bytes(spec)
     with untouched(spec.model):
         parameters: dict[str, torch.Tensor] = dict(spec.model.named_parameters())
         for parameter in parameters.values():
             parameter.grad = None
-        tracker = Tracker(island=False, round_bytes=spec.round_bytes, dialect=spec.dialect)
+        tracker = _tracker(spec, _device_of(spec.model), None)
         try:
             _register(spec.model, parameters, tracker)
+            tracker.add_block(state_bytes, "optimizer", "optimizer state (estimated)")
             batch = map_tensors(lambda t: t.detach().clone().requires_grad_(t.requires_grad), spec.batch)
             for tensor in iterate_tensors(batch):
                 tracker.add(tensor, "batch", "batch")
@@ -384,8 +447,10 @@ def _capture_real(spec: StepSpec, reason: str) -> Trace:
             recorder=recorder,
             released=None,
             model=spec.model,
+            keep=spec.keep,
             fingerprint=fingerprint(spec.model),
             device=spec.dialect,
             loss_source=source,
             reason=reason,
+            notes=notes,
         )

@@ -9,6 +9,7 @@ from torch import nn
 
 from recoup import _torch
 from recoup._pytree import map_tensors
+from recoup.capture.island import Island
 
 _INTEGER_BUFFER_ELEMENTS = 1 << 22
 
@@ -18,10 +19,10 @@ def fake_like(tensor: torch.Tensor, device: str) -> torch.Tensor:
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
 
 
-def swap_parameters(model: nn.Module, device: str) -> dict[str, torch.Tensor]:
+def swap_parameters(model: nn.Module, device: str, island: Island) -> dict[str, torch.Tensor]:
     """Puts fake parameters and buffers in place (tied ones stay tied); call under the fake mode, inside `untouched`.
 
-    Small integer buffers that are really there stay real: position tables and the like may be looked at.
+    Of small integer buffers that are really there the values stay known: position tables and the like may be looked at.
 
     Returns:
         The new parameters by path, each once.
@@ -39,26 +40,32 @@ def swap_parameters(model: nn.Module, device: str) -> dict[str, torch.Tensor]:
                 named[f"{path}.{name}" if path else name] = fake
             module._parameters[name] = fake  # type: ignore[assignment]
         for name, buffer in module._buffers.items():
-            if buffer is None or _stays_real(buffer):
+            if buffer is None:
                 continue
             fake = made.get(id(buffer))
             if fake is None:
-                fake = made[id(buffer)] = fake_like(buffer, device)
+                fake = island.admit(_on_host(buffer)) if _is_looked_at(buffer) else fake_like(buffer, device)
+                made[id(buffer)] = fake
             module._buffers[name] = fake
     return named
 
 
-def _stays_real(buffer: torch.Tensor) -> bool:
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    with _torch.without_dispatch_modes():
+        return tensor.detach().cpu()
+
+
+def _is_looked_at(buffer: torch.Tensor) -> bool:
     return (
-        buffer.device.type == "cpu"
+        buffer.device.type != "meta"
         and not buffer.is_floating_point()
         and not buffer.is_complex()
         and 1 < buffer.numel() <= _INTEGER_BUFFER_ELEMENTS
     )
 
 
-def fake_batch(batch: Any, device: str) -> Any:
-    """Returns the batch for a fake step: floating tensors fake, integer and boolean ones real copies.
+def fake_batch(batch: Any, device: str, island: Island) -> Any:
+    """Returns the batch for a fake step: floating tensors fake, integer and boolean ones with copies of their values.
 
     Integers without data (on `meta`) become zeros, booleans become True. Call under the fake mode.
     """
@@ -69,7 +76,9 @@ def fake_batch(batch: Any, device: str) -> Any:
         with _torch.without_dispatch_modes():
             if tensor.device.type == "meta":
                 fill = torch.ones if tensor.dtype == torch.bool else torch.zeros
-                return fill(tensor.shape, dtype=tensor.dtype)
-            return tensor.detach().cpu().clone()
+                host = fill(tensor.shape, dtype=tensor.dtype)
+            else:
+                host = tensor.detach().cpu().clone()
+        return island.admit(host)
 
     return map_tensors(convert, batch)

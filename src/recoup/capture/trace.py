@@ -8,6 +8,7 @@ from torch import nn
 
 from recoup.capture.module_calls import CallRecord, CallRecorder
 from recoup.capture.tracker import StorageRecord, Tracker
+from recoup.ir.labels import paths_around
 from recoup.ir.trace import Call, Op, Storage, Trace
 
 
@@ -17,19 +18,23 @@ def build_trace(
     recorder: CallRecorder,
     released: Tracker | None,
     model: nn.Module,
+    keep: frozenset[str] = frozenset(),
     fingerprint: str,
     device: str,
     loss_source: str,
     reason: str,
+    notes: tuple[str, ...] = (),
 ) -> Trace:
     """Returns the trace.
 
     Args:
         released: the run in which autograd kept nothing (None: not to be had; then saved storages count as released
             with the call that made them).
-        reason: why a real step was run; "" after a fake one.
+        keep: paths of modules that must run once.
+        reason: why a real step was run; "" after a fake one. notes: sentences for the plan.
     """
     num_ops = len(tracker.ops)
+    run_once = {"", *(parent for path in keep for parent in paths_around(path))} if keep else set()
     for record in tracker.storages:
         if record.free_op < 0:
             record.free_op = num_ops
@@ -43,6 +48,7 @@ def build_trace(
     return Trace(
         source="real" if reason else "fake",
         reason=reason,
+        notes=notes,
         device=device,
         fingerprint=fingerprint,
         model_class=type(model).__name__,
@@ -78,7 +84,7 @@ def build_trace(
         num_rederived=tracker.num_rederived,
         copies=tuple(tracker.copies),
         calls=tuple(
-            _call(call, tracker, stop, writes_by_storage, buffer_writes, buffer_names)
+            _call(call, tracker, stop, writes_by_storage, buffer_writes, buffer_names, runs_once=call.path in run_once)
             for call, stop in zip(recorder.calls, _replay_stops(tracker, recorder.calls), strict=True)
         ),
     )
@@ -104,6 +110,8 @@ def _call(
     writes: dict[int, int],
     buffer_writes: list[tuple[int, int]],
     buffer_names: dict[int, str],
+    *,
+    runs_once: bool,
 ) -> Call:
     prefix = f"{call.path}." if call.path else ""
     refusal = call.refusal
@@ -133,6 +141,7 @@ def _call(
         draws_random=bisect.bisect_left(tracker.random_ops, call.first_op)
         < bisect.bisect_left(tracker.random_ops, call.last_op),
         chained=call.chained,
+        runs_once=runs_once,
     )
 
 

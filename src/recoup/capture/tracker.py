@@ -3,9 +3,6 @@
 A storage is born at the op that first returns it and dies when the last reference goes (a weak reference tells): no
 guess about lifetimes. Under fake tensors nothing is allocated and the lifetimes are the same, because autograd, the
 model's own variables and the engine run as they always do.
-
-The *integer island*: ops whose tensor inputs are all real and whose results are integer, boolean or tiny run for real
-(`arange`, comparisons, `all`), so that code which looks at token ids or masks takes the branch it takes in training.
 """
 
 from __future__ import annotations
@@ -13,21 +10,18 @@ from __future__ import annotations
 import bisect
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
 
 from recoup import _torch
+from recoup.capture.island import UNKNOWN, Island
 from recoup.capture.op_cache import FakeResults
 from recoup.cost.signature import make_signature, signature_key
 from recoup.ir.trace import Category, Copy, Phase, Signature
 from recoup.runtime import execution_context
 from recoup.runtime.rebuild.cheap_ops import SILENT_WRITERS, op_facts
-
-_ISLAND_INPUT_ELEMENTS = 1 << 22
-_ISLAND_FLOAT_ELEMENTS = 64
-_INTEGER_DTYPES = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 
 
 class StorageRecord:
@@ -106,7 +100,15 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
             count. bridge: stands for the calls that `folding` leaves out, if it does.
     """
 
-    def __init__(self, *, island: bool, round_bytes: int = 1, dialect: str = "cpu") -> None:
+    def __init__(
+        self,
+        *,
+        island: Island | None,
+        device: str = "cpu",
+        round_bytes: int = 1,
+        dialect: str = "cpu",
+        kernels: Mapping[Any, Callable[..., Any]] | None = None,
+    ) -> None:
         super().__init__()
         self.ops: list[OpRecord] = []
         self.storages: list[StorageRecord] = []
@@ -126,7 +128,8 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
         self.counting = False
         self.num_looks = 0
         self._island = island
-        self._results = FakeResults()
+        self._device_type = torch.device(device).type
+        self._results = FakeResults(kernels)
         self._round_bytes = round_bytes
         self.dialect = dialect
         self._keys: dict[Any, int] = {}
@@ -173,6 +176,8 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
         if handle is not None and handle() is storage:
             return handle.index
         nbytes = -(-storage.nbytes() // self._round_bytes) * self._round_bytes
+        if self._device_type != "cpu" and _device_type(tensor) != self._device_type:
+            nbytes = 0  # a scalar on the host takes nothing of the device
         handle = _Handle(storage, self._died)
         handle.address = address
         handle.index = len(self.storages)
@@ -243,23 +248,18 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
 
     def _run(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
         self._results.key = None
-        if not self._island:
+        island = self._island
+        if island is None:
             return func(*args, **kwargs)
-        if any(_torch.is_fake(t) for t in tensors):
-            return self._results.run(func, args, kwargs)
-        if tensors:
-            self.num_looks += 1
-            if sum(t.numel() for t in tensors) <= _ISLAND_INPUT_ELEMENTS:
-                with _torch.without_dispatch_modes():
-                    out = func(*args, **kwargs)
-                if _belongs_to_island(out):
-                    return out
-            return func(*args, **kwargs)
-        out = func(*args, **kwargs)
-        if isinstance(out, torch.Tensor) and _belongs_to_island(out) and not _is_random(func):
-            with _torch.without_dispatch_modes():
-                out = func(*args, **kwargs)
-        return out
+        if island.knows(tensors):
+            self.num_looks += bool(tensors)
+            out = island.run(func, args, kwargs, tensors)
+            if out is not UNKNOWN:
+                return out
+        else:
+            island.forget(func, args, kwargs)
+            args = island.counted(func, args)
+        return self._results.run(func, args, kwargs) if any(map(_torch.is_fake, tensors)) else func(*args, **kwargs)
 
     def _record(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor], out: Any) -> None:
         index = len(self.ops)
@@ -282,9 +282,6 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
                     self.writes.append((index, self._index(args[position], "buffer", -1, name)))
         if _is_random(func):
             self.random_ops.append(index)
-            if self.dialect == "cuda" and short == "bernoulli_" and new:
-                record = self.storages[new[0]]  # CUDA's fused dropout keeps its mask as one byte an element
-                record.nbytes = min(record.nbytes, outputs[0].numel())
 
     def mark(self) -> int:
         """Notes where ops are left out, as an op of its own; returns its index."""
@@ -346,13 +343,9 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided
 
 
+def _device_type(tensor: torch.Tensor) -> str:
+    return (_torch.fake_device(tensor) if _torch.is_fake(tensor) else tensor.device).type
+
+
 def _is_random(func: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in func.tags
-
-
-def _belongs_to_island(out: Any) -> bool:
-    if isinstance(out, torch.Tensor):
-        return out.dtype in _INTEGER_DTYPES or out.numel() <= _ISLAND_FLOAT_ELEMENTS
-    if isinstance(out, (tuple, list)):
-        return all(_belongs_to_island(o) for o in out)
-    return True

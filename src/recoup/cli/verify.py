@@ -34,6 +34,7 @@ def verify(
     with showing_progress(quiet=quiet):
         found = request.resolve(runs=True)
         from recoup import api  # with it comes torch
+        from recoup.report.text import verdict
 
         keywords = request.keywords(found)
         keywords.pop("device", None)  # the model is there already
@@ -42,7 +43,6 @@ def verify(
     if json:
         print_json(evidence.to_json())
     else:
-        verdict = "ok: within the budget, and exact" if evidence.ok else "FAILED: see above"
-        print_data(f"{evidence}\n{verdict}", ok=evidence.ok)
+        print_data(f"{evidence}\n{verdict(evidence)}", ok=evidence.ok)
     if not evidence.ok:
         raise typer.Exit(1)

@@ -22,7 +22,8 @@ class Device:
     """One device.
 
     Attributes:
-        dialect: "cpu" or "cuda".
+        dialect: "cpu" or "cuda". capability: CUDA's compute capability, which decides which kernels there are.
+        num_sms, threads_per_sm: multiprocessors, and the threads each holds: what reductions are split by.
         bf16_flops, fp16_flops, fp32_flops: FLOP/s of dense matmuls. bandwidth_bytes: bytes/s of its memory.
         memory_bytes: what a program can have: a little less than what it is sold as.
         copy_bytes: bytes/s to and from the host, one direction, pinned memory.
@@ -34,6 +35,9 @@ class Device:
 
     name: str
     dialect: str
+    capability: tuple[int, int] | None
+    num_sms: int
+    threads_per_sm: int
     bf16_flops: float
     fp16_flops: float
     fp32_flops: float
@@ -57,6 +61,9 @@ _CUBLAS = 2 * 8519680
 _CUBLAS_HOPPER = 2 * 32 * 2**20
 _CUBLAS_SOURCE = "PyTorch, CublasHandlePool.cpp: default workspace, one for forward's thread and one for backward's"
 
+# CUDA C++ Programming Guide: most resident threads of a multiprocessor, by compute capability.
+_THREADS_PER_SM = {(7, 0): 2048, (7, 5): 1024, (8, 0): 2048, (8, 6): 1536, (8, 9): 1536, (9, 0): 2048, (10, 0): 2048}
+
 _PCIE = {
     3: (12 * _G, "PCIe 3.0 x16, 15.75 GB/s a direction; assumed reached: about 0.8 of it"),
     4: (25 * _G, "PCIe 4.0 x16, 31.5 GB/s a direction; assumed reached: about 0.8 of it"),
@@ -74,7 +81,8 @@ def _nvidia(
     bandwidth: float,
     gibibytes: float,
     pcie: int,
-    hopper: bool = False,
+    capability: tuple[int, int],
+    sms: int,
     matmul: float = 0.7,
     attention: float = 0.5,
     streaming: float = 0.8,
@@ -89,6 +97,9 @@ def _nvidia(
         "bandwidth_bytes": datasheet,
         "memory_bytes": "total capacity as torch reports it in CUDA out-of-memory messages, the least seen",
         "copy_bytes": copy_source,
+        "capability": "NVIDIA, CUDA GPU compute capability (developer.nvidia.com/cuda-gpus)",
+        "num_sms": datasheet,
+        "threads_per_sm": "CUDA C++ Programming Guide, technical specifications by compute capability",
         "launch_seconds": "assumption: host time of an eager op",
         "round_bytes": "PyTorch, CUDACachingAllocator: kMinBlockSize",
         "fixed_bytes": _CUBLAS_SOURCE,
@@ -100,6 +111,9 @@ def _nvidia(
     return Device(
         name=name,
         dialect="cuda",
+        capability=capability,
+        num_sms=sms,
+        threads_per_sm=_THREADS_PER_SM[capability],
         bf16_flops=bf16 * _T,
         fp16_flops=fp16 * _T,
         fp32_flops=fp32 * _T,
@@ -108,7 +122,7 @@ def _nvidia(
         copy_bytes=copy_bytes,
         launch_seconds=5e-6,
         round_bytes=512,
-        fixed_bytes=_CUBLAS_HOPPER if hopper else _CUBLAS,
+        fixed_bytes=_CUBLAS_HOPPER if capability in ((9, 0), (10, 0)) else _CUBLAS,
         matmul_fraction=matmul,
         attention_fraction=attention,
         bandwidth_fraction=streaming,
@@ -125,6 +139,9 @@ _DEVICES = (
     Device(
         name="cpu-generic",
         dialect="cpu",
+        capability=None,
+        num_sms=1,
+        threads_per_sm=1,
         bf16_flops=0.1 * _T,
         fp16_flops=0.1 * _T,
         fp32_flops=0.1 * _T,
@@ -144,6 +161,9 @@ _DEVICES = (
             ("fp32_flops", _CPU_SOURCE),
             ("bandwidth_bytes", _CPU_SOURCE),
             ("memory_bytes", "assumption"),
+            ("capability", "not a GPU"),
+            ("num_sms", "not a GPU"),
+            ("threads_per_sm", "not a GPU"),
             ("copy_bytes", "a copy within the same memory"),
             ("launch_seconds", "assumption: dispatch of an eager op"),
             ("round_bytes", "PyTorch's CPU allocator aligns to 64 bytes and counts what was asked for"),
@@ -162,6 +182,8 @@ _DEVICES = (
         bandwidth=2039,
         gibibytes=79.15,
         pcie=4,
+        capability=(8, 0),
+        sms=108,
     ),
     _nvidia(
         "a100-40gb",
@@ -172,6 +194,8 @@ _DEVICES = (
         bandwidth=1555,
         gibibytes=39.39,
         pcie=4,
+        capability=(8, 0),
+        sms=108,
     ),
     _nvidia(
         "h100-sxm",
@@ -182,7 +206,8 @@ _DEVICES = (
         bandwidth=3350,
         gibibytes=79.1,
         pcie=5,
-        hopper=True,
+        capability=(9, 0),
+        sms=132,
     ),
     _nvidia(
         "h200",
@@ -193,7 +218,8 @@ _DEVICES = (
         bandwidth=4800,
         gibibytes=139.7,
         pcie=5,
-        hopper=True,
+        capability=(9, 0),
+        sms=132,
         matmul=0.79,
         streaming=0.89,
         notes={
@@ -210,7 +236,8 @@ _DEVICES = (
         bandwidth=7700,
         gibibytes=178.3,
         pcie=5,
-        hopper=True,
+        capability=(10, 0),
+        sms=148,
         notes={"fixed_bytes": "assumption: as on Hopper; the default moved between torch versions"},
     ),
     _nvidia(
@@ -222,6 +249,8 @@ _DEVICES = (
         bandwidth=1008,
         gibibytes=23.5,
         pcie=4,
+        capability=(8, 9),
+        sms=128,
     ),
     _nvidia(
         "a10g",
@@ -232,6 +261,8 @@ _DEVICES = (
         bandwidth=600,
         gibibytes=21.9,
         pcie=4,
+        capability=(8, 6),
+        sms=80,
     ),
     _nvidia(
         "l4",
@@ -242,6 +273,8 @@ _DEVICES = (
         bandwidth=300,
         gibibytes=21.9,
         pcie=4,
+        capability=(8, 9),
+        sms=58,
         matmul=0.5,
         attention=0.4,
         notes={"matmul_fraction": _POWER, "attention_fraction": _POWER},
@@ -255,6 +288,8 @@ _DEVICES = (
         bandwidth=320,
         gibibytes=14.5,
         pcie=3,
+        capability=(7, 5),
+        sms=40,
         matmul=0.5,
         attention=0.35,
         notes={"bf16_flops": _NO_BF16, "matmul_fraction": _POWER, "attention_fraction": _POWER},
@@ -268,6 +303,8 @@ _DEVICES = (
         bandwidth=900,
         gibibytes=15.7,
         pcie=3,
+        capability=(7, 0),
+        sms=80,
         attention=0.35,
         notes={"bf16_flops": _NO_BF16},
     ),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence
 
-from recoup.ir.plan import Decision
+from recoup.ir.decision import Decision, Region
 from recoup.ir.trace import Trace
 
 # Of a region's bookkeeping; of a module's call in a replay (its hooks, its graph, the checks of what it saves) and of
@@ -35,10 +35,10 @@ def host_seconds(
         trace: of the step with `chosen` applied. plain: of the step without.
         num_scan_replayed, num_scan_tapes: see `PricedTrace`.
     """
-    by_path: dict[str, list[Decision]] = {}
+    by_path: dict[str, list[Region]] = {}
     for decision in chosen:
-        if decision.is_region:
-            for path in (decision.path, *decision.span):
+        if isinstance(decision, Region):
+            for path in decision.paths:
                 by_path.setdefault(path, []).append(decision)
     found = ((c, next((d for d in by_path.get(c.path, ()) if d.holds(c.index)), None)) for c in plain.calls)
     regions = [(call, decision) for call, decision in found if decision is not None]
@@ -55,7 +55,7 @@ def host_seconds(
     seconds += num_scan_tapes * TAPE_OVERHEAD_SECONDS
     seconds += num_calls * CALL_OVERHEAD_SECONDS + num_replayed * REPLAY_OVERHEAD_SECONDS
     seconds += trace.num_rederived * REBUILD_OVERHEAD_SECONDS
-    if any("rederive" in (d.action, d.inside) for d in chosen):
+    if any(d.rederives for d in chosen):
         seconds += sum(o.phase in ("forward", "loss") for o in trace.ops) * RECORD_OVERHEAD_SECONDS
     is_view = [s.is_view for s in plain.signatures]
     watched = [c for c, decision in regions if decision.keep]

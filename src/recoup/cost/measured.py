@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import platform
 import statistics
 import time
@@ -21,6 +20,7 @@ from pathlib import Path
 import torch
 
 from recoup import _torch, progress
+from recoup._allocation import available_bytes, is_allocation_failure
 from recoup.cost import cache as disk
 from recoup.cost.cache import Measurement
 from recoup.cost.devices import DEVICES
@@ -147,7 +147,7 @@ def _measure_batch(signatures: Sequence[Signature], arena: Arena, deadline: floa
             if time.perf_counter() > deadline:
                 break
             needed_bytes = extent_bytes((signature.args, tuple(v for _, v in signature.kwargs)))
-            if needed_bytes + 3 * signature.output_bytes > _available_bytes(device) // 2:
+            if needed_bytes + 3 * signature.output_bytes > available_bytes(device) // 2:
                 continue
             try:
                 call = make_call(signature, device, arena)
@@ -156,9 +156,9 @@ def _measure_batch(signatures: Sequence[Signature], arena: Arena, deadline: floa
                     continue
                 number = meter.run(call)
                 runs.append((signature, time_call(call, device, limit_seconds=_SECONDS_EACH), number))
-            except torch.OutOfMemoryError:
-                continue
-            except (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError):
+            except (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError, MemoryError) as error:
+                if is_allocation_failure(error):
+                    continue  # there may be room for it another time
                 refused[_key(signature)] = None  # made-up data cannot satisfy it
     found: dict[str, Measurement | None] = {}
     metered = meter.metered_bytes()
@@ -173,23 +173,6 @@ def _measure_batch(signatures: Sequence[Signature], arena: Arena, deadline: floa
             extra_output_bytes=extra_bytes if extra_bytes >= _EXTRA_BYTES else 0,
         )
     return refused | found
-
-
-def _available_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return available_host_bytes()
-
-
-def available_host_bytes() -> int:
-    """Returns the host memory that is available now."""
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2)
 
 
 @contextlib.contextmanager

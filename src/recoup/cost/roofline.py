@@ -1,14 +1,15 @@
 """Prices from a device's rates: an op takes as long as its FLOPs or its bytes, whichever is longer.
 
 The roofline model (Williams, Waterman and Patterson, 2009). An estimate: good for comparing plans, and for a device
-that is elsewhere. It sees no hidden workspace beyond the fixed one of `Device.fixed_bytes`: what cuDNN takes for a
-convolution is not known without the device.
+that is elsewhere. Hidden workspace is worked out by `hidden_memory.py`; what cuDNN takes for a convolution is not known
+without the device.
 """
 
 from __future__ import annotations
 
 from recoup.cost.devices import Device
 from recoup.cost.flops import kind, tensor_specs
+from recoup.cost.hidden_memory import hidden_bytes
 from recoup.cost.model import PricedTrace, price_by_signature
 from recoup.ir.trace import Signature, Trace
 
@@ -22,8 +23,15 @@ class RooflineCost:
     def price(self, trace: Trace) -> PricedTrace:
         """Returns the priced trace."""
         return price_by_signature(
-            trace, lambda s: (self.seconds(s), 0), source=f"roofline of {self.device.name}", is_estimate=True
+            trace,
+            lambda s: (self.seconds(s), self.workspace_bytes(s)),
+            source=f"roofline of {self.device.name}",
+            is_estimate=True,
         )
+
+    def workspace_bytes(self, signature: Signature) -> int:
+        """Returns what one op takes beside its results while it runs."""
+        return hidden_bytes(signature, self.device) if self.device.dialect == "cuda" else 0
 
     def seconds(self, signature: Signature) -> float:
         """Returns the seconds of one op, its launch included."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -42,6 +43,12 @@ def take_result(model: nn.Module, loss: torch.Tensor) -> StepResult:
     )
 
 
+def on_host(result: StepResult) -> StepResult:
+    """Returns the result with its gradients in host memory: on a device they would be in the next step's peak."""
+    gradients = {name: g if g is None else g.to("cpu") for name, g in result.gradients.items()}
+    return dataclasses.replace(result, gradients=gradients)
+
+
 def _attributes(model: nn.Module) -> Iterator[tuple[str, Any]]:
     for path, module in model.named_modules():
         for name, value in module.__dict__.items():
@@ -72,7 +79,11 @@ def same_random_state(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """How two steps' results differ; `differences` in words, model order."""
+    """How two steps' results differ; `differences` in words, model order.
+
+    Attributes:
+        plain_repeats: whether the plain step gives the same bits twice; asked only where a planned one differed.
+    """
 
     loss_equal: bool
     gradients_equal: bool
@@ -83,19 +94,44 @@ class Comparison:
     differences: tuple[str, ...]
     loss_error: float = 0.0
     error_bound: float = 0.0
+    plain_repeats: bool = True
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether everything is equal bit for bit."""
+        same = self.loss_equal and self.gradients_equal and self.buffers_equal
+        return same and self.same_gradient_set and self.rng_equal
+
+    @property
+    def holds(self) -> bool:
+        """Whether loss and gradients are equal bit for bit or within the bound, and everything else is equal."""
+        within = max(self.max_gradient_error, self.loss_error) <= self.error_bound
+        values = within or (self.loss_equal and self.gradients_equal)
+        return values and self.same_gradient_set and self.buffers_equal and self.rng_equal
 
 
-def rounding_bound(result: StepResult) -> float:
+def rounding_bound(result: StepResult, coarsest: torch.dtype | None, noise: float) -> float:
     """Returns how far gradients may be from plain's, relative, where sums are taken in another order.
 
-    In float32 1e-6, in float64 1e-12, in lower precision a few roundings of the type itself; by the lowest precision
-    among the loss (transformers takes it in float32 whatever the model is in) and the gradients.
+    By the lowest precision that the step computes in: float32 1e-6, float64 1e-12, a few roundings of the type itself
+    below that. As wide as the noise where that is more, ten times as wide at most: a step that is not deterministic has
+    more, and proves nothing.
+
+    Args:
+        coarsest: the lowest precision of an op's result in the step, which autocast hides from gradients and loss;
+            None: not known. noise: measured between two plain steps that round differently.
     """
-    tensors = [result.loss, *(g for g in result.gradients.values() if g is not None)]
-    return max(_BOUNDS.get(t.dtype, 1e-6) for t in tensors)
+    dtypes = {t.dtype for t in (result.loss, *result.gradients.values()) if t is not None} | {coarsest}
+    least = max((_BOUNDS[d] for d in dtypes if d in _BOUNDS), default=_BOUNDS[torch.float32])
+    return min(max(least, noise), _MOST_NOISE * least)
 
 
-_BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-6, torch.float16: 5e-3, torch.bfloat16: 4e-2}
+_BOUNDS: dict[torch.dtype | None, float] = {
+    torch.float64: 1e-12,
+    torch.float32: 1e-6,
+    torch.float16: 5e-3,
+    torch.bfloat16: 4e-2,
+}
 
 
 NOISE_FACTOR = 1.1
@@ -117,23 +153,20 @@ def rounding_noise(plain: StepResult, scaled: StepResult) -> float:
     for name, gradient in plain.gradients.items():
         other = scaled.gradients.get(name)
         if gradient is not None and other is not None and gradient.is_floating_point():
-            worst = max(worst, _relative_error(gradient, other.double() / NOISE_FACTOR, smallest))
+            other = other.to(gradient.device)
+            worst = max(worst, _relative_error(gradient, other, smallest, times=NOISE_FACTOR))
     return worst
 
 
-def compare(
-    plain: StepResult, planned: StepResult, *, rounds_differently: bool = False, noise: float = 0.0
-) -> Comparison:
+def compare(plain: StepResult, planned: StepResult, *, bound: float = 0.0) -> Comparison:
     """Compares bit for bit; NaNs in the same places count as equal.
 
     Args:
-        noise: between two plain steps that round differently: the bound is as wide where that is more than the bound of
-            the dtype, ten times as wide at most (a step that is not deterministic has more, and proves nothing).
-        rounds_differently: sums are taken in another order. A gradient's error is then relative to its norm, or to a
-            thousandth of the norm of all gradients where that is more: some gradients are nothing but rounding (that of
-            a key's bias, which softmax ignores).
+        bound: how far loss and gradients may differ, relative; 0: not at all. With a bound, a gradient's error is
+            relative to its norm, or to a thousandth of the norm of all gradients where that is more: some gradients are
+            nothing but rounding (that of a key's bias, which softmax ignores).
     """
-    smallest = _SMALL_SHARE * _norm_of_all(plain.gradients) if rounds_differently else 0.0
+    smallest = _SMALL_SHARE * _norm_of_all(plain.gradients) if bound else 0.0
     differences: list[str] = []
     loss_equal = equal_values(plain.loss, planned.loss)
     if not loss_equal:
@@ -144,11 +177,13 @@ def compare(
         if (gradient is None) != (other is None):
             same_set = gradients_equal = False
             differences.append(f"`{name}` {'got a gradient' if other is not None else 'lost its gradient'}")
-        elif gradient is not None and other is not None and not equal_values(gradient, other):
-            gradients_equal = False
-            error = _relative_error(gradient, other, smallest)
-            worst = max(worst, error)
-            differences.append(f"gradient of `{name}` differs by {error:.2e} (relative)")
+        elif gradient is not None and other is not None:
+            other = other.to(gradient.device)
+            if not equal_values(gradient, other):
+                gradients_equal = False
+                error = _relative_error(gradient, other, smallest)
+                worst = max(worst, error)
+                differences.append(f"gradient of `{name}` differs by {error:.2e} (relative)")
     buffers_equal = True
     for name, buffer in plain.buffers.items():
         other = planned.buffers.get(name)
@@ -170,14 +205,9 @@ def compare(
         rng_equal=rng_equal,
         max_gradient_error=worst,
         differences=tuple(differences),
-        error_bound=_bound(plain, noise) if rounds_differently else 0.0,
+        error_bound=bound,
         loss_error=0.0 if loss_equal else _relative_error(plain.loss, planned.loss, 0.0),
     )
-
-
-def _bound(plain: StepResult, noise: float) -> float:
-    least = rounding_bound(plain)
-    return min(max(least, noise), _MOST_NOISE * least)
 
 
 def equal_values(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -190,14 +220,30 @@ def equal_values(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 _SMALL_SHARE = 1e-3
+_CHUNK = 1 << 20  # elements: a norm in double precision takes no copy of a whole gradient
 
 
 def _norm_of_all(gradients: dict[str, torch.Tensor | None]) -> float:
-    floating = [g.detach() for g in gradients.values() if g is not None and g.is_floating_point()]
-    return float(sum(float(g.double().square().sum()) for g in floating) ** 0.5)
+    return math.sqrt(sum(_norm(g) ** 2 for g in gradients.values() if g is not None and g.is_floating_point()))
 
 
-def _relative_error(a: torch.Tensor, b: torch.Tensor, smallest: float) -> float:
-    wide = torch.float64 if not a.is_complex() else torch.complex128
-    a, b = a.detach().to(wide), b.detach().to(wide)
-    return float((a - b).norm() / a.norm().clamp_min(max(smallest, 1e-300)))
+def _relative_error(a: torch.Tensor, b: torch.Tensor, smallest: float, *, times: float = 1.0) -> float:
+    """Returns ||a - b / times|| / ||a||, or over `smallest` where that is more."""
+    return _norm(a, b, times=times) / max(_norm(a), smallest, 1e-300)
+
+
+def _norm(a: torch.Tensor, b: torch.Tensor | None = None, *, times: float = 1.0) -> float:
+    """Returns ||a||, or ||a - b / times||, in double precision."""
+    wide = torch.complex128 if a.is_complex() else torch.float64
+    chunks = torch.split(_flat(a), _CHUNK)
+    others = [None] * len(chunks) if b is None else torch.split(_flat(b), _CHUNK)
+    total = 0.0
+    for x, y in zip(chunks, others, strict=True):
+        difference = x.to(wide) if y is None else x.to(wide) - y.to(wide) / times
+        total += float(difference.abs().square().sum())
+    return math.sqrt(total)
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    return (tensor if tensor.layout is torch.strided else tensor.to_dense()).reshape(-1)

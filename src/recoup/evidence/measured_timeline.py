@@ -43,7 +43,7 @@ def measure_timelines(
         return None, None
     with untouched(model):
         bench = StepBench(model, batch, loss, optimizer)
-        try:
+        with bench.optimizing():
             with plain(model):
                 _run(bench)  # what a first step allocates once and keeps is no part of the picture
                 before = _run(bench)
@@ -51,8 +51,6 @@ def measure_timelines(
                 return before, None
             with apply_decisions(model, plan.decisions):
                 return before, _run(bench)
-        finally:
-            bench.restore()
 
 
 def _run(bench: StepBench) -> MeasuredTimeline:
@@ -69,7 +67,7 @@ def _run(bench: StepBench) -> MeasuredTimeline:
             del value
             if bench.optimizer is not None:
                 with record_function(_MARK + "optimizer"):
-                    bench.optimizer.step()
+                    bench.step_optimizer()
     changes, marks = _torch.timed_memory_events(profiler, _MARK)
     begin, end = marks[0][1], marks[-1][2]
     held = bench.held_bytes()

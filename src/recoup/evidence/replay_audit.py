@@ -2,7 +2,7 @@
 
 During one step the tensors that regions would drop are kept beside them. Each replay's tensors are compared with
 these, bit for bit, and the first that differs is named by module and op. Memory: what the plain step holds, for the
-length of the step.
+length of the step; it can be moved out of the device's memory.
 """
 
 from __future__ import annotations
@@ -18,6 +18,10 @@ from torch import nn
 from recoup import _torch
 from recoup.evidence.gradients import equal_values
 from recoup.runtime import execution_context
+from recoup.runtime.offload.transport import Transport
+from recoup.runtime.recompute.uninitialised import Uninitialised
+
+_MOVED_BYTES = 1 << 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,26 +52,42 @@ class Divergence:
 class _Original:
     """A tensor saved in a first forward, and where it came from."""
 
-    __slots__ = ("audit", "module", "op", "order", "tensor", "version")
+    __slots__ = ("_handle", "audit", "dtype", "module", "op", "order", "shape", "tensor", "version")
 
     def __init__(self, audit: Audit, tensor: torch.Tensor) -> None:
         self.audit = audit
         # Normalisation updates its statistics without telling their version, after they were saved.
-        self.tensor = tensor.detach().clone() if _address(tensor) in audit.buffers else tensor.detach()
+        here = tensor.detach().clone() if _address(tensor) in audit.buffers else tensor.detach()
         self.version = tensor._version
+        self.tensor: torch.Tensor | None = here
+        self._handle: Any = None
+        if audit.aside is not None and tensor.nbytes >= _MOVED_BYTES and tensor.layout is torch.strided:
+            self.shape, self.dtype = tensor.shape, tensor.dtype
+            with torch.no_grad(), _torch.without_dispatch_modes():
+                self._handle = audit.aside.put(here.contiguous().reshape(-1).view(torch.uint8))
+            self.tensor = None
         self.order = audit.num_kept
         self.op, self.module = audit.origin(tensor)
 
+    def _contents(self) -> torch.Tensor:
+        if self.tensor is not None:
+            return self.tensor
+        assert self.audit.aside is not None
+        flat = self.audit.aside.get(self._handle)
+        self.audit.aside.drop(self._handle)
+        return flat.view(self.dtype).reshape(self.shape)
+
     def compare(self, again: torch.Tensor, region: str) -> None:
         """Notes whether `again` has the same bits."""
-        if self.tensor._version != self.version:
+        if self.tensor is not None and self.tensor._version != self.version:
             return  # changed in place since: the plain step would refuse it
         self.audit.num_compared += 1
         with torch.no_grad(), _torch.without_dispatch_modes():
-            if equal_values(self.tensor, again):
+            first = self._contents()
+            if equal_values(first, again):
                 return
             wide = torch.complex128 if again.is_complex() else torch.float64
-            largest = float((self.tensor.to(wide) - again.to(wide)).abs().nan_to_num(float("inf")).max())
+            largest = float((first.to(wide) - again.to(wide)).abs().nan_to_num(float("inf")).max())
         self.audit.divergences.append(
             Divergence(
                 order=self.order,
@@ -85,16 +105,20 @@ class Audit(_torch.dispatch_mode_class()):  # type: ignore[misc]
     """Keeps what regions save and compares it with what their replays save.
 
     Attributes:
-        divergences: what differed, as found. num_compared: tensors compared.
+        divergences: what differed, as found. num_compared: tensors compared. coarsest: the floating dtype of the lowest
+            precision among what ops returned.
+        aside: where what is kept is moved to, None: it stays in memory.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, aside: Transport | None = None) -> None:
         super().__init__()
+        self.aside = aside
+        self.coarsest: torch.dtype | None = None
         self._paths = {id(m): path for path, m in model.named_modules()}
         self.buffers = frozenset(_address(b) for b in model.buffers())
         self._modules: list[str] = []
         self._makers: dict[int, tuple[str, str]] = {}
-        self._opaque: set[int] = set()
+        self._uninitialised = Uninitialised()
         self.divergences: list[Divergence] = []
         self.num_compared = 0
         self.num_kept = 0
@@ -105,8 +129,8 @@ class Audit(_torch.dispatch_mode_class()):  # type: ignore[misc]
         return min(self.divergences, key=lambda d: d.order, default=None)
 
     def keep(self, tensor: torch.Tensor) -> _Original | None:
-        """Returns the tensor as it is now, to be compared later; nothing during a replay, or for a workspace."""
-        if execution_context.is_recomputing() or _address(tensor) in self._opaque:
+        """Returns the tensor as it is now, to be compared later; None in a replay, and of what no kernel wrote."""
+        if execution_context.is_recomputing() or self._uninitialised.holds(tensor):
             return None
         self.num_kept += 1
         return _Original(self, tensor)
@@ -119,16 +143,20 @@ class Audit(_torch.dispatch_mode_class()):  # type: ignore[misc]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if not execution_context.is_recomputing():
+            self._uninitialised.note(func, args, kwargs or {}, out)
             here = self._modules[-1] if self._modules else ""
             outputs = out if isinstance(out, (tuple, list)) else (out,)
-            for i, (result, found) in enumerate(zip(func._schema.returns, outputs, strict=False)):
+            for result, found in zip(func._schema.returns, outputs, strict=False):
                 alias = result.alias_info
+                if isinstance(found, torch.Tensor) and found.dtype is not self.coarsest and found.is_floating_point():
+                    self._note_precision(found.dtype)
                 if isinstance(found, torch.Tensor) and (alias is None or alias.is_write):
-                    address = _address(found)
-                    self._makers[address] = (func._schema.name.replace("::", "."), here)
-                    # Bytes beside a result are a kernel's own workspace (recurrent layers): parts are never written.
-                    (self._opaque.add if i > 0 and found.dtype is torch.uint8 else self._opaque.discard)(address)
+                    self._makers[_address(found)] = (func._schema.name.replace("::", "."), here)
         return out
+
+    def _note_precision(self, dtype: torch.dtype) -> None:
+        if self.coarsest is None or torch.finfo(dtype).eps > torch.finfo(self.coarsest).eps:
+            self.coarsest = dtype
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:

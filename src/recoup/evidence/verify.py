@@ -1,25 +1,45 @@
 """Runs the plain and the planned step from the same state and compares everything.
 
-Both start from the same weights, buffers, attributes and random streams. One more planned step keeps what regions drop
-and compares every replay with it (`audit.py`). One planned step is run under the meter; time is taken over interleaved
-pairs. Nothing of the model changes: weights, buffers, `.grad`s, flags and streams are put back.
+Both start from the same weights, buffers, attributes and random streams. One planned step keeps what regions drop and
+compares every replay with it (`replay_audit.py`); one plain and one planned step are compared value by value; one of
+each is run under the meter; time is taken over interleaved pairs. Nothing of the model changes: weights, buffers,
+`.grad`s, flags and streams are put back.
+
+[Note: memory of a verification] A plan is proved where the plain step does not fit:
+1. What has to be kept for a comparison is one copy of the gradients. It is gone before an optimizer steps, and a copy
+   of the weights that optimizers change takes its place. Both are in host memory for a model on a GPU.
+2. A plain step that cannot fit runs with what it saves for backward moved to host memory or, on a CPU, to a temporary
+   file: the same kernels on the same bytes. So do the audit's originals. It is not metered or timed then.
+3. Where even that fails, the values are compared on half the batch, and on half of that.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import gc
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from recoup._allocation import available_bytes, is_allocation_failure
 from recoup._pytree import iterate_tensors, map_tensors
-from recoup.capture.optimizer import OptimizerLike, rebuild_optimizer
+from recoup.capture.optimizer import OptimizerLike, OptimizerStep, prepare_optimizer
 from recoup.capture.snapshot import Snapshot, untouched
 from recoup.capture.step import Loss, call_model, loss_of
-from recoup.errors import UsageError
-from recoup.evidence.gradients import NOISE_FACTOR, Comparison, StepResult, compare, rounding_noise, take_result
+from recoup.errors import RecoupError, StepOutOfMemory, UsageError
+from recoup.evidence.gradients import (
+    NOISE_FACTOR,
+    Comparison,
+    StepResult,
+    compare,
+    on_host,
+    rounding_bound,
+    rounding_noise,
+    take_result,
+)
 from recoup.evidence.memory import measure_peak, meter_name, storage_bytes
 from recoup.evidence.replay_audit import Audit
 from recoup.evidence.speed import time_ratio
@@ -27,6 +47,12 @@ from recoup.ir.evidence import Evidence
 from recoup.ir.plan import Plan
 from recoup.runtime import execution_context, scan_bytes
 from recoup.runtime.apply import apply_decisions, find_patches, plain
+from recoup.runtime.offload.saved_tensor import offload
+from recoup.runtime.offload.transport import Transport, make_transport
+from recoup.units import format_bytes
+
+_MOVED_BYTES = 1 << 16  # smaller saved tensors stay where they are when a plain step is run that does not fit
+_Result = TypeVar("_Result")
 
 
 class StepBench:
@@ -37,44 +63,85 @@ class StepBench:
         self.batch = batch
         self.loss = loss
         self.device = next(model.parameters()).device
-        self._before = Snapshot(model, weights=optimizer is not None)
-        self.optimizer: torch.optim.Optimizer | None = None
+        self._before = Snapshot(model)
+        self._weights: list[tuple[nn.Parameter, torch.Tensor]] = []
+        self._optimizes = optimizer is not None
+        self.optimizer: OptimizerStep | None = None
         if optimizer is not None:
             parameters = [p for p in model.parameters() if isinstance(p, nn.Parameter)]
-            self.optimizer = rebuild_optimizer(optimizer, {id(p): p for p in parameters}, parameters, foreach=False)
-            for parameter in parameters:
-                parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-            self.optimizer.step()
+            with self.optimizing():
+                new_of = {id(p): p for p in parameters}
+                self.optimizer = prepare_optimizer(optimizer, new_of, parameters, foreach=False)
+
+    @property
+    def trainable_bytes(self) -> int:
+        """Bytes of the gradients of one step."""
+        return storage_bytes(p for p in self.model.parameters() if p.requires_grad)
+
+    @contextlib.contextmanager
+    def optimizing(self) -> Iterator[None]:
+        """Has `restore` put back, inside the block and at its end, weights that an optimizer changes."""
+        changed = [p for p in self.model.parameters() if p.requires_grad and self._optimizes]
+        self._weights = [(p, p.detach().to("cpu", copy=True)) for p in changed]
+        try:
+            yield
+        finally:
             self.restore()
+            self._weights = []
 
     def restore(self) -> None:
         """Puts weights, buffers, attributes and random streams back; no parameter has a gradient then."""
         self._before.restore()
+        with torch.no_grad():
+            for parameter, value in self._weights:
+                parameter.copy_(value)
         for parameter in self.model.parameters():
             parameter.grad = None
 
     def held_bytes(self) -> int:
         """Returns the bytes that are there before a step: weights, buffers, optimizer state, batch."""
-        state = [dict(s) for s in self.optimizer.state.values()] if self.optimizer is not None else []
-        tensors = [*self.model.parameters(), *self.model.buffers(), *iterate_tensors([self.batch, state])]
-        return storage_bytes(t for t in tensors if t.device.type == self.device.type)
+        state = list(self.optimizer.state_tensors()) if self.optimizer is not None else []
+        tensors = [*self.model.parameters(), *self.model.buffers(), *iterate_tensors(self.batch), *state]
+        estimated_bytes = self.optimizer.estimated_bytes if self.optimizer is not None else 0
+        return storage_bytes(t for t in tensors if t.device.type == self.device.type) + estimated_bytes
 
-    def step(self, *, take: bool = False, times: float | None = None) -> StepResult | None:
+    def step(
+        self, *, take: bool = False, times: float | None = None, aside: Transport | None = None
+    ) -> StepResult | None:
         """Runs one training step; with `take`, returns what it left behind (and runs no optimizer step).
 
         Args:
-            times: the loss is multiplied by it before backward.
+            times: the loss is multiplied by it before backward. aside: where saved tensors are moved to.
         """
-        output = call_model(self.model, self.batch)
-        loss, _ = loss_of(output, self.batch, self.loss)
-        del output
-        (loss if times is None else loss * times).backward()  # type: ignore[no-untyped-call]
+        loss = self._loss_after_backward(times, aside)
         if take:
             return take_result(self.model, loss)
         del loss
-        if self.optimizer is not None:
-            self.optimizer.step()
+        self.step_optimizer()
         return None
+
+    def step_optimizer(self) -> None:
+        """Steps the optimizer, if there is one."""
+        if self.optimizer is not None:
+            self.optimizer.step(self._again)
+
+    def _again(self) -> torch.Tensor:
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        return self._loss_after_backward()
+
+    def _loss_after_backward(self, times: float | None = None, aside: Transport | None = None) -> torch.Tensor:
+        moving: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if aside is not None:
+            moving = offload(self.model, transport=aside, min_bytes=_MOVED_BYTES)
+        with torch.enable_grad():
+            with moving:
+                output = call_model(self.model, self.batch)
+                loss, _ = loss_of(output, self.batch, self.loss)
+                del output
+                loss = loss if times is None else loss * times
+            loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
 
 
 def verify_plan(
@@ -94,52 +161,34 @@ def verify_plan(
         timed: whether to time interleaved pairs of steps, for about `max_seconds`.
 
     Raises:
-        UsageError: if the model is on `meta`: there is nothing to run.
+        UsageError: if the model is on `meta`: there is nothing to run. StepOutOfMemory: if the planned step, or a plain
+            one to compare with, does not fit; says how much is needed.
     """
     if any(p.device.type == "meta" for p in model.parameters()):
         raise UsageError(
             f"{type(model).__name__} is on `meta`; a measured step needs real weights. Build it on the device, or "
             "stop at `plan`."
         )
-    notes: list[str] = []
-    tiled = any(d.action == "tile" for d in plan.decisions)
     with untouched(model), _in_place(model, plan):
-        bench = StepBench(model, batch, loss, optimizer)
+        verification: _Verification | None = None
         try:
-            comparison, baseline_peak, peak, counters, audit, moved_bytes = _measure(bench, notes, tiled)
-            ratio: float | None = None
-            spread: float | None = None
-            if timed and baseline_peak is not None:
-                ratio, spread = _time(bench, max_seconds)
+            verification = _Verification(StepBench(model, batch, loss, optimizer), plan)
+            return verification.run(max_seconds if timed else None)
+        except Exception as error:
+            if isinstance(error, RecoupError) or not is_allocation_failure(error):
+                raise
+            needed = plan.predicted.peak_bytes + storage_bytes(p for p in model.parameters() if p.requires_grad)
+            device = next(model.parameters()).device
+            held = verification.bench.held_bytes() if verification is not None else storage_bytes(model.parameters())
+            raise StepOutOfMemory(
+                f"Verifying {type(model).__name__} ran out of memory. It needs the planned peak, "
+                f"{format_bytes(plan.predicted.peak_bytes)}, and a copy of the gradients: {format_bytes(needed)}. "
+                f"{format_bytes(available_bytes(device) + held)} are there for it on {device} (weights included). Use "
+                "a smaller budget or batch, or `plan` and `apply` without evidence."
+            ) from error
         finally:
-            bench.restore()
-    return Evidence(
-        peak_bytes=peak,
-        baseline_peak_bytes=baseline_peak,
-        predicted_peak_bytes=plan.predicted.peak_bytes,
-        budget_bytes=plan.budget_bytes,
-        gradients_equal=comparison.gradients_equal,
-        max_gradient_error=comparison.max_gradient_error,
-        loss_equal=comparison.loss_equal,
-        buffers_equal=comparison.buffers_equal,
-        rng_equal=comparison.rng_equal,
-        same_gradient_set=comparison.same_gradient_set,
-        time_ratio=ratio,
-        time_spread=spread,
-        num_regions_replayed=counters[0],
-        num_rederived=counters[1],
-        differences=(*([str(audit.first)] if audit.first is not None else []), *comparison.differences),
-        meter=meter_name(bench.device),
-        notes=tuple(notes),
-        replays_equal=not audit.divergences,
-        num_replays_compared=audit.num_compared,
-        error_bound=comparison.error_bound,
-        loss_error=comparison.loss_error,
-        offloaded_bytes=moved_bytes,
-        predicted_offloaded_bytes=plan.predicted.offloaded_bytes,
-        num_scan_evaluations=counters[2],
-        predicted_scan_evaluations=plan.predicted.num_scan_evaluations,
-    )
+            if verification is not None:
+                verification.bench.restore()
 
 
 @contextlib.contextmanager
@@ -151,44 +200,175 @@ def _in_place(model: nn.Module, plan: Plan) -> Iterator[None]:
         yield
 
 
-def _measure(
-    bench: StepBench, notes: list[str], tiled: bool
-) -> tuple[Comparison, int | None, int, tuple[int, int, int], Audit, int]:
-    """Runs one plain and one planned step under the meter, one of each for the values, and one to audit replays.
+class _Verification:
+    """The steps that prove one plan, in the order that needs the least memory."""
 
-    Returns also the bytes that the metered planned step moved to the host.
-    """
-    held, device = bench.held_bytes(), bench.device
+    def __init__(self, bench: StepBench, plan: Plan) -> None:
+        self.bench = bench
+        self._plan = plan
+        self._tiles = not all(d.is_exact for d in plan.decisions)
+        self._notes: list[str] = []
+        is_cpu = bench.device.type == "cpu"
+        self._aside = make_transport(bench.device, "disk" if is_cpu else "inline")
+        room = available_bytes(bench.device) + bench.held_bytes()
+        self._moves_plain = False
+        self._plain_fits = plan.predicted.plain_peak_bytes + bench.trainable_bytes <= room
 
-    def metered() -> int:
+    def run(self, max_seconds: float | None) -> Evidence:
+        """Returns the evidence; times steps for about `max_seconds`, None: not at all."""
+        bench, plan = self.bench, self._plan
+        audit = self._audit()
+        baseline: int | None = None
+        with bench.optimizing():
+            held = bench.held_bytes()
+            if self._plain_fits:
+                with plain(bench.model):
+                    baseline = self._attempt(lambda: self._metered(held))
+                self._plain_fits = baseline is not None
+        comparison, counters = self._compare(audit)
+        ratio = spread = None
+        with bench.optimizing():
+            moved = _moved_bytes(bench.model)
+            peak = self._metered(held)
+            moved = _moved_bytes(bench.model) - moved
+            if max_seconds is not None and baseline is not None:
+                ratio, spread = self._time(max_seconds)
+        return Evidence(
+            peak_bytes=peak,
+            baseline_peak_bytes=baseline,
+            predicted_peak_bytes=plan.predicted.peak_bytes,
+            budget_bytes=plan.budget_bytes,
+            gradients_equal=comparison.gradients_equal,
+            max_gradient_error=comparison.max_gradient_error,
+            loss_equal=comparison.loss_equal,
+            buffers_equal=comparison.buffers_equal,
+            rng_equal=comparison.rng_equal,
+            same_gradient_set=comparison.same_gradient_set,
+            time_ratio=ratio,
+            time_spread=spread,
+            num_regions_replayed=counters[0],
+            num_rederived=counters[1],
+            differences=(*([str(audit.first)] if audit.first is not None else []), *comparison.differences),
+            meter=meter_name(bench.device),
+            notes=tuple(self._notes),
+            replays_equal=not audit.divergences,
+            num_replays_compared=audit.num_compared,
+            error_bound=comparison.error_bound,
+            loss_error=comparison.loss_error,
+            offloaded_bytes=moved,
+            predicted_offloaded_bytes=plan.predicted.offloaded_bytes,
+            num_scan_evaluations=counters[2],
+            predicted_scan_evaluations=plan.predicted.num_scan_evaluations,
+            regions_diverged=tuple(dict.fromkeys(d.region for d in audit.divergences)),
+            plain_repeats=comparison.plain_repeats,
+        )
+
+    def _attempt(self, run: Callable[[], _Result]) -> _Result | None:
+        """Returns what `run` does, None if there is no memory for it; nothing of it is left then."""
+        try:
+            return run()
+        except Exception as error:
+            if not is_allocation_failure(error):
+                raise
+        self.bench.restore()
+        gc.collect()
+        if self.bench.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return None
+
+    def _metered(self, held_bytes: int) -> int:
+        self.bench.restore()
+        peak = measure_peak(self.bench.step, device=self.bench.device, held_bytes=held_bytes)
+        self.bench.restore()
+        return peak
+
+    def _audit(self) -> Audit:
+        """Returns what one planned step with all that regions drop kept beside it found."""
+
+        def run(aside: Transport | None) -> Audit:
+            self.bench.restore()
+            audit = Audit(self.bench.model, aside)
+            with audit.running():
+                self.bench.step(take=True)
+            return audit
+
+        in_memory = self._plain_fits and self.bench.device.type == "cpu"
+        found = self._attempt(lambda: run(None)) if in_memory else None
+        return run(self._aside) if found is None else found
+
+    def _compare(self, audit: Audit) -> tuple[Comparison, tuple[int, int, int]]:
+        """Compares one plain and one planned step; returns also what the planned one ran twice."""
+        whole = self.bench.batch
+        plain_result = self._plain_result()
+        noise = 0.0
+        if self._tiles:
+            noise = rounding_noise(plain_result, self._result(planned=False, times=NOISE_FACTOR))
+        before = (*execution_context.counters(), scan_bytes.num_evaluations())
+        planned_result = self._result(planned=True)
+        after = (*execution_context.counters(), scan_bytes.num_evaluations())
+        bound = rounding_bound(plain_result, audit.coarsest, noise) if self._tiles else 0.0
+        comparison = compare(plain_result, planned_result, bound=bound)
+        del planned_result
+        if not comparison.holds:
+            again = compare(plain_result, self._result(planned=False), bound=1.0)
+            if not again.is_exact:
+                self._notes.append(
+                    f"plain steps differ from each other by {again.max_gradient_error:.1e} (relative): kernels without "
+                    "a fixed order of summation, or randomness that cannot be set; under "
+                    "torch.use_deterministic_algorithms(True) more can be proved"
+                )
+                bound = rounding_bound(plain_result, audit.coarsest, again.max_gradient_error)
+                comparison = dataclasses.replace(comparison, plain_repeats=False, error_bound=bound)
+        self.bench.batch = whole
+        return comparison, (after[0] - before[0], after[1] - before[1], after[2] - before[2])
+
+    def _plain_result(self) -> StepResult:
+        """Returns a plain step's result, its gradients in host memory: on a part of the batch where no more fits."""
+        bench = self.bench
+        if self._plain_fits:
+            found = self._attempt(lambda: self._result(planned=False))
+            if found is not None:
+                return found
+        self._moves_plain = True
+        whole = _rows(bench.batch)
+        while True:
+            found = self._attempt(lambda: self._result(planned=False))
+            if found is not None:
+                break
+            smaller = _half(bench.batch)
+            if smaller is bench.batch:
+                raise MemoryError("the plain step does not fit, even with what it saves moved away")
+            bench.batch = smaller
+        kept = "a temporary file" if bench.device.type == "cpu" else "host memory"
+        note = f"the plain step does not fit: it was run with what it saves for backward in {kept}"
+        if _rows(bench.batch) != whole:
+            note += f", and values were compared on {_rows(bench.batch)} of {whole} examples"
+        self._notes.append(note)
+        return found
+
+    def _result(self, *, planned: bool, times: float | None = None) -> StepResult:
+        bench = self.bench
         bench.restore()
-        return measure_peak(bench.step, device=device, held_bytes=held)
+        aside = self._aside if self._moves_plain and not planned else None
+        with contextlib.nullcontext() if planned else plain(bench.model):
+            result = bench.step(take=True, times=times, aside=aside)
+        assert result is not None
+        return result if planned or times is not None else on_host(result)
 
-    baseline: int | None = None
-    whole = bench.batch
-    try:
-        with plain(bench.model):
-            baseline = metered()
-    except torch.OutOfMemoryError:
+    def _time(self, max_seconds: float) -> tuple[float, float]:
+        bench = self.bench
+
+        def runner(planned: bool) -> Callable[[], None]:
+            def run() -> None:
+                with contextlib.nullcontext() if planned else plain(bench.model):
+                    bench.step()
+                for parameter in bench.model.parameters():
+                    parameter.grad = None
+
+            return run
+
         bench.restore()
-        bench.batch = _half(bench.batch)
-        notes.append("the plain step does not fit: gradients were compared on half the batch")
-    plain_result = _result(bench, planned=False)
-    noise = rounding_noise(plain_result, _result(bench, planned=False, times=NOISE_FACTOR)) if tiled else 0.0
-    before = (*execution_context.counters(), scan_bytes.num_evaluations())
-    planned_result = _result(bench, planned=True)
-    after = (*execution_context.counters(), scan_bytes.num_evaluations())
-    comparison = compare(plain_result, planned_result, rounds_differently=tiled, noise=noise)
-    del plain_result, planned_result
-    bench.restore()
-    audit = Audit(bench.model)
-    with audit.running():
-        bench.step(take=True)
-    bench.batch = whole
-    moved = _moved_bytes(bench.model)
-    peak = metered()
-    counters = (after[0] - before[0], after[1] - before[1], after[2] - before[2])
-    return comparison, baseline, peak, counters, audit, _moved_bytes(bench.model) - moved
+        return time_ratio(runner(False), runner(True), device=bench.device, max_seconds=max_seconds)
 
 
 def _moved_bytes(model: nn.Module) -> int:
@@ -197,31 +377,14 @@ def _moved_bytes(model: nn.Module) -> int:
     return sum(s.offloading.moves.bytes_out for s in states.values() if s.offloading is not None)
 
 
-def _result(bench: StepBench, *, planned: bool, times: float | None = None) -> StepResult:
-    bench.restore()
-    with contextlib.nullcontext() if planned else plain(bench.model):
-        result = bench.step(take=True, times=times)
-    assert result is not None
-    return result
-
-
-def _time(bench: StepBench, max_seconds: float) -> tuple[float, float]:
-    def runner(planned: bool) -> Callable[[], None]:
-        def run() -> None:
-            with contextlib.nullcontext() if planned else plain(bench.model):
-                bench.step()
-            for parameter in bench.model.parameters():
-                parameter.grad = None
-
-        return run
-
-    bench.restore()
-    return time_ratio(runner(False), runner(True), device=bench.device, max_seconds=max_seconds)
+def _rows(batch: Any) -> int:
+    """Returns the largest first dimension of the batch's tensors."""
+    return max((t.shape[0] for t in iterate_tensors(batch) if t.dim() > 0), default=0)
 
 
 def _half(batch: Any) -> Any:
-    sizes = {t.shape[0] for t in iterate_tensors(batch) if t.dim() > 0}
-    full = max(sizes, default=0)
+    """Returns the first half of the batch; the batch itself if it cannot be halved."""
+    full = _rows(batch)
     if full < 2:
         return batch
     return map_tensors(lambda t: t[: full // 2] if t.dim() > 0 and t.shape[0] == full else t, batch)

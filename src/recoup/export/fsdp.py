@@ -18,13 +18,13 @@ def export_fsdp(plan: Plan) -> Export:
     """
     regions = regions_of(plan, target="an FSDP policy")
     missing = left_out(plan)
-    spans = [d for d in regions if d.span]
+    spans = [d for d in regions if len(d.paths) > 1]
     if spans:
         missing += (f"{len(spans)} regions go over several calls; here each call is one and keeps its own inputs",)
     buffers = sorted({name for d in regions for name in d.buffers})
     if buffers:
         missing += (f"a second run changes these buffers again: {', '.join(buffers[:4])}",)
-    paths = list(dict.fromkeys(path for d in regions for path in (d.path, *d.span)))
+    paths = list(dict.fromkeys(path for d in regions for path in d.paths))
     listed = pprint.pformat(paths, width=110)
     code = f'''{header(plan, what="An FSDP activation-checkpointing policy", sentences=missing)}
 import functools

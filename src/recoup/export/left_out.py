@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from recoup.errors import UsageError
-from recoup.ir.plan import Decision, Plan
+from recoup.ir.decision import Loop, Rederive, Region, Save, Scan, TileModule
+from recoup.ir.plan import Plan
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,13 +22,13 @@ class Export:
     left_out: tuple[str, ...]
 
 
-def regions_of(plan: Plan, *, target: str) -> tuple[Decision, ...]:
+def regions_of(plan: Plan, *, target: str) -> tuple[Region, ...]:
     """Returns the regions.
 
     Raises:
         UsageError: if there are none, or one holds for some calls of its module only.
     """
-    if not plan.regions and any(d.scan is not None for d in plan.decisions):
+    if not plan.regions and any(isinstance(d, Scan) for d in plan.decisions):
         raise UsageError(
             f"The plan recomputes steps of scans only, which {target} does not know. Apply it with "
             "`recoup.apply(model, plan)`, or give the scan its bytes: `scan(..., budget=...)`."
@@ -43,7 +44,7 @@ def regions_of(plan: Plan, *, target: str) -> tuple[Decision, ...]:
             f"The plan tells calls of `{numbered.path}` apart (call {numbered.call}), which {target} cannot. "
             "Apply it with `recoup.apply(model, plan)`."
         )
-    partly = next((d for d in plan.regions if d.calls is not None), None)
+    partly = next((d for d in plan.regions if isinstance(d, Loop) and d.calls is not None), None)
     if partly is not None:
         raise UsageError(
             f"The plan recomputes the first {partly.calls} calls of `{partly.path}` only, which {target} cannot. "
@@ -54,34 +55,34 @@ def regions_of(plan: Plan, *, target: str) -> tuple[Decision, ...]:
 
 def left_out(plan: Plan) -> tuple[str, ...]:
     """Returns what only recoup's engine can do of the plan."""
-    rederives = [d for d in plan.decisions if d.action == "rederive" or d.inside == "rederive"]
-    others = sorted({d.action for d in plan.decisions if d.tile_of == "loss"} - {"save", "rederive", "recompute"})
+    rederives = [d for d in plan.decisions if d.rederives]
+    others = sorted({d.verb for d in plan.decisions if not isinstance(d, Save | Rederive | Region | Scan | TileModule)})
     sentences = []
     if rederives:
         sentences.append(
             f"{len(rederives)} decisions rederive; PyTorch has no such action, so those tensors are saved and the peak "
             "is higher. A plan made with `--actions recompute` exports whole."
         )
-    keeping = [d for d in plan.decisions if d.keep]
+    keeping = [d for d in plan.regions if d.keep]
     if keeping:
         sentences.append(
             f"{len(keeping)} regions keep results ({', '.join(keeping[0].keep)}); here everything in them runs again"
         )
-    chunked = [d for d in plan.decisions if d.chunk]
+    chunked = [d for d in plan.regions if isinstance(d, Loop)]
     if chunked:
         sentences.append(
             f"`{chunked[0].path}` is recomputed {chunked[0].chunk} calls at a time; here each call is a region and "
             "keeps its own inputs"
         )
-    if any(d.is_region and d.offload for d in plan.decisions):
+    if any(d.offload for d in plan.regions):
         sentences.append("inputs of regions go to the host; here they stay on the device")
-    scans = [d for d in plan.decisions if d.scan is not None]
+    scans = [d for d in plan.decisions if isinstance(d, Scan)]
     if scans:
         sentences.append(
             f"bytes of {len(scans)} scans (`{scans[0].path}`) are left out: they run by their own schedules; give "
-            "`scan(..., budget=...)` the plan's `scan_bytes`"
+            "`scan(..., budget=...)` the plan's `budget_bytes`"
         )
-    tiled = [d for d in plan.decisions if d.tile_of == "module"]
+    tiled = [d for d in plan.decisions if isinstance(d, TileModule)]
     if tiled:
         sentences.append(
             f"{len(tiled)} modules over tiles (`{tiled[0].path}`); PyTorch has no such action, so they run whole"

@@ -21,21 +21,21 @@ def export_torch(plan: Plan) -> Export:
         UsageError: if the plan has no regions, tells calls of one module apart, or has a call in two regions.
     """
     regions = regions_of(plan, target="plain PyTorch")
-    covered = [path for d in regions for path in (d.path, *d.span)]
+    covered = [path for d in regions for path in d.paths]
     twice = next((path for path in covered if covered.count(path) > 1), None)
     if twice is not None:
         raise UsageError(
             f"`{twice}` is a call of two regions, one inside the other, which this export cannot write. Apply the plan "
             "with `recoup.apply(model, plan)`."
         )
-    has_spans = any(d.span for d in regions)
+    has_spans = any(len(d.paths) > 1 for d in regions)
     missing = left_out(plan)
     code = _template("plain_torch.py.txt")
     buffers = sorted({name for d in regions for name in d.buffers})
     parts = {
         "header": header(plan, what="Activation checkpointing", sentences=missing),
         "span_imports": _SPAN_IMPORTS if has_spans else "",
-        "regions": pprint.pformat([(d.path, *d.span) for d in regions], width=110),
+        "regions": pprint.pformat([d.paths for d in regions], width=110),
         "buffers": pprint.pformat(buffers, width=110),
         "forward": "part_of_region" if has_spans else "checkpointed",
         "span_code": _template("spans.py.txt") if has_spans else "",

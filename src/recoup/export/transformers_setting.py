@@ -21,8 +21,10 @@ def every_n_layers(plan: Plan) -> int:
     stacks, numbers = set(), []
     for decision in regions:
         match = _LAYER.match(decision.path)
-        if match is None or decision.span:
-            what = f"`{decision.path}` through `{decision.span[-1]}`" if decision.span else f"`{decision.path}`"
+        if match is None or len(decision.paths) > 1:
+            what = (
+                f"`{decision.path}` through `{decision.paths[-1]}`" if len(decision.paths) > 1 else f"`{decision.path}`"
+            )
             raise UsageError(
                 f"transformers recomputes whole layers one by one; this plan has the region {what}. Use --to torch."
             )

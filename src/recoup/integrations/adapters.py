@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from recoup.errors import UsageError
-from recoup.ir.plan import Decision
+from recoup.ir.decision import Recompute
 from recoup.runtime.apply import Applied, apply_decisions
 from recoup.runtime.recompute.region import Member, run_region
 
@@ -46,7 +46,7 @@ def checkpoint_wrapper(module: nn.Module, *, offload_to_cpu: bool = False) -> nn
             "checkpoint_wrapper(offload_to_cpu=True): region inputs stay on the device here. Run the forward in "
             "torch.autograd.graph.save_on_cpu(): inputs of regions are saved through it."
         )
-    apply_decisions(module, [Decision(path="", action="recompute")])
+    apply_decisions(module, [Recompute(path="")])
     return module
 
 
@@ -74,10 +74,10 @@ def recompute(
     layers = _layers(model)
     if recompute_granularity == "full":
         if recompute_method == "block":
-            chosen = [Decision(path=path, action="recompute") for path in layers[:recompute_num_layers]]
+            chosen = [Recompute(path=path) for path in layers[:recompute_num_layers]]
         else:
             groups = [layers[i : i + recompute_num_layers] for i in range(0, len(layers), recompute_num_layers)]
-            chosen = [Decision(path=g[0], action="recompute", span=tuple(g[1:])) for g in groups]
+            chosen = [Recompute(path=g[0], span=tuple(g[1:])) for g in groups]
         return apply_decisions(model, chosen)
     chosen = []
     for name in recompute_modules:
@@ -90,7 +90,7 @@ def recompute(
                 f"recompute_modules: no module of {type(model).__name__}'s layers is called {name!r}. Its layers "
                 f"have {', '.join(parts[:12])}."
             )
-        chosen += [Decision(path=path, action="recompute") for path in found]
+        chosen += [Recompute(path=path) for path in found]
     return apply_decisions(model, chosen)
 
 

@@ -8,7 +8,6 @@ values, but the collectives of FSDP would come in another order, and the job wou
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 
@@ -17,7 +16,8 @@ from torch import nn
 
 from recoup.cost.sharding import num_all_gathers
 from recoup.errors import PlanMismatch
-from recoup.ir.plan import Decision, Plan
+from recoup.ir.decision import Decision
+from recoup.ir.plan import Plan
 from recoup.runtime.apply import Applied, apply_decisions
 from recoup.runtime.conflicts import refuse_conflicts
 
@@ -26,7 +26,7 @@ _WRAPPERS = ("_fsdp_wrapped_module", "_orig_mod", "module")
 
 def plan_hash(plan: Plan) -> str:
     """Returns a short hash of what the plan does and for which model; predictions and notes do not count."""
-    decisions = [dataclasses.asdict(decision) for decision in plan.decisions]
+    decisions = [decision.to_json() for decision in plan.decisions]
     text = json.dumps([plan.fingerprint, decisions], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -132,16 +132,9 @@ def _paths_in(model: nn.Module) -> dict[str, str]:
 
 
 def _translate(decision: Decision, paths: dict[str, str], model: nn.Module) -> Decision:
-    missing = [path for path in (decision.path, *decision.span) if path not in paths]
+    missing = [path for path in decision.paths if path not in paths]
     if missing:
         raise PlanMismatch(
             f"The plan names `{missing[0]}`, which {type(model).__name__} does not have. Make a plan for this model."
         )
-    path = paths[decision.path]
-    buffers = tuple(_buffer(name, paths) for name in decision.buffers)
-    return dataclasses.replace(decision, path=path, span=tuple(paths[p] for p in decision.span), buffers=buffers)
-
-
-def _buffer(name: str, paths: dict[str, str]) -> str:
-    owner, _, leaf = name.rpartition(".")
-    return f"{paths[owner]}.{leaf}" if owner else name
+    return decision.renamed(paths)

@@ -31,7 +31,8 @@ from recoup.capture.step import Loss
 from recoup.errors import InfeasibleBudget, UsageError
 from recoup.integrations.distributed import unwrap
 from recoup.integrations.watch import Guard
-from recoup.ir.plan import Decision, Plan
+from recoup.ir.decision import Save
+from recoup.ir.plan import Plan
 from recoup.runtime.apply import Settings, apply_decisions, find_patches
 from recoup.runtime.conflicts import refuse_conflicts
 from recoup.runtime.patch import PatchedForward, repatch, unpatch
@@ -274,6 +275,6 @@ def apply_shapes(
         applied.remove()
     plans = ShapePlans(ordered, chosen, loss=loss, optimizer=optimizer)
     paths = dict.fromkeys(["", *(path for settings in chosen for path in settings)])
-    apply_decisions(core, [Decision(path=path, action="save") for path in paths])
+    apply_decisions(core, [Save(path=path) for path in paths])
     plans._install(core)
     return plans

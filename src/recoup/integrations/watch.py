@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from recoup import api
+from recoup._allocation import is_allocation_failure
 from recoup._pytree import iterate_tensors, map_tensors
 from recoup.analysis.profile import make_profile
 from recoup.capture.capture import StepSpec, capture
@@ -27,8 +28,6 @@ from recoup.errors import BatchTooLarge, InfeasibleBudget, RecoupError, StepOutO
 from recoup.integrations.distributed import unwrap
 from recoup.runtime.apply import find_patches, plain
 from recoup.units import format_bytes, parse_bytes
-
-_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
 
 
 @contextlib.contextmanager
@@ -50,19 +49,13 @@ def watch(
     hook = model.register_forward_pre_hook(guard.before_forward, with_kwargs=True, prepend=True)
     try:
         yield
-    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        if isinstance(error, RecoupError) or not _is_out_of_memory(error):
+    except (MemoryError, RuntimeError, OSError) as error:
+        if isinstance(error, RecoupError) or not is_allocation_failure(error):
             raise
         hook.remove()
         raise StepOutOfMemory(guard.explain()) from error
     finally:
         hook.remove()
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return any(text in str(error) for text in _OUT_OF_MEMORY)
 
 
 class Guard:

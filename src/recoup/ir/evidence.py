@@ -29,6 +29,8 @@ class Evidence:
             norm of all gradients where that is more). loss_error: relative difference of the loss.
         num_scan_evaluations: step evaluations of scans whose bytes the plan decides, in the planned step that was
             compared. predicted_scan_evaluations: what the plan said.
+        regions_diverged: paths of regions whose second forward gave other values. plain_repeats: whether plain steps
+            gave the same bits twice, which is asked only where something differed.
         offloaded_bytes: moved to the host by the metered step. predicted_offloaded_bytes: what the plan said.
     """
 
@@ -57,6 +59,8 @@ class Evidence:
     predicted_offloaded_bytes: int = 0
     num_scan_evaluations: int = 0
     predicted_scan_evaluations: int = 0
+    regions_diverged: tuple[str, ...] = ()
+    plain_repeats: bool = True
 
     @property
     def exactness(self) -> str:

@@ -18,6 +18,12 @@ def group_labels(items: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
     return grouped
 
 
+def paths_around(path: str) -> list[str]:
+    """Returns a dotted path and those of the modules around it, the outermost first, without the model's own."""
+    parts = path.split(".")
+    return [".".join(parts[: i + 1]) for i in range(len(parts))]
+
+
 def without_numbers(path: str) -> str:
     """Returns a dotted path with its layer numbers as stars: those of equal layers are one."""
     return _NUMBER.sub(".*", path)

@@ -111,4 +111,4 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """Returns plain JSON data."""
-        return dataclasses.asdict(self)
+        return {**dataclasses.asdict(self), "plan": self.plan.to_json() if self.plan is not None else None}

@@ -7,7 +7,8 @@ import types
 import typing
 from typing import Any
 
-from recoup.ir.plan import SCHEMA, Decision, Plan, Prediction
+from recoup.ir.decision import DECISIONS, Decision, OpMark
+from recoup.ir.plan import SCHEMA, Plan, Prediction
 
 _SIMPLE = {str: "string", int: "integer", float: "number", bool: "boolean"}
 
@@ -22,8 +23,20 @@ def plan_schema() -> dict[str, Any]:
         "title": "A recoup plan",
         "description": "Which action each call of a training step gets. Sizes are bytes, times are seconds.",
         **plan,
-        "$defs": {"Decision": _of_class(Decision), "Prediction": _of_class(Prediction)},
+        "$defs": {
+            "Decision": {"anyOf": [{"$ref": f"#/$defs/{kind.__name__}"} for kind in DECISIONS]},
+            **{kind.__name__: _of_decision(kind) for kind in DECISIONS},
+            "OpMark": _of_class(OpMark),
+            "Prediction": _of_class(Prediction),
+        },
     }
+
+
+def _of_decision(kind: type[Decision]) -> dict[str, Any]:
+    found = _of_class(kind)
+    found["properties"] = {"action": {"const": kind.action}, **found["properties"]}
+    found["required"] = ["action", *found["required"]]
+    return found
 
 
 def _of_class(kind: type[Any]) -> dict[str, Any]:

@@ -98,6 +98,7 @@ class Call:
         replay_stop_op: a replay runs ops [first_op, replay_stop_op): then the last thing that autograd keeps is there;
             -1 if it keeps nothing.
         refusal: why no region may begin with it ("" if one can).
+        runs_once: it is in no region and in no tile, whoever begins them: what it does must not happen twice.
         chained: its only tensor input that needs a gradient is exactly the previous sibling's whole output.
     """
 
@@ -117,6 +118,7 @@ class Call:
     mutated_buffers: tuple[str, ...]
     draws_random: bool
     chained: bool
+    runs_once: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,6 +149,7 @@ class Trace:
         rederive_links: (op, storages): the op saves a tensor that will be rebuilt from what these storages keep.
         num_rederived: saved tensors that will be rebuilt, those of replays included.
         copies: what offload moves, in order.
+        notes: sentences for people about what was estimated.
     """
 
     source: Literal["fake", "real"]
@@ -163,6 +166,7 @@ class Trace:
     rederive_links: tuple[tuple[int, tuple[int, ...]], ...] = ()
     num_rederived: int = 0
     copies: tuple[Copy, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def levels(self, workspace_bytes: tuple[int, ...] | None = None) -> list[int]:
         """Returns the bytes alive during each op, hidden workspace of the op included when given."""

@@ -21,7 +21,8 @@ from recoup.capture.capture import StepSpec
 from recoup.cost.host_link import Link
 from recoup.cost.model import CostModel, PricedTrace
 from recoup.errors import InfeasibleBudget, UsageError
-from recoup.ir.plan import Decision, Inside, Plan
+from recoup.ir.decision import Ambient, Decision, Offload, Recompute, Save, TileModule
+from recoup.ir.plan import Plan
 from recoup.ir.trace import Trace
 from recoup.planner.prediction import write_plan
 from recoup.planner.simulator import EVERYWHERE, Candidate, Simulator
@@ -46,7 +47,7 @@ from recoup.solver.decisions import to_decisions
 from recoup.solver.frontier import Solution, Solver
 from recoup.solver.loops import find_loop
 from recoup.solver.problem import Block, Leaf, Problem
-from recoup.solver.scans import names, split_scans, under, with_scans
+from recoup.solver.scans import split_scans, under, with_scans
 from recoup.solver.tiles import sets_to_try
 from recoup.units import format_bytes, parse_budget
 
@@ -60,7 +61,6 @@ _NUM_BY_HAND = 4
 _NUM_MOVED = 2  # plans whose scans are moved to a budget
 _FASTER_BY = 0.01
 _SAME_TIME = 0.01  # two plans closer than this are equally fast
-_EQUAL_BITS_ARE_WORTH = 0.2  # of a step's time: a plan that rounds differently must be faster by more
 _HOPEFUL = 1.04  # how far over the budget a plan may be by the solver's reckoning and still be simulated
 _WORTH_ANOTHER_TRY = 0.985
 _WORTH_SMALLER_TILES = 0.995
@@ -72,14 +72,23 @@ class Planner(Simulator):
     """Plans for one step on one device.
 
     Attributes:
+        prefers_equal_bits: no actions were asked for: something is tiled only where no plan with equal bits fits.
         loop: plans for its loop over time, if it has one. scans: plans for its scans, if it has some that were given
             no schedule. tiled: its head, if that can be tiled. tiled_modules: those
             that can be, if they may.
     """
 
     def __init__(
-        self, spec: StepSpec, *, cost: CostModel, actions: Sequence[str], fixed_bytes: int = 0, spans: bool = True
+        self,
+        spec: StepSpec,
+        *,
+        cost: CostModel,
+        actions: Sequence[str] | None,
+        fixed_bytes: int = 0,
+        spans: bool = True,
     ) -> None:
+        self.prefers_equal_bits = actions is None
+        actions = ACTIONS if actions is None else actions
         link: Link | None = None
         if "offload" in actions:
             device = next((p.device for p in spec.model.parameters() if p.device.type != "meta"), torch.device("cpu"))
@@ -97,6 +106,7 @@ class Planner(Simulator):
         self.tiled: TiledHead | None = None
         self.tiled_modules: TiledModules | None = None
         self._saves_only: list[Solver] = []  # views without rederive
+        self._looked_for_tiles = False
         self._tiles: dict[int, tuple[Decision, ...]] = {}  # of the views in which something is tiled, by identity
         self.tiled_solvers: list[Solver] = []
         self.moving_solvers: list[Solver] = []
@@ -105,16 +115,15 @@ class Planner(Simulator):
             return  # `LoopPlans` finds the plans; the views are made only if somebody asks
         _ = self.solvers
         self.moving_solvers = self._moving_views(self.problem, spans)
-        if self.trace.source == "fake":
-            if "tile" in self.actions:
-                self._find_tiled_head(spans)
-            if "tile-modules" in self.actions:
-                self._find_tiled_modules(spans)
+        if not self.prefers_equal_bits:
+            self._find_tiles()
 
     @functools.cached_property
     def solvers(self) -> list[Solver]:
         """What chooses decisions for single calls and spans, one for each view of the step."""
-        variants = {"save": self.priced if self.scans is None else self.scans.taped_step(())}
+        variants: dict[Ambient, PricedTrace] = {
+            "save": self.priced if self.scans is None else self.scans.taped_step(())
+        }
         if "rederive" in self.actions:
             progress.advance("capturing the step with everything rederived")
             variants["rederive"] = self._captured(EVERYWHERE)
@@ -134,13 +143,24 @@ class Planner(Simulator):
         self.seen[chosen] = self.candidate(chosen, priced)
         return priced
 
-    def _build(self, variants: dict[str, PricedTrace], *, spans: bool, rebuilds_inputs: bool = True) -> Problem:
+    def _build(self, variants: dict[Ambient, PricedTrace], *, spans: bool, rebuilds_inputs: bool = True) -> Problem:
         """Returns the problem; calls that run scans save, unless their tapes are smaller where they rederive."""
         ladders = self.scans.ladders if self.scans is not None else ()
         problem = build_problem(variants, spans=spans, rebuilds_inputs=rebuilds_inputs, ladders=ladders)
         if self.scans is None or (self.scans.derives and not rebuilds_inputs):
             return problem
         return under(problem, ladders, "rederive" if self.scans.derives else "save")
+
+    def _find_tiles(self) -> None:
+        """Adds the views in which something is tiled, once."""
+        if self._looked_for_tiles:
+            return
+        self._looked_for_tiles = True
+        if self.trace.source == "fake":
+            if "tile" in self.actions:
+                self._find_tiled_head(self._spans)
+            if "tile-modules" in self.actions:
+                self._find_tiled_modules(self._spans)
 
     def _find_tiled_head(self, spans: bool) -> None:
         """Adds views of the step with its head tiled, if it has one that can be."""
@@ -171,7 +191,7 @@ class Planner(Simulator):
             trace: of that step, if it was captured already.
         """
         if trace is None or self.scans is not None:
-            variants = {"save": self._captured(tiles)}
+            variants: dict[Ambient, PricedTrace] = {"save": self._captured(tiles)}
         else:
             variants = {"save": self.cost.price(trace)}
             self.seen[tiles] = self.candidate(tiles, variants["save"])
@@ -194,7 +214,7 @@ class Planner(Simulator):
             return []
         return [Solver(p, actions=self.actions, spans=spans) for p in problems_with_offload(problem, self.link)]
 
-    def _views(self, problem: Problem, variants: dict[str, PricedTrace], spans: bool) -> list[Solver]:
+    def _views(self, problem: Problem, variants: dict[Ambient, PricedTrace], spans: bool) -> list[Solver]:
         """Returns solvers for several views of the problem; the simulation decides between their answers.
 
         Mixing actions freely is the richest view, and the one where what one decision drops may be what another
@@ -213,25 +233,23 @@ class Planner(Simulator):
         return views
 
     def _solver(self, problem: Problem, actions: Sequence[str], spans: bool) -> Solver:
-        """Returns a solver, to which scans may take less than all their steps taped."""
-        ladders = self.scans.ladders if self.scans is not None else ()
-        return Solver(problem, actions=(*actions, *names(ladders)), spans=spans)
+        return Solver(problem, actions=actions, spans=spans)
 
     # -- choosing -----------------------------------------------------------------------------------------------
 
     def decide(self, solver: Solver, solution: Solution) -> tuple[Decision, ...]:
         """Returns a solution's decisions, ready for the engine: one for every call where there is only one."""
-        chosen = []
+        chosen: list[Decision] = []
         for decision in to_decisions(solver.line, solution.choice):
-            buffers: tuple[str, ...] = ()
-            if decision.action == "recompute":
-                paths = {decision.path, *decision.span}
-                buffers = tuple(b for p in paths for b in self.mutated_buffers.get(p, ()))
             call = None if self.num_calls.get(decision.path, 1) == 1 else decision.call
-            chosen.append(dataclasses.replace(decision, call=call, buffers=tuple(sorted(buffers))))
+            if isinstance(decision, Recompute):
+                buffers = tuple(sorted({b for p in decision.paths for b in self.mutated_buffers.get(p, ())}))
+                chosen.append(dataclasses.replace(decision, call=call, buffers=buffers))
+            else:
+                chosen.append(dataclasses.replace(decision, call=call))
         saves_only = any(solver is view for view in (self.solvers[-1], *self._saves_only))
         if "rederive" in self.actions and chosen and chosen[0].path and not saves_only:
-            chosen.insert(0, Decision(path="", action="save"))  # lineage is recorded: regions' inputs use it
+            chosen.insert(0, Save(path=""))  # lineage is recorded: regions' inputs use it
         if self.scans is not None:
             chosen += self.scans.decide(solution.choice)
         return with_tiles(chosen, self._tiles.get(id(solver), ()))
@@ -242,6 +260,14 @@ class Planner(Simulator):
             self.loop.shrink()
             if self.loop.rules:
                 return self._least()
+        self._find_tiles()
+        self._shrink()
+        while self._has_smaller_tiles(self._least()):  # as long as they lower the peak
+            pass
+        return self._least()
+
+    def _shrink(self) -> None:
+        """Simulates the leanest plan of each view there is, and of those by hand."""
         for solver in (*self.solvers, *self.moving_solvers, *self.tiled_solvers, *self.tiled_moving_solvers):
             self.simulate(self.decide(solver, solver.leanest()))
         for chosen in self._by_hand():
@@ -249,9 +275,6 @@ class Planner(Simulator):
             self.simulate(chosen)
             for tiles in dict.fromkeys(self._tiles.values()):
                 self.simulate(with_tiles(chosen, tiles))
-        while self._has_smaller_tiles(self._least()):  # as long as they lower the peak
-            pass
-        return self._least()
 
     def _has_smaller_tiles(self, least: Candidate) -> bool:
         """Simulates a plan with tiles of half the size, the loss's and the modules'; whether one of them is leaner."""
@@ -276,7 +299,7 @@ class Planner(Simulator):
         trace = self._calls_trace
         kinds: dict[str, list[int]] = {}
         for index, call in enumerate(trace.calls):
-            if call.path and not call.refusal and call.replay_stop_op >= 0 and call.children:
+            if call.path and not call.refusal and not call.runs_once and call.replay_stop_op >= 0 and call.children:
                 kinds.setdefault(call.kind, []).append(index)
         saved = dict.fromkeys(kinds, 0)
         for kind, members in kinds.items():
@@ -288,12 +311,12 @@ class Planner(Simulator):
         for kind in sorted(repeated, key=lambda k: -saved[k])[:_KINDS_BY_HAND]:
             paths = dict.fromkeys(trace.calls[i].path for i in kinds[kind])
             for ambient in ambients:
-                inside: Inside = "rederive" if ambient else "save"
-                regions = ambient + tuple(Decision(path=p, action="recompute", inside=inside) for p in paths)
+                inside: Ambient = "rederive" if ambient else "save"
+                regions = ambient + tuple(Recompute(path=p, inside=inside) for p in paths)
                 yield regions
                 if self.link is not None:
                     yield with_inputs_offloaded(regions)
-                    yield ambient + tuple(Decision(path=p, action="offload", inside=inside) for p in paths)
+                    yield ambient + tuple(Offload(path=p, inside=inside) for p in paths)
 
     def fit(self, budget_bytes: int) -> Candidate | None:
         """Returns the fastest plan found whose simulated peak is at or under the budget, None if there is none."""
@@ -314,24 +337,30 @@ class Planner(Simulator):
         began = time.process_time()
         for solver in self.moving_solvers:
             self._search(solver, budget_bytes, until=began + _MOVING_SECONDS)
-        exact = min((c.step_seconds for c in self._fitting(budget_bytes) if not is_tiled(c.decisions)), default=None)
-        if exact is None or exact > self.plain.step_seconds * (1 + _EQUAL_BITS_ARE_WORTH):
-            for tiles in dict.fromkeys(self._tiles.values()):
-                began = time.process_time()
-                for solver in self._with(tiles, self.tiled_solvers):
-                    self._search(solver, budget_bytes, until=began + _SEARCH_SECONDS)
-                began = time.process_time()
-                for solver in self._with(tiles, self.tiled_moving_solvers):
-                    self._search(solver, budget_bytes, until=began + _MOVING_SECONDS)
-                self._drop_tiles(tiles, budget_bytes)
+        if not self.prefers_equal_bits:
+            self._search_tiled(budget_bytes)
         self._try_by_hand(budget_bytes)
         if self.scans is not None:
             self._move_scans(budget_bytes)
-        fitting = self._fitting(budget_bytes)
-        if not fitting:
+        if self.prefers_equal_bits and not self._fitting(budget_bytes):
+            self._shrink()
+            if not self._fitting(budget_bytes):
+                self._find_tiles()
+                self._search_tiled(budget_bytes)
+        if not self._fitting(budget_bytes):
             self.smallest()
-            fitting = self._fitting(budget_bytes)
-        return self._fastest(budget_bytes) if fitting else None
+        return self._fastest(budget_bytes)
+
+    def _search_tiled(self, budget_bytes: int) -> None:
+        """Searches the views in which something is tiled."""
+        for tiles in dict.fromkeys(self._tiles.values()):
+            began = time.process_time()
+            for solver in self._with(tiles, self.tiled_solvers):
+                self._search(solver, budget_bytes, until=began + _SEARCH_SECONDS)
+            began = time.process_time()
+            for solver in self._with(tiles, self.tiled_moving_solvers):
+                self._search(solver, budget_bytes, until=began + _MOVING_SECONDS)
+            self._drop_tiles(tiles, budget_bytes)
 
     def _move_scans(self, budget_bytes: int) -> None:
         """Simulates the plans that look fastest once their scans take just what is left for them."""
@@ -354,11 +383,9 @@ class Planner(Simulator):
         fitting = self._fitting(budget_bytes)
         if not fitting:
             return None
+        if self.prefers_equal_bits:
+            fitting = [c for c in fitting if not is_tiled(c.decisions)] or fitting
         fastest = min(c.step_seconds for c in fitting)
-        exact_ones = [c for c in fitting if not is_tiled(c.decisions)]
-        exact = min((c.step_seconds for c in exact_ones), default=float("inf"))
-        if exact <= max(fastest, self.plain.step_seconds) * (1 + _EQUAL_BITS_ARE_WORTH):
-            fitting, fastest = exact_ones, exact
         # Within what timing can tell apart, the one that runs the least twice.
         equal = [c for c in fitting if c.step_seconds <= fastest * (1 + _SAME_TIME)]
         best = min(equal, key=lambda c: (c.recomputed_flops, c.step_seconds, len(c.decisions), c.peak_bytes))
@@ -369,7 +396,7 @@ class Planner(Simulator):
     def _drop_tiles(self, tiles: tuple[Decision, ...], budget_bytes: int) -> None:
         """Simulates the fastest plan with these tiles, and everything rederived, with fewer modules tiled."""
         fitting = [c for c in self._fitting(budget_bytes) if c.decisions[-len(tiles) :] == tiles]
-        if not fitting or all(d.tile_of == "loss" for d in tiles):
+        if not fitting or not any(isinstance(d, TileModule) for d in tiles):
             return
         starts = [min(fitting, key=lambda c: c.step_seconds)]
         starts += [c for c in fitting if c.decisions == (*EVERYWHERE, *tiles) and c is not starts[0]]
@@ -378,7 +405,7 @@ class Planner(Simulator):
 
     def _with_fewer_tiles(self, candidate: Candidate, budget_bytes: int) -> None:
         """Simulates a plan with as few modules tiled as the budget needs, those that backward comes to first."""
-        tiles = [d for d in candidate.decisions if d.tile_of == "module"]
+        tiles = [d for d in candidate.decisions if isinstance(d, TileModule)]
         fewest, most = 0, len(tiles)
         while fewest < most:
             kept = (fewest + most) // 2
@@ -502,12 +529,14 @@ def _seconds_of_tiles(problem: Problem) -> float:
     return sum(seconds(p) for p in problem.parts)
 
 
-def check_actions(actions: Any) -> tuple[str, ...]:
-    """Returns the actions as a tuple.
+def check_actions(actions: Any) -> tuple[str, ...] | None:
+    """Returns the actions as a tuple, None where none were asked for.
 
     Raises:
         UsageError: if one is not known.
     """
+    if actions is None:
+        return None
     chosen = (actions,) if isinstance(actions, str) else tuple(actions)
     for action in chosen:
         if action not in (*ACTIONS, *OPT_IN_ACTIONS):

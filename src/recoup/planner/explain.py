@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from recoup import progress
+from recoup.ir.decision import Decision, Save, describe_decisions, kinds
 from recoup.ir.explanation import Explanation, Price, Trade
-from recoup.ir.plan import Decision
 from recoup.planner.driver import Planner
 from recoup.planner.simulator import Candidate
-from recoup.report.words import describe_decisions, kinds
 
 _MOST_KINDS = 8
-_RECORDED = Decision(path="", action="save")
+_RECORDED = Save(path="")
 
 
 def explain(planner: Planner, candidate: Candidate, *, budget_bytes: int, step_bytes: int | None = None) -> Explanation:

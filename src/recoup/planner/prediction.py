@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from recoup.ir.decision import Tile, TileModule
 from recoup.ir.plan import Plan, Prediction
 from recoup.planner.simulator import EVERYWHERE, Candidate, Simulator
 from recoup.planner.strategies.tile import is_tiled
-from recoup.runtime.apply import caching_paths
+from recoup.runtime.kv_cache import caching_paths
 from recoup.units import format_bytes
 
 
@@ -44,8 +45,8 @@ def write_plan(
     from recoup import __version__
 
     modules = dict(simulator.spec.model.named_modules(remove_duplicate=False))
-    paths = dict.fromkeys(p for d in candidate.decisions for p in (d.path, *d.span))
-    notes = []
+    paths = dict.fromkeys(p for d in candidate.decisions for p in d.paths)
+    notes = list(simulator.trace.notes)
     if simulator.trace.source == "real":
         notes.append(f"captured from a real step: {simulator.trace.reason}")
     if "no loss was given" in simulator.trace.grad_mode_default_loss:
@@ -80,7 +81,7 @@ def _tile_notes(simulator: Simulator, candidate: Candidate) -> list[str]:
     """Returns what each action gives by itself, and what tiles cost in exactness."""
     if not is_tiled(candidate.decisions):
         return []
-    tile = tuple(d for d in candidate.decisions if d.action == "tile")
+    tile = tuple(d for d in candidate.decisions if isinstance(d, Tile))
     found = []
     if tile in simulator.seen:
         found.append(f"tile alone peaks at {format_bytes(simulator.seen[tile].peak_bytes)}")
@@ -94,7 +95,7 @@ def _tile_notes(simulator: Simulator, candidate: Candidate) -> list[str]:
     if regions and alone:
         alone += f"; {regions} regions recomputed give the rest, {format_bytes(candidate.peak_bytes)}"
     notes = [f"{alone} (plain {format_bytes(simulator.plain.peak_bytes)})"] if alone else []
-    modules = sum(d.tile_of == "module" for d in tile)
+    modules = sum(isinstance(d, TileModule) for d in tile)
     if modules:
         what = "1 module runs" if modules == 1 else f"{modules} modules run"
         notes.append(f"{what} over tiles: a forward again in backward, a tile at a time")

@@ -12,14 +12,14 @@ from recoup.capture.capture import StepSpec, capture
 from recoup.cost.host_link import Link, with_copies
 from recoup.cost.host_overhead import host_seconds
 from recoup.cost.model import CostModel, PricedTrace
+from recoup.ir.decision import Decision, Rederive
 from recoup.ir.labels import group_labels
-from recoup.ir.plan import Decision
 from recoup.ir.trace import Trace
 from recoup.runtime import scan_bytes
 from recoup.runtime.apply import apply_decisions
 from recoup.runtime.recompute.rng_state import statistics_buffers
 
-EVERYWHERE = (Decision(path="", action="rederive"),)
+EVERYWHERE = (Rederive(path=""),)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

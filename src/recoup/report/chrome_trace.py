@@ -13,7 +13,7 @@ import numpy as np
 
 from recoup.analysis.timeline import CATEGORIES, category_levels, op_phase
 from recoup.cost.model import PricedTrace
-from recoup.ir.plan import Decision
+from recoup.ir.decision import Decision, Region
 
 _LANES = {"forward": 1, "loss": 1, "replay": 2, "backward": 3, "optimizer": 4, "regions": 5}
 _MAX_COUNTERS = 4000
@@ -87,17 +87,17 @@ def _regions(priced: PricedTrace, decisions: Sequence[Decision], slice_of: Any) 
     """Yields the forwards of the plan's outermost regions, spans as one."""
     calls = priced.trace.calls
     covered = -1
-    by_path = {d.path: d for d in decisions if d.is_region}
+    by_path = {d.path: d for d in decisions if isinstance(d, Region)}
     for i, call in enumerate(calls):
         decision = by_path.get(call.path)
         if decision is None or decision.call not in (None, call.index) or call.first_op < covered:
             continue
         last = call.last_op
-        span = [c for c in calls[i + 1 :] if c.path in decision.span and c.index == call.index]
+        span = [c for c in calls[i + 1 :] if c.path in decision.paths[1:] and c.index == call.index]
         last = max([last, *(c.last_op for c in span)])
         if last > call.first_op:
             covered = last
-            title = f"recompute {call.path}" + (f" through {decision.span[-1]}" if decision.span else "")
+            title = f"recompute {call.path}" + (f" through {decision.paths[-1]}" if len(decision.paths) > 1 else "")
             yield slice_of(_LANES["regions"], title, call.first_op, last, inside=decision.inside)
 
 

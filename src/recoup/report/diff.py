@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from recoup.ir.plan import Decision, Plan
-from recoup.report.words import ranges, shape_of
+from recoup.ir.decision import Decision
+from recoup.ir.decision.paths import ranges, shape_of
+from recoup.ir.plan import Plan
 from recoup.units import format_bytes, format_flops, format_seconds
 
 _REPLAY = " in the replay of "
@@ -30,7 +31,7 @@ def diff_plans(a: Plan, b: Plan) -> dict[str, Any]:
     figures["phase of the peak"] = (first.phase, second.phase)
     figures["regions"] = (len(a.regions), len(b.regions))
     keys = dict.fromkeys([_key(d) for d in a.decisions] + [_key(d) for d in b.decisions])
-    keys.update(dict.fromkeys((p, d.call) for plan in (a, b) for d in plan.decisions for p in d.span))
+    keys.update(dict.fromkeys((p, d.call) for plan in (a, b) for d in plan.decisions for p in d.paths[1:]))
     changes: dict[str, list[str]] = {}
     for path, call in keys:
         before, after = action_at(a, path, call), action_at(b, path, call)
@@ -52,20 +53,8 @@ def _key(decision: Decision) -> tuple[str, int | None]:
 def action_at(plan: Plan, path: str, call: int | None) -> str:
     """Returns what `plan` does at a path, in words; inherited where no decision names it."""
     own = [d for d in plan.decisions if d.path == path and d.call in (None, call)]
-    words = []
-    for decision in own:
-        if decision.scan is not None:
-            words.append(f"scan {decision.scan} in {format_bytes(decision.scan_bytes or 0)}")
-        elif decision.action == "recompute":
-            through = f" through {decision.span[-1]}" if decision.span else ""
-            how = " (rederiving inside)" if decision.inside == "rederive" else ""
-            how += f", keeping {', '.join(decision.keep)}" if decision.keep else ""
-            how += f", {decision.chunk} calls at a time" if decision.chunk else ""
-            how += ", inputs offloaded" if decision.offload else ""
-            words.append(f"recompute{through}{how}")
-        else:
-            words.append(decision.action)
-    joined = next((d for d in plan.decisions if path in d.span), None)
+    words = [decision.words() for decision in own]
+    joined = next((d for d in plan.decisions if path in d.paths[1:]), None)
     if joined is not None:
         words.append(f"recompute with {joined.path}")
     if words:
@@ -74,9 +63,10 @@ def action_at(plan: Plan, path: str, call: int | None) -> str:
     while parent:
         parent = parent.rpartition(".")[0]
         for decision in plan.decisions:
-            if decision.path == parent and decision.scan is None:
-                inherited = decision.inside if decision.action == "recompute" else decision.action
-                return f"{inherited}{_REPLAY}{parent}" if decision.action == "recompute" else inherited
+            if decision.path == parent and decision.below is not None:
+                if decision.is_region:
+                    return f"{decision.below}{_REPLAY}{parent}"
+                return decision.verb
     return "save"
 
 

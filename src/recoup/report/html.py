@@ -9,11 +9,11 @@ from typing import Any
 
 import jinja2
 
+from recoup.ir.decision import describe_decisions
 from recoup.ir.report import ModuleRow, Report, Timeline
 from recoup.report.advice import advise
 from recoup.report.frontier_chart import draw_frontier
 from recoup.report.timeline_chart import draw_timeline
-from recoup.report.words import describe
 from recoup.units import format_bytes, format_flops, format_seconds
 
 CATEGORY_NAMES = {
@@ -53,7 +53,7 @@ def format_html(report: Report) -> str:
             cards=_cards(report),
             verdict=_verdict(report),
             evidence=_evidence(report),
-            words=describe(report.plan) if report.plan is not None else [],
+            words=describe_decisions(report.plan.decisions) if report.plan is not None else [],
             figures=_figures(report),
             advice=advise(report.profile) if report.profile is not None else [],
             rows=rows,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
+from recoup.ir.decision import describe_decisions
 from recoup.ir.evidence import Evidence
 from recoup.ir.plan import Plan
 from recoup.ir.profile import FrontierPoint, Profile
 from recoup.report.advice import advise
-from recoup.report.words import describe
 from recoup.units import format_bytes, format_flops, format_seconds
 
 _WIDTH = 100
@@ -74,7 +74,8 @@ def format_plan(plan: Plan) -> str:
         rows.append(("all-gathers", f"{predicted.num_all_gathers} a step on each rank, as without a plan"))
     head = f"Plan for {plan.model_class} on {plan.device}"
     does = "\n".join(
-        textwrap.fill(line, _WIDTH, initial_indent="  - ", subsequent_indent="    ") for line in describe(plan)
+        textwrap.fill(line, _WIDTH, initial_indent="  - ", subsequent_indent="    ")
+        for line in describe_decisions(plan.decisions)
     )
     notes = "".join("\n" + textwrap.fill(f"note: {note}", _WIDTH, subsequent_indent="      ") for note in plan.notes)
     return f"{head}\n{_rows(rows)}\n{does}{notes}"
@@ -83,19 +84,38 @@ def format_plan(plan: Plan) -> str:
 def _exactness(evidence: Evidence) -> str:
     if evidence.gradients_equal:
         return "bit-equal to plain, every one"
-    if evidence.error_bound and evidence.max_gradient_error <= evidence.error_bound:
+    if evidence.max_gradient_error <= evidence.error_bound:
+        why = "tiles sum in another order" if evidence.plain_repeats else "plain steps differ by as much"
         return (
-            f"equal to plain up to rounding: largest relative error {evidence.max_gradient_error:.1e}, the bound with "
-            f"tiles is {evidence.error_bound:.1e}"
+            f"equal to plain within rounding ({why}): largest relative error {evidence.max_gradient_error:.1e}, "
+            f"bound {evidence.error_bound:.1e}"
         )
     return f"DIFFER: largest relative error {evidence.max_gradient_error:.2e}"
+
+
+def verdict(evidence: Evidence) -> str:
+    """Returns the last line: whether everything that was promised held, and which promise that was."""
+    if not evidence.ok:
+        why = next(iter(evidence.differences), "")
+        if not evidence.within_budget:
+            why = f"{format_bytes(evidence.peak_bytes)} is over the budget"
+        elif evidence.exact:
+            why = "the step did not do what the plan said"
+        return f"FAILED: {why}" if why else "FAILED: see above"
+    if evidence.gradients_equal and evidence.loss_equal:
+        return "ok: within the budget, and exact"
+    error = max(evidence.max_gradient_error, evidence.loss_error)
+    return (
+        f"ok: within the budget, and equal within rounding (largest relative error {error:.1e}, bound "
+        f"{evidence.error_bound:.1e})"
+    )
 
 
 def _loss(evidence: Evidence) -> str:
     if evidence.loss_equal:
         return "bit-equal"
     held = evidence.loss_error <= evidence.error_bound
-    return f"equal up to rounding: relative error {evidence.loss_error:.1e}" if held else "DIFFERS"
+    return f"equal within rounding: relative error {evidence.loss_error:.1e}" if held else "DIFFERS"
 
 
 def format_evidence(evidence: Evidence) -> str:
@@ -153,16 +173,15 @@ def _evidence_notes(evidence: Evidence) -> str:
 def format_fit(plan: Plan, evidence: Evidence) -> str:
     """Returns the table a person reads at a glance: the plan in words, the evidence, the verdict."""
     does = "\n".join(
-        textwrap.fill(line, _WIDTH, initial_indent="  - ", subsequent_indent="    ") for line in describe(plan)
+        textwrap.fill(line, _WIDTH, initial_indent="  - ", subsequent_indent="    ")
+        for line in describe_decisions(plan.decisions)
     )
-    exact = "exact" if evidence.gradients_equal else "equal up to rounding"
-    verdict = f"ok: within the budget, and {exact}" if evidence.ok else "FAILED: see above"
     notes = "".join(
         "\n" + textwrap.fill(f"  note: {note}", _WIDTH, subsequent_indent="        ") for note in plan.notes
     )
     return (
         f"{plan.model_class} on {plan.device}, budget {plan.budget_text}\n{does}\n"
-        f"{_rows(_evidence_rows(evidence))}{_evidence_notes(evidence)}{notes}\n{verdict}"
+        f"{_rows(_evidence_rows(evidence))}{_evidence_notes(evidence)}{notes}\n{verdict(evidence)}"
     )
 
 

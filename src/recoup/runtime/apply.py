@@ -6,7 +6,6 @@ import contextlib
 import copy
 import dataclasses
 import functools
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,13 +14,27 @@ from torch import nn
 
 from recoup import _torch
 from recoup._pytree import iterate_tensors
-from recoup.errors import PlanMismatch, UsageError
-from recoup.ir.plan import Decision
+from recoup.errors import PlanMismatch
+from recoup.ir.decision import (
+    Decision,
+    Loop,
+    Offload,
+    Rebuild,
+    Recompute,
+    Rederive,
+    Region,
+    Save,
+    Scan,
+    Tile,
+    TileModule,
+)
 from recoup.runtime import scan_bytes
+from recoup.runtime.kv_cache import caching_paths, without_cache
 from recoup.runtime.offload.offloaded_saved_tensor import Moves, Offloading
 from recoup.runtime.offload.transport import Transport
 from recoup.runtime.patch import PatchedForward, find_patch, patch, unpatch
 from recoup.runtime.rebuild import saved_tensor
+from recoup.runtime.rebuild.apply_held import HeldSettings, HeldState, run_held
 from recoup.runtime.rebuild.lineage import current_recorder
 from recoup.runtime.recompute import region as regions
 from recoup.runtime.recompute.rng_state import statistics_buffers
@@ -37,6 +50,7 @@ class StepState:
         self.offloading = offloading
         self.calls: dict[str, int] = {}
         self.proofs = Proofs()
+        self.unwritten: dict[str, set[int]] = {}
         self.suspended = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StepState:
@@ -68,7 +82,7 @@ class Settings:
 
     path: str
     decisions: tuple[Decision, ...]
-    joins: tuple[Decision, ...]
+    joins: tuple[Recompute, ...]
     derives_below: bool
     buffers: tuple[str, ...]
     state: StepState
@@ -78,9 +92,9 @@ class Settings:
 
     def decide(self, call: int) -> Decision | None:
         """Returns the decision for the given call that is not a region, if there is one."""
-        return next((d for d in self.decisions if d.holds(call) and d.action != "recompute"), None)
+        return next((d for d in self.decisions if d.holds(call) and not isinstance(d, Region | Scan)), None)
 
-    def regions(self, call: int, args: Any) -> list[Decision]:
+    def regions(self, call: int, args: Any) -> list[Region]:
         """Returns the regions that the given call is in or begins, the outermost first.
 
         A decision's call number is that of the call its span begins with; what it is handed tells whether a later
@@ -88,12 +102,14 @@ class Settings:
         """
         inside = [d for d in self.joins if regions.continues(d, d.span, self.path, args)]
         return inside + [
-            d for d in self.decisions if d.holds(call) and d.is_region and not any(d is other for other in inside)
+            d
+            for d in self.decisions
+            if isinstance(d, Region) and d.holds(call) and not any(d is other for other in inside)
         ]
 
     def forward(self, patched: PatchedForward, call: int) -> Callable[..., Any]:
         """Returns what runs the module's own forward in the given call, its scans in the bytes decided for them."""
-        found = {d.scan: d.scan_bytes or 0 for d in self.decisions if d.scan is not None and d.holds(call)}
+        found = {d.index: d.budget_bytes for d in self.decisions if isinstance(d, Scan) and d.holds(call)}
         return functools.partial(_run_scans, patched.original, found) if found else patched.original
 
 
@@ -110,7 +126,7 @@ def _run(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, Any])
     if torch.compiler.is_exporting():
         return patched.original(*args, **kwargs)
     if settings.drops_cache:
-        kwargs = {**kwargs, "use_cache": False}
+        args, kwargs = without_cache(patched.module, args, kwargs)
     if torch.compiler.is_compiling():
         return _run_compiled(patched, args, kwargs)
     if settings.is_root:
@@ -124,11 +140,11 @@ def _run(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, Any])
     if inside:
         calls = dict(state.calls) if state.counts_calls else None
         return _Nested(patched, inside, decision, calls, call=call)(*args, **kwargs)
-    if decision is not None and decision.action == "tile" and _can_tile(decision, in_region=regions.inside_region()):
+    if isinstance(decision, Tile) and _can_tile(decision, in_region=regions.inside_region()):
         return tile_apply.run_tiled(patched, decision, args, kwargs, state.proofs)
     forward = settings.forward(patched, call)
     if settings.records and current_recorder() is None and not regions.inside_region():
-        with saved_tensor.rederive(by_default=decision is not None and _derives(decision)):
+        with saved_tensor.rederive(by_default=decision is not None and decision.rederives):
             _begin_offloading(patched, decision, args, kwargs)
             return forward(*args, **kwargs)
     if decision is None:
@@ -137,13 +153,9 @@ def _run(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, Any])
         return forward(*args, **kwargs)
 
 
-def _can_tile(decision: Decision, *, in_region: bool) -> bool:
+def _can_tile(decision: Tile, *, in_region: bool) -> bool:
     """A head's logits that are not there cannot leave a region; a module that is tiled returns what it always does."""
-    return decision.tile_of == "module" or not in_region
-
-
-def _derives(decision: Decision) -> bool:
-    return decision.action == "rederive" or (decision.action == "offload" and decision.inside == "rederive")
+    return isinstance(decision, TileModule) or not in_region
 
 
 def _begin_offloading(patched: PatchedForward, decision: Decision | None, args: Any, kwargs: Any) -> None:
@@ -152,7 +164,7 @@ def _begin_offloading(patched: PatchedForward, decision: Decision | None, args: 
     if recorder is None or offloading is None or patched.module is None:
         return
     recorder.offloader = offloading.begin(patched.module, iterate_tensors((args, kwargs)))
-    recorder.offloading = decision is not None and decision.action == "offload"
+    recorder.offloading = isinstance(decision, Offload)
 
 
 class _Nested:
@@ -169,7 +181,7 @@ class _Nested:
     def __init__(
         self,
         patched: PatchedForward,
-        inside: list[Decision],
+        inside: list[Region],
         decision: Decision | None,
         calls: dict[str, int] | None,
         depth: int = 0,
@@ -181,15 +193,16 @@ class _Nested:
         self.calls = calls
         self.ran = False
         self.member: regions.Member | None = None
-        self.span: Decision | None = None
+        self.span: Region | None = None
         self.begins_chunk: bool | None = None
         if depth == len(inside):
             return
         settings: Settings = patched.settings
         region = inside[depth]
         by_default = region.inside == "rederive"
-        self.span = region if region.span or region.chunk else None
-        self.begins_chunk = call % region.chunk == 0 if region.chunk else None
+        chunk = region.chunk if isinstance(region, Loop) else None
+        self.span = region if chunk or len(region.paths) > 1 else None
+        self.begins_chunk = call % chunk == 0 if chunk else None
         self.member = regions.Member(
             path=settings.path,
             module=patched._module,  # type: ignore[arg-type]  # weakly held: called, it returns the module
@@ -199,6 +212,7 @@ class _Nested:
             derives_by_default=by_default,
             offloads=region.offload,
             keep=region.keep,
+            unwritten=settings.state.unwritten.setdefault(settings.path, set()),
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -208,7 +222,7 @@ class _Nested:
 
     def _run(self, args: Any, kwargs: Any) -> Any:
         original = self.patched.settings.forward(self.patched, self.call)
-        if self.decision is not None and self.decision.action == "tile" and _can_tile(self.decision, in_region=True):
+        if isinstance(self.decision, Tile) and _can_tile(self.decision, in_region=True):
             proofs = self.patched.settings.state.proofs
             return tile_apply.run_tiled(self.patched, self.decision, args, kwargs, proofs)
         ambient = contextlib.nullcontext() if self.decision is None else _ambient(self.decision)
@@ -230,10 +244,10 @@ class _Nested:
 @contextlib.contextmanager
 def _ambient(decision: Decision) -> Iterator[None]:
     """Turns rederive and offload on or off for everything inside, whoever owns the saved-tensor hooks there."""
-    recorder, derives = current_recorder(), _derives(decision)
+    recorder, derives = current_recorder(), decision.rederives
     if recorder is not None:
         before = recorder.deriving, recorder.offloading
-        recorder.deriving, recorder.offloading = derives, decision.action == "offload"
+        recorder.deriving, recorder.offloading = derives, isinstance(decision, Offload)
         if recorder.offloading and recorder.offloader is not None:
             recorder.offloader.begin_group()
         try:
@@ -259,7 +273,7 @@ def _run_compiled(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[s
 class Applied:
     """A plan in place. `remove()` restores the model; as a context manager it does so at the end."""
 
-    def __init__(self, model: nn.Module, patches: list[PatchedForward], state: StepState) -> None:
+    def __init__(self, model: nn.Module, patches: list[PatchedForward], state: StepState | HeldState) -> None:
         self._patches = patches
         self._state = state
         self.model = model
@@ -302,15 +316,18 @@ def apply_decisions(model: nn.Module, decisions: Sequence[Decision], *, transpor
         PlanMismatch: if a path is not in the model; nothing was changed then.
     """
     by_path: dict[str, list[Decision]] = {}
-    joins: dict[str, list[Decision]] = {}
+    joins: dict[str, list[Recompute]] = {}
     modules = dict(model.named_modules(remove_duplicate=False))
     if all(d.path in modules for d in decisions):
         tile_apply.check_tiled(modules, decisions)
-        _check_scans(decisions)
         decisions = tile_apply.spread_tiled(modules, decisions)
     for decision in decisions:
         by_path.setdefault(decision.path, []).append(decision)
-        for path in dict.fromkeys(decision.span):  # a module that the span calls twice joins it once
+        for path in dict.fromkeys(decision.paths[1:]):  # a module that the span calls twice joins it once
+            if isinstance(decision, Rebuild):
+                by_path.setdefault(path, [])
+                continue
+            assert isinstance(decision, Recompute), "only regions of single calls span others"
             joins.setdefault(path, []).append(decision)
     missing = [path for path in [*by_path, *joins] if path not in modules]
     if missing:
@@ -321,16 +338,19 @@ def apply_decisions(model: nn.Module, decisions: Sequence[Decision], *, transpor
         )
     if not decisions:
         return Applied(model, [], StepState(counts_calls=False))
-    offloads = any(d.action == "offload" or d.offload for d in decisions)
+    rebuild = next((d for d in decisions if isinstance(d, Rebuild)), None)
+    if rebuild is not None:
+        return _apply_rebuild(model, rebuild, decisions)
+    offloads = any(d.offloads for d in decisions)
     state = StepState(
-        counts_calls=any(d.call is not None or d.chunk is not None for d in decisions),
+        counts_calls=any(d.call is not None or isinstance(d, Loop) for d in decisions),
         offloading=Offloading(transport) if offloads else None,
     )
     patches: list[PatchedForward] = []
     paths = dict.fromkeys([*by_path, *joins])
     caching = caching_paths(modules, [d.path for d in decisions if d.is_region])
     paths.update(dict.fromkeys(caching))
-    records = offloads or any(d.action == "rederive" or (d.path == "" and d.action == "save") for d in decisions)
+    records = offloads or any(isinstance(d, Rederive) or (d.path == "" and isinstance(d, Save)) for d in decisions)
     if state.counts_calls or joins or records:
         paths.setdefault("", None)
     for path in paths:
@@ -339,7 +359,7 @@ def apply_decisions(model: nn.Module, decisions: Sequence[Decision], *, transpor
             path=path,
             decisions=tuple(by_path.get(path, ())),
             joins=tuple(joins.get(path, ())),
-            derives_below=_derives_below(decisions, [path, *(p for d in by_path.get(path, ()) for p in d.span)]),
+            derives_below=_derives_below(decisions, [path, *(p for d in by_path.get(path, ()) for p in d.paths[1:])]),
             buffers=_buffers(modules[path], prefix, [*by_path.get(path, ()), *joins.get(path, ())]),
             state=state,
             is_root=path == "",
@@ -350,60 +370,38 @@ def apply_decisions(model: nn.Module, decisions: Sequence[Decision], *, transpor
     return Applied(model, patches, state)
 
 
-def _check_scans(decisions: Sequence[Decision]) -> None:
-    """Raises UsageError for a decision about a scan that does not say which, or in how many bytes."""
-    for d in decisions:
-        if (d.scan is None) != (d.scan_bytes is None) or (d.scan is not None and d.action != "recompute"):
-            raise UsageError(
-                f"The plan's decision for `{d.path}` has action={d.action!r}, scan={d.scan}, scan_bytes={d.scan_bytes}."
-                " A scan's decision is `recompute` with both: which scan of the call, and its bytes. "
-                "(recoup.runtime.apply)"
-            )
-        if d.scan is not None and (d.scan < 0 or (d.scan_bytes or 0) < 1):
-            raise UsageError(
-                f"The plan's decision for `{d.path}` has scan={d.scan}, scan_bytes={d.scan_bytes}; scans are counted "
-                "from 0, and their bytes are positive. (recoup.runtime.apply)"
-            )
+def _apply_rebuild(model: nn.Module, decision: Rebuild, decisions: Sequence[Decision]) -> Applied:
+    """Patches every module: the record of a step says which call each op belongs to."""
+    if len(decisions) > 1:
+        other = next(d for d in decisions if d is not decision)
+        raise PlanMismatch(
+            f"`rebuild` decides about the whole step and stands alone; the plan also has {other.action!r} for "
+            f"`{other.path}`. Make a plan with one or the other."
+        )
+    state = HeldState(decision)
+    patches = [patch(module, run_held, HeldSettings(path=path, state=state)) for path, module in model.named_modules()]
+    return Applied(model, patches, state)
 
 
 def _derives_below(decisions: Sequence[Decision], paths: Sequence[str]) -> bool:
     """Whether a decision inside one of these calls rederives."""
     prefixes = tuple(f"{path}." if path else "" for path in paths)
-    return any(d.action == "rederive" and (d.path.startswith(prefixes) or d.path in paths) for d in decisions)
+    return any(isinstance(d, Rederive) and (d.path.startswith(prefixes) or d.path in paths) for d in decisions)
 
 
 def _buffers(module: nn.Module, prefix: str, decisions: Sequence[Decision]) -> tuple[str, ...]:
     """Returns the names, below the module, of buffers that a replay must not change again."""
     if not any(d.is_region for d in decisions):
         return ()
-    seen = [name.removeprefix(prefix) for d in decisions for name in d.buffers if name.startswith(prefix)]
+    regions_here = [d for d in decisions if isinstance(d, Region)]
+    seen = [name.removeprefix(prefix) for d in regions_here for name in d.buffers if name.startswith(prefix)]
     return tuple(dict.fromkeys([*statistics_buffers(module.named_modules()), *seen]))
-
-
-def caching_paths(modules: dict[str, nn.Module], regions_at: Sequence[str]) -> set[str]:
-    """Returns the modules above a region whose forward takes `use_cache` and would use one by default.
-
-    In training nobody reads that cache; transformers itself drops it when its own checkpointing is on.
-    """
-    above = {""} if regions_at else set()
-    for path in regions_at:
-        parts = path.split(".")
-        above.update(".".join(parts[:i]) for i in range(1, len(parts)))
-    found = set()
-    for path in above:
-        module = modules.get(path)
-        config = getattr(module, "config", None)
-        if module is None or not getattr(config, "use_cache", False):
-            continue
-        if "use_cache" in inspect.signature(type(module).forward).parameters:
-            found.add(path)
-    return found
 
 
 def find_patches(model: nn.Module) -> list[PatchedForward]:
     """Returns the patched forwards of a plan that is in place on `model`."""
     found = map(find_patch, model.modules())
-    return [f for f in found if f is not None and f.runner is _run]
+    return [f for f in found if f is not None and f.runner in (_run, run_held)]
 
 
 @contextlib.contextmanager

@@ -44,6 +44,7 @@ class _Activity(threading.local):
     logits_made = 0
     tiles = 0
     stand_in: Any = None
+    stands_for: str = ""
 
 
 _activity = _Activity()
@@ -182,3 +183,18 @@ def auditing(auditor: Auditor) -> Iterator[None]:
         yield
     finally:
         _activity.auditor = before
+
+
+@contextlib.contextmanager
+def standing_for(device_type: str) -> Iterator[None]:
+    """Has fake tensors on the CPU stand for tensors of another device type, for code that treats devices apart."""
+    before, _activity.stands_for = _activity.stands_for, device_type
+    try:
+        yield
+    finally:
+        _activity.stands_for = before
+
+
+def device_type(tensor: torch.Tensor) -> str:
+    """Returns the type of the device that the tensor is on, or stands for while a step is captured."""
+    return _activity.stands_for or tensor.device.type

@@ -51,8 +51,7 @@ class PatchedForward:
         """What forward was before."""
         if self.previous is not None:
             return self.previous(*args, **kwargs)
-        module = self.module
-        return type(module).forward(module, *args, **kwargs)
+        return class_forward(self.module)(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's forward the planned way; without gradients what it was before, at once."""
@@ -60,15 +59,11 @@ class PatchedForward:
             return self.runner(self, args, kwargs)
         if self.previous is not None:
             return self.previous(*args, **kwargs)
-        module = self._module()
-        return type(module).forward(module, *args, **kwargs)  # type: ignore[union-attr]  # generation's hot path
+        return class_forward(self._module())(*args, **kwargs)  # type: ignore[arg-type]  # generation's hot path
 
     @property
     def __wrapped__(self) -> Any:
-        if self.previous is not None:
-            return self.previous
-        module = self.module
-        return type(module).forward.__get__(module)
+        return class_forward(self.module) if self.previous is None else self.previous
 
     @property
     def __func__(self) -> Callable[..., Any]:
@@ -81,7 +76,9 @@ class PatchedForward:
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return self.of(module)(*args, **kwargs)
 
-        forward.__signature__ = inspect.signature(type(self.module).forward)  # type: ignore[attr-defined]
+        own = inspect.signature(class_forward(self.module))
+        first = inspect.Parameter("module", inspect.Parameter.POSITIONAL_ONLY)
+        forward.__signature__ = own.replace(parameters=[first, *own.parameters.values()])  # type: ignore[attr-defined]
         forward._patched = self  # type: ignore[attr-defined]
         return forward
 
@@ -122,6 +119,20 @@ class PatchedForward:
         return PatchedForward, (self.module, self.runner, self.settings, self.previous)
 
 
+def class_forward(module: nn.Module) -> Callable[..., Any]:
+    """Returns the forward that the module's class gives it, bound as attribute access binds it.
+
+    A `staticmethod` and a `classmethod` bind in their own way; `type(module).forward(module, ...)` would hand them the
+    module as an argument.
+    """
+    kind = type(module)
+    for base in kind.__mro__:
+        if "forward" in base.__dict__:
+            found = base.__dict__["forward"]
+            return found.__get__(module, kind) if hasattr(found, "__get__") else found  # type: ignore[no-any-return]
+    raise AttributeError(f"{kind.__name__} has no forward")
+
+
 def patch(module: nn.Module, runner: Runner, settings: Any) -> PatchedForward:
     """Puts a `PatchedForward` in place and returns it."""
     patched = PatchedForward(module, runner, settings, module.__dict__.get("forward"))
@@ -139,10 +150,13 @@ def find_patch(module: nn.Module) -> PatchedForward | None:
 
 
 def unpatch(patched: PatchedForward) -> None:
-    """Restores what was there before; a forward that somebody has wrapped since stays, and runs what was before."""
-    module = patched.module
+    """Restores what was there before; a forward that somebody has wrapped since stays, and runs what was before.
+
+    A module that was replaced in the model, and is gone, has nothing left to restore.
+    """
     patched.removed = True
-    if module.__dict__.get("forward") is patched:
+    module = patched._module()
+    if module is not None and module.__dict__.get("forward") is patched:
         if patched.previous is None:
             del module.__dict__["forward"]
         else:

@@ -10,7 +10,8 @@ from recoup.api import Frontier, frontier
 from recoup.capture.optimizer import OptimizerLike
 from recoup.capture.step import Loss
 from recoup.errors import InfeasibleBudget
-from recoup.ir.plan import Decision, Plan
+from recoup.ir.decision import Rederive
+from recoup.ir.plan import Plan
 from recoup.selective.config import CheckpointConfig
 from recoup.selective.layers import find_layers
 from recoup.selective.strategies import choose
@@ -61,7 +62,7 @@ def advise(
 
 def _what(plan: Plan) -> str:
     num_regions = len(plan.regions)
-    rederives = any(d.action == "rederive" or d.inside == "rederive" for d in plan.decisions)
+    rederives = any(d.rederives for d in plan.decisions)
     if not num_regions:
         return "Rederiving is enough: cheap ops' results are rebuilt, no matmul or attention runs twice."
     also = ", and rederive cheap ops' results" if rederives else ""
@@ -71,7 +72,7 @@ def _what(plan: Plan) -> str:
 def _by_hand(curve: Frontier, plan: Plan) -> str:
     """Compares with checkpointing each repeated block, the usual first try, by the same simulation."""
     planner = curve.planner
-    everywhere = planner.simulate((Decision(path="", action="rederive"),))
+    everywhere = planner.simulate((Rederive(path=""),))
     options = [("rederive everywhere alone", everywhere)]
     model = planner.spec.model
     if find_layers(model):

@@ -136,4 +136,4 @@ class SelectiveCheckpointer:
 
 
 def _paths(plan: Plan) -> list[str]:
-    return [path for d in plan.regions for path in (d.path, *d.span)]
+    return [path for d in plan.regions for path in d.paths]

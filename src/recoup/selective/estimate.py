@@ -23,7 +23,7 @@ from torch import nn
 from recoup import progress
 from recoup.capture.capture import StepSpec, capture
 from recoup.errors import InternalError, UsageError
-from recoup.ir.plan import Decision
+from recoup.ir.decision import Decision, Recompute, Rederive
 from recoup.ir.trace import Trace
 from recoup.runtime.apply import apply_decisions
 from recoup.selective.config import CheckpointConfig
@@ -173,9 +173,9 @@ def _captures(shape: Shape, num_layers: int, sequence: int, batch: int) -> dict[
     """Returns saved bytes by kind, of a model with that many layers."""
     spec = _spec(shape, num_layers, sequence, batch)
     trace = capture(spec)
-    regions = [Decision(path=f"model.layers.{i}", action="recompute") for i in range(num_layers)]
-    rederive = Decision(path="", action="rederive")
-    kinds = {
+    regions = [Recompute(path=f"model.layers.{i}") for i in range(num_layers)]
+    rederive = Rederive(path="")
+    kinds: dict[str, Sequence[Decision]] = {
         "rederived": [rederive],
         "every_block": regions,
         "planned": [rederive, *(dataclasses.replace(d, inside="rederive") for d in regions)],

@@ -20,8 +20,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from recoup import _torch
 from recoup.errors import UsageError
-from recoup.runtime.apply import caching_paths
 from recoup.runtime.conflicts import refuse_conflicts
+from recoup.runtime.kv_cache import caching_paths, without_cache
 from recoup.runtime.patch import PatchedForward, patch, unpatch
 from recoup.runtime.recompute.rng_state import statistics_buffers
 
@@ -151,7 +151,7 @@ def _run(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 def _run_without_cache(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if torch.is_grad_enabled():  # a second forward would fill a key-value cache twice; in training nobody reads it
-        kwargs = {**kwargs, "use_cache": False}
+        args, kwargs = without_cache(patched.module, args, kwargs)
     return patched.original(*args, **kwargs)
 
 

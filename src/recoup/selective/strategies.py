@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from recoup.errors import UsageError
-from recoup.ir.plan import Decision
+from recoup.ir.decision import Decision, Recompute
 from recoup.selective.config import CheckpointConfig
 from recoup.selective.layers import explain_unmatched, find_layers, match, outermost
 from recoup.selective.profile_report import ProfileReport
@@ -31,7 +31,7 @@ class Chosen:
     @property
     def decisions(self) -> tuple[Decision, ...]:
         """The same for the engine."""
-        return tuple(Decision(path=g[0], action="recompute", span=g[1:]) for g in self.groups)
+        return tuple(Recompute(path=g[0], span=g[1:]) for g in self.groups)
 
 
 def choose(config: CheckpointConfig, model: nn.Module, report: ProfileReport | None) -> Chosen:

@@ -15,9 +15,10 @@ from recoup.capture.step import Loss
 from recoup.cost.measured import MeasuredCost
 from recoup.errors import UsageError
 from recoup.evidence.verify import verify_plan
+from recoup.ir.decision import Rederive
 from recoup.ir.evidence import Evidence
-from recoup.ir.plan import Decision, Plan
-from recoup.planner.driver import ACTIONS, Planner, is_on_meta
+from recoup.ir.plan import Plan
+from recoup.planner.driver import Planner, is_on_meta
 from recoup.planner.simulator import Candidate
 from recoup.runtime.conflicts import refuse_conflicts
 from recoup.selective.config import CheckpointConfig
@@ -65,7 +66,7 @@ class Trials:
             dialect="cuda" if on_cuda else "cpu",
             round_bytes=512 if on_cuda else 1,
         )
-        self.planner = Planner(spec, cost=MeasuredCost(self.device), actions=ACTIONS)
+        self.planner = Planner(spec, cost=MeasuredCost(self.device), actions=None)
         self._report: ProfileReport | None = None
 
     def report(self, num_runs: int = 3) -> ProfileReport:
@@ -89,7 +90,7 @@ class Trials:
         if strategy not in TRIED:
             raise UsageError(f"Unknown strategy {strategy!r} to try. Choose from {', '.join(TRIED)}.")
         if strategy == "rederive":
-            return self.planner.simulate((Decision(path="", action="rederive"),))
+            return self.planner.simulate((Rederive(path=""),))
         if strategy == "budget":
             found = self.planner.fit(int(self.planner.plain.peak_bytes * _BUDGET_SHARE))
             return found if found is not None else self.planner.smallest()

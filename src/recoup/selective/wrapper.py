@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from recoup.errors import UsageError
-from recoup.ir.plan import Decision
+from recoup.ir.decision import Recompute
 from recoup.runtime.apply import apply_decisions
 from recoup.runtime.conflicts import refuse_conflicts
 
@@ -73,7 +73,7 @@ class CheckpointWrapper(nn.Module):
         for name in _SHARED:
             self.__dict__[name] = module.__dict__[name]
         self.__dict__["_wrapped"] = module  # past nn.Module's registration: it is no child
-        self.__dict__["_applied"] = apply_decisions(module, (Decision(path="", action="recompute"),))
+        self.__dict__["_applied"] = apply_decisions(module, (Recompute(path=""),))
         self.training = module.training
 
     @property

@@ -17,6 +17,7 @@ import numpy as np
 from recoup.solver.problem import Leaf, Problem
 from recoup.solver.reference import evaluate_line, option_of, uniform
 from recoup.solver.sequence import Call, Choice, Line, Pick, region_of
+from recoup.solver.ways import Replay, Run
 
 Segments = Sequence[Sequence[Call]]
 
@@ -92,7 +93,7 @@ class Pricer:
 
     def __init__(self, line: Line) -> None:
         self._line = line
-        options = [option_of(leaf, "save") for leaf in line.leaves]
+        options = [option_of(leaf, Run("save")) for leaf in line.leaves]
         saved = np.array([o.saved_bytes for o in options], dtype=np.int64)
         self._levels = np.concatenate([[0], np.cumsum(saved)])
         self._gradients = np.array(line.gradient_sums, dtype=np.int64)
@@ -156,7 +157,7 @@ def repeated_blocks(line: Line) -> list[Call]:
     saves the most in them."""
     saved = [0]
     for leaf in line.leaves:
-        saved.append(saved[-1] + option_of(leaf, "save").saved_bytes)
+        saved.append(saved[-1] + option_of(leaf, Run("save")).saved_bytes)
     best: tuple[tuple[bool, int], list[Call]] = ((False, -1), [])
     for siblings in _sibling_lists(line):
         by_kind: dict[str, list[Call]] = {}
@@ -196,7 +197,7 @@ def choice_of(line: Line, segments: Segments) -> Choice:
             Pick(
                 first=first,
                 last=last,
-                action="recompute",
+                way=Replay(),
                 inner=uniform(line, first, last, "save"),
                 rank=segment[0].rank,
                 num_calls=len(segment),
@@ -209,4 +210,5 @@ def choice_of(line: Line, segments: Segments) -> Choice:
 
 def _plain(line: Line, first: int, last: int) -> Iterator[Pick]:
     for i in range(first, last):
-        yield Pick(first=i, last=i + 1, action=option_of(line.leaves[i], "save").action)
+        option = option_of(line.leaves[i], Run("save"))
+        yield Pick(first=i, last=i + 1, way=Run(option.ambient, option.rung))

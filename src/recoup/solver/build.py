@@ -22,6 +22,7 @@ from recoup.cost.host_overhead import (
     REPLAY_OVERHEAD_SECONDS,
 )
 from recoup.cost.model import PricedTrace
+from recoup.ir.decision import Ambient
 from recoup.ir.trace import Call, Trace
 from recoup.solver.problem import Block, Leaf, Option, Problem, Region
 from recoup.solver.scans import Ladder, those_under, with_rungs
@@ -32,7 +33,7 @@ _FEMTO = 1e15
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Segment:
+class Interval:
     """A run of forward ops of one call: [first, last)."""
 
     call: int
@@ -41,7 +42,7 @@ class _Segment:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Numbers:
+class Numbers:
     """What one captured variant says, by segment."""
 
     fixed_bytes: int
@@ -57,7 +58,7 @@ class _Numbers:
 
 
 def build_problem(
-    variants: Mapping[str, PricedTrace],
+    variants: Mapping[Ambient, PricedTrace],
     *,
     spans: bool = True,
     rebuilds_inputs: bool = True,
@@ -80,7 +81,7 @@ def build_problem(
     for action, priced in variants.items():
         own = segments if action == "save" else _segments(priced.trace)
         if [s.call for s in own] == [s.call for s in segments] and _paths(trace) == _paths(priced.trace):
-            numbers[action] = _measure(priced, own)
+            numbers[action] = measure(priced, own)
     base = numbers["save"]
     children: dict[int, list[int]] = {}
     for index, call in enumerate(trace.calls):
@@ -98,7 +99,7 @@ def build_problem(
         for action, n in numbers.items():
             options.append(
                 Option(
-                    action=action,
+                    ambient=action,
                     saved_bytes=int(n.saved[position]),
                     forward_bytes=int(n.forward[position]),
                     backward_bytes=int(n.backward[position]),
@@ -106,7 +107,7 @@ def build_problem(
                     extra_flops=n.extra_flops[position],
                 )
             )
-        if len(options) == 2 and dataclasses.replace(options[1], action="save") == options[0]:
+        if len(options) == 2 and dataclasses.replace(options[1], ambient="save") == options[0]:
             options = options[:1]
         first, last = segments[position].first, segments[position].last
         for which, ladder in enumerate(ladders):
@@ -126,7 +127,7 @@ def build_problem(
             call=call.index,
             kind=call.kind,
             parts=parts(index, (call.path, call.index)),
-            region=_region(lookup, base, index, free, holders) if call.path else None,
+            region=_region(lookup, base, index, free, holders) if call.path and not call.runs_once else None,
             chained=call.chained and spans,
         )
 
@@ -153,10 +154,10 @@ def build_problem(
     )
 
 
-def _segments(trace: Trace) -> list[_Segment]:
+def _segments(trace: Trace) -> list[Interval]:
     """Returns the runs of forward ops that belong to one call, in order; a child's call splits its parent's run."""
     starts = {call.first_op for call in trace.calls} | {call.last_op for call in trace.calls}
-    segments: list[_Segment] = []
+    segments: list[Interval] = []
     first, current = 0, None
     position = 0
     for position, op in enumerate(trace.ops):
@@ -164,12 +165,12 @@ def _segments(trace: Trace) -> list[_Segment]:
             break
         if current is None or op.call != current or position in starts:
             if current is not None:
-                segments.append(_Segment(call=current, first=first, last=position))
+                segments.append(Interval(call=current, first=first, last=position))
             first, current = position, op.call
     else:
         position += 1
     if current is not None:
-        segments.append(_Segment(call=current, first=first, last=position))
+        segments.append(Interval(call=current, first=first, last=position))
     return segments
 
 
@@ -182,7 +183,8 @@ def _forward_ops(trace: Trace) -> list[int]:
     return [i for i, o in enumerate(trace.ops) if o.phase in ("forward", "loss") and not o.replayed]
 
 
-def _measure(priced: PricedTrace, segments: Sequence[_Segment]) -> _Numbers:
+def measure(priced: PricedTrace, segments: Sequence[Interval]) -> Numbers:
+    """Returns what a captured step says of each interval of its forward, backward's share of it included."""
     trace = priced.trace
     levels = np.asarray(trace.levels(priced.op_workspace_bytes), dtype=np.int64)
     num = len(segments)
@@ -231,7 +233,7 @@ def _measure(priced: PricedTrace, segments: Sequence[_Segment]) -> _Numbers:
     if num and on_host:
         for i, _sources in trace.rederive_links:
             seconds[segment_of_op[min(i, num_forward - 1)]] += REBUILD_OVERHEAD_SECONDS
-    return _Numbers(
+    return Numbers(
         fixed_bytes=fixed,
         saved=saved,
         saved_before=saved_before,
@@ -245,7 +247,7 @@ def _measure(priced: PricedTrace, segments: Sequence[_Segment]) -> _Numbers:
     )
 
 
-def _rederivable(variants: Mapping[str, PricedTrace]) -> set[int]:
+def _rederivable(variants: Mapping[Ambient, PricedTrace]) -> set[int]:
     """Returns storages that are saved in the plain step and need not be when everything is rederived.
 
     The same forward ops make the same storages in the same order in both.
@@ -309,7 +311,7 @@ def _input_holders(trace: Trace) -> dict[int, list[int]]:
 class _Lookup:
     """Sums over ranges of ops, and forward storages by the op that made them, prepared once."""
 
-    def __init__(self, priced: PricedTrace, segments: Sequence[_Segment]) -> None:
+    def __init__(self, priced: PricedTrace, segments: Sequence[Interval]) -> None:
         trace = priced.trace
         self.trace = trace
         self.segment_starts = [s.first for s in segments]
@@ -355,7 +357,7 @@ class _Lookup:
         return np.cumsum(change[:-1])
 
 
-def _region(lookup: _Lookup, numbers: _Numbers, index: int, free: set[int], holders: Mapping[int, list[int]]) -> Region:
+def _region(lookup: _Lookup, numbers: Numbers, index: int, free: set[int], holders: Mapping[int, list[int]]) -> Region:
     trace = lookup.trace
     call = trace.calls[index]
     first, last = call.first_op, call.last_op
@@ -394,7 +396,7 @@ def _held_before(trace: Trace, call: Call, holders: Sequence[int]) -> bool:
     return any(trace.calls[h].last_op <= call.first_op for h in holders)
 
 
-def only(problem: Problem, action: str) -> Problem:
+def only(problem: Problem, action: Ambient) -> Problem:
     """Returns the problem in which every leaf that can runs under `action`; regions and scans are left to choose."""
 
     def narrow(part: Leaf | Block) -> Leaf | Block:

@@ -8,13 +8,12 @@ decisions are needed below it. The calls of a span inherit from its decision, as
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal
 
-from recoup.ir.plan import Decision
-from recoup.solver.problem import Leaf, Problem, ambient_of
-from recoup.solver.sequence import OFFLOAD, REGION_KEEPING, REGION_OFFLOADED, Call, Choice, Line, region_of
+from recoup.ir.decision import Ambient, Decision, Offload, Recompute, Rederive, Save
+from recoup.solver.problem import Leaf, Problem
+from recoup.solver.sequence import Call, Choice, Line
+from recoup.solver.ways import Move, Replay, Run
 
-Ambient = Literal["save", "rederive"]
 _AMBIENTS: tuple[Ambient, Ambient] = ("save", "rederive")
 _Key = tuple[str, int]
 _Group = tuple[Call, ...]
@@ -36,27 +35,30 @@ def to_decisions(line: Line, choice: Choice) -> tuple[Decision, ...]:
     # How many calls each region covers, by the call it begins with; with nested spans there may be several of one
     # call, the outermost first.
     regions: dict[_Key, list[int]] = {}
-    moved: dict[tuple[_Key, int], str] = {}
-    for leaf, action in _collect(line, choice, 0, regions, moved):
-        has_wish = len(leaf.options) > 1 or leaf.options[0].action == "rederive"
+    ways: dict[tuple[_Key, int], Replay | Move] = {}
+    for leaf, run in _collect(line, choice, 0, regions, ways):
+        has_wish = len(leaf.options) > 1 or leaf.options[0].ambient == "rederive"
         if has_wish and preference.get(leaf.owner) != "rederive":
-            preference[leaf.owner] = "rederive" if ambient_of(action) == "rederive" else "save"
-    writer = _Writer(preference, regions, moved)
+            preference[leaf.owner] = run.ambient
+    writer = _Writer(preference, regions, ways)
     return tuple(writer.write(line.root.parts))
 
 
 def _collect(
-    line: Line, choice: Choice, start: int, regions: dict[_Key, list[int]], moved: dict[tuple[_Key, int], str]
-) -> Iterator[tuple[Leaf, str]]:
+    line: Line,
+    choice: Choice,
+    start: int,
+    regions: dict[_Key, list[int]],
+    ways: dict[tuple[_Key, int], Replay | Move],
+) -> Iterator[tuple[Leaf, Run]]:
     for pick in choice:
-        if pick.num_calls:
+        if isinstance(pick.way, Run):
+            yield line.leaves[start + pick.first], pick.way
+        else:
             block = line.calls(start + pick.first, pick.rank, 1)[0].block
             regions.setdefault((block.path, block.call), []).append(pick.num_calls)
-            if pick.action != "recompute":  # it moves something to the host, or keeps results
-                moved[(block.path, block.call), pick.num_calls] = pick.action
-            yield from _collect(line, pick.inner, start + pick.first, regions, moved)
-        else:
-            yield line.leaves[start + pick.first], pick.action
+            ways[(block.path, block.call), pick.num_calls] = pick.way
+            yield from _collect(line, pick.inner, start + pick.first, regions, ways)
 
 
 class _Writer:
@@ -64,9 +66,9 @@ class _Writer:
         self,
         preference: Mapping[_Key, Ambient],
         regions: Mapping[_Key, Sequence[int]],
-        moved: Mapping[tuple[_Key, int], str],
+        ways: Mapping[tuple[_Key, int], Replay | Move],
     ) -> None:
-        self._moved = moved
+        self._ways = ways
         self._preference = preference
         self._regions = regions
         self._known: dict[tuple[_Key, Ambient], tuple[int, Ambient]] = {}
@@ -81,18 +83,17 @@ class _Writer:
                 _, inherited = self._region_action(group)
             for length in lengths:
                 paths = tuple(call.block.path for call in group[1:length])
-                moved = self._moved.get(((first.path, first.call), length), "")
-                if moved.startswith(OFFLOAD):
-                    yield Decision(path=first.path, call=first.call, action="offload", inside=inherited)
+                way = self._ways[(first.path, first.call), length]
+                if isinstance(way, Move):
+                    yield Offload(path=first.path, call=first.call, inside=inherited)
                     continue
-                yield Decision(
+                yield Recompute(
                     path=first.path,
                     call=first.call,
-                    action="recompute",
                     inside=inherited,
                     span=paths,
-                    offload=moved == REGION_OFFLOADED,
-                    keep=self._labels(group[:length], moved),
+                    offload=way.offload,
+                    keep=way.keep,
                 )
             for call in group:
                 _, action = self._best(call, inherited)
@@ -100,14 +101,8 @@ class _Writer:
                 if call is not group[0] or not lengths:
                     yield from self._inner_regions(call, group, action)
                     if action != inherited:
-                        yield Decision(path=block.path, call=block.call, action=action)
+                        yield (Rederive if action == "rederive" else Save)(path=block.path, call=block.call)
                 yield from self.write(call.parts, action)
-
-    def _labels(self, calls: _Group, way: str) -> tuple[str, ...]:
-        """Returns the labels of what a region keeps inside."""
-        if not way.startswith(REGION_KEEPING):
-            return ()
-        return region_of(calls).keeps[int(way.removeprefix(REGION_KEEPING))].labels
 
     def _inner_regions(self, call: Call, group: _Group, action: Ambient) -> Iterator[Decision]:
         """Yields the regions that begin at a call inside a span (nested spans only)."""
@@ -117,7 +112,7 @@ class _Writer:
         rest = group[group.index(call) :]
         for length in self._regions.get((block.path, block.call), ()):
             paths = tuple(other.block.path for other in rest[1:length])
-            yield Decision(path=block.path, call=block.call, action="recompute", inside=action, span=paths)
+            yield Recompute(path=block.path, call=block.call, inside=action, span=paths)
 
     def _groups(self, parts: Sequence[Leaf | Call]) -> Iterator[_Group]:
         """Yields the calls of `parts`, those of one region together."""

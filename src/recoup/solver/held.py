@@ -9,8 +9,8 @@ again, from inputs that are held or rebuilt in turn. For a price per held byte t
     r_o -> a_u              no limit                u is an input of o that is not free
 
 As the price rises, fewer bytes are held and more ops run again; the choices found are the corners of the lower convex
-hull of (bytes, seconds), each exact for its bytes. What lies between two corners is not found, nor does the cut see what a rebuild
-has alive at once: callers simulate that. Plain numbers; nothing of the framework whose step it is.
+hull of (bytes, seconds), each exact for its bytes. What lies between two corners is not found, nor does the cut see
+what a rebuild has alive at once: callers simulate that. Plain numbers; nothing of the framework whose step it is.
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ def cheapest(segment: Segment, seconds_per_byte: float) -> Held | None:
     for value in sorted(segment.reads):
         if value in maker:
             network.add_edge(source, value, math.inf)
-    for value, op in maker.items():
+    for value, made_by in maker.items():
         nbytes = segment.value_bytes[value]
-        network.add_edge(value, num_values + op, math.inf if nbytes is None else seconds_per_byte * nbytes)
+        network.add_edge(value, num_values + made_by, math.inf if nbytes is None else seconds_per_byte * nbytes)
     for i, op in enumerate(segment.ops):
         network.add_edge(num_values + i, sink, op.seconds if op.can_rerun else math.inf)
         for value in dict.fromkeys(op.inputs):

@@ -42,7 +42,7 @@ def heads(trace: Trace, *, peak_bytes: int) -> list[HeadCall]:
     found: dict[str, HeadCall] = {}
     scored = {_classes(trace, op.signature) for op in trace.ops if op.phase in ("forward", "loss")}
     for call in trace.calls:
-        if call.kind != "Linear" or call.children or call.index or len(call.outputs) != 1:
+        if call.runs_once or call.kind != "Linear" or call.children or call.index or len(call.outputs) != 1:
             continue
         nbytes = trace.storages[call.outputs[0]].nbytes
         rows = _rows(trace, call.first_op, call.last_op)

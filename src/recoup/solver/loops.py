@@ -11,7 +11,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-from recoup.ir.plan import Decision, Inside
+from recoup.ir.decision import Ambient, Decision, Loop
 from recoup.ir.trace import Trace
 
 _FEWEST_CALLS = 16
@@ -44,12 +44,11 @@ class StepLoop:
         return min(max(round(best), 1), num_calls)
 
     def decision(
-        self, num_calls: int, *, chunk: int | None = None, inside: Inside = "save", buffers: tuple[str, ...] = ()
+        self, num_calls: int, *, chunk: int | None = None, inside: Ambient = "save", buffers: tuple[str, ...] = ()
     ) -> Decision:
         """Returns the decision that chunks the first `num_calls` calls."""
-        return Decision(
+        return Loop(
             path=self.path,
-            action="recompute",
             chunk=chunk or self.chunk(num_calls),
             calls=None if num_calls >= self.num_calls else num_calls,
             inside=inside,
@@ -95,6 +94,8 @@ def _repeated(trace: Trace) -> Iterator[list[int]]:
             found.setdefault((call.path, call.parent), []).append(index)
     paths = [path for path, _ in found]
     for (path, _), members in found.items():
-        is_whole = paths.count(path) == 1 and not any(trace.calls[i].refusal for i in members)
+        is_whole = paths.count(path) == 1 and not any(
+            trace.calls[i].refusal or trace.calls[i].runs_once for i in members
+        )
         if is_whole and len(members) >= _FEWEST_CALLS:
             yield members

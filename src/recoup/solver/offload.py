@@ -113,7 +113,7 @@ def _offloads(block: Block, link: _Link, depth: int, now: float, min_bytes: int)
     found: list[Offload] = []
     for inside in ("rederive", "save"):
         options = [_option(leaf, inside) for leaf in leaves]
-        if inside == "rederive" and all(o.action != inside for o in options):
+        if inside == "rederive" and all(o.ambient != inside for o in options):
             continue
         level, forward = 0, 0
         for option in options:
@@ -141,7 +141,7 @@ def depths(problem: Problem) -> list[int]:
 
 
 def _option(leaf: Leaf, action: str) -> Option:
-    return next((o for o in leaf.options if o.action == action), leaf.options[0])
+    return next((o for o in leaf.options if o.ambient == action and o.rung is None), leaf.options[0])
 
 
 def _leaves(block: Block) -> list[Leaf]:

@@ -21,9 +21,12 @@ import numpy.typing as npt
 
 from recoup.solver.problem import Option, Region
 from recoup.solver.sequence import Choice, Pick
+from recoup.solver.ways import Move, Replay, Run
 
 # Added to each step that is not plain, so that of equally fast choices the one that changes least is taken.
 TIE_SECONDS = 1e-10
+
+_REGION = Replay()
 
 _Ints = npt.NDArray[np.int64]
 _Floats = npt.NDArray[np.float64]
@@ -33,7 +36,7 @@ _Floats = npt.NDArray[np.float64]
 class LeafStep:
     """Points that begin with a leaf: point i goes on with point `skip + i` of `after`."""
 
-    action: str
+    way: Run
     after: Front
     skip: int
 
@@ -53,7 +56,7 @@ class RegionStep:
     after_bytes: int
     inner: Front
     inner_bytes: int
-    action: str
+    way: Replay | Move
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -105,7 +108,7 @@ def before_leaf(after: Front, option: Option, gradient_bytes: int, *, is_plain: 
         peaks=peaks,
         seconds=seconds,
         gradient_bytes=after.gradient_bytes + gradient_bytes,
-        origin=LeafStep(action=option.action, after=after, skip=skip),
+        origin=LeafStep(way=Run(option.ambient, option.rung), after=after, skip=skip),
     )
 
 
@@ -117,7 +120,7 @@ def before_region(
     num_leaves: int,
     rank: int,
     num_calls: int,
-    action: str = "recompute",
+    way: Replay | Move = _REGION,
 ) -> Front:
     """Returns the front of a region, whose inside has the front `inner`, followed by `after`."""
     inner_bytes = region.saved_bytes + region.replay_bytes + after.gradient_bytes
@@ -148,7 +151,7 @@ def before_region(
             after_bytes=region.saved_bytes,
             inner=inner,
             inner_bytes=inner_bytes,
-            action=action,
+            way=way,
         ),
     )
 
@@ -216,7 +219,7 @@ def choice_at(front: Front, point: int) -> Choice:
             point = int(origin.index[point])
             origin = origin.origins[which]
         if isinstance(origin, LeafStep):
-            picks.append(Pick(first=at, last=at + 1, action=origin.action))
+            picks.append(Pick(first=at, last=at + 1, way=origin.way))
             at += 1
             point += origin.skip
         else:
@@ -227,7 +230,7 @@ def choice_at(front: Front, point: int) -> Choice:
                 Pick(
                     first=at,
                     last=at + origin.num_leaves,
-                    action=origin.action,
+                    way=origin.way,
                     inner=choice_at(origin.inner, inner_point),
                     rank=origin.rank,
                     num_calls=origin.num_calls,

@@ -10,31 +10,28 @@ from __future__ import annotations
 
 import dataclasses
 
+from recoup.ir.decision import Ambient
+from recoup.solver.ways import RungOf
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
     """One way to run a leaf.
 
     Attributes:
-        action: "save" or "rederive"; of a leaf that is a scan also which rung of its ladder, see `scans.with_rungs`.
+        ambient: what it does with what autograd would save.
+        rung: of a leaf that is a scan, in how many bytes it runs; None: all steps taped.
         saved_bytes: left saved after its forward. forward_bytes, backward_bytes: peaks above the level before it.
         extra_seconds: over the plain step.
     """
 
-    action: str
+    ambient: Ambient
+    rung: RungOf | None = None
     saved_bytes: int
     forward_bytes: int
     backward_bytes: int
     extra_seconds: float
     extra_flops: int = 0
-
-
-RUNG = "-scan-"  # in an option's name, between what it does with what autograd would save and which rung it is
-
-
-def ambient_of(action: str) -> str:
-    """Returns what a leaf's option does with what autograd would save: "save" or "rederive"."""
-    return action.partition(RUNG)[0]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +105,7 @@ class Offload:
             add to the step.
     """
 
-    inside: str
+    inside: Ambient
     saved_bytes: int
     forward_bytes: int
     seconds: float

@@ -16,8 +16,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from recoup.ir.decision import Ambient
 from recoup.solver.problem import Leaf, Option, Problem
 from recoup.solver.sequence import Choice, Line, Pick, price_of
+from recoup.solver.ways import Run
 
 
 def evaluate(problem: Problem, choice: Choice) -> tuple[int, float, int]:
@@ -52,7 +54,8 @@ def _walk(line: Line, choice: Sequence[Pick], start: int, end: int) -> tuple[int
             seconds += region.seconds + inner_seconds
             flops += region.flops + inner_flops
         else:
-            option = option_of(line.leaves[start + pick.first], pick.action)
+            assert isinstance(pick.way, Run), "what has no region's price is a leaf"
+            option = option_of(line.leaves[start + pick.first], pick.way)
             saved, forward, backward = option.saved_bytes, option.forward_bytes, option.backward_bytes
             seconds += option.extra_seconds
             flops += option.extra_flops
@@ -62,14 +65,12 @@ def _walk(line: Line, choice: Sequence[Pick], start: int, end: int) -> tuple[int
     return peak, seconds, flops
 
 
-def option_of(leaf: Leaf, action: str) -> Option:
-    """Returns the leaf's option for an action; a leaf that lacks it runs under its first one, whatever is asked."""
-    return next((o for o in leaf.options if o.action == action), leaf.options[0])
+def option_of(leaf: Leaf, way: Run) -> Option:
+    """Returns the leaf's option for a way to run; a leaf that lacks it runs under its first one, whatever is asked."""
+    return next((o for o in leaf.options if o.ambient == way.ambient and o.rung == way.rung), leaf.options[0])
 
 
-def uniform(line: Line, first: int, last: int, action: str) -> Choice:
+def uniform(line: Line, first: int, last: int, ambient: Ambient) -> Choice:
     """Returns the choice that runs leaves [first, last) under one action, where they have it."""
-    return tuple(
-        Pick(first=i - first, last=i - first + 1, action=option_of(line.leaves[i], action).action)
-        for i in range(first, last)
-    )
+    found = [option_of(leaf, Run(ambient)) for leaf in line.leaves[first:last]]
+    return tuple(Pick(first=i, last=i + 1, way=Run(o.ambient, o.rung)) for i, o in enumerate(found))

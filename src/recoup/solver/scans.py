@@ -12,10 +12,11 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
-from recoup.ir.plan import Decision
+from recoup.ir.decision import Ambient, Decision, Scan, Tile
 from recoup.ir.trace import Call, Trace
-from recoup.solver.problem import RUNG, Block, Leaf, Option, Problem, ambient_of
+from recoup.solver.problem import Block, Leaf, Option, Problem
 from recoup.solver.sequence import Choice
+from recoup.solver.ways import Run, RungOf
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,15 +48,12 @@ class Ladder:
     first_ops: tuple[int, ...]
     taped_bytes: tuple[int, ...]
     needed_bytes: tuple[int, ...]
-    rungs: dict[str, tuple[Rung, ...]]
+    rungs: dict[Ambient, tuple[Rung, ...]]
 
     def decisions(self, scan_bytes: Sequence[int]) -> tuple[Decision, ...]:
         """Returns the decisions that run the scans in so many bytes each."""
         each = zip(self.scans, scan_bytes, strict=True)
-        return tuple(
-            Decision(path=self.path, call=self.call, action="recompute", scan=scan, scan_bytes=nbytes)
-            for scan, nbytes in each
-        )
+        return tuple(Scan(path=self.path, call=self.call, index=scan, budget_bytes=nbytes) for scan, nbytes in each)
 
 
 def fold(trace: Trace, ranges: Sequence[tuple[int, int]]) -> Trace:
@@ -101,11 +99,11 @@ def with_rungs(options: Sequence[Option], ladders: Sequence[Ladder], which: int)
     found = []
     for option in options:
         found.append(option)
-        for number, rung in enumerate(ladders[which].rungs.get(option.action, ())):
+        for number, rung in enumerate(ladders[which].rungs.get(option.ambient, ())):
             found.append(
                 dataclasses.replace(
                     option,
-                    action=f"{option.action}{RUNG}{which}-{number}",
+                    rung=RungOf(ladder=which, number=number),
                     saved_bytes=max(option.saved_bytes - rung.freed_bytes, 0),
                     forward_bytes=max(option.forward_bytes - rung.freed_bytes, 0),
                     backward_bytes=max(option.backward_bytes - rung.freed_bytes, 0),
@@ -115,23 +113,13 @@ def with_rungs(options: Sequence[Option], ladders: Sequence[Ladder], which: int)
     return tuple(found)
 
 
-def those_under(options: Sequence[Option], action: str) -> tuple[Option, ...]:
+def those_under(options: Sequence[Option], action: Ambient) -> tuple[Option, ...]:
     """Returns the options under an action, rungs included; those under the first one where there is none."""
-    found = tuple(o for o in options if ambient_of(o.action) == action)
-    return found or those_under(options, ambient_of(options[0].action))
+    found = tuple(o for o in options if o.ambient == action)
+    return found or those_under(options, options[0].ambient)
 
 
-def names(ladders: Sequence[Ladder]) -> tuple[str, ...]:
-    """Returns the actions that rungs add to a solver's."""
-    return tuple(
-        f"{action}{RUNG}{which}-{number}"
-        for which, ladder in enumerate(ladders)
-        for action, rungs in ladder.rungs.items()
-        for number in range(len(rungs))
-    )
-
-
-def under(problem: Problem, ladders: Sequence[Ladder], action: str) -> Problem:
+def under(problem: Problem, ladders: Sequence[Ladder], action: Ambient) -> Problem:
     """Returns the problem in which the calls that run scans do so under one action, and only bytes are left to choose.
 
     The engine sets the action for the whole call, so its other leaves follow.
@@ -151,33 +139,32 @@ def under(problem: Problem, ladders: Sequence[Ladder], action: str) -> Problem:
 def chosen_bytes(choice: Choice, ladders: Sequence[Ladder]) -> Iterator[tuple[int, ...]]:
     """Yields for each ladder the bytes of its scans that a choice gives them: on no rung, enough to tape all steps."""
     chosen = {}
-    for action in _leaf_actions(choice):
-        _, at, where = action.partition(RUNG)
-        if at:
-            which, number = map(int, where.split("-"))
-            chosen[which] = ladders[which].rungs[ambient_of(action)][number].scan_bytes
+    for run in _runs(choice):
+        if run.rung is not None:
+            rungs = ladders[run.rung.ladder].rungs[run.ambient]
+            chosen[run.rung.ladder] = rungs[run.rung.number].scan_bytes
     for which, ladder in enumerate(ladders):
         yield chosen.get(which, ladder.taped_bytes)
 
 
-def _leaf_actions(choice: Choice) -> Iterable[str]:
+def _runs(choice: Choice) -> Iterable[Run]:
     for pick in choice:
-        if pick.num_calls:
-            yield from _leaf_actions(pick.inner)
+        if isinstance(pick.way, Run):
+            yield pick.way
         else:
-            yield pick.action
+            yield from _runs(pick.inner)
 
 
-def split_scans(decisions: Sequence[Decision]) -> tuple[tuple[Decision, ...], tuple[Decision, ...]]:
+def split_scans(decisions: Sequence[Decision]) -> tuple[tuple[Scan, ...], tuple[Decision, ...]]:
     """Returns the decisions about scans, and the others."""
-    scans = tuple(d for d in decisions if d.scan is not None)
-    return scans, tuple(d for d in decisions if d.scan is None)
+    scans = tuple(d for d in decisions if isinstance(d, Scan))
+    return scans, tuple(d for d in decisions if not isinstance(d, Scan))
 
 
 def with_scans(decisions: Sequence[Decision], scans: Sequence[Decision]) -> tuple[Decision, ...]:
     """Returns the decisions with others about scans; those that tile stay last."""
     rest = split_scans(decisions)[1]
-    at = next((i for i, d in enumerate(rest) if d.action == "tile"), len(rest))
+    at = next((i for i, d in enumerate(rest) if isinstance(d, Tile)), len(rest))
     return (*rest[:at], *scans, *rest[at:])
 
 

@@ -13,20 +13,17 @@ import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
 from recoup.solver.pareto import Front, before_leaf, before_region, best_of, empty
-from recoup.solver.problem import Leaf, ambient_of
+from recoup.solver.problem import Leaf
 from recoup.solver.rederive_coupling import Linked, Links, forks
 from recoup.solver.reference import option_of
 from recoup.solver.sequence import (
-    OFFLOAD,
-    REGION_KEEPING,
-    REGION_OFFLOADED,
     Call,
     Line,
     Span,
-    inputs_moved,
-    results_kept,
+    region_in,
     saves_moved,
 )
+from recoup.solver.ways import Move, Replay, Run
 
 _EVERY_LENGTH = 16
 _LONGEST_SPAN = 64
@@ -228,13 +225,17 @@ class Search:
         return sum(leaf.options[0].saved_bytes - leaf.options[-1].saved_bytes for leaf in leaves)
 
     def _leaf(self, leaf: Leaf, call: Call, i: int, after: Front, rederived: _Units) -> list[Front]:
-        options = [o for o in leaf.options if o.action in self._actions] or list(leaf.options[:1])
+        options = [o for o in leaf.options if o.rung is not None or o.ambient in self._actions] or list(
+            leaf.options[:1]
+        )
         if len(options) > 1:
             unit = self._line.unit_of[call.starts[i]]
             if unit >= 0:
                 action = "rederive" if unit in rederived else "save"
-                options = [o for o in options if ambient_of(o.action) == action]
-        return [before_leaf(after, o, leaf.gradient_bytes, is_plain=o.action == "save") for o in options]
+                options = [o for o in options if o.ambient == action]
+        return [
+            before_leaf(after, o, leaf.gradient_bytes, is_plain=o.ambient == "save" and o.rung is None) for o in options
+        ]
 
     def _regions(
         self,
@@ -253,21 +254,21 @@ class Search:
             assert last is not None and last.block.region is not None
             span.add(last.block.region)
             if tried(length) and span.is_allowed:
-                ways = {"recompute": span.region()}
-                if outermost and ways["recompute"].offload_seconds is not None:
-                    ways[REGION_OFFLOADED] = inputs_moved(ways["recompute"])
-                for which, keep in enumerate(ways["recompute"].keeps if outermost else ()):
-                    ways[f"{REGION_KEEPING}{which}"] = results_kept(ways["recompute"], keep)
-                for action, region in ways.items():
+                plain = span.region()
+                ways = [Replay()]
+                if outermost and plain.offload_seconds is not None:
+                    ways.append(Replay(offload=True))
+                ways += [Replay(keep=keep.labels) for keep in plain.keeps] if outermost else []
+                for way in ways:
                     fronts.append(
                         before_region(
                             rest,
-                            region,
+                            region_in(plain, way),
                             inside,
                             num_leaves=last.last - call.first,
                             rank=call.rank,
                             num_calls=length,
-                            action=action,
+                            way=way,
                         )
                     )
             last = last.following
@@ -281,7 +282,7 @@ class Search:
         for offload in call.block.offloads:
             inner = self._nothing
             for leaf in reversed(self._line.leaves[call.first : call.last]):
-                option = option_of(leaf, offload.inside)
+                option = option_of(leaf, Run(offload.inside))
                 inner = before_leaf(inner, option, leaf.gradient_bytes, is_plain=True)
             fronts.append(
                 before_region(
@@ -291,7 +292,7 @@ class Search:
                     num_leaves=call.last - call.first,
                     rank=call.rank,
                     num_calls=1,
-                    action=OFFLOAD + offload.inside,
+                    way=Move(offload.inside),
                 )
             )
         return fronts

@@ -11,11 +11,8 @@ import bisect
 import dataclasses
 from collections.abc import Hashable, Iterator, Sequence
 
-from recoup.solver.problem import Block, Keep, Leaf, Offload, Problem, Region, ambient_of
-
-REGION_OFFLOADED = "recompute-offloaded"
-REGION_KEEPING = "recompute-keeping-"  # and which of its `keeps`
-OFFLOAD = "offload-"  # and what the leaves inside do
+from recoup.solver.problem import Block, Keep, Leaf, Offload, Problem, Region
+from recoup.solver.ways import Move, Replay, Run, Way
 
 # A group that reaches further (a residual stream) would leave no choice at all; its leaves choose on their own.
 _LONGEST_GROUP = 24
@@ -26,16 +23,15 @@ class Pick:
     """One step of a choice: leaves [first, last), counted from the start of the region around it.
 
     Attributes:
-        action: a leaf's option, or "recompute" for a region with the choice `inner`, "recompute-offloaded" for one
-            whose inputs go to the host, "recompute-keeping-0" for one that keeps results, "offload-save" or
-            "offload-rederive" for a call whose saved tensors go there, its leaves running as `inner` says.
+        way: how a leaf runs, or what a region, or a call whose saved tensors are moved, does; the leaves inside those
+            run as `inner` says.
         rank: for a region, which of the calls that begin at `first`: 0 is the innermost.
         num_calls: for a region, how many calls it covers; more than one is a span.
     """
 
     first: int
     last: int
-    action: str
+    way: Way
     inner: tuple[Pick, ...] = ()
     rank: int = 0
     num_calls: int = 0
@@ -170,7 +166,7 @@ def _leaves(parts: Sequence[Leaf | Block]) -> Iterator[Leaf]:
 
 def _units(leaves: Sequence[Leaf]) -> list[list[int]]:
     """Returns the units of leaves: those with a choice that share an owner or a group, two at least."""
-    free = [i for i, leaf in enumerate(leaves) if len({ambient_of(o.action) for o in leaf.options}) > 1]
+    free = [i for i, leaf in enumerate(leaves) if len({o.ambient for o in leaf.options}) > 1]
     ends: dict[int, tuple[int, int]] = {}
     for i, leaf in enumerate(leaves):
         if leaf.group >= 0:
@@ -312,6 +308,13 @@ def inputs_moved(region: Region) -> Region:
     )
 
 
+def region_in(region: Region, way: Replay) -> Region:
+    """Returns the price of a region that keeps or moves what `way` says."""
+    if way.keep:
+        return results_kept(region, next(keep for keep in region.keeps if keep.labels == way.keep))
+    return inputs_moved(region) if way.offload else region
+
+
 def saves_moved(offload: Offload) -> Region:
     """Returns the price of a call whose saved tensors go to the host, as that of a region whose replay is a copy."""
     return Region(
@@ -329,13 +332,10 @@ def price_of(line: Line, pick: Pick, start: int) -> Region | None:
     Args:
         start: where the choice that the pick is part of begins.
     """
-    if not pick.num_calls:
+    way = pick.way
+    if isinstance(way, Run):
         return None
     calls = line.calls(start + pick.first, pick.rank, pick.num_calls)
-    if pick.action.startswith(OFFLOAD):
-        inside = pick.action.removeprefix(OFFLOAD)
-        return saves_moved(next(o for o in calls[0].block.offloads if o.inside == inside))
-    region = region_of(calls)
-    if pick.action.startswith(REGION_KEEPING):
-        return results_kept(region, region.keeps[int(pick.action.removeprefix(REGION_KEEPING))])
-    return inputs_moved(region) if pick.action == REGION_OFFLOADED else region
+    if isinstance(way, Move):
+        return saves_moved(next(o for o in calls[0].block.offloads if o.inside == way.inside))
+    return region_in(region_of(calls), way)

@@ -42,7 +42,7 @@ def tile_kinds(trace: Trace, *, peak_bytes: int) -> list[TileKind]:
     """
     calls: dict[str, list[Call]] = {}
     for call in trace.calls:
-        if call.path and not call.refusal and not call.draws_random and not call.mutated_buffers:
+        if call.path and not call.runs_once and not call.refusal and not call.draws_random and not call.mutated_buffers:
             calls.setdefault(without_numbers(call.path), []).append(call)
     found = []
     for name, members in calls.items():

@@ -7,6 +7,7 @@ stream is a waist between a layer's two halves, and inside a layer nothing is.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Sequence
 
@@ -43,8 +44,8 @@ def waists(ops: Sequence[Op], value_bytes: Sequence[int], results: Sequence[int]
     for place in range(1, len(ops)):
         far = reach * crossing[place]
         # Of equally narrow neighbours the first: what follows belongs to the next segment.
-        before = itertools.takewhile(lambda p: made[place] - made[p] <= far, range(place - 1, -1, -1))
-        after = itertools.takewhile(lambda p: made[p] - made[place] <= far, range(place + 1, len(ops) + 1))
-        if all(crossing[p] > crossing[place] for p in before) and all(crossing[p] >= crossing[place] for p in after):
+        first = bisect.bisect_left(made, made[place] - far)
+        end = bisect.bisect_right(made, made[place] + far)
+        if all(c > crossing[place] for c in crossing[first:place]) and all(c >= crossing[place] for c in crossing[place + 1 : end]):
             found.append(place)
     return found

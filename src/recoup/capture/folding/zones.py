@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from recoup.ir.decision import Loop, Region, Scan, Tile
 from recoup.runtime.patch import find_patch
 
 FIRST_STEPS, _LAST_STEPS = 4, 4
@@ -77,12 +78,12 @@ def find_chunks(modules: dict[str, nn.Module], path: str, num_calls: int) -> tup
         if patched is None or (not decisions and not getattr(patched.settings, "joins", ())):
             continue
         if name == path:
-            chunked = [d for d in decisions if d.chunk is not None]
+            chunked = [d for d in decisions if isinstance(d, Loop)]
         is_around = not name or path.startswith(f"{name}.")
-        if is_around and name != path and any(d.action in ("recompute", "tile") for d in decisions):
+        if is_around and name != path and any(isinstance(d, Region | Scan | Tile) for d in decisions):
             return None
         is_inside = name == path or name.startswith(f"{path}.")
-        if is_inside and (patched.settings.joins or any(d.call is not None or d.span for d in decisions)):
+        if is_inside and (patched.settings.joins or any(d.call is not None or len(d.paths) > 1 for d in decisions)):
             return None
     if not chunked:
         return 1, 0

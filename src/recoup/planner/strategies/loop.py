@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from recoup.capture.capture import levels_after_calls
-from recoup.ir.plan import Inside
+from recoup.ir.decision import Ambient
 from recoup.planner.simulator import EVERYWHERE, Candidate, Simulator
 from recoup.runtime.apply import apply_decisions
 from recoup.solver.loops import StepLoop
@@ -30,10 +30,10 @@ class LoopPlans:
         self._simulator = simulator
         self._loop = loop
         self._derives = derives
-        self._insides: tuple[Inside, ...] = ("save", "rederive") if derives else ("save",)
+        self._insides: tuple[Ambient, ...] = ("save", "rederive") if derives else ("save",)
         self.rules = loop.rules
 
-    def _simulate(self, num_calls: int, *, inside: Inside, chunk: int | None = None) -> Candidate:
+    def _simulate(self, num_calls: int, *, inside: Ambient, chunk: int | None = None) -> Candidate:
         path = self._loop.path
         buffers = tuple(sorted(b for p, found in self._simulator.mutated_buffers.items() if p == path for b in found))
         return self._simulator.simulate((self._loop.decision(num_calls, chunk=chunk, inside=inside, buffers=buffers),))

@@ -13,7 +13,7 @@ import torch
 from recoup.cost.devices import Device
 from recoup.cost.host_link import Link
 from recoup.cost.model import CostModel, FlopsCost
-from recoup.ir.plan import Decision
+from recoup.ir.decision import Decision, Region
 from recoup.runtime.offload.offloaded_saved_tensor import MIN_BYTES
 from recoup.runtime.offload.transport import make_transport
 from recoup.solver.offload import Assumption, depths, with_offload
@@ -94,9 +94,9 @@ def problems_with_offload(problem: Problem, link: Link) -> list[Problem]:
 
 def is_offloaded(decisions: Sequence[Decision]) -> bool:
     """Whether something goes to the host."""
-    return any(d.action == "offload" or d.offload for d in decisions)
+    return any(d.offloads for d in decisions)
 
 
 def with_inputs_offloaded(decisions: Sequence[Decision]) -> tuple[Decision, ...]:
     """Returns the decisions with the inputs of every region moved to the host, as Unsloth does by hand."""
-    return tuple(dataclasses.replace(d, offload=True) if d.is_region else d for d in decisions)
+    return tuple(dataclasses.replace(d, offload=True) if isinstance(d, Region) else d for d in decisions)

@@ -16,7 +16,7 @@ import numpy as np
 from recoup import progress
 from recoup.capture.tracker import Tracker
 from recoup.cost.model import PricedTrace
-from recoup.ir.plan import Decision
+from recoup.ir.decision import Ambient, Decision
 from recoup.planner.simulator import EVERYWHERE, Candidate, Simulator
 from recoup.recurrent.choose import SHARED_TAPES_MAY_TAKE
 from recoup.recurrent.schedule_costs import evaluations_by_bytes
@@ -141,7 +141,10 @@ class ScanPlans:
         owner = self.trace.calls[scans[0].owner]
         seconds = [self._seconds(scan) for scan in scans]
         steps = [scan.step for scan in scans if scan.step is not None]
-        variants = {"save": steps, "rederive": [step for n, step in enumerate(derived) if n in members and step]}
+        variants: dict[Ambient, list[StepOfScan]] = {
+            "save": steps,
+            "rederive": [step for n, step in enumerate(derived) if n in members and step],
+        }
         return Ladder(
             path=owner.path,
             call=owner.index,
@@ -214,7 +217,7 @@ class ScanPlans:
 
     def _bytes(self, candidate: Candidate) -> int:
         """Returns what a candidate's scans may take, all together."""
-        return min(sum(d.scan_bytes or 0 for d in split_scans(candidate.decisions)[0]), sum(self._path[0]))
+        return min(sum(d.budget_bytes for d in split_scans(candidate.decisions)[0]), sum(self._path[0]))
 
     def _extra_seconds(self, total_bytes: int) -> float:
         """Returns the seconds of what runs again when scans take so many bytes together, by the rungs."""

@@ -11,7 +11,7 @@ from torch import nn
 
 from recoup.capture.capture import StepSpec, capture
 from recoup.errors import UsageError
-from recoup.ir.plan import Decision
+from recoup.ir.decision import Decision, TileLoss, TileModule
 from recoup.ir.trace import Trace
 from recoup.runtime import execution_context
 from recoup.runtime.apply import apply_decisions
@@ -43,7 +43,7 @@ def find_tiled_head(spec: StepSpec, plain: Trace, *, peak_bytes: int) -> TiledHe
     found = heads(plain, peak_bytes=peak_bytes)
     for head in (*found, *_with_adapters(found)):
         tokens = head.tile_tokens(tile_bytes(peak_bytes))
-        decision = Decision(path=head.path, action="tile", tile_tokens=tokens)
+        decision = TileLoss(path=head.path, tile_tokens=tokens)
         tiled, made = execution_context.tile_counters()
         try:
             applied = apply_decisions(spec.model, (decision,))
@@ -87,7 +87,7 @@ class TiledModules:
         found = []
         for kind in kinds:
             tokens = kind.tile_tokens(self.tokens[kind.paths[0]])
-            found += [Decision(path=p, action="tile", tile_of="module", tile_tokens=tokens) for p in kind.paths]
+            found += [TileModule(path=p, tile_tokens=tokens) for p in kind.paths]
         return tuple(found)
 
 
@@ -143,14 +143,14 @@ def _judge(
 
 def retile(decisions: Sequence[Decision], tile_tokens: int) -> tuple[Decision, ...]:
     """Returns the decisions with tiles of the loss of another size."""
-    return tuple(dataclasses.replace(d, tile_tokens=tile_tokens) if _tiles_loss(d) else d for d in decisions)
+    return tuple(dataclasses.replace(d, tile_tokens=tile_tokens) if isinstance(d, TileLoss) else d for d in decisions)
 
 
 def halve_module_tiles(decisions: Sequence[Decision], *, fewest: int) -> tuple[Decision, ...]:
     """Returns the decisions with modules' tiles of half the size, not below `fewest` tokens."""
     return tuple(
-        dataclasses.replace(d, tile_tokens=max((d.tile_tokens or 0) // 2, fewest))
-        if d.action == "tile" and d.tile_of == "module" and (d.tile_tokens or 0) > fewest
+        dataclasses.replace(d, tile_tokens=max(d.tile_tokens // 2, fewest))
+        if isinstance(d, TileModule) and d.tile_tokens > fewest
         else d
         for d in decisions
     )
@@ -158,21 +158,17 @@ def halve_module_tiles(decisions: Sequence[Decision], *, fewest: int) -> tuple[D
 
 def loss_tokens(decisions: Sequence[Decision]) -> int:
     """Returns the tokens of a tile of the loss, 0 if it is not tiled."""
-    return next((d.tile_tokens or 1 for d in decisions if _tiles_loss(d)), 0)
-
-
-def _tiles_loss(decision: Decision) -> bool:
-    return decision.action == "tile" and decision.tile_of == "loss"
+    return next((d.tile_tokens or 1 for d in decisions if isinstance(d, TileLoss)), 0)
 
 
 def with_tiles(chosen: Sequence[Decision], tiles: Sequence[Decision]) -> tuple[Decision, ...]:
     """Returns the decisions and what is tiled, without what was decided about something inside a tiled call."""
-    modules = {d.path for d in tiles if d.tile_of == "module"}
+    modules = {d.path for d in tiles if isinstance(d, TileModule)}
     prefixes = tuple(f"{d.path}." for d in tiles)
 
     def stays(decision: Decision) -> bool:
         if f"{decision.path}.".startswith(prefixes):
-            return decision.path in modules and bool(decision.span)
+            return decision.path in modules and len(decision.paths) > 1
         return True
 
     return (*(d for d in chosen if stays(d)), *tiles)
@@ -180,4 +176,4 @@ def with_tiles(chosen: Sequence[Decision], tiles: Sequence[Decision]) -> tuple[D
 
 def is_tiled(decisions: Sequence[Decision]) -> bool:
     """Whether something is tiled: then sums round differently than in the plain step."""
-    return any(d.action == "tile" for d in decisions)
+    return not all(d.is_exact for d in decisions)

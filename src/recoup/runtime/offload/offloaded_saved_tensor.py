@@ -16,6 +16,7 @@ from torch import nn
 from recoup.runtime import execution_context
 from recoup.runtime.offload.transport import Transport, make_transport
 from recoup.runtime.rebuild.lineage import Geometry, Value, geometry_of
+from recoup.runtime.waiting import Waiting
 
 MIN_BYTES = 1 << 18  # smaller storages take longer to ask for than to copy
 _MOST_UNUSED = 8  # a slice of a buffer so many times its size does not drag it along
@@ -108,47 +109,40 @@ class _Block:
     """A storage that was moved; forgotten when nobody can ask for it any more.
 
     Attributes:
-        waiting: how many will still ask for it.
+        waiting: those who will still ask for it; it stays on the device, once back, until the last of them was served.
     """
 
-    __slots__ = ("__weakref__", "_before", "_group", "_handle", "_held", "_moves", "_nbytes", "_transport", "waiting")
+    __slots__ = ("__weakref__", "_before", "_group", "_handle", "_moves", "_nbytes", "_transport", "waiting")
 
     def __init__(
         self, transport: Transport, moves: Moves, handle: Any, nbytes: int, before: _Block | None, group: int
     ) -> None:
         self._group = group
-        self.waiting = 0
+        self.waiting = Waiting()
         self._transport = transport
         self._moves = moves
         self._handle = handle
         self._nbytes = nbytes
         self._before = weakref.ref(before) if before is not None else None
-        self._held: torch.Tensor | None = None
 
     def load(self) -> torch.Tensor:
         """Returns the storage's bytes on the device and begins to bring back its group and the one before."""
-        flat = self._held
+        flat = self.waiting.result()
         if flat is None:
             flat = self._transport.get(self._handle)
             self._moves.bytes_back += self._nbytes
-        self._held = flat if self.waiting else None
+        self.waiting.hold(flat)
         self._prefetch()
-        return flat
+        return flat  # type: ignore[no-any-return]
 
     def _prefetch(self) -> None:
         groups = {self._group}
         block = self._before() if self._before is not None else None
         while block is not None and (len(groups) < 2 or block._group in groups):
             groups.add(block._group)
-            if block.waiting and block._held is None:
+            if block.waiting and block.waiting.result() is None:
                 self._transport.prefetch(block._handle)
             block = block._before() if block._before is not None else None
-
-    def served(self) -> None:
-        """Counts off one who waited."""
-        self.waiting -= 1
-        if not self.waiting:
-            self._held = None
 
     def __del__(self) -> None:
         self._transport.drop(self._handle)
@@ -196,29 +190,20 @@ class KeptElsewhere:
 class Returning:
     """What autograd gets in the place of one saved tensor over a storage that was moved."""
 
-    __slots__ = ("_geometry", "_kept", "_waits")
+    __slots__ = ("__weakref__", "_geometry", "_kept", "_ticket")
 
     def __init__(self, kept: KeptElsewhere, geometry: Geometry) -> None:
-        self._waits = True
         self._kept = kept
         self._geometry = geometry
-        kept.block.waiting += 1
+        self._ticket = kept.block.waiting.add(self)
 
     def unpack(self) -> torch.Tensor:
         """Returns the tensor; raises if it was changed in place since it was saved."""
         self._kept.check()
         with execution_context.recomputing():
             tensor = self._kept.contents()
-            self._served()
+            self._kept.block.waiting.serve(self._ticket)
             if geometry_of(tensor) == self._geometry:
                 return tensor
             size, stride, offset, dtype = self._geometry
             return tensor.view(dtype).as_strided(size, stride, offset)
-
-    def _served(self) -> None:
-        if self._waits:
-            self._waits = False
-            self._kept.block.served()
-
-    def __del__(self) -> None:
-        self._served()

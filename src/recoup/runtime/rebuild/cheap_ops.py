@@ -86,6 +86,7 @@ _NORMS = [
     "native_layer_norm",
     "native_group_norm",
     "native_batch_norm",
+    "cudnn_batch_norm",
     "_native_batch_norm_legit",
     "_fused_rms_norm",
     "_softmax",
@@ -127,19 +128,23 @@ class OpFacts:
     Attributes:
         kind: OPAQUE, CHEAP, IN_PLACE (a cheap op written over its first argument), VIEW or WRITES (anything else that
             changes an argument).
+        label: the name as traces have it, "aten.mm.default".
         function: the overload to run again (for IN_PLACE the functional one).
         over: the in-place overload that computes what `function` does, if there is one. commutes: the two tensors it
             reads may change places.
         pooled_dims: how many dimensions a max-pooling with indices pools, 0 for other ops.
+        can_rerun: it computes new tensors from its arguments alone, dear or cheap: run again it gives the same bits.
         written: positions of positional arguments that are changed. written_names: of keyword ones.
     """
 
     __slots__ = (
+        "can_rerun",
         "commutes",
         "function",
         "is_batch_norm",
         "is_random_mask",
         "kind",
+        "label",
         "over",
         "pooled_dims",
         "written",
@@ -159,9 +164,10 @@ class OpFacts:
         self.written_names = tuple(
             a.name for a in arguments if a.kwarg_only and a.alias_info is not None and a.alias_info.is_write
         )
-        self.is_batch_norm = name in ("native_batch_norm", "_native_batch_norm_legit")
+        self.is_batch_norm = name in ("native_batch_norm", "cudnn_batch_norm", "_native_batch_norm_legit")
         self.pooled_dims = _MAX_POOLS.get(name, 0)
         self.is_random_mask = name == "bernoulli_"
+        self.label = f"{schema.name.replace('::', '.')}.{overload._overloadname}"
         self.function = overload
         self.over = _in_place(name, overload) if namespace == "aten" and name in _OVER else None
         self.commutes = name in _COMMUTES
@@ -179,6 +185,25 @@ class OpFacts:
             self.kind = CHEAP
         else:
             self.kind = OPAQUE
+        self.can_rerun = self.kind == CHEAP or (self.kind == OPAQUE and _can_rerun(name, namespace, overload))
+
+
+_EFFECTS = frozenset(["c10d", "_c10d_functional", "_dtensor", "prim", "profiler"])
+_UNINITIALISED = ("empty", "new_empty")
+_NOT_AGAIN = (torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output)
+_GATHERS = frozenset(["index", "_unsafe_index"])  # their result's shape depends on values for masks of booleans only
+
+
+def _can_rerun(name: str, namespace: str, overload: Any) -> bool:
+    """Whether an op that writes nothing and returns no view may run again: no random numbers, no communication."""
+    if namespace in _EFFECTS or name.lstrip("_").startswith(_UNINITIALISED):
+        return False
+    if any(tag in overload.tags for tag in _NOT_AGAIN):
+        return False
+    if torch.Tag.dynamic_output_shape in overload.tags and name not in _GATHERS:
+        return False  # a device would be waited for
+    returns = overload._schema.returns
+    return bool(returns) and all("Tensor" in str(r.type) for r in returns)
 
 
 def _functional(name: str, overload: Any) -> Any | None:

@@ -21,6 +21,7 @@ from torch import nn
 
 from recoup import _torch
 from recoup.runtime.rebuild.cheap_ops import CHEAP, IN_PLACE, OPAQUE, VIEW, OpFacts, op_facts
+from recoup.runtime.waiting import Waiting
 
 Geometry = tuple[Any, Any, Any, torch.dtype]  # size, stride, storage offset, dtype
 
@@ -39,15 +40,14 @@ class Value:
         kept: the `Kept` that holds these contents now, if any (weak).
         constant: a parameter that holds these contents, with `constant_version`.
         random_mask: these are zeros and ones drawn by `bernoulli_`.
-        waiting: the turns at which rederived tensors of this value were saved and will still be asked for; `cache`
-            serves them once it was rebuilt for another, if that is soon.
+        waiting: the rederived tensors of this value that will still be asked for, by the turn at which they were
+            saved; holds the contents once they were rebuilt for another, if they are wanted soon.
         overwritten: the storage holds something else by now: what autograd saved of it before may not be used.
     """
 
     __slots__ = (
         "__weakref__",
         "base",
-        "cache",
         "constant",
         "constant_version",
         "kept",
@@ -67,8 +67,11 @@ class Value:
         self.constant_version = 0
         self.random_mask = False
         self.overwritten = False
-        self.waiting: list[int] = []
-        self.cache: torch.Tensor | None = None
+        self.waiting: Waiting | None = None
+
+    def rebuilt(self) -> torch.Tensor | None:
+        """Returns the contents if they were rebuilt and are held for somebody else."""
+        return None if self.waiting is None else self.waiting.result()
 
     def alive(self) -> Any | None:
         """Returns what keeps these contents now, None if nobody does or it was overwritten."""
@@ -92,10 +95,10 @@ class Made:
     `args` and `kwargs` are the op's own with tensors replaced by `Read`s. `traffic_bytes`: bytes read and written.
     `outputs`: the values of all its results, where there are several. `side_results`: what
     keeps all but the first of them, if that helps to rebuild the first (`shortcuts.py`). `is_flat`: reads are among
-    `args` themselves, none in a list or in `kwargs`.
+    `args` themselves, none in a list or in `kwargs`. `order`: how many ops were recorded before it.
     """
 
-    __slots__ = ("args", "function", "is_flat", "kwargs", "outputs", "reads", "side_results", "traffic_bytes")
+    __slots__ = ("args", "function", "is_flat", "kwargs", "order", "outputs", "reads", "side_results", "traffic_bytes")
 
     def __init__(self, function: Any, args: Any, kwargs: Any, reads: list[Read], traffic_bytes: int) -> None:
         self.function = function
@@ -104,16 +107,9 @@ class Made:
         self.reads = reads
         self.is_flat = not kwargs and sum(type(a) is Read for a in args) == len(reads)
         self.traffic_bytes = traffic_bytes
+        self.order = 0
         self.outputs: tuple[weakref.ref[Value], ...] = ()
         self.side_results: tuple[weakref.ref[Any], ...] = ()
-
-
-class _Entry(weakref.ref):  # type: ignore[type-arg]
-    """The current value of a live storage, keyed by the storage's address for as long as it lives."""
-
-    __slots__ = ("address", "value")
-    address: int
-    value: Value
 
 
 class _Current(threading.local):
@@ -143,15 +139,10 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
         self.deriving = True
         self.offloading = False
         self.offloader: Any = None
+        self._num_made = 0
         self.turn = 0  # counts saved tensors: backward asks for them about in reverse
-        self._entries: dict[int, _Entry] = {}
+        self._values: dict[weakref.ref[torch.UntypedStorage], Value] = {}  # of live storages; see `waiting.py`
         self._outer: Recorder | None = None
-
-        def forget(entry: _Entry, entries: dict[int, _Entry] = self._entries) -> None:
-            if entries.get(entry.address) is entry:
-                del entries[entry.address]
-
-        self._forget = forget
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -166,6 +157,7 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
 
     def __exit__(self, *exc: Any) -> None:
         super().__exit__(*exc)
+        self._values.clear()
         _current.recorder = self._outer
         self._outer = None
 
@@ -174,9 +166,9 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
     def value_of(self, tensor: torch.Tensor) -> Value:
         """Returns the value of the tensor's storage, a new one without history if it was not seen yet."""
         storage = tensor.untyped_storage()
-        entry = self._entries.get(storage._cdata)
-        if entry is not None and entry() is storage:
-            return entry.value
+        known = self._values.get(weakref.ref(storage))
+        if known is not None:
+            return known
         value = Value()
         if type(tensor) is not torch.Tensor and isinstance(tensor, nn.Parameter):
             value.constant = tensor
@@ -189,15 +181,10 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
         self._set(tensor.untyped_storage(), value)
 
     def _set(self, storage: torch.UntypedStorage, value: Value) -> None:
-        entry = _Entry(storage, self._forget)
-        entry.address = storage._cdata
-        entry.value = value
-        self._entries[entry.address] = entry
+        self._values[weakref.ref(storage, self._values.pop)] = value
 
     def _existing(self, tensor: torch.Tensor) -> Value | None:
-        storage = tensor.untyped_storage()
-        entry = self._entries.get(storage._cdata)
-        return entry.value if entry is not None and entry() is storage else None
+        return self._values.get(weakref.ref(tensor.untyped_storage()))
 
     # -- recording ----------------------------------------------------------------------------------------------
 
@@ -242,7 +229,9 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
         for read in reads:
             size, _, _, dtype = read.geometry
             traffic_bytes += size.numel() * dtype.itemsize
-        return Made(facts.function, recorded, recorded_kwargs, reads, traffic_bytes)
+        made = Made(facts.function, recorded, recorded_kwargs, reads, traffic_bytes)
+        made.order = self._num_made = self._num_made + 1
+        return made
 
     def _encode(self, items: Iterable[Any], reads: list[Read]) -> tuple[Any, ...] | None:
         """Returns `items` with tensors replaced by reads, or None if one of them cannot be recorded."""
@@ -251,7 +240,7 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
             if isinstance(item, torch.Tensor):
                 if item.layout is not torch.strided or item.is_neg() or item.is_conj():
                     return None
-                read = Read(self.value_of(item), geometry_of(item))
+                read = self._read(item)
                 if read.value.base is not None and read.value.base[3] != item.dtype:
                     return None  # the same bytes read as another dtype
                 reads.append(read)
@@ -264,6 +253,14 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
             else:
                 result.append(item)
         return tuple(result)
+
+    def _read(self, tensor: torch.Tensor) -> Read:
+        """Returns a tensor argument of an op that is recorded."""
+        return Read(self.value_of(tensor), geometry_of(tensor))
+
+    def pack(self, tensor: torch.Tensor, value: Value) -> Any | None:
+        """Returns what autograd gets instead of a saved tensor that nobody keeps yet; None: it is rederived or kept."""
+        return None
 
     def _attach(self, made: Made, out: Any, has_side_results: bool) -> None:
         if isinstance(out, torch.Tensor):
@@ -318,7 +315,7 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
                     value.made = made
                     value.base = geometry_of(tensor)
                     made.traffic_bytes += tensor.numel() * tensor.dtype.itemsize
-                elif facts.is_random_mask:
+                elif facts.is_random_mask and tensor.nbytes == tensor.untyped_storage().nbytes():
                     value.random_mask = True
                     value.base = geometry_of(tensor)
                 self._replace(tensor, value)
@@ -341,6 +338,6 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
                 old.kept = old.constant = None
         storage = tensor.untyped_storage()
         if isinstance(tensor, nn.Parameter):
-            self._entries.pop(storage._cdata, None)  # its version counts up only after this
+            self._values.pop(weakref.ref(storage), None)  # its version counts up only after this
         else:
             self._set(storage, value)

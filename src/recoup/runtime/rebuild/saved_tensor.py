@@ -26,15 +26,23 @@ from recoup.runtime.offload.offloaded_saved_tensor import KeptElsewhere, Returni
 from recoup.runtime.rebuild import shortcuts
 from recoup.runtime.rebuild.cheap_ops import op_facts
 from recoup.runtime.rebuild.lineage import Geometry, Made, Read, Recorder, Value, current_recorder, geometry_of
+from recoup.runtime.waiting import Waiting
 
 MIN_BYTES = 4096
 MAX_OPS = 14
 SOON = 64
+"""Turns within which backward asks for a rebuilt tensor again: until then it is held. A skip that a decoder rebuilt is
+wanted by the encoder too, but much later; holding it would undo the saving."""
 MAX_TRAFFIC_RATIO = 40.0
 _CHANGED = (
     "one of the variables needed for gradient computation has been modified by an inplace operation: "
     "[{tensor}] is {versions}. It was saved, or is what a saved tensor is rederived from; clone it before changing it."
 )
+
+
+def changed_since(what: str) -> RuntimeError:
+    """Returns autograd's error for a tensor that was changed in place and cannot be rebuilt from any more."""
+    return RuntimeError(_CHANGED.format(tensor=what, versions="overwritten since"))
 
 
 class Kept:
@@ -88,7 +96,7 @@ class KeptView:
 
     def unpack(self) -> torch.Tensor:
         """Returns the tensor; raises if it was changed in place since it was saved."""
-        return _lay(self.kept.unpack(), self.geometry)
+        return laid(self.kept.unpack(), self.geometry)
 
 
 class KeptCompact:
@@ -125,56 +133,41 @@ Source = Kept | KeptCompact | KeptElsewhere
 class Rederived:
     """A saved tensor that will be rebuilt: a value, where it starts from, and the geometry it is wanted in."""
 
-    __slots__ = ("geometry", "held", "sources", "turn", "value", "waits")
+    __slots__ = ("__weakref__", "_blocks", "_ticket", "_waiting", "geometry", "sources", "turn", "value")
 
     def __init__(self, value: Value, geometry: Geometry, sources: Sequence[Source], turn: int) -> None:
         self.turn = turn
         self.value = value
         self.geometry = geometry
         self.sources = sources
-        self.waits = True
-        value.waiting.append(turn)
+        if value.waiting is None:
+            value.waiting = Waiting()
+        self._waiting = value.waiting
+        self._ticket = self._waiting.add(self, turn)
         for source in sources:
             if isinstance(source, Kept):
                 source.is_source = True
-        self.held = tuple(source for source in sources if isinstance(source, KeptElsewhere))
-        for source in self.held:
-            source.block.waiting += 1
+        blocks = [source.block for source in sources if isinstance(source, KeptElsewhere)]
+        self._blocks = [(block, block.waiting.add(self)) for block in blocks]
 
     def unpack(self) -> torch.Tensor:
         """Runs the chain and returns the tensor."""
-        self._done()
         if self.value.overwritten:
             size, _, _, dtype = self.geometry
-            raise RuntimeError(_CHANGED.format(tensor=f"{dtype} {list(size)}", versions="overwritten since"))
-        with _torch.below_autocast_and_autograd(), execution_context.recomputing(), _paused():
+            raise changed_since(f"{dtype} {list(size)}")
+        with _torch.below_autocast_and_autograd(), execution_context.recomputing(), paused():
             tensor = _one_op(self.value)
             if tensor is None:
                 tensor = _Rebuild(self.value, self.turn).contents(self.value)
-            self._let_go()
+            self._waiting.serve(self._ticket)
+            for block, ticket in self._blocks:
+                block.waiting.serve(ticket)
             execution_context.count_rederived()
-            self.value.cache = tensor if _wanted_soon(self.value, self.turn) else None
-            return _lay(tensor, self.geometry)
-
-    def _done(self) -> None:
-        if self.waits:
-            self.waits = False
-            self.value.waiting.remove(self.turn)
-
-    def _let_go(self) -> None:
-        """Tells sources that were moved away that they were served."""
-        for source in self.held:
-            source.block.served()
-        self.held = ()
-
-    def __del__(self) -> None:
-        self._done()
-        self._let_go()
-        if not self.value.waiting:
-            self.value.cache = None
+            self._waiting.hold(tensor, since=self.turn - SOON)
+            return laid(tensor, self.geometry)
 
 
-class _paused:
+class paused:
     """Context manager: the recorder of this thread, if one is on, records nothing."""
 
     __slots__ = ("_recorder",)
@@ -195,21 +188,16 @@ def _check_version(tensor: torch.Tensor, version: int) -> None:
         raise RuntimeError(_CHANGED.format(tensor=f"{tensor.dtype} {list(tensor.shape)}", versions=versions))
 
 
-def _lay(tensor: torch.Tensor, geometry: Geometry) -> torch.Tensor:
+def laid(tensor: torch.Tensor, geometry: Geometry) -> torch.Tensor:
+    """Returns the storage of `tensor` seen with another geometry."""
     size, stride, offset, dtype = geometry
-    if tensor.dtype != dtype:
-        tensor = tensor.view(dtype)
+    if tensor.dtype != dtype:  # the same bytes read otherwise (`view_as_real`): the whole storage, however it lies
+        unit = max(tensor.dtype.itemsize, dtype.itemsize)
+        num = tensor.untyped_storage().nbytes() // unit * unit // tensor.dtype.itemsize
+        tensor = tensor.as_strided((num,), (1,), 0).view(dtype)
     if tensor.size() == size and tensor.stride() == stride and tensor.storage_offset() == offset:
         return tensor
     return tensor.as_strided(size, stride, offset)
-
-
-def _wanted_soon(value: Value, turn: int) -> bool:
-    """Whether backward, which is at `turn`, will soon ask for the value again: worth keeping it until then.
-
-    A skip that a decoder rebuilt is wanted by the encoder too, but much later; holding it would undo the saving.
-    """
-    return any(turn - other <= SOON for other in value.waiting)
 
 
 def _one_op(value: Value) -> torch.Tensor | None:
@@ -217,8 +205,9 @@ def _one_op(value: Value) -> torch.Tensor | None:
 
     What `_Rebuild` does for longer chains, without its bookkeeping: most chains are one op.
     """
-    if value.cache is not None:
-        return value.cache
+    rebuilt = value.rebuilt()
+    if rebuilt is not None:
+        return rebuilt
     made = value.made
     if made is None or value.base is None or not made.is_flat or made.outputs or value.alive() is not None:
         return None
@@ -229,26 +218,27 @@ def _one_op(value: Value) -> torch.Tensor | None:
             if source.constant is not None:
                 _check_version(source.constant, source.constant_version)
                 tensor = source.constant.detach()
-            elif source.cache is not None:
-                tensor = source.cache
             else:
-                kept = source.alive()
-                if kept is None:
-                    return None
-                tensor = kept.contents().detach()
-            item = _lay(tensor, item.geometry)
+                found = source.rebuilt()
+                if found is None:
+                    kept = source.alive()
+                    if kept is None:
+                        return None
+                    found = kept.contents().detach()
+                tensor = found
+            item = laid(tensor, item.geometry)
         args.append(item)
     out = made.function(*args)
-    return _fitted(out[value.output] if isinstance(out, (tuple, list)) else out, value.base)
+    return fitted(out[value.output] if isinstance(out, (tuple, list)) else out, value.base)
 
 
 class _Rebuild:
     """One run of a chain. Intermediates live until their last use here, longer only if others wait for them."""
 
-    __slots__ = ("_made", "_turn", "_uses")
+    __slots__ = ("_made", "_since", "_uses")
 
     def __init__(self, value: Value, turn: int) -> None:
-        self._turn = turn
+        self._since = turn - SOON
         self._uses: dict[int, int] = {}
         self._made: dict[int, torch.Tensor] = {}
         pending = [value]
@@ -268,10 +258,10 @@ class _Rebuild:
             _check_version(value.constant, value.constant_version)
             return value.constant.detach()
         found = self._made.get(id(value))
+        if found is None:
+            found = value.rebuilt()
         if found is not None:
             return found
-        if value.cache is not None:
-            return value.cache
         kept = value.alive()
         if kept is not None:
             contents: torch.Tensor = kept.contents().detach()
@@ -285,8 +275,8 @@ class _Rebuild:
         tensor = self._run(made, value)
         if self._uses.get(id(value), 0) > 0:
             self._made[id(value)] = tensor
-        if _wanted_soon(value, self._turn):
-            value.cache = tensor
+        if value.waiting is not None:
+            value.waiting.hold(tensor, since=self._since)
         return tensor
 
     def _run(self, made: Made, value: Value) -> torch.Tensor:
@@ -310,22 +300,23 @@ class _Rebuild:
         for read in made.reads:
             self._used(read.value)
         if not isinstance(out, (tuple, list)):
-            return _fitted(out, value.base)
+            return fitted(out, value.base)
         for position, ref in enumerate(made.outputs):
             other = ref()
-            if other is None or other is value or other.base is None or other.cache is not None:
+            if other is None or other is value or other.base is None or not other.waiting:
                 continue
-            if _wanted_soon(other, self._turn):
-                other.cache = _fitted(out[position], other.base)
-        return _fitted(out[value.output], value.base)
+            if other.rebuilt() is None:
+                other.waiting.hold(fitted(out[position], other.base), since=self._since)
+        return fitted(out[value.output], value.base)
 
     def _decode(self, items: Any, spare: list[torch.Tensor]) -> list[Any]:
         """Returns `items` with reads replaced by tensors; those that nobody reads after are put in `spare` too."""
         result: list[Any] = []
         for item in items:
             if isinstance(item, Read):
-                result.append(_lay(self.contents(item.value), item.geometry))
-                if self._uses.get(id(item.value)) == 1 and item.value.cache is None and id(item.value) in self._made:
+                result.append(laid(self.contents(item.value), item.geometry))
+                is_last = self._uses.get(id(item.value)) == 1 and id(item.value) in self._made
+                if is_last and item.value.rebuilt() is None:
                     spare.append(self._made[id(item.value)])
             elif isinstance(item, (list, tuple)):
                 result.append(self._decode(item, spare))
@@ -340,7 +331,7 @@ class _Rebuild:
             self._made.pop(id(value), None)
 
 
-def _fitted(tensor: torch.Tensor, base: Geometry) -> torch.Tensor:
+def fitted(tensor: torch.Tensor, base: Geometry) -> torch.Tensor:
     """Returns the tensor laid out as the first time."""
     if geometry_of(tensor) == base:
         return tensor
@@ -349,7 +340,7 @@ def _fitted(tensor: torch.Tensor, base: Geometry) -> torch.Tensor:
 
 
 def _at_hand(value: Value) -> bool:
-    return value.constant is not None or value.cache is not None or value.alive() is not None
+    return value.constant is not None or value.rebuilt() is not None or value.alive() is not None
 
 
 def _is_there(tensor: torch.Tensor) -> bool:
@@ -409,7 +400,7 @@ class _Search:
             made.side_results = tuple(weakref.ref(k) for k in kept)
 
 
-def pack(tensor: torch.Tensor) -> Kept | KeptView | Rederived | Returning:
+def pack(tensor: torch.Tensor) -> Any:
     """What autograd gets instead of `tensor`: `Kept`, a view of one, `Rederived`, or, offloaded, `Returning`."""
     recorder = current_recorder()
     if (
@@ -436,6 +427,9 @@ def pack(tensor: torch.Tensor) -> Kept | KeptView | Rederived | Returning:
             return Returning(alive, geometry)
         execution_context.kept(tensor)
         return alive if geometry_of(alive.tensor) == geometry else KeptView(alive, geometry)
+    packed = recorder.pack(tensor, value)
+    if packed is not None:
+        return packed
     if (
         made is not None
         and num_bytes >= MIN_BYTES
@@ -453,10 +447,10 @@ def pack(tensor: torch.Tensor) -> Kept | KeptView | Rederived | Returning:
             if mask is not None:
                 sources = _find_sources(value, num_bytes)
         if sources is not None:
-            execution_context.rederived(tensor, [t for t in map(_on_device, sources) if t is not None])
+            execution_context.rederived(tensor, [t for t in map(on_device, sources) if t is not None])
             return Rederived(value, geometry_of(tensor), sources, recorder.turn)
     if recorder.offloading and recorder.offloader is not None:
-        with _paused(), execution_context.recomputing(), _torch.below_autocast_and_autograd():
+        with paused(), execution_context.recomputing(), _torch.below_autocast_and_autograd():
             elsewhere = recorder.offloader.take(value, tensor)
         if elsewhere is not None:
             value.kept = weakref.ref(elsewhere)
@@ -466,7 +460,7 @@ def pack(tensor: torch.Tensor) -> Kept | KeptView | Rederived | Returning:
     return kept
 
 
-def _on_device(source: Source) -> torch.Tensor | None:
+def on_device(source: Source) -> torch.Tensor | None:
     """Returns the tensor that a source keeps on the device, None if it was moved away."""
     if isinstance(source, KeptElsewhere):
         return None
@@ -482,19 +476,32 @@ def _compact_mask(value: Value, made: Made, tensor: torch.Tensor) -> KeptCompact
     """Returns the random mask that `tensor` was scaled from, as bytes, and makes it the mask's kept contents."""
     if len(made.reads) != 1 or not made.reads[0].value.random_mask or tensor.dtype == torch.bool:
         return None
-    source = made.reads[0].value
-    name = made.function._schema.name
-    if name not in ("aten::div", "aten::mul") or source.base is None or value.base != geometry_of(tensor):
+    read = made.reads[0]
+    source, base = read.value, read.value.base
+    if base is None or read.geometry != base or base[0] != tensor.size() or value.base != geometry_of(tensor):
         return None
-    with _paused(), execution_context.recomputing(), _torch.below_autocast_and_autograd():
-        mask = KeptCompact(tensor.detach() != 0, source.base)
+    with paused(), execution_context.recomputing(), _torch.below_autocast_and_autograd():
+        if not shortcuts.shows_mask(made, tensor.dtype):
+            return None
+        mask = KeptCompact(tensor.detach() != 0, base)
     source.kept = weakref.ref(mask)
     return mask
 
 
+def compact_mask(value: Value, tensor: torch.Tensor) -> KeptCompact:
+    """Returns a random mask of zeros and ones as bytes.
+
+    Args:
+        value: the mask's, whose base is known. tensor: the mask itself.
+    """
+    assert value.base is not None
+    with paused(), execution_context.recomputing(), _torch.below_autocast_and_autograd():
+        return KeptCompact(tensor.detach().to(torch.bool), value.base)
+
+
 def _compact_indices(value: Value, tensor: torch.Tensor) -> KeptCompact:
     """Returns the indices of a max-pooling in four bytes each, and makes that their kept contents."""
-    with _paused(), execution_context.recomputing(), _torch.below_autocast_and_autograd():
+    with paused(), execution_context.recomputing(), _torch.below_autocast_and_autograd():
         compact = KeptCompact(tensor.detach().to(torch.int32), geometry_of(tensor))
     value.kept = weakref.ref(compact)
     return compact

@@ -6,6 +6,8 @@
   multiply by `reciprocal deviation * weight`, so that product goes in as the weight of a distribution of variance one.
 - *Max-pooling from its indices*: the CPU's kernel costs as much as sixteen copies, a gather two. The indices are
   autograd's anyway; they are kept in four bytes each instead of eight.
+- *A dropout mask from what it was scaled to*: zeros and ones are one byte each. That they can be told apart in the
+  product is tried on a zero and a one with the op's own numbers.
 """
 
 from __future__ import annotations
@@ -15,8 +17,10 @@ from typing import Any
 
 import torch
 
+from recoup import _torch
+from recoup.runtime import execution_context
 from recoup.runtime.rebuild.cheap_ops import OpFacts
-from recoup.runtime.rebuild.lineage import Geometry, geometry_of
+from recoup.runtime.rebuild.lineage import Geometry, Made, Read, geometry_of
 
 
 def call_over(
@@ -77,16 +81,33 @@ def keeps_indices(facts: OpFacts, args: Sequence[Any], output: int, tensor: torc
     return (
         facts.pooled_dims > 0
         and output == 1
-        and tensor.device.type == "cpu"
+        and execution_context.device_type(tensor) == "cpu"
         and tensor.is_contiguous()
         and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.dtype.itemsize
         and args[0].geometry[0].numel() < 2**31
     )
 
 
+def shows_mask(made: Made, dtype: torch.dtype) -> bool:
+    """Whether the op, of a random mask and numbers, tells the mask's ones from its zeros by `result != 0`.
+
+    Found by running it on a zero and a one: with a scale of zero, or one that underflows in `dtype`, it does not.
+    """
+    if made.function._schema.name not in ("aten::div", "aten::mul") or not made.is_flat:
+        return False
+    with _torch.without_dispatch_modes():
+        zero_and_one = torch.tensor([0.0, 1.0]).to(made.reads[0].geometry[3])
+        out = made.function(*(zero_and_one if type(a) is Read else a for a in made.args))
+        if out.dtype != dtype:
+            return False
+        zero, one = out.double().tolist()
+    least = torch.finfo(dtype).tiny if dtype.is_floating_point else 1
+    return bool(zero == 0 and not abs(one) < least)  # a denormal may be flushed to zero on another device
+
+
 def max_pool_gathered(x: torch.Tensor, indices: torch.Tensor, pooled_dims: int) -> torch.Tensor | None:
     """Returns max-pooling's output from the positions it found, each within its own plane."""
-    if x.device.type != "cpu" or not x.is_contiguous():
+    if execution_context.device_type(x) != "cpu" or not x.is_contiguous():
         return None
     return x.flatten(-pooled_dims).gather(-1, indices.flatten(-pooled_dims)).view_as(indices)
 
@@ -101,7 +122,9 @@ def batch_norm_applied(
         mean: shape (channels,), as the op returned it. reciprocal_deviation: likewise.
     """
     x, weight, bias = args[:3]
-    if x.device.type != "cpu" or any(t is not None and t.dtype != x.dtype for t in (weight, bias, mean)):
+    if execution_context.device_type(x) != "cpu" or any(
+        t is not None and t.dtype != x.dtype for t in (weight, bias, mean)
+    ):
         return None
     if x.dtype not in (torch.float32, torch.float64) or not _is_dense(x):
         return None

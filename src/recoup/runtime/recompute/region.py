@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 from recoup import _torch
+from recoup._allocation import is_allocation_failure
 from recoup._pytree import iterate_tensors
 from recoup.errors import ReplayError
 from recoup.runtime import execution_context
@@ -39,6 +40,7 @@ from recoup.runtime.recompute.module_state import COPIED_BYTES, AttributeState, 
 from recoup.runtime.recompute.rng_state import AutocastState, RandomState, StreamState, statistics_buffers
 from recoup.runtime.recompute.saved_outputs import Kept
 from recoup.runtime.recompute.spot_check import Sample
+from recoup.runtime.recompute.uninitialised import saves_unwritten
 
 
 class _Stop(BaseException):
@@ -63,13 +65,18 @@ class Slot:
         """Returns the tensor, after replaying the region if this backward pass has not done so."""
         backward_id = _torch.current_backward_id()
         if self.filled is None or self.backward_id != backward_id or backward_id == -1:
-            self.frame.replay(backward_id)
+            try:
+                self.frame.replay(backward_id)
+            except ReplayError as error:
+                error.region = error.region or self.frame.path
+                raise
         filled, self.filled = self.filled, None
         if filled is None:
             raise ReplayError(
                 f"Region `{self.frame.path}`: its second forward did not save the tensor {list(self.shape)} again. "
                 "Its forward depends on something that changed since; leave the module out of the plan.",
                 code="E205",
+                region=self.frame.path,
             )
         return saved_tensor.unpack(filled)
 
@@ -142,7 +149,8 @@ class Member:
     Attributes:
         path: for messages. module: weakly held. forward: what runs. buffers: names of those its forward changes.
         derives: whether the replay may rederive; derives_by_default: outside of deeper decisions.
-        offloads: whether its inputs go to the host. keep: labels of ops whose results stay, see `keeping`.
+        offloads: whether its inputs go to the host. keep: labels of ops whose results stay, see `saved_outputs`.
+        unwritten: positions, among the tensors saved, of those known to be left unwritten; all calls share it.
     """
 
     def __init__(
@@ -156,8 +164,10 @@ class Member:
         derives_by_default: bool,
         offloads: bool = False,
         keep: tuple[str, ...] = (),
+        unwritten: set[int] | None = None,
     ) -> None:
         self.path = path
+        self.unwritten = set() if unwritten is None else unwritten
         self.module = module
         self.forward = forward
         self.buffers = buffers
@@ -177,6 +187,7 @@ class Frame:
     def __init__(self, member: Member, *, is_chunk: bool = False) -> None:
         self.is_chunk = is_chunk
         self.path = member.path
+        self.unwritten = member.unwritten
         self.derives = member.derives
         self.derives_by_default = member.derives_by_default
         self.steps: list[_Step] = []
@@ -220,7 +231,12 @@ class Frame:
         """Runs the region again and fills its slots."""
         for step in self.steps:
             step.check(self.path)
+        if not self.slots:
+            return
+        execution_context.count_replay()
         filled = 0
+        differs: list[tuple[int, int, torch.Tensor]] = []  # position, number of the node that saves it, tensor
+        roots: list[Any] = []
 
         def fill(tensor: torch.Tensor) -> Any:
             nonlocal filled
@@ -237,17 +253,14 @@ class Frame:
                     )
                 if slot.original is not None:
                     slot.original.compare(tensor, self.path)
-                elif not slot.sample.matches(tensor):
-                    raise self._drift(f"saved other values in {tensor.dtype} {list(tensor.shape)}", "E206")
+                elif filled - 1 not in self.unwritten and not slot.sample.matches(tensor):
+                    differs.append((filled - 1, _torch.next_node_number() - 1, tensor))
                 slot.filled = saved_tensor.pack(tensor.detach())
                 slot.backward_id = backward_id
-            if filled == len(self.slots):
+            if filled == len(self.slots) and not differs:  # else the graph tells what it means, when it is whole
                 raise _Stop
             return _gone
 
-        if not self.slots:
-            return
-        execution_context.count_replay()
         with contextlib.ExitStack() as stack:
             stack.enter_context(execution_context.recomputing())
             stack.enter_context(_scope.replaying())
@@ -266,20 +279,26 @@ class Frame:
                     args, kwargs = step.inputs.rebuild(previous)
                     with step.state(with_attributes=not self.is_chunk), step.kept.taking():
                         output = step.forward(*args, **kwargs)
+                    roots += [t.grad_fn for t in iterate_tensors(output)] if differs else []
                     previous = list(iterate_tensors(output)) if self.is_chunk else [output]
                     del args, kwargs, output
             except _Stop:
                 return
             except ReplayError:
                 raise
-            except torch.OutOfMemoryError as error:
-                error.add_note(f"while region `{self.path}` ran its forward a second time")
-                raise
             except Exception as error:  # user code runs here: whatever it raises gets the region's path
+                if is_allocation_failure(error):
+                    error.add_note(f"while region `{self.path}` ran its forward a second time")
+                    raise
                 if "a leaf Variable that requires grad is being used in an in-place" in str(error):
                     raise step.inputs.refusal("one of its arguments") from error
                 raise self._drift(f"failed: {type(error).__name__}: {error}", "E207") from error
-        raise self._drift(f"saved {filled} tensors where the first one saved {len(self.slots)}", "E205")
+        for position, number, tensor in differs:
+            if not saves_unwritten(roots, number, tensor):
+                raise self._drift(f"saved other values in {tensor.dtype} {list(tensor.shape)}", "E206")
+            self.unwritten.add(position)
+        if filled < len(self.slots):
+            raise self._drift(f"saved {filled} tensors where the first one saved {len(self.slots)}", "E205")
 
     def _drift(self, what: str, code: str) -> ReplayError:
         return ReplayError(
@@ -387,4 +406,8 @@ def run_region(
         frame = Frame(member, is_chunk=begins_chunk is not None)
         if span is not None:
             _scope.spans[id(span)] = frame
-    return frame.run(member, args, kwargs, previous)
+    try:
+        return frame.run(member, args, kwargs, previous)
+    except ReplayError as error:
+        error.region = error.region or member.path
+        raise

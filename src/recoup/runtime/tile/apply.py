@@ -14,7 +14,7 @@ from torch import nn
 
 from recoup import _torch
 from recoup.errors import UsageError
-from recoup.ir.plan import Decision
+from recoup.ir.decision import Decision, Tile, TileLoss, TileModule
 from recoup.runtime.patch import PatchedForward
 from recoup.runtime.tile.loss.cross_entropy import default_tile_tokens
 from recoup.runtime.tile.loss.lazy_logits import Head, lazy_logits
@@ -27,40 +27,30 @@ def check_tiled(modules: Mapping[str, nn.Module], decisions: Sequence[Decision])
     Whether a module is position-wise is proved when it runs: only then is it known what it is given.
 
     Raises:
-        UsageError: if a head is not a `torch.nn.Linear`, a tile has no tokens, or something inside a tiled module has
+        UsageError: if a head is not a `torch.nn.Linear`, or something inside a tiled module has
             a hook or a decision of its own.
     """
     for decision in decisions:
-        if decision.action != "tile":
+        if not isinstance(decision, Tile):
             continue
         module = modules[decision.path]
-        if decision.tile_of == "module":
+        if isinstance(decision, TileModule):
             _check_module(decision, module, decisions)
         elif not _linears(module):
             raise UsageError(
                 f"The plan tiles `{decision.path}`, a {type(module).__name__}; tiling needs the torch.nn.Linear that "
                 "makes the logits. Name that one. (recoup.runtime.tile.apply)"
             )
-        if decision.tile_tokens is not None and decision.tile_tokens < 1:
-            raise UsageError(
-                f"The plan tiles `{decision.path}` by {decision.tile_tokens} tokens; a tile has at least 1. "
-                "(recoup.runtime.tile.apply)"
-            )
 
 
-def _check_module(decision: Decision, module: nn.Module, decisions: Sequence[Decision]) -> None:
+def _check_module(decision: TileModule, module: nn.Module, decisions: Sequence[Decision]) -> None:
     path = decision.path
     prefix = f"{path}." if path else ""
-    inside = [p for d in decisions for p in (d.path, *d.span) if p != path and p.startswith(prefix)]
+    inside = [p for d in decisions for p in d.paths if p != path and p.startswith(prefix)]
     if inside:
         raise UsageError(
             f"The plan runs `{path}` over tiles and decides about `{inside[0]}` inside it, which could have no effect. "
             "Leave one of the two out. (recoup.runtime.tile.apply)"
-        )
-    if decision.tile_tokens is None:
-        raise UsageError(
-            f"The plan runs `{path}` over tiles and does not say of how many tokens; give `tile_tokens`. "
-            "(recoup.runtime.tile.apply)"
         )
     refuse_hooks(path, module, below=True)
 
@@ -80,7 +70,7 @@ def spread_tiled(modules: Mapping[str, nn.Module], decisions: Sequence[Decision]
     """Returns the decisions with a tiled head that has adapters (PEFT's LoRA) replaced by its products, each tiled."""
     found: list[Decision] = []
     for decision in decisions:
-        is_head = decision.action == "tile" and decision.tile_of == "loss"
+        is_head = isinstance(decision, TileLoss)
         names = _linears(modules[decision.path]) if is_head else [""]
         for name in names:
             path = ".".join(part for part in (decision.path, name) if part)
@@ -89,24 +79,23 @@ def spread_tiled(modules: Mapping[str, nn.Module], decisions: Sequence[Decision]
 
 
 def run_tiled(
-    patched: PatchedForward, decision: Decision, args: tuple[Any, ...], kwargs: dict[str, Any], proofs: Proofs
+    patched: PatchedForward, decision: Tile, args: tuple[Any, ...], kwargs: dict[str, Any], proofs: Proofs
 ) -> Any:
     """Returns what a module gives over tiles, or a head's lazy logits; its own output where its call does not allow it.
 
     Args:
         proofs: of the plan's position-wise modules.
     """
-    if decision.tile_of == "module":
+    if isinstance(decision, TileModule):
         if not is_tileable(args, kwargs):
             return patched.original(*args, **kwargs)
-        rows = decision.tile_tokens or 1
-        return proofs.run(decision.path, patched.module, patched.original, args, kwargs, rows)
+        return proofs.run(decision.path, patched.module, patched.original, args, kwargs, decision.tile_tokens)
     module = patched.module
     hidden = args[0] if len(args) == 1 and not kwargs else None
     plain_linear = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
     plain_linear &= not _torch.is_fsdp_unit(module)  # its weight is there in its own forward only
     if not isinstance(hidden, torch.Tensor) or not plain_linear or patched.previous is not None or hidden.dim() < 2:
         return patched.original(*args, **kwargs)
-    assert isinstance(module, nn.Linear)
+    assert isinstance(module, nn.Linear) and isinstance(decision, TileLoss)
     tokens = decision.tile_tokens or default_tile_tokens(hidden.view(-1, hidden.shape[-1]), module.weight)
     return lazy_logits(Head(hidden, module.weight, module.bias, tokens, patched.original))

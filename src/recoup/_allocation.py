@@ -1,0 +1,86 @@
+"""Memory that is there to be allocated, and the errors that say there is none left."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import torch
+
+# A CPU's allocator, its kernels' scratch memory (C++, oneDNN) and drivers say it in words alone.
+_WORDS = (
+    "allocate memory",
+    "not enough memory",
+    "out of memory",
+    "bad_alloc",
+    "bad allocation",
+    "could not create a memory",
+)
+
+
+def is_allocation_failure(error: BaseException | None) -> bool:
+    """Whether an error, or one that it was raised from, says that memory could not be allocated, on any device."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+            return True
+        if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+            return True
+        if isinstance(error, RuntimeError) and any(words in str(error) for words in _WORDS):
+            return True
+        error = error.__cause__
+    return False
+
+
+def available_bytes(device: torch.device) -> int:
+    """Returns the bytes that can still be allocated on a device by this process."""
+    if device.type == "cuda":
+        free = int(torch.cuda.mem_get_info(device)[0])
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return available_host_bytes()
+
+
+def available_host_bytes() -> int:
+    """Returns the host memory that is available now: of the machine, its container, and this process's own limit."""
+    bounds = [_of_the_machine()]
+    for used, limit in (
+        ("memory.current", "memory.max"),
+        ("memory/memory.usage_in_bytes", "memory/memory.limit_in_bytes"),
+    ):
+        try:
+            bounds.append(int(_read(f"/sys/fs/cgroup/{limit}")) - int(_read(f"/sys/fs/cgroup/{used}")))
+        except (OSError, ValueError):  # no such container, or no limit ("max")
+            continue
+    limited = address_space_left()
+    return max(min(bounds if limited is None else [*bounds, limited]), 0)
+
+
+def address_space_left() -> int | None:
+    """Returns the bytes of address space that this process may still map; None if it has no limit."""
+    try:
+        import resource
+    except ImportError:  # Windows has no such limits
+        return None
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit == resource.RLIM_INFINITY:
+        return None
+    try:
+        return limit - int(_read("/proc/self/statm").split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return limit
+
+
+def _of_the_machine() -> int:
+    try:
+        for line in _read("/proc/meminfo").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2)
+
+
+def _read(path: str) -> str:
+    return Path(path).read_text()

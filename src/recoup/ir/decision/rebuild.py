@@ -1,0 +1,124 @@
+"""Rebuild: a plan by tensor, whatever module the code lies in."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Self
+
+from recoup.errors import UsageError
+from recoup.ir.decision.base import Ambient, Decision
+from recoup.ir.decision.paths import grouped
+
+_MOST_NAMED = 6
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class OpMark:
+    """What is done at one op of the forward.
+
+    Attributes:
+        path: dotted path of the module whose own code dispatches the op ("" is the model). call: which call of that
+            module in the step, from 0. ordinal: which op of that call, from 0; ops of modules called inside do not
+            count. op: its name, "aten.mm.default": where another op stands there, the mark means nothing.
+        holds: its results are held for backward. begins_segment: a new segment begins with it.
+        saves: with `begins_segment`, all that autograd saves in the segment is held; nothing of it is rebuilt.
+    """
+
+    path: str
+    call: int
+    ordinal: int
+    op: str
+    holds: bool = False
+    begins_segment: bool = False
+    saves: bool = False
+
+    def __post_init__(self) -> None:
+        kinds = {"path": str, "op": str, "call": int, "ordinal": int}
+        kinds |= dict.fromkeys(("holds", "begins_segment", "saves"), bool)
+        for name, kind in kinds.items():
+            if type(getattr(self, name)) is not kind:
+                raise UsageError(f"A mark's {name} must be of type {kind.__name__}; got {getattr(self, name)!r}.")
+        if min(self.call, self.ordinal) < 0:
+            raise UsageError(f"A mark counts calls and ops from 0; got {self.call} and {self.ordinal}.")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Rebuild(Decision):
+    """Of what autograd saves only marked results are held; the rest is rebuilt by running the recorded ops again.
+
+    Saved tensors of a segment are rebuilt together, on the first that backward asks for: each op that is needed runs
+    once. Frees what lies between two held results; costs the ops that lead to it. No Python of the model runs twice.
+
+    Attributes:
+        marks: in the order of the forward.
+    """
+
+    action: ClassVar[str] = "rebuild"
+    verb: ClassVar[str] = "rebuild"
+    is_whole_step: ClassVar[bool] = True
+
+    marks: tuple[OpMark, ...] = ()
+
+    @property
+    def below(self) -> Ambient:
+        """Saved tensors are rebuilt."""
+        return "rederive"
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The module it is in, and those whose ops are marked."""
+        return tuple(dict.fromkeys([self.path, *(m.path for m in self.marks)]))
+
+    @property
+    def num_segments(self) -> int:
+        """How many segments are rebuilt."""
+        return sum(m.begins_segment and not m.saves for m in self.marks)
+
+    def check(self) -> None:
+        """Raises UsageError if it is about a part of the model, or about one call."""
+        if self.path or self.call is not None:
+            self.refuse("it is about the whole step: path is empty and call is nothing")
+
+    def renamed(self, paths: Mapping[str, str]) -> Self:
+        """Returns the decision for a model in which modules have other paths, as `paths` says: old to new."""
+        marks = tuple(dataclasses.replace(m, path=paths[m.path]) for m in self.marks)
+        return dataclasses.replace(self, path=paths[self.path], marks=marks)
+
+    @classmethod
+    def describe(cls, members: Sequence[Self]) -> list[str]:
+        """Returns a line for the segments and one for each kind of module whose ops' results are held."""
+        lines = []
+        for decision in members:
+            num = decision.num_segments
+            what = f"{num} segment{'s' * (num != 1)}"
+            lines.append(f"rebuild what is saved in {what} by running ops again, but hold")
+            ops: dict[str, dict[str, None]] = {}
+            for mark in decision.marks:
+                if mark.holds:
+                    ops.setdefault(mark.path or "(the model's own code)", {})[mark.op.split(".")[1]] = None
+            held: dict[tuple[str, ...], list[str]] = {}
+            for path, names in ops.items():
+                held.setdefault(tuple(names), []).append(path)
+            for kinds, where in held.items():
+                more = len(kinds) - _MOST_NAMED
+                said = ", ".join(kinds[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+                lines += [f"  {said} in {text}" for text in grouped(where)]
+        return lines
+
+    @classmethod
+    def read_field(cls, name: str, value: Any) -> Any:
+        """Returns a field's value from plain JSON data.
+
+        Raises:
+            UsageError: if `marks` are none.
+        """
+        if name != "marks":
+            return value
+        if not isinstance(value, Sequence) or isinstance(value, str):
+            raise UsageError(f"Decision 'rebuild': marks must be a list; got {value!r}.")
+        known = {field.name for field in dataclasses.fields(OpMark)}
+        for mark in value:
+            if not isinstance(mark, dict) or not {"path", "call", "ordinal", "op"} <= mark.keys() <= known:
+                raise UsageError(f"Decision 'rebuild': a mark has the fields {', '.join(sorted(known))}; got {mark!r}.")
+        return tuple(OpMark(**mark) for mark in value)

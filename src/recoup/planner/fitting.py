@@ -1,0 +1,214 @@
+"""Plans, applies and proves a plan until what is in place is what was promised, or says that nothing is.
+
+What verification finds is planned around: a measured peak above the budget (an allocator does what no simulation saw)
+asks for as many bytes less; a region that cannot run twice asks for a plan in which it, and modules of its kind, run
+once; values that differ for no region's sake ask for a plan without the action that may have changed them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Callable, Iterable, Sequence
+
+from torch import nn
+
+from recoup import progress
+from recoup.errors import InfeasibleBudget, ReplayError, UsageError
+from recoup.ir.decision import TileLoss, TileModule
+from recoup.ir.evidence import Evidence
+from recoup.ir.labels import without_numbers
+from recoup.ir.plan import Plan
+from recoup.planner.driver import ACTIONS, Planner, plan_for_budget
+from recoup.runtime.apply import Applied, apply_decisions
+from recoup.units import format_bytes
+
+_MAX_OVER = 4  # plans that measured above the budget
+_MAX_LEFT_OUT = 12  # kinds of modules that turn out not to run twice, before no region is tried at all
+
+MakePlanner = Callable[[frozenset[str], Sequence[str] | None], Planner]
+
+
+def paths_below(model: nn.Module, keep: Iterable[str]) -> frozenset[str]:
+    """Returns the paths of some modules and of all modules in them.
+
+    Raises:
+        UsageError: for a path that the model does not have.
+    """
+    if isinstance(keep, str):
+        keep = (keep,)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    inside: set[int] = set()
+    for path in keep:
+        if path not in modules:
+            close = difflib.get_close_matches(str(path), modules, n=1)
+            advice = f" Did you mean {close[0]!r}?" if close else ""
+            raise UsageError(
+                f"keep names {path!r}, and {type(model).__name__} has no module there.{advice} Paths are those of "
+                "`model.named_modules()`."
+            )
+        inside.update(id(m) for m in modules[path].modules())
+    return frozenset(path for path, module in modules.items() if id(module) in inside)
+
+
+@dataclasses.dataclass(kw_only=True)
+class Fitting:
+    """Planning for one budget, and what was found out on the way.
+
+    Attributes:
+        make_planner: returns a planner for modules that run once and actions (None: the default ones).
+        keep: what runs once. notes: what was left out and why, for the plan.
+    """
+
+    model: nn.Module
+    make_planner: MakePlanner
+    budget: int | str
+    free_bytes: int | None
+    device: str
+    keep: frozenset[str]
+    actions: Sequence[str] | None
+    notes: list[str] = dataclasses.field(default_factory=list)
+    _planner: Planner | None = None
+    _target_bytes: int | None = None
+    _budget_bytes: int = 0
+    _num_left_out: int = 0
+
+    def plan(self) -> Plan:
+        """Returns the fastest plan found, without the regions that a simulated step could not run twice.
+
+        Raises:
+            InfeasibleBudget: if none is left; says what was left out. What planning raises.
+        """
+        while True:
+            self._planner = self._planner or self.make_planner(self.keep, self.actions)
+            target = self.budget if self._target_bytes is None else self._target_bytes
+            try:
+                made, _ = plan_for_budget(self._planner, budget=target, free_bytes=self.free_bytes, device=self.device)
+            except ReplayError as error:
+                if not self._leave_out({error.region}, _reason(error)):
+                    raise
+                continue
+            except InfeasibleBudget as error:
+                raise self._infeasible(error) from None
+            self._budget_bytes = self._budget_bytes or made.budget_bytes
+            return dataclasses.replace(
+                made, budget_bytes=self._budget_bytes, budget_text=str(self.budget), notes=(*made.notes, *self.notes)
+            )
+
+    def fit(self, prove: Callable[[Plan], Evidence]) -> tuple[Plan, Applied, Evidence]:
+        """Returns a plan, the handle of what is in place, and its evidence; if that is not ok, no plan helped.
+
+        Args:
+            prove: verifies a plan that is in place.
+
+        Raises:
+            InfeasibleBudget: if no plan is left. What planning and verification raise; nothing is in place then.
+        """
+        failed: tuple[Plan, Evidence] | None = None
+        num_over = 0
+        while True:
+            try:
+                made = self.plan()
+            except InfeasibleBudget:
+                if failed is None:
+                    raise
+                return failed[0], apply_decisions(self.model, ()), failed[1]
+            applied = apply_decisions(self.model, made.decisions)
+            try:
+                progress.advance("running plain and planned steps")
+                evidence = prove(made)
+            except ReplayError as error:
+                applied.remove()
+                if not self._plan_around(made, (error.region,), _reason(error)):
+                    raise
+                continue
+            except BaseException:
+                applied.remove()
+                raise
+            over = evidence.peak_bytes - made.budget_bytes
+            if over <= 0 and (evidence.ok or not evidence.plain_repeats):
+                return made, applied, evidence
+            if over <= 0:
+                failed = (made, evidence)
+                reason = next(iter(evidence.differences), "it did not do what was planned")
+                if not self._plan_around(made, evidence.regions_diverged, reason):
+                    return made, applied, evidence
+                applied.remove()
+                continue
+            applied.remove()
+            num_over += 1
+            progress.advance(f"measured {format_bytes(over)} over the budget; planning for less")
+            less = (self._target_bytes or made.budget_bytes) - over - made.budget_bytes // 500
+            if num_over == _MAX_OVER or less <= 0:
+                raise self._never_below(made.budget_bytes, evidence)
+            self._target_bytes = less
+            note = "planned for less than the budget: an earlier plan measured above it"
+            self.notes += [] if note in self.notes else [note]
+
+    def _plan_around(self, made: Plan, culprits: Sequence[str], reason: str) -> bool:
+        """Leaves something out of the next plan: regions, or an action that the plan used; whether there was any."""
+        regions = [d for d in made.decisions if d.is_region and d.path in culprits]
+        return self._leave_out({p for d in regions for p in d.paths}, reason) or self._use_less(made, reason)
+
+    def _leave_out(self, paths: set[str], reason: str) -> bool:
+        """Has modules of the kinds at some paths run once; whether there were any that did not yet."""
+        kinds = {without_numbers(path) for path in paths if path}
+        more = {path for path, _ in self.model.named_modules() if without_numbers(path) in kinds} - self.keep
+        if not more or self._num_left_out == _MAX_LEFT_OUT:
+            return False
+        self._num_left_out += 1
+        self.keep |= more
+        names = ", ".join(f"`{kind}`" for kind in sorted(kinds))
+        self._note(f"{names} cannot run twice and is in no region: {reason}")
+        return True
+
+    def _note(self, text: str) -> None:
+        self.notes.append(text)
+        self._planner = None
+        progress.advance(f"planning again: {text}")
+
+    def _use_less(self, made: Plan, reason: str) -> bool:
+        """Leaves out an action that the plan used; whether that leaves one."""
+        actions = ACTIONS if self.actions is None else self.actions
+        used = {
+            "recompute": any(d.is_region for d in made.decisions),
+            "tile-modules": any(isinstance(d, TileModule) for d in made.decisions),
+            "tile": any(isinstance(d, TileLoss) for d in made.decisions),
+            "offload": any(d.offloads for d in made.decisions),
+            "rederive": any(d.rederives for d in made.decisions),
+        }
+        for action, is_used in used.items():
+            if is_used and action in actions:
+                self.actions = tuple(a for a in actions if a != action)
+                self._note(f"planned without {action}: {reason}")
+                return True
+        return False
+
+    def _infeasible(self, error: InfeasibleBudget) -> InfeasibleBudget:
+        """Returns the error, with what was left out."""
+        left_out = f" Left out of the plan: {'; '.join(self.notes)}." if self.notes else ""
+        return InfeasibleBudget(
+            error.args[0] + left_out,
+            budget_bytes=self._budget_bytes or error.budget_bytes,
+            minimum_bytes=error.minimum_bytes,
+            phase=error.phase,
+            tensors=error.tensors,
+        )
+
+    def _never_below(self, budget_bytes: int, evidence: Evidence) -> InfeasibleBudget:
+        assert self._planner is not None
+        smallest = self._planner.smallest()
+        return InfeasibleBudget(
+            f"Budget {format_bytes(budget_bytes)} could not be met: the last plan measured "
+            f"{format_bytes(evidence.peak_bytes)} and there is none below it. Use a larger budget or a smaller batch.",
+            budget_bytes=budget_bytes,
+            minimum_bytes=max(smallest.peak_bytes, evidence.peak_bytes),
+            phase=smallest.phase,
+            tensors=smallest.tensors,
+        )
+
+
+def _reason(error: ReplayError) -> str:
+    """Returns what happened, without what to do about it."""
+    text: str = error.args[0]
+    return text.partition(". ")[0]

@@ -1,0 +1,58 @@
+"""Who will still ask for something, known without keeping them alive and without a finaliser.
+
+A finaliser (`__del__`, a weak reference's callback) written in Python is where a signal handler may run: what it
+raises, a `KeyboardInterrupt`, is printed and lost, and the rest of the finaliser does not happen. Here the callback is
+`set.discard`: no Python runs when somebody who waited dies, and a result that was held for them goes with them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+
+class Ticket(weakref.ref):  # type: ignore[type-arg]
+    """One who waits: since which turn, and what is held for them."""
+
+    __slots__ = ("held", "turn")
+    held: Any
+    turn: int
+
+
+class Waiting:
+    """Those who will ask for one thing, and that thing for as long as it is held for one of them."""
+
+    __slots__ = ("_result", "_tickets")
+
+    def __init__(self) -> None:
+        self._tickets: set[Ticket] = set()
+        self._result: weakref.ref[Any] | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._tickets)
+
+    def add(self, who: Any, turn: int = 0) -> Ticket:
+        """Notes that `who`, which is held weakly, will ask; returns what it is served by."""
+        ticket = Ticket(who, self._tickets.discard)
+        ticket.turn = turn
+        ticket.held = None
+        self._tickets.add(ticket)
+        return ticket
+
+    def serve(self, ticket: Ticket) -> None:
+        """Strikes one off; also one who was served before."""
+        self._tickets.discard(ticket)
+        ticket.held = None
+
+    def result(self) -> Any | None:
+        """Returns what is held, None if nothing is."""
+        return None if self._result is None else self._result()
+
+    def hold(self, result: Any, *, since: int | None = None) -> None:
+        """Holds the result for those who wait; with `since`, for those whose turn is that or later."""
+        found = False
+        for ticket in tuple(self._tickets):
+            if since is None or ticket.turn >= since:
+                ticket.held = result
+                found = True
+        self._result = weakref.ref(result) if found else None

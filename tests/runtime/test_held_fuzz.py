@@ -1,0 +1,79 @@
+"""Random programs under random plans by tensor: the same bits, whatever is held."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from recoup.evidence.gradients import equal_values
+from recoup.ir.decision import OpMark, Rebuild
+from recoup.runtime.apply import apply_decisions
+from recoup.runtime.rebuild import segments
+from tests.runtime.random_programs import ROWS, WIDTH, Program
+
+NUM = int(os.environ.get("RECOUP_FUZZ", "24"))
+
+
+def ops_of(model: nn.Module, x: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> list[OpMark]:
+    """Returns the addresses of all ops of a step."""
+    found: list[OpMark] = []
+    real = segments.HeldRecorder.before_op
+
+    def before_op(self: segments.HeldRecorder, name: str) -> bool:
+        frame = self._frames[-1]
+        found.append(OpMark(path=frame.path, call=self._calls[frame.path] - 1, ordinal=frame.ordinal, op=name))
+        return real(self, name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(segments.HeldRecorder, "before_op", before_op)
+        with apply_decisions(model, [Rebuild(path="")]):
+            model(x)
+    return found
+
+
+def train(seed: int, plan: Rebuild | None, num_steps: int = 3) -> list[torch.Tensor]:
+    """Returns gradients, buffers and the random stream after some steps."""
+    torch.manual_seed(seed)
+    model = Program(seed)
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    applied = apply_decisions(model, [] if plan is None else [plan])
+    found = []
+    for _ in range(num_steps):
+        loss = model(x)
+        loss.backward()
+        found.append(loss.detach())
+        with torch.no_grad():
+            for p in model.parameters():
+                if p.grad is not None:
+                    p -= 1e-3 * p.grad.clamp(-1, 1)
+    applied.remove()
+    grads = [p.grad for p in [x, *model.parameters()] if p.grad is not None]
+    return [*found, *grads, *model.buffers(), torch.get_rng_state()]
+
+
+@pytest.mark.parametrize("seed", range(NUM))
+def test_random_programs_under_random_plans(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segments, "MIN_BYTES", 0)
+    torch.manual_seed(seed)
+    addresses = ops_of(Program(seed), torch.randn(ROWS, WIDTH, requires_grad=True), monkeypatch)
+    plain = train(seed, None)
+    rng = random.Random(seed)
+    for share in (0.0, 0.1, 0.4):
+        starts = rng.choice([0.0, 0.03, 0.2])
+        marks = tuple(
+            dataclasses.replace(
+                a, holds=rng.random() < share, begins_segment=rng.random() < starts, saves=rng.random() < 0.2
+            )
+            for a in addresses
+        )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*took a step that its plan was not made for.*")
+            planned = train(seed, Rebuild(path="", marks=marks))
+        assert len(plain) == len(planned)
+        assert all(map(equal_values, plain, planned))
