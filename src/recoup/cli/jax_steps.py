@@ -22,9 +22,7 @@ def check_options(**options: Any) -> None:
         )
 
 
-def run(
-    target: str, call: Callable[..., Any], *, json: bool, quiet: bool, device: str | None, **keywords: Any
-) -> Any:
+def run(target: str, call: Callable[..., Any], *, json: bool, quiet: bool, device: str | None, **keywords: Any) -> Any:
     """Calls `recoup.jax.plan`, `frontier` or `profile` on what the target names, and prints what it returns."""
     from recoup.jax.targets import resolve  # with it comes jax
 

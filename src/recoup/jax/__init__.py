@@ -16,9 +16,9 @@ except ImportError as error:
     ) from error
 
 from recoup.jax.api import JaxFrontier, JaxPoint, apply, fit, frontier, plan, profile
+from recoup.jax.evidence import JaxEvidence, verify
 from recoup.jax.inspection import JaxProfile, Residual, residuals
 from recoup.jax.jax_plan import JaxPlan
-from recoup.jax.evidence import JaxEvidence, verify
 
 __all__ = [
     "JaxEvidence",

@@ -1,12 +1,13 @@
-"""Every name of jax that is not public or differs between versions, one function each. Seen working: 0.10.2, 0.12.0.1."""
+"""Every name of jax that is not public or differs between versions, one function each. Seen with 0.10.2, 0.12.0.1."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 from jax.extend import core
+
+import jax
 
 Literal = core.Literal
 DropVar = core.DropVar
@@ -16,13 +17,13 @@ Jaxpr = Any
 
 def open_jaxpr(jaxpr: Jaxpr) -> tuple[Any, list[Any]]:
     """Returns a jaxpr and the values of its constants. Freed when both kinds of jaxpr are one."""
-    inner = getattr(jaxpr, "jaxpr", jaxpr)
+    inner: Any = getattr(jaxpr, "jaxpr", jaxpr)
     consts = list(getattr(jaxpr, "consts", ()))
     return inner, consts if len(consts) == len(inner.constvars) else []
 
 
 def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
-    """Runs one equation again on `values`, under the context and for the line it was traced in; returns all its results."""
+    """Runs an equation again on `values`, with the context and the line it was traced with; returns all results."""
     from jax._src import source_info_util  # the user's line has no public way in
 
     params = eqn.primitive.get_bind_params(eqn.params)
@@ -58,3 +59,8 @@ def compiled_memory(function: Any, *args: Any, keep_remat: bool = True) -> Any:
     if keep_remat and jax.default_backend() == "cpu":
         options = {"xla_disable_hlo_passes": "cse_barrier_expander"}
     return function.lower(*args).compile(compiler_options=options).memory_analysis()
+
+
+def is_inexact(dtype: Any) -> bool:
+    """Whether a dtype is floating or complex; extended types (keys of random numbers) are not."""
+    return bool(jax.numpy.issubdtype(dtype, jax.numpy.inexact))

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-
 from recoup.errors import UsageError
 from recoup.jax.cost import costs_for
 from recoup.jax.flops import nbytes
@@ -78,7 +77,9 @@ def _state_bytes(step: Step, args: Sequence[Any], argnums: int | Sequence[int], 
     if optimizer is None:
         return 0
     if not hasattr(optimizer, "init"):
-        raise UsageError(f"optimizer={optimizer!r} has no `init`. Give an optax optimizer, for instance optax.adam(1e-3).")
+        raise UsageError(
+            f"optimizer={optimizer!r} has no `init`. Give an optax optimizer, for instance optax.adam(1e-3)."
+        )
     del args, argnums
     chosen = [jax.ShapeDtypeStruct(step.avals[p].shape, step.avals[p].dtype) for p in step.differentiated]
     sharded = sum(step.shard_bytes[p] for p in step.differentiated)
@@ -101,8 +102,8 @@ def plan(
     Args:
         step: returns a scalar loss of its arguments, or with `has_aux` a pair of it and anything else.
         *args: its arguments: arrays, or `jax.ShapeDtypeStruct`s, with shardings where they have some.
-        budget: bytes, `"8GiB"`, or `"60%"` of the unplanned step's peak: arguments, loss, gradients, temporaries and the
-            optimizer's state, on one device.
+        budget: bytes, `"8GiB"`, or `"60%"` of the unplanned step's peak: arguments, loss, gradients, temporaries and
+            the optimizer's state, on one device.
         argnums: which arguments gradients are asked of, as in `jax.grad`.
         optimizer: an optax optimizer, whose state counts.
         device: a name of recoup's table of devices ("h100-sxm") whose rates price the seconds; None: FLOPs alone.
@@ -153,9 +154,7 @@ def fit(
     Returns:
         The planned step, to be used as the plain one was: `jax.jit(jax.grad(planned))`; and its plan.
     """
-    made = plan(
-        step, *args, budget=budget, argnums=argnums, has_aux=has_aux, optimizer=optimizer, device=device
-    )
+    made = plan(step, *args, budget=budget, argnums=argnums, has_aux=has_aux, optimizer=optimizer, device=device)
     return apply(step, made), made
 
 

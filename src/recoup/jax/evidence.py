@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
+import jax
 from recoup.jax._jax import compiled_memory
 from recoup.jax.jax_plan import JaxPlan
 from recoup.jax.rebuild import run
@@ -31,8 +31,8 @@ class JaxEvidence:
         loss_equal, gradients_equal: bit for bit, jitted; None where no values were given.
         eager_gradients_equal: bit for bit, each op dispatched alone (`jax.disable_jit`).
         loss_error, max_gradient_error, max_eager_error: largest difference over the largest plain value of an array.
-        error_bound: the same between runs of the plain step that should agree: jitted, op by op, and with its loss times
-            1.1, where every rounding is another.
+        error_bound: the same between runs of the plain step that should agree: jitted, op by op, and with its loss
+            times 1.1, where every rounding is another.
         time_ratio: planned over plain, median of pairs; None unless asked for.
     """
 
@@ -126,7 +126,9 @@ def verify(
 
 
 def _struct(array: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(np.shape(array), jax.dtypes.result_type(array), sharding=getattr(array, "sharding", None))
+    return jax.ShapeDtypeStruct(
+        np.shape(array), jax.dtypes.result_type(array), sharding=getattr(array, "sharding", None)
+    )
 
 
 def _with_values(

@@ -10,11 +10,17 @@ import numpy as np
 
 from recoup.jax._jax import open_jaxpr
 
+
+def words(text: str) -> frozenset[str]:
+    """Returns the words of a text, for long lists of primitives."""
+    return frozenset(text.split())
+
+
 # Results that are no arithmetic: copies, layouts, constants.
-_MOVES = frozenset(
-    """broadcast_in_dim reshape squeeze expand_dims transpose slice dynamic_slice dynamic_update_slice concatenate pad rev
-    gather iota copy copy_p convert_element_type bitcast_convert_type stop_gradient name reduce_precision split
-    optimization_barrier device_put sharding_constraint random_wrap random_unwrap create_token""".split()
+_MOVES = words(
+    """broadcast_in_dim reshape squeeze expand_dims transpose slice dynamic_slice dynamic_update_slice concatenate pad
+    rev gather iota copy copy_p convert_element_type bitcast_convert_type stop_gradient name reduce_precision split
+    optimization_barrier device_put sharding_constraint random_wrap random_unwrap create_token"""
 )
 _REDUCTIONS = ("reduce_", "argmax", "argmin", "scatter", "select_and_scatter", "select_and_gather", "sort", "cum")
 
@@ -53,17 +59,17 @@ def eqn_flops(eqn: Any) -> int:
         return max(inside) * (int(eqn.params["length"]) if name == "scan" else 1)
     if name in _MOVES or not eqn.outvars:
         return 0
-    out = sum(math.prod(v.aval.shape) for v in eqn.outvars if hasattr(v.aval, "shape"))
+    out: int = sum(math.prod(v.aval.shape) for v in eqn.outvars if hasattr(v.aval, "shape"))
     if name == "dot_general":
         (contracted, _), _ = eqn.params["dimension_numbers"]
-        return 2 * out * math.prod(eqn.invars[0].aval.shape[d] for d in contracted)
+        return 2 * out * int(math.prod(eqn.invars[0].aval.shape[d] for d in contracted))
     if name == "conv_general_dilated":
         kernel = eqn.invars[1].aval.shape
         out_features = kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
-        return 2 * out * math.prod(kernel) // max(out_features, 1)
+        return int(2 * out * math.prod(kernel) // max(out_features, 1))
     if name.startswith(_REDUCTIONS):
-        return max(math.prod(v.aval.shape) for v in eqn.invars if hasattr(v.aval, "shape"))
-    return int(out)
+        return int(max(math.prod(v.aval.shape) for v in eqn.invars if hasattr(v.aval, "shape")))
+    return out
 
 
 def bytes_moved(eqn: Any) -> int:

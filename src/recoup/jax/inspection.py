@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-
 from recoup.jax._jax import Literal, open_jaxpr, source_line
 from recoup.jax.flops import nbytes, sub_jaxprs
 from recoup.jax.jax_plan import JaxPlan

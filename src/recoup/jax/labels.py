@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 from collections.abc import Collection, Sequence
 
 from recoup.jax.cost import Costs
@@ -13,7 +14,9 @@ from recoup.solver.held import Held, Op, cheapest, hull
 from recoup.solver.held import Segment as HeldProblem
 from recoup.solver.waists import waists
 
-_REACH = 4  # a waist is the narrowest place until four times the bytes that cross it are made
+# A waist is the narrowest place until so many times the bytes that cross it are made, on either side. Finer where
+# coarser segments would change the order of sums.
+_REACHES = (2, 1)
 
 
 def held_problem(program: Program, first: int, last: int, active: Collection[int], costs: Costs) -> HeldProblem:
@@ -32,19 +35,35 @@ def held_problem(program: Program, first: int, last: int, active: Collection[int
     return HeldProblem(value_bytes=tuple(sizes), ops=tuple(ops), reads=frozenset(reads))
 
 
-def cuts(program: Program, first: int, last: int, active: Collection[int], *, reach: int = _REACH) -> list[int]:
+def cuts(program: Program, first: int, last: int, active: Collection[int], *, exact: bool) -> list[int]:
     """Returns where to cut units [first, last) into segments, both ends included.
 
     At narrow waists, and around scans that carry a derivative: each of those is a segment of its own.
+
+    Args:
+        program: the program. first, last: the units. active: its values that carry a derivative.
+        exact: only where gradients keep their bits.
     """
     units = program.units[first:last]
     ops = [Op(inputs=u.inputs, outputs=u.outputs, seconds=0.0) for u in units]
     sizes = [program.nbytes(v) for v in range(len(program.avals))]
-    places = {first, last, *(first + w for w in waists(ops, sizes, program.leaving(first, last), reach=reach))}
-    for unit in units:
-        if is_loop(program, unit.index, active):
-            places |= {unit.index, unit.index + 1}
-    return _keeping_sums(program, sorted(places), active)
+    loops = {p for u in units if is_loop(program, u.index, active) for p in (u.index, u.index + 1)}
+    best: list[int] = []
+    for reach in _REACHES:
+        found = waists(ops, sizes, program.leaving(first, last), reach=reach)
+        places = sorted({first, last, *loops, *(first + w for w in found)})
+        kept = _keeping_sums(program, places, active) if exact else places
+        if len(kept) == len(places):
+            return kept
+        best = max(best, kept, key=len)
+    return best
+
+
+def shares_sums(program: Program, first: int, middle: int, last: int, active: Collection[int]) -> bool:
+    """Whether segments [first, middle) and [middle, last) run again as one would add up what others add one by one."""
+    before = {v for u in program.units[first:middle] for v in u.inputs}
+    behind = {v for u in program.units[middle:last] for v in u.inputs}
+    return any(v in active and program.last_read[v] >= last for v in before & behind)
 
 
 def _keeping_sums(program: Program, places: list[int], active: Collection[int]) -> list[int]:
@@ -106,7 +125,7 @@ def in_segments(
 ) -> tuple[Segment, ...]:
     """Returns segments between `places`, each run again around what is cheapest to hold at one price per byte."""
     found = []
-    for first, last in zip(places, places[1:], strict=False):
+    for first, last in itertools.pairwise(places):
         held = None
         if may_run_again(program, first, last):
             held = cheapest(held_problem(program, first, last, active, costs), price)

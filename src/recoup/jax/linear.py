@@ -11,11 +11,11 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
-from recoup.jax._jax import Literal, bind, open_jaxpr
-from recoup.jax.flops import eqn_flops
+import jax
+from recoup.jax._jax import Literal, bind, is_inexact, open_jaxpr
+from recoup.jax.flops import eqn_flops, words
 from recoup.jax.program import Unit
 
 
@@ -34,16 +34,16 @@ class Reads:
     flops: int = 0
 
 
-_LINEAR_WITHOUT_READS = frozenset(
+_LINEAR_WITHOUT_READS = words(
     """add sub neg reshape squeeze expand_dims transpose broadcast_in_dim reduce_sum convert_element_type slice pad
-    concatenate rev copy name add_any reduce_precision split""".split()
+    concatenate rev copy name add_any reduce_precision split"""
 )
 
 
 def is_differentiable(aval: Any) -> bool:
     """Whether a value of this type can carry a derivative."""
     dtype = getattr(aval, "dtype", None)
-    return dtype is not None and bool(jax.dtypes.issubdtype(dtype, np.inexact))
+    return dtype is not None and is_inexact(dtype)
 
 
 def reads_of(unit: Unit, active: Sequence[int] | None = None) -> Reads:
@@ -95,14 +95,14 @@ def _cached(key: _Key, carrying: tuple[int, ...]) -> Reads:
 
         def of_carrying(*chosen: Any) -> list[Any]:
             now = given | dict(zip(carrying, chosen, strict=True))
-            return bind(eqn, [now[i] if i in now else v.val for i, v in enumerate(eqn.invars)])
+            return bind(eqn, [v.val if isinstance(v, Literal) else now[i] for i, v in enumerate(eqn.invars)])
 
         return jax.vjp(of_carrying, *(given[i] for i in carrying))
 
     avals = [jax.ShapeDtypeStruct(eqn.invars[i].aval.shape, eqn.invars[i].aval.dtype) for i in variables]
     try:
         traced, shapes = jax.make_jaxpr(forward, return_shape=True)(*avals)
-    except (TypeError, ValueError, NotImplementedError, AttributeError):
+    except (ValueError, NotImplementedError):
         return Reads()  # no derivative: nothing that it makes can be asked for by backward
     (outputs, vjp) = shapes
     cotangents = [jax.ShapeDtypeStruct(o.shape, _cotangent_dtype(o.dtype)) for o in outputs]
@@ -112,7 +112,9 @@ def _cached(key: _Key, carrying: tuple[int, ...]) -> Reads:
     needed = _needed(backward.eqns, backward.outvars)
     asked = [r for r, v in zip(residuals, backward.invars[: len(residuals)], strict=True) if v in needed]
     operand_of = dict(zip(inner.invars, variables, strict=True))
-    output_of = {v: i for i, v in reversed(list(enumerate(inner.outvars[: len(outputs)]))) if not isinstance(v, Literal)}
+    output_of = {
+        v: i for i, v in reversed(list(enumerate(inner.outvars[: len(outputs)]))) if not isinstance(v, Literal)
+    }
     makers = {v: e for e in inner.eqns for v in e.outvars}
     operands, results, between, seen = set(), set(), 0, set()
     stack = [r for r in asked if not isinstance(r, Literal)]
@@ -150,4 +152,4 @@ def _needed(eqns: Sequence[Any], results: Sequence[Any]) -> set[Any]:
 
 
 def _cotangent_dtype(dtype: Any) -> Any:
-    return dtype if jax.dtypes.issubdtype(dtype, np.inexact) else jax.dtypes.float0
+    return dtype if is_inexact(dtype) else jax.dtypes.float0

@@ -1,7 +1,8 @@
-"""Ways to run a scan: one layout of its body for all steps, chunks of steps run again as one, or two stretches of steps."""
+"""Ways to run a scan: one layout of its body for all steps, chunks of steps run again as one, or two stretches."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection
 
 from recoup.jax.cost import Costs
@@ -14,15 +15,15 @@ _CORNERS, _PRICES, _CHUNKS = 12, 3, 3
 
 
 def body_ways(
-    program: Program, active: Collection[int], costs: Costs, *, most: int = _CORNERS
+    program: Program, active: Collection[int], costs: Costs, *, exact: bool, most: int = _CORNERS
 ) -> list[tuple[Segment, ...]]:
     """Returns layouts of a scan's body, the plain one first: as one segment, and cut at its waists at a few prices."""
     num_units = len(program.units)
     found = ways(program, 0, num_units, active, costs, most=most)
-    places = cuts(program, 0, num_units, active)
+    places = cuts(program, 0, num_units, active, exact=exact)
     if len(places) > 2:
         corners = hull(held_problem(program, 0, num_units, active, costs), most=_PRICES)
-        steps = zip(corners, corners[1:], strict=False)
+        steps = itertools.pairwise(corners)
         prices = [(b.seconds - a.seconds) / (a.nbytes - b.nbytes) for a, b in steps]
         prices.append(2 * (prices[-1] if prices else 1.0))
         found += [in_segments(program, places, active, costs, p) for p in prices]

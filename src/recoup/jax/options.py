@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Hashable
 from typing import Any
 
 from recoup.jax._jax import Literal
 from recoup.jax.cost import Costs
 from recoup.jax.flops import sub_jaxprs
-from recoup.jax.labels import cuts, is_loop, may_run_again, ways
+from recoup.jax.labels import cuts, is_loop, may_run_again, shares_sums, ways
 from recoup.jax.layout import Segment
 from recoup.jax.linear import is_differentiable
 from recoup.jax.loops import body_ways, chunk_sizes, split_scan, whole_scan
@@ -18,6 +19,7 @@ from recoup.jax.program import Program
 from recoup.jax.trace import Step, active_values
 from recoup.solver.problem import Block, Leaf, Option, Problem, Region
 from recoup.solver.sequence import Pick
+from recoup.solver.ways import Run, RungOf
 
 _CORNERS, _MOST_SPLITS = 10, 8
 _Way = tuple[Segment, Price]
@@ -35,25 +37,25 @@ class Line:
         found = []
         for pick in choice:
             first, last = start + pick.first, start + pick.last
-            if pick.action.startswith("recompute"):
+            if not isinstance(pick.way, Run):
                 parts = self.layout(pick.inner, first)
                 is_plain = all(not p.recompute and not p.scans for p in parts)
                 whole = Segment(first=self.ways[first][0][0].first, last=self.ways[last - 1][0][0].last, recompute=True)
                 found.append(whole if is_plain else dataclasses.replace(whole, parts=parts))
             else:
-                found.append(self.ways[first][_number(pick.action)][0])
+                found.append(self.ways[first][pick.way.rung.number if pick.way.rung else 0][0])
         return tuple(found)
 
 
-def _number(action: str) -> int:
-    return 0 if action == "save" else int(action.removeprefix("way "))
-
-
 class Options:
-    """Prices the ways to run each segment of a step, equal segments once."""
+    """Prices the ways to run each segment of a step, equal segments once.
 
-    def __init__(self, step: Step, costs: Costs) -> None:
-        self._step, self._costs = step, costs
+    Args:
+        step: traced. costs: seconds of equations. exact: only ways that leave gradients their bits.
+    """
+
+    def __init__(self, step: Step, costs: Costs, *, exact: bool) -> None:
+        self._step, self._costs, self._exact = step, costs, exact
         self._program = step.program
         self._there = {*step.program.inputs, *(v for v, _ in step.program.consts)}
         self._known: dict[Hashable, list[_Way]] = {}
@@ -65,11 +67,13 @@ class Options:
             fixed_bytes: there all the time.
         """
         program, active = self._program, self._step.active
-        places = cuts(program, 0, len(program.units), active)
-        all_ways, blocks = [], []
+        places = cuts(program, 0, len(program.units), active, exact=self._exact)
+        all_ways: list[tuple[_Way, ...]] = []
+        blocks: list[Block] = []
         plain_seconds = plain_flops = 0.0
         behind: set[int] = set()
-        for index, (first, last) in enumerate(zip(places, places[1:], strict=False)):
+        begin = 0
+        for index, (first, last) in enumerate(itertools.pairwise(places)):
             found = self._ways(first, last)
             all_ways.append(tuple(found))
             plain = found[0][1]
@@ -77,7 +81,8 @@ class Options:
             plain_flops += plain.flops
             options = tuple(
                 Option(
-                    action="save" if i == 0 else f"way {i}",
+                    ambient="save",
+                    rung=RungOf(ladder=0, number=i) if i else None,
                     saved_bytes=p.saved_bytes,
                     forward_bytes=p.forward_bytes,
                     backward_bytes=p.backward_bytes,
@@ -98,9 +103,10 @@ class Options:
                     flops=program.flops(first, last),
                 )
             chained = bool(blocks) and entering <= behind
-            blocks.append(
-                Block(path=str(index), call=0, kind="segment", parts=(leaf,), region=region, chained=chained)
-            )
+            if chained and self._exact:
+                chained = not shares_sums(program, begin, first, last, active)
+            blocks.append(Block(path=str(index), call=0, kind="segment", parts=(leaf,), region=region, chained=chained))
+            begin = first
             behind = entering | {v for u in program.units[first:last] for v in u.outputs}
         problem = Problem(
             parts=tuple(blocks),
@@ -134,17 +140,19 @@ class Options:
         result = [(plain, self._price(plain))]
         if not may_run_again(body, 0, len(body.units)):
             return result
-        layouts = body_ways(body, active, self._costs)
+        layouts = body_ways(body, active, self._costs, exact=self._exact)
         whole = [whole_scan(unit, num_steps, layout) for layout in layouts[1:]]
         result += [(s, self._price(s)) for s in whole]
         hull = _pareto(result)
+        if self._exact and any(v in active for v in body.inputs[: found.eqn.params["num_consts"]]):
+            return result  # what all steps read has a gradient: a sum over steps, in another order in two stretches
         lean = {layouts[0], hull[-1][0].scans[0].pieces[0].body if hull[-1][0].scans else layouts[0]}
         for chunk in chunk_sizes(num_steps):
             chunked = [whole_scan(unit, num_steps, layout, chunk) for layout in layouts if layout in lean]
             result += [(s, self._price(s)) for s in chunked]
         stride = max(num_steps // _MOST_SPLITS, 1)
         plain_whole = whole_scan(unit, num_steps, layouts[0])
-        for (left, of_left), (right, of_right) in zip(hull, hull[1:], strict=False):
+        for (left, of_left), (right, of_right) in itertools.pairwise(hull):
             left = left if left.scans else plain_whole
             for steps in range(stride, num_steps, stride):
                 split = split_scan(unit, num_steps, num_steps - steps, right, left)
@@ -168,7 +176,8 @@ class Options:
 
     def _structure(self, first: int, last: int) -> Hashable:
         """Returns what is equal for segments whose ways cost the same."""
-        program, numbers = self._program, {}
+        program = self._program
+        numbers: dict[int, int] = {}
 
         def number(value: int) -> int:
             return int(numbers.setdefault(value, len(numbers)))

@@ -7,7 +7,6 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
-
 from recoup.jax._jax import Literal, open_jaxpr
 from recoup.jax.cost import Costs
 from recoup.jax.flops import eqn_flops, nbytes

@@ -98,14 +98,20 @@ class Program:
     def name(self, value: int) -> str:
         """Returns the name of a value: the user's own if it has one, else its unit's number and primitive."""
         unit = self.units[self.maker[value]]
-        if unit.kind == USER_NAME:
-            return str(unit.eqn.params["name"])
+        if value in self.user_names:
+            return self.user_names[value]
         which = unit.outputs.index(value)
         return f"{self.scope}{unit.index}.{unit.kind}" + (f".{which}" if which else "")
 
     def nbytes(self, value: int) -> int:
         """Returns the bytes of a value."""
         return nbytes(self.avals[value])
+
+    @functools.cached_property
+    def user_names(self) -> dict[int, str]:
+        """The user's own names: of the values that carry one, and of what was given it."""
+        named = {u: str(u.eqn.params["name"]) for u in self.units if u.kind == USER_NAME}
+        return {v: name for u, name in named.items() for v in (*u.inputs, *u.outputs) if v in self.maker}
 
     @functools.cached_property
     def bodies(self) -> dict[int, Program]:

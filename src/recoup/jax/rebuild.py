@@ -10,12 +10,12 @@ again. Such a unit is wrapped: its derivative is the very same, traced, with the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
 from jax.ad_checkpoint import checkpoint_name
 
+import jax
 from recoup.jax._jax import Literal, bind, open_jaxpr
 from recoup.jax.layout import Piece, Scan, Segment
 from recoup.jax.linear import reads_of
@@ -58,7 +58,7 @@ def _run_segment(program: Program, segment: Segment, values: Values) -> None:
     values.update(zip(leaving, again(*(values[v] for v in entering)), strict=True))
 
 
-def policy_of(segment: Segment) -> Callable[..., Any] | None:
+def policy_of(segment: Segment) -> Any:
     """Returns the checkpoint policy that saves what the segment holds; None: nothing."""
     if segment.offloaded:
         return jax.checkpoint_policies.save_and_offload_only_these_names(
@@ -81,6 +81,8 @@ def _run_inside(program: Program, segment: Segment, values: Values) -> None:
         operands = [_value(operand, values) for operand in unit.operands]
         if unit.index in scans:
             results = run_scan(program, unit, scans[unit.index], operands)
+        elif unit.kind == USER_NAME and unit.eqn.params["name"] in held:
+            results = operands  # its operand has the name already, where it was made
         else:
             names = tuple(name if (name := program.name(v)) in held else None for v in unit.outputs)
             results = _run_unit(unit, operands, names)

@@ -13,24 +13,24 @@ from collections.abc import Iterable
 from typing import Any
 
 from recoup.jax._jax import DropVar, Literal, open_jaxpr, source_line
-from recoup.jax.flops import nbytes, sub_jaxprs
+from recoup.jax.flops import nbytes, sub_jaxprs, words
 
-_INLINED = frozenset(
+_INLINED = words(
     """jit pjit closed_call core_call core_closed_call eval_jaxpr checkpoint remat remat2 custom_jvp_call
-    custom_vjp_call custom_vjp_call_jaxpr custom_lin""".split()
+    custom_vjp_call custom_vjp_call_jaxpr custom_lin"""
 )
 _RESHAPES = frozenset(("reshape", "squeeze", "expand_dims", "broadcast_in_dim"))
 _VIEWS = frozenset(("reshape", "squeeze", "expand_dims", "name", "copy_p", "stop_gradient", "reduce_precision"))
-_FUSED = frozenset(
+_FUSED = words(
     """add sub mul div neg exp log tanh logistic max min integer_pow pow sqrt rsqrt abs sign select_n
     convert_element_type eq ne lt le gt ge and or not xor broadcast_in_dim iota square erf sin cos tan log1p expm1
     clamp is_finite add_any slice pad rev transpose concatenate dynamic_slice floor ceil round exp2 rem nextafter
     cbrt erf_inv erfc atan2 shift_left shift_right_logical shift_right_arithmetic population_count copy
-    mul_add_any real imag""".split()
+    mul_add_any real imag"""
 )
 _BARRIER = "optimization_barrier"
 # Worth a buffer if read more than once; a compiler computes cheaper ones again for each reader.
-_COSTLY = frozenset("exp tanh logistic log div rsqrt sqrt erf pow sin cos log1p expm1 exp2 erf_inv erfc atan2".split())
+_COSTLY = words("exp tanh logistic log div rsqrt sqrt erf pow sin cos log1p expm1 exp2 erf_inv erfc atan2")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +145,8 @@ class _Flat:
         """Returns a key that equal ops on equal operands share; None for what is never merged."""
         (out, *_), value = eqn.outvars or [None], operands[0] if operands else None
         if value is not None and out is not None and eqn.primitive.name in _RESHAPES:
-            if nbytes(out.aval) == self.sizes[value] and out.aval.dtype == eqn.invars[0].aval.dtype:
+            is_view = nbytes(out.aval) == self.sizes[value] and out.aval.dtype == eqn.invars[0].aval.dtype
+            if is_view:
                 base = self._base[len(self.sizes)] = self._base.get(value, value)
                 return "reshape", base, out.aval.shape
         return _same(eqn, operands)

@@ -35,7 +35,7 @@ def resolve(text: str) -> dict[str, Any]:
     if not isinstance(found, dict) or not {"step", "args"} <= set(found) <= _KEYS:
         keys = sorted(found) if isinstance(found, dict) else type(found).__name__
         raise TargetError(
-            f"`{name}` of {str(file)!r} has to return a dict with `step`, `args` and no others than `argnums`, `has_aux`, "
-            f"`optimizer`; it returns {keys}."
+            f"`{name}` of {str(file)!r} has to return a dict with `step`, `args` and no others than `argnums`, "
+            f"`has_aux`, `optimizer`; it returns {keys}."
         )
     return found

@@ -28,7 +28,10 @@ def format_plan(plan: JaxPlan) -> str:
     p = plan.predicted
     budget = format_bytes(plan.budget_bytes) + ("" if plan.budget_text.isdigit() else f" ({plan.budget_text})")
     lines = [
-        ("plain peak", f"{format_bytes(p.plain_peak_bytes)}, of it {format_bytes(plan.plain_temporary_bytes)} temporaries"),
+        (
+            "plain peak",
+            f"{format_bytes(p.plain_peak_bytes)}, of it {format_bytes(plan.plain_temporary_bytes)} temporaries",
+        ),
         ("budget", budget),
         (
             "predicted peak",
@@ -81,7 +84,9 @@ def residual_table(found: Sequence[Residual], most: int = 20) -> str:
     order = sorted(groups, key=lambda k: (-groups[k] * sizes[k], k))
     lines = [f"  {'bytes':>11}  {'times':>5}  op, shape, name, line"]
     for key in order[:most]:
-        lines.append(f"  {format_bytes(groups[key] * sizes[key]):>11}  {groups[key]:>5}  {'  '.join(k for k in key if k)}")
+        lines.append(
+            f"  {format_bytes(groups[key] * sizes[key]):>11}  {groups[key]:>5}  {'  '.join(k for k in key if k)}"
+        )
     if len(order) > most:
         rest = sum(groups[k] * sizes[k] for k in order[most:])
         lines.append(f"  {format_bytes(rest):>11}         {len(order) - most} more")
@@ -130,8 +135,14 @@ def format_evidence(evidence: Any) -> str:
         return f"{word}: largest relative error {error:.1e}; plain runs that round differently are {bound:.1e} apart"
 
     lines = [
-        ("temporaries, simulated", f"{format_bytes(e.predicted_temporary_bytes)}, plain {format_bytes(e.plain_temporary_bytes)}"),
-        ("temporaries, compiled", f"{format_bytes(e.temporary_bytes)}, plain {format_bytes(e.baseline_temporary_bytes)} ({e.compiler})"),
+        (
+            "temporaries, simulated",
+            f"{format_bytes(e.predicted_temporary_bytes)}, plain {format_bytes(e.plain_temporary_bytes)}",
+        ),
+        (
+            "temporaries, compiled",
+            f"{format_bytes(e.temporary_bytes)}, plain {format_bytes(e.baseline_temporary_bytes)} ({e.compiler})",
+        ),
         ("peak, compiled", f"{format_bytes(e.peak_bytes)} of a budget of {format_bytes(e.budget_bytes)}"),
         ("loss", exact(e.loss_equal, e.loss_error, e.error_bound)),
         ("gradients, op by op", exact(e.eager_gradients_equal, e.max_eager_error, e.error_bound)),

@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
+import jax
 from recoup.errors import PlanMismatch, StepError, UsageError
 from recoup.jax.linear import is_differentiable, reads_of
 from recoup.jax.program import Program
@@ -19,10 +19,11 @@ class Step:
     """A traced loss function.
 
     Attributes:
-        name: of the function. function: the user's, from array leaves to flat results. program: what it does. structure: pytree of its arguments. is_array: for each leaf,
-            whether it is one. fixed: the leaves that are none. avals: of those that are.
+        name: of the function. function: the user's, from array leaves to flat results. program: what it does.
+        structure: pytree of its arguments. is_array: for each leaf, whether it is one. fixed: the leaves that are none.
+        avals: of those that are.
         differentiated: positions, among the array leaves, of those that gradients are asked of.
-        result: pytree of its result. active: values that carry a derivative. shard_bytes: of each array leaf, on a device.
+        result: pytree of its result. active: values that carry a derivative. shard_bytes: of each array, on a device.
     """
 
     name: str
@@ -89,7 +90,9 @@ def _shard_bytes(leaf: Any) -> int:
     return int(np.prod(shape, dtype=np.int64)) * int(itemsize)
 
 
-def trace(step: Callable[..., Any], args: Sequence[Any], argnums: int | Sequence[int], *, has_aux: bool, is_loss: bool = True) -> Step:
+def trace(
+    step: Callable[..., Any], args: Sequence[Any], argnums: int | Sequence[int], *, has_aux: bool, is_loss: bool = True
+) -> Step:
     """Returns the traced step.
 
     Args:
@@ -105,7 +108,8 @@ def trace(step: Callable[..., Any], args: Sequence[Any], argnums: int | Sequence
     wanted: set[int] = {n if n >= 0 else n + len(args) for n in ([argnums] if isinstance(argnums, int) else argnums)}
     if not wanted or min(wanted) < 0 or max(wanted) >= len(args):
         raise UsageError(
-            f"argnums={argnums!r} names no argument of `{name}`: {len(args)} were given. Name one of 0 to {len(args) - 1}."
+            f"argnums={argnums!r} names no argument of `{name}`: {len(args)} were given. "
+            f"Name one of 0 to {len(args) - 1}."
         )
     leaves, structure = jax.tree.flatten(tuple(args))
     owner = [i for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
@@ -165,9 +169,7 @@ def active_values(program: Program, inputs: Sequence[int]) -> frozenset[int]:
     return frozenset(active)
 
 
-def loss_function(
-    step: Step, run: Callable[[Sequence[Any]], list[Any]], *, scale: float = 1.0
-) -> Callable[..., Any]:
+def loss_function(step: Step, run: Callable[[Sequence[Any]], list[Any]], *, scale: float = 1.0) -> Callable[..., Any]:
     """Returns the loss, and what else the step returns, as a function of the differentiated leaves and of all."""
 
     def loss(chosen: Sequence[Any], values: Sequence[Any]) -> Any:

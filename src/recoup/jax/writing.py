@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-
 import recoup
 from recoup.errors import InfeasibleBudget, PlanMismatch
 from recoup.ir.plan import Prediction
@@ -23,11 +22,12 @@ from recoup.units import format_bytes
 
 def fingerprint(program: Program) -> str:
     """Returns a short text that is the same for the same trace, in any process."""
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(repr([str(program.avals[v]) for v in program.inputs]).encode())
     for unit in program.units:
         operands = tuple(o if isinstance(o, int) else "literal" for o in unit.operands)
         shapes = tuple(str(v.aval) for v in unit.eqn.outvars)
-        digest.update(repr((unit.kind, operands, unit.outputs, shapes, tuple(_kinds(unit.eqn)))).encode())
+        inside = (unit.eqn.params.get("length"), *_kinds(unit.eqn))
+        digest.update(repr((unit.kind, operands, unit.outputs, shapes, inside)).encode())
     return digest.hexdigest()[:16]
 
 
@@ -84,7 +84,7 @@ def write_plan(planner: Planner, candidate: Candidate, *, budget_bytes: int, bud
         predicted=prediction(planner, candidate),
         temporary_bytes=candidate.memory.temporary_bytes,
         plain_temporary_bytes=planner.plain.memory.temporary_bytes,
-        notes=tuple(_notes(step)),
+        notes=tuple(_notes(planner, candidate)),
         versions=(("recoup", recoup.__version__), ("jax", jax.__version__)),
     )
 
@@ -103,8 +103,13 @@ def _sizes(program: Program) -> Iterator[tuple[str, int]]:
         yield from _sizes(body)
 
 
-def _notes(step: Step) -> Iterator[str]:
-    program = step.program
+def _notes(planner: Planner, candidate: Candidate) -> Iterator[str]:
+    step, program = planner.step, planner.step.program
+    if candidate.layout in planner.inexact:
+        yield (
+            "Gradients are summed in another order than the plain step's, so they round differently: no plan that "
+            "keeps their bits fits."
+        )
     for unit in program.units:
         if unit.kind == "while":
             yield f"The `while` loop of unit {unit.index} runs as it is: JAX has no reverse derivative of it."
@@ -122,8 +127,8 @@ def infeasible(planner: Planner, budget_bytes: int) -> InfeasibleBudget:
     largest = "; ".join(f"{what}: {format_bytes(size)}" for what, size in tensors[:3])
     return InfeasibleBudget(
         f"Budget {format_bytes(budget_bytes)} is below the smallest reachable peak of `{planner.step.name}`, "
-        f"{format_bytes(minimum)}: {format_bytes(planner.fixed_bytes)} are arguments, loss, gradients and optimizer state, "
-        f"{format_bytes(leanest.memory.temporary_bytes)} temporaries. Largest there: {largest}. Use budget >= "
+        f"{format_bytes(minimum)}: {format_bytes(planner.fixed_bytes)} are arguments, loss, gradients and optimizer "
+        f"state, {format_bytes(leanest.memory.temporary_bytes)} temporaries. Largest there: {largest}. Use budget >= "
         f"{format_bytes(minimum)} ({minimum} bytes), or a smaller batch.",
         budget_bytes=budget_bytes,
         minimum_bytes=minimum,
