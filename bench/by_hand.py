@@ -75,8 +75,8 @@ def _named(planner: Planner) -> Iterator[tuple[str, list[str], Callable[[], Any]
 
 def by_engine(planner: Planner) -> Iterator[Method]:
     """Yields full, every-k for all k and sqrt segments, run by recoup's own regions."""
-    line = planner.solvers[-1].line
-    for baseline in baselines(planner.problem):
+    line = planner.saving_view.solver.line
+    for baseline in baselines(planner.saving_view.solver.problem):
         chosen = to_decisions(line, baseline.choice)
         if chosen:
             found = planner.simulate(chosen)
@@ -86,9 +86,9 @@ def by_engine(planner: Planner) -> Iterator[Method]:
 def _block_lists(planner: Planner) -> list[list[str]]:
     """Returns the lists of modules people would call the blocks: recoup's repeated ones, and the largest list's."""
     found = []
-    for baseline in baselines(planner.problem):
+    for baseline in baselines(planner.saving_view.solver.problem):
         if baseline.name == "full":
-            chosen = to_decisions(planner.solvers[-1].line, baseline.choice)
+            chosen = to_decisions(planner.saving_view.solver.line, baseline.choice)
             found.append(list(dict.fromkeys(d.path for d in chosen if d.is_region)))
     layers = find_layers(planner.spec.model)
     if layers and layers not in found:

@@ -34,7 +34,7 @@ from recoup.evidence.memory import measure_peak
 from recoup.evidence.verify import StepBench
 from recoup.ir.decision import Rederive, Tile
 from recoup.planner.driver import Planner
-from recoup.planner.simulator import Candidate
+from recoup.planner.incumbents import Candidate
 from recoup.runtime.apply import apply_decisions
 from recoup.targets.resolve import Target, resolve_target
 
@@ -90,7 +90,7 @@ class Questions:
 
     def __init__(self, planner: Planner) -> None:
         self._planner = planner
-        self._known: dict[Any, Candidate] = dict(planner.seen)
+        self._known: dict[Any, Candidate] = dict(planner.simulated)
         self._first = {k: c for k, c in self._known.items() if all(isinstance(d, Rederive | Tile) for d in k)}
 
     @contextmanager
@@ -100,20 +100,20 @@ class Questions:
 
         def simulate(chosen: Any) -> Candidate:
             if chosen in known:
-                planner.seen[chosen] = known[chosen]
+                planner.simulated[chosen] = known[chosen]
             found = own(planner, chosen)
             known[chosen] = found
             return found
 
-        before = planner.seen
-        planner.seen = dict(self._first)
+        before = planner.simulated
+        planner.simulated = dict(self._first)
         # On the instance and for the duration only: what was simulated before is answered from memory.
         planner.simulate = simulate  # type: ignore[method-assign]
         try:
             yield planner
         finally:
             del planner.simulate  # type: ignore[method-assign]
-            planner.seen = before
+            planner.simulated = before
 
     def fit(self, budget_bytes: int) -> Candidate | None:
         """Returns what `recoup.plan` would choose for the budget."""

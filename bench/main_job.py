@@ -29,7 +29,7 @@ from recoup.api import _planner
 from recoup.evidence.memory import measure_peak
 from recoup.evidence.verify import StepBench, verify_plan
 from recoup.planner.driver import Planner, plan_for_budget
-from recoup.planner.simulator import Candidate
+from recoup.planner.incumbents import Candidate
 from recoup.solver.baselines import baselines
 from recoup.solver.decisions import to_decisions
 from recoup.targets.resolve import resolve_target
@@ -85,8 +85,8 @@ def every_block(model: nn.Module, paths: list[str]) -> Iterator[None]:
 def hand_made(planner: Planner) -> dict[str, Candidate]:
     """Simulates the baselines, all of them on the same engine."""
     found = {}
-    line = planner.solvers[-1].line
-    for baseline in baselines(planner.problem):
+    line = planner.saving_view.solver.line
+    for baseline in baselines(planner.saving_view.solver.problem):
         chosen = to_decisions(line, baseline.choice)
         found[baseline.name] = planner.simulate(chosen)
     return found

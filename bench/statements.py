@@ -15,7 +15,8 @@ from recoup.capture.capture import StepSpec
 from recoup.cost.model import FlopsCost
 from recoup.evidence.memory import measure_peak
 from recoup.evidence.speed import time_ratio
-from recoup.planner.driver import ACTIONS, Planner
+from recoup.planner.driver import Planner
+from recoup.planner.strategies.registry import DEFAULT_ACTIONS
 from recoup.selective import CheckpointConfig, ReversibleSequential, SelectiveCheckpointer
 from recoup.selective.strategies import choose
 from recoup.units import format_bytes
@@ -36,7 +37,7 @@ def chain(depth: int) -> nn.Module:
 
 def strategies(model: nn.Module, batch: torch.Tensor, kinds: dict[str, CheckpointConfig]) -> list[str]:
     """Returns a line for each strategy: saved bytes and FLOPs run twice, as shares of the plain step's."""
-    planner = Planner(StepSpec(model=model, batch=batch), cost=FlopsCost(), actions=ACTIONS)
+    planner = Planner(StepSpec(model=model, batch=batch), cost=FlopsCost(), actions=DEFAULT_ACTIONS)
     flops = sum(planner.trace.signatures[op.signature].flops for op in planner.trace.ops)
     plain = planner.plain
     lines = []

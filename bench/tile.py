@@ -26,8 +26,11 @@ from recoup.cost.devices import get_device
 from recoup.cost.roofline import RooflineCost
 from recoup.evidence.verify import verify_plan
 from recoup.ir.decision import Decision, Rederive
-from recoup.planner.driver import ACTIONS, Planner
-from recoup.planner.simulator import Candidate
+from recoup.planner.driver import Planner
+from recoup.planner.incumbents import Candidate
+from recoup.planner.strategies.registry import DEFAULT_ACTIONS
+from recoup.planner.strategies.tile import TiledHead
+from recoup.planner.strategies.tile_search import TileStrategy
 from recoup.targets.resolve import resolve_target
 
 _NO_DROP = "attn_pdrop=0.0,resid_pdrop=0.0,embd_pdrop=0.0"
@@ -61,6 +64,12 @@ def planner_for(name: str, actions: tuple[str, ...], batch: int | None = None) -
         resolved.model, resolved.batch, loss=None, optimizer=None, device="cpu", actions=actions, cost=cost
     )
     return planner
+
+
+def tiled_head(planner: Planner) -> TiledHead | None:
+    """Returns the head that the planner can tile."""
+    found = planner.strategy(TileStrategy)
+    return found.found.head if found is not None else None
 
 
 def simulated(planner: Planner, candidate: Candidate) -> dict[str, Any]:
@@ -100,9 +109,11 @@ def run(name: str, *, runs: bool, timing: bool = False) -> list[dict[str, Any]]:
     Args:
         timing: only the plan with both, and no floors.
     """
-    planner = planner_for(name, ACTIONS)
-    small = planner_for(name, ACTIONS, batch=1) if runs else None
-    assert planner.tiled is not None, f"{name}: no head to tile was found"
+    planner = planner_for(name, DEFAULT_ACTIONS)
+    small = planner_for(name, DEFAULT_ACTIONS, batch=1) if runs else None
+    head = tiled_head(planner)
+    small_head = None if small is None else tiled_head(small)
+    assert head is not None, f"{name}: no head to tile was found"
     rows: list[dict[str, Any]] = []
     for label, everywhere, tiles in (
         ("rederive", True, False),
@@ -112,20 +123,20 @@ def run(name: str, *, runs: bool, timing: bool = False) -> list[dict[str, Any]]:
         if timing and not (everywhere and tiles):
             continue
         ambient = (EVERYWHERE,) if everywhere else ()
-        candidate = planner.simulate((*ambient, *([planner.tiled.decision] if tiles else [])))
-        if small is None or small.tiled is None:
+        candidate = planner.simulate((*ambient, *([head.decision] if tiles else [])))
+        if small is None or small_head is None:
             rows.append({"plan": label, **simulated(planner, candidate)})
             continue
         # As many tiles as at full size.
-        share = (planner.tiled.decision.tile_tokens or 1) / planner.tiled.head.tokens
-        tile = dataclasses.replace(small.tiled.decision, tile_tokens=max(1, round(small.tiled.head.tokens * share)))
+        share = (head.decision.tile_tokens or 1) / head.head.tokens
+        tile = dataclasses.replace(small_head.decision, tile_tokens=max(1, round(small_head.head.tokens * share)))
         real = measured(small, (*ambient, *([tile] if tiles else [])))
         rows.append({"plan": label, **simulated(planner, candidate), **real})
     if not timing:
         without = planner_for(name, ("rederive", "recompute"))
         for label, chosen in (("floor without tile", without), ("floor", planner)):
             rows.append({"plan": label, **simulated(chosen, chosen.smallest())})
-    return [{"workload": name, "tile_tokens": planner.tiled.decision.tile_tokens, **row} for row in rows]
+    return [{"workload": name, "tile_tokens": head.decision.tile_tokens, **row} for row in rows]
 
 
 def as_markdown(rows: list[dict[str, Any]], header: dict[str, str]) -> str:

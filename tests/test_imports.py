@@ -19,6 +19,7 @@ ORDER = (
     "ir",
     "_torch",
     "_pytree",
+    "_storages",
     "_allocation",
     "cost",
     "solver",

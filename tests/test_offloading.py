@@ -11,12 +11,13 @@ from torch import nn
 
 import recoup
 from recoup.capture.capture import StepSpec, capture
-from recoup.cost.host_link import Link, with_copies
+from recoup.cost.host_link import MOST_ON_THEIR_WAY, Link, with_copies
 from recoup.cost.model import FlopsCost
 from recoup.errors import UsageError
 from recoup.ir.decision import Offload
-from recoup.planner.driver import ACTIONS, OPT_IN_ACTIONS, Planner
+from recoup.planner.driver import Planner
 from recoup.planner.strategies.offload import is_offloaded
+from recoup.planner.strategies.registry import DEFAULT_ACTIONS, OPT_IN_ACTIONS
 from recoup.runtime.apply import apply_decisions
 from recoup.solver.frontier import Solver
 from recoup.solver.offload import with_offload
@@ -85,7 +86,7 @@ def seconds(planner: Planner, budget_bytes: int) -> float:
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in MODELS])
 def test_with_all_actions_the_frontier_lies_on_or_below_the_one_without(name: str) -> None:
     without = planner_for(name, ("rederive", "recompute"))
-    with_all = planner_for(name, (*ACTIONS, *OPT_IN_ACTIONS))
+    with_all = planner_for(name, (*DEFAULT_ACTIONS, *OPT_IN_ACTIONS))
     plain = without.plain.peak_bytes
     assert with_all.plain.peak_bytes == plain
     gained = 0
@@ -117,7 +118,7 @@ def test_a_slow_link_is_left_alone() -> None:
 
 
 def test_it_is_not_a_default_and_has_a_name() -> None:
-    assert "offload" not in ACTIONS
+    assert "offload" not in DEFAULT_ACTIONS
     with pytest.raises(UsageError, match="offload"):
         recoup.plan(nn.Linear(2, 2), torch.randn(2, 2), budget="1GiB", actions=("upload",))
 
@@ -143,11 +144,23 @@ def test_copies_cost_what_does_not_hide() -> None:
     step = sum(priced.op_seconds)
     fast, slow = with_copies(priced, link(1e18)), with_copies(priced, link(2 * out / step / 10))
     assert fast.copy_seconds < 1e-6 * step
-    assert fast.trace == priced.trace  # copied at once: nobody holds it longer
     assert 8 * step < slow.copy_seconds < 11 * step  # both ways take ten steps and hide behind one at most
-    assert max(slow.trace.levels()) > max(priced.trace.levels())  # a storage is there until it is copied
+    assert slow.trace == priced.trace  # a late copy holds the step up, not the memory
     speeds = [with_copies(priced, link(1e9 * 4**i)).copy_seconds for i in range(6)]
     assert speeds == sorted(speeds, reverse=True)
+
+
+def test_so_many_storages_are_on_their_way_out_at_a_time() -> None:
+    trace = captured("cuda").trace
+    out = [c for c in trace.copies if c.kind == "out" and c.storage >= 0]
+    first_back = min(c.op for c in trace.copies if c.kind == "back")
+    assert len(out) > MOST_ON_THEIR_WAY
+    for position, copy in enumerate(out):
+        later = position + MOST_ON_THEIR_WAY
+        until = out[later].op if later < len(out) else first_back
+        assert trace.storages[copy.storage].free_op >= until - 1
+    held = [s for s in (trace.storages[c.storage] for c in out) if s.free_op >= first_back]
+    assert len(held) <= MOST_ON_THEIR_WAY
 
 
 def test_without_copy_engines_every_byte_is_waited_for() -> None:
@@ -163,7 +176,7 @@ def test_labels_with_a_window_leave_out_what_the_link_cannot_take() -> None:
     for times, wanted in ((0.9, 6), (1.9, 3), (2.9, 2)):
         seconds_each = (region.seconds + region.tail_seconds) * times / moved
         problem = with_offload(
-            planner.problem,
+            planner.step.views.plain.problem,
             out_seconds=seconds_each,
             back_seconds=seconds_each,
             overlaps=True,
@@ -177,7 +190,7 @@ def test_labels_with_a_window_leave_out_what_the_link_cannot_take() -> None:
 
 
 def _blocks(planner: Planner) -> list[Any]:
-    return [part for part in planner.problem.parts[0].parts if hasattr(part, "region")]  # type: ignore[union-attr]
+    return [part for part in planner.step.views.plain.problem.parts[0].parts if hasattr(part, "region")]  # type: ignore[union-attr]
 
 
 def leaf_options(part: Any) -> list[Any]:

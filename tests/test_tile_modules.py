@@ -19,8 +19,10 @@ from recoup.evidence.verify import verify_plan
 from recoup.export.left_out import left_out
 from recoup.ir.decision import Decision, Rederive, TileLoss, TileModule
 from recoup.ir.plan import Plan
-from recoup.planner.driver import ACTIONS, OPT_IN_ACTIONS, Planner
+from recoup.planner.driver import Planner
+from recoup.planner.strategies.registry import DEFAULT_ACTIONS, OPT_IN_ACTIONS
 from recoup.planner.strategies.tile import TiledModules, find_tiled_modules, is_tiled
+from recoup.planner.strategies.tile_search import TileStrategy
 from recoup.report.text import format_plan
 from recoup.runtime.apply import apply_decisions
 
@@ -90,11 +92,12 @@ def test_found_and_proved() -> None:
 
 
 def test_only_where_asked_for() -> None:
-    assert "tile-modules" not in ACTIONS and "tile-modules" in OPT_IN_ACTIONS
+    assert "tile-modules" not in DEFAULT_ACTIONS and "tile-modules" in OPT_IN_ACTIONS
     model, batch = long_llama(seq=256)
     planner = planner_for(model, batch, ("tile",))
-    assert planner.tiled_modules is None
-    assert all(isinstance(d, TileLoss) for c in planner.seen.values() for d in c.decisions)
+    tiles = planner.strategy(TileStrategy)
+    assert tiles is not None and tiles.found.modules is None
+    assert all(isinstance(d, TileLoss) for c in planner.simulated.values() for d in c.decisions)
 
 
 def test_plan_is_saved_shown_applied(planned: tuple[nn.Module, Any, Planner], tmp_path: Any) -> None:
@@ -117,7 +120,7 @@ def test_plan_is_saved_shown_applied(planned: tuple[nn.Module, Any, Planner], tm
 def test_planner_reaches_lower_and_keeps_to_equal_bits_where_it_can(planned: tuple[nn.Module, Any, Planner]) -> None:
     _, _, planner = planned
     lean = planner.smallest()
-    floor = min(c.peak_bytes for c in planner.seen.values() if not is_tiled(c.decisions))
+    floor = min(c.peak_bytes for c in planner.simulated.values() if not is_tiled(c.decisions))
     assert lean.peak_bytes < 0.8 * floor
     for share in (1.05, 1.3):
         found = planner.fit(int(share * lean.peak_bytes))

@@ -144,7 +144,7 @@ def test_plans_are_the_same() -> None:
         model = REGULAR["neuron"]()
         cost = RooflineCost(get_device("cpu-generic"))
         planner = Planner(_spec(model, steps=64, folds=folds), cost=cost, actions=("rederive", "recompute"))
-        found.append((planner.plain, planner.fit(planner.plain.peak_bytes * 6 // 10), planner.seen))
+        found.append((planner.plain, planner.fit(planner.plain.peak_bytes * 6 // 10), planner.simulated))
     assert found[0] == found[1]
 
 

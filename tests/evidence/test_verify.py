@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import recoup
+from recoup.capture.snapshot import Snapshot
 from recoup.cost.model import FlopsCost
 from recoup.evidence.gradients import NOISE_FACTOR, StepResult, compare, rounding_bound, rounding_noise, take_result
 from recoup.evidence.verify import verify_plan
@@ -142,7 +143,7 @@ def test_the_bound_of_tiles_is_at_least_what_plain_steps_differ_by() -> None:
         model.zero_grad(set_to_none=True)
         loss = model(x).square().mean()
         (loss * times).backward()
-        return take_result(model, loss)
+        return take_result(model, loss, Snapshot(model), {})
 
     plain, scaled = step(1.0), step(NOISE_FACTOR)
     noise = rounding_noise(plain, scaled)

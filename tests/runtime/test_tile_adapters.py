@@ -15,7 +15,7 @@ from recoup.cost.model import FlopsCost
 from recoup.errors import UsageError
 from recoup.evidence.verify import verify_plan
 from recoup.ir.decision import TileLoss
-from recoup.planner.driver import ACTIONS
+from recoup.planner.strategies.registry import DEFAULT_ACTIONS
 from recoup.runtime import execution_context
 from recoup.runtime.apply import apply_decisions
 from recoup.runtime.tile.loss.function import tiled_loss
@@ -108,7 +108,7 @@ def test_frozen_base_gets_no_gradient_and_a_merged_adapter_is_a_plain_head() -> 
 def test_found_by_the_planner_and_verified() -> None:
     model = adapted(torch.float32, layers=2, vocabulary=4000)
     given = batch(128)
-    made = plan(model, given, budget="45%", device="cpu", cost=FlopsCost(), actions=ACTIONS)
+    made = plan(model, given, budget="45%", device="cpu", cost=FlopsCost(), actions=DEFAULT_ACTIONS)
     assert [d.path for d in made.decisions if isinstance(d, TileLoss)] == [PATH]
     evidence = verify_plan(model, made, given, timed=False)
     assert evidence.exact and evidence.exactness == "rounding", evidence.differences

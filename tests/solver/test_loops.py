@@ -16,7 +16,7 @@ def test_the_chunk_balances_states_and_tapes() -> None:
     assert loop.decision(400).calls is None
 
 
-def test_when_the_loop_rules() -> None:
-    for num_calls, share, rules in ((400, 0.9, True), (400, 0.2, False), (20, 0.9, False)):
+def test_when_the_loop_dominates_step() -> None:
+    for num_calls, share, is_most in ((400, 0.9, True), (400, 0.2, False), (20, 0.9, False)):
         loop = StepLoop(path="cell", num_calls=num_calls, state_bytes=1, tape_bytes=1, share=share)
-        assert loop.rules is rules
+        assert loop.dominates_step is is_most

@@ -1,11 +1,24 @@
-"""A model, and the random streams, as they are at one moment: to be put back after a trial, whatever happened."""
+"""What a training step can change, as it is at one moment: to be put back after a trial, whatever happened.
+
+[Note: what is noted]
+1. Containers and attributes cost a shallow copy. Objects stay the ones they are: a list is given its items back.
+2. A tensor's size, storage, `.grad`, `requires_grad` and version cost a reference. Its values are copied at once if it
+   is small; a large one's before the first op that writes it, seen by `watching()`, to host memory. What is run outside
+   of `watching()` (under a meter or a clock) has run inside it before, from the same state.
+3. What cannot be put back (a generator, an open file) has a stand-in while steps are tried, which refuses to be used.
+"""
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import copy
 import random
+import signal
 import sys
+import threading
+import types
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,63 +26,215 @@ import torch
 from torch import nn
 
 from recoup import _torch
+from recoup.capture.reachable import Reached, roots_of, slots_of
+from recoup.capture.tensor_notes import CopyBeforeWrite, TensorNotes
+from recoup.errors import UsageError
 from recoup.runtime.recompute.rng_state import StreamState
 
-_CONTAINERS = (list, dict, set, collections.deque)
-_TABLES = ("_parameters", "_buffers", "_modules")
+_ABSENT = object()
 
 
 class Snapshot:
-    """Modules' attributes and flags, what their lists and dicts hold, buffers and tensor attributes with their values,
-    `.grad`s, torch's, python's, numpy's and explicit random streams; parameters' values only with `weights`.
+    """The state that a step can reach; see the note above."""
 
-    Objects stay the ones they are: a list is given its items back, a tensor its values.
-    """
-
-    def __init__(self, model: nn.Module, *, weights: bool = False) -> None:
-        self._attributes = [(m, dict(m.__dict__)) for m in model.modules()]
-        held = [v for m, attributes in self._attributes for v in attributes.values()]
-        self._containers = list({id(v): (v, v.copy()) for v in held if isinstance(v, _CONTAINERS)}.values())
-        tensors = [v for v in held if isinstance(v, torch.Tensor)]
-        tensors += model.buffers()
-        if weights:
-            tensors += model.parameters()
-        there = [t for t in tensors if t.device.type != "meta" and t.layout is torch.strided]
-        self._values = list({id(t): (t, t.detach().clone()) for t in there}.values())
-        self._gradients = [(p, p.grad) for p in model.parameters()]
-        self._streams = StreamState(v for v in held if not isinstance(v, (*_CONTAINERS, torch.Tensor)))
+    def __init__(self, model: nn.Module, batch: Any = None, loss: Any = None, others: Any = ()) -> None:
+        found = Reached(roots_of(model, batch, loss, others))
+        self._found = found
+        self._containers = [(name, item, _shallow(item)) for name, item in found.containers]
+        self._slots = [(name, item, _slot_values(item)) for name, item in found.slotted]
+        self._classes = [(name, kind, dict(vars(kind))) for name, kind in found.classes]
+        self._cells = [(name, cell, _contents(cell)) for name, cell in found.cells]
+        self._bindings = [(name, scope, key, scope.get(key, _ABSENT)) for name, scope, key in found.bindings]
+        self._arrays = [(name, item, item.copy()) for name, item in found.arrays if item.flags.writeable]
+        self._raw = [(name, item, item[:]) for name, item in found.raw]
+        self._forwards = {id(m.__dict__) for m in model.modules()}
+        self.tensors = TensorNotes(found.tensors)
+        self._streams = StreamState(item for _, item in found.streams)
         self._random = random_state()
 
     def restore(self) -> None:
         """Puts everything back."""
-        for module, before in self._attributes:
-            forward = {k: v for k, v in module.__dict__.items() if k == "forward"}  # a plan is not the step's doing
-            module.__dict__.clear()
-            module.__dict__.update({k: v for k, v in before.items() if k != "forward"} | forward)
-        for container, copy in self._containers:
-            _refill(container, copy)
-        with torch.no_grad():
-            for tensor, value in self._values:
-                if not torch.equal(tensor, value):
-                    tensor.copy_(value)
-        for parameter, gradient in self._gradients:
-            parameter.grad = gradient
+        for _, container, held in self._containers:
+            _refill(container, held, keeps_forward=id(container) in self._forwards)
+        for _, item, values in self._slots:
+            for slot, value in values.items():
+                if getattr(item, slot, _ABSENT) is not value:
+                    _put(item, slot, value)
+        for _, kind, before in self._classes:
+            for key in [*vars(kind), *before]:
+                if vars(kind).get(key, _ABSENT) is not before.get(key, _ABSENT) and not key.startswith("__"):
+                    _put(kind, key, before.get(key, _ABSENT))
+        for _, cell, value in self._cells:
+            if value is not _ABSENT and _contents(cell) is not value:
+                cell.cell_contents = value
+        for _, scope, key, value in self._bindings:
+            if scope.get(key, _ABSENT) is not value:
+                scope.pop(key, None) if value is _ABSENT else scope.__setitem__(key, value)
+        for _, array, values in self._arrays:
+            if array.dtype.hasobject or array.tobytes() != values.tobytes():
+                array[...] = values
+        for _, raw, values in self._raw:
+            if raw != values:
+                raw[:] = values
+        self.tensors.restore()
         self._streams.restore()
         set_random_state(self._random)
 
+    def watching(self) -> contextlib.AbstractContextManager[Any]:
+        """Has large tensors copied before something writes them, inside the block."""
+        watch: contextlib.AbstractContextManager[Any] = CopyBeforeWrite(self.tensors)
+        return watch
 
-def _refill(container: Any, copy: Any) -> None:
-    if isinstance(container, dict):
-        if container.keys() == copy.keys() and all(container[k] is copy[k] for k in copy):
-            return
-        container.clear()
-        container.update(copy)
-    elif isinstance(container, set):
-        container.clear()
-        container.update(copy)
+    def changes(self) -> dict[str, Any]:
+        """Returns what differs now, by name: tensors' values, and in words what attributes and containers hold."""
+        found: dict[str, Any] = dict(self.tensors.changes())
+        for name, container, held in self._containers:
+            found.update(_differences(name, container, held, skips_forward=id(container) in self._forwards))
+        for name, item, values in self._slots:
+            now = {slot: getattr(item, slot, _ABSENT) for slot in values}
+            found.update(_differences(name, now, values))
+        for name, kind, before in self._classes:
+            now = {k: v for k, v in vars(kind).items() if not k.startswith("__")}
+            found.update(_differences(name, now, {k: v for k, v in before.items() if not k.startswith("__")}))
+        for name, cell, value in self._cells:
+            found.update(_differences(name, {"": _contents(cell)}, {"": value}))
+        for name, scope, key, value in self._bindings:
+            found.update(_differences("", {name: scope.get(key, _ABSENT)}, {name: value}))
+        for name, array, values in self._arrays:
+            if array.tobytes() != values.tobytes():
+                found[name] = array.tobytes()
+        found.update({name: bytes(raw) for name, raw, values in self._raw if raw != values})
+        return {name.removeprefix("model."): value for name, value in found.items()}
+
+    @contextlib.contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Has stand-ins where something is that can be used once only; `restore` puts the originals back too."""
+        for name, holder, key, value in self._found.once_only:
+            _set(holder, key, _copy_of_iterator(value) or _StandIn(name.removeprefix("model."), value))
+        try:
+            yield
+        finally:
+            for _, holder, key, value in self._found.once_only:
+                _set(holder, key, value)
+
+
+class _StandIn:
+    """Stands where something is that can be used once only, and says so when it is used."""
+
+    def __init__(self, name: str, original: Any) -> None:
+        self.__dict__["_refusal"] = (
+            f"`{name}` is a {type(original).__name__}: a step uses it up, and recoup cannot put it back after the "
+            "steps that it tries. Hand the step what it gives instead (a list, a tensor of the batch)."
+        )
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        raise UsageError(self.__dict__["_refusal"])
+
+    __iter__ = __next__ = __enter__ = __call__ = _refuse
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._refuse()
+
+
+def _set(holder: Any, key: Any, value: Any) -> None:
+    if isinstance(holder, types.CellType):
+        holder.cell_contents = value
     else:
-        container.clear()
-        container.extend(copy)
+        holder[key] = value
+
+
+def _copy_of_iterator(value: Any) -> Any:
+    """Returns a copy of one of itertools' objects, where Python still makes them; None for anything else."""
+    if type(value).__module__ != "itertools":
+        return None
+    with warnings.catch_warnings(), contextlib.suppress(Exception):  # a deprecated service: gone, it is done without
+        warnings.simplefilter("ignore")
+        return copy.deepcopy(value)
+    return None
+
+
+def parameters_outside(model: nn.Module, snapshot: Snapshot) -> dict[str, torch.Tensor]:
+    """Returns the tensors that a step may train and that are no parameters of the model, by name."""
+    own = {id(p) for p in model.parameters()}
+    named = snapshot.tensors.named().items()
+    return {name.removeprefix("model."): t for name, t in named if t.requires_grad and t.is_leaf and id(t) not in own}
+
+
+def _contents(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return _ABSENT
+
+
+def _slot_values(item: Any) -> dict[str, Any]:
+    return {slot: getattr(item, slot, _ABSENT) for slot in slots_of(type(item))}
+
+
+def _put(item: Any, name: str, value: Any) -> None:
+    setter = type.__setattr__ if isinstance(item, type) else object.__setattr__
+    with contextlib.suppress(AttributeError):
+        delattr(item, name) if value is _ABSENT else setter(item, name, value)
+
+
+def _shallow(container: Any) -> Any:
+    """Returns a plain copy of what a container holds, whatever its class does when it is copied."""
+    if isinstance(container, dict):
+        return dict(dict.items(container))
+    return list(container) if isinstance(container, (list, collections.deque)) else set(container)
+
+
+def _refill(container: Any, held: Any, *, keeps_forward: bool) -> None:
+    """Gives a container what it held back; a plan that was applied since stays (`forward` of a module)."""
+    if isinstance(container, dict):
+        if keeps_forward:
+            held = {k: v for k, v in held.items() if k != "forward"}
+            if "forward" in container:
+                held["forward"] = container["forward"]
+        if list(dict.keys(container)) == list(held) and all(v is held[k] for k, v in dict.items(container)):
+            return
+        kind: Any = collections.OrderedDict if isinstance(container, collections.OrderedDict) else dict
+        kind.clear(container)
+        for key, value in held.items():
+            kind.__setitem__(container, key, value)
+    elif isinstance(container, set):
+        if container != held:
+            set.clear(container)
+            set.update(container, held)
+    elif len(container) != len(held) or any(a is not b for a, b in zip(container, held, strict=True)):
+        kind = list if isinstance(container, list) else collections.deque
+        kind.clear(container)
+        kind.extend(container, held)
+
+
+def _differences(name: str, now: Any, before: Any, *, skips_forward: bool = False) -> Iterator[tuple[str, Any]]:
+    """Yields what is not the same object, as far as it can be compared between two runs."""
+    if isinstance(now, dict):
+        for key in dict.fromkeys([*before, *now]):
+            one, other = now.get(key, _ABSENT), before.get(key, _ABSENT)
+            if one is not other and not (skips_forward and key == "forward"):
+                where = f"{name}.{key}" if name and key != "" else f"{name}{key}"
+                yield where, _told(one)
+    elif isinstance(now, set):
+        if now != before:
+            yield name, len(now)
+    elif len(now) != len(before) or any(a is not b for a, b in zip(now, before, strict=True)):
+        yield name, tuple(_told(item, inside=True) for item in now)
+
+
+def _told(value: Any, *, inside: bool = False) -> Any:
+    """Returns what can be compared of a value that a step made; in words where it is `inside` something."""
+    if isinstance(value, torch.Tensor):
+        if inside:
+            return f"{list(value.shape)} of sum {float(value.detach().double().sum())!r}"
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (list, tuple, dict, set)):
+        return type(value).__name__, len(value)
+    return "nothing" if value is _ABSENT else type(value).__name__
 
 
 def random_state() -> tuple[Any, ...]:
@@ -91,10 +256,29 @@ def set_random_state(state: tuple[Any, ...]) -> None:
 
 
 @contextlib.contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
-    """Restores at the end what `Snapshot` holds."""
-    before = Snapshot(model)
+def untouched(model: nn.Module, batch: Any = None, loss: Any = None, others: Any = ()) -> Iterator[Snapshot]:
+    """Restores at the end what a step that is given these can change."""
+    before = Snapshot(model, batch, loss, others)
+    try:
+        with before.guarded():
+            yield before
+    finally:
+        with _uninterrupted():
+            before.restore()
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Has Ctrl-C wait until the block is over."""
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+    pressed: list[Any] = []
+    signal.signal(signal.SIGINT, lambda *event: pressed.append(event))
     try:
         yield
     finally:
-        before.restore()
+        signal.signal(signal.SIGINT, handler)
+        if pressed:
+            handler(*pressed[0])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -53,3 +53,17 @@ def loss_of(output: Any, batch: Any, loss: Loss | None) -> tuple[torch.Tensor, s
     if not value.requires_grad:
         raise StepError("The loss has no gradient: every parameter is frozen, or the graph was cut (detach, no_grad).")
     return value, source
+
+
+def leaves_of(loss: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yields the tensors that backward from `loss` gives a gradient, whoever they belong to."""
+    todo, seen = [loss.grad_fn], {loss.grad_fn}
+    while todo:
+        node = todo.pop()
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            yield leaf
+        for below, _ in node.next_functions if node is not None else ():
+            if below is not None and below not in seen:
+                seen.add(below)
+                todo.append(below)

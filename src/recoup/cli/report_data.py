@@ -14,7 +14,6 @@ from recoup.ir.plan import Plan
 from recoup.ir.report import CurvePoint, MeasuredTimeline, Report
 from recoup.planner.driver import Planner
 from recoup.solver.baselines import baselines
-from recoup.solver.frontier import Solution
 
 _BASELINES = ("full", "every-2", "every-4", "sqrt")
 
@@ -64,18 +63,11 @@ def make_report(
 
 def _baselines(planner: Planner) -> Any:
     """Yields the plans people make by hand, simulated like every other."""
-    solver = planner.solvers[-1]
-    for baseline in baselines(solver.problem):
+    view = planner.saving_view
+    for baseline in baselines(view.solver.problem):
         if baseline.name not in _BASELINES:
             continue
-        solution = Solution(
-            status="optimal",
-            choice=baseline.choice,
-            peak_bytes=baseline.peak_bytes,
-            extra_seconds=baseline.extra_seconds,
-            extra_flops=baseline.extra_flops,
-        )
-        candidate = planner.simulate(planner.decide(solver, solution))
+        candidate = planner.simulate(view.decide(baseline.choice))
         yield CurvePoint(
             name=baseline.name,
             peak_bytes=candidate.peak_bytes,

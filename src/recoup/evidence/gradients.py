@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from recoup.capture.snapshot import random_state
+from recoup._storages import dense_parts
+from recoup.capture.snapshot import Snapshot, random_state
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
     """What a step left behind.
 
-    `buffers` are those of the model and the tensors among its modules' attributes; `attributes` the numbers and
-    strings, and the lengths of lists and dicts. `random_state` is torch's CPU stream, the device's, python's, numpy's.
+    `buffers` are the tensors whose values it changed, `attributes` what it changed in anything else that it can reach,
+    in words. `random_state` is torch's CPU stream, the device's, python's, numpy's.
     """
 
     loss: torch.Tensor
@@ -28,17 +29,24 @@ class StepResult:
     random_state: tuple[Any, ...]
 
 
-def take_result(model: nn.Module, loss: torch.Tensor) -> StepResult:
-    """Returns copies of what the step that just ran left in the model; gradients are handed over, not copied."""
+def take_result(
+    model: nn.Module, loss: torch.Tensor, before: Snapshot, outside: Mapping[str, torch.Tensor]
+) -> StepResult:
+    """Returns copies of what the step that just ran left behind; gradients are handed over, not copied.
+
+    Args:
+        before: the state that it began with. outside: parameters that are not the model's, by name.
+    """
     gradients = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in [*model.named_parameters(), *outside.items()]:
         gradients[name] = parameter.grad
         parameter.grad = None
+    changed = before.changes()
     return StepResult(
         loss=loss.detach().clone(),
         gradients=gradients,
-        buffers={name: t.detach().clone() for name, t in [*model.named_buffers(), *_tensor_attributes(model)]},
-        attributes=dict(_plain_attributes(model)),
+        buffers={name: value for name, value in changed.items() if isinstance(value, torch.Tensor)},
+        attributes={name: value for name, value in changed.items() if not isinstance(value, torch.Tensor)},
         random_state=random_state(),
     )
 
@@ -47,25 +55,6 @@ def on_host(result: StepResult) -> StepResult:
     """Returns the result with its gradients in host memory: on a device they would be in the next step's peak."""
     gradients = {name: g if g is None else g.to("cpu") for name, g in result.gradients.items()}
     return dataclasses.replace(result, gradients=gradients)
-
-
-def _attributes(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    for path, module in model.named_modules():
-        for name, value in module.__dict__.items():
-            if not name.startswith("_") and name != "forward":
-                yield f"{path}.{name}" if path else name, value
-
-
-def _tensor_attributes(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    return ((name, value) for name, value in _attributes(model) if isinstance(value, torch.Tensor))
-
-
-def _plain_attributes(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    for name, value in _attributes(model):
-        if isinstance(value, (bool, int, float, str)):
-            yield name, value
-        elif type(value) in (list, dict, set):
-            yield name, len(value)
 
 
 def same_random_state(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
@@ -185,15 +174,16 @@ def compare(plain: StepResult, planned: StepResult, *, bound: float = 0.0) -> Co
                 worst = max(worst, error)
                 differences.append(f"gradient of `{name}` differs by {error:.2e} (relative)")
     buffers_equal = True
-    for name, buffer in plain.buffers.items():
-        other = planned.buffers.get(name)
-        if other is None or not equal_values(buffer, other):
+    for name in dict.fromkeys([*plain.buffers, *planned.buffers]):
+        one, other = plain.buffers.get(name), planned.buffers.get(name)
+        if one is None or other is None or not equal_values(one, other):
             buffers_equal = False
             differences.append(f"buffer `{name}` differs")
-    for name, value in plain.attributes.items():
-        if planned.attributes.get(name) != value and value == value:  # a NaN is no difference
+    for name in dict.fromkeys([*plain.attributes, *planned.attributes]):
+        value, found = plain.attributes.get(name, "unchanged"), planned.attributes.get(name, "unchanged")
+        if value != found and value == value:  # a NaN is no difference
             buffers_equal = False
-            differences.append(f"attribute `{name}` is {planned.attributes.get(name)!r}, {value!r} without the plan")
+            differences.append(f"attribute `{name}` is {found!r}, {value!r} without the plan")
     rng_equal = same_random_state(plain.random_state, planned.random_state)
     if not rng_equal:
         differences.append("the random number streams ended elsewhere")
@@ -212,8 +202,10 @@ def compare(plain: StepResult, planned: StepResult, *, bound: float = 0.0) -> Co
 
 def equal_values(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors have the same shape, dtype and values; NaNs in the same places count as equal."""
-    if a.shape != b.shape or a.dtype != b.dtype:
+    if a.shape != b.shape or a.dtype != b.dtype or a.layout != b.layout:
         return False
+    if a.layout is not torch.strided:
+        return all(map(equal_values, dense_parts(a), dense_parts(b)))
     if torch.equal(a, b):
         return True
     return a.is_floating_point() and bool(((a == b) | (a.isnan() & b.isnan())).all())

@@ -11,15 +11,22 @@ import torch
 
 
 def time_ratio(
-    plain: Callable[[], Any], planned: Callable[[], Any], *, device: torch.device, max_seconds: float, pairs: int = 5
+    plain: Callable[[], Any],
+    planned: Callable[[], Any],
+    *,
+    device: torch.device,
+    max_seconds: float,
+    pairs: int = 5,
+    before: Callable[[], Any] = lambda: None,
 ) -> tuple[float, float]:
     """Returns the median of planned/plain over interleaved pairs, and half the distance between its quartiles.
 
     Args:
-        max_seconds: stop after this long, once two pairs are in.
+        max_seconds: stop after this long, once two pairs are in. before: run before each step, its time not taken.
     """
 
     def once(step: Callable[[], Any]) -> float:
+        before()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         start = time.perf_counter()

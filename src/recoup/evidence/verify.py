@@ -27,8 +27,8 @@ from torch import nn
 from recoup._allocation import available_bytes, is_allocation_failure
 from recoup._pytree import iterate_tensors, map_tensors
 from recoup.capture.optimizer import OptimizerLike, OptimizerStep, prepare_optimizer
-from recoup.capture.snapshot import Snapshot, untouched
-from recoup.capture.step import Loss, call_model, loss_of
+from recoup.capture.snapshot import Snapshot, parameters_outside, untouched
+from recoup.capture.step import Loss, call_model, leaves_of, loss_of
 from recoup.errors import RecoupError, StepOutOfMemory, UsageError
 from recoup.evidence.gradients import (
     NOISE_FACTOR,
@@ -63,14 +63,15 @@ class StepBench:
         self.batch = batch
         self.loss = loss
         self.device = next(model.parameters()).device
-        self._before = Snapshot(model)
-        self._weights: list[tuple[nn.Parameter, torch.Tensor]] = []
+        self._before = Snapshot(model, batch, loss)
+        self._outside = parameters_outside(model, self._before)
+        self._is_watched = False
         self._optimizes = optimizer is not None
         self.optimizer: OptimizerStep | None = None
         if optimizer is not None:
             parameters = [p for p in model.parameters() if isinstance(p, nn.Parameter)]
             with self.optimizing():
-                new_of = {id(p): p for p in parameters}
+                new_of: dict[int, Any] = {id(p): p for p in [*parameters, *self._outside.values()]}
                 self.optimizer = prepare_optimizer(optimizer, new_of, parameters, foreach=False)
 
     @property
@@ -81,27 +82,23 @@ class StepBench:
     @contextlib.contextmanager
     def optimizing(self) -> Iterator[None]:
         """Has `restore` put back, inside the block and at its end, weights that an optimizer changes."""
-        changed = [p for p in self.model.parameters() if p.requires_grad and self._optimizes]
-        self._weights = [(p, p.detach().to("cpu", copy=True)) for p in changed]
-        try:
-            yield
-        finally:
-            self.restore()
-            self._weights = []
+        changed = [p for p in [*self.model.parameters(), *self._outside.values()] if self._optimizes]
+        with self._before.tensors.copied(p for p in changed if p.requires_grad):
+            try:
+                yield
+            finally:
+                self.restore()
 
     def restore(self) -> None:
-        """Puts weights, buffers, attributes and random streams back; no parameter has a gradient then."""
+        """Puts everything that a step can reach back; no tensor has a gradient then."""
         self._before.restore()
-        with torch.no_grad():
-            for parameter, value in self._weights:
-                parameter.copy_(value)
-        for parameter in self.model.parameters():
-            parameter.grad = None
+        self._before.tensors.clear_gradients()
 
     def held_bytes(self) -> int:
         """Returns the bytes that are there before a step: weights, buffers, optimizer state, batch."""
         state = list(self.optimizer.state_tensors()) if self.optimizer is not None else []
         tensors = [*self.model.parameters(), *self.model.buffers(), *iterate_tensors(self.batch), *state]
+        tensors += self._before.tensors.touched()
         estimated_bytes = self.optimizer.estimated_bytes if self.optimizer is not None else 0
         return storage_bytes(t for t in tensors if t.device.type == self.device.type) + estimated_bytes
 
@@ -110,12 +107,16 @@ class StepBench:
     ) -> StepResult | None:
         """Runs one training step; with `take`, returns what it left behind (and runs no optimizer step).
 
+        The first with `take` is watched: what it writes is copied before, and so is put back after any other step too.
+
         Args:
             times: the loss is multiplied by it before backward. aside: where saved tensors are moved to.
         """
-        loss = self._loss_after_backward(times, aside)
+        with self._before.watching() if take and not self._is_watched else contextlib.nullcontext():
+            loss = self._loss_after_backward(times, aside)
         if take:
-            return take_result(self.model, loss)
+            self._is_watched = True
+            return take_result(self.model, loss, self._before, self._outside)
         del loss
         self.step_optimizer()
         return None
@@ -126,8 +127,7 @@ class StepBench:
             self.optimizer.step(self._again)
 
     def _again(self) -> torch.Tensor:
-        for parameter in self.model.parameters():
-            parameter.grad = None
+        self._before.tensors.clear_gradients()
         return self._loss_after_backward()
 
     def _loss_after_backward(self, times: float | None = None, aside: Transport | None = None) -> torch.Tensor:
@@ -140,6 +140,8 @@ class StepBench:
                 loss, _ = loss_of(output, self.batch, self.loss)
                 del output
                 loss = loss if times is None else loss * times
+            for leaf in leaves_of(loss) if not self._is_watched else ():
+                self._before.tensors.add("a tensor that the loss reaches", leaf)
             loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
@@ -169,7 +171,7 @@ def verify_plan(
             f"{type(model).__name__} is on `meta`; a measured step needs real weights. Build it on the device, or "
             "stop at `plan`."
         )
-    with untouched(model), _in_place(model, plan):
+    with untouched(model, batch, loss), _in_place(model, plan):
         verification: _Verification | None = None
         try:
             verification = _Verification(StepBench(model, batch, loss, optimizer), plan)
@@ -362,13 +364,11 @@ class _Verification:
             def run() -> None:
                 with contextlib.nullcontext() if planned else plain(bench.model):
                     bench.step()
-                for parameter in bench.model.parameters():
-                    parameter.grad = None
 
             return run
 
-        bench.restore()
-        return time_ratio(runner(False), runner(True), device=bench.device, max_seconds=max_seconds)
+        seconds: dict[str, Any] = {"max_seconds": max_seconds, "before": bench.restore}
+        return time_ratio(runner(False), runner(True), device=bench.device, **seconds)
 
 
 def _moved_bytes(model: nn.Module) -> int:

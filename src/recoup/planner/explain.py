@@ -8,7 +8,7 @@ from recoup import progress
 from recoup.ir.decision import Decision, Save, describe_decisions, kinds
 from recoup.ir.explanation import Explanation, Price, Trade
 from recoup.planner.driver import Planner
-from recoup.planner.simulator import Candidate
+from recoup.planner.incumbents import Candidate
 
 _MOST_KINDS = 8
 _RECORDED = Save(path="")

@@ -19,7 +19,8 @@ from recoup.ir.decision import TileLoss, TileModule
 from recoup.ir.evidence import Evidence
 from recoup.ir.labels import without_numbers
 from recoup.ir.plan import Plan
-from recoup.planner.driver import ACTIONS, Planner, plan_for_budget
+from recoup.planner.driver import Planner, plan_for_budget
+from recoup.planner.strategies.registry import DEFAULT_ACTIONS
 from recoup.runtime.apply import Applied, apply_decisions
 from recoup.units import format_bytes
 
@@ -169,7 +170,7 @@ class Fitting:
 
     def _use_less(self, made: Plan, reason: str) -> bool:
         """Leaves out an action that the plan used; whether that leaves one."""
-        actions = ACTIONS if self.actions is None else self.actions
+        actions = DEFAULT_ACTIONS if self.actions is None else self.actions
         used = {
             "recompute": any(d.is_region for d in made.decisions),
             "tile-modules": any(isinstance(d, TileModule) for d in made.decisions),

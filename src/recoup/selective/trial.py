@@ -19,7 +19,7 @@ from recoup.ir.decision import Rederive
 from recoup.ir.evidence import Evidence
 from recoup.ir.plan import Plan
 from recoup.planner.driver import Planner, is_on_meta
-from recoup.planner.simulator import Candidate
+from recoup.planner.incumbents import Candidate
 from recoup.runtime.conflicts import refuse_conflicts
 from recoup.selective.config import CheckpointConfig
 from recoup.selective.profile_report import ProfileReport

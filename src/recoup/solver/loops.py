@@ -34,7 +34,7 @@ class StepLoop:
     share: float
 
     @property
-    def rules(self) -> bool:
+    def dominates_step(self) -> bool:
         """Whether the loop is so long, and so much of the step, that other plans are not worth the search."""
         return self.num_calls >= _MANY_CALLS and self.share >= 0.5
 

@@ -1,76 +1,24 @@
-"""What the planner knows of offload: the link to the host, and the plans that people make by hand."""
+"""Offload: regions' inputs, and what calls save, to the host; problems with its labels, and views of them."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import statistics
-import time
 from collections.abc import Sequence
+from typing import ClassVar, Self
 
-import torch
-
-from recoup.cost.devices import Device
 from recoup.cost.host_link import Link
-from recoup.cost.model import CostModel, FlopsCost
 from recoup.ir.decision import Decision, Region
+from recoup.planner.incumbents import Incumbents
+from recoup.planner.repair import MOST_REPAIRS, Allowance, repaired
+from recoup.planner.step import PlannedStep
+from recoup.planner.strategies.base import Proposals, Strategy
+from recoup.planner.views import View, ViewMaker, ViewSet
 from recoup.runtime.offload.offloaded_saved_tensor import MIN_BYTES
-from recoup.runtime.offload.transport import make_transport
 from recoup.solver.offload import Assumption, depths, with_offload
 from recoup.solver.problem import Problem
 
-_TRIED_BYTES = 1 << 24
-_NUM_TRIES = 3
-
-
-def find_link(cost: CostModel, *, device: torch.device, dialect: str) -> Link:
-    """Returns the link of the device that `cost` is about: its own, from the table, or measured on this machine.
-
-    Args:
-        device: of this machine, where nothing in the cost model names one. dialect: "cpu" or "cuda".
-    """
-    own = getattr(cost, "link", None)
-    if isinstance(own, Link):
-        return own
-    if isinstance(cost, FlopsCost):
-        return Link(out_bytes=1e10, back_bytes=1e10, overlaps=dialect == "cuda", source="flops")
-    found = getattr(cost, "device", None)
-    if found is None:
-        found = getattr(getattr(cost, "cost", None), "device", None)  # a sharded cost stands around another
-    if isinstance(found, Device):
-        source = dict(found.sources)["copy_bytes"]
-        overlaps = found.dialect == "cuda"
-        return Link(out_bytes=found.copy_bytes, back_bytes=found.copy_bytes, overlaps=overlaps, source=source)
-    return measured_link(found if isinstance(found, torch.device) else device)
-
-
-@functools.cache
-def measured_link(device: torch.device) -> Link:
-    """Returns what copies through the transport that plans use there reach, by the median of a few."""
-    transport = make_transport(device, "auto")
-    flat = torch.ones(_TRIED_BYTES, dtype=torch.uint8, device=device)
-    out, back = [], []
-    for _ in range(_NUM_TRIES):
-        began = time.perf_counter()
-        handle = transport.put(flat)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        out.append(time.perf_counter() - began)
-        began = time.perf_counter()
-        returned = transport.get(handle)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        back.append(time.perf_counter() - began)
-        del returned
-        transport.drop(handle)
-    transport.close()
-    where = "pinned host memory" if device.type == "cuda" else "a file in the temporary directory"
-    return Link(
-        out_bytes=_TRIED_BYTES / statistics.median(out),
-        back_bytes=_TRIED_BYTES / statistics.median(back),
-        overlaps=device.type == "cuda",
-        source=f"measured: {_TRIED_BYTES >> 20} MiB to {where} and back",
-    )
+MOVING_OPS = 500_000  # simulated ops: first answers are further off than others', copies that do not hide hold memory
 
 
 def problems_with_offload(problem: Problem, link: Link) -> list[Problem]:
@@ -100,3 +48,43 @@ def is_offloaded(decisions: Sequence[Decision]) -> bool:
 def with_inputs_offloaded(decisions: Sequence[Decision]) -> tuple[Decision, ...]:
     """Returns the decisions with the inputs of every region moved to the host, as Unsloth does by hand."""
     return tuple(dataclasses.replace(d, offload=True) if isinstance(d, Region) else d for d in decisions)
+
+
+def moving_views(views: ViewMaker, found: ViewSet, link: Link, actions: tuple[str, ...]) -> tuple[View, ...]:
+    """Returns views in which copies to the host hide, hide as long as the link keeps up, or do not."""
+    return tuple(
+        views.view(f"offload {n}", problem, found.tiles, actions=actions, records=True)
+        for n, problem in enumerate(problems_with_offload(found.problem, link))
+    )
+
+
+class OffloadStrategy(Strategy):
+    """Regions' inputs, and what calls save, to the host and back."""
+
+    actions: ClassVar[tuple[str, ...]] = ("offload",)
+
+    def __init__(self, step: PlannedStep, link: Link) -> None:
+        self._step = step
+        self._link = link
+
+    @classmethod
+    def make(cls, step: PlannedStep) -> Self | None:
+        """Returns the strategy if offload was asked for."""
+        link = step.simulator.link
+        return cls(step, link) if link is not None else None
+
+    @functools.cached_property
+    def _views(self) -> tuple[View, ...]:
+        return moving_views(self._step.views, self._step.views.plain, self._link, self._step.actions)
+
+    def propose(self, budget_bytes: int, incumbents: Incumbents) -> Proposals:
+        """Yields the answers of each assumption on what copies cost."""
+        allowance = Allowance(num_ops=MOVING_OPS, began_at=incumbents.num_simulated_ops)
+        num_repairs = MOST_REPAIRS if self._step.scans is None else 1
+        for view in self._views:
+            yield from repaired(view, budget_bytes, incumbents, allowance, num_repairs=num_repairs)
+
+    def shrink(self, incumbents: Incumbents) -> Proposals:
+        """Yields the leanest plan of each assumption."""
+        for view in self._views:
+            yield view.decide(view.solver.leanest().choice)

@@ -1,0 +1,247 @@
+"""Everything that a training step can get at from its model, loss, batch and hooks, and may change.
+
+Found by looking where Python keeps things: attributes and slots, containers, closure cells, defaults, bound objects,
+`functools.partial`, the globals that a user's functions name, the attributes of a user's classes, hooks on modules and
+tensors. Library code is taken to keep its state in objects: its globals and classes are left alone, and so are
+threads, locks, loggers, data loaders and recoup's own objects.
+"""
+
+from __future__ import annotations
+
+import array
+import collections
+import functools
+import io
+import random
+import sys
+import sysconfig
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+_ATOMS = frozenset(
+    [int, float, complex, bool, str, bytes, type(None), type(...), range, slice, torch.dtype, torch.device, torch.Size]
+)
+_CONTAINERS = (list, dict, set, collections.deque)
+_BYTES = (bytearray, array.array)
+_ONCE_ONLY = (types.GeneratorType, map, filter, zip, enumerate, reversed)
+_OPAQUE = ("torch.utils.data", "torch.distributed", "torch.fx", "torch.jit", "torch.profiler", "torch._", "recoup")
+_HOLDERS = ("collections", "types", "argparse", "functools", "contextvars")  # of the standard library, with state
+_TABLES = ("_modules", "_parameters", "_buffers")
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+class Reached:
+    """What was found, each with a name that says where.
+
+    Attributes:
+        tensors: leaf and other tensors. containers: lists, dicts (attribute dictionaries among them), sets, deques.
+        slotted: objects with `__slots__`. classes: a user's own. cells: of closures. bindings: (globals, name) that a
+            user's function names. arrays: numpy's. raw: `bytearray`s and arrays. streams: random number generators.
+        once_only: generators, files and their like, which cannot be put back, with their holder and key in it.
+    """
+
+    def __init__(self, roots: Mapping[str, Any]) -> None:
+        self.tensors: list[tuple[str, torch.Tensor]] = []
+        self.containers: list[tuple[str, Any]] = []
+        self.slotted: list[tuple[str, Any]] = []
+        self.classes: list[tuple[str, type]] = []
+        self.cells: list[tuple[str, types.CellType]] = []
+        self.bindings: list[tuple[str, dict[str, Any], str]] = []
+        self.arrays: list[tuple[str, Any]] = []
+        self.raw: list[tuple[str, Any]] = []
+        self.streams: list[tuple[str, Any]] = []
+        self.once_only: list[tuple[str, Any, Any, Any]] = []
+        self._seen: dict[int, Any] = {}
+        self._bound: set[tuple[int, str]] = set()
+        self._owned: dict[str, bool] = {}
+        todo = collections.deque(roots.items())
+        while todo:
+            name, item = todo.popleft()
+            if type(item) in _ATOMS or id(item) in self._seen:
+                continue
+            self._seen[id(item)] = item
+            todo.extend(self._look(name, item))
+
+    def __contains__(self, item: Any) -> bool:
+        return id(item) in self._seen
+
+    def _look(self, name: str, item: Any) -> Iterator[tuple[str, Any]]:
+        if isinstance(item, torch.Tensor):
+            yield from self._look_at_tensor(name, item)
+        elif isinstance(item, _CONTAINERS):
+            yield from self._look_into(name, item)
+        elif isinstance(item, (tuple, frozenset)):
+            for i, value in enumerate(item):
+                yield f"{name}[{i}]", value
+        elif isinstance(item, type):
+            yield from self._look_at_class(name, item)
+        elif isinstance(item, types.FunctionType):
+            yield from self._look_at_function(name, item)
+        elif isinstance(item, (types.MethodType, types.BuiltinMethodType)):
+            if not isinstance(item.__self__, (types.ModuleType, type(None))):
+                yield name, item.__self__
+            yield name, getattr(item, "__func__", None)
+        elif isinstance(item, functools.partial):
+            yield from ((name, part) for part in (item.func, item.args, item.keywords))
+        elif _is_stream(item):
+            self.streams.append((name, item))
+        elif isinstance(item, _BYTES):
+            self.raw.append((name, item))
+        elif type(item).__module__ == "numpy" and hasattr(item, "__array_interface__") and hasattr(item, "flags"):
+            if not isinstance(item, _numpy_scalar()):
+                self.arrays.append((name, item))
+        elif not _is_opaque(type(item)):
+            yield from self._look_at_object(name, item)
+
+    def _look_at_tensor(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, Any]]:
+        self.tensors.append((name, tensor))
+        for hooks in _HOOKS:
+            yield f"{name}.{hooks}", getattr(tensor, hooks, None)
+        if getattr(tensor, "__dict__", None):
+            yield name, tensor.__dict__
+
+    def _look_into(self, name: str, container: Any) -> Iterator[tuple[str, Any]]:
+        self.containers.append((name, container))
+        if isinstance(container, dict):
+            owner, _, table = name.rpartition(".")
+            for key, value in list(dict.items(container)):
+                if type(value) not in _ATOMS:
+                    inner = f"{name}.{key}" if type(key) is str and key.isidentifier() else f"{name}[{_short(key)}]"
+                    if table in _TABLES:
+                        inner = f"{owner}.{key}"
+                    yield self._noting_once_only(inner, value, container, key)
+                if type(key) not in _ATOMS:
+                    yield f"{name}'s key", key
+        elif isinstance(container, list):
+            for i, value in enumerate(container):
+                if type(value) not in _ATOMS:
+                    yield self._noting_once_only(f"{name}[{i}]", value, container, i)
+        else:
+            yield from ((f"{name}[...]", value) for value in list(container) if type(value) not in _ATOMS)
+        if isinstance(container, collections.defaultdict):
+            yield name, container.default_factory
+        yield name, getattr(container, "__dict__", None)
+
+    def _noting_once_only(self, name: str, value: Any, holder: Any, key: Any) -> tuple[str, Any]:
+        is_file = isinstance(value, io.IOBase) and value not in (sys.stdout, sys.stderr, sys.stdin)
+        if is_file or isinstance(value, _ONCE_ONLY) or type(value).__module__ == "itertools":
+            self.once_only.append((name, holder, key, value))
+        return name, value
+
+    def _look_at_function(self, name: str, function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+        for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            if id(cell) not in self._seen:
+                self._seen[id(cell)] = cell
+                self.cells.append((variable, cell))
+                yield self._noting_once_only(variable, _contents(cell), cell, None)
+        yield f"{name}.__defaults__", function.__defaults__
+        yield f"{name}.__kwdefaults__", function.__kwdefaults__
+        if function.__dict__:
+            yield name, function.__dict__
+        if self._is_users(function.__globals__.get("__name__", "")):
+            yield from self._look_at_names(frozenset(_names(function.__code__)), function.__globals__)
+
+    def _look_at_names(self, names: frozenset[str], scope: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+        for name in sorted(names):
+            if (id(scope), name) in self._bound:
+                continue
+            self._bound.add((id(scope), name))
+            self.bindings.append((name, scope, name))
+            value = scope.get(name)
+            if isinstance(value, types.ModuleType):
+                if value.__dict__ is not scope and self._is_users(value.__name__):
+                    yield from self._look_at_names(names & value.__dict__.keys(), value.__dict__)
+            elif type(value) not in _ATOMS:
+                yield self._noting_once_only(name, value, scope, name)
+
+    def _look_at_class(self, name: str, kind: type) -> Iterator[tuple[str, Any]]:
+        if not self._is_users(kind.__module__):
+            return
+        self.classes.append((name, kind))
+        for key, value in list(vars(kind).items()):
+            if isinstance(value, (staticmethod, classmethod)):
+                value = value.__func__
+            elif isinstance(value, property):
+                value = (value.fget, value.fset)
+            if type(value) not in _ATOMS and key not in ("__dict__", "__weakref__", "__doc__"):
+                yield f"{name}.{key}", value
+        yield from ((base.__name__, base) for base in kind.__bases__)
+
+    def _look_at_object(self, name: str, item: Any) -> Iterator[tuple[str, Any]]:
+        attributes = getattr(item, "__dict__", None)
+        if type(attributes) is dict:
+            yield name, attributes
+        slots = slots_of(type(item))
+        if slots:
+            self.slotted.append((name, item))
+            for slot in slots:
+                yield f"{name}.{slot}", getattr(item, slot, None)
+        yield type(item).__name__, type(item)
+
+    def _is_users(self, module_name: str) -> bool:
+        """Whether a module is the user's own code: neither the standard library's nor an installed package's."""
+        known = self._owned.get(module_name)
+        if known is None:
+            known = self._owned[module_name] = _is_users(module_name)
+        return known
+
+
+def roots_of(model: nn.Module, batch: Any = None, loss: Any = None, others: Any = ()) -> dict[str, Any]:
+    """Returns where to look from: the model, what a step is given, and hooks that are registered for all modules."""
+    modules = vars(nn.modules.module)
+    hooks = {name: value for name, value in modules.items() if name.startswith("_global_") and isinstance(value, dict)}
+    return {"model": model, "loss": loss, "batch": batch, "optimizer": others, **hooks}
+
+
+def slots_of(kind: type) -> tuple[str, ...]:
+    """Returns the names that a class's `__slots__` give to its objects."""
+    return tuple(n for c in kind.__mro__ for n, v in vars(c).items() if isinstance(v, types.MemberDescriptorType))
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)
+
+
+def _contents(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
+
+
+def _short(key: Any) -> str:
+    return repr(key) if isinstance(key, (str, int)) else type(key).__name__
+
+
+def _is_stream(item: Any) -> bool:
+    return isinstance(item, (torch.Generator, random.Random)) or type(item).__module__.startswith("numpy.random")
+
+
+def _numpy_scalar() -> type:
+    return sys.modules["numpy"].generic  # type: ignore[no-any-return]
+
+
+def _is_opaque(kind: type) -> bool:
+    """Whether objects of a class are left alone: the standard library's but plain holders, torch's machinery."""
+    name = kind.__module__
+    if name.partition(".")[0] in sys.stdlib_module_names and name != "__main__":
+        return name.partition(".")[0] not in _HOLDERS
+    return name.startswith(_OPAQUE)
+
+
+def _is_users(module_name: str) -> bool:
+    top = module_name.partition(".")[0]
+    if top == "__main__":
+        return True
+    if top in sys.stdlib_module_names or top in ("torch", "numpy", "recoup"):
+        return False
+    path = getattr(sys.modules.get(module_name), "__file__", None) or ""
+    paths = sysconfig.get_paths()
+    return not any(path.startswith(paths[kind]) for kind in ("stdlib", "purelib", "platlib"))

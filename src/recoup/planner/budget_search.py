@@ -1,0 +1,85 @@
+"""The one loop of planning: strategies propose, the judge simulates, the fastest plan that fits is selected.
+
+Everything that is simulated is remembered, so what one strategy finds is the incumbent that the next has to beat.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from recoup.planner.incumbents import Candidate, Incumbents, Judge
+from recoup.planner.strategies.base import Proposals, Strategy
+
+
+class BudgetSearch:
+    """Finds plans for budgets, and the plan with the smallest peak.
+
+    Args:
+        judge: what decisions cost.
+        strategies: in the order they are asked.
+        prefers_equal_bits: ask strategies that round differently only where nothing else fits.
+    """
+
+    def __init__(self, judge: Judge, strategies: Sequence[Strategy], *, prefers_equal_bits: bool) -> None:
+        self._judge = judge
+        self._strategies = tuple(strategies)
+        self._prefers_equal_bits = prefers_equal_bits
+        self._incumbents = Incumbents(judge)
+
+    def fit(self, budget_bytes: int) -> Candidate | None:
+        """Returns the fastest plan found whose simulated peak is at most the budget, None if there is none.
+
+        1. If the step fits with nothing running twice, that is the answer.
+        2. Each strategy proposes; one that dominates the step ends the round.
+        3. Where nothing fits: the leanest plans; then strategies that are fallbacks; then, if equal bits are preferred,
+           those that round differently; then the leanest of those too.
+        4. The selected plan may be improved.
+        """
+        openings = [self._judge.plain, *(self._judge.simulate(s.opening()) for s in self._strategies if s.opening())]
+        if openings[-1].peak_bytes <= budget_bytes:
+            return min((c for c in openings if c.peak_bytes <= budget_bytes), key=lambda c: c.step_seconds)
+        exact = [s for s in self._strategies if s.is_exact and not s.is_fallback]
+        fallbacks = [s for s in self._strategies if s.is_fallback]
+        others = [s for s in self._strategies if not s.is_exact and not s.is_fallback]
+        for strategy in exact if self._prefers_equal_bits else [s for s in self._strategies if not s.is_fallback]:
+            self._try(strategy.propose(budget_bytes, self._incumbents))
+            if strategy.dominates_step:
+                return self._select(budget_bytes)
+        if not self._incumbents.fitting(budget_bytes):
+            for strategy in exact:
+                self._try(strategy.shrink(self._incumbents))
+            for strategy in (*fallbacks, *(others if self._prefers_equal_bits else ())):
+                if not self._incumbents.fitting(budget_bytes):
+                    self._try(strategy.propose(budget_bytes, self._incumbents))
+        if not self._incumbents.fitting(budget_bytes):
+            self.smallest()
+        return self._select(budget_bytes)
+
+    def smallest(self) -> Candidate:
+        """Returns the plan with the smallest simulated peak that was found."""
+        for strategy in self._strategies:
+            self._try(strategy.shrink(self._incumbents))
+            if strategy.dominates_step:
+                break
+        return self._incumbents.least()
+
+    def _try(self, proposals: Proposals) -> list[Candidate]:
+        """Simulates what is proposed and tells the strategy what it costs; returns the candidates."""
+        found: list[Candidate] = []
+        try:
+            decisions = next(proposals)
+            while True:
+                found.append(self._judge.simulate(decisions))
+                decisions = proposals.send(found[-1])
+        except StopIteration:
+            return found
+
+    def _select(self, budget_bytes: int) -> Candidate | None:
+        best = self._incumbents.select(budget_bytes, prefers_equal_bits=self._prefers_equal_bits)
+        if best is None:
+            return None
+        for strategy in self._strategies:
+            for candidate in self._try(strategy.improve(budget_bytes, best)):
+                if candidate.peak_bytes <= budget_bytes and candidate.step_seconds <= best.step_seconds:
+                    best = candidate
+        return best

@@ -1,0 +1,101 @@
+"""What was simulated so far, and which of it fits, is the fastest, has the smallest peak."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Protocol
+
+from recoup.ir.decision import Decision
+
+SAME_TIME = 0.01  # share of a step's time: two plans closer than this are equally fast, timing cannot tell them apart
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A set of decisions and what the simulation of the applied plan says of it.
+
+    Attributes:
+        phase: where the peak is. tensors: the largest alive there, as (what, bytes).
+    """
+
+    decisions: tuple[Decision, ...]
+    peak_bytes: int
+    step_seconds: float
+    recomputed_flops: int
+    saved_bytes: int
+    phase: str
+    tensors: tuple[tuple[str, int], ...]
+    offloaded_bytes: int = 0
+    num_scan_evaluations: int = 0
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether it is bit-equal to the plain step."""
+        return all(d.is_exact for d in self.decisions)
+
+
+class Judge(Protocol):
+    """Says what decisions cost: the simulator, or a stand-in.
+
+    Attributes:
+        plain: the step without a plan. simulated: what was simulated so far, by decisions.
+        num_simulated_ops: ops of all steps simulated so far: the work that limits are counted in.
+    """
+
+    plain: Candidate
+    simulated: dict[tuple[Decision, ...], Candidate]
+    num_simulated_ops: int
+
+    def simulate(self, chosen: tuple[Decision, ...]) -> Candidate:
+        """Returns what the step costs with `chosen` applied."""
+
+
+class Incumbents:
+    """The plans known so far."""
+
+    def __init__(self, judge: Judge) -> None:
+        self._judge = judge
+
+    @property
+    def plain(self) -> Candidate:
+        """The step without a plan."""
+        return self._judge.plain
+
+    @property
+    def num_simulated_ops(self) -> int:
+        """Ops of all steps simulated so far."""
+        return self._judge.num_simulated_ops
+
+    @property
+    def all(self) -> tuple[Candidate, ...]:
+        """All of them, the plain step last."""
+        return (*self._judge.simulated.values(), self.plain)
+
+    def fitting(self, budget_bytes: int, *, exact: bool = False) -> list[Candidate]:
+        """Returns those whose peak is at most the budget; with `exact` those that are bit-equal to the plain step."""
+        return [c for c in self.all if c.peak_bytes <= budget_bytes and (c.is_exact or not exact)]
+
+    def seconds(self, budget_bytes: int, *, exact: bool = False) -> float:
+        """Returns the step time of the fastest that fits; infinity if none does."""
+        return min((c.step_seconds for c in self.fitting(budget_bytes, exact=exact)), default=float("inf"))
+
+    def least(self) -> Candidate:
+        """Returns the one with the smallest peak; of several the fastest."""
+        return min(self.all, key=lambda c: (c.peak_bytes, c.step_seconds))
+
+    def select(self, budget_bytes: int, *, prefers_equal_bits: bool) -> Candidate | None:
+        """Returns the fastest that fits, None if none does.
+
+        Within what timing can tell apart it is the one that runs the least twice.
+
+        Args:
+            prefers_equal_bits: leave out what rounds differently, if anything else fits.
+        """
+        fitting = self.fitting(budget_bytes)
+        if prefers_equal_bits:
+            fitting = self.fitting(budget_bytes, exact=True) or fitting
+        if not fitting:
+            return None
+        fastest = min(c.step_seconds for c in fitting)
+        equal = [c for c in fitting if c.step_seconds <= fastest * (1 + SAME_TIME)]
+        return min(equal, key=lambda c: (c.recomputed_flops, c.step_seconds, len(c.decisions), c.peak_bytes))

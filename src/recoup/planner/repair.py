@@ -1,0 +1,60 @@
+"""Repairs of a solver's answer: its model of memory adds up, reality has aliases.
+
+So a view is asked for a target, its answer is simulated, and the target is moved by the gap between the simulated peak
+and the budget: down where the plan is over, up where it leaves much unused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from recoup.planner.incumbents import Incumbents
+from recoup.planner.strategies.base import Proposals
+from recoup.planner.views import View
+
+MOST_REPAIRS = 5  # answers of one view that are simulated for one budget; each is closer to it than the one before
+_WORTH_ANOTHER_TRY = 0.985  # share of the budget: a plan that uses more leaves nothing to gain
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Allowance:
+    """How much may be simulated before a search is content with a plan that fits: work, the same on every machine.
+
+    Attributes:
+        num_ops: of simulated steps. began_at: ops simulated when the search began.
+    """
+
+    num_ops: int
+    began_at: int
+
+    def is_spent(self, incumbents: Incumbents) -> bool:
+        """Whether so many ops were simulated since it began."""
+        return incumbents.num_simulated_ops - self.began_at >= self.num_ops
+
+
+def repaired(
+    view: View, budget_bytes: int, incumbents: Incumbents, allowance: Allowance, *, num_repairs: int = MOST_REPAIRS
+) -> Proposals:
+    """Yields a view's answers for a budget, each repaired by what the simulation of the one before said."""
+    target = budget_bytes
+    has_fitted = False
+    for _ in range(num_repairs):
+        # What rounds differently is no reason to stop looking for a plan that does not.
+        best = incumbents.seconds(budget_bytes, exact=not view.tiles)
+        if best < float("inf") and allowance.is_spent(incumbents):
+            return
+        solution = view.solver.solve(target - view.fixed_bytes)
+        if solution.status == "infeasible" or view.plain_seconds + solution.extra_seconds >= best:
+            return  # even by its own reckoning no faster than what fits already
+        candidate = yield view.decide(solution.choice)
+        gap = candidate.peak_bytes - budget_bytes
+        if has_fitted:
+            return
+        if gap > 0:
+            # From the solver's own reckoning on, if that is less: otherwise the same answer comes again.
+            target = min(target, solution.peak_bytes + view.fixed_bytes) - gap
+        elif candidate.peak_bytes >= _WORTH_ANOTHER_TRY * budget_bytes:
+            return
+        else:
+            has_fitted = True
+            target -= gap

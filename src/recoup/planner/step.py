@@ -1,0 +1,34 @@
+"""What strategies know of the step they plan for."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from recoup.ir.trace import Trace
+from recoup.planner.simulator import Simulator
+from recoup.planner.strategies.scan_plans import ScanPlans
+from recoup.planner.views import ViewMaker
+from recoup.solver.loops import StepLoop
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class PlannedStep:
+    """A captured and priced step, and what may be done with it.
+
+    Attributes:
+        simulator: the step without a plan, and what decisions cost.
+        actions: names of what may be used.
+        scans: plans for its scans, if it has some that were given no schedule. loop: over time, if it has one.
+        views: makes views of it for solvers.
+    """
+
+    simulator: Simulator
+    actions: tuple[str, ...]
+    scans: ScanPlans | None
+    loop: StepLoop | None
+    views: ViewMaker
+
+    @property
+    def calls_trace(self) -> Trace:
+        """The trace of the plain step for what looks at its calls: those in a scan's steps are none."""
+        return self.simulator.trace if self.scans is None else self.scans.trace

@@ -1,0 +1,90 @@
+"""By hand: the plans that people make, so that none of them is left on the table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar, Self
+
+from recoup.ir.decision import Ambient, Offload, Recompute
+from recoup.planner.incumbents import SAME_TIME, Incumbents
+from recoup.planner.simulator import EVERYWHERE
+from recoup.planner.step import PlannedStep
+from recoup.planner.strategies.base import Decisions, Proposals, Strategy
+from recoup.planner.strategies.offload import with_inputs_offloaded
+from recoup.solver.baselines import baselines
+
+_NUM_KINDS = 2  # kinds of calls that are tried whole: those that save the most
+_FEWEST_CALLS = 3  # calls of a kind that repeats
+_NUM_TRIED = 4  # baselines that are simulated for a budget
+_HOPEFUL = 1.04  # share of the budget that a baseline may need by the solver's reckoning and still be simulated
+
+
+class ByHandStrategy(Strategy):
+    """Every block, every second block, segments of sqrt(n) blocks; and all calls of a kind that repeats."""
+
+    actions: ClassVar[tuple[str, ...]] = ("recompute",)
+
+    def __init__(self, step: PlannedStep) -> None:
+        self._step = step
+
+    @classmethod
+    def make(cls, step: PlannedStep) -> Self:
+        """Returns the strategy."""
+        return cls(step)
+
+    def propose(self, budget_bytes: int, incumbents: Incumbents) -> Proposals:
+        """Yields the baselines that may be as fast as what was found, until one fits."""
+        if "recompute" not in self._step.actions:
+            return
+        view = self._step.views.plain.saving
+        allowed = incumbents.seconds(budget_bytes) * (1 + SAME_TIME) - incumbents.plain.step_seconds
+        hopeful = [
+            b
+            for b in baselines(view.solver.problem)
+            if b.extra_seconds <= allowed and b.peak_bytes + view.fixed_bytes <= budget_bytes * _HOPEFUL
+        ]
+        hopeful.sort(key=lambda b: (b.extra_flops, b.extra_seconds))
+        for baseline in hopeful[:_NUM_TRIED]:
+            candidate = yield view.decide(baseline.choice)
+            if candidate.peak_bytes <= budget_bytes:
+                return
+
+    def shrink(self, incumbents: Incumbents) -> Proposals:
+        """Yields everything that `whole_kinds` does."""
+        yield from whole_kinds(self._step)
+
+
+def whole_kinds(step: PlannedStep) -> Iterator[Decisions]:
+    """Yields what people would try: every call of a kind that repeats, with and without rederive around it."""
+    scans = () if step.scans is None else step.scans.least()
+    ambients: list[Decisions] = [()]
+    if "rederive" in step.actions:
+        yield (*EVERYWHERE, *scans)
+        ambients.append(EVERYWHERE)
+    if "recompute" not in step.actions:
+        return
+    for paths in _repeated_kinds(step):
+        for ambient in ambients:
+            inside: Ambient = "rederive" if ambient else "save"
+            regions = ambient + tuple(Recompute(path=p, inside=inside) for p in paths)
+            yield (*regions, *scans)
+            if step.simulator.link is not None:
+                yield (*with_inputs_offloaded(regions), *scans)
+                yield (*ambient, *(Offload(path=p, inside=inside) for p in paths), *scans)
+
+
+def _repeated_kinds(step: PlannedStep) -> list[list[str]]:
+    """Returns the paths of the calls of each kind that repeats, those that save the most first."""
+    trace = step.calls_trace
+    kinds: dict[str, list[int]] = {}
+    for index, call in enumerate(trace.calls):
+        if call.path and not call.refusal and not call.runs_once and call.replay_stop_op >= 0 and call.children:
+            kinds.setdefault(call.kind, []).append(index)
+    saved = dict.fromkeys(kinds, 0)
+    for kind, members in kinds.items():
+        spans = [(trace.calls[i].first_op, trace.calls[i].last_op) for i in members]
+        for storage in trace.storages:
+            if storage.category == "saved" and any(a <= storage.saved_op < b for a, b in spans):
+                saved[kind] += storage.nbytes
+    repeated = sorted((k for k in kinds if len(kinds[k]) >= _FEWEST_CALLS), key=lambda k: -saved[k])[:_NUM_KINDS]
+    return [list(dict.fromkeys(trace.calls[i].path for i in kinds[kind])) for kind in repeated]

@@ -1,0 +1,43 @@
+"""Recompute: which calls and spans run again, and what is saved or rederived around and inside them: one search."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Self
+
+from recoup.planner.incumbents import Incumbents
+from recoup.planner.repair import MOST_REPAIRS, Allowance, repaired
+from recoup.planner.simulator import EVERYWHERE
+from recoup.planner.step import PlannedStep
+from recoup.planner.strategies.base import Proposals, Strategy
+
+SEARCH_OPS = 200_000  # simulated ops: some twenty steps of a model with ten thousand
+
+
+class RecomputeStrategy(Strategy):
+    """Asks the solver for choices over calls and spans, and repairs them."""
+
+    actions: ClassVar[tuple[str, ...]] = ("rederive", "recompute")
+
+    def __init__(self, step: PlannedStep) -> None:
+        self._step = step
+
+    @classmethod
+    def make(cls, step: PlannedStep) -> Self:
+        """Returns the strategy; without its actions its views hold the plain step and scans only."""
+        return cls(step)
+
+    def propose(self, budget_bytes: int, incumbents: Incumbents) -> Proposals:
+        """Yields the answers of each view; everything rederived first, the cheapest plan that frees much."""
+        views = self._step.views.plain.views
+        if "rederive" in self._step.actions and self._step.scans is None:
+            yield EVERYWHERE
+        allowance = Allowance(num_ops=SEARCH_OPS, began_at=incumbents.num_simulated_ops)
+        # Bytes of scans are moved to the budget afterwards, which repairs more than a solver can.
+        num_repairs = MOST_REPAIRS if self._step.scans is None else 1
+        for view in views:
+            yield from repaired(view, budget_bytes, incumbents, allowance, num_repairs=num_repairs)
+
+    def shrink(self, incumbents: Incumbents) -> Proposals:
+        """Yields the leanest plan of each view."""
+        for view in self._step.views.plain.views:
+            yield view.decide(view.solver.leanest().choice)

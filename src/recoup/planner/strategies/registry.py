@@ -1,0 +1,45 @@
+"""The strategies there are, in the order they are asked. A new action adds its line here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from recoup.errors import UsageError
+from recoup.planner.strategies.base import Strategy
+from recoup.planner.strategies.by_hand import ByHandStrategy
+from recoup.planner.strategies.loop import LoopStrategy
+from recoup.planner.strategies.offload import OffloadStrategy
+from recoup.planner.strategies.rebuild import RebuildStrategy
+from recoup.planner.strategies.recompute import RecomputeStrategy
+from recoup.planner.strategies.scan import ScanStrategy
+from recoup.planner.strategies.tile_search import TileStrategy
+
+# By hand comes late, to beat what the others found; scans last, to move the bytes of the best of all.
+STRATEGIES: tuple[type[Strategy], ...] = (
+    LoopStrategy,
+    RecomputeStrategy,
+    RebuildStrategy,
+    OffloadStrategy,
+    TileStrategy,
+    ByHandStrategy,
+    ScanStrategy,
+)
+# What a plan may use if nothing is said; the other actions are asked for by name.
+DEFAULT_ACTIONS = ("rederive", "recompute", "tile")
+OPT_IN_ACTIONS = tuple(dict.fromkeys(a for s in STRATEGIES for a in s.actions if a not in DEFAULT_ACTIONS))
+
+
+def check_actions(actions: Any) -> tuple[str, ...] | None:
+    """Returns the actions as a tuple, None where none were asked for.
+
+    Raises:
+        UsageError: if one is not known.
+    """
+    if actions is None:
+        return None
+    chosen = (actions,) if isinstance(actions, str) else tuple(actions)
+    known = (*DEFAULT_ACTIONS, *OPT_IN_ACTIONS)
+    for action in chosen:
+        if action not in known:
+            raise UsageError(f"Unknown action {action!r}. Choose from {', '.join(known)} (save is always there).")
+    return chosen
