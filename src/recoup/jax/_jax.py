@@ -35,6 +35,15 @@ def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
     return list(results) if eqn.primitive.multiple_results else [results]
 
 
+def scan_counts(eqn: Any) -> tuple[int, int]:
+    """Returns how many operands of a scan are constants and how many are its carry. Two numbers until jax 0.11."""
+    params = eqn.params
+    if "num_consts" in params:
+        return int(params["num_consts"]), int(params["num_carry"])
+    consts, carry, _ = params["ft_in"].update(range(len(eqn.invars))).unpack()
+    return len(list(consts)), len(list(carry))
+
+
 def source_line(eqn: Any) -> str:
     """Returns where the user's code made an equation, as `file.py:12 (function)`, "" if that is not known."""
     from jax._src import source_info_util  # no public name tells an equation's place

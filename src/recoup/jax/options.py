@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Hashable
 from typing import Any
 
-from recoup.jax._jax import Literal
+from recoup.jax._jax import Literal, scan_counts
 from recoup.jax.cost import Costs
 from recoup.jax.flops import sub_jaxprs
 from recoup.jax.labels import cuts, is_loop, may_run_again, shares_sums, ways
@@ -144,7 +144,7 @@ class Options:
         whole = [whole_scan(unit, num_steps, layout) for layout in layouts[1:]]
         result += [(s, self._price(s)) for s in whole]
         hull = _pareto(result)
-        if self._exact and any(v in active for v in body.inputs[: found.eqn.params["num_consts"]]):
+        if self._exact and any(v in active for v in body.inputs[: scan_counts(found.eqn)[0]]):
             return result  # what all steps read has a gradient: a sum over steps, in another order in two stretches
         lean = {layouts[0], hull[-1][0].scans[0].pieces[0].body if hull[-1][0].scans else layouts[0]}
         for chunk in chunk_sizes(num_steps):
@@ -162,7 +162,7 @@ class Options:
     def _mixed(self, first: Price, second: Price, share: float, unit: int) -> Price:
         """Returns the price of a scan in two stretches; its stacked operands are copied, in part each."""
         found = self._program.units[unit]
-        num_consts, num_carry = found.eqn.params["num_consts"], found.eqn.params["num_carry"]
+        num_consts, num_carry = scan_counts(found.eqn)
         stacked = sum(self._program.nbytes(o) for o in found.operands[num_consts + num_carry :] if isinstance(o, int))
         saved = int(first.saved_bytes * share + second.saved_bytes * (1 - share)) + stacked
         return Price(
@@ -203,7 +203,7 @@ def body_active(program: Program, unit: int, active: Any) -> frozenset[int]:
     """Returns the values of a scan's body that carry a derivative."""
     found, body = program.units[unit], program.bodies[unit]
     carrying = {i for i, o in enumerate(found.operands) if isinstance(o, int) and o in active}
-    num_consts, num_carry = found.eqn.params["num_consts"], found.eqn.params["num_carry"]
+    num_consts, num_carry = scan_counts(found.eqn)
     while True:  # what a step hands on may carry a derivative though its first value does not
         inside = active_values(body, [body.inputs[i] for i in carrying])
         handed = body.outputs[:num_carry]

@@ -16,7 +16,7 @@ from typing import Any
 from jax.ad_checkpoint import checkpoint_name
 
 import jax
-from recoup.jax._jax import Literal, bind, open_jaxpr
+from recoup.jax._jax import Literal, bind, open_jaxpr, scan_counts
 from recoup.jax.layout import Piece, Scan, Segment
 from recoup.jax.linear import reads_of
 from recoup.jax.program import USER_NAME, Program, Unit
@@ -148,7 +148,8 @@ def _run_with_own_vjp(unit: Unit, operands: Sequence[Any], names: tuple[str | No
 def run_scan(program: Program, unit: Unit, scan: Scan, operands: Sequence[Any]) -> list[Any]:
     """Returns a scan's results (last carry, then stacked outputs), its steps run in pieces."""
     params, body = unit.eqn.params, program.bodies[unit.index]
-    num_consts, num_carry, reverse = params["num_consts"], params["num_carry"], params["reverse"]
+    num_consts, num_carry = scan_counts(unit.eqn)
+    reverse = params["reverse"]
     consts, carry = operands[:num_consts], list(operands[num_consts : num_consts + num_carry])
     xs = operands[num_consts + num_carry :]
     stacked = []

@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-from recoup.jax._jax import DropVar, Literal, open_jaxpr, source_line
+from recoup.jax._jax import DropVar, Literal, open_jaxpr, scan_counts, source_line
 from recoup.jax.flops import nbytes, sub_jaxprs, words
 
 _INLINED = words(
@@ -303,10 +303,10 @@ def _inside(step: _Step) -> int:
     if step.name not in ("scan", "while", "cond", "shard_map"):
         return 0
     if step.name == "scan":
-        params = step.eqn.params
+        num_consts, num_carry = scan_counts(step.eqn)
         (body,) = sub_jaxprs(step.eqn)
         inner, _ = open_jaxpr(body)
-        num_sliced = len(inner.invars) - params["num_consts"] - params["num_carry"]
-        num_stacked = len(inner.outvars) - params["num_carry"]
+        num_sliced = len(inner.invars) - num_consts - num_carry
+        num_stacked = len(inner.outvars) - num_carry
         return simulate(body, count_outputs=True, num_sliced=num_sliced, num_stacked=num_stacked).temporary_bytes
     return max((simulate(j).temporary_bytes for j in sub_jaxprs(step.eqn)), default=0)
