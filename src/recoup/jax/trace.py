@@ -71,6 +71,11 @@ def is_array(leaf: Any) -> bool:
     )
 
 
+def is_no_number(leaf: Any) -> bool:
+    """Whether a leaf is traced where Python's own numbers are not."""
+    return is_array(leaf) and not isinstance(leaf, (int, float, complex))
+
+
 def struct_of(leaf: Any) -> jax.ShapeDtypeStruct:
     """Returns shape, dtype and sharding of a leaf."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
@@ -111,6 +116,25 @@ def trace(
             f"argnums={argnums!r} names no argument of `{name}`: {len(args)} were given. "
             f"Name one of 0 to {len(args) - 1}."
         )
+    try:
+        return _trace(step, name, args, wanted, is_array, has_aux=has_aux, is_loss=is_loss)
+    except StepError:
+        if not any(isinstance(leaf, (int, float, complex)) for leaf in jax.tree.leaves(tuple(args))):
+            raise
+    # Numbers may be settings that the step compares (a dropout's rate): then they are part of it.
+    return _trace(step, name, args, wanted, is_no_number, has_aux=has_aux, is_loss=is_loss)
+
+
+def _trace(
+    step: Callable[..., Any],
+    name: str,
+    args: Sequence[Any],
+    wanted: set[int],
+    is_array: Callable[[Any], bool],
+    *,
+    has_aux: bool,
+    is_loss: bool,
+) -> Step:
     leaves, structure = jax.tree.flatten(tuple(args))
     owner = [i for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
     arrays = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
