@@ -154,6 +154,8 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
 
         self._died: Callable[[_Handle], None] = died
 
+    supports_higher_order_operators = True
+
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Compiled regions stay compiled while this mode is on."""
@@ -171,8 +173,8 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
             self.storages.append(StorageRecord(nbytes, category, -1, len(self.storages), label))
 
     def find(self, tensor: torch.Tensor) -> int | None:
-        """Returns the index of the tensor's storage if it is known; None for one that is not strided."""
-        if tensor.layout is not torch.strided:
+        """Returns the index of the tensor's storage if it is known; None for one that has none."""
+        if tensor.layout is not torch.strided or _torch.is_wrapped(tensor):
             return None
         storage = tensor.untyped_storage()
         handle = self._handles.get(storage._cdata)
@@ -190,7 +192,7 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
         if handle is not None and handle() is storage:
             return handle.index
         nbytes = -(-storage.nbytes() // self._round_bytes) * self._round_bytes
-        if self._device_type != "cpu" and _device_type(tensor) != self._device_type:
+        if self._device_type != "cpu" and _torch.device_type(tensor) != self._device_type:
             nbytes = 0  # a scalar on the host takes nothing of the device
         if alloc_op < 0 and category == "temporary":
             category, label = self.outside.get(address, (category, label))
@@ -248,6 +250,13 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if _torch.is_higher_order(func):
+            out = func(*args, **kwargs)  # the ops inside see no mode: what comes out was made by the op before
+            results: list[torch.Tensor] = []
+            _collect(out if isinstance(out, (tuple, list)) else (out,), results)
+            for tensor in filter(_is_plain, results):
+                self._index(tensor, "temporary", len(self.ops) - 1, str(func))
+            return out
         if func is torch.ops.prim.device.default and _torch.is_fake(args[0]):
             return _torch.fake_device(args[0])  # asked about twice an op
         if not self.recording:
@@ -321,11 +330,11 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
         known = self._results.key
         signature = self._signature_of.get(known) if known is not None else None
         if signature is None:
-            key = signature_key(func, args, kwargs)
+            key = signature_key(func, args, kwargs, home=self._device_type)
             signature = self._keys.get(key)
             if signature is None:
                 signature = self._keys[key] = len(self.signatures)
-                self.signatures.append(make_signature(func, args, kwargs, out))
+                self.signatures.append(make_signature(func, args, kwargs, out, home=self._device_type))
             if known is not None:
                 self._signature_of[known] = signature
         return signature
@@ -367,10 +376,6 @@ def _collect(items: Any, tensors: list[torch.Tensor]) -> None:
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided
-
-
-def _device_type(tensor: torch.Tensor) -> str:
-    return (_torch.fake_device(tensor) if _torch.is_fake(tensor) else tensor.device).type
 
 
 def _is_random(func: Any) -> bool:

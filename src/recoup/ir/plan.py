@@ -28,6 +28,8 @@ class Prediction:
         offloaded_bytes: bytes moved to the host in one step.
         num_scan_evaluations: step evaluations of the scans whose bytes the plan decides, forward and backward together.
         num_all_gathers: of the step on each rank, where it is sharded (`plan --fsdp`); with the plan as without.
+        card_bytes: the smallest card, in bytes that torch reserves, that the step runs on; fragments included, the CUDA
+            context not. 0 where the step runs on a CPU. expandable_card_bytes: with expandable segments.
         phase: where the peak is. tensors: the largest ones alive there, as (what, bytes).
     """
 
@@ -45,6 +47,8 @@ class Prediction:
     offloaded_bytes: int = 0
     num_all_gathers: int = 0
     num_scan_evaluations: int = 0
+    card_bytes: int = 0
+    expandable_card_bytes: int = 0
 
     @property
     def extra_time_ratio(self) -> float:

@@ -6,7 +6,7 @@ Where a budget becomes a plan: `plan_for_budget` here -> `budget_search.BudgetSe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -16,6 +16,7 @@ from recoup.capture.capture import StepSpec
 from recoup.cost.host_link import Link
 from recoup.cost.model import CostModel
 from recoup.errors import InfeasibleBudget
+from recoup.ir.decision import Decision
 from recoup.ir.plan import Plan
 from recoup.planner.budget_search import BudgetSearch
 from recoup.planner.incumbents import Candidate
@@ -28,10 +29,14 @@ from recoup.planner.strategies.registry import DEFAULT_ACTIONS, STRATEGIES
 from recoup.planner.strategies.scan_plans import ScanPlans
 from recoup.planner.views import View, ViewMaker
 from recoup.runtime import scan_bytes
+from recoup.runtime.hooks import HOOKS, Hook
 from recoup.solver.loops import find_loop
 from recoup.units import format_bytes, parse_budget
 
 _S = TypeVar("_S", bound=Strategy)
+
+
+_MAX_CARD_TRIES = 5  # plans for less where a card's memory is in fragments
 
 
 class Planner(Simulator):
@@ -45,7 +50,7 @@ class Planner(Simulator):
     Args:
         actions: names; None: the default ones, equal bits preferred.
         spans: whether consecutive calls may form one region.
-        strategies: what proposes plans.
+        strategies: what proposes plans. hooks: how decisions of each class change a call.
     """
 
     def __init__(
@@ -57,6 +62,7 @@ class Planner(Simulator):
         fixed_bytes: int = 0,
         spans: bool = True,
         strategies: Sequence[type[Strategy]] = STRATEGIES,
+        hooks: Mapping[type[Decision], Hook] = HOOKS,
     ) -> None:
         self.prefers_equal_bits = actions is None
         self.actions = DEFAULT_ACTIONS if actions is None else tuple(actions)
@@ -65,7 +71,7 @@ class Planner(Simulator):
             device = next((p.device for p in spec.model.parameters() if p.device.type != "meta"), torch.device("cpu"))
             link = find_link(cost, device=device, dialect=spec.dialect)
         num_scans = scan_bytes.num_free()
-        super().__init__(spec, cost=cost, fixed_bytes=fixed_bytes, link=link)
+        super().__init__(spec, cost=cost, fixed_bytes=fixed_bytes, link=link, hooks=hooks)
         self.scans: ScanPlans | None = None
         if "recompute" in self.actions and scan_bytes.num_free() > num_scans:
             found = ScanPlans(self, rederives="rederive" in self.actions)
@@ -129,15 +135,29 @@ class Planner(Simulator):
             tensors=smallest.tensors,
         )
 
-    def plan(self, candidate: Candidate, *, budget_bytes: int, budget_text: str, device: str) -> Plan:
-        """Returns the plan for people and for disk."""
+    def plan(
+        self,
+        candidate: Candidate,
+        *,
+        budget_bytes: int,
+        budget_text: str,
+        device: str,
+        card: tuple[int, int] = (0, 0),
+    ) -> Plan:
+        """Returns the plan for people and for disk; `card` as `needed_bytes` says."""
         notes = (
             ()
             if not candidate.decisions
             else tuple(f"{action} was not tried: {why}" for action, why in self.why_not_tried().items())
         )
         return write_plan(
-            self, candidate, budget_bytes=budget_bytes, budget_text=budget_text, device=device, more_notes=notes
+            self,
+            candidate,
+            budget_bytes=budget_bytes,
+            budget_text=budget_text,
+            device=device,
+            card=card,
+            more_notes=notes,
         )
 
 
@@ -146,14 +166,31 @@ def plan_for_budget(
 ) -> tuple[Plan, Candidate]:
     """Returns the fastest plan for the budget.
 
+    On a card `budget="auto"` is what torch may reserve there, which is more than a plan's tensors take.
+
     Raises:
         InfeasibleBudget: if the smallest reachable peak is above it.
     """
-    budget_bytes = parse_budget(budget, plain_peak_bytes=planner.plain.peak_bytes, free_bytes=free_bytes)
+    budget_bytes = parse_budget(
+        budget,
+        plain_peak_bytes=planner.plain.peak_bytes,
+        free_bytes=free_bytes,
+        library_bytes=planner.fixed_bytes,
+    )
     candidate = planner.fit(budget_bytes)
     if candidate is None:
         raise planner.infeasible(budget_bytes)
-    return planner.plan(candidate, budget_bytes=budget_bytes, budget_text=str(budget), device=device), candidate
+    card = (0, 0) if planner.card is None else planner.needed_bytes(candidate.decisions)
+    for _ in range(_MAX_CARD_TRIES):
+        over = card[0] - budget_bytes
+        if budget != "auto" or over <= 0:
+            break
+        smaller = planner.fit(candidate.peak_bytes - over)
+        if smaller is None:
+            raise planner.infeasible(candidate.peak_bytes - over)
+        candidate, card = smaller, planner.needed_bytes(smaller.decisions)
+    made = planner.plan(candidate, budget_bytes=budget_bytes, budget_text=str(budget), device=device, card=card)
+    return made, candidate
 
 
 def is_on_meta(model: nn.Module) -> bool:
