@@ -163,7 +163,8 @@ def test_nests_are_taken_apart_and_put_together() -> None:
     named.more = d  # type: ignore[attr-defined]
     nest = [
         Named(a), Masked(b, b), named, collections.defaultdict(list, k=e), collections.UserDict(k=f),
-        types.MappingProxyType({"k": g}), collections.deque([h, 1], 5), Registered(i), torch.ones(3).max(0), (), {"n": 1},
+        types.MappingProxyType({"k": g}), collections.deque([h, 1], 5), Registered(i), torch.ones(3).max(0),
+        (), {"n": 1},
     ]  # fmt: skip
     leaves, structure = flatten(nest)
     again = structure.unflatten(leaves)
