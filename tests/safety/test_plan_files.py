@@ -62,6 +62,7 @@ def mutate(good: bytes, rng: random.Random) -> bytes:
     return json.dumps(data).encode()
 
 
+@pytest.mark.slow
 def test_mutated_files_are_refused_in_one_line(good: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, rng, num_refused = tmp_path / "plan.json", random.Random(5), 0
     for number in range(NUM_MUTANTS):
