@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from recoup import progress
-from recoup._allocation import available_host_bytes
+from recoup._allocation import available_host_bytes, return_freed_memory
 from recoup.analysis.profile import make_profile
 from recoup.capture.capture import StepSpec
 from recoup.capture.fingerprint import fingerprint, structure_of
@@ -271,7 +271,9 @@ def apply(model: nn.Module, plan: Plan, *, transport: Transport | str = "auto") 
             "Make a plan for this model."
         )
     refuse_conflicts(model)
-    return apply_decisions(model, plan.decisions, transport=transport)
+    applied = apply_decisions(model, plan.decisions, transport=transport)
+    applied.watch(plan)
+    return applied
 
 
 def verify(
@@ -330,6 +332,7 @@ def fit(
             f"{type(model).__name__} is on `meta`: there is nothing to run and prove. Use `plan`, or build it on the "
             "device."
         )
+    return_freed_memory()
     fitting = _fitting(
         model,
         batch,
@@ -357,6 +360,7 @@ def fit(
             InexactWarning,
             stacklevel=2,
         )
+    applied.watch(made)
     return Fit(plan=made, applied=applied, evidence=evidence)
 
 
