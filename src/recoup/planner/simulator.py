@@ -134,7 +134,7 @@ class Simulator:
         if self._optimizer[0] + self.fixed_bytes > peak_bytes:
             peak_bytes, phase = self._optimizer[0] + self.fixed_bytes, "optimizer"
         if self.card is not None:
-            peak_bytes = max(peak_bytes, self.card.need(trace, priced.op_workspace_bytes).allocated_bytes)
+            peak_bytes = self.card.need(trace, priced.op_workspace_bytes).allocated_bytes
         seconds += self._optimizer[1] + priced.copy_seconds
         seconds += host_seconds(
             chosen,
