@@ -82,8 +82,8 @@ class Fit:
 def _target(model: nn.Module, device: str | torch.device | None) -> tuple[str, Device | None, torch.device | None]:
     """Returns the device's name, its table entry (None: this machine's own), and the device to measure on."""
     own = next(model.parameters()).device if any(True for _ in model.parameters()) else torch.device("cpu")
-    if device is None:
-        device = "cpu" if own.type == "meta" else own.type
+    if device is None or (str(device) == "cuda" and own.type == "cuda"):
+        device = "cpu" if own.type == "meta" else own  # of several GPUs the one that the model is on
     name = str(device)
     if name == "cpu":
         return "cpu", None, torch.device("cpu")
@@ -148,7 +148,8 @@ def _free_bytes(name: str, entry: Device | None) -> int:
         )
     if name.startswith("cuda"):
         device = torch.device(name)
-        free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_allocated(device)
+        # What torch has reserved is its own to use again; the model in it counts in the plan's peak.
+        free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
         return int(free * _AUTO_MARGIN)
     return int(available_host_bytes() * _AUTO_MARGIN)
 

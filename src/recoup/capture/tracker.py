@@ -190,7 +190,7 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
         if handle is not None and handle() is storage:
             return handle.index
         nbytes = -(-storage.nbytes() // self._round_bytes) * self._round_bytes
-        if self._device_type != "cpu" and _device_type(tensor) != self._device_type:
+        if self._device_type != "cpu" and _torch.device_type(tensor) != self._device_type:
             nbytes = 0  # a scalar on the host takes nothing of the device
         if alloc_op < 0 and category == "temporary":
             category, label = self.outside.get(address, (category, label))
@@ -321,11 +321,11 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
         known = self._results.key
         signature = self._signature_of.get(known) if known is not None else None
         if signature is None:
-            key = signature_key(func, args, kwargs)
+            key = signature_key(func, args, kwargs, home=self._device_type)
             signature = self._keys.get(key)
             if signature is None:
                 signature = self._keys[key] = len(self.signatures)
-                self.signatures.append(make_signature(func, args, kwargs, out))
+                self.signatures.append(make_signature(func, args, kwargs, out, home=self._device_type))
             if known is not None:
                 self._signature_of[known] = signature
         return signature
@@ -367,10 +367,6 @@ def _collect(items: Any, tensors: list[torch.Tensor]) -> None:
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided
-
-
-def _device_type(tensor: torch.Tensor) -> str:
-    return (_torch.fake_device(tensor) if _torch.is_fake(tensor) else tensor.device).type
 
 
 def _is_random(func: Any) -> bool:

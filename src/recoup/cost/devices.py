@@ -1,7 +1,7 @@
 """Devices recoup can plan for without having one: rates, bandwidths and sizes, each with its source.
 
 Rates are *dense* matmul peaks of the vendor's datasheet (some datasheets print them with 2:4 sparsity, twice as high).
-float32 matmuls are counted at the plain float32 rate: torch leaves TF32 off for matmuls unless it is asked for. Peaks
+float32 products have two rates, the plain one and that of TF32: torch's settings decide (`kernel_flags`). Peaks
 are never reached; `matmul_fraction`, `attention_fraction` and `bandwidth_fraction` are what large kernels reach of
 them in practice, assumptions unless the source says measured.
 """
@@ -24,7 +24,7 @@ class Device:
     Attributes:
         dialect: "cpu" or "cuda". capability: CUDA's compute capability, which decides which kernels there are.
         num_sms, threads_per_sm: multiprocessors, and the threads each holds: what reductions are split by.
-        bf16_flops, fp16_flops, fp32_flops: FLOP/s of dense matmuls. bandwidth_bytes: bytes/s of its memory.
+        bf16_flops, fp16_flops, tf32_flops, fp32_flops: FLOP/s of dense matmuls. bandwidth_bytes: bytes/s of its memory.
         memory_bytes: what a program can have: a little less than what it is sold as.
         copy_bytes: bytes/s to and from the host, one direction, pinned memory.
         launch_seconds: the least an eager op takes. round_bytes: what its allocator rounds sizes up to.
@@ -41,6 +41,7 @@ class Device:
     threads_per_sm: int
     bf16_flops: float
     fp16_flops: float
+    tf32_flops: float
     fp32_flops: float
     bandwidth_bytes: float
     memory_bytes: int
@@ -93,9 +94,11 @@ def _nvidia(
 ) -> Device:
     """Returns a table entry; rates in TFLOP/s, bandwidth in GB/s, memory in GiB; `notes` replace default sources."""
     copy_bytes, copy_source = _PCIE[pcie]
+    has_tf32 = capability >= (8, 0)
     sources = {
         "bf16_flops": datasheet,
         "fp16_flops": datasheet,
+        "tf32_flops": f"{datasheet}: half the bfloat16 rate" if has_tf32 else "no TF32 in this generation: as float32",
         "fp32_flops": datasheet,
         "bandwidth_bytes": datasheet,
         "memory_bytes": "total capacity as torch reports it in CUDA out-of-memory messages, the least seen",
@@ -120,6 +123,7 @@ def _nvidia(
         threads_per_sm=_THREADS_PER_SM[capability],
         bf16_flops=bf16 * _T,
         fp16_flops=fp16 * _T,
+        tf32_flops=bf16 / 2 * _T if has_tf32 else fp32 * _T,
         fp32_flops=fp32 * _T,
         bandwidth_bytes=bandwidth * _G,
         memory_bytes=int(gibibytes * _GIB),
@@ -149,6 +153,7 @@ _DEVICES = (
         threads_per_sm=1,
         bf16_flops=0.1 * _T,
         fp16_flops=0.1 * _T,
+        tf32_flops=0.1 * _T,
         fp32_flops=0.1 * _T,
         bandwidth_bytes=15 * _G,
         memory_bytes=16 * _GIB,
@@ -164,6 +169,7 @@ _DEVICES = (
         sources=(
             ("bf16_flops", "assumption: as float32, without bfloat16 units"),
             ("fp16_flops", "assumption: as float32, without float16 units"),
+            ("tf32_flops", "no TF32 on a CPU: as float32"),
             ("fp32_flops", _CPU_SOURCE),
             ("bandwidth_bytes", _CPU_SOURCE),
             ("memory_bytes", "assumption"),

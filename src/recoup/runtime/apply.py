@@ -28,7 +28,7 @@ from recoup.ir.decision import (
     Tile,
     TileModule,
 )
-from recoup.runtime import scan_bytes
+from recoup.runtime import execution_context, scan_bytes
 from recoup.runtime.kv_cache import caching_paths, without_cache
 from recoup.runtime.offload.offloaded_saved_tensor import Moves, Offloading
 from recoup.runtime.offload.transport import Transport
@@ -38,6 +38,7 @@ from recoup.runtime.rebuild.apply_held import HeldSettings, HeldState, run_held
 from recoup.runtime.rebuild.lineage import current_recorder
 from recoup.runtime.recompute import region as regions
 from recoup.runtime.recompute.rng_state import statistics_buffers
+from recoup.runtime.step_log import Counts, StepLog
 from recoup.runtime.tile import apply as tile_apply
 from recoup.runtime.tile.module.tiled import Proofs
 
@@ -50,6 +51,7 @@ class StepState:
         self.offloading = offloading
         self.calls: dict[str, int] = {}
         self.proofs = Proofs()
+        self.counts = Counts()
         self.unwritten: dict[str, set[int]] = {}
         self.suspended = False
 
@@ -129,6 +131,13 @@ def _run(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, Any])
         args, kwargs = without_cache(patched.module, args, kwargs)
     if torch.compiler.is_compiling():
         return _run_compiled(patched, args, kwargs)
+    with execution_context.counting_for(state.counts):
+        return _run_planned(patched, args, kwargs)
+
+
+def _run_planned(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    settings: Settings = patched.settings
+    state = settings.state
     if settings.is_root:
         state.calls.clear()
     call = 0
@@ -284,6 +293,11 @@ class Applied:
             unpatch(self._patches.pop())
         if self._state.offloading is not None:
             self._state.offloading.close()
+
+    @property
+    def log(self) -> StepLog:
+        """What ran since the plan was applied: `applied.log - before` is what one step did, on whatever thread."""
+        return self._state.counts.log
 
     @property
     def moves(self) -> Moves | None:

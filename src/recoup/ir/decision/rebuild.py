@@ -92,18 +92,18 @@ class Rebuild(Decision):
         for decision in members:
             num = decision.num_segments
             what = f"{num} segment{'s' * (num != 1)}"
-            lines.append(f"rebuild what is saved in {what} by running ops again, but hold")
+            lines.append(f"rebuild by running ops again, in {what}")
             ops: dict[str, dict[str, None]] = {}
             for mark in decision.marks:
                 if mark.holds:
-                    ops.setdefault(mark.path or "(the model's own code)", {})[mark.op.split(".")[1]] = None
+                    ops.setdefault(mark.path or "the model's own code", {})[mark.op.split(".")[1]] = None
             held: dict[tuple[str, ...], list[str]] = {}
             for path, names in ops.items():
                 held.setdefault(tuple(names), []).append(path)
             for kinds, where in held.items():
                 more = len(kinds) - _MOST_NAMED
                 said = ", ".join(kinds[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
-                lines += [f"  {said} in {text}" for text in grouped(where)]
+                lines += [f"hold {said} in {text}" for text in grouped(where)]
         return lines
 
     @classmethod

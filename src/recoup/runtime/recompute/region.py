@@ -187,6 +187,7 @@ class Frame:
     def __init__(self, member: Member, *, is_chunk: bool = False) -> None:
         self.is_chunk = is_chunk
         self.path = member.path
+        self.counts = execution_context.current_counts()
         self.unwritten = member.unwritten
         self.derives = member.derives
         self.derives_by_default = member.derives_by_default
@@ -233,7 +234,7 @@ class Frame:
             step.check(self.path)
         if not self.slots:
             return
-        execution_context.count_replay()
+        execution_context.count("num_replays", self.counts)
         filled, is_full = 0, False
         failure: ReplayError | None = None
         differs: list[tuple[int, int, torch.Tensor]] = []  # position, number of the node that saves it, tensor
@@ -262,6 +263,7 @@ class Frame:
 
         with contextlib.ExitStack() as stack:
             stack.enter_context(execution_context.recomputing())
+            stack.enter_context(execution_context.counting_to(self.counts))
             stack.enter_context(_scope.replaying())
             stack.enter_context(torch.enable_grad())
             if self.derives:

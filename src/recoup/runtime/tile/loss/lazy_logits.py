@@ -82,7 +82,7 @@ class Head:
     def logits(self) -> torch.Tensor:
         """Returns the logits, with their graph, as the head computes them."""
         self.check()
-        execution_context.count_logits_made()
+        execution_context.count("num_logits_made", execution_context.current_counts())
         kind = self.hidden.device.type
         with torch.enable_grad(), torch.autocast(kind, dtype=self.autocast, enabled=self.autocast is not None):
             return self.when_backward_begins(self._forward(self.hidden))
@@ -232,7 +232,7 @@ def _cross_entropy(
         return None
     for each in (head, *(other for _, other in lazy.more)):
         each.check()
-    execution_context.count_tiled()
+    execution_context.count("num_tiled", execution_context.current_counts())
     spec = LossSpec(
         steps=lazy.steps,
         ignore_index=ignore_index,
