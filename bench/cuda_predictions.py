@@ -54,9 +54,7 @@ def measure(name: str, budget: str, *, small: bool) -> Row:
     work = make(name, torch.device("meta"), small=small)
     ids = not torch.is_floating_point(work.batch)
     batch = torch.zeros(work.batch.shape, dtype=work.batch.dtype) if ids else work.batch
-    plan = recoup.plan(
-        work.model, batch, loss=work.loss, optimizer=torch.optim.AdamW, budget=budget, device=device
-    )
+    plan = recoup.plan(work.model, batch, loss=work.loss, optimizer=torch.optim.AdamW, budget=budget, device=device)
     work = make(name, torch.device("cuda"), small=small)
     optimizer = torch.optim.AdamW(work.model.parameters())
 
@@ -104,12 +102,12 @@ def text(row: Row) -> str:
     """Returns a row of the table."""
     if "why_not" in row:
         return f"| {row['case']} | {row['budget']} | {row['why_not']} |"
-    gib = 2**30
-    return (
-        f"| {row['case']} | {row['budget']} | {row['predicted_bytes'] / gib:.3f} | {row['allocated_bytes'] / gib:.3f} | "
-        f"{100 * row['allocated_error']:+.2f} % | {row['predicted_card_bytes'] / gib:.3f} | "
-        f"{row['card_bytes'] / gib:.3f} | {100 * row['card_error']:+.2f} % |"
+    predicted, allocated, card, smallest = (
+        f"{row[name] / 2**30:.3f}"
+        for name in ("predicted_bytes", "allocated_bytes", "predicted_card_bytes", "card_bytes")
     )
+    off, card_off = (f"{100 * row[name]:+.2f} %" for name in ("allocated_error", "card_error"))
+    return f"| {row['case']} | {row['budget']} | {predicted} | {allocated} | {off} | {card} | {smallest} | {card_off} |"
 
 
 HEAD = (
@@ -137,9 +135,7 @@ def main(argv: list[str] | None = None) -> int:
     for case in given.cases or CASES:
         for budget in BUDGETS:
             command = [sys.executable, "-m", "bench.cuda_predictions", case, "--budget", budget]
-            done = subprocess.run(
-                command + ["--small"] * given.small, capture_output=True, text=True, timeout=600
-            )
+            done = subprocess.run(command + ["--small"] * given.small, capture_output=True, text=True, timeout=600)
             if done.returncode:
                 rows.append({"case": case, "budget": budget, "why_not": done.stderr.strip().splitlines()[-1][:200]})
             else:
@@ -153,7 +149,9 @@ def main(argv: list[str] | None = None) -> int:
         name = f"cuda-predictions-{'stub' if kind.startswith('stub') else 'card'}-{today}"
         folder = Path(given.out)
         (folder / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n")
-        head = f"# Predictions for {data['hardware']}, {today}\n\ntorch {torch.__version__}, AdamW, cuDNN's workspaces 0.\n"
+        head = (
+            f"# Predictions for {data['hardware']}, {today}\n\ntorch {torch.__version__}, AdamW, no cuDNN workspaces.\n"
+        )
         (folder / f"{name}.md").write_text("\n".join([head, HEAD, *map(text, rows), ""]))
     return sum("why_not" in row for row in rows)
 

@@ -175,7 +175,7 @@ def _sums_in_place(trace: Trace) -> dict[int, int]:
             continue
         old, new = op.inputs[0], op.outputs[0]
         before, after = trace.storages[old], trace.storages[new]
-        if old != new and before.free_op == i == after.alloc_op and before.nbytes == after.nbytes:
-            if before.alloc_op >= 0:
-                found[new] = old
+        is_let_go = before.free_op == i == after.alloc_op and before.alloc_op >= 0
+        if old != new and is_let_go and before.nbytes == after.nbytes:
+            found[new] = old
     return found

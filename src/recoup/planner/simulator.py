@@ -13,7 +13,7 @@ from recoup.capture.capture import StepSpec, capture
 from recoup.cost.card_memory import CardMemory
 from recoup.cost.hidden_memory import hidden_blocks
 from recoup.cost.host_link import Link, with_copies
-from recoup.cost.host_overhead import host_seconds
+from recoup.cost.host_overhead import step_seconds
 from recoup.cost.model import CostModel, PricedTrace
 from recoup.cost.roofline import RooflineCost
 from recoup.ir.decision import Decision, Rederive
@@ -130,19 +130,11 @@ class Simulator:
             tensors.sort(key=lambda item: -item[1])
         phase = "replay" if op.replayed else op.phase
         peak_bytes = levels[at] + self.fixed_bytes
-        seconds = sum(s for s, o in zip(priced.op_seconds, trace.ops, strict=True) if o.phase != "optimizer")
         if self._optimizer[0] + self.fixed_bytes > peak_bytes:
             peak_bytes, phase = self._optimizer[0] + self.fixed_bytes, "optimizer"
         if self.card is not None:
             peak_bytes = self.card.need(trace, priced.op_workspace_bytes).allocated_bytes
-        seconds += self._optimizer[1] + priced.copy_seconds
-        seconds += host_seconds(
-            chosen,
-            trace,
-            plain=self.trace,
-            num_scan_replayed=priced.num_scan_replayed,
-            num_scan_tapes=priced.num_scan_tapes,
-        )
+        seconds = step_seconds(chosen, priced, plain=self.trace) + self._optimizer[1] + priced.copy_seconds
         forward_end = sum(1 for o in trace.ops if o.phase in ("forward", "loss"))
         return Candidate(
             decisions=chosen,
