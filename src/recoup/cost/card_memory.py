@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from recoup.cost.caching_allocator import Block, CachingAllocator, OutOfCard
+from recoup.cost.devices import CUBLASLT_BYTES
 from recoup.cost.flops import kind
 from recoup.ir.trace import Signature, Trace
 
@@ -158,6 +159,8 @@ class CardMemory:
                     allocator.free(block)
                 hidden.clear()
             elif nbytes not in threads and self._thread_bytes:
+                if not threads:
+                    allocator.allocate(CUBLASLT_BYTES)
                 threads.add(nbytes)
                 allocator.allocate(self._thread_bytes)
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from recoup import progress
 from recoup.capture.capture import StepSpec, capture
 from recoup.cost.card_memory import CardMemory
+from recoup.cost.devices import CUBLASLT_BYTES
 from recoup.cost.hidden_memory import hidden_blocks
 from recoup.cost.host_link import Link, with_copies
 from recoup.cost.host_overhead import step_seconds
@@ -95,7 +96,9 @@ class Simulator:
             return (nbytes,) if device is None else hidden_blocks(signature, device)
 
         workspace = self.priced.op_workspace_bytes
-        return CardMemory(self.trace, workspace, hidden=hidden, thread_bytes=self.fixed_bytes // 2)
+        return CardMemory(
+            self.trace, workspace, hidden=hidden, thread_bytes=max(self.fixed_bytes - CUBLASLT_BYTES, 0) // 2
+        )
 
     def needed_bytes(self, chosen: tuple[Decision, ...]) -> tuple[int, int]:
         """Returns the smallest card that the step with `chosen` applied runs on: by default, with expandable segments.
