@@ -68,7 +68,7 @@ def run_held(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, A
     recorder = HeldRecorder(state.marks)
     recorder.enter("")
     counting = execution_context.counting_for(state.counts)
-    with counting, recorder, torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+    with counting, recorder, _torch.saved_tensors_hooks(pack, unpack):
         result = patched.original(*args, **kwargs)
     if recorder.lost and not state.warned:
         state.warned = True
