@@ -149,6 +149,7 @@ class Simulator:
         if self.card is not None:
             peak_bytes = self.card.need(trace, priced.op_workspace_bytes).allocated_bytes
         seconds = step_seconds(chosen, priced, plain=self.trace) + self._optimizer[1] + priced.copy_seconds
+        model_end = sum(1 for o in trace.ops if o.phase == "forward")
         forward_end = sum(1 for o in trace.ops if o.phase in ("forward", "loss"))
         return Candidate(
             decisions=chosen,
@@ -157,6 +158,11 @@ class Simulator:
             recomputed_flops=sum(trace.signatures[o.signature].flops for o in trace.ops if o.replayed),
             saved_bytes=sum(
                 s.nbytes for s in trace.storages if s.category == "saved" and s.alloc_op < forward_end <= s.free_op
+            ),
+            forward_saved_bytes=sum(
+                s.nbytes
+                for s in trace.storages
+                if s.category == "saved" and 0 <= s.saved_op < model_end and s.alloc_op < forward_end <= s.free_op
             ),
             phase=phase,
             tensors=tuple(tensors[:8]),
