@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 
 import pytest
-import stub
 import torch
 from torch import nn
 from torch.nn import functional
@@ -14,6 +13,7 @@ import recoup
 from recoup.ir.decision import Decision, Loop, Recompute
 from recoup.recurrent import checkpoint_timesteps
 from recoup.runtime.apply import apply_decisions
+from tests.cuda_stub.kit import stub
 
 _drawn: dict[bool, collections.Counter[bytes]] = {}
 

@@ -8,19 +8,19 @@ import sys
 from pathlib import Path
 
 import pytest
-import stub
 import torch
 
 import recoup
 from recoup.runtime.offload.cuda import CudaTransport, piece_sizes
+from tests.cuda_stub.kit import stub
 
 ROOT = Path(__file__).parents[2]
 _STEPS = """
 import torch
 from recoup.ir.decision import Offload
 from recoup.runtime.apply import apply_decisions
+from tests.cuda_stub.kit import stub
 from tests.cuda_stub.models import perceptron
-import stub
 model, x = perceptron(), torch.zeros(2048, 512, device="cuda")
 with apply_decisions(model, [Offload(path=str(i)) for i in range(4)]):
     for _ in range(6):

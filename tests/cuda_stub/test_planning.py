@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import stub
 import torch
 from torch import nn
 
@@ -16,6 +15,7 @@ from recoup.cost.roofline import RooflineCost
 from recoup.errors import RealStepWarning
 from recoup.ir.decision import Offload, Recompute
 from recoup.runtime.apply import apply_decisions
+from tests.cuda_stub.kit import stub
 from tests.cuda_stub.models import perceptron, transformer
 
 
