@@ -907,3 +907,8 @@ def set_version(tensor: torch.Tensor, version: int) -> None:
     Freed by: a public way to undo a change in place.
     """
     torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+
+
+def cuda_peak_bytes(device: torch.device) -> int:
+    """Returns `max_memory_allocated` without a flat dictionary of every statistic (torch 2.11, 2.13)."""
+    return int(torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]["peak"])

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 
 import pytest
-import stub
 import torch
 from torch import nn
 
 from recoup.ir.decision import Decision, Offload, Recompute, Rederive
 from recoup.runtime.apply import apply_decisions
+from tests.cuda_stub.kit import stub
 from tests.cuda_stub.models import CASES
 
 PLANS = ("rederive", "recompute", "both", "keep", "span", "offload", "offload-inputs")

@@ -218,7 +218,8 @@ class HeldRecorder(Recorder):
     """Records every op that can run again, and holds the results that a plan names.
 
     Attributes:
-        segment: the one that ops run in now. marks: for each module path and call, what to do at which ordinal.
+        segment: the one that ops run in now.
+        num_ops: counted so far. lost: marks that met another op, in words.
     """
 
     is_cheap = False
@@ -231,6 +232,7 @@ class HeldRecorder(Recorder):
         self._leaves: dict[Value, Source] = {}
         self._calls: dict[str, int] = {}
         self._frames: list[_Frame] = []
+        self.num_ops = 0
         self.lost: list[str] = []
 
     def enter(self, path: str) -> None:
@@ -286,6 +288,7 @@ class HeldRecorder(Recorder):
         """Counts an op of the innermost call; returns whether its results are held."""
         if not self._frames:
             return False
+        self.num_ops += 1
         frame = self._frames[-1]
         ordinal, frame.ordinal = frame.ordinal, frame.ordinal + 1
         mark = frame.marks.get(ordinal) if frame.marks is not None else None
