@@ -75,7 +75,7 @@ def refuse_unready(model: nn.Module, batch: Any) -> None:
     """Raises UsageError for a model whose parameters have no shape yet, and for a batch of nested tensors."""
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
-            if isinstance(parameter, nn.parameter.UninitializedTensorMixin):
+            if isinstance(parameter, nn.UninitializedParameter):
                 place = f"{path}.{name}" if path else name
                 raise UsageError(
                     f"The parameter `{place}` of {type(module).__name__} has no shape before the first forward (a lazy "
