@@ -29,6 +29,7 @@ ORDER = (
     "evidence",
     "analysis",
     "report",
+    "jax",
     "planner",
     "api",
     "integrations",
@@ -40,7 +41,7 @@ ORDER = (
 )
 # Late imports that a comment in the file explains.
 LATE = {("ir", "report")}
-WITHOUT_TORCH = ("errors", "units", "progress", "ir", "solver", "analysis", "report", "export")
+WITHOUT_TORCH = ("errors", "units", "progress", "ir", "solver", "analysis", "report", "export", "jax")
 
 
 def _stage(path: Path) -> str:

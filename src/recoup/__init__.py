@@ -105,6 +105,8 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
+    if name == "jax":  # a subpackage that needs its extra: not in `__all__`
+        return importlib.import_module("recoup.jax")
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'recoup' has no attribute {name!r}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from recoup.cli import options
+from recoup.cli import jax_steps, options
 from recoup.cli.console import print_data, print_json, showing_progress
 
 
@@ -19,6 +19,10 @@ def frontier(
     quiet: options.Quiet = False,
 ) -> None:
     """Show the whole curve of memory against time, from the smallest reachable peak to the unplanned step."""
+    if target.startswith(jax_steps.PREFIX):
+        jax_steps.check_options(batch=batch, seq=seq, image=image, dtype=dtype, optimizer=optimizer, actions=actions)
+        jax_steps.frontier(target, device=device, json=json, quiet=quiet)
+        return
     request = options.check_request(
         target, batch=batch, seq=seq, image=image, dtype=dtype, optimizer=optimizer, device=device, actions=actions
     )

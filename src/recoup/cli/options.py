@@ -30,7 +30,9 @@ _OPTIMIZERS = {
     for name in ("Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "SGD")
 }
 
-TargetText = Annotated[str, typer.Argument(metavar="TARGET", help="FILE.py[:FUNCTION], or hf:MODEL_TYPE?key=value")]
+TargetText = Annotated[
+    str, typer.Argument(metavar="TARGET", help="FILE.py[:FUNCTION], hf:MODEL_TYPE?key=value, or jax:FILE.py:FUNCTION")
+]
 Budget = Annotated[str, typer.Option(help="Peak bytes of the step: 8GiB, 60% (of the unplanned peak), or auto")]
 BudgetIfAny = Annotated[str | None, typer.Option(help="Also plan for this: 8GiB, 60%, or auto")]
 Batch = Annotated[int | None, typer.Option(help="Examples in the batch", min=1)]

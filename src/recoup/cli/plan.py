@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from recoup.cli import options
+from recoup.cli import jax_steps, options
 from recoup.cli.console import print_data, print_json, say, showing_progress
 
 
@@ -22,6 +22,12 @@ def plan(
     quiet: options.Quiet = False,
 ) -> None:
     """Find the fastest plan inside a budget; nothing is allocated, and the device need not be there."""
+    if target.startswith(jax_steps.PREFIX):
+        jax_steps.check_options(
+            batch=batch, seq=seq, image=image, dtype=dtype, optimizer=optimizer, actions=actions, fsdp=fsdp
+        )
+        jax_steps.plan(target, budget, device=device, out=out, json=json, quiet=quiet)
+        return
     request = options.check_request(
         target,
         batch=batch,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from recoup.cli import options
+from recoup.cli import jax_steps, options
 from recoup.cli.console import print_data, print_json, showing_progress
 
 
@@ -18,6 +18,10 @@ def profile(
     quiet: options.Quiet = False,
 ) -> None:
     """Show where the memory and the time of one unplanned step go."""
+    if target.startswith(jax_steps.PREFIX):
+        jax_steps.check_options(batch=batch, seq=seq, image=image, dtype=dtype, optimizer=optimizer)
+        jax_steps.profile(target, device=device, json=json, quiet=quiet)
+        return
     request = options.check_request(
         target, batch=batch, seq=seq, image=image, dtype=dtype, optimizer=optimizer, device=device
     )

@@ -1,8 +1,8 @@
 """Narrow waists of a forward pass: places between ops which few live bytes cross, where segments are cut.
 
 What crosses the boundary of a segment is held or handed on, so a good boundary is one that few bytes cross. How far a
-place has to be the narrowest is not a constant: as far as it takes to make as many bytes as cross it. A residual
-stream is a waist between a layer's two halves, and inside a layer nothing is.
+place has to be the narrowest is no number of ops: as far as it takes to make some times the bytes that cross it. A
+residual stream is a waist between a layer's two halves, and inside a layer nothing is.
 """
 
 from __future__ import annotations
@@ -31,20 +31,21 @@ def crossing_bytes(ops: Sequence[Op], value_bytes: Sequence[int], results: Seque
     return list(itertools.accumulate(change))[: len(ops) + 1]
 
 
-def waists(ops: Sequence[Op], value_bytes: Sequence[int], results: Sequence[int] = ()) -> list[int]:
+def waists(ops: Sequence[Op], value_bytes: Sequence[int], results: Sequence[int] = (), *, reach: int = 1) -> list[int]:
     """Returns the places to cut, in order, the two ends left out.
 
     Args:
         ops: in forward order. value_bytes: of each value. results: values read after the last op.
+        reach: a waist is the narrowest place until this many times the bytes that cross it are made, on either side.
     """
     crossing = crossing_bytes(ops, value_bytes, results)
     made = [0, *itertools.accumulate(sum(value_bytes[v] for v in op.outputs) for op in ops)]
-    found = []
+    found = [0]
     for place in range(1, len(ops)):
-        reach = crossing[place]
-        # Of equally narrow neighbours the first: what follows belongs to the next segment.
-        first = bisect.bisect_left(made, made[place] - reach)
-        end = bisect.bisect_right(made, made[place] + reach)
-        if all(c > reach for c in crossing[first:place]) and all(c >= reach for c in crossing[place + 1 : end]):
+        far = reach * crossing[place]
+        first = bisect.bisect_left(made, made[place] - far)
+        end = bisect.bisect_right(made, made[place] + far)
+        # Of equally narrow places the first, and where nothing is narrower anywhere, one every so often.
+        if made[place] - made[found[-1]] > far and min(crossing[first:end]) == crossing[place]:
             found.append(place)
-    return found
+    return found[1:]

@@ -1,0 +1,75 @@
+"""Every name of jax that is not public or differs between versions, one function each. Seen with 0.10.2, 0.12.0.1."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax.extend import core
+
+import jax
+
+Literal = core.Literal
+DropVar = core.DropVar
+Jaxpr = Any
+"""A jaxpr or closed jaxpr; from jax 0.11 on they begin to be one."""
+
+
+def open_jaxpr(jaxpr: Jaxpr) -> tuple[Any, list[Any]]:
+    """Returns a jaxpr and the values of its constants. Freed when both kinds of jaxpr are one."""
+    inner: Any = getattr(jaxpr, "jaxpr", jaxpr)
+    consts = list(getattr(jaxpr, "consts", ()))
+    return inner, consts if len(consts) == len(inner.constvars) else []
+
+
+def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
+    """Runs an equation again on `values`, with the context and the line it was traced with; returns all results."""
+    from jax._src import source_info_util  # the user's line has no public way in
+
+    params = eqn.primitive.get_bind_params(eqn.params)
+    functions: Sequence[Any] = ()
+    if isinstance(params, tuple):  # before 0.10: (functions, params)
+        functions, params = params
+    with source_info_util.user_context(eqn.source_info.traceback), eqn.ctx.manager:
+        results = eqn.primitive.bind(*functions, *values, **params)
+    return list(results) if eqn.primitive.multiple_results else [results]
+
+
+def scan_counts(eqn: Any) -> tuple[int, int]:
+    """Returns how many operands of a scan are constants and how many are its carry. Two numbers until jax 0.11."""
+    params = eqn.params
+    if "num_consts" in params:
+        return int(params["num_consts"]), int(params["num_carry"])
+    consts, carry, _ = params["ft_in"].update(range(len(eqn.invars))).unpack()
+    return len(list(consts)), len(list(carry))
+
+
+def source_line(eqn: Any) -> str:
+    """Returns where the user's code made an equation, as `file.py:12 (function)`, "" if that is not known."""
+    from jax._src import source_info_util  # no public name tells an equation's place
+
+    text = str(source_info_util.summarize(eqn.source_info))
+    return "" if text == "unknown" else text
+
+
+def is_unspecified(sharding: Any) -> bool:
+    """Whether a sharding in a `jit` equation's parameters says nothing."""
+    return type(sharding).__name__ in ("UnspecifiedValue", "NoneType")
+
+
+def compiled_memory(function: Any, *args: Any, keep_remat: bool = True) -> Any:
+    """Returns what the compiler says of a jitted function's memory: an object with `temp_size_in_bytes` and others.
+
+    Args:
+        function: what `jax.jit` returns. args: arrays or `jax.ShapeDtypeStruct`s; nothing is allocated.
+        keep_remat: on a CPU, whether XLA has to leave recomputation as it is; by default its pipeline removes it again.
+    """
+    options = None
+    if keep_remat and jax.default_backend() == "cpu":
+        options = {"xla_disable_hlo_passes": "cse_barrier_expander"}
+    return function.lower(*args).compile(compiler_options=options).memory_analysis()
+
+
+def is_inexact(dtype: Any) -> bool:
+    """Whether a dtype is floating or complex; extended types (keys of random numbers) are not."""
+    return bool(jax.numpy.issubdtype(dtype, jax.numpy.inexact))

@@ -1,0 +1,197 @@
+"""The public functions for JAX steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from recoup.errors import UsageError
+from recoup.jax.cost import costs_for
+from recoup.jax.flops import nbytes
+from recoup.jax.inspection import JaxProfile, profile_of
+from recoup.jax.jax_plan import JaxPlan
+from recoup.jax.planner import Candidate, Planner
+from recoup.jax.rebuild import run
+from recoup.jax.trace import Step, trace
+from recoup.jax.writing import check_fingerprint, infeasible, write_plan
+from recoup.units import check_budget, parse_budget
+
+Loss = Callable[..., Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class JaxPoint:
+    """One plan on the curve: its peak, its time and what it runs twice."""
+
+    peak_bytes: int
+    step_seconds: float
+    extra_time_ratio: float
+    recomputed_flops: int
+    plan: JaxPlan
+
+
+class JaxFrontier:
+    """The curve of (bytes, time) of one step.
+
+    Attributes:
+        points: from the leanest plan to the plain step, each faster than all with a smaller peak.
+    """
+
+    def __init__(self, planner: Planner, points: Sequence[JaxPoint]) -> None:
+        self._planner = planner
+        self.points = tuple(points)
+
+    def plan(self, budget: int | str) -> JaxPlan:
+        """Returns the plan for a budget; raises InfeasibleBudget as `recoup.jax.plan` does."""
+        return _plan(self._planner, budget)
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """Returns plain JSON data."""
+        return [{**dataclasses.asdict(p), "plan": p.plan.to_json()} for p in self.points]
+
+    def __str__(self) -> str:
+        from recoup.jax.text import format_frontier
+
+        return format_frontier(self.points)
+
+
+def planner_for(
+    step: Loss,
+    args: Sequence[Any],
+    *,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    optimizer: Any = None,
+    device: str | None = None,
+) -> Planner:
+    """Returns what answers every budget of a step; the arguments are those of `plan`."""
+    costs = costs_for(device)
+    traced = trace(step, args, argnums, has_aux=has_aux)
+    return Planner(traced, costs, state_bytes=_state_bytes(traced, args, argnums, optimizer))
+
+
+def _state_bytes(step: Step, args: Sequence[Any], argnums: int | Sequence[int], optimizer: Any) -> int:
+    if optimizer is None:
+        return 0
+    if not hasattr(optimizer, "init"):
+        raise UsageError(
+            f"optimizer={optimizer!r} has no `init`. Give an optax optimizer, for instance optax.adam(1e-3)."
+        )
+    del args, argnums
+    chosen = [jax.ShapeDtypeStruct(step.avals[p].shape, step.avals[p].dtype) for p in step.differentiated]
+    sharded = sum(step.shard_bytes[p] for p in step.differentiated)
+    whole = sum(nbytes(step.avals[p]) for p in step.differentiated)
+    state = sum(nbytes(leaf) for leaf in jax.tree.leaves(jax.eval_shape(optimizer.init, chosen)))
+    return int(state * sharded / whole) if whole else state
+
+
+def plan(
+    step: Loss,
+    *args: Any,
+    budget: int | str,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    optimizer: Any = None,
+    device: str | None = None,
+) -> JaxPlan:
+    """Finds the fastest way to run a step's loss and gradients inside a number of bytes; nothing is allocated.
+
+    Args:
+        step: returns a scalar loss of its arguments, or with `has_aux` a pair of it and anything else.
+        *args: its arguments: arrays, or `jax.ShapeDtypeStruct`s, with shardings where they have some.
+        budget: bytes, `"8GiB"`, or `"60%"` of the unplanned step's peak: arguments, loss, gradients, temporaries and
+            the optimizer's state, on one device.
+        argnums: which arguments gradients are asked of, as in `jax.grad`.
+        optimizer: an optax optimizer, whose state counts.
+        device: a name of recoup's table of devices ("h100-sxm") whose rates price the seconds; None: FLOPs alone.
+
+    Raises:
+        UsageError: for a budget, arguments or device that cannot be used. InfeasibleBudget: if no plan fits.
+    """
+    check_budget(budget)
+    planner = planner_for(step, args, argnums=argnums, has_aux=has_aux, optimizer=optimizer, device=device)
+    return _plan(planner, budget)
+
+
+def _plan(planner: Planner, budget: int | str) -> JaxPlan:
+    budget_bytes = parse_budget(budget, plain_peak_bytes=planner.peak_bytes(planner.plain))
+    found = planner.best(budget_bytes)
+    if found is None:
+        raise infeasible(planner, budget_bytes)
+    return write_plan(planner, found, budget_bytes=budget_bytes, budget_text=str(budget))
+
+
+def apply(step: Loss, plan: JaxPlan) -> Loss:
+    """Returns the step, planned: same arguments, same results, same gradients.
+
+    It is traced when it is called, as `jax.jit` would; on arguments of other shapes than it was planned for it raises
+    PlanMismatch.
+    """
+
+    @functools.wraps(step)
+    def planned(*args: Any) -> Any:
+        traced = trace(step, args, tuple(range(len(args))), has_aux=True, is_loss=False)
+        check_fingerprint(traced, plan)
+        return jax.tree.unflatten(traced.result, run(traced.program, plan.segments, traced.arrays_of(args)))
+
+    return planned
+
+
+def fit(
+    step: Loss,
+    *args: Any,
+    budget: int | str,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    optimizer: Any = None,
+    device: str | None = None,
+) -> tuple[Loss, JaxPlan]:
+    """Plans a step and applies the plan; the arguments are those of `plan`.
+
+    Returns:
+        The planned step, to be used as the plain one was: `jax.jit(jax.grad(planned))`; and its plan.
+    """
+    made = plan(step, *args, budget=budget, argnums=argnums, has_aux=has_aux, optimizer=optimizer, device=device)
+    return apply(step, made), made
+
+
+def frontier(
+    step: Loss,
+    *args: Any,
+    num_points: int = 20,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    optimizer: Any = None,
+    device: str | None = None,
+) -> JaxFrontier:
+    """Returns the curve of bytes and time; the other arguments are those of `plan`."""
+    planner = planner_for(step, args, argnums=argnums, has_aux=has_aux, optimizer=optimizer, device=device)
+    points = [_point(planner, candidate) for candidate in planner.curve(num_points)]
+    return JaxFrontier(planner, points)
+
+
+def _point(planner: Planner, candidate: Candidate) -> JaxPoint:
+    peak = planner.peak_bytes(candidate)
+    made = write_plan(planner, candidate, budget_bytes=peak, budget_text=str(peak))
+    return JaxPoint(
+        peak_bytes=peak,
+        step_seconds=candidate.seconds,
+        extra_time_ratio=made.predicted.extra_time_ratio,
+        recomputed_flops=made.predicted.recomputed_flops,
+        plan=made,
+    )
+
+
+def profile(
+    step: Loss,
+    *args: Any,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    optimizer: Any = None,
+    device: str | None = None,
+) -> JaxProfile:
+    """Returns where the unplanned step's memory goes; the arguments are those of `plan`."""
+    return profile_of(planner_for(step, args, argnums=argnums, has_aux=has_aux, optimizer=optimizer, device=device))

@@ -1,0 +1,151 @@
+"""Finds the fastest layout of a step inside a budget: the solver proposes, simulation of what it proposes judges."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+from recoup.jax.cost import Costs
+from recoup.jax.flops import eqn_flops, nbytes
+from recoup.jax.layout import Segment
+from recoup.jax.options import Line, Options
+from recoup.jax.rebuild import run
+from recoup.jax.simulate import Memory, live_eqns, simulate
+from recoup.jax.trace import Step, gradient_function
+from recoup.solver.frontier import Solution, Solver
+
+_ROUNDS = 8  # of asking the solver
+
+Layout = tuple[Segment, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Candidate:
+    """A layout and what its simulated step takes: loss and gradients, the optimizer left out."""
+
+    layout: Layout
+    memory: Memory
+    seconds: float
+    flops: int
+
+
+class Planner:
+    """Answers every budget of one step.
+
+    Args:
+        step: traced. costs: seconds of equations. state_bytes: there beside the step: the optimizer's state.
+    """
+
+    def __init__(self, step: Step, costs: Costs, *, state_bytes: int = 0) -> None:
+        self.step, self.costs, self.state_bytes = step, costs, state_bytes
+        self._known: dict[Layout, Candidate] = {}
+        self.plain = self.simulate((Segment(first=0, last=len(step.program.units)),))
+        self._solved: dict[bool, tuple[Line, Solver]] = {}
+        self.inexact: set[Layout] = set()  # layouts under which gradients round differently
+
+    def simulate(self, layout: Layout) -> Candidate:
+        """Returns what a layout takes, from the jaxpr of its loss and gradients."""
+        found = self._known.get(layout)
+        if found is None:
+            jaxpr = jax.make_jaxpr(gradient_function(self.step, lambda v: run(self.step.program, layout, v)))(
+                *self.step.avals
+            )
+            eqns = live_eqns(jaxpr)
+            found = self._known[layout] = Candidate(
+                layout=layout,
+                memory=simulate(jaxpr),
+                seconds=sum(map(self.costs.seconds, eqns)),
+                flops=sum(map(eqn_flops, eqns)),
+            )
+        return found
+
+    def peak_bytes(self, candidate: Candidate) -> int:
+        """Returns the peak of the step on one device, the optimizer's state counted."""
+        return self.fixed_bytes + candidate.memory.temporary_bytes
+
+    @property
+    def argument_bytes(self) -> int:
+        """The arguments on one device."""
+        return sum(self.step.shard_bytes)
+
+    @property
+    def output_bytes(self) -> int:
+        """Loss, gradients and what else the step returns, on one device: gradients lie where their arguments do."""
+        sizes = [nbytes(a) for a in self.step.avals]
+        elsewhere = sum(sizes[p] - self.step.shard_bytes[p] for p in self.step.differentiated)
+        return self.plain.memory.output_bytes - elsewhere
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Arguments, outputs and the optimizer's state: there whatever is planned."""
+        return self.state_bytes + self.argument_bytes + self.output_bytes
+
+    def _solver(self, *, exact: bool) -> tuple[Line, Solver]:
+        if exact not in self._solved:
+            line = Options(self.step, self.costs, exact=exact).line(self.fixed_bytes)
+            self._solved[exact] = line, Solver(line.problem, actions=("recompute",))
+        return self._solved[exact]
+
+    def best(self, budget_bytes: int) -> Candidate | None:
+        """Returns the fastest candidate that fits, None if none does.
+
+        Candidates that sum in another order, and so round differently, are asked for only where no other fits.
+        """
+        if self.peak_bytes(self.plain) <= budget_bytes:
+            return self.plain
+        for exact in (True, False):
+            self._search(budget_bytes, exact=exact)
+            found = self.best_known(budget_bytes)
+            if found is not None:
+                return found
+        return None
+
+    def _search(self, budget_bytes: int, *, exact: bool) -> None:
+        """Simulates what the solver says, asked so that its simulated peak comes near the budget."""
+        line, solver = self._solver(exact=exact)
+        low, high = solver.leanest().peak_bytes, 2 * max(budget_bytes, solver.leanest().peak_bytes)
+        asked = budget_bytes
+        for _ in range(_ROUNDS):
+            candidate = self._try(line, solver.solve(asked), exact=exact)
+            # The solver is off by so much here.
+            over = self.peak_bytes(candidate) - budget_bytes
+            if over > 0:
+                high = asked
+            else:
+                low = asked
+            if over == 0 or high - low <= 1:
+                break
+            step = asked - over
+            asked = step if low < step < high else (low + high) // 2
+        self._try(line, solver.leanest(), exact=exact)
+
+    def _try(self, line: Line, solution: Solution, *, exact: bool) -> Candidate:
+        layout = line.layout(solution.choice)
+        if not exact and layout not in self._known:
+            self.inexact.add(layout)
+        return self.simulate(layout)
+
+    def best_known(self, budget_bytes: int) -> Candidate | None:
+        """Returns the fastest candidate simulated so far that fits, of those that keep the bits if one does."""
+        fitting = [c for c in self._known.values() if self.peak_bytes(c) <= budget_bytes]
+        return min(fitting, key=lambda c: (c.layout in self.inexact, c.seconds, c.memory.temporary_bytes), default=None)
+
+    def leanest(self) -> Candidate:
+        """Returns the candidate with the smallest peak."""
+        for exact in (True, False):
+            line, solver = self._solver(exact=exact)
+            self._try(line, solver.leanest(), exact=exact)
+        return min(self._known.values(), key=lambda c: (c.memory.temporary_bytes, c.seconds))
+
+    def curve(self, num_points: int) -> Sequence[Candidate]:
+        """Returns candidates from the leanest to the plain one, each faster than all with a smaller peak."""
+        line, solver = self._solver(exact=True)
+        for solution in solver.frontier(num_points):
+            self._try(line, solution, exact=True)
+        self.leanest()
+        curve: list[Candidate] = []
+        for candidate in sorted(self._known.values(), key=lambda c: (self.peak_bytes(c), c.seconds)):
+            if not curve or candidate.seconds < curve[-1].seconds:
+                curve.append(candidate)
+        return curve

@@ -1,0 +1,224 @@
+"""From a user's step to a program: arguments flattened, what is no array set aside, the step traced once."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+import jax
+from recoup.errors import PlanMismatch, StepError, UsageError
+from recoup.jax.linear import is_differentiable, reads_of
+from recoup.jax.program import Program
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Step:
+    """A traced loss function.
+
+    Attributes:
+        name: of the function. function: the user's, from array leaves to flat results. program: what it does.
+        structure: pytree of its arguments. is_array: for each leaf, whether it is one. fixed: the leaves that are none.
+        avals: of those that are.
+        differentiated: positions, among the array leaves, of those that gradients are asked of.
+        result: pytree of its result. active: values that carry a derivative. shard_bytes: of each array, on a device.
+    """
+
+    name: str
+    function: Callable[[Sequence[Any]], list[Any]]
+    program: Program
+    structure: Any
+    is_array: tuple[bool, ...]
+    fixed: tuple[Any, ...]
+    avals: tuple[Any, ...]
+    differentiated: tuple[int, ...]
+    result: Any
+    has_aux: bool
+    active: frozenset[int]
+    shard_bytes: tuple[int, ...]
+
+    def arrays_of(self, args: Sequence[Any]) -> list[Any]:
+        """Returns the array leaves of `args`.
+
+        Raises:
+            PlanMismatch: if they are not those the step was traced with.
+        """
+        leaves, structure = jax.tree.flatten(tuple(args))
+        if structure != self.structure:
+            raise PlanMismatch(
+                f"`{self.name}` was planned for arguments of the structure {self.structure}; these have {structure}. "
+                "Plan again for them."
+            )
+        arrays = [leaf for leaf, is_array in zip(leaves, self.is_array, strict=True) if is_array]
+        for i, (array, aval) in enumerate(zip(arrays, self.avals, strict=True)):
+            if np.shape(array) != aval.shape or jax.dtypes.result_type(array) != aval.dtype:
+                found = f"{jax.dtypes.result_type(array)}{list(np.shape(array))}"
+                raise PlanMismatch(
+                    f"`{self.name}` was planned for {aval.dtype}{list(aval.shape)} as its array argument {i}; this one "
+                    f"is {found}. Plan again for these shapes."
+                )
+        return arrays
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether a leaf is traced; everything else (flags, functions, strings) is part of the step."""
+    if isinstance(leaf, (bool, str, bytes)) or leaf is None:
+        return False
+    return isinstance(leaf, (int, float, complex, np.ndarray, np.generic)) or (
+        hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+    )
+
+
+def is_no_number(leaf: Any) -> bool:
+    """Whether a leaf is traced where Python's own numbers are not."""
+    return is_array(leaf) and not isinstance(leaf, (int, float, complex))
+
+
+def struct_of(leaf: Any) -> jax.ShapeDtypeStruct:
+    """Returns shape, dtype and sharding of a leaf."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf
+    if isinstance(leaf, (int, float, complex, np.ndarray, np.generic)):
+        return jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.result_type(leaf))
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+
+
+def _shard_bytes(leaf: Any) -> int:
+    """Returns the bytes of a leaf on one device."""
+    struct = struct_of(leaf)
+    shape, sharding = struct.shape, getattr(leaf, "sharding", None)
+    if sharding is not None and hasattr(sharding, "shard_shape"):
+        shape = sharding.shard_shape(tuple(shape))
+    itemsize = getattr(struct.dtype, "itemsize", 1)
+    return int(np.prod(shape, dtype=np.int64)) * int(itemsize)
+
+
+def trace(
+    step: Callable[..., Any], args: Sequence[Any], argnums: int | Sequence[int], *, has_aux: bool, is_loss: bool = True
+) -> Step:
+    """Returns the traced step.
+
+    Args:
+        step: returns a scalar loss, or with `has_aux` a pair of it and anything else.
+        args: its arguments: arrays, or `jax.ShapeDtypeStruct`s. argnums: which of them gradients are asked of.
+        has_aux: whether it returns a pair. is_loss: whether to check that, and what gradients are asked of.
+
+    Raises:
+        UsageError: if `argnums` names no argument, or none that can have a gradient.
+        StepError: if the step fails on these arguments, or returns no scalar.
+    """
+    name = getattr(step, "__name__", type(step).__name__)
+    wanted: set[int] = {n if n >= 0 else n + len(args) for n in ([argnums] if isinstance(argnums, int) else argnums)}
+    if not wanted or min(wanted) < 0 or max(wanted) >= len(args):
+        raise UsageError(
+            f"argnums={argnums!r} names no argument of `{name}`: {len(args)} were given. "
+            f"Name one of 0 to {len(args) - 1}."
+        )
+    try:
+        return _trace(step, name, args, wanted, is_array, has_aux=has_aux, is_loss=is_loss)
+    except StepError:
+        if not any(isinstance(leaf, (int, float, complex)) for leaf in jax.tree.leaves(tuple(args))):
+            raise
+    # Numbers may be settings that the step compares (a dropout's rate): then they are part of it.
+    return _trace(step, name, args, wanted, is_no_number, has_aux=has_aux, is_loss=is_loss)
+
+
+def _trace(
+    step: Callable[..., Any],
+    name: str,
+    args: Sequence[Any],
+    wanted: set[int],
+    is_array: Callable[[Any], bool],
+    *,
+    has_aux: bool,
+    is_loss: bool,
+) -> Step:
+    leaves, structure = jax.tree.flatten(tuple(args))
+    owner = [i for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
+    arrays = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
+    structs = [struct_of(leaves[i]) for i in arrays]
+
+    def flat(*values: Any) -> Any:
+        filled = list(leaves)
+        for i, value in zip(arrays, values, strict=True):
+            filled[i] = value
+        return step(*jax.tree.unflatten(structure, filled))
+
+    try:
+        jaxpr, shape = jax.make_jaxpr(flat, return_shape=True)(*structs)
+    except Exception as error:
+        raise StepError(f"`{name}` fails on these arguments: {type(error).__name__}: {error}") from error
+    if is_loss:
+        _check_result(name, shape, has_aux=has_aux)
+    program = Program(jaxpr)
+    differentiated = [p for p, i in enumerate(arrays) if owner[i] in wanted and is_differentiable(structs[p])]
+    if not differentiated and is_loss:
+        raise UsageError(
+            f"No array of argument {sorted(wanted)} of `{name}` can have a gradient: none is floating. Set argnums."
+        )
+    return Step(
+        name=name,
+        function=lambda values: jax.tree.leaves(flat(*values)),
+        program=program,
+        structure=structure,
+        is_array=tuple(is_array(leaf) for leaf in leaves),
+        fixed=tuple(leaf for leaf in leaves if not is_array(leaf)),
+        avals=tuple(structs),
+        differentiated=tuple(differentiated),
+        result=jax.tree.structure(shape),
+        has_aux=has_aux,
+        active=active_values(program, [program.inputs[p] for p in differentiated]) if is_loss else frozenset(),
+        shard_bytes=tuple(_shard_bytes(leaves[i]) for i in arrays),
+    )
+
+
+def _check_result(name: str, shape: Any, *, has_aux: bool) -> None:
+    loss = shape[0] if has_aux and isinstance(shape, (tuple, list)) and len(shape) == 2 else shape
+    leaves = jax.tree.leaves(loss)
+    if len(leaves) != 1 or leaves[0].shape != () or not is_differentiable(leaves[0]):
+        found = ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves[:3]) or "nothing"
+        hint = "" if has_aux else " If it returns a pair of loss and something else, set has_aux=True."
+        raise StepError(f"`{name}` has to return a floating scalar, the loss; it returns {found}.{hint}")
+
+
+def active_values(program: Program, inputs: Sequence[int]) -> frozenset[int]:
+    """Returns the values that carry a derivative with respect to `inputs`."""
+    active = set(inputs)
+    for unit in program.units:
+        carrying = [i for i, o in enumerate(unit.operands) if isinstance(o, int) and o in active]
+        if carrying:
+            active.update(unit.outputs[i] for i in reads_of(unit, carrying).active)
+    return frozenset(active)
+
+
+def loss_function(step: Step, run: Callable[[Sequence[Any]], list[Any]], *, scale: float = 1.0) -> Callable[..., Any]:
+    """Returns the loss, and what else the step returns, as a function of the differentiated leaves and of all."""
+
+    def loss(chosen: Sequence[Any], values: Sequence[Any]) -> Any:
+        filled = list(values)
+        for position, value in zip(step.differentiated, chosen, strict=True):
+            filled[position] = value
+        results = run(filled)
+        return results[0] if scale == 1.0 else results[0] * scale, results[1:]
+
+    return loss
+
+
+def gradient_function(
+    step: Step, run: Callable[[Sequence[Any]], list[Any]], *, scale: float = 1.0
+) -> Callable[..., Any]:
+    """Returns loss and gradients as a function of the step's array leaves.
+
+    Args:
+        step: the traced step. run: returns its flat results for its array leaves, planned or plain.
+        scale: what the loss is multiplied with.
+    """
+
+    loss = loss_function(step, run, scale=scale)
+
+    def both(*values: Any) -> Any:
+        return jax.value_and_grad(loss, has_aux=True)([values[p] for p in step.differentiated], values)
+
+    return both
