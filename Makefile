@@ -11,7 +11,7 @@ DEMO := "hf:gpt2?n_layer=6,n_embd=384,n_head=6,vocab_size=16384" --batch 4 --seq
 # The CUDA build of torch over a stub of the driver: everything of a GPU but values and times.
 STUB ?= ../shared/cuda_stub
 
-.PHONY: help setup demo test test-quick check check-cuda format bench bench-quick bench-gpu hazards fuzz clean
+.PHONY: gpu-accept help setup demo test test-quick check check-cuda format bench bench-quick bench-gpu hazards fuzz clean
 
 help:
 	@echo "make demo        fit a GPT-2 into 60 % of its memory on this CPU, with proof"
@@ -21,6 +21,7 @@ help:
 	@echo "make hazards     rewrite docs/hazards.md    make fuzz    1,000 random modules under random plans"
 	@echo "make bench       all benchmarks, goes on where it was stopped (TIME=1: only time the peers' rows again)"
 	@echo "make bench-quick what does not wobble in them, exit status 1 if broken"
+	@echo "make gpu-accept  does it hold on this CUDA GPU: ten checks, PASS or FAIL, under ten minutes"
 	@echo "make bench-gpu   the comparison on one CUDA GPU, under ten minutes"
 
 setup: $(STAMP)
@@ -69,6 +70,9 @@ endif
 $(PEERS): $(STAMP)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group bench
 	@touch $@
+
+gpu-accept: $(STAMP)
+	$(BIN)/python -m bench.gpu_accept
 
 bench-gpu: $(STAMP)
 	$(BIN)/python -m bench.gpu

@@ -1,35 +1,160 @@
-"""Predictions of a plan made without a card against the allocator of the CUDA build."""
+"""What a plan made without a card predicts, against PyTorch's CUDA allocator: allocated bytes, and the card it needs.
+
+    python -m bench.cuda_predictions [case ...] [--small] [--out bench/results]
+
+Needs a CUDA device, or the stub GPU (shared/cuda_stub: the allocator and the ops are real there, values and times are
+not). Each case runs in a process of its own: the model is planned on `meta` for the device named below, then built on
+the card, where a step's `max_memory_allocated` is taken, and the smallest `set_per_process_memory_fraction` under which
+three steps run. cuDNN's workspaces are no part of a prediction; on the stub set STUB_GPU_CONV_WORKSPACE=0,
+STUB_GPU_BATCH_NORM_WORKSPACE=0 and STUB_GPU_BATCH_NORM_RESERVE=0.
+"""
 
 from __future__ import annotations
 
-import dataclasses
+import argparse
+import contextlib
+import datetime
+import gc
+import json
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
-from bench.gpu_models import WORKLOADS, Autocast, gpt2
+import recoup
+from bench.gpu_models import WORKLOADS, Autocast, Workload, gpt2
 
-
-@dataclasses.dataclass
-class Case:
-    model: nn.Module
-    batch: Any
-    loss: Any
-    layers: list[str]
-    optimizer: type[torch.optim.Optimizer] | None
+CASES = ("gpt2-dropout", "gpt2-autocast", *WORKLOADS)
+DEVICES = {(7, 5): "t4", (8, 0): "a100-80gb", (8, 9): "rtx-4090", (9, 0): "h100-sxm", (10, 0): "b200"}
+BUDGETS = ("100%", "60%")
+_PRECISION_BYTES = 4 << 20
+Row = dict[str, Any]
 
 
-def make(name: str, device: torch.device, small: bool) -> Case:
-    if name.startswith("gpt2"):
-        work = gpt2(device, small=small, dropout=0.1 if name == "gpt2-dropout" else 0.0)
-        if name == "gpt2-autocast":
-            inner, loss = Autocast(work.model), work.loss
+def make(name: str, device: torch.device, *, small: bool) -> Workload:
+    """Returns a case's model and batch on a device."""
+    if not name.startswith("gpt2"):
+        return WORKLOADS[name](device, small=small)
+    work = gpt2(device, small=small, dropout=0.1 if name == "gpt2-dropout" else 0.0)
+    return Workload(
+        model=Autocast(work.model) if name == "gpt2-autocast" else work.model,
+        batch=work.batch,
+        loss=work.loss,
+        layers=work.layers,
+        items=work.items,
+        unit=work.unit,
+    )
 
-            return Case(inner, work.batch, loss, [f"model.{p}" for p in work.layers], torch.optim.AdamW)
-    else:
-        work = WORKLOADS[name](device, small=small)
-    return Case(work.model, work.batch, work.loss, work.layers, torch.optim.AdamW)
+
+def measure(name: str, budget: str, *, small: bool) -> Row:
+    """Returns predicted and measured bytes of one case under one budget."""
+    device = DEVICES[torch.cuda.get_device_capability()]
+    work = make(name, torch.device("meta"), small=small)
+    ids = not torch.is_floating_point(work.batch)
+    batch = torch.zeros(work.batch.shape, dtype=work.batch.dtype) if ids else work.batch
+    plan = recoup.plan(work.model, batch, loss=work.loss, optimizer=torch.optim.AdamW, budget=budget, device=device)
+    work = make(name, torch.device("cuda"), small=small)
+    optimizer = torch.optim.AdamW(work.model.parameters())
+
+    def step() -> None:
+        loss = work.loss(work.model(work.batch), work.batch)
+        loss.backward()
+        del loss
+        optimizer.step()
+        work.model.zero_grad(set_to_none=True)
+
+    total = torch.cuda.get_device_properties(0).total_memory
+    with recoup.apply(work.model, plan) if plan.decisions else contextlib.nullcontext():
+        step()
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        allocated = torch.cuda.max_memory_allocated()
+        low, high = allocated - 1, torch.cuda.max_memory_reserved() + (64 << 20)
+        while high - low > _PRECISION_BYTES:
+            middle = (low + high) // 2
+            gc.collect()
+            torch.cuda.empty_cache()
+            torch.cuda.set_per_process_memory_fraction(middle / total)
+            try:
+                step(), step(), step()
+                high = middle
+            except torch.OutOfMemoryError:
+                work.model.zero_grad(set_to_none=True)
+                low = middle
+    found = plan.predicted
+    return {
+        "case": name,
+        "budget": budget,
+        "device": device,
+        "decisions": len(plan.decisions),
+        "predicted_bytes": found.peak_bytes,
+        "allocated_bytes": allocated,
+        "allocated_error": found.peak_bytes / allocated - 1,
+        "predicted_card_bytes": found.card_bytes,
+        "card_bytes": high,
+        "card_error": found.card_bytes / high - 1,
+    }
 
 
-NAMES = ("gpt2-dropout", "gpt2-autocast", *WORKLOADS)
+def text(row: Row) -> str:
+    """Returns a row of the table."""
+    if "why_not" in row:
+        return f"| {row['case']} | {row['budget']} | {row['why_not']} |"
+    predicted, allocated, card, smallest = (
+        f"{row[name] / 2**30:.3f}"
+        for name in ("predicted_bytes", "allocated_bytes", "predicted_card_bytes", "card_bytes")
+    )
+    off, card_off = (f"{100 * row[name]:+.2f} %" for name in ("allocated_error", "card_error"))
+    return f"| {row['case']} | {row['budget']} | {predicted} | {allocated} | {off} | {card} | {smallest} | {card_off} |"
+
+
+HEAD = (
+    "| case | budget | predicted, GiB | allocated, GiB | off | predicted card, GiB | smallest card, GiB | off |\n"
+    "|---|---|---|---|---|---|---|---|"
+)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the cases; returns the number that failed to run."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("cases", nargs="*", help=f"of {', '.join(CASES)}")
+    parser.add_argument("--small", action="store_true", help="tiny models")
+    parser.add_argument("--budget", help="one case in this process, its row as JSON")
+    parser.add_argument("--out", help="folder for the result file")
+    given = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        print("skipped: no CUDA device and no stub GPU", file=sys.stderr)
+        return 0
+    if given.budget:
+        print(json.dumps(measure(given.cases[0], given.budget, small=given.small)))
+        return 0
+    rows: list[Row] = []
+    print(HEAD, flush=True)
+    for case in given.cases or CASES:
+        for budget in BUDGETS:
+            command = [sys.executable, "-m", "bench.cuda_predictions", case, "--budget", budget]
+            done = subprocess.run(command + ["--small"] * given.small, capture_output=True, text=True, timeout=600)
+            if done.returncode:
+                rows.append({"case": case, "budget": budget, "why_not": done.stderr.strip().splitlines()[-1][:200]})
+            else:
+                rows.append(json.loads(done.stdout.strip().splitlines()[-1]))
+            print(text(rows[-1]), flush=True)
+    if given.out:
+        card = torch.cuda.get_device_name().removesuffix(" (stub)")
+        kind = "stub, no card" if "stub" in torch.cuda.get_device_name() else "card"
+        today = datetime.date.today().isoformat()
+        data = {"date": today, "hardware": f"{card} ({kind})", "torch": torch.__version__, "rows": rows}
+        name = f"cuda-predictions-{'stub' if kind.startswith('stub') else 'card'}-{today}"
+        folder = Path(given.out)
+        (folder / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n")
+        head = (
+            f"# Predictions for {data['hardware']}, {today}\n\ntorch {torch.__version__}, AdamW, no cuDNN workspaces.\n"
+        )
+        (folder / f"{name}.md").write_text("\n".join([head, HEAD, *map(text, rows), ""]))
+    return sum("why_not" in row for row in rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -299,9 +299,9 @@ class _Gpt(nn.Module):
         return self.head(self.norm(x))
 
 
-def gpt2(device: torch.device, *, small: bool, dropout: float = 0.1, batch: int = 8) -> Workload:
+def gpt2(device: torch.device, *, small: bool, dropout: float = 0.1, batch: int = 8, layers: int = 12) -> Workload:
     """The sizes of GPT-2 small, in float32; 8 sequences of 1,024 tokens."""
-    sizes = {"width": 768, "heads": 12, "layers": 12, "vocabulary": 50257, "tokens": 1024}
+    sizes = {"width": 768, "heads": 12, "layers": layers, "vocabulary": 50257, "tokens": 1024}
     if small:
         sizes = {"width": 64, "heads": 4, "layers": 3, "vocabulary": 256, "tokens": 64}
     with device:
@@ -311,8 +311,8 @@ def gpt2(device: torch.device, *, small: bool, dropout: float = 0.1, batch: int 
     def loss(output: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(output[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
 
-    layers = [f"layers.{i}" for i in range(sizes["layers"])]
-    return Workload(model=model, batch=ids, loss=loss, layers=layers, items=ids.numel(), unit="tokens")
+    paths = [f"layers.{i}" for i in range(sizes["layers"])]
+    return Workload(model=model, batch=ids, loss=loss, layers=paths, items=ids.numel(), unit="tokens")
 
 
 class Autocast(nn.Module):

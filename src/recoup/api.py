@@ -35,7 +35,7 @@ from recoup.planner.fitting import Fitting, paths_below
 from recoup.planner.strategies.registry import check_actions
 from recoup.planner.strategies.tile import is_tiled
 from recoup.runtime.apply import Applied, apply_decisions, find_patches, plain
-from recoup.runtime.conflicts import refuse_conflicts, refuse_wrapped
+from recoup.runtime.conflicts import refuse_conflicts, refuse_unready, refuse_wrapped
 from recoup.runtime.execution_context import is_recomputing
 from recoup.runtime.offload.transport import Transport
 from recoup.runtime.rebuild.saved_tensor import rederive
@@ -118,6 +118,7 @@ def _planner(
     name, entry, here = _target(model, device)
     refuse_wrapped(model)
     refuse_conflicts(model)
+    refuse_unready(model, batch)
     on_cuda = (entry.dialect if entry is not None else name.split(":")[0]) == "cuda"
     spec = StepSpec(
         model=model,

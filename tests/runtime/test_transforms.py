@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import recoup
 from recoup.ir.decision import Recompute, Rederive
 from recoup.runtime.apply import apply_decisions
 
@@ -185,3 +186,70 @@ def _accumulated_by(net: nn.Module, compiled: Callable[..., torch.Tensor]) -> An
     for i in range(3):
         compiled(_input() * i).square().sum().backward()
     return [p.grad for p in net.parameters()]
+
+
+class _Inside(nn.Module):
+    """Transforms of `torch.func` and `torch.cond` inside a forward, as physics-informed and energy models have them."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(6, 80), nn.Tanh(), nn.Linear(80, 1)).double()
+        self.last = nn.Sequential(nn.Linear(6, 80), nn.GELU(), nn.Linear(80, 2)).double()
+        self.how = how
+
+    def _of(self, x: torch.Tensor) -> torch.Tensor:
+        def energy(p: torch.Tensor) -> torch.Tensor:
+            return self.net(p).squeeze(-1)
+
+        transform = torch.func
+        if self.how == "grad":
+            return transform.vmap(transform.grad(energy))(x)
+        if self.how == "hessian":
+            return transform.vmap(transform.hessian(energy))(x).sum(-1)
+        if self.how == "jvp":
+            return transform.jvp(self.net, (x,), (torch.ones_like(x),))[1] * x
+        if self.how == "vjp":
+            return transform.vjp(self.net, x)[1](torch.ones(len(x), 1, dtype=x.dtype))[0]
+        if self.how == "jacrev":
+            return transform.jacrev(self.net)(x).sum((1, 2))
+        return transform.vmap(energy)(x)[:, None] * x
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(self._of(torch.tanh(x)) * x))
+
+
+_INSIDE = {
+    "whole": [Recompute(path="")],
+    "nested": [Recompute(path="", inside="rederive"), Recompute(path="net"), Recompute(path="last")],
+    "rederive": [Rederive(path="")],
+}
+
+
+@pytest.mark.parametrize("plan", _INSIDE)
+@pytest.mark.parametrize("how", ["grad", "hessian", "jvp", "vjp", "jacrev", "vmap"])
+def test_transforms_inside_a_forward(how: str, plan: str) -> None:
+    gradients = []
+    for decisions in ([], _INSIDE[plan]):
+        model, x = _Inside(how), torch.randn(20, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        with apply_decisions(model, decisions):
+            model(x).square().sum().backward()
+        gradients.append([p.grad for p in model.parameters() if p.grad is not None])
+    assert len(gradients[0]) == len(gradients[1])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_hooks_of_others_are_refused_by_transforms_as_ever() -> None:
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
+    plain = torch.autograd.graph.disable_saved_tensors_hooks
+    with recoup.rederive(), hooks, pytest.raises(RuntimeError, match="saved tensor hooks"):
+        torch.func.grad(lambda t: t.sin().sum())(torch.ones(3))
+    assert torch.autograd.graph.disable_saved_tensors_hooks is plain
+
+
+def test_what_has_no_size_yet_is_refused() -> None:
+    with pytest.raises(recoup.UsageError, match=r"`0\.weight`.*no shape"):
+        recoup.plan(nn.Sequential(nn.LazyLinear(4), nn.GELU()), (torch.ones(2, 3),), budget="80%")
+    nested = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], layout=torch.jagged)
+    with pytest.raises(recoup.UsageError, match="nested tensor"):
+        recoup.fit(nn.Linear(4, 4), (nested,), budget="80%")

@@ -48,7 +48,9 @@ class Snapshot:
         self._arrays = [(name, item, item.copy()) for name, item in found.arrays if item.flags.writeable]
         self._raw = [(name, item, item[:]) for name, item in found.raw]
         self._forwards = {id(m.__dict__) for m in model.modules()}
-        self.tensors = TensorNotes(found.tensors)
+        known = {id(t) for _, t in found.tensors}
+        inside = [*model.named_parameters(prefix="model"), *model.named_buffers(prefix="model")]  # TorchScript's too
+        self.tensors = TensorNotes([*found.tensors, *((name, t) for name, t in inside if id(t) not in known)])
         self._streams = StreamState(item for _, item in found.streams)
         self._random = random_state()
 
@@ -264,7 +266,13 @@ def untouched(model: nn.Module, batch: Any = None, loss: Any = None, others: Any
             yield before
     finally:
         with _uninterrupted():
-            before.restore()
+            try:
+                before.restore()
+            except (
+                BaseException
+            ):  # an exception that a thread or a signal handler raised in it: it is done all the same
+                before.restore()
+                raise
 
 
 @contextlib.contextmanager

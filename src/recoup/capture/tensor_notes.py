@@ -164,10 +164,14 @@ class CopyBeforeWrite(_torch.dispatch_mode_class()):  # type: ignore[misc]
         super().__init__()
         self._notes = notes
 
+    supports_higher_order_operators = True
+
     def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         for tensor in _flat((*args, *kwargs.values())):
             self._notes.takes(tensor)
+        if _torch.is_higher_order(func):  # these write to nothing
+            return func(*args, **kwargs)
         facts = op_facts(func)
         written = [args[i] for i in facts.written if i < len(args)]
         written += [kwargs[n] for n in facts.written_names if n in kwargs]

@@ -100,7 +100,7 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
         saves: (ops so far, call, storage, op that saves it) of each tensor that autograd keeps, in order.
         marks: before each op, how many storages were known and saved tensors rederived.
         counting: ops run and are not recorded. num_looks: how many ops were asked of real tensors, whose values may
-            count. unanswered: the first error of an op that fake tensors cannot answer; None if there was none.
+            count. unanswered: the first error of an op that fake tensors cannot answer, "" if there was none.
             bridge: stands for the calls that `folding` leaves out, if it does.
         outside: what tensors are that the step may reach and that are not the model's, by their storages' address.
     """
@@ -133,7 +133,7 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
         self.recording = True
         self.counting = False
         self.num_looks = 0
-        self.unanswered: BaseException | None = None
+        self.unanswered = ""
         self._island = island
         self._device_type = torch.device(device).type
         self._results = FakeResults(kernels)
@@ -268,7 +268,7 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
         try:
             out = self._run(func, args, kwargs, tensors)
         except _UNANSWERED as error:
-            self.unanswered = self.unanswered or error.with_traceback(None)
+            self.unanswered = self.unanswered or f"{type(error).__name__}: {error}"
             raise
         if func.namespace == "prim" or self.counting:  # questions about a tensor's device and the like
             return out

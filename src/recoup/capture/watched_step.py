@@ -67,10 +67,10 @@ def run_step(
                 before.tensors.add("a tensor that the loss reaches", leaf)
             tracker.phase = "backward"
             loss.backward()  # type: ignore[no-untyped-call]
-        if tracker.unanswered is not None:
-            raise tracker.unanswered  # an `except:` of the model's has eaten it: in training it takes another way
+        if tracker.unanswered:  # an `except:` of the model's has eaten it: in training it takes another way
+            raise Unfollowable(tracker.unanswered)
         return source
-    except RecoupError:
+    except (RecoupError, Unfollowable):
         raise
     except _torch.fake_tensor_errors() as error:
         raise Unfollowable(f"{type(error).__name__}: {_first_line(error)}") from error

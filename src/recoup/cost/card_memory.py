@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from recoup.cost.caching_allocator import Block, CachingAllocator, OutOfCard
+from recoup.cost.devices import CUBLASLT_BYTES
 from recoup.cost.flops import kind
 from recoup.ir.trace import Signature, Trace
 
@@ -94,20 +95,27 @@ class CardMemory:
         until (-2, 0), (-3, thread) where a thread multiplies matrices for the first time."""
         born: dict[int, list[int]] = {}
         died: dict[int, list[int]] = {}
+        takes_over = _sums_in_place(trace)
+        block_of = list(range(len(trace.storages)))
+        for new, old in takes_over.items():  # in the order of the step
+            block_of[new] = block_of[old]
+        taken = set(takes_over.values())
         for index, storage in enumerate(trace.storages):
             if storage.nbytes and first <= storage.alloc_op < last:
-                born.setdefault(storage.alloc_op, []).append(index)
-                died.setdefault(storage.free_op, []).append(index)
+                if index not in takes_over:
+                    born.setdefault(storage.alloc_op, []).append(index)
+                if index not in taken:
+                    died.setdefault(storage.free_op, []).append(block_of[index])
         multiplies = [kind(s.name) in ("matmul", "convolution") for s in trace.signatures]
         events: list[tuple[int, int]] = []
         started: set[bool] = set()
         for i in range(first, last):
             op = trace.ops[i]
             backward = op.phase == "backward"
+            events += [(index, trace.storages[index].nbytes) for index in born.get(i, ())]
             if op.signature >= 0 and multiplies[op.signature] and backward not in started:
                 started.add(backward)
                 events.append((-3, int(backward)))
-            events += [(index, trace.storages[index].nbytes) for index in born.get(i, ())]
             if op.signature >= 0 and workspace[i]:
                 events += [(-1, nbytes) for nbytes in self._hidden(trace.signatures[op.signature], workspace[i])]
                 events.append((-2, 0))
@@ -151,5 +159,26 @@ class CardMemory:
                     allocator.free(block)
                 hidden.clear()
             elif nbytes not in threads and self._thread_bytes:
+                if not threads:
+                    allocator.allocate(CUBLASLT_BYTES)
                 threads.add(nbytes)
                 allocator.allocate(self._thread_bytes)
+
+
+def _sums_in_place(trace: Trace) -> dict[int, int]:
+    """Returns storages of summed gradients that are the storage of the first gradient in truth, by the new one's index.
+
+    Autograd adds a gradient to one that nobody else holds in place; to fake tensors it does not.
+    """
+    found: dict[int, int] = {}
+    for i, op in enumerate(trace.ops):
+        if op.phase != "backward" or op.signature < 0 or trace.signatures[op.signature].name != "aten.add.Tensor":
+            continue
+        if not op.inputs or len(op.outputs) != 1:
+            continue
+        old, new = op.inputs[0], op.outputs[0]
+        before, after = trace.storages[old], trace.storages[new]
+        is_let_go = before.free_op == i == after.alloc_op and before.alloc_op >= 0
+        if old != new and is_let_go and before.nbytes == after.nbytes:
+            found[new] = old
+    return found

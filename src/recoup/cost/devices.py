@@ -59,9 +59,11 @@ class Device:
 
 # [Note: cuBLAS workspace] torch gives each cuBLAS handle a workspace from its caching allocator, by handle and stream:
 # 4096 KiB x 2 + 16 KiB x 8, on Hopper 32 MiB (aten/src/ATen/cuda/CublasHandlePool.cpp). Handles belong to threads, and
-# backward runs in a thread of its own, so a training step has two.
-_CUBLAS = 2 * 8519680
-_CUBLAS_HOPPER = 2 * 32 * 2**20
+# backward runs in a thread of its own, so a training step has two. Products with a bias go through cuBLASLt, which has
+# 1 MiB more.
+CUBLASLT_BYTES = 1 << 20
+_CUBLAS = 2 * 8519680 + CUBLASLT_BYTES
+_CUBLAS_HOPPER = 2 * 32 * 2**20 + CUBLASLT_BYTES
 _CUBLAS_SOURCE = "PyTorch, CublasHandlePool.cpp: default workspace, one for forward's thread and one for backward's"
 
 _CONTEXT = 768 << 20

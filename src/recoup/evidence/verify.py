@@ -29,7 +29,7 @@ from recoup._pytree import iterate_tensors, map_tensors
 from recoup.capture.optimizer import OptimizerLike, OptimizerStep, prepare_optimizer
 from recoup.capture.snapshot import Snapshot, parameters_outside, untouched
 from recoup.capture.step import Loss, call_model, leaves_of, loss_of
-from recoup.errors import RecoupError, StepOutOfMemory, UsageError
+from recoup.errors import RecoupError, StepError, StepOutOfMemory, UsageError
 from recoup.evidence.gradients import (
     NOISE_FACTOR,
     Comparison,
@@ -124,8 +124,17 @@ class StepBench:
 
     def step_optimizer(self) -> None:
         """Steps the optimizer, if there is one."""
-        if self.optimizer is not None:
+        if self.optimizer is None:
+            return
+        try:
             self.optimizer.step(self._again)
+        except Exception as error:  # the user's optimizer may raise anything
+            if isinstance(error, RecoupError) or is_allocation_failure(error):
+                raise
+            raise StepError(
+                f"The step of {type(self.optimizer.optimizer).__name__} failed on this model's gradients: "
+                f"{type(error).__name__}: {error}. Build it from the parameters it is for, and pass that as optimizer=."
+            ) from error
 
     def _again(self) -> torch.Tensor:
         self._before.tensors.clear_gradients()

@@ -11,9 +11,10 @@ from collections.abc import Mapping, Sequence
 from recoup import progress
 from recoup.capture.capture import StepSpec, capture
 from recoup.cost.card_memory import CardMemory
+from recoup.cost.devices import CUBLASLT_BYTES
 from recoup.cost.hidden_memory import hidden_blocks
 from recoup.cost.host_link import Link, with_copies
-from recoup.cost.host_overhead import host_seconds
+from recoup.cost.host_overhead import step_seconds
 from recoup.cost.model import CostModel, PricedTrace
 from recoup.cost.roofline import RooflineCost
 from recoup.ir.decision import Decision, Rederive
@@ -106,7 +107,9 @@ class Simulator:
             return (nbytes,) if device is None else hidden_blocks(signature, device)
 
         workspace = self.priced.op_workspace_bytes
-        return CardMemory(self.trace, workspace, hidden=hidden, thread_bytes=self.fixed_bytes // 2)
+        return CardMemory(
+            self.trace, workspace, hidden=hidden, thread_bytes=max(self.fixed_bytes - CUBLASLT_BYTES, 0) // 2
+        )
 
     def needed_bytes(self, chosen: tuple[Decision, ...]) -> tuple[int, int]:
         """Returns the smallest card that the step with `chosen` applied runs on: by default, with expandable segments.
@@ -141,19 +144,11 @@ class Simulator:
             tensors.sort(key=lambda item: -item[1])
         phase = "replay" if op.replayed else op.phase
         peak_bytes = levels[at] + self.fixed_bytes
-        seconds = sum(s for s, o in zip(priced.op_seconds, trace.ops, strict=True) if o.phase != "optimizer")
         if self._optimizer[0] + self.fixed_bytes > peak_bytes:
             peak_bytes, phase = self._optimizer[0] + self.fixed_bytes, "optimizer"
         if self.card is not None:
-            peak_bytes = max(peak_bytes, self.card.need(trace, priced.op_workspace_bytes).allocated_bytes)
-        seconds += self._optimizer[1] + priced.copy_seconds
-        seconds += host_seconds(
-            chosen,
-            trace,
-            plain=self.trace,
-            num_scan_replayed=priced.num_scan_replayed,
-            num_scan_tapes=priced.num_scan_tapes,
-        )
+            peak_bytes = self.card.need(trace, priced.op_workspace_bytes).allocated_bytes
+        seconds = step_seconds(chosen, priced, plain=self.trace) + self._optimizer[1] + priced.copy_seconds
         model_end = sum(1 for o in trace.ops if o.phase == "forward")
         forward_end = sum(1 for o in trace.ops if o.phase in ("forward", "loss"))
         return Candidate(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
-from recoup.errors import ConflictError
+from recoup._pytree import iterate_tensors
+from recoup.errors import ConflictError, UsageError
 from recoup.runtime.apply import find_patches
 from recoup.runtime.patch import find_patch
 
@@ -66,3 +69,20 @@ def refuse_wrapped(model: nn.Module) -> None:
                 "compile it. A plan that exists already goes on with recoup.integrations.distributed.apply(model, "
                 "plan). (recoup.runtime.conflicts)"
             )
+
+
+def refuse_unready(model: nn.Module, batch: Any) -> None:
+    """Raises UsageError for a model whose parameters have no shape yet, and for a batch of nested tensors."""
+    for path, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if isinstance(parameter, nn.UninitializedParameter):
+                place = f"{path}.{name}" if path else name
+                raise UsageError(
+                    f"The parameter `{place}` of {type(module).__name__} has no shape before the first forward (a lazy "
+                    "module). Run the model once on the batch (`model(*batch)`) before planning."
+                )
+    if any(t.is_nested for t in iterate_tensors(batch)):
+        raise UsageError(
+            "The batch holds a nested tensor, whose sizes differ from batch to batch and cannot be planned for. Pass "
+            "`values()` and `offsets()`, or a padded tensor; `recoup.rederive()` needs no plan and takes them."
+        )

@@ -195,12 +195,13 @@ class OpFacts:
 _EFFECTS = frozenset(["c10d", "_c10d_functional", "_dtensor", "prim", "profiler"])
 _UNINITIALISED = ("empty", "new_empty")
 _NOT_AGAIN = (torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output)
+_KEEPS_FOR_BACKWARD = frozenset(["mkldnn_rnn_layer"])  # without gradients on, they return no workspace
 _GATHERS = frozenset(["index", "_unsafe_index"])  # their result's shape depends on values for masks of booleans only
 
 
 def _can_rerun(name: str, namespace: str, overload: Any) -> bool:
     """Whether an op that writes nothing and returns no view may run again: no random numbers, no communication."""
-    if namespace in _EFFECTS or name.lstrip("_").startswith(_UNINITIALISED):
+    if namespace in _EFFECTS or name.lstrip("_").startswith(_UNINITIALISED) or name in _KEEPS_FOR_BACKWARD:
         return False
     if any(tag in overload.tags for tag in _NOT_AGAIN):
         return False

@@ -50,6 +50,8 @@ def read_bytes(tensor: torch.Tensor) -> bytes:
         return b""
     if tensor.dtype not in _SAMPLED or tensor.layout is not torch.strided:
         return b""
+    if _torch.is_wrapped(tensor) or tensor._is_zerotensor():  # inside `torch.func` transforms: no memory of its own
+        return b""
     if not tensor.untyped_storage().nbytes():  # FSDP takes a unit's memory away
         return b""
     size = tensor.nbytes

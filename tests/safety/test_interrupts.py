@@ -1,0 +1,234 @@
+"""An exception at any line of recoup leaves model, optimizer, process and training as they were."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import random
+import signal
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+import recoup
+from recoup import _torch
+from recoup.runtime import execution_context
+
+ROOT = str(Path(recoup.__file__).parent)
+NUM_QUICK, NUM_SLOW = 12, 50  # points of each of the four functions
+
+
+class Injected(Exception):
+    """Raised by the test at a line of recoup."""
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(48, 48)
+        self.norm = nn.BatchNorm1d(48)
+        self.calls: list[int] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.append(len(x))
+        return x + nn.functional.dropout(torch.tanh(self.norm(self.linear(x))), 0.1)
+
+
+class Training:
+    """A small training and everything about it that could be left changed."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(16, 48), Block(), Block(), nn.Linear(48, 4))
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-2)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2)
+        self.batch = (torch.randn(256, 16),)
+        self.step()
+
+    @staticmethod
+    def loss(output: torch.Tensor, batch: Any) -> torch.Tensor:
+        return output.square().mean()
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.loss(self.model(*self.batch), self.batch).backward()
+        self.optimizer.step()
+        self.scheduler.step()
+
+    def state(self) -> list[Any]:
+        """Returns all that a step can change, and what recoup could leave in the process."""
+        model = self.model
+        tensors = [*model.parameters(), *model.buffers(), *self.batch]
+        found: list[Any] = [t.detach().clone() for t in tensors] + [
+            p.grad if p.grad is None else p.grad.clone() for p in model.parameters()
+        ]
+        found += [copy.deepcopy(self.optimizer.state_dict()), self.scheduler.state_dict().copy()]
+        found += [torch.get_rng_state(), random.getstate()]
+        for module in model.modules():
+            held = {k: len(v) if isinstance(v, (dict, list)) else None for k, v in vars(module).items()}
+            found.append(held)
+        found.append(process_state())
+        return found
+
+
+def process_state() -> list[Any]:
+    return [
+        torch.is_grad_enabled(),
+        len(_get_current_dispatch_mode_stack()),
+        gc.isenabled(),
+        gc.get_threshold(),
+        execution_context.observer(),
+        execution_context.is_recomputing(),
+        execution_context.stand_in_transport(),
+        signal.getsignal(signal.SIGINT),
+        threading.active_count(),
+    ]
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
+
+
+def fakes() -> int:
+    gc.collect()
+    kind = _torch._fake_tensor_class()
+    return sum(1 for o in gc.get_objects() if type(o) is kind)
+
+
+def calls(training: Training, plan: Any) -> dict[str, Callable[[], Any]]:
+    model, batch = training.model, training.batch
+    given: dict[str, Any] = {"loss": Training.loss, "optimizer": training.optimizer}
+    return {
+        "fit": lambda: recoup.fit(model, batch, budget="75%", timed=False, **given).applied.remove(),
+        "plan": lambda: recoup.plan(model, batch, budget="75%", **given),
+        "profile": lambda: recoup.profile(model, batch, **given),
+        "verify": lambda: recoup.verify(model, plan, batch, timed=False, **given),
+    }
+
+
+class LineEvents:
+    """Counts the lines of recoup that run, and raises at one of them."""
+
+    def __init__(self, at: int | None = None) -> None:
+        self.at = at
+        self.num_lines = 0
+        self.where = ""
+
+    def __enter__(self) -> LineEvents:
+        sys.settrace(self._on_call)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        sys.settrace(None)
+
+    def _on_call(self, frame: Any, event: str, argument: Any) -> Any:
+        return self._on_line if frame.f_code.co_filename.startswith(ROOT) else None
+
+    def _on_line(self, frame: Any, event: str, argument: Any) -> Any:
+        if event == "line":
+            self.num_lines += 1
+            if self.num_lines == self.at:
+                self.where = f"{frame.f_code.co_filename.removeprefix(ROOT)}:{frame.f_lineno}"
+                raise Injected(self.where)
+        return self._on_line
+
+
+@pytest.fixture(scope="module")
+def reference() -> tuple[Any, list[list[Any]], dict[str, int]]:
+    """A plan, the states of the next three plain steps, and how many lines each function runs, as far as counted."""
+    plain = Training()
+    states = [plain.state()]
+    for _ in range(3):
+        plain.step()
+        states.append(plain.state())
+    warm = Training()
+    plan = recoup.plan(warm.model, warm.batch, loss=Training.loss, optimizer=warm.optimizer, budget="75%")
+    return plan, states, {}
+
+
+def count_lines(name: str, plan: Any) -> int:
+    call = calls(Training(), plan)[name]
+    call()  # measurements of ops are kept: the lines are counted as they are the second time
+    with LineEvents() as events:
+        call()
+    return events.num_lines
+
+
+def check(training: Training, states: list[list[Any]], where: str) -> None:
+    assert fakes() == 0, f"fake tensors are left, {where}"
+    for name, (now, before) in enumerate(zip(training.state(), states[0], strict=True)):
+        assert same(now, before), f"item {name} is not as it was, {where}: {now} {before}"
+    for i, expected in enumerate(states[1:]):
+        training.step()
+        assert same(training.state(), expected), f"step {i + 1} is not plain's, {where}"
+
+
+def run_points(name: str, reference: Any, num_points: int, seed: int) -> None:
+    plan, states, num_lines = reference
+    if name not in num_lines:
+        num_lines[name] = count_lines(name, plan)
+    rng = random.Random(seed)
+    width = num_lines[name] / num_points
+    for i in range(num_points):
+        at = 1 + int((i + rng.random()) * width)  # one in each stretch of the run
+        training = Training()
+        call = calls(training, plan)[name]
+        events = LineEvents(at)
+        try:
+            with warnings.catch_warnings(), events:
+                warnings.simplefilter("ignore")
+                call()
+        except BaseException as error:
+            assert events.where, error
+            error.__traceback__ = None
+        check(training, states, f"after line {at} of {num_lines[name]} in {name}, {events.where}")
+
+
+@pytest.mark.parametrize("name", ["verify", pytest.param("fit", marks=pytest.mark.slow)])
+def test_an_exception_at_a_line_leaves_nothing(name: str, reference: Any) -> None:
+    run_points(name, reference, NUM_QUICK, seed=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["fit", "plan", "profile", "verify"])
+def test_an_exception_at_many_lines_leaves_nothing(name: str, reference: Any) -> None:
+    run_points(name, reference, NUM_SLOW, seed=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["fit", "verify"])
+def test_an_interrupt_by_signal_leaves_nothing(name: str, reference: Any) -> None:
+    plan, states, _ = reference
+    warm = Training()
+    began = time.perf_counter()
+    calls(warm, plan)[name]()
+    seconds = time.perf_counter() - began
+    for i in range(10):
+        training = Training()
+        call = calls(training, plan)[name]
+        timer = threading.Timer(seconds * (i + 0.5) / 10, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        try:
+            call()
+            timer.join()
+            time.sleep(0.01)
+        except KeyboardInterrupt as error:
+            error.__traceback__ = None
+        timer.join()
+        check(training, states, f"after an interrupt at {i + 0.5} tenths of {name}")
