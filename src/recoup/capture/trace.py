@@ -11,6 +11,11 @@ from recoup.capture.tracker import StorageRecord, Tracker
 from recoup.ir.labels import paths_around
 from recoup.ir.trace import Call, Op, Storage, Trace
 
+_RANDOM = (
+    "the step draws from python's or numpy's random numbers (are layers dropped at random?): this plan is for what was "
+    "drawn in the planned step; a training step that draws more passes the budget and says so (E302)"
+)
+
 
 def build_trace(
     *,
@@ -48,7 +53,7 @@ def build_trace(
     return Trace(
         source="real" if reason else "fake",
         reason=reason,
-        notes=notes,
+        notes=(*notes, _RANDOM) if tracker.draws_on_host else notes,
         device=device,
         fingerprint=fingerprint,
         model_class=type(model).__name__,

@@ -119,6 +119,7 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
         self.storages: list[StorageRecord] = []
         self.signatures: list[Signature] = []
         self.phase: Phase = "forward"
+        self.draws_on_host = False
         self.call = -1
         self.writes: list[tuple[int, int]] = []
         self.random_ops: list[int] = []

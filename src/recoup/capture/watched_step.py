@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import random
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -53,6 +55,7 @@ def run_step(
     Args:
         before: told of the tensors that backward gives a gradient.
     """
+    drawn = _host_random()
     try:
         tracker.phase = "forward"
         with recorder:
@@ -61,6 +64,7 @@ def run_step(
             folding.end_forward()
         tracker.phase, tracker.call = "loss", -1
         loss, source = loss_of(output, batch, loss_function)
+        tracker.draws_on_host |= _host_random() != drawn
         del output
         if backward:
             for leaf in leaves_of(loss):
@@ -139,3 +143,9 @@ def register(model: nn.Module, parameters: dict[str, torch.Tensor], tracker: Tra
         tracker.add(parameter, "parameter", name)
     for name, buffer in model.named_buffers():
         tracker.add(buffer, "buffer", name)
+
+
+def _host_random() -> tuple[Any, Any]:
+    """Returns where python's and numpy's random streams are."""
+    numpy = sys.modules.get("numpy")
+    return random.getstate(), numpy.random.get_state()[1].tobytes() if numpy is not None else None

@@ -11,6 +11,7 @@ forward: leave room for them. The plan is in place from the first batch on, afte
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -122,7 +123,8 @@ class RecoupCallback(Callback):
                 with _silent(pl_module):
                     fit = api.fit(step, (batch, 0), budget=self.budget, optimizer=optimizer, timed=False)
                 fit.applied.remove()
-                made = fit.plan
+                # A plan whose evidence is not ok was warned of, and is not put in place.
+                made = fit.plan if fit.evidence.ok else dataclasses.replace(fit.plan, decisions=())
                 step.context = contextlib.nullcontext
             self.plan = broadcast_plan(made)
         check_same_plan(self.plan)
