@@ -41,8 +41,10 @@ def is_allocation_failure(error: BaseException | None) -> bool:
 def available_bytes(device: torch.device) -> int:
     """Returns the bytes that can still be allocated on a device by this process."""
     if device.type == "cuda":
-        free = int(torch.cuda.mem_get_info(device)[0])
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        free, total = torch.cuda.mem_get_info(device)
+        reserved = torch.cuda.memory_reserved(device)
+        limit = int(total * torch.cuda.get_per_process_memory_fraction(device))  # what this process may reserve
+        return min(int(free), limit - reserved) + reserved - torch.cuda.memory_allocated(device)
     return available_host_bytes()
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from recoup import progress
-from recoup._allocation import available_host_bytes, return_freed_memory
+from recoup._allocation import available_bytes, available_host_bytes, return_freed_memory
 from recoup.analysis.profile import make_profile
 from recoup.capture.capture import StepSpec
 from recoup.capture.fingerprint import fingerprint, structure_of
@@ -150,7 +150,7 @@ def _free_bytes(name: str, entry: Device | None) -> int:
     if name.startswith("cuda"):
         device = torch.device(name)
         # What torch has reserved is its own to use again; the model in it counts in the plan's peak.
-        free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+        free = available_bytes(device) + torch.cuda.memory_allocated(device)
         return int(free * _AUTO_MARGIN)
     return int(available_host_bytes() * _AUTO_MARGIN)
 
