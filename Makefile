@@ -8,12 +8,16 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist work
 # A GPT-2 whose unplanned step takes about 0.9 GiB, into 60 % of that.
 DEMO := "hf:gpt2?n_layer=6,n_embd=384,n_head=6,vocab_size=16384" --batch 4 --seq 512 --budget 60%
 
-.PHONY: help setup demo test test-quick check format bench bench-quick bench-gpu hazards fuzz clean
+# The CUDA build of torch over a stub of the driver: everything of a GPU but values and times.
+STUB ?= ../shared/cuda_stub
+
+.PHONY: help setup demo test test-quick check check-cuda format bench bench-quick bench-gpu hazards fuzz clean
 
 help:
 	@echo "make demo        fit a GPT-2 into 60 % of its memory on this CPU, with proof"
 	@echo "make test        all tests          make test-quick  without the slow ones"
 	@echo "make check       ruff and mypy      make format      rewrite the files as ruff wants them"
+	@echo "make check-cuda  what is of a GPU on a stub of one (5 GB the first time; no GPU needed, STUB=FOLDER for another kit)"
 	@echo "make hazards     rewrite docs/hazards.md    make fuzz    1,000 random modules under random plans"
 	@echo "make bench       all benchmarks, goes on where it was stopped (TIME=1: only time the peers' rows again)"
 	@echo "make bench-quick what does not wobble in them, exit status 1 if broken"
@@ -44,6 +48,11 @@ check: $(STAMP)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+
+check-cuda:
+	$(STUB)/build.sh
+	STUB_GPU_PROTECT=1 OMP_NUM_THREADS=1 $(STUB)/run.sh -m pytest -c tests/cuda_stub/pytest.ini --rootdir=. -q tests/cuda_stub
+	$(STUB)/run.sh smoke_recoup.py
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix

@@ -20,6 +20,7 @@ ORDER = (
     "_torch",
     "_pytree",
     "_reachable",
+    "_storages",
     "_allocation",
     "cost",
     "solver",

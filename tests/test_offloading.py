@@ -11,7 +11,7 @@ from torch import nn
 
 import recoup
 from recoup.capture.capture import StepSpec, capture
-from recoup.cost.host_link import Link, with_copies
+from recoup.cost.host_link import MOST_ON_THEIR_WAY, Link, with_copies
 from recoup.cost.model import FlopsCost
 from recoup.errors import UsageError
 from recoup.ir.decision import Offload
@@ -144,11 +144,23 @@ def test_copies_cost_what_does_not_hide() -> None:
     step = sum(priced.op_seconds)
     fast, slow = with_copies(priced, link(1e18)), with_copies(priced, link(2 * out / step / 10))
     assert fast.copy_seconds < 1e-6 * step
-    assert fast.trace == priced.trace  # copied at once: nobody holds it longer
     assert 8 * step < slow.copy_seconds < 11 * step  # both ways take ten steps and hide behind one at most
-    assert max(slow.trace.levels()) > max(priced.trace.levels())  # a storage is there until it is copied
+    assert slow.trace == priced.trace  # a late copy holds the step up, not the memory
     speeds = [with_copies(priced, link(1e9 * 4**i)).copy_seconds for i in range(6)]
     assert speeds == sorted(speeds, reverse=True)
+
+
+def test_so_many_storages_are_on_their_way_out_at_a_time() -> None:
+    trace = captured("cuda").trace
+    out = [c for c in trace.copies if c.kind == "out" and c.storage >= 0]
+    first_back = min(c.op for c in trace.copies if c.kind == "back")
+    assert len(out) > MOST_ON_THEIR_WAY
+    for position, copy in enumerate(out):
+        later = position + MOST_ON_THEIR_WAY
+        until = out[later].op if later < len(out) else first_back
+        assert trace.storages[copy.storage].free_op >= until - 1
+    held = [s for s in (trace.storages[c.storage] for c in out) if s.free_op >= first_back]
+    assert len(held) <= MOST_ON_THEIR_WAY
 
 
 def test_without_copy_engines_every_byte_is_waited_for() -> None:

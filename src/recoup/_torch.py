@@ -147,6 +147,12 @@ def is_fake(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, _fake_tensor_class())
 
 
+def fakes_among(objects: list[Any], mode: Any) -> list[Any]:
+    """Returns the fake tensors of a mode among any objects at all (torch 2.13). Freed by: as `fake_tensor_mode`."""
+    fake = _fake_tensor_class()
+    return [o for o in [o for o in objects if type(o) is fake] if o.fake_mode is mode]
+
+
 @functools.cache
 def _fake_tensor_class() -> Any:
     """Returns FakeTensor; kept, since it is asked for with each tensor of each op (torch 2.11, 2.13)."""
@@ -162,6 +168,22 @@ def fake_device(tensor: Any) -> torch.device:
     """
     device: torch.device = tensor.fake_device
     return device
+
+
+def device_type(tensor: torch.Tensor) -> str:
+    """Returns "cpu", "cuda" and so on, of a fake tensor what it stands for, without dispatching the question.
+
+    Seen working on torch 2.11 and 2.13. Freed by: as `fake_device`.
+    """
+    return (fake_device(tensor) if is_fake(tensor) else tensor.device).type
+
+
+def keep_gpu_busy(cycles: int) -> None:
+    """Has the current CUDA stream do nothing for so many clock cycles, while the host goes on (torch 2.11).
+
+    Freed by: a public `torch.cuda.sleep`.
+    """
+    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
 
 
 def dispatch_mode_class() -> type[Any]:
@@ -320,6 +342,44 @@ def is_fsdp_pre_backward(hook: Any) -> bool:
 def is_fsdp_unit(module: Any) -> bool:
     """Whether `fully_shard` was called on the module itself; by name, for importing FSDP is slow (torch 2.11, 2.13)."""
     return any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
+
+
+def sparse_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Returns the indices and values of a sparse tensor, as they are; none for other layouts (torch 2.11, 2.13).
+
+    Freed by: public indices of a tensor that is not coalesced.
+    """
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return []
+
+
+def has_storage(tensor: torch.Tensor) -> bool:
+    """Whether the tensor has memory of its own to be asked about (torch 2.11, 2.13). Freed by: a public question."""
+    return bool(torch._C._has_storage(tensor))
+
+
+def pytree_node(kind: type[Any]) -> Any:
+    """Returns what opens a container of a type registered with torch's pytrees, None for others (torch 2.11, 2.13).
+
+    It takes the container and returns its children and how to make one of other children. Those that torch registers
+    by itself (lists, dicts) are left out. Freed by: a public `torch.utils.pytree.register_pytree_node`.
+    """
+    from torch.utils import _pytree
+
+    node = _pytree.SUPPORTED_NODES.get(kind)
+    if node is None or kind.__module__ in ("builtins", "collections"):
+        return None
+
+    def open_node(nest: Any) -> tuple[list[Any], Any]:
+        children, context = node.flatten_fn(nest)
+        return children, lambda items: node.unflatten_fn(list(items), context)
+
+    return open_node
 
 
 def mode_of_fake(tensor: Any) -> Any:
@@ -516,6 +576,14 @@ def without_global_optimizer_hooks() -> Iterator[None]:
     finally:
         for registered, before in hooks:
             registered.update(before)  # type: ignore[arg-type]
+
+
+def clear_cublas_workspaces() -> None:
+    """Gives the workspaces of cuBLAS back to the caching allocator; the next product makes new ones (torch 2.11, 2.13).
+
+    Freed by: a public name for it.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:

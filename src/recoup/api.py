@@ -18,6 +18,7 @@ from recoup.capture.fingerprint import fingerprint, structure_of
 from recoup.capture.optimizer import OptimizerLike, check_optimizer
 from recoup.capture.step import Loss
 from recoup.cost.devices import Device, get_device
+from recoup.cost.library_memory import library_bytes
 from recoup.cost.measured import MeasuredCost
 from recoup.cost.model import CostModel
 from recoup.cost.roofline import RooflineCost
@@ -81,8 +82,8 @@ class Fit:
 def _target(model: nn.Module, device: str | torch.device | None) -> tuple[str, Device | None, torch.device | None]:
     """Returns the device's name, its table entry (None: this machine's own), and the device to measure on."""
     own = next(model.parameters()).device if any(True for _ in model.parameters()) else torch.device("cpu")
-    if device is None:
-        device = "cpu" if own.type == "meta" else own.type
+    if device is None or (str(device) == "cuda" and own.type == "cuda"):
+        device = "cpu" if own.type == "meta" else own  # of several GPUs the one that the model is on
     name = str(device)
     if name == "cpu":
         return "cpu", None, torch.device("cpu")
@@ -130,17 +131,25 @@ def _planner(
     )
     if cost is None:
         cost = RooflineCost(entry) if entry is not None else MeasuredCost(here or torch.device("cpu"))
-    fixed_bytes = entry.fixed_bytes if entry is not None else 0
+    if entry is not None:
+        fixed_bytes = entry.fixed_bytes
+    else:
+        fixed_bytes = library_bytes(here) if on_cuda and here is not None else 0
     return Planner(spec, cost=cost, actions=chosen, fixed_bytes=fixed_bytes), name, entry
 
 
 def _free_bytes(name: str, entry: Device | None) -> int:
     """Returns what `budget="auto"` stands for: what is free on the device, less a margin."""
     if entry is not None:
-        return int(entry.memory_bytes * _AUTO_MARGIN)
+        return (
+            entry.memory_bytes - entry.context_bytes
+            if entry.dialect == "cuda"
+            else int(entry.memory_bytes * _AUTO_MARGIN)
+        )
     if name.startswith("cuda"):
         device = torch.device(name)
-        free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_allocated(device)
+        # What torch has reserved is its own to use again; the model in it counts in the plan's peak.
+        free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
         return int(free * _AUTO_MARGIN)
     return int(available_host_bytes() * _AUTO_MARGIN)
 

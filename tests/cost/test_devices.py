@@ -9,7 +9,7 @@ from recoup.errors import UsageError
 
 NEEDED = ("cpu-generic", "a100-80gb", "a100-40gb", "h100-sxm", "h200", "rtx-4090", "l4", "t4")
 TEXT = {"name", "dialect", "source", "sources"}
-NOT_ABOVE_ZERO = {"fixed_bytes", "capability"}
+NOT_ABOVE_ZERO = {"fixed_bytes", "context_bytes", "capability"}
 
 
 @pytest.mark.parametrize("name", DEVICES)

@@ -44,7 +44,7 @@ def test_prices_and_source() -> None:
 def test_second_time_comes_from_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     trace = some_ops()
     first = MeasuredCost(CPU).price(trace)
-    monkeypatch.setattr(measured, "_measure_batch", None)  # calling it would fail
+    monkeypatch.setattr(measured, "measure_ops", None)  # calling it would fail
     assert MeasuredCost(CPU).price(trace) == first
     (file,) = (tmp_path / "cache").iterdir()
     data = json.loads(file.read_text())
@@ -91,7 +91,7 @@ def test_ops_that_cannot_run_alone_are_scaled_from_the_roofline_and_tried_once(m
     priced = MeasuredCost(CPU).price(trace)
     assert priced.op_seconds[1] > 0
     assert "1 of 2 distinct ops scaled from a roofline" in priced.source
-    monkeypatch.setattr(measured, "_measure_batch", None)
+    monkeypatch.setattr(measured, "measure_ops", None)
     assert MeasuredCost(CPU).price(trace) == priced
 
 

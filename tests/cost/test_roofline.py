@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recoup.cost.devices import DEVICES
+from recoup.cost.devices import DEVICES, Device
 from recoup.cost.model import FlopsCost
 from recoup.cost.roofline import RooflineCost
 from tests.cost.helpers import signature_of, trace_of
@@ -46,6 +46,35 @@ def test_bounds_are_the_devices_own() -> None:
     assert cost.seconds(copy) == pytest.approx(8 * n * n / (device.bandwidth_bytes * device.bandwidth_fraction))
     assert cost.seconds(signature_of(aten.relu.default, meta(4))) == device.launch_seconds
     assert cost.seconds(signature_of(aten.view.default, meta(4), [2, 2])) == 0
+
+
+def test_float32_products_take_the_rate_that_torch_is_set_to() -> None:
+    n, precision = 4096, torch.get_float32_matmul_precision()
+    product = signature_of(aten.mm.default, meta(n, n), meta(n, n))
+    image, kernel = meta(64, 256, 64, 64), meta(256, 256, 3, 3)
+    convolution = signature_of(
+        aten.convolution.default, image, kernel, None, [1] * 2, [1] * 2, [1] * 2, False, [0] * 2, 1
+    )
+    h100, t4 = DEVICES["h100-sxm"], DEVICES["t4"]
+
+    def seconds(device: Device) -> tuple[float, float]:
+        cost = RooflineCost(device)
+        return cost.seconds(product), cost.seconds(convolution)
+
+    plain = seconds(h100), seconds(t4)
+    allowed = torch.backends.cudnn.conv.fp32_precision
+    try:
+        torch.set_float32_matmul_precision("high")
+        torch.backends.cudnn.conv.fp32_precision = "ieee"
+        rounded = seconds(h100), seconds(t4)
+    finally:
+        torch.set_float32_matmul_precision(precision)
+        torch.backends.cudnn.conv.fp32_precision = allowed
+    assert plain[0][0] / rounded[0][0] == pytest.approx(h100.tf32_flops / h100.fp32_flops)
+    assert rounded[0][1] / plain[0][1] == pytest.approx(
+        h100.tf32_flops / h100.fp32_flops
+    )  # convolutions: on by default
+    assert plain[1] == rounded[1]
 
 
 def test_prices_follow_the_ops() -> None:

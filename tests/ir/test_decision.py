@@ -115,8 +115,8 @@ def test_decisions_in_words() -> None:
         "save head",
     ]
     assert describe_decisions(EACH[-1:]) == [
-        "rebuild what is saved in 1 segment by running ops again, but hold",
-        "  mm in layers.3",
+        "rebuild by running ops again, in 1 segment",
+        "hold mm in layers.3",
     ]
     layers = [Recompute(path=f"layers.{i}", span=(f"layers.{i + 1}",)) for i in (0, 2, 4)]
     assert describe_decisions(layers) == ["recompute layers.0,2,4 each through 1", "save everywhere else"]

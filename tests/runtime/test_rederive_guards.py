@@ -423,9 +423,12 @@ def test_backward_on_another_thread(make: Callable[[], tuple[nn.Module, Tensor]]
     rebuilt: list[int] = []
 
     def backward(loss: Tensor) -> None:
-        thread = threading.Thread(target=lambda: rebuilt.append(rebuilt_by(loss.backward)))
-        thread.start()
-        thread.join()
+        def run() -> None:
+            thread = threading.Thread(target=loss.backward)
+            thread.start()
+            thread.join()
+
+        rebuilt.append(rebuilt_by(run))  # counted for the thread that ran forward
 
     torch.manual_seed(1)
     with recoup.rederive():

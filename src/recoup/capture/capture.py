@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -17,27 +16,36 @@ from typing import Any
 import torch
 from torch import nn
 
-from recoup import _torch
-from recoup._pytree import iterate_tensors, map_tensors
+from recoup import _torch, progress
+from recoup._allocation import is_allocation_failure
+from recoup._pytree import iterate_tensors
+from recoup._storages import dense_parts
 from recoup.capture.dialect import cuda_dialect, cuda_results
-from recoup.capture.fakify import fake_batch, fake_like, swap_parameters
+from recoup.capture.fakify import fake_batch, fake_like, fake_parameters, real_batch
 from recoup.capture.fingerprint import fingerprint
 from recoup.capture.folding.fold import Folding
 from recoup.capture.folding.unfold import unfold
 from recoup.capture.folding.zones import Counted, FoldingMemory, Irregular
 from recoup.capture.island import Island
+from recoup.capture.leaks import run_on_fakes
 from recoup.capture.module_calls import CallRecorder
 from recoup.capture.optimizer import OptimizerLike, OptimizerStep, ScalarsOfFakes, prepare_optimizer
-from recoup.capture.simulated_transport import SimulatedTransport
 from recoup.capture.snapshot import Snapshot, parameters_outside, untouched
-from recoup.capture.step import Loss, call_model, leaves_of, loss_of
+from recoup.capture.step import Loss, call_model, loss_of
 from recoup.capture.trace import build_trace
 from recoup.capture.tracker import Tracker
+from recoup.capture.watched_step import (
+    Failed,
+    Unfollowable,
+    device_of,
+    few_full_collections,
+    register,
+    run_step,
+    saving,
+    without_collector,
+)
 from recoup.errors import RealStepWarning, RecoupError, StepError
 from recoup.ir.trace import Category, Trace
-from recoup.runtime import execution_context
-
-_OLD_THRESHOLD = 1000  # collections of the middle generation before one of the old
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,6 +59,7 @@ class StepSpec:
         round_bytes: the allocator's granularity.
         keep: paths of modules whose forward runs once: no region and no tile has them, or what is around them, in it.
         folding: what captures of this step learn of its loops, for the next; None: they are captured in full.
+        keepers: in words, what was found to keep tensors of a forward outside of the model.
     """
 
     model: nn.Module
@@ -62,10 +71,7 @@ class StepSpec:
     round_bytes: int = 1
     keep: frozenset[str] = frozenset()
     folding: FoldingMemory | None = dataclasses.field(default_factory=FoldingMemory, compare=False)
-
-
-class _Unfollowable(Exception):
-    """Fake tensors cannot follow the model; carries the reason."""
+    keepers: list[str] = dataclasses.field(default_factory=list, compare=False)
 
 
 def capture(spec: StepSpec, *, known: Trace | None = None) -> Trace:
@@ -83,130 +89,53 @@ def capture(spec: StepSpec, *, known: Trace | None = None) -> Trace:
             f"{type(spec.model).__name__} has no parameters; there is no training step to plan. Pass the nn.Module "
             "that holds the weights."
         )
-    on_meta = any(p.device.type == "meta" for p in spec.model.parameters())
+    on_meta = _is_on_meta(spec.model)
     try:
         return _capture_fake(spec, known)
-    except _Unfollowable as error:
-        reason = str(error)
-    except StepError as error:
-        if on_meta:
-            raise
-        reason = str(error)  # an op may run and have no fake kernel, or one that is pickier: the real step decides
+    except (Unfollowable, StepError) as error:
+        # An op may run and have no fake kernel, or one that is pickier: the real step decides.
+        reason = error.reason if isinstance(error, Failed) else str(error)
     if on_meta:
         raise StepError(
             f"The step cannot be followed without data ({reason}), and the model has none (it is on `meta`). Build "
             "it on a real device."
         )
-    if _device_of(spec.model).startswith("cuda"):
+    if device_of(spec.model).startswith("cuda"):
         warnings.warn(
             f"The step of {type(spec.model).__name__} cannot be followed without data ({reason}): a real one is run on "
-            f"{_device_of(spec.model)}, and takes the memory and the time of one. [E301]",
+            f"{device_of(spec.model)}, and takes the memory and the time of one. [E301]",
             RealStepWarning,
             stacklevel=2,
         )
     try:
         return _capture_real(spec, reason)
-    except StepError as error:
-        if not isinstance(error.__cause__, torch.OutOfMemoryError):
-            raise
-        raise StepError(
-            f"The step cannot be followed without data ({reason}), and there is no memory for a real one on "
-            f"{_device_of(spec.model)}. Plan with a smaller batch, or branch on shapes and token ids alone."
-        ) from error
-
-
-class _Enough(BaseException):
-    """Ends a forward of which only the beginning is wanted; no error, so no model's `except` may eat it."""
-
-
-def levels_after_calls(spec: StepSpec, path: str, counts: tuple[int, ...]) -> list[int]:
-    """Returns the bytes that are alive when the module at `path` was called so many times, with what is applied now.
-
-    Only the forward up to there is run; the list is shorter if there are fewer calls.
-
-    Args:
-        counts: rising numbers of calls.
-
-    Raises:
-        StepError: if fake tensors cannot follow the step.
-    """
-    device, levels = _device_of(spec.model), []
-    with _untouched(spec) as before, _torch.quiet_fake_errors(), _dialect(spec, device), _torch.fake_tensor_mode():
-        island = Island(device)
-        parameters = swap_parameters(spec.model, device, island)
-        tracker = _tracker(spec, device, island)
-        _register(spec.model, parameters, tracker)
-        batch = fake_batch(spec.batch, device, island)
-        for tensor in iterate_tensors(batch):
-            tracker.add(tensor, "batch", "batch")
-        recorder = CallRecorder(spec.model, tracker)
-        num_calls = 0
-
-        def watch(called: str, parent: int) -> None:
-            nonlocal num_calls
-            if called != path:
-                return
-            if num_calls in counts:
-                levels.append(sum(s.nbytes for s in tracker.storages if s.free_op < 0))
-            if num_calls == counts[-1]:
-                raise _Enough
-            num_calls += 1
-
-        recorder.watcher = watch
-        try:
-            with tracker, _saving(tracker):
-                _run(spec, before, batch, tracker, recorder, backward=False)
-        except _Enough:
-            pass
-        except _Unfollowable as error:
-            raise StepError(f"The step cannot be followed without data: {error}") from error
-    return levels
-
-
-def _run(
-    spec: StepSpec,
-    before: Snapshot,
-    batch: Any,
-    tracker: Tracker,
-    recorder: CallRecorder,
-    *,
-    backward: bool,
-    folding: Folding | None = None,
-) -> str:
-    """Runs forward, loss and backward; returns the loss's source.
-
-    The output is let go before backward, as trainers do; a loop that holds its logits needs that much more.
-    """
-    model = spec.model
-    try:
-        tracker.phase = "forward"
-        with recorder:
-            output = call_model(model, batch)
-        if folding is not None:
-            folding.end_forward()
-        tracker.phase, tracker.call = "loss", -1
-        loss, source = loss_of(output, batch, spec.loss)
-        del output
-        if backward:
-            for leaf in leaves_of(loss):
-                before.tensors.add("a tensor that the loss reaches", leaf)
-            tracker.phase = "backward"
-            loss.backward()  # type: ignore[no-untyped-call]
-        return source
-    except RecoupError:
+    except Failed as error:
+        if error.__cause__ is not None and is_allocation_failure(error.__cause__):
+            raise StepError(
+                f"The step cannot be followed without data ({reason}), and there is no memory for a real one on "
+                f"{device_of(spec.model)}. Plan with a smaller batch, or branch on shapes and token ids alone."
+            ) from error
+        if known is not None:
+            raise StepError(
+                f"The step of {type(spec.model).__name__} runs, but not with this plan applied; its {error.reason}."
+            ) from error.__cause__
+        if _runs(spec):
+            raise StepError(
+                f"The step of {type(spec.model).__name__} runs, but recoup cannot follow it; its {error.reason}, only "
+                "while it was watched. Please report the model."
+            ) from error.__cause__
         raise
-    except _torch.fake_tensor_errors() as error:
-        raise _Unfollowable(f"{type(error).__name__}: {_first_line(error)}") from error
-    except Exception as error:  # the user's model and loss run here and may raise anything
-        phase = {"forward": "forward", "loss": "loss"}.get(tracker.phase, "backward")
-        raise StepError(
-            f"The {phase} of {type(model).__name__} failed on this batch: {type(error).__name__}: {_first_line(error)}"
-        ) from error
 
 
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else ""
+def _runs(spec: StepSpec) -> bool:
+    """Whether the step runs when nobody watches."""
+    with untouched_step(spec) as before, before.watching():
+        batch = real_batch(spec.batch)
+        try:
+            loss_of(call_model(spec.model, batch), batch, spec.loss)[0].backward()  # type: ignore[no-untyped-call]
+        except Exception:  # user code runs here
+            return False
+    return True
 
 
 def _capture_fake(spec: StepSpec, known: Trace | None) -> Trace:
@@ -219,7 +148,7 @@ def _capture_fake(spec: StepSpec, known: Trace | None) -> Trace:
             return _capture_folded(spec, known, memory)
         except Counted:
             continue
-        except (Irregular, StepError, _Unfollowable) as error:
+        except (Irregular, StepError, Unfollowable) as error:
             if memory is None or not (memory.num_calls or isinstance(error, Irregular)):
                 raise
             memory.reasons.append(str(error))
@@ -228,17 +157,44 @@ def _capture_fake(spec: StepSpec, known: Trace | None) -> Trace:
 
 
 def _capture_folded(spec: StepSpec, known: Trace | None, memory: FoldingMemory | None) -> Trace:
-    device = _device_of(spec.model)
-    with _untouched(spec) as before, _torch.quiet_fake_errors(), _dialect(spec, device), _few_full_collections():
-        mode = _torch.fake_tensor_mode()
+    """Captures with fake tensors and leaves none behind.
+
+    A forward that keeps tensors somewhere (a cache of masks) finds them there in training; so it does here, the second
+    time: its forward is run for real before, without gradients.
+    """
+
+    def body(mode: Any, trackers: list[Tracker]) -> Trace:
+        return _capture_on(mode, trackers, spec, known, memory)
+
+    trace, keepers = run_on_fakes(body, is_thorough=known is None)
+    is_on_host = next(spec.model.parameters()).device.type == "cpu"  # on a device nothing runs unasked
+    if not keepers or spec.keepers or not is_on_host:
+        return trace
+    spec.keepers.extend(keepers)
+    return run_on_fakes(body, is_thorough=True)[0]
+
+
+def _fill_caches(spec: StepSpec, before: Snapshot) -> None:
+    progress.advance(f"one forward for real: tensors are kept in {spec.keepers[0]}")
+    with torch.no_grad(), before.watching(), contextlib.suppress(Exception):  # where it fails, the capture says why
+        call_model(spec.model, real_batch(spec.batch))
+
+
+def _capture_on(
+    mode: Any, trackers: list[Tracker], spec: StepSpec, known: Trace | None, memory: FoldingMemory | None
+) -> Trace:
+    device = device_of(spec.model)
+    with untouched_step(spec) as before, _torch.quiet_fake_errors(), dialect_of(spec, device), few_full_collections():
+        if spec.keepers:
+            _fill_caches(spec, before)
+        island = Island(device)
         outside = parameters_outside(spec.model, before)
         old = [(id(p), path) for path, p in spec.model.named_parameters()]
-        with mode:
-            island = Island(device)
-            parameters = swap_parameters(spec.model, device, island)
-            tracker = _tracker(spec, device, island)
+        with mode, fake_parameters(spec.model, device, island) as parameters:
+            tracker = tracker_of(spec, device, island)
+            trackers.append(tracker)
             stepper = _fake_optimizer(spec, parameters, old, outside) if known is None else None
-            _register(spec.model, parameters, tracker)
+            register(spec.model, parameters, tracker)
             tracker.outside = _categories(before)
             if known is not None:
                 state_bytes = sum(s.nbytes for s in known.storages if s.category == "optimizer")
@@ -255,16 +211,19 @@ def _capture_folded(spec: StepSpec, known: Trace | None, memory: FoldingMemory |
             if memory is not None:
                 watches, likely = known is None, _longest(batch)
                 folding = Folding(spec.model, tracker, recorder, memory, watches=watches, likely=likely)
-            with tracker, _saving(tracker), contextlib.nullcontext() if folding is None else folding.on():
-                source = _run(spec, before, batch, tracker, recorder, backward=True, folding=folding)
+            with tracker, saving(tracker), contextlib.nullcontext() if folding is None else folding.on():
+                source = run_step(
+                    spec.model, spec.loss, before, batch, tracker, recorder, backward=True, folding=folding
+                )
             gradients = _note_gradients(parameters | outside, tracker)
             if stepper is not None:
                 tracker.phase = "optimizer"
                 with tracker, ScalarsOfFakes():
                     _step_optimizer(stepper, parameters, tracker)
+                stepper.forget()
             calls_released = _release_run(spec, before, device, island, memory) if known is None else None
             del gradients
-        with _without_collector():
+        with without_collector():
             if folding is not None:
                 unfold(folding)
             return build_trace(
@@ -286,34 +245,11 @@ def _longest(batch: Any) -> int:
     return max((max(t.shape, default=0) for t in iterate_tensors(batch)), default=0)
 
 
-@contextlib.contextmanager
-def _few_full_collections() -> Iterator[None]:
-    """Has Python's collector look at what is old but rarely: records pile up that are in no cycle."""
-    young, middle, old = gc.get_threshold()
-    gc.set_threshold(young, middle, max(old, _OLD_THRESHOLD))
-    try:
-        yield
-    finally:
-        gc.set_threshold(young, middle, old)
-
-
-@contextlib.contextmanager
-def _without_collector() -> Iterator[None]:
-    """Lets Python's collector rest while many small objects are made, none in a cycle."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
 def _release_run(
     spec: StepSpec, before: Snapshot, device: str, island: Island, memory: FoldingMemory | None
 ) -> Tracker | None:
     """Runs the forward once more with autograd keeping nothing; None if it does not run the same ops."""
-    tracker = _tracker(spec, device, island)
+    tracker = tracker_of(spec, device, island)
     for name, parameter in spec.model.named_parameters():
         tracker.add(parameter, "parameter", name)
     for name, buffer in spec.model.named_buffers():
@@ -327,46 +263,33 @@ def _release_run(
         recorder = CallRecorder(spec.model, tracker)
         folding = None if memory is None else Folding(spec.model, tracker, recorder, memory)
         with tracker, hooks, contextlib.nullcontext() if folding is None else folding.on():
-            _run(spec, before, batch, tracker, recorder, backward=False, folding=folding)
+            run_step(spec.model, spec.loss, before, batch, tracker, recorder, backward=False, folding=folding)
         if folding is not None:
-            with _without_collector():
+            with without_collector():
                 unfold(folding)
-    except (RecoupError, _Unfollowable):
+    except (RecoupError, Unfollowable):
         return None
     return tracker
 
 
-@contextlib.contextmanager
-def _saving(tracker: Tracker) -> Iterator[None]:
-    """Has the tracker told of every saved tensor: autograd's own and those the engine keeps."""
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        tracker.saved(tensor)
-        return tensor
-
-    moving = execution_context.moving_with(SimulatedTransport(tracker, prefetches=tracker.dialect == "cuda"))
-    with moving, execution_context.observing(tracker), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        yield
-
-
-def _dialect(spec: StepSpec, device: str) -> contextlib.AbstractContextManager[None]:
+def dialect_of(spec: StepSpec, device: str) -> contextlib.AbstractContextManager[None]:
     """Returns the context in which a step on fake tensors of `device` dispatches what the planned card would."""
     is_elsewhere = spec.capability is not None and device == "cpu"
     return cuda_dialect(spec.capability) if is_elsewhere and spec.capability else contextlib.nullcontext()
 
 
-def _tracker(spec: StepSpec, device: str, island: Island | None) -> Tracker:
+def tracker_of(spec: StepSpec, device: str, island: Island | None) -> Tracker:
+    """Returns what follows the ops of a step, on fake tensors if there is an island."""
     kernels = cuda_results() if spec.capability is not None and device == "cpu" and island is not None else None
     return Tracker(island=island, device=device, round_bytes=spec.round_bytes, dialect=spec.dialect, kernels=kernels)
 
 
-def _device_of(model: nn.Module) -> str:
-    device = next(model.parameters()).device
-    return "cpu" if device.type == "meta" else str(device)
+def _is_on_meta(model: nn.Module) -> bool:
+    return any(p.device.type == "meta" for p in model.parameters())
 
 
 @contextlib.contextmanager
-def _untouched(spec: StepSpec) -> Iterator[Snapshot]:
+def untouched_step(spec: StepSpec) -> Iterator[Snapshot]:
     """Restores at the end what the step can reach; no tensor has a gradient inside."""
     with untouched(spec.model, spec.batch, spec.loss) as before:
         before.tensors.clear_gradients()
@@ -380,13 +303,6 @@ def _categories(before: Snapshot) -> dict[int, tuple[Category, str]]:
         if tensor.layout is torch.strided:
             found[tensor.untyped_storage()._cdata] = ("parameter" if tensor.requires_grad else "buffer", name)
     return found
-
-
-def _register(model: nn.Module, parameters: dict[str, torch.Tensor], tracker: Tracker) -> None:
-    for name, parameter in parameters.items():
-        tracker.add(parameter, "parameter", name)
-    for name, buffer in model.named_buffers():
-        tracker.add(buffer, "buffer", name)
 
 
 def _fake_optimizer(
@@ -412,7 +328,7 @@ def _optimizer_state_bytes(spec: StepSpec) -> tuple[int, tuple[str, ...]]:
     """Returns the bytes of the optimizer's state, and sentences about them, without a step of the model."""
     if spec.optimizer is None:
         return 0, ()
-    device = _device_of(spec.model)
+    device = device_of(spec.model)
     with _torch.quiet_fake_errors(), _torch.fake_tensor_mode():
         new_of = {
             id(p): nn.Parameter(fake_like(p, device), requires_grad=p.requires_grad) for p in spec.model.parameters()
@@ -444,10 +360,10 @@ def _note_gradients(parameters: dict[str, torch.Tensor], tracker: Tracker) -> li
     gradients = []
     for name, parameter in parameters.items():
         if parameter.grad is not None:
-            index = tracker.find(parameter.grad)
-            if index is not None:
-                tracker.storages[index].category = "gradient"
-                tracker.storages[index].label = f"gradient of {name}"
+            for index in map(tracker.find, dense_parts(parameter.grad)):
+                if index is not None:
+                    tracker.storages[index].category = "gradient"
+                    tracker.storages[index].label = f"gradient of {name}"
             gradients.append(parameter.grad)
     return gradients
 
@@ -455,25 +371,25 @@ def _note_gradients(parameters: dict[str, torch.Tensor], tracker: Tracker) -> li
 def _capture_real(spec: StepSpec, reason: str) -> Trace:
     """Runs a real step on the model's own tensors, its optimizer's state estimated; everything is put back."""
     state_bytes, notes = _optimizer_state_bytes(spec)
-    with _untouched(spec) as before, before.watching():
+    with untouched_step(spec) as before, before.watching():
         parameters: dict[str, torch.Tensor] = dict(spec.model.named_parameters())
         parameters |= parameters_outside(spec.model, before)
-        tracker = _tracker(spec, _device_of(spec.model), None)
+        tracker = tracker_of(spec, device_of(spec.model), None)
         try:
-            _register(spec.model, dict(spec.model.named_parameters()), tracker)
+            register(spec.model, dict(spec.model.named_parameters()), tracker)
             tracker.outside = _categories(before)
             tracker.add_block(state_bytes, "optimizer", "optimizer state (estimated)")
-            batch = map_tensors(lambda t: t.detach().clone().requires_grad_(t.requires_grad), spec.batch)
+            batch = real_batch(spec.batch)
             for tensor in iterate_tensors(batch):
                 tracker.add(tensor, "batch", "batch")
             recorder = CallRecorder(spec.model, tracker)
-            with tracker, _saving(tracker):
-                source = _run(spec, before, batch, tracker, recorder, backward=True)
+            with tracker, saving(tracker):
+                source = run_step(spec.model, spec.loss, before, batch, tracker, recorder, backward=True)
             gradients = _note_gradients(parameters, tracker)
             del gradients
             for parameter in parameters.values():
                 parameter.grad = None
-        except _Unfollowable as error:
+        except Unfollowable as error:
             raise StepError(f"The step cannot be captured: {error}") from error
         return build_trace(
             tracker=tracker,

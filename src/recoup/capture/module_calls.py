@@ -49,6 +49,8 @@ class CallRecorder:
 
     def __enter__(self) -> CallRecorder:
         for path, module in self._model.named_modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                continue  # it takes no hooks; what runs inside belongs to the call around it
             self._removers.append(module.register_forward_pre_hook(_Enter(self, path), with_kwargs=True))
             self._removers.append(
                 module.register_forward_hook(_Leave(self), with_kwargs=True, always_call=True, prepend=True)

@@ -87,6 +87,12 @@ class OptimizerStep:
             else:
                 self.optimizer.step()
 
+    def forget(self) -> None:
+        """Lets go of the state and the parameters: an optimizer is part of a cycle, which the collector finds late."""
+        for optimizer in () if self.optimizer is None else (self.optimizer, *_parts(self.optimizer).values()):
+            optimizer.state.clear()
+            optimizer.param_groups.clear()
+
     def state_tensors(self) -> Iterator[torch.Tensor]:
         """Yields the tensors of its state, and of the optimizers it is made of."""
         if self.optimizer is not None:

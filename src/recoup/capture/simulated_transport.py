@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import torch
 
 from recoup import _torch
 from recoup.capture.tracker import Tracker
+from recoup.cost.host_link import MOST_ON_THEIR_WAY
 from recoup.ir.trace import Copy
 
 
@@ -36,6 +38,7 @@ class SimulatedTransport:
         self._tracker = tracker
         self._prefetches = prefetches
         self._num_blocks = 0
+        self._leaving: deque[torch.Tensor] = deque()
 
     def _note(self, kind: str, block: int, nbytes: int, storage: int | None) -> None:
         op = len(self._tracker.ops)
@@ -47,6 +50,10 @@ class SimulatedTransport:
         handle = _Handle(self._num_blocks, flat)
         self._num_blocks += 1
         self._note("out", handle.block, handle.nbytes, self._tracker.find(flat))
+        if self._prefetches:
+            self._leaving.append(flat)
+            while len(self._leaving) > MOST_ON_THEIR_WAY:
+                self._leaving.popleft()
         return handle
 
     def prefetch(self, handle: Any) -> None:
@@ -62,6 +69,7 @@ class SimulatedTransport:
         return back
 
     def _bring(self, handle: Any) -> torch.Tensor:
+        self._leaving.clear()
         self._note("back", handle.block, handle.nbytes, None)
         back = torch.empty(handle.nbytes, dtype=torch.uint8, device=handle.device)
         if handle.bytes_there is not None:

@@ -16,12 +16,15 @@ from typing import Any, Protocol
 import torch
 
 from recoup import _torch
+from recoup._storages import dense_parts
 from recoup.capture.island import UNKNOWN, Island
 from recoup.capture.op_cache import FakeResults
 from recoup.cost.signature import make_signature, signature_key
 from recoup.ir.trace import Category, Copy, Phase, Signature
 from recoup.runtime import execution_context
 from recoup.runtime.rebuild.cheap_ops import SILENT_WRITERS, op_facts
+
+_UNANSWERED = _torch.fake_tensor_errors()
 
 
 class StorageRecord:
@@ -97,7 +100,8 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
         saves: (ops so far, call, storage, op that saves it) of each tensor that autograd keeps, in order.
         marks: before each op, how many storages were known and saved tensors rederived.
         counting: ops run and are not recorded. num_looks: how many ops were asked of real tensors, whose values may
-            count. bridge: stands for the calls that `folding` leaves out, if it does.
+            count. unanswered: the first error of an op that fake tensors cannot answer; None if there was none.
+            bridge: stands for the calls that `folding` leaves out, if it does.
         outside: what tensors are that the step may reach and that are not the model's, by their storages' address.
     """
 
@@ -129,6 +133,7 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
         self.recording = True
         self.counting = False
         self.num_looks = 0
+        self.unanswered: BaseException | None = None
         self._island = island
         self._device_type = torch.device(device).type
         self._results = FakeResults(kernels)
@@ -157,8 +162,8 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
     # -- storages -----------------------------------------------------------------------------------------------
 
     def add(self, tensor: torch.Tensor, category: Category, label: str) -> int:
-        """Registers a tensor that was there before the step; returns its storage's index."""
-        return self._index(tensor, category, -1, label)
+        """Registers a tensor that was there before the step; returns its (last) storage's index, -1 without one."""
+        return max((self._index(part, category, -1, label) for part in dense_parts(tensor)), default=-1)
 
     def add_block(self, nbytes: int, category: Category, label: str) -> None:
         """Registers bytes that are there all the time and belong to no tensor of this run."""
@@ -166,10 +171,17 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
             self.storages.append(StorageRecord(nbytes, category, -1, len(self.storages), label))
 
     def find(self, tensor: torch.Tensor) -> int | None:
-        """Returns the index of the tensor's storage if it is known."""
+        """Returns the index of the tensor's storage if it is known; None for one that is not strided."""
+        if tensor.layout is not torch.strided:
+            return None
         storage = tensor.untyped_storage()
         handle = self._handles.get(storage._cdata)
         return handle.index if handle is not None and handle() is storage else None
+
+    def holds_fakes(self) -> bool:
+        """Whether memory that is none is still referred to: a storage of a fake tensor."""
+        found = (handle() for handle in list(self._handles.values()))
+        return any(storage is not None and storage.device.type == "meta" for storage in found)
 
     def _index(self, tensor: torch.Tensor, category: Category, alloc_op: int, label: str) -> int:
         storage = tensor.untyped_storage()
@@ -178,7 +190,7 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
         if handle is not None and handle() is storage:
             return handle.index
         nbytes = -(-storage.nbytes() // self._round_bytes) * self._round_bytes
-        if self._device_type != "cpu" and _device_type(tensor) != self._device_type:
+        if self._device_type != "cpu" and _torch.device_type(tensor) != self._device_type:
             nbytes = 0  # a scalar on the host takes nothing of the device
         if alloc_op < 0 and category == "temporary":
             category, label = self.outside.get(address, (category, label))
@@ -191,7 +203,11 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
 
     def saved(self, tensor: torch.Tensor) -> None:
         """Notes that autograd keeps the tensor for the current call."""
-        if tensor.layout is not torch.strided or not self.recording:
+        if not self.recording:
+            return
+        if tensor.layout is not torch.strided:
+            for part in dense_parts(tensor):
+                self.saved(part)
             return
         index = self.find(tensor)
         if index is not None and self.phase in ("forward", "loss"):
@@ -240,7 +256,11 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
         _collect(args, tensors)
         if kwargs:
             _collect(tuple(kwargs.values()), tensors)
-        out = self._run(func, args, kwargs, tensors)
+        try:
+            out = self._run(func, args, kwargs, tensors)
+        except _UNANSWERED as error:
+            self.unanswered = self.unanswered or error.with_traceback(None)
+            raise
         if func.namespace == "prim" or self.counting:  # questions about a tensor's device and the like
             return out
         if self.bridge is not None and self.phase == "backward":
@@ -268,12 +288,14 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
     def _record(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor], out: Any) -> None:
         index = len(self.ops)
         self.marks.append((len(self.storages), self.num_rederived))
-        inputs = tuple(self._index(t, "temporary", -1, "made before the step") for t in tensors if _is_plain(t))
+        inputs = tuple(
+            self._index(part, "temporary", -1, "made before the step") for t in tensors for part in dense_parts(t)
+        )
         outputs: list[torch.Tensor] = []
         _collect(out if isinstance(out, (tuple, list)) else (out,), outputs)
         name = func._schema.name
         call, origin = self._origin(index)
-        new = tuple(self._index(t, "temporary", index, name) for t in outputs if _is_plain(t))
+        new = tuple(self._index(part, "temporary", index, name) for t in outputs for part in dense_parts(t))
         signature = self._signature(func, args, kwargs, out)
         self.ops.append(OpRecord(signature, call, origin, self.phase, execution_context.is_recomputing(), inputs, new))
         facts = op_facts(func)
@@ -299,11 +321,11 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
         known = self._results.key
         signature = self._signature_of.get(known) if known is not None else None
         if signature is None:
-            key = signature_key(func, args, kwargs)
+            key = signature_key(func, args, kwargs, home=self._device_type)
             signature = self._keys.get(key)
             if signature is None:
                 signature = self._keys[key] = len(self.signatures)
-                self.signatures.append(make_signature(func, args, kwargs, out))
+                self.signatures.append(make_signature(func, args, kwargs, out, home=self._device_type))
             if known is not None:
                 self._signature_of[known] = signature
         return signature
@@ -345,10 +367,6 @@ def _collect(items: Any, tensors: list[torch.Tensor]) -> None:
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided
-
-
-def _device_type(tensor: torch.Tensor) -> str:
-    return (_torch.fake_device(tensor) if _torch.is_fake(tensor) else tensor.device).type
 
 
 def _is_random(func: Any) -> bool:

@@ -1,4 +1,4 @@
-"""What was measured, kept on disk: one JSON file for each device, thread count and torch version.
+"""What was measured, kept on disk: one JSON file for each device, thread count, torch version and kernel flags.
 
 The file is in the user's cache directory (`XDG_CACHE_HOME`, else `~/.cache`, then `recoup`); `RECOUP_CACHE_DIR`
 overrides it. It may be deleted at any time. A directory that cannot be written to only means measuring again.
@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-_VERSION = 5
+_VERSION = 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,11 +37,15 @@ class Measurement:
 Measurements = Mapping[str, Measurement | None]
 
 
-def cache_path(device_name: str, *, threads: int, torch_version: str) -> Path:
-    """Returns the file for a device; nothing is created."""
+def cache_path(device_name: str, *, threads: int, torch_version: str, flags: str = "") -> Path:
+    """Returns the file for a device; nothing is created.
+
+    Args:
+        flags: settings under which another kernel may run (TF32, cuDNN's choice, determinism).
+    """
     chosen = os.environ.get("RECOUP_CACHE_DIR")
     root = Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "recoup"
-    text = f"{device_name}|{threads}|{torch_version}|{_VERSION}"
+    text = f"{device_name}|{threads}|{torch_version}|{flags}|{_VERSION}"
     return root / f"ops-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
 
 

@@ -1,7 +1,7 @@
 """Devices recoup can plan for without having one: rates, bandwidths and sizes, each with its source.
 
 Rates are *dense* matmul peaks of the vendor's datasheet (some datasheets print them with 2:4 sparsity, twice as high).
-float32 matmuls are counted at the plain float32 rate: torch leaves TF32 off for matmuls unless it is asked for. Peaks
+float32 products have two rates, the plain one and that of TF32: torch's settings decide (`kernel_flags`). Peaks
 are never reached; `matmul_fraction`, `attention_fraction` and `bandwidth_fraction` are what large kernels reach of
 them in practice, assumptions unless the source says measured.
 """
@@ -24,11 +24,12 @@ class Device:
     Attributes:
         dialect: "cpu" or "cuda". capability: CUDA's compute capability, which decides which kernels there are.
         num_sms, threads_per_sm: multiprocessors, and the threads each holds: what reductions are split by.
-        bf16_flops, fp16_flops, fp32_flops: FLOP/s of dense matmuls. bandwidth_bytes: bytes/s of its memory.
+        bf16_flops, fp16_flops, tf32_flops, fp32_flops: FLOP/s of dense matmuls. bandwidth_bytes: bytes/s of its memory.
         memory_bytes: what a program can have: a little less than what it is sold as.
         copy_bytes: bytes/s to and from the host, one direction, pinned memory.
         launch_seconds: the least an eager op takes. round_bytes: what its allocator rounds sizes up to.
-        fixed_bytes: what libraries take once a step runs (cuBLAS workspace).
+        fixed_bytes: what libraries take once a step runs (cuBLAS workspace). context_bytes: the CUDA context and
+            loaded kernels of a process, beside what torch allocates.
         matmul_fraction, attention_fraction, bandwidth_fraction: of the peaks, what large kernels reach.
         source: the datasheet. sources: where each number is from, as (field, source).
     """
@@ -40,6 +41,7 @@ class Device:
     threads_per_sm: int
     bf16_flops: float
     fp16_flops: float
+    tf32_flops: float
     fp32_flops: float
     bandwidth_bytes: float
     memory_bytes: int
@@ -47,6 +49,7 @@ class Device:
     launch_seconds: float
     round_bytes: int
     fixed_bytes: int
+    context_bytes: int
     matmul_fraction: float
     attention_fraction: float
     bandwidth_fraction: float
@@ -61,6 +64,7 @@ _CUBLAS = 2 * 8519680
 _CUBLAS_HOPPER = 2 * 32 * 2**20
 _CUBLAS_SOURCE = "PyTorch, CublasHandlePool.cpp: default workspace, one for forward's thread and one for backward's"
 
+_CONTEXT = 768 << 20
 # CUDA C++ Programming Guide: most resident threads of a multiprocessor, by compute capability.
 _THREADS_PER_SM = {(7, 0): 2048, (7, 5): 1024, (8, 0): 2048, (8, 6): 1536, (8, 9): 1536, (9, 0): 2048, (10, 0): 2048}
 
@@ -90,9 +94,11 @@ def _nvidia(
 ) -> Device:
     """Returns a table entry; rates in TFLOP/s, bandwidth in GB/s, memory in GiB; `notes` replace default sources."""
     copy_bytes, copy_source = _PCIE[pcie]
+    has_tf32 = capability >= (8, 0)
     sources = {
         "bf16_flops": datasheet,
         "fp16_flops": datasheet,
+        "tf32_flops": f"{datasheet}: half the bfloat16 rate" if has_tf32 else "no TF32 in this generation: as float32",
         "fp32_flops": datasheet,
         "bandwidth_bytes": datasheet,
         "memory_bytes": "total capacity as torch reports it in CUDA out-of-memory messages, the least seen",
@@ -103,6 +109,7 @@ def _nvidia(
         "launch_seconds": "assumption: host time of an eager op",
         "round_bytes": "PyTorch, CUDACachingAllocator: kMinBlockSize",
         "fixed_bytes": _CUBLAS_SOURCE,
+        "context_bytes": "assumption: 0.4 to 0.7 GiB is what nvidia-smi shows beside memory_reserved",
         "matmul_fraction": "assumption: large matmuls",
         "attention_fraction": "assumption: fused attention, forward and backward together",
         "bandwidth_fraction": "assumption: large elementwise ops",
@@ -116,12 +123,14 @@ def _nvidia(
         threads_per_sm=_THREADS_PER_SM[capability],
         bf16_flops=bf16 * _T,
         fp16_flops=fp16 * _T,
+        tf32_flops=bf16 / 2 * _T if has_tf32 else fp32 * _T,
         fp32_flops=fp32 * _T,
         bandwidth_bytes=bandwidth * _G,
         memory_bytes=int(gibibytes * _GIB),
         copy_bytes=copy_bytes,
         launch_seconds=5e-6,
         round_bytes=512,
+        context_bytes=_CONTEXT,
         fixed_bytes=_CUBLAS_HOPPER if capability in ((9, 0), (10, 0)) else _CUBLAS,
         matmul_fraction=matmul,
         attention_fraction=attention,
@@ -144,6 +153,7 @@ _DEVICES = (
         threads_per_sm=1,
         bf16_flops=0.1 * _T,
         fp16_flops=0.1 * _T,
+        tf32_flops=0.1 * _T,
         fp32_flops=0.1 * _T,
         bandwidth_bytes=15 * _G,
         memory_bytes=16 * _GIB,
@@ -151,6 +161,7 @@ _DEVICES = (
         launch_seconds=3e-6,
         round_bytes=1,
         fixed_bytes=0,
+        context_bytes=0,
         matmul_fraction=0.7,
         attention_fraction=0.5,
         bandwidth_fraction=0.8,
@@ -158,6 +169,7 @@ _DEVICES = (
         sources=(
             ("bf16_flops", "assumption: as float32, without bfloat16 units"),
             ("fp16_flops", "assumption: as float32, without float16 units"),
+            ("tf32_flops", "no TF32 on a CPU: as float32"),
             ("fp32_flops", _CPU_SOURCE),
             ("bandwidth_bytes", _CPU_SOURCE),
             ("memory_bytes", "assumption"),
@@ -167,6 +179,7 @@ _DEVICES = (
             ("copy_bytes", "a copy within the same memory"),
             ("launch_seconds", "assumption: dispatch of an eager op"),
             ("round_bytes", "PyTorch's CPU allocator aligns to 64 bytes and counts what was asked for"),
+            ("context_bytes", "not a GPU"),
             ("fixed_bytes", "no library keeps blocks of torch's CPU allocator"),
             ("matmul_fraction", "assumption: large matmuls"),
             ("attention_fraction", "assumption: fused attention"),

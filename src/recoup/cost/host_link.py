@@ -1,17 +1,21 @@
 """What copies to the host and back cost: a link that fills up, and the time that does not hide behind compute.
 
-Copies out run one after the other, so do copies back, each way beside compute where the device has copy engines. The
-step waits where it needs a storage that is not back yet, and a storage that is moved away keeps its memory until its
-copy is done. Without copy engines (a CPU and its disk) the step waits for each copy.
+Copies run one after the other, beside compute where the device has copy engines. The step waits where it needs a
+storage that is not back yet, and where too many are on their way out: those keep their memory. Without copy engines (a
+CPU and its disk) the step waits for each copy.
 """
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import itertools
+from collections import deque
 
 from recoup.cost.model import PricedTrace
+
+# Storages whose copies to the host may be under way at a time: they are still on the device. One is copied while the
+# next is computed.
+MOST_ON_THEIR_WAY = 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +34,7 @@ class Link:
 
 
 def with_copies(priced: PricedTrace, link: Link) -> PricedTrace:
-    """Returns the priced trace with the time its copies add, and with storages alive until they are copied."""
+    """Returns the priced trace with the time its copies add."""
     trace = priced.trace
     if not trace.copies:
         return priced
@@ -38,38 +42,34 @@ def with_copies(priced: PricedTrace, link: Link) -> PricedTrace:
         seconds = sum(c.nbytes / link.out_bytes for c in trace.copies if c.kind == "out")
         seconds += sum(c.nbytes / link.back_bytes for c in trace.copies if c.kind == "back")
         return dataclasses.replace(priced, copy_seconds=seconds)
-    starts, held, excess = _walk(priced, link)
-    storages = list(trace.storages)
-    for index, until in held:
-        op = bisect.bisect_left(starts, until) - 1  # the last op that begins before its copy is done
-        found = storages[index]
-        storages[index] = dataclasses.replace(found, free_op=max(found.free_op, op))
-    copied = dataclasses.replace(trace, storages=tuple(storages))
-    return dataclasses.replace(priced, trace=copied, copy_seconds=excess)
+    return dataclasses.replace(priced, copy_seconds=_seconds_waited(priced, link))
 
 
-def _walk(priced: PricedTrace, link: Link) -> tuple[list[float], list[tuple[int, float]], float]:
-    """Returns when each op begins, until when each storage that is moved out is held, and the seconds waited."""
+def _seconds_waited(priced: PricedTrace, link: Link) -> float:
+    """Returns how long ops wait for copies, which the link makes one after the other.
+
+    Before a storage leaves while `MOST_ON_THEIR_WAY` others do, for the first of them; before anything comes back, for
+    all that leave; before a storage is read that is not back yet, for it.
+    """
     copies = {op: list(group) for op, group in itertools.groupby(priced.trace.copies, key=lambda c: c.op)}
-    now = out_free = back_free = excess = 0.0
-    there: dict[int, float] = {}
+    now = link_free = waited = 0.0
+    leaving: deque[float] = deque()
     back: dict[int, float] = {}
-    held: list[tuple[int, float]] = []
-    starts: list[float] = []
     for position, seconds in enumerate(priced.op_seconds):
         for copy in copies.get(position, ()):
+            until = now
             if copy.kind == "out":
-                out_free = max(out_free, now) + copy.nbytes / link.out_bytes
-                there[copy.block] = out_free
-                if copy.storage >= 0:
-                    held.append((copy.storage, out_free))
+                link_free = max(link_free, now) + copy.nbytes / link.out_bytes
+                leaving.append(link_free)
+                if len(leaving) > MOST_ON_THEIR_WAY:
+                    until = leaving.popleft()
             elif copy.kind == "back":
-                back_free = max(back_free, now, there.get(copy.block, 0.0)) + copy.nbytes / link.back_bytes
-                back[copy.block] = back_free
+                until = leaving[-1] if leaving else now
+                leaving.clear()
+                link_free = back[copy.block] = max(link_free, until, now) + copy.nbytes / link.back_bytes
             else:
-                waited = max(back.get(copy.block, 0.0) - now, 0.0)
-                excess += waited
-                now += waited
-        starts.append(now)
+                until = back.get(copy.block, 0.0)
+            waited += max(until - now, 0.0)
+            now = max(until, now)
         now += seconds
-    return starts, held, excess
+    return waited

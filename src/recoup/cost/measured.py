@@ -22,9 +22,11 @@ import torch
 from recoup import _torch, progress
 from recoup._allocation import available_bytes, is_allocation_failure
 from recoup.cost import cache as disk
+from recoup.cost.apart import Request, measure_apart
 from recoup.cost.cache import Measurement
 from recoup.cost.devices import DEVICES
 from recoup.cost.flops import kind
+from recoup.cost.kernel_flags import KernelFlags
 from recoup.cost.model import PricedTrace, price_by_signature
 from recoup.cost.op_memory import make_meter, time_call
 from recoup.cost.op_replay import Arena, extent_bytes, make_call
@@ -45,9 +47,12 @@ class MeasuredCost:
     def __init__(self, device: torch.device, *, cache: bool = True) -> None:
         self.device = device
         self.name = _device_name(device)
-        threads = torch.get_num_threads()
-        self._path = disk.cache_path(self.name, threads=threads, torch_version=torch.__version__) if cache else None
+        self._flags = KernelFlags.current()
+        threads, flags = torch.get_num_threads(), str(self._flags)
+        path = disk.cache_path(self.name, threads=threads, torch_version=torch.__version__, flags=flags)
+        self._path = path if cache else None
         self._spent_seconds = 0.0
+        self._failure = ""
         self._known = disk.load(self._path)
 
     def price(self, trace: Trace) -> PricedTrace:
@@ -72,6 +77,8 @@ class MeasuredCost:
         if not unmeasured:
             return priced
         note = f"{priced.source} ({unmeasured} of {len(trace.signatures)} distinct ops scaled from a roofline)"
+        if self._failure:
+            note += f"; {self._failure}"
         return dataclasses.replace(priced, source=note)
 
     def _with_real_sizes(self, trace: Trace) -> Trace:
@@ -85,7 +92,9 @@ class MeasuredCost:
             signature = trace.signatures[op.signature]
             found = None if _is_small(signature) else self.measurement(signature)
             if found is not None and found.extra_output_bytes and op.outputs:
-                larger[op.outputs[0]] = found.extra_output_bytes
+                # A workspace for backward whose size only the kernel knows is captured as an empty tensor.
+                empty = (i for i in op.outputs if not trace.storages[i].nbytes)
+                larger[next(empty, op.outputs[0])] = found.extra_output_bytes
         if not larger:
             return trace
         storages = list(trace.storages)
@@ -100,22 +109,46 @@ class MeasuredCost:
     def _measure(self, missing: list[Signature]) -> None:
         """Measures the largest ops first, until the time is up."""
         missing.sort(key=lambda s: -(s.bytes_moved + s.flops // 50))
-        began = time.perf_counter()
-        deadline = began + TOTAL_SECONDS - self._spent_seconds
+        limit_seconds = TOTAL_SECONDS - self._spent_seconds
         new: dict[str, Measurement | None] = {}
-        arena = Arena(self.device)
+        if not missing or limit_seconds <= 0:
+            return
+        began = time.perf_counter()
         try:
-            with _alone(self.device):
-                for start in range(0, len(missing), _BATCH):
-                    if time.perf_counter() > deadline:
-                        break
-                    progress.advance(f"measuring ops on this device ({start} of {len(missing)})")
-                    new |= _measure_batch(missing[start : start + _BATCH], arena, deadline)
+            if self.device.type == "cuda":
+                self._measure_apart(missing, limit_seconds, new)
+            else:
+                self._measure_here(missing, began + limit_seconds, new)
         finally:
             self._spent_seconds += time.perf_counter() - began
             self._known |= new
             if new:
                 disk.store(self._path, new, device_name=self.name, torch_version=torch.__version__)
+
+    def _measure_here(self, missing: list[Signature], deadline: float, new: dict[str, Measurement | None]) -> None:
+        arena = Arena(self.device)
+        with alone(self.device):
+            for start in range(0, len(missing), _BATCH):
+                if time.perf_counter() > deadline:
+                    break
+                progress.advance(f"measuring ops on this device ({start} of {len(missing)})")
+                new |= measure_ops(missing[start : start + _BATCH], arena, deadline)
+
+    def _measure_apart(self, missing: list[Signature], seconds: float, new: dict[str, Measurement | None]) -> None:
+        """Measures in another process: what breaks a CUDA context must not break the caller's."""
+        request = Request(device=str(self.device), flags=self._flags, signatures=tuple(missing), seconds=seconds)
+        found = measure_apart(
+            request, advance=lambda at: progress.advance(f"measuring ops on this device ({at} of {len(missing)})")
+        )
+        for position, measured in found.measured.items():
+            new[_key(missing[position])] = measured
+        for position in found.deadly:
+            new[_key(missing[position])] = None
+        if found.deadly:
+            names = ", ".join(dict.fromkeys(missing[position].name for position in found.deadly))
+            self._failure = f"run alone, {names} ended the process"
+        if found.failure:
+            self._failure = f"ops could not be measured: {found.failure}"
 
     def _source(self) -> str:
         threads = f", {torch.get_num_threads()} threads" if self.device.type == "cpu" else ""
@@ -137,7 +170,7 @@ def _is_small(signature: Signature) -> bool:
     return signature.is_view or (signature.bytes_moved < SMALL_BYTES and kind(signature.name) == "other")
 
 
-def _measure_batch(signatures: Sequence[Signature], arena: Arena, deadline: float) -> dict[str, Measurement | None]:
+def measure_ops(signatures: Sequence[Signature], arena: Arena, deadline: float) -> dict[str, Measurement | None]:
     """Returns what was found by key: None for ops that cannot be run alone, nothing for those there was no time for."""
     device = arena.device
     refused: dict[str, Measurement | None] = {}
@@ -176,12 +209,14 @@ def _measure_batch(signatures: Sequence[Signature], arena: Arena, deadline: floa
 
 
 @contextlib.contextmanager
-def _alone(device: torch.device) -> Iterator[None]:
+def alone(device: torch.device) -> Iterator[None]:
     """Ops run as they were recorded, whatever the caller is inside of; the random streams stay as they were."""
     cpu = torch.get_rng_state()
     cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     try:
-        with _torch.without_dispatch_modes(), _torch.below_autocast_and_autograd():
+        # With gradients on, as in a forward: kernels that keep a workspace for backward (oneDNN's LSTM) ask for it.
+        # The arguments need none, so no graph is made.
+        with _torch.without_dispatch_modes(), _torch.below_autocast_and_autograd(), torch.enable_grad():
             yield
     finally:
         torch.set_rng_state(cpu)

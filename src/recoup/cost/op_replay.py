@@ -7,6 +7,7 @@ everywhere) but random rows for embeddings, booleans are a coin toss.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -19,9 +20,15 @@ from recoup.ir.trace import Signature, TensorSpec
 _POOL_ELEMENTS = 1 << 16
 _ALIGNMENT_BYTES = 256
 # What their opaque or resized arguments hold cannot be made up.
-_REFUSED = frozenset({"_cudnn_rnn_backward", "mkldnn_rnn_layer_backward", "miopen_rnn_backward", "resize", "set"})
+_REFUSED = frozenset({"_cudnn_rnn_backward", "miopen_rnn_backward", "resize", "set"})
 # Position of the indices, and of what says how many rows there are.
 _ROW_INDICES = {"embedding": (1, 0), "embedding_dense_backward": (1, 2)}
+# Arguments that these kernels read on the host (attention.cu, `_efficient_attention_backward`), whatever fake tensors,
+# which are all on one device, say of them.
+_ON_HOST = {
+    "_scaled_dot_product_efficient_attention_backward": ("philox_seed", "philox_offset"),
+    "_efficient_attention_backward": ("philox_seed", "philox_offset"),
+}
 
 
 class Arena:
@@ -100,15 +107,41 @@ def make_call(signature: Signature, device: torch.device, arena: Arena | None = 
     arena = arena or Arena(device)
     arena.reset(extent_bytes((signature.args, tuple(v for _, v in signature.kwargs))))
     try:
-        args = [_decode(a, arena) for a in signature.args]
+        args = [_decode(a, arena) for a in _with_host_scalars(short, function, signature.args)]
         kwargs = {k: _decode(v, arena) for k, v in signature.kwargs}
     except _CannotDecode:
         return None
+    if short == "mkldnn_rnn_layer_backward":
+        args[-1] = _lstm_workspace(args)
     if short in _ROW_INDICES:
         position, source = _ROW_INDICES[short]
         rows = args[source].shape[0] if isinstance(args[source], torch.Tensor) else args[source]
         args[position].random_(0, max(int(rows), 1))
     return lambda: function(*args, **kwargs)
+
+
+def _with_host_scalars(short: str, function: Any, args: tuple[Any, ...]) -> list[Any]:
+    names = _ON_HOST.get(short, ())
+    return [
+        dataclasses.replace(item, device="cpu") if argument.name in names and isinstance(item, TensorSpec) else item
+        for argument, item in zip(function._schema.arguments, args, strict=False)
+    ]
+
+
+def _lstm_workspace(args: list[Any]) -> torch.Tensor:
+    """Returns what oneDNN's LSTM kept for the backward that has these arguments: only its forward can make it.
+
+    Its size is the kernel's own affair; fake tensors show it as empty.
+    """
+    tensors, (reverse, mode, hidden_size, num_layers, has_biases, is_training) = args[:7], args[13:19]
+    is_bidirectional, batch_sizes, batch_first = args[19:22]
+    with torch.enable_grad():  # without gradients it keeps nothing
+        *_, workspace = torch.ops.aten.mkldnn_rnn_layer.default(
+            *tensors, reverse, batch_sizes, mode, hidden_size, num_layers, has_biases, is_bidirectional, batch_first,
+            is_training,
+        )  # fmt: skip
+    kept: torch.Tensor = workspace
+    return kept
 
 
 class _CannotDecode(Exception):
@@ -135,12 +168,13 @@ def _tensor(spec: TensorSpec, arena: Arena) -> torch.Tensor:
     if len(spec.stride) != len(spec.shape) or not isinstance(dtype, torch.dtype):
         raise _CannotDecode
     count = extent(spec)
+    device = torch.device(spec.device) if spec.device else arena.device
     if dtype.is_floating_point and dtype.itemsize >= 2:
-        flat = arena.floats(count, dtype)
+        flat = arena.floats(count, dtype) if not spec.device else torch.ones(count, dtype=dtype, device=device)
     elif dtype == torch.bool:
         # Ones and zeros are what a mask's byte may hold; drawing bytes is quicker than drawing booleans.
-        flat = torch.randint(0, 2, (min(count, _POOL_ELEMENTS),), device=arena.device, dtype=torch.uint8)
+        flat = torch.randint(0, 2, (min(count, _POOL_ELEMENTS),), device=device, dtype=torch.uint8)
         flat = flat.repeat(math.ceil(count / max(flat.numel(), 1)))[:count].view(torch.bool)
     else:
-        flat = torch.zeros(count, device=arena.device, dtype=dtype)
+        flat = torch.zeros(count, device=device, dtype=dtype)
     return flat.as_strided(spec.shape, spec.stride)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from recoup.cost.devices import Device
 from recoup.cost.flops import kind, tensor_specs
 from recoup.cost.hidden_memory import hidden_bytes
+from recoup.cost.kernel_flags import KernelFlags
 from recoup.cost.model import PricedTrace, price_by_signature
 from recoup.ir.trace import Signature, Trace
 
@@ -19,6 +20,7 @@ class RooflineCost:
 
     def __init__(self, device: Device) -> None:
         self.device = device
+        self.flags = KernelFlags.current()
 
     def price(self, trace: Trace) -> PricedTrace:
         """Returns the priced trace."""
@@ -43,10 +45,10 @@ class RooflineCost:
         work = kind(signature.name)
         if work != "other":
             fraction = device.attention_fraction if work == "attention" else device.matmul_fraction
-            computing = signature.flops / (self._rate(signature) * fraction)
+            computing = signature.flops / (self._rate(signature, work) * fraction)
         return max(moving, computing, device.launch_seconds if device.dialect == "cuda" else 0.0)
 
-    def _rate(self, signature: Signature) -> float:
+    def _rate(self, signature: Signature, work: str) -> float:
         dtypes = {spec.dtype for spec in tensor_specs(signature.args)}
         if "bfloat16" in dtypes:
             return self.device.bf16_flops
@@ -54,4 +56,5 @@ class RooflineCost:
             return self.device.fp16_flops
         if "float64" in dtypes:
             return self.device.fp32_flops / 2
-        return self.device.fp32_flops
+        rounds = self.flags.tf32_conv if work == "convolution" else self.flags.tf32_matmul
+        return self.device.tf32_flops if rounds else self.device.fp32_flops

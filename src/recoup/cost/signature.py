@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from recoup import _torch
 from recoup.cost.flops import count_flops, op_name
 from recoup.ir.trace import Signature, TensorSpec
 
@@ -22,21 +23,22 @@ _OVERWRITERS = frozenset({"bernoulli", "copy", "exponential", "fill", "normal", 
 _GATHERS = frozenset({"embedding", "gather", "index", "index_select", "nll_loss_forward", "take"})
 
 
-def signature_key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def signature_key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, home: str = "cpu") -> Any:
     """Returns something hashable that is equal exactly when `make_signature` would return the same."""
-    return (func, _key(args), _key(tuple(kwargs.items())) if kwargs else ())
+    return (func, _key(args, home), _key(tuple(kwargs.items()), home) if kwargs else ())
 
 
-def _key(items: Any) -> tuple[Any, ...]:
+def _key(items: Any, home: str) -> tuple[Any, ...]:
     result: list[Any] = []
     for item in items:
         if isinstance(item, torch.Tensor):
+            device = _away(item, home)
             if item.layout is torch.strided:
-                result.append((item.shape, item.stride(), item.dtype))  # `size()` takes 20 us on a fake tensor
+                result.append((item.shape, item.stride(), item.dtype, device))  # `size()` takes 20 us on a fake tensor
             else:
-                result.append((item.shape, item.layout, item.dtype))
+                result.append((item.shape, item.layout, item.dtype, device))
         elif isinstance(item, (list, tuple)):
-            result.append(_key(item))
+            result.append(_key(item, home))
         elif isinstance(item, (bool, int, float, complex, str, type(None))):
             result.append((type(item), item))
         elif not isinstance(item, torch.Generator):
@@ -46,7 +48,17 @@ def _key(items: Any) -> tuple[Any, ...]:
     return tuple(result)
 
 
-def make_signature(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> Signature:
+def _away(tensor: torch.Tensor, home: str) -> str:
+    """Returns the type of the tensor's device where it is not the step's; a step on a CPU has no other."""
+    if home == "cpu":
+        return ""
+    found = _torch.device_type(tensor)
+    return "" if found == home else found
+
+
+def make_signature(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any, *, home: str = "cpu"
+) -> Signature:
     """Returns the signature of a dispatched op.
 
     `bytes_moved` is what the op has to read and write at least once: its inputs (a dimension of stride 0 only once),
@@ -55,11 +67,12 @@ def make_signature(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out
 
     Args:
         func: the overload. args, kwargs: as dispatched, tensors fake or real. outputs: what it returned.
+        home: the type of the step's device.
     """
     name = f"{func._schema.name.replace('::', '.')}.{func._overloadname}"
     short = op_name(name)
-    encoded = tuple(_encode(a) for a in args)
-    encoded_kwargs = tuple((k, _encode(v)) for k, v in kwargs.items())
+    encoded = tuple(_encode(a, home) for a in args)
+    encoded_kwargs = tuple((k, _encode(v, home)) for k, v in kwargs.items())
     results = list(_tensors((outputs,)))
     # `prim` ops ask a tensor for its device or dtype.
     is_view = short in _UNDECLARED_VIEWS or name.startswith("prim.") or _is_view(func)
@@ -137,14 +150,17 @@ def _encode_outputs(outputs: Any) -> tuple[Any, ...]:
     return tuple(_encode(o) for o in outputs) if isinstance(outputs, tuple) else (_encode(outputs),)
 
 
-def _encode(item: Any) -> Any:
+def _encode(item: Any, home: str = "cpu") -> Any:
     if isinstance(item, torch.Tensor):
         stride = tuple(int(s) for s in item.stride()) if item.layout is torch.strided else ()
         return TensorSpec(
-            shape=tuple(int(s) for s in item.shape), stride=stride, dtype=str(item.dtype).removeprefix("torch.")
+            shape=tuple(int(s) for s in item.shape),
+            stride=stride,
+            dtype=str(item.dtype).removeprefix("torch."),
+            device=_away(item, home),
         )
     if isinstance(item, (list, tuple)):
-        return tuple(_encode(i) for i in item)
+        return tuple(_encode(i, home) for i in item)
     if isinstance(item, (bool, int, float, complex, str, type(None))):
         return item
     if isinstance(item, torch.SymInt):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from recoup._storages import dense_parts
 from recoup.capture.snapshot import Snapshot, random_state
 
 
@@ -201,8 +202,10 @@ def compare(plain: StepResult, planned: StepResult, *, bound: float = 0.0) -> Co
 
 def equal_values(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors have the same shape, dtype and values; NaNs in the same places count as equal."""
-    if a.shape != b.shape or a.dtype != b.dtype:
+    if a.shape != b.shape or a.dtype != b.dtype or a.layout != b.layout:
         return False
+    if a.layout is not torch.strided:
+        return all(map(equal_values, dense_parts(a), dense_parts(b)))
     if torch.equal(a, b):
         return True
     return a.is_floating_point() and bool(((a == b) | (a.isnan() & b.isnan())).all())

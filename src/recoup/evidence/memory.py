@@ -14,16 +14,12 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from recoup import _torch
+from recoup._storages import covered_bytes
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Returns the bytes of the tensors' storages, each counted once."""
-    seen: dict[int, int] = {}
-    for tensor in tensors:
-        if tensor.layout is torch.strided:
-            storage = tensor.untyped_storage()
-            seen[storage.data_ptr() or id(storage)] = storage.nbytes()
-    return sum(seen.values())
+    """Returns the bytes that the tensors cover of their storages, each counted once: of a slice, the slice."""
+    return covered_bytes(tensors)
 
 
 def measure_peak(step: Callable[[], Any], *, device: torch.device, held_bytes: int) -> int:
@@ -38,7 +34,7 @@ def measure_peak(step: Callable[[], Any], *, device: torch.device, held_bytes: i
         torch.cuda.reset_peak_memory_stats(device)
         step()
         torch.cuda.synchronize(device)
-        return int(torch.cuda.max_memory_allocated(device))
+        return peak_on_cuda(device)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
@@ -50,8 +46,14 @@ def measure_peak(step: Callable[[], Any], *, device: torch.device, held_bytes: i
     return held_bytes + peak
 
 
+def peak_on_cuda(device: torch.device) -> int:
+    """Returns the most bytes since the peaks were reset that were in use, or freed while another stream still read."""
+    stats = torch.cuda.memory_stats(device)
+    return max(int(stats["allocated_bytes.all.peak"]), int(stats["active_bytes.all.peak"]))
+
+
 def meter_name(device: torch.device) -> str:
     """Returns in words how `measure_peak` measures there."""
     if device.type == "cuda":
-        return f"max_memory_allocated on {torch.cuda.get_device_name(device)}"
+        return f"allocated and active bytes on {torch.cuda.get_device_name(device)}"
     return "allocator events of torch.profiler on the CPU"

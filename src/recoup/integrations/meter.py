@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from recoup import _torch
 from recoup._pytree import iterate_tensors
-from recoup.evidence.memory import storage_bytes
+from recoup.evidence.memory import peak_on_cuda, storage_bytes
 from recoup.runtime import execution_context
 
 
@@ -19,7 +19,7 @@ class StepMeter:
     """The peak of a step and what ran twice in it.
 
     Attributes:
-        peak_bytes: None before the first measured step. num_replays, num_rederived: of that step, on this thread.
+        peak_bytes: None before the first measured step. num_replays, num_rederived: of that step.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class StepMeter:
     def stop(self) -> None:
         """Ends; the peak is in `peak_bytes` then."""
         if self._device.type == "cuda":
-            self.peak_bytes = int(torch.cuda.max_memory_allocated(self._device))
+            self.peak_bytes = peak_on_cuda(self._device)
         else:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")

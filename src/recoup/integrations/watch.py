@@ -146,7 +146,15 @@ class Guard:
         )
 
     def _spec(self) -> StepSpec:
-        return StepSpec(model=self.model, batch=self.batch, loss=self.loss, optimizer=self.optimizer)
+        on_cuda = next((p.device.type for p in self.model.parameters()), "cpu") == "cuda"
+        return StepSpec(
+            model=self.model,
+            batch=self.batch,
+            loss=self.loss,
+            optimizer=self.optimizer,
+            dialect="cuda" if on_cuda else "cpu",
+            round_bytes=512 if on_cuda else 1,
+        )
 
     def _advice(self) -> str:
         """Returns what to do: which plan fits the budget, or how much is needed."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from recoup.errors import UsageError
 from recoup.ir.decision import DECISIONS, Decision, Region, read_decision
+from recoup.ir.fields import read_fields, shown
 
 SCHEMA = "recoup-plan/2"
 
@@ -27,6 +28,8 @@ class Prediction:
         offloaded_bytes: bytes moved to the host in one step.
         num_scan_evaluations: step evaluations of the scans whose bytes the plan decides, forward and backward together.
         num_all_gathers: of the step on each rank, where it is sharded (`plan --fsdp`); with the plan as without.
+        card_bytes: the smallest card, in bytes that torch reserves, that the step runs on; fragments included, the CUDA
+            context not. 0 where the step runs on a CPU. expandable_card_bytes: with expandable segments.
         phase: where the peak is. tensors: the largest ones alive there, as (what, bytes).
     """
 
@@ -44,6 +47,8 @@ class Prediction:
     offloaded_bytes: int = 0
     num_all_gathers: int = 0
     num_scan_evaluations: int = 0
+    card_bytes: int = 0
+    expandable_card_bytes: int = 0
 
     @property
     def extra_time_ratio(self) -> float:
@@ -102,21 +107,18 @@ class Plan:
         """
         if not isinstance(data, dict) or data.get("schema") != SCHEMA:
             found = data.get("schema") if isinstance(data, dict) else type(data).__name__
-            raise UsageError(f"Not a recoup plan: expected schema {SCHEMA!r}, found {found!r}. Plan again.")
-        fields = {k: v for k, v in data.items() if k != "schema"}
-        try:
-            fields["decisions"] = tuple(read_decision(d, known) for d in fields["decisions"])
-            predicted = dict(fields["predicted"])
-            predicted["tensors"] = tuple((str(n), int(b)) for n, b in predicted["tensors"])
-            fields["predicted"] = Prediction(**predicted)
-            for key in ("structure", "versions"):
-                fields[key] = tuple((str(a), str(b)) for a, b in fields[key])
-            fields["notes"] = tuple(fields["notes"])
-            return cls(**fields)
-        except UsageError:
-            raise
-        except (KeyError, TypeError, ValueError) as error:
-            raise UsageError(f"Not a complete recoup plan: {error}.") from error
+            raise UsageError(f"Not a recoup plan: expected schema {SCHEMA!r}, found {shown(found)}. Plan again.")
+        if not isinstance(data.get("decisions"), list):
+            raise UsageError(f"The plan's decisions must be a list; got {shown(data.get('decisions'))}.")
+        fields = {k: v for k, v in data.items() if k not in ("schema", "decisions", "predicted")}
+        decisions = tuple(read_decision(d, known) for d in data["decisions"])
+        predicted = read_fields(Prediction, data.get("predicted"), "The plan's prediction")
+        made = read_fields(cls, fields, "The plan", decisions=decisions, predicted=predicted)
+        for owner in (made, predicted):
+            for name in (f.name for f in dataclasses.fields(owner)):
+                if isinstance(getattr(owner, name), (int, float)) and getattr(owner, name) < 0:
+                    raise UsageError(f"The plan's {name} must not be negative; got {shown(getattr(owner, name))}.")
+        return made
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
@@ -126,11 +128,15 @@ class Plan:
             UsageError: if the file is missing or is not a plan.
         """
         try:
-            data = json.loads(Path(path).read_text())
+            data = json.loads(Path(path).read_bytes().decode())
         except FileNotFoundError:
-            raise UsageError(f"No plan file at {str(path)!r}.") from None
-        except json.JSONDecodeError as error:
-            raise UsageError(f"{str(path)!r} is not JSON: {error}.") from None
+            raise UsageError(f"No plan file at {shown(str(path))}.") from None
+        except OSError as error:
+            raise UsageError(f"{shown(str(path))} cannot be read: {error.strerror}.") from None
+        except RecursionError:
+            raise UsageError(f"{shown(str(path))} is no plan: its JSON is nested too deeply.") from None
+        except ValueError as error:  # no UTF-8, no JSON, or a number of thousands of digits
+            raise UsageError(f"{shown(str(path))} is not JSON: {shown(str(error))}.") from None
         return cls.from_json(data)
 
     def __str__(self) -> str:

@@ -18,11 +18,15 @@ Category = Literal["parameter", "buffer", "gradient", "optimizer", "batch", "sav
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
-    """Shape, stride and dtype of a tensor argument, enough to make one like it."""
+    """Shape, stride, dtype and device of a tensor argument, enough to make one like it.
+
+    `device` is "" on the step's own device, "cpu" for what a step on a GPU keeps on the host.
+    """
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: str
+    device: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

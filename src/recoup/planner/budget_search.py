@@ -31,23 +31,24 @@ class BudgetSearch:
 
         1. If the step fits with nothing running twice, that is the answer.
         2. Each strategy proposes; one that dominates the step ends the round.
-        3. Where nothing fits: the leanest plans; then, if equal bits are preferred, strategies that round differently;
-           then the leanest of those too.
+        3. Where nothing fits: the leanest plans; then strategies that are fallbacks; then, if equal bits are preferred,
+           those that round differently; then the leanest of those too.
         4. The selected plan may be improved.
         """
         openings = [self._judge.plain, *(self._judge.simulate(s.opening()) for s in self._strategies if s.opening())]
         if openings[-1].peak_bytes <= budget_bytes:
             return min((c for c in openings if c.peak_bytes <= budget_bytes), key=lambda c: c.step_seconds)
-        exact = [s for s in self._strategies if s.is_exact]
-        others = [s for s in self._strategies if not s.is_exact]
-        for strategy in exact if self._prefers_equal_bits else self._strategies:
+        exact = [s for s in self._strategies if s.is_exact and not s.is_fallback]
+        fallbacks = [s for s in self._strategies if s.is_fallback]
+        others = [s for s in self._strategies if not s.is_exact and not s.is_fallback]
+        for strategy in exact if self._prefers_equal_bits else [s for s in self._strategies if not s.is_fallback]:
             self._try(strategy.propose(budget_bytes, self._incumbents))
             if strategy.dominates_step:
                 return self._select(budget_bytes)
-        if self._prefers_equal_bits and not self._incumbents.fitting(budget_bytes):
+        if not self._incumbents.fitting(budget_bytes):
             for strategy in exact:
                 self._try(strategy.shrink(self._incumbents))
-            for strategy in others:
+            for strategy in (*fallbacks, *(others if self._prefers_equal_bits else ())):
                 if not self._incumbents.fitting(budget_bytes):
                     self._try(strategy.propose(budget_bytes, self._incumbents))
         if not self._incumbents.fitting(budget_bytes):

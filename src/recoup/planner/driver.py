@@ -34,6 +34,9 @@ from recoup.units import format_bytes, parse_budget
 _S = TypeVar("_S", bound=Strategy)
 
 
+_MAX_CARD_TRIES = 5  # plans for less where a card's memory is in fragments
+
+
 class Planner(Simulator):
     """Plans for one step on one device.
 
@@ -129,15 +132,29 @@ class Planner(Simulator):
             tensors=smallest.tensors,
         )
 
-    def plan(self, candidate: Candidate, *, budget_bytes: int, budget_text: str, device: str) -> Plan:
-        """Returns the plan for people and for disk."""
+    def plan(
+        self,
+        candidate: Candidate,
+        *,
+        budget_bytes: int,
+        budget_text: str,
+        device: str,
+        card: tuple[int, int] = (0, 0),
+    ) -> Plan:
+        """Returns the plan for people and for disk; `card` as `needed_bytes` says."""
         notes = (
             ()
             if not candidate.decisions
             else tuple(f"{action} was not tried: {why}" for action, why in self.why_not_tried().items())
         )
         return write_plan(
-            self, candidate, budget_bytes=budget_bytes, budget_text=budget_text, device=device, more_notes=notes
+            self,
+            candidate,
+            budget_bytes=budget_bytes,
+            budget_text=budget_text,
+            device=device,
+            card=card,
+            more_notes=notes,
         )
 
 
@@ -146,6 +163,8 @@ def plan_for_budget(
 ) -> tuple[Plan, Candidate]:
     """Returns the fastest plan for the budget.
 
+    On a card `budget="auto"` is what torch may reserve there, which is more than a plan's tensors take.
+
     Raises:
         InfeasibleBudget: if the smallest reachable peak is above it.
     """
@@ -153,7 +172,17 @@ def plan_for_budget(
     candidate = planner.fit(budget_bytes)
     if candidate is None:
         raise planner.infeasible(budget_bytes)
-    return planner.plan(candidate, budget_bytes=budget_bytes, budget_text=str(budget), device=device), candidate
+    card = (0, 0) if planner.card is None else planner.needed_bytes(candidate.decisions)
+    for _ in range(_MAX_CARD_TRIES):
+        over = card[0] - budget_bytes
+        if budget != "auto" or over <= 0:
+            break
+        smaller = planner.fit(candidate.peak_bytes - over)
+        if smaller is None:
+            raise planner.infeasible(candidate.peak_bytes - over)
+        candidate, card = smaller, planner.needed_bytes(smaller.decisions)
+    made = planner.plan(candidate, budget_bytes=budget_bytes, budget_text=str(budget), device=device, card=card)
+    return made, candidate
 
 
 def is_on_meta(model: nn.Module) -> bool:

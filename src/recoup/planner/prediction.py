@@ -15,7 +15,7 @@ from recoup.runtime.kv_cache import caching_paths
 from recoup.units import format_bytes
 
 
-def prediction_of(simulator: Simulator, candidate: Candidate) -> Prediction:
+def prediction_of(simulator: Simulator, candidate: Candidate, card: tuple[int, int] = (0, 0)) -> Prediction:
     """Returns what the plan's prediction says."""
     plain = simulator.plain
     return Prediction(
@@ -33,6 +33,8 @@ def prediction_of(simulator: Simulator, candidate: Candidate) -> Prediction:
         offloaded_bytes=candidate.offloaded_bytes,
         num_all_gathers=simulator.priced.num_all_gathers,
         num_scan_evaluations=candidate.num_scan_evaluations,
+        card_bytes=card[0],
+        expandable_card_bytes=card[1],
     )
 
 
@@ -43,9 +45,14 @@ def write_plan(
     budget_bytes: int,
     budget_text: str,
     device: str,
+    card: tuple[int, int] = (0, 0),
     more_notes: Sequence[str] = (),
 ) -> Plan:
-    """Returns the plan for people and for disk."""
+    """Returns the plan for people and for disk.
+
+    Args:
+        card: the smallest card that the plan runs on, by default and with expandable segments; 0 where not known.
+    """
     from recoup import __version__
 
     modules = dict(simulator.spec.model.named_modules(remove_duplicate=False))
@@ -60,6 +67,14 @@ def write_plan(
     if caching_paths(modules, [d.path for d in candidate.decisions if d.is_region]):
         notes.append("the key-value cache is off while this plan trains (use_cache); evaluation keeps it")
     notes += _tile_notes(simulator, candidate)
+    if card[0]:
+        lower = (
+            f"; {format_bytes(card[1])} with PYTORCH_ALLOC_CONF=expandable_segments:True" if card[1] < card[0] else ""
+        )
+        notes.append(
+            f"torch reserves {format_bytes(card[0])} of the card for this plan, blocks it cannot fill included{lower}; "
+            "the CUDA context comes on top"
+        )
     if candidate.offloaded_bytes and simulator.link is not None:
         notes.append(
             f"offload moves {format_bytes(candidate.offloaded_bytes)} out and back each step and needs as "
@@ -76,7 +91,7 @@ def write_plan(
         model_class=simulator.trace.model_class,
         fingerprint=simulator.trace.fingerprint,
         structure=tuple((path, type(modules[path]).__name__) for path in paths),
-        predicted=prediction_of(simulator, candidate),
+        predicted=prediction_of(simulator, candidate, card),
         notes=tuple(notes),
         versions=(("recoup", __version__), ("torch", str(torch.__version__))),
     )

@@ -6,15 +6,19 @@ This is the judge of every plan: the engine itself runs, only without data.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from recoup import progress
 from recoup.capture.capture import StepSpec, capture
+from recoup.cost.card_memory import CardMemory
+from recoup.cost.hidden_memory import hidden_blocks
 from recoup.cost.host_link import Link, with_copies
 from recoup.cost.host_overhead import host_seconds
 from recoup.cost.model import CostModel, PricedTrace
+from recoup.cost.roofline import RooflineCost
 from recoup.ir.decision import Decision, Rederive
 from recoup.ir.labels import group_labels
-from recoup.ir.trace import Trace
+from recoup.ir.trace import Signature, Trace
 from recoup.planner.incumbents import Candidate
 from recoup.runtime import scan_bytes
 from recoup.runtime.apply import apply_decisions
@@ -30,6 +34,7 @@ class Simulator:
         plain: the step without a plan. priced: its trace. simulated: what was simulated so far, by decisions.
         num_simulated_ops: ops of all steps simulated so far: the work that searches are limited by.
         fixed_bytes: what the device takes whatever the step does (library workspaces).
+        card: what steps take from the allocator of a card; None where they run on a CPU.
         link: to the host, if something may be moved there.
         num_calls: of each module path. mutated_buffers: of each path, those that regions must be told of.
     """
@@ -52,6 +57,7 @@ class Simulator:
         self.num_calls: dict[str, int] = {}
         for call in trace.calls:
             self.num_calls[call.path] = max(self.num_calls.get(call.path, 0), call.index + 1)
+        self.card = self._card_memory() if spec.dialect == "cuda" else None
         self.plain = self.candidate((), self.priced)
 
     @property
@@ -82,6 +88,25 @@ class Simulator:
         self.num_simulated_ops += len(priced.trace.ops)
         return found
 
+    def _card_memory(self) -> CardMemory:
+        device = self.cost.device if isinstance(self.cost, RooflineCost) else None
+
+        def hidden(signature: Signature, nbytes: int) -> Sequence[int]:
+            return (nbytes,) if device is None else hidden_blocks(signature, device)
+
+        workspace = self.priced.op_workspace_bytes
+        return CardMemory(self.trace, workspace, hidden=hidden, thread_bytes=self.fixed_bytes // 2)
+
+    def needed_bytes(self, chosen: tuple[Decision, ...]) -> tuple[int, int]:
+        """Returns the smallest card that the step with `chosen` applied runs on: by default, with expandable segments.
+
+        In bytes that torch reserves; a process has its CUDA context on the card besides.
+        """
+        assert self.card is not None
+        priced = self.simulate_priced(chosen) if chosen else self.priced
+        step = priced.trace, priced.op_workspace_bytes
+        return self.card.needed_bytes(*step), self.card.needed_bytes(*step, expandable=True)
+
     def _optimizer_step(self) -> tuple[int, float]:
         """Returns the peak and the seconds of the optimizer's step, which no plan changes."""
         trace, priced = self.priced.trace, self.priced
@@ -104,10 +129,12 @@ class Simulator:
             tensors = [*tensors, (f"workspace of {name}", priced.op_workspace_bytes[at])]
             tensors.sort(key=lambda item: -item[1])
         phase = "replay" if op.replayed else op.phase
-        peak_bytes = levels[at]
+        peak_bytes = levels[at] + self.fixed_bytes
         seconds = sum(s for s, o in zip(priced.op_seconds, trace.ops, strict=True) if o.phase != "optimizer")
-        if self._optimizer[0] > peak_bytes:
-            peak_bytes, phase = self._optimizer[0], "optimizer"
+        if self._optimizer[0] + self.fixed_bytes > peak_bytes:
+            peak_bytes, phase = self._optimizer[0] + self.fixed_bytes, "optimizer"
+        if self.card is not None:
+            peak_bytes = max(peak_bytes, self.card.need(trace, priced.op_workspace_bytes).allocated_bytes)
         seconds += self._optimizer[1] + priced.copy_seconds
         seconds += host_seconds(
             chosen,
@@ -119,7 +146,7 @@ class Simulator:
         forward_end = sum(1 for o in trace.ops if o.phase in ("forward", "loss"))
         return Candidate(
             decisions=chosen,
-            peak_bytes=peak_bytes + self.fixed_bytes,
+            peak_bytes=peak_bytes,
             step_seconds=seconds,
             recomputed_flops=sum(trace.signatures[o.signature].flops for o in trace.ops if o.replayed),
             saved_bytes=sum(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
 
+from recoup._pytree import Build, open_nest
 from recoup.errors import UsageError
 
 
@@ -19,13 +19,23 @@ class _Leaf:
         self.index = index
 
 
+class _Other:
+    """A container that is neither list nor tuple: what is in it, and how to make one like it."""
+
+    __slots__ = ("build", "parts")
+
+    def __init__(self, build: Build, parts: list[Any]) -> None:
+        self.build = build
+        self.parts = parts
+
+
 _FIRST = _Leaf(0)
 
 
 def flatten(nest: Any) -> tuple[list[torch.Tensor], Any]:
     """Returns the distinct tensors of `nest` in order, and the template that `rebuild` needs.
 
-    Lists, tuples, named tuples, dicts and dataclasses are walked; anything else is handed on as it is.
+    What is walked is in `_pytree`; anything else is handed on as it is.
     """
     tensors: list[torch.Tensor] = []
     if type(nest) is torch.Tensor:
@@ -53,16 +63,11 @@ def _flatten(nest: Any, tensors: list[torch.Tensor], seen: dict[int, _Leaf]) -> 
             else:
                 items.append(_flatten(item, tensors, seen))
         return kind(items)
-    if isinstance(nest, (tuple, list)):
-        items = [_flatten(item, tensors, seen) for item in nest]
-        return kind(*items) if hasattr(nest, "_fields") else kind(items)
-    if isinstance(nest, dict):
-        mapped = {key: _flatten(item, tensors, seen) for key, item in nest.items()}
-        return mapped if kind is dict else kind(mapped)
-    if dataclasses.is_dataclass(nest) and not isinstance(nest, type):
-        fields = [f.name for f in dataclasses.fields(nest) if f.init]
-        return dataclasses.replace(nest, **{n: _flatten(getattr(nest, n), tensors, seen) for n in fields})
-    return nest
+    opened = open_nest(nest)
+    if opened is None:
+        return nest
+    children, build = opened
+    return _Other(build, [_flatten(child, tensors, seen) for child in children])
 
 
 def rebuild(template: Any, tensors: list[torch.Tensor]) -> Any:
@@ -72,15 +77,8 @@ def rebuild(template: Any, tensors: list[torch.Tensor]) -> Any:
         return tensors[template.index]
     if kind is tuple or kind is list:
         return kind([tensors[t.index] if type(t) is _Leaf else rebuild(t, tensors) for t in template])
-    if isinstance(template, (tuple, list)):
-        items = [rebuild(item, tensors) for item in template]
-        return kind(*items) if hasattr(template, "_fields") else kind(items)
-    if isinstance(template, dict):
-        mapped = {key: rebuild(item, tensors) for key, item in template.items()}
-        return mapped if kind is dict else kind(mapped)
-    if dataclasses.is_dataclass(template) and not isinstance(template, type):
-        fields = [f.name for f in dataclasses.fields(template) if f.init]
-        return dataclasses.replace(template, **{n: rebuild(getattr(template, n), tensors) for n in fields})
+    if kind is _Other:
+        return template.build([rebuild(part, tensors) for part in template.parts])
     return template
 
 

@@ -28,7 +28,7 @@ from recoup.ir.decision import (
     Tile,
     TileModule,
 )
-from recoup.runtime import scan_bytes
+from recoup.runtime import execution_context, scan_bytes
 from recoup.runtime.kv_cache import caching_paths, without_cache
 from recoup.runtime.offload.offloaded_saved_tensor import Moves, Offloading
 from recoup.runtime.offload.transport import Transport
@@ -39,6 +39,7 @@ from recoup.runtime.rebuild.lineage import current_recorder
 from recoup.runtime.recompute import region as regions
 from recoup.runtime.recompute.object_state import Places
 from recoup.runtime.recompute.rng_state import statistics_buffers
+from recoup.runtime.step_log import Counts, StepLog
 from recoup.runtime.tile import apply as tile_apply
 from recoup.runtime.tile.module.tiled import Proofs
 
@@ -51,6 +52,7 @@ class StepState:
         self.offloading = offloading
         self.calls: dict[str, int] = {}
         self.proofs = Proofs()
+        self.counts = Counts()
         self.unwritten: dict[str, set[int]] = {}
         self.places: dict[str, Places] = {}
         self.suspended = False
@@ -131,6 +133,13 @@ def _run(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, Any])
         args, kwargs = without_cache(patched.module, args, kwargs)
     if torch.compiler.is_compiling():
         return _run_compiled(patched, args, kwargs)
+    with execution_context.counting_for(state.counts):
+        return _run_planned(patched, args, kwargs)
+
+
+def _run_planned(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    settings: Settings = patched.settings
+    state = settings.state
     if settings.is_root:
         state.calls.clear()
     call = 0
@@ -287,6 +296,11 @@ class Applied:
             unpatch(self._patches.pop())
         if self._state.offloading is not None:
             self._state.offloading.close()
+
+    @property
+    def log(self) -> StepLog:
+        """What ran since the plan was applied: `applied.log - before` is what one step did, on whatever thread."""
+        return self._state.counts.log
 
     @property
     def moves(self) -> Moves | None:

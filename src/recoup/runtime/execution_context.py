@@ -9,6 +9,8 @@ from typing import Any, Protocol
 
 import torch
 
+from recoup.runtime.step_log import Counts, Event
+
 
 class Observer(Protocol):
     """Somebody who is told what becomes of saved tensors."""
@@ -38,13 +40,13 @@ class _Activity(threading.local):
     observer: Observer | None = None
     auditor: Auditor | None = None
     recomputing = 0
-    replays = 0
-    rederived = 0
-    tiled = 0
-    logits_made = 0
     tiles = 0
     stand_in: Any = None
     stands_for: str = ""
+
+    def __init__(self) -> None:
+        self.own = Counts()
+        self.counts: tuple[Counts, ...] = (self.own,)
 
 
 _activity = _Activity()
@@ -82,19 +84,49 @@ class first_run:
         _activity.recomputing = self._before
 
 
-def count_replay() -> None:
-    """Counts one region replayed."""
-    _activity.replays += 1
+def current_counts() -> tuple[Counts, ...]:
+    """Returns what is counted to on this thread: the plan's that runs here, if one does, and the thread's own.
+
+    Who counts in backward keeps it from forward on: that may be another thread.
+    """
+    return _activity.counts
 
 
-def count_rederived() -> None:
-    """Counts one saved tensor rebuilt."""
-    _activity.rederived += 1
+class counting_to:
+    """Context manager that has everything inside counted to these counts."""
+
+    __slots__ = ("_before", "_counts")
+
+    def __init__(self, counts: tuple[Counts, ...]) -> None:
+        self._counts = counts
+
+    def __enter__(self) -> None:
+        self._before, _activity.counts = _activity.counts, self._counts
+
+    def __exit__(self, *exc: Any) -> None:
+        _activity.counts = self._before
+
+
+class counting_for(counting_to):
+    """Context manager that has everything inside counted to a plan's counts too."""
+
+    __slots__ = ()
+
+    def __init__(self, counts: Counts) -> None:
+        here = _activity.counts
+        super().__init__(here if counts in here else (counts, _activity.own))
+
+
+def count(event: Event, counts: tuple[Counts, ...]) -> None:
+    """Counts one event."""
+    for each in counts:
+        each.add(event)
 
 
 def counters() -> tuple[int, int]:
-    """Returns how many regions were replayed and saved tensors rebuilt on this thread so far."""
-    return _activity.replays, _activity.rederived
+    """Returns how many regions of this thread's forwards were replayed and saved tensors rebuilt so far."""
+    log = _activity.own.log
+    return log.num_replays, log.num_rederived
 
 
 @contextlib.contextmanager
@@ -112,19 +144,10 @@ def is_in_tile() -> bool:
     return _activity.tiles > 0
 
 
-def count_tiled() -> None:
-    """Counts one loss, or one module, run over tiles."""
-    _activity.tiled += 1
-
-
-def count_logits_made() -> None:
-    """Counts one tiled head whose logits were asked for and computed whole."""
-    _activity.logits_made += 1
-
-
 def tile_counters() -> tuple[int, int]:
-    """Returns how many losses and modules ran over tiles, and tiled heads' logits whole, on this thread so far."""
-    return _activity.tiled, _activity.logits_made
+    """Returns how many losses and modules ran over tiles, and tiled heads' logits whole, by this thread's forwards."""
+    log = _activity.own.log
+    return log.num_tiled, log.num_logits_made
 
 
 def kept(tensor: torch.Tensor) -> None:

@@ -8,9 +8,9 @@ backward runs segment `i..j` all that autograd would save inside is there again,
     peak = fixed + held before i + max over r in i..j of (saved by i..r-1 + backward of r + gradients after r) + extra
 
 where the second term is read off the plain step's timeline, and `extra` is what the label holds that autograd would
-not. For one budget the fastest sequence of segments and labels is a shortest path over (place, held bytes): a dynamic
-program with dominated states dropped. What the sum does not know (transients of a rebuild, views, fragmentation) is
-corrected by simulating the applied plan.
+not. Forward's peak is bounded alike, less what autograd would save there where the segment is rebuilt. For one budget
+the fastest sequence of segments and labels is a shortest path over (place, held bytes): a dynamic program with
+dominated states dropped. What the sum does not know (transients of a rebuild, views) the simulation corrects.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class HeldProblem:
         ops: in forward order. value_bytes: of each value; 0: held anyway.
         saves: for each op the values that autograd saves with it.
         places: the ops that intervals begin with, the first op included.
-        saved_bytes, backward_bytes, gradient_bytes: of each interval: what it leaves saved, its peak in backward above
-            the level before it, and the gradients that exist while its backward runs.
+        saved_bytes, forward_bytes, backward_bytes, gradient_bytes: of each interval: what it leaves saved, its peaks in
+            forward and backward above the level before it, and the gradients that exist while its backward runs.
         fixed_bytes: there all the time. after_bytes: peak of what follows the model (the loss), above `fixed + held`.
     """
 
@@ -44,6 +44,7 @@ class HeldProblem:
     saves: tuple[tuple[int, ...], ...]
     places: tuple[int, ...]
     saved_bytes: tuple[int, ...]
+    forward_bytes: tuple[int, ...]
     backward_bytes: tuple[int, ...]
     gradient_bytes: tuple[int, ...]
     fixed_bytes: int
@@ -110,15 +111,15 @@ class SegmentSolver:
         states[0] = [_State(0, 0.0, 0, None, 0, None)]
         for i in range(num):
             for j in self._next_places(i):
-                inside = self._backward_bytes(i, j)
-                room = budget_bytes - problem.fixed_bytes - inside
-                if room < 0:
+                backward = self._backward_bytes(i, j)
+                if problem.fixed_bytes + backward > budget_bytes:
                     break
                 for label in self.labels(i, j):
+                    inside = max(backward + label.extra_bytes, self._forward_bytes(i, j, label))
                     for state in states[i]:
-                        if state.held_bytes + label.extra_bytes > room:
+                        peak = problem.fixed_bytes + state.held_bytes + inside
+                        if peak > budget_bytes:
                             continue
-                        peak = problem.fixed_bytes + state.held_bytes + inside + label.extra_bytes
                         held = state.held_bytes + label.held_bytes
                         if held + problem.fixed_bytes > budget_bytes:
                             continue
@@ -146,7 +147,7 @@ class SegmentSolver:
         low, high = self.problem.fixed_bytes, self.problem.fixed_bytes + sum(self.problem.saved_bytes)
         high += max(self.problem.backward_bytes, default=0) + max(self.problem.gradient_bytes, default=0)
         best = self.solve(high)
-        while best is not None and high - low > high // 200:
+        while best is not None and high - low > high // 1000:
             middle = (low + high) // 2
             found = self.solve(middle)
             if found is None:
@@ -167,6 +168,13 @@ class SegmentSolver:
             most = max(most, saved + self.problem.backward_bytes[r] + self.problem.gradient_bytes[r])
             saved += self.problem.saved_bytes[r]
         return most
+
+    def _forward_bytes(self, i: int, j: int, label: Label) -> int:
+        """Returns the peak of forward through intervals [i, j) above what was held before them: a lower bound."""
+        forward, saved = self.problem.forward_bytes[i:j], self.problem.saved_bytes[i:j]
+        if label.held is None:
+            return max(forward)
+        return label.held_bytes + max(0, *(f - s for f, s in zip(forward, saved, strict=True)))
 
     def labels(self, i: int, j: int) -> list[Label]:
         """Returns the labels of the segment of intervals [i, j), that of saving first (if it is one interval)."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from recoup import _torch
+from recoup._pytree import flatten, open_nest
 
 _LOOKED_AT = 64  # values of a real tensor
 PLAIN_TYPES = frozenset(
@@ -128,13 +128,11 @@ def describe(value: Any, tensors: list[torch.Tensor], seen: dict[int, int], dept
             number = seen[id(value)] = len(tensors)
             tensors.append(value)
         return "tensor", number
-    if isinstance(value, (list, tuple)):
-        return kind, tuple(describe(item, tensors, seen, depth) for item in value)
     if isinstance(value, dict):
         return kind, tuple((key, describe(item, tensors, seen, depth)) for key, item in value.items())
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = [getattr(value, f.name, None) for f in dataclasses.fields(value)]
-        return kind, tuple(describe(item, tensors, seen, depth) for item in fields)
+    opened = open_nest(value)
+    if opened is not None:
+        return kind, tuple(describe(item, tensors, seen, depth) for item in opened[0])
     if isinstance(value, (nn.Module, type)) or callable(value) or depth >= _DEPTH or not hasattr(value, "__dict__"):
         return kind, id(value)
     inside = tuple((k, describe(v, tensors, seen, depth + 1)) for k, v in vars(value).items())
@@ -142,29 +140,15 @@ def describe(value: Any, tensors: list[torch.Tensor], seen: dict[int, int], dept
 
 
 def skeleton_of(value: Any, seen: dict[int, int]) -> Any:
-    """Returns a nest with `_Slot`s where it has tensors."""
-    if isinstance(value, torch.Tensor):
-        return _Slot(seen[id(value)])
-    return _map(lambda item: skeleton_of(item, seen), value)
+    """Returns a nest without its tensors, but with which ones they were."""
+    leaves, structure = flatten((value,))
+    return structure, [_Slot(seen[id(leaf)]) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
 
 def fill(skeleton: Any, results: list[torch.Tensor]) -> Any:
     """Returns the nest with tensors in their places."""
-    if isinstance(skeleton, _Slot):
-        return results[skeleton.index]
-    return _map(lambda item: fill(item, results), skeleton)
-
-
-def _map(function: Callable[[Any], Any], nest: Any) -> Any:
-    if isinstance(nest, (list, tuple)):
-        items = [function(item) for item in nest]
-        return type(nest)(*items) if hasattr(nest, "_fields") else type(nest)(items)
-    if isinstance(nest, dict):
-        mapped = {key: function(item) for key, item in nest.items()}
-        return mapped if type(nest) is dict else type(nest)(mapped)
-    if dataclasses.is_dataclass(nest) and not isinstance(nest, type):
-        return dataclasses.replace(nest, **{f.name: function(getattr(nest, f.name)) for f in dataclasses.fields(nest)})
-    return nest
+    structure, leaves = skeleton
+    return structure.unflatten([results[leaf.index] if isinstance(leaf, _Slot) else leaf for leaf in leaves])[0]
 
 
 def edge_of(tensor: torch.Tensor) -> tuple[int, int] | None:

@@ -17,6 +17,7 @@ from recoup.ir.decision.rebuild import OpMark, Rebuild
 from recoup.ir.decision.region import Loop, Recompute, Region
 from recoup.ir.decision.scan import Scan
 from recoup.ir.decision.tile import Tile, TileLoss, TileModule
+from recoup.ir.fields import shown
 
 __all__ = [
     "DECISIONS",
@@ -60,12 +61,13 @@ def read_decision(data: Any, known: Sequence[type[Decision]] = DECISIONS) -> Dec
         UsageError: if the action is not one of `known`, or a field does not fit.
     """
     if not isinstance(data, dict):
-        raise UsageError(f"A decision is an object with `action` and `path`; got {data!r}.")
+        raise UsageError(f"A decision is an object with `action` and `path`; got {shown(data)}.")
     kind = next((k for k in known if k.action == data.get("action")), None)
     if kind is None:
         names = ", ".join(k.action for k in known)
         raise UsageError(
-            f"Decision for `{data.get('path', '?')}`: unknown action {data.get('action')!r}; known are {names}."
+            f"Decision for {shown(data.get('path', '?'))}: unknown action {shown(data.get('action'))}; known are "
+            f"{names}."
         )
     return kind.from_json(data)
 

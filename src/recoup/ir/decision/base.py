@@ -7,14 +7,13 @@ A decision is one action for one call of a module. Each action is a frozen datac
 from __future__ import annotations
 
 import dataclasses
-import functools
-import types
 import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, Self
 
 from recoup.errors import UsageError
 from recoup.ir.decision.paths import grouped
+from recoup.ir.fields import fits, hints_of, read_fields, said, shown
 
 Ambient = Literal["save", "rederive"]
 
@@ -60,12 +59,12 @@ class Decision(metaclass=_Named):
 
     def __post_init__(self) -> None:
         kind: Any = type(self)  # hashable, which mypy does not see of a class
-        for name, hint in _hints(kind).items():
+        for name, hint in hints_of(kind).items():
             value = getattr(self, name)
-            if not _fits(value, hint):
-                self.refuse(f"{name} must be {_said(hint)}; got {value!r}")
+            if not fits(value, hint):
+                self.refuse(f"{name} must be {said(hint)}; got {shown(value)}")
         if self.path and not all(self.path.split(".")):
-            self.refuse(f"path must be module names with single dots between them; got {self.path!r}")
+            self.refuse(f"path must be module names with single dots between them; got {shown(self.path)}")
         self.require_at_least(0, "call")
         self.check()
 
@@ -81,7 +80,7 @@ class Decision(metaclass=_Named):
 
     def refuse(self, why: str) -> typing.NoReturn:
         """Raises UsageError, one line that names the decision."""
-        raise UsageError(f"Decision {self.action!r} for `{self.path}`: {why}.")
+        raise UsageError(f"Decision {self.action!r} for {_at(self.path)}: {why}.")
 
     # -- what others ask of any decision ---------------------------------------------------------------------------
 
@@ -147,16 +146,9 @@ class Decision(metaclass=_Named):
         Raises:
             UsageError: for an unknown field, a missing one, or a value that does not fit.
         """
-        given: dict[str, Any] = {name: cls.read_field(name, v) for name, v in data.items() if name != "action"}
-        known = {field.name: field for field in dataclasses.fields(cls)}
-        where = f"Decision {cls.action!r} for `{given.get('path', '?')}`"
-        unknown = [name for name in given if name not in known]
-        if unknown:
-            raise UsageError(f"{where}: it has no field {unknown[0]!r}; its fields are {', '.join(known)}.")
-        missing = [n for n, f in known.items() if f.default is dataclasses.MISSING and n not in given]
-        if missing:
-            raise UsageError(f"{where}: the field {missing[0]!r} is missing.")
-        return cls(**given)
+        given = {name: cls.read_field(name, v) for name, v in data.items() if name != "action"}
+        where = f"Decision {cls.action!r} for {_at(data.get('path', '?'))}"
+        return read_fields(cls, given, where)
 
     @classmethod
     def read_field(cls, name: str, value: Any) -> Any:
@@ -164,31 +156,5 @@ class Decision(metaclass=_Named):
         return tuple(value) if isinstance(value, list) else value
 
 
-@functools.cache
-def _hints(kind: Any) -> dict[str, Any]:
-    found = typing.get_type_hints(kind)
-    return {field.name: found[field.name] for field in dataclasses.fields(kind)}
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin is Literal:
-        return isinstance(value, str) and value in arguments
-    if origin in (typing.Union, types.UnionType):
-        return any(_fits(value, a) for a in arguments)
-    if origin is tuple:
-        return isinstance(value, tuple) and all(_fits(v, arguments[0]) for v in value)
-    return type(value) is hint  # `True` is no number
-
-
-def _said(hint: Any) -> str:
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin is Literal:
-        return " or ".join(repr(a) for a in arguments)
-    if origin in (typing.Union, types.UnionType):
-        return " or ".join(_said(a) for a in arguments)
-    if origin is tuple:
-        return "a tuple of texts"
-    return {str: "a text", int: "a whole number", bool: "true or false", type(None): "nothing"}.get(
-        hint, str(hint.__name__)
-    )
+def _at(path: Any) -> str:
+    return f"`{path}`" if isinstance(path, str) and path.isprintable() and len(path) < 200 else shown(path)

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Self
 from recoup.errors import UsageError
 from recoup.ir.decision.base import Ambient, Decision
 from recoup.ir.decision.paths import grouped
+from recoup.ir.fields import fits, hints_of, said, shown
 
 _MOST_NAMED = 6
 
@@ -34,11 +35,10 @@ class OpMark:
     saves: bool = False
 
     def __post_init__(self) -> None:
-        kinds = {"path": str, "op": str, "call": int, "ordinal": int}
-        kinds |= dict.fromkeys(("holds", "begins_segment", "saves"), bool)
-        for name, kind in kinds.items():
-            if type(getattr(self, name)) is not kind:
-                raise UsageError(f"A mark's {name} must be of type {kind.__name__}; got {getattr(self, name)!r}.")
+        kind: Any = type(self)  # hashable, which mypy does not see of a class
+        for name, hint in hints_of(kind).items():
+            if not fits(getattr(self, name), hint):
+                raise UsageError(f"A mark's {name} must be {said(hint)}; got {shown(getattr(self, name))}.")
         if min(self.call, self.ordinal) < 0:
             raise UsageError(f"A mark counts calls and ops from 0; got {self.call} and {self.ordinal}.")
 
@@ -92,18 +92,18 @@ class Rebuild(Decision):
         for decision in members:
             num = decision.num_segments
             what = f"{num} segment{'s' * (num != 1)}"
-            lines.append(f"rebuild what is saved in {what} by running ops again, but hold")
+            lines.append(f"rebuild by running ops again, in {what}")
             ops: dict[str, dict[str, None]] = {}
             for mark in decision.marks:
                 if mark.holds:
-                    ops.setdefault(mark.path or "(the model's own code)", {})[mark.op.split(".")[1]] = None
+                    ops.setdefault(mark.path or "the model's own code", {})[mark.op.split(".")[1]] = None
             held: dict[tuple[str, ...], list[str]] = {}
             for path, names in ops.items():
                 held.setdefault(tuple(names), []).append(path)
             for kinds, where in held.items():
                 more = len(kinds) - _MOST_NAMED
                 said = ", ".join(kinds[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
-                lines += [f"  {said} in {text}" for text in grouped(where)]
+                lines += [f"hold {said} in {text}" for text in grouped(where)]
         return lines
 
     @classmethod
@@ -116,9 +116,11 @@ class Rebuild(Decision):
         if name != "marks":
             return value
         if not isinstance(value, Sequence) or isinstance(value, str):
-            raise UsageError(f"Decision 'rebuild': marks must be a list; got {value!r}.")
+            raise UsageError(f"Decision 'rebuild': marks must be a list; got {shown(value)}.")
         known = {field.name for field in dataclasses.fields(OpMark)}
         for mark in value:
             if not isinstance(mark, dict) or not {"path", "call", "ordinal", "op"} <= mark.keys() <= known:
-                raise UsageError(f"Decision 'rebuild': a mark has the fields {', '.join(sorted(known))}; got {mark!r}.")
+                raise UsageError(
+                    f"Decision 'rebuild': a mark has the fields {', '.join(sorted(known))}; got {shown(mark)}."
+                )
         return tuple(OpMark(**mark) for mark in value)

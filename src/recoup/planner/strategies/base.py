@@ -26,11 +26,13 @@ class Strategy:
     Attributes:
         actions: names that users may give in `actions=` to ask for it.
         is_exact: whether what it proposes is bit-equal to the plain step.
+        is_fallback: whether it is asked only where the others find nothing that fits.
         dominates_step: whether it is so much of the step that no other strategy is worth asking.
     """
 
     actions: ClassVar[tuple[str, ...]] = ()
     is_exact: ClassVar[bool] = True
+    is_fallback: bool = False
     dominates_step: bool = False
 
     @classmethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import ClassVar, Self
 
-from recoup.capture.capture import levels_after_calls
+from recoup.capture.levels import levels_after_calls
 from recoup.ir.decision import Ambient
 from recoup.planner.incumbents import Incumbents
 from recoup.planner.simulator import EVERYWHERE, Simulator

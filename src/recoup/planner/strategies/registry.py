@@ -9,6 +9,7 @@ from recoup.planner.strategies.base import Strategy
 from recoup.planner.strategies.by_hand import ByHandStrategy
 from recoup.planner.strategies.loop import LoopStrategy
 from recoup.planner.strategies.offload import OffloadStrategy
+from recoup.planner.strategies.rebuild import RebuildStrategy
 from recoup.planner.strategies.recompute import RecomputeStrategy
 from recoup.planner.strategies.scan import ScanStrategy
 from recoup.planner.strategies.tile_search import TileStrategy
@@ -17,6 +18,7 @@ from recoup.planner.strategies.tile_search import TileStrategy
 STRATEGIES: tuple[type[Strategy], ...] = (
     LoopStrategy,
     RecomputeStrategy,
+    RebuildStrategy,
     OffloadStrategy,
     TileStrategy,
     ByHandStrategy,

@@ -1,14 +1,50 @@
-"""To pinned host memory on a stream of its own: copies hide behind compute."""
+"""To pinned host memory on a stream of its own: copies hide behind compute, and the host waits for nothing.
+
+Streams wait for events. One stream makes all copies, in both directions, one after the other: a host buffer may be used
+again at once, since what is copied into it comes after what was copied out of it. Device memory is never given to a
+stream that did not allocate it (`record_stream`): the allocator could use it again only after the *host* has seen the
+copy done, and a host that runs ahead would take more and more. A tensor on its way out is held instead, until its
+stream was told to wait for the copy; so few are on their way at any time that a late copy holds the step up, not
+the memory.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections import deque
 
 import torch
 
+from recoup.cost.host_link import MOST_ON_THEIR_WAY
+
+_FINEST_SHARE = 32  # of a block, that its last piece of host memory is at least
+
+
+class _Handle:
+    """One block: its pieces of host memory, and the tensors on their way.
+
+    Attributes:
+        leaving: on its way out. back: on its way back. done: recorded after the latest copy. stream: what reads both.
+    """
+
+    __slots__ = ("back", "done", "leaving", "nbytes", "pieces", "stream")
+
+    def __init__(self, flat: torch.Tensor, pieces: list[torch.Tensor], stream: torch.cuda.Stream) -> None:
+        self.nbytes = flat.numel()
+        self.pieces = pieces
+        self.stream = stream
+        self.leaving: torch.Tensor | None = flat
+        self.back: torch.Tensor | None = None
+        self.done: torch.cuda.Event | None = None
+
+    def settle(self) -> None:
+        """Has the stream wait for the latest copy, and lets go of what left: its memory may be used after that."""
+        if self.done is not None:
+            self.stream.wait_event(self.done)
+        self.leaving = self.done = None
+
 
 class CudaTransport:
-    """Pinned buffers, kept and used again; one stream out, one back.
+    """Pinned memory, kept and used again.
 
     Args:
         device: whose tensors are moved.
@@ -16,51 +52,81 @@ class CudaTransport:
 
     def __init__(self, device: torch.device | str = "cuda") -> None:
         self._device = torch.device(device)
-        self._out = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        self._back = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._pool: dict[int, list[torch.Tensor]] = {}
+        self._leaving: deque[_Handle] = deque()
 
-    def put(self, flat: torch.Tensor) -> Any:
+    def put(self, flat: torch.Tensor) -> _Handle:
         """See `Transport`."""
-        spare = self._pool.get(flat.numel())
-        host = spare.pop() if spare else torch.empty(flat.numel(), dtype=torch.uint8, pin_memory=True)
-        self._out.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._out):
-            host.copy_(flat, non_blocking=True)
-            flat.record_stream(self._out)  # its memory is not handed out again before the copy has read it
-            done = self._out.record_event()
-        return {"host": host, "out": done, "back": None}
+        stream = torch.cuda.current_stream(self._device)
+        handle = _Handle(flat, [self._piece(size) for size in piece_sizes(flat.numel())], stream)
+        self._side.wait_stream(stream)
+        self._copy(handle, flat, out=True)
+        self._leaving.append(handle)
+        while len(self._leaving) > MOST_ON_THEIR_WAY:
+            self._leaving.popleft().settle()
+        return handle
 
-    def prefetch(self, handle: Any) -> None:
+    def prefetch(self, handle: _Handle) -> None:
         """See `Transport`."""
-        if handle["back"] is not None:
+        if handle.back is not None:
             return
+        self._settle()
         # Taken on the stream that will read it, after what runs there now has let go of its memory.
-        target = torch.empty(handle["host"].numel(), dtype=torch.uint8, device=self._device)
-        self._back.wait_stream(torch.cuda.current_stream(self._device))
-        self._back.wait_event(handle["out"])
-        with torch.cuda.stream(self._back):
-            target.copy_(handle["host"], non_blocking=True)
-            target.record_stream(self._back)
-            handle["back"] = (target, self._back.record_event())
+        handle.stream = torch.cuda.current_stream(self._device)
+        handle.back = torch.empty(handle.nbytes, dtype=torch.uint8, device=self._device)
+        self._side.wait_stream(handle.stream)
+        self._copy(handle, handle.back, out=False)
 
-    def get(self, handle: Any) -> torch.Tensor:
+    def get(self, handle: _Handle) -> torch.Tensor:
         """See `Transport`."""
         self.prefetch(handle)
-        target, done = handle["back"]
-        handle["back"] = None
-        torch.cuda.current_stream(self._device).wait_event(done)
-        return target  # type: ignore[no-any-return]
+        back, handle.back = handle.back, None
+        handle.settle()
+        assert back is not None
+        return back
 
-    def drop(self, handle: Any) -> None:
+    def drop(self, handle: _Handle) -> None:
         """See `Transport`."""
-        host = handle["host"]
-        handle["out"].synchronize()
-        self._back.synchronize()
-        self._pool.setdefault(host.numel(), []).append(host)
-        handle.clear()
+        handle.settle()
+        handle.back = None
+        for piece in handle.pieces:
+            self._pool.setdefault(piece.numel(), []).append(piece)
+        handle.pieces = []
 
     def close(self) -> None:
-        """See `Transport`."""
-        torch.cuda.synchronize(self._device)
+        """See `Transport`; torch keeps pinned memory until the copies from and to it are done."""
+        self._settle()
         self._pool.clear()
+
+    def _settle(self) -> None:
+        while self._leaving:
+            self._leaving.popleft().settle()
+
+    def _piece(self, size: int) -> torch.Tensor:
+        spare = self._pool.get(size)
+        return spare.pop() if spare else torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+    def _copy(self, handle: _Handle, flat: torch.Tensor, *, out: bool) -> None:
+        """Copies a block piece by piece on the side stream, which waits for whoever made or frees it already."""
+        begin = 0
+        with torch.cuda.stream(self._side):
+            for piece in handle.pieces:
+                part = flat[begin : begin + piece.numel()]
+                begin += part.numel()
+                if out:
+                    piece[: part.numel()].copy_(part, non_blocking=True)
+                else:
+                    part.copy_(piece[: part.numel()], non_blocking=True)
+            handle.done = self._side.record_event()
+
+
+def piece_sizes(nbytes: int) -> list[int]:
+    """Returns powers of two that together hold a block: torch rounds pinned memory up to one, 270 MiB to 512."""
+    finest = 1 << max((nbytes - 1).bit_length() - _FINEST_SHARE.bit_length() + 1, 12)
+    left = -(-nbytes // finest) * finest
+    sizes = []
+    while left:
+        sizes.append(1 << (left.bit_length() - 1))
+        left -= sizes[-1]
+    return sizes

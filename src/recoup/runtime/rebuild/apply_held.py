@@ -10,17 +10,19 @@ import torch
 
 from recoup import _torch
 from recoup.ir.decision import Rebuild
+from recoup.runtime import execution_context
 from recoup.runtime.patch import PatchedForward
 from recoup.runtime.rebuild.lineage import current_recorder
 from recoup.runtime.rebuild.saved_tensor import pack, unpack
 from recoup.runtime.rebuild.segments import HeldRecorder, marks_of
+from recoup.runtime.step_log import Counts
 
 
 class HeldState:
     """What the patched forwards of one model share.
 
     Attributes:
-        warned: a step that went another way was told of.
+        warned: a step that went another way was told of. counts: what steps do.
     """
 
     offloading = None
@@ -28,6 +30,7 @@ class HeldState:
     def __init__(self, decision: Rebuild) -> None:
         self.decision = decision
         self.marks = marks_of(decision.marks)
+        self.counts = Counts()
         self.suspended = False
         self.warned = False
 
@@ -64,7 +67,8 @@ def run_held(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, A
         return patched.original(*args, **kwargs)
     recorder = HeldRecorder(state.marks)
     recorder.enter("")
-    with recorder, torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+    counting = execution_context.counting_for(state.counts)
+    with counting, recorder, torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         result = patched.original(*args, **kwargs)
     if recorder.lost and not state.warned:
         state.warned = True

@@ -118,6 +118,8 @@ SILENT_WRITERS = {
     "_native_batch_norm_legit": (3, 4),
     "batch_norm_gather_stats_with_counts": (3, 4),
 }
+# Their schemas say that they write: they tell the allocator who reads, or mark the tensor.
+_WRITES_NOTHING = frozenset({"record_stream", "requires_grad_", "retain_grad"})
 
 OPAQUE, CHEAP, IN_PLACE, VIEW, WRITES = range(5)
 
@@ -156,6 +158,8 @@ class OpFacts:
         name = schema.name.rsplit("::", 1)[-1]
         namespace = schema.name.split("::", 1)[0]
         arguments = schema.arguments
+        if name in _WRITES_NOTHING:
+            arguments = ()
         self.written = tuple(
             i
             for i, a in enumerate(arguments)

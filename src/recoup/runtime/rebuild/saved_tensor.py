@@ -133,9 +133,10 @@ Source = Kept | KeptCompact | KeptElsewhere
 class Rederived:
     """A saved tensor that will be rebuilt: a value, where it starts from, and the geometry it is wanted in."""
 
-    __slots__ = ("__weakref__", "_blocks", "_ticket", "_waiting", "geometry", "sources", "turn", "value")
+    __slots__ = ("__weakref__", "_blocks", "_counts", "_ticket", "_waiting", "geometry", "sources", "turn", "value")
 
     def __init__(self, value: Value, geometry: Geometry, sources: Sequence[Source], turn: int) -> None:
+        self._counts = execution_context.current_counts()
         self.turn = turn
         self.value = value
         self.geometry = geometry
@@ -162,7 +163,7 @@ class Rederived:
             self._waiting.serve(self._ticket)
             for block, ticket in self._blocks:
                 block.waiting.serve(ticket)
-            execution_context.count_rederived()
+            execution_context.count("num_rederived", self._counts)
             self._waiting.hold(tensor, since=self.turn - SOON)
             return laid(tensor, self.geometry)
 

@@ -186,9 +186,10 @@ def _contents(value: Value, here: dict[Value, torch.Tensor]) -> torch.Tensor:
 class Rebuilt:
     """What autograd gets instead of a saved tensor: a value of a segment and the geometry it is wanted in."""
 
-    __slots__ = ("__weakref__", "_ticket", "_waiting", "geometry", "segment", "value")
+    __slots__ = ("__weakref__", "_counts", "_ticket", "_waiting", "geometry", "segment", "value")
 
     def __init__(self, value: Value, geometry: Geometry, segment: Segment) -> None:
+        self._counts = execution_context.current_counts()
         self.value = value
         self.geometry = geometry
         self.segment = segment
@@ -205,7 +206,7 @@ class Rebuilt:
             raise changed_since(f"{dtype} {list(size)}")
         tensor = self.segment.result(self.value)
         self._waiting.serve(self._ticket)
-        execution_context.count_rederived()
+        execution_context.count("num_rederived", self._counts)
         return laid(tensor, self.geometry)
 
 

@@ -7,16 +7,15 @@ list, a tuple, a range); any other can be read once only and is refused.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import copy
-import dataclasses
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
+from recoup._pytree import flatten
 from recoup.errors import ReplayError
 from recoup.runtime.rebuild.lineage import current_recorder
 from recoup.runtime.recompute.rng_state import version_of
@@ -40,6 +39,7 @@ class _Iterator:
         self.start = start
 
 
+_ATOMS = frozenset([int, float, bool, str, type(None), torch.dtype, torch.device])
 _COPYABLE_ITERATORS = frozenset([type(iter([])), type(iter(())), type(iter(range(0)))])
 
 
@@ -72,7 +72,7 @@ class Inputs:
         tensors: those to keep and `others`: what else the arguments hold; both only until `forget()`.
     """
 
-    __slots__ = ("_args", "_kwargs", "_path", "_saver", "_versions", "others", "tensors")
+    __slots__ = ("_leaves", "_path", "_saver", "_structure", "_versions", "others", "tensors")
 
     def __init__(
         self,
@@ -105,11 +105,12 @@ class Inputs:
                     "forward would find used up. Pass a list, or leave this module out of the plan.",
                     code="E204",
                 )
-            self.others.append(leaf)
+            if type(leaf) not in _ATOMS:
+                self.others.append(leaf)
             return leaf
 
-        self._args = _map(keep, args)
-        self._kwargs = _map(keep, kwargs)
+        leaves, self._structure = flatten((args, kwargs))
+        self._leaves = [keep(leaf) for leaf in leaves]
         dummy = torch.empty((0,), requires_grad=True)
         with _deriving(offloads=offloads):  # whatever is decided around: what can be rebuilt need not be kept
             # The (empty) output, not its node: torch 2.11 forgets what a node saved when its output is gone.
@@ -162,39 +163,8 @@ class Inputs:
                 return copy.copy(leaf.start)
             return previous[leaf.index] if isinstance(leaf, _Previous) else leaf
 
-        return _map(restore, self._args), _map(restore, self._kwargs)
-
-
-_ATOMS = frozenset([int, float, bool, str, type(None), torch.dtype, torch.device])
-
-
-def _map(function: Callable[[Any], Any], nest: Any) -> Any:
-    """Returns `nest` with `function` applied to what is in it; lists and dicts come back copied."""
-    kind = type(nest)
-    if kind in _ATOMS:
-        return nest
-    if isinstance(nest, (list, tuple)):
-        items = [_map(function, item) for item in nest]
-        if kind is list or kind is tuple:
-            return kind(items)
-        if all(new is old for new, old in zip(items, nest, strict=True)):
-            return nest
-        return kind(*items) if hasattr(nest, "_fields") else kind(items)
-    if isinstance(nest, dict):
-        mapped = {key: _map(function, item) for key, item in nest.items()}
-        if kind is dict:
-            return mapped
-        return nest if all(mapped[key] is nest[key] for key in mapped) else kind(mapped)  # type: ignore[call-arg]
-    if kind is set or kind is collections.deque:
-        return kind(nest)
-    if dataclasses.is_dataclass(nest) and not isinstance(nest, type):
-        old = {field.name: getattr(nest, field.name, None) for field in dataclasses.fields(nest)}
-        new = {name: _map(function, value) for name, value in old.items()}
-        try:
-            return dataclasses.replace(nest, **new)
-        except (TypeError, ValueError):
-            return nest
-    return function(nest)
+        args, kwargs = self._structure.unflatten([restore(leaf) for leaf in self._leaves])
+        return args, kwargs
 
 
 @contextlib.contextmanager

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from typing import Any
 
 import torch
@@ -29,6 +30,15 @@ _SKIPPED = (frozenset(nn.Module().__dict__) | {"forward"}) - _HOOKS - {"training
 _ATOMS = frozenset([int, float, bool, str, bytes, type(None), tuple, torch.dtype, torch.device, torch.Size])
 _CONTAINERS = frozenset([list, dict, set, collections.deque, collections.OrderedDict])
 _MAX_OBJECTS = 1000
+_FUNCTIONS = (
+    types.FunctionType,
+    types.MethodType,
+    types.BuiltinFunctionType,
+    functools.partial,
+    types.CodeType,
+    types.FrameType,
+    property,
+)
 
 
 def walk(module: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -132,7 +142,7 @@ class AttributeState:
                 continue
             seen.add(id(item))
             others: list[Any] = []
-            self._add(path, lambda item=item: item, dict(item.__dict__), others)  # type: ignore[misc]
+            self._add(path, lambda item=item: item, dict(_attributes_of(item)), others)  # type: ignore[misc]
             for _, value, _copy in self._owners[-1].containers:
                 others += value.values() if isinstance(value, dict) else value
             queue += [(f"{path}.{type(o).__name__}", o) for o in others]
@@ -170,8 +180,8 @@ class AttributeState:
             for attributes, now in present:
                 _put(attributes, now)
 
-    def _entries(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-        """Returns, for each owner still there, its `__dict__` and what a replay is to find in it."""
+    def _entries(self) -> list[tuple[MutableMapping[str, Any], dict[str, Any]]]:
+        """Returns, for each owner still there, its attributes and what a replay is to find in them."""
         entries = []
         shared: dict[int, Any] = {}  # two modules may share a list or a tensor: they still do
         for owner in self._owners:
@@ -188,18 +198,58 @@ class AttributeState:
                     if id(held.tensor) not in shared:
                         shared[id(held.tensor)] = held.again()
                     into[held.leaf] = shared[id(held.tensor)]
-            entries.append((holder.__dict__, values))
+            entries.append((_attributes_of(holder), values))
         return entries
 
 
-def _put(attributes: dict[str, Any], values: dict[str, Any]) -> None:
+def _put(attributes: MutableMapping[str, Any], values: dict[str, Any]) -> None:
     for key in [k for k in attributes if k not in values and k not in _SKIPPED]:
         del attributes[key]
     attributes.update(values)
 
 
+class _Slots(MutableMapping[str, Any]):
+    """The attributes of an object whose class has `__slots__`, those in its `__dict__` among them."""
+
+    def __init__(self, item: Any, names: tuple[str, ...]) -> None:
+        self._item = item
+        self._names = names
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return object.__getattribute__(self._item, name)
+        except AttributeError:
+            raise KeyError(name) from None
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        object.__setattr__(self._item, name, value)
+
+    def __delitem__(self, name: str) -> None:
+        object.__delattr__(self._item, name)
+
+    def __iter__(self) -> Iterator[str]:
+        yield from getattr(self._item, "__dict__", ())
+        for name in self._names:
+            if name in self:
+                yield name
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def _attributes_of(item: Any) -> MutableMapping[str, Any]:
+    """Returns a module's or object's attributes, to be read and changed."""
+    names = _slots_of(type(item))
+    return _Slots(item, names) if names else item.__dict__
+
+
+def _slots_of(kind: type[Any]) -> tuple[str, ...]:
+    members = (k for base in kind.__mro__ for k, v in vars(base).items() if type(v) is types.MemberDescriptorType)
+    return tuple(members) if any("__slots__" in vars(base) for base in kind.__mro__[:-1]) else ()
+
+
 def _is_state(item: Any) -> bool:
     """Whether an object may keep state for a forward: it has attributes, and is no module, class or function."""
-    if isinstance(item, (nn.Module, torch.Tensor, type, types.ModuleType)) or callable(item):
+    if isinstance(item, (nn.Module, torch.Tensor, type, types.ModuleType, *_FUNCTIONS)):
         return False
-    return type(getattr(item, "__dict__", None)) is dict
+    return type(getattr(item, "__dict__", None)) is dict or bool(_slots_of(type(item)))

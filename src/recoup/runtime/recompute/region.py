@@ -24,7 +24,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -196,6 +196,7 @@ class Frame:
     def __init__(self, member: Member, *, is_chunk: bool = False) -> None:
         self.is_chunk = is_chunk
         self.path = member.path
+        self.counts = execution_context.current_counts()
         self.unwritten = member.unwritten
         self.derives = member.derives
         self.derives_by_default = member.derives_by_default
@@ -242,36 +243,36 @@ class Frame:
             step.check(self.path)
         if not self.slots:
             return
-        execution_context.count_replay()
-        filled = 0
+        execution_context.count("num_replays", self.counts)
+        filled, is_full = 0, False
+        failure: ReplayError | None = None
         differs: list[tuple[int, int, torch.Tensor]] = []  # position, number of the node that saves it, tensor
         roots: list[Any] = []
 
         def fill(tensor: torch.Tensor) -> Any:
-            nonlocal filled
-            if filled >= len(self.slots):
-                raise self._drift("saved more tensors than the first one", "E205")
-            slot = self.slots[filled]()
+            nonlocal filled, is_full, failure
+            if is_full:
+                raise _Stop  # again: an `except:` of the model's has eaten the first one
+            failure = failure or self._mismatch(filled, tensor)
+            if failure is not None:
+                raise failure
+            position, slot = filled, self.slots[filled]()
             filled += 1
             if slot is not None:
-                if slot.shape != tensor.shape or slot.dtype != tensor.dtype:
-                    raise self._drift(
-                        f"saved {tensor.dtype} {list(tensor.shape)} where the first one saved "
-                        f"{slot.dtype} {list(slot.shape)}",
-                        "E205",
-                    )
                 if slot.original is not None:
                     slot.original.compare(tensor, self.path)
-                elif filled - 1 not in self.unwritten and not slot.sample.matches(tensor):
-                    differs.append((filled - 1, _torch.next_node_number() - 1, tensor))
+                elif position not in self.unwritten and not slot.sample.matches(tensor):
+                    differs.append((position, _torch.next_node_number() - 1, tensor))
                 slot.filled = saved_tensor.pack(tensor.detach())
                 slot.backward_id = backward_id
             if filled == len(self.slots) and not differs:  # else the graph tells what it means, when it is whole
+                is_full = True
                 raise _Stop
             return _gone
 
         with contextlib.ExitStack() as stack:
             stack.enter_context(execution_context.recomputing())
+            stack.enter_context(execution_context.counting_to(self.counts))
             stack.enter_context(_scope.replaying())
             stack.enter_context(torch.enable_grad())
             if self.derives:
@@ -295,21 +296,40 @@ class Frame:
                     del args, kwargs, output
             except _Stop:
                 return
-            except ReplayError:
-                raise
             except Exception as error:  # user code runs here: whatever it raises gets the region's path
-                if is_allocation_failure(error):
-                    error.add_note(f"while region `{self.path}` ran its forward a second time")
-                    raise
-                if "a leaf Variable that requires grad is being used in an in-place" in str(error):
-                    raise step.inputs.refusal("one of its arguments") from error
-                raise self._drift(f"failed: {type(error).__name__}: {error}", "E207") from error
+                if not is_full and failure is None:
+                    self._explain(error, step)
+        if failure is not None:
+            raise failure
         for position, number, tensor in differs:
             if not saves_unwritten(roots, number, tensor):
                 raise self._drift(f"saved other values in {tensor.dtype} {list(tensor.shape)}", "E206")
             self.unwritten.add(position)
-        if filled < len(self.slots):
+        if filled < len(self.slots):  # once they are full, TorchScript or an `except:` may make what it likes of _Stop
             raise self._drift(f"saved {filled} tensors where the first one saved {len(self.slots)}", "E205")
+
+    def _mismatch(self, position: int, tensor: torch.Tensor) -> ReplayError | None:
+        """Returns the error that says that the first forward saved something else there, None if it did not."""
+        if position == len(self.slots):
+            return self._drift("saved more tensors than the first one", "E205")
+        slot = self.slots[position]()
+        if slot is None or (slot.shape == tensor.shape and slot.dtype == tensor.dtype):
+            return None
+        return self._drift(
+            f"saved {tensor.dtype} {list(tensor.shape)} where the first one saved {slot.dtype} {list(slot.shape)}",
+            "E205",
+        )
+
+    def _explain(self, error: Exception, step: _Step) -> NoReturn:
+        """Raises what a replay's forward raised, with the region's path."""
+        if isinstance(error, ReplayError):
+            raise error
+        if is_allocation_failure(error):
+            error.add_note(f"while region `{self.path}` ran its forward a second time")
+            raise error
+        if "a leaf Variable that requires grad is being used in an in-place" in str(error):
+            raise step.inputs.refusal("one of its arguments") from error
+        raise self._drift(f"failed: {type(error).__name__}: {error}", "E207") from error
 
     def _drift(self, what: str, code: str) -> ReplayError:
         return ReplayError(

@@ -142,18 +142,19 @@ def _set_cpu_state(saved: bytes) -> None:
 def _cuda_devices(tensors: Iterable[torch.Tensor]) -> list[int]:
     if not _torch.cuda_is_initialized():
         return []
-    return sorted({t.get_device() for t in tensors if t.device.type == "cuda"})
+    # The current one too: a forward may draw there without being handed a tensor of it (a call inside of a span).
+    return sorted({torch.cuda.current_device(), *(t.get_device() for t in tensors if t.device.type == "cuda")})
 
 
 class AutocastState:
-    """Autocast as it is now, for the CPU and for one device type."""
+    """Autocast as it is now, for the CPU, for CUDA where it is in use, and for other device types."""
 
     __slots__ = ("_states",)
 
     def __init__(self, device_types: Iterable[str]) -> None:
         self._states = [
             (d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d), torch.is_autocast_cache_enabled())
-            for d in dict.fromkeys(["cpu", *device_types])
+            for d in dict.fromkeys(["cpu", *(["cuda"] if _torch.cuda_is_initialized() else []), *device_types])
             if torch.amp.is_autocast_available(d)
         ]
 

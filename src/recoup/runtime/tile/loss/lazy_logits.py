@@ -19,6 +19,7 @@ from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 
 from recoup import _torch
+from recoup._pytree import iterate_tensors, map_tensors
 from recoup.errors import UsageError
 from recoup.runtime import execution_context
 from recoup.runtime.tile.loss import lazy_ops
@@ -81,7 +82,7 @@ class Head:
     def logits(self) -> torch.Tensor:
         """Returns the logits, with their graph, as the head computes them."""
         self.check()
-        execution_context.count_logits_made()
+        execution_context.count("num_logits_made", execution_context.current_counts())
         kind = self.hidden.device.type
         with torch.enable_grad(), torch.autocast(kind, dtype=self.autocast, enabled=self.autocast is not None):
             return self.when_backward_begins(self._forward(self.hidden))
@@ -206,24 +207,11 @@ def _new(
 
 
 def _all_lazy(nest: Any) -> list[LazyLogits]:
-    found: list[LazyLogits] = []
-    for item in nest.values() if isinstance(nest, dict) else nest:
-        if isinstance(item, LazyLogits):
-            found.append(item)
-        elif isinstance(item, (list, tuple, dict)):
-            found += _all_lazy(item)
-    return found
+    return [t for t in iterate_tensors(nest) if isinstance(t, LazyLogits)]
 
 
 def _made(nest: Any) -> Any:
-    if isinstance(nest, LazyLogits):
-        return nest.made()
-    if isinstance(nest, (list, tuple)):
-        items = [_made(item) for item in nest]
-        return type(nest)(*items) if hasattr(nest, "_fields") else type(nest)(items)
-    if isinstance(nest, dict):
-        return {key: _made(item) for key, item in nest.items()}
-    return nest
+    return map_tensors(lambda t: t.made() if isinstance(t, LazyLogits) else t, nest)
 
 
 def _cross_entropy(
@@ -244,7 +232,7 @@ def _cross_entropy(
         return None
     for each in (head, *(other for _, other in lazy.more)):
         each.check()
-    execution_context.count_tiled()
+    execution_context.count("num_tiled", execution_context.current_counts())
     spec = LossSpec(
         steps=lazy.steps,
         ignore_index=ignore_index,

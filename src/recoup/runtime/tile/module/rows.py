@@ -113,7 +113,7 @@ def _forward(tiling: Tiling) -> torch.Tensor:
         rows_NF.narrow(-2, start, made_TF.shape[-2]).copy_(made_TF)
         del made_TF
     assert output_NF is not None
-    execution_context.count_tiled()
+    execution_context.count("num_tiled", execution_context.current_counts())
     return output_NF
 
 

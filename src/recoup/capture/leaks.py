@@ -1,0 +1,173 @@
+"""Fake tensors that outlive a capture: found, and taken from whoever keeps them.
+
+A forward may keep what it computes where no snapshot looks: in an `lru_cache`, an object of a library, a container that
+only a function's default knows. After a capture these would hold fake tensors, and the next real step would compute
+with them. Python's collector tells which fake tensors are left and who refers to them; there they are removed.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import gc
+import traceback
+import types
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+
+from recoup import _torch
+from recoup.capture.tracker import Tracker
+from recoup.errors import InternalError
+
+_ROUNDS = 6
+_CLIMBED = (tuple, frozenset, functools.partial, types.MethodType, types.BuiltinMethodType)
+
+T = TypeVar("T")
+
+
+def run_on_fakes(body: Callable[[Any, list[Tracker]], T], *, is_thorough: bool) -> tuple[T, list[str]]:
+    """Runs `body` with a new fake mode, and leaves no fake tensor behind, whatever happens.
+
+    Args:
+        body: is given the mode, and a list to which it adds the trackers that watch its ops.
+        is_thorough: all objects are looked at, and not only if a tracker has seen a storage that is still alive.
+
+    Returns:
+        Its result, and in words who kept fake tensors.
+
+    Raises:
+        InternalError: if a fake tensor is held where nothing can take it away.
+    """
+    mode = _torch.fake_tensor_mode()
+    trackers: list[Tracker] = []
+    try:
+        result = body(mode, trackers)
+    except BaseException as error:
+        _forget_locals(error)
+        _take_back(mode, is_strict=False)
+        raise
+    is_suspect = is_thorough or any(t.holds_fakes() for t in trackers)
+    return result, _take_back(mode, is_strict=True) if is_suspect else []
+
+
+def _forget_locals(error: BaseException | None) -> None:
+    """Has the frames of an error, which is on its way to the user, let go of their variables."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+def _take_back(mode: Any, *, is_strict: bool) -> list[str]:
+    """Takes the mode's fake tensors from all who hold them; returns in words who did."""
+    found: list[str] = []
+    if not _fakes_of(mode):
+        return found
+    gc.collect()
+    for _ in range(_ROUNDS):  # who held the first may have been held by others
+        left = _fakes_of(mode)
+        if not left:
+            return found
+        found += _release(left)
+        del left
+        gc.collect()
+    if is_strict and _fakes_of(mode):
+        raise InternalError(
+            f"{len(_fakes_of(mode))} fake tensors of a capture are still held, and not by anything they can be taken "
+            "from. Please report the model; restart Python before training on. (recoup.capture.leaks)"
+        )
+    return found
+
+
+def _fakes_of(mode: Any) -> list[torch.Tensor]:
+    return _torch.fakes_among(gc.get_objects(), mode)
+
+
+def _release(fakes: list[torch.Tensor]) -> list[str]:
+    found: list[str] = []
+    mine = {id(f) for f in fakes}
+    for other in gc.get_objects():  # what the autograd engine holds is not seen by the collector
+        if issubclass(type(other), torch.Tensor) and id(other) not in mine and _has_grad(other, mine):
+            other.grad = None
+            found.append(f"the gradient of a tensor {list(other.shape)}")
+    level: list[Any] = list(fakes)
+    climbed: set[int] = set()
+    while level:
+        ids = {id(o) for o in level}
+        ours = {id(level), id(fakes)}
+        above: list[Any] = []
+        for holder in gc.get_referrers(*level):
+            if id(holder) in ours or isinstance(holder, types.FrameType):
+                continue
+            if isinstance(holder, _CLIMBED):
+                if id(holder) not in climbed:
+                    climbed.add(id(holder))
+                    above.append(holder)
+            else:
+                found += _remove(holder, ids)
+        level = above
+    return found
+
+
+def _has_grad(tensor: torch.Tensor, fakes: set[int]) -> bool:
+    try:
+        return tensor.is_leaf and tensor.grad is not None and id(tensor.grad) in fakes
+    except RuntimeError:  # a tensor of another library, or one that is no longer to be asked
+        return False
+
+
+def _remove(holder: Any, ids: set[int]) -> Iterator[str]:
+    """Takes objects from one that holds them; yields in words which it was."""
+    if type(holder) is functools._lru_cache_wrapper:  # type: ignore[attr-defined]
+        holder.cache_clear()
+        yield f"the cache of `{getattr(holder, '__qualname__', holder)}`"
+    elif isinstance(holder, dict):
+        owner = _owner_of(holder)
+        for key in [k for k, v in holder.items() if id(v) in ids or id(k) in ids]:
+            if isinstance(owner, type):
+                delattr(owner, key)  # behind its back a class would not notice
+            else:
+                del holder[key]
+            yield f"{_name_of(owner)}[{key!r}]" if owner is None else f"`{_name_of(owner)}.{key}`"
+    elif isinstance(holder, (list, collections.deque)):
+        items = [o for o in holder if id(o) not in ids]
+        holder.clear()
+        holder.extend(items)
+        yield "a list"
+    elif isinstance(holder, set):
+        for item in [o for o in holder if id(o) in ids]:
+            holder.discard(item)
+        yield "a set"
+    elif isinstance(holder, types.CellType):
+        holder.cell_contents = None
+        yield "a variable of a closure"
+    elif not isinstance(holder, (torch.Tensor, types.ModuleType, types.GeneratorType, type)):
+        names = [k for k, v in getattr(holder, "__dict__", {}).items() if id(v) in ids]
+        names += [k for k in _slots_of(holder) if id(getattr(holder, k, None)) in ids]
+        for name in names:
+            object.__delattr__(holder, name)
+            yield f"`{type(holder).__name__}.{name}`"
+
+
+def _owner_of(attributes: dict[Any, Any]) -> Any:
+    """Returns the class, module or object whose attributes a dict is; None for a dict of its own."""
+    for owner in gc.get_referrers(attributes):
+        held = getattr(owner, "__dict__", None)
+        if held is attributes:
+            return owner
+        if isinstance(owner, type) and held is not None and held.keys() == attributes.keys():
+            return owner
+    return None
+
+
+def _name_of(owner: Any) -> str:
+    if owner is None:
+        return "a dict"
+    return str(getattr(owner, "__qualname__", None) or getattr(owner, "__name__", None) or type(owner).__name__)
+
+
+def _slots_of(item: Any) -> list[str]:
+    return [k for base in type(item).__mro__ for k, v in vars(base).items() if type(v) is types.MemberDescriptorType]

@@ -1,0 +1,141 @@
+"""The step as a capture runs it: under a tracker, with errors that say whose they are."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from recoup import _torch
+from recoup.capture.folding.fold import Folding
+from recoup.capture.module_calls import CallRecorder
+from recoup.capture.simulated_transport import SimulatedTransport
+from recoup.capture.snapshot import Snapshot
+from recoup.capture.step import Loss, call_model, leaves_of, loss_of
+from recoup.capture.tracker import Tracker
+from recoup.errors import RecoupError, StepError
+from recoup.runtime import execution_context
+
+_OLD_THRESHOLD = 1000  # collections of the middle generation before one of the old
+
+
+class Unfollowable(Exception):
+    """Fake tensors cannot follow the model; carries the reason."""
+
+
+class Failed(StepError):
+    """The user's model or loss raised an error; `reason` says where, and which."""
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+def run_step(
+    model: nn.Module,
+    loss_function: Loss | None,
+    before: Snapshot,
+    batch: Any,
+    tracker: Tracker,
+    recorder: CallRecorder,
+    *,
+    backward: bool,
+    folding: Folding | None = None,
+) -> str:
+    """Runs forward, loss and backward; returns the loss's source.
+
+    The output is let go before backward, as trainers do; a loop that holds its logits needs that much more.
+
+    Args:
+        before: told of the tensors that backward gives a gradient.
+    """
+    try:
+        tracker.phase = "forward"
+        with recorder:
+            output = call_model(model, batch)
+        if folding is not None:
+            folding.end_forward()
+        tracker.phase, tracker.call = "loss", -1
+        loss, source = loss_of(output, batch, loss_function)
+        del output
+        if backward:
+            for leaf in leaves_of(loss):
+                before.tensors.add("a tensor that the loss reaches", leaf)
+            tracker.phase = "backward"
+            loss.backward()  # type: ignore[no-untyped-call]
+        if tracker.unanswered is not None:
+            raise tracker.unanswered  # an `except:` of the model's has eaten it: in training it takes another way
+        return source
+    except RecoupError:
+        raise
+    except _torch.fake_tensor_errors() as error:
+        raise Unfollowable(f"{type(error).__name__}: {_first_line(error)}") from error
+    except Exception as error:  # the user's model and loss run here and may raise anything
+        phase = {"forward": "forward", "loss": "loss"}.get(tracker.phase, "backward")
+        what = f"{type(error).__name__}: {_first_line(error)}"
+        message = f"The {phase} of {type(model).__name__} failed on this batch: {what}"
+        raise Failed(message, f"{phase} raised {what}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else ""
+
+
+@contextlib.contextmanager
+def saving(tracker: Tracker) -> Iterator[None]:
+    """Has the tracker told of every saved tensor: autograd's own and those the engine keeps."""
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        tracker.saved(tensor)
+        if tensor.grad_fn is None:
+            return tensor
+        # With its node it would be a cycle: a saved output is held by the node that made it, and a graph that is
+        # dropped before backward would count as alive until Python's collector runs.
+        with tracker.unobserved():
+            return _torch.detach_past_modes(tensor)
+
+    moving = execution_context.moving_with(SimulatedTransport(tracker, prefetches=tracker.dialect == "cuda"))
+    with moving, execution_context.observing(tracker), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        yield
+
+
+@contextlib.contextmanager
+def few_full_collections() -> Iterator[None]:
+    """Has Python's collector look at what is old but rarely: records pile up that are in no cycle."""
+    young, middle, old = gc.get_threshold()
+    gc.set_threshold(young, middle, max(old, _OLD_THRESHOLD))
+    try:
+        yield
+    finally:
+        gc.set_threshold(young, middle, old)
+
+
+@contextlib.contextmanager
+def without_collector() -> Iterator[None]:
+    """Lets Python's collector rest while many small objects are made, none in a cycle."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def device_of(model: nn.Module) -> str:
+    """Returns where a fake step of the model runs: on its own device, on the CPU for one on `meta`."""
+    device = next(model.parameters()).device
+    return "cpu" if device.type == "meta" else str(device)
+
+
+def register(model: nn.Module, parameters: dict[str, torch.Tensor], tracker: Tracker) -> None:
+    """Tells the tracker of the parameters and the model's buffers, which are there before the step."""
+    for name, parameter in parameters.items():
+        tracker.add(parameter, "parameter", name)
+    for name, buffer in model.named_buffers():
+        tracker.add(buffer, "buffer", name)

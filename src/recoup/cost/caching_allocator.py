@@ -1,0 +1,269 @@
+"""PyTorch's CUDA caching allocator, by the sizes alone: what a sequence of allocations takes from a card. No torch.
+
+The allocator takes segments from the card (2 MiB for blocks of up to 1 MiB, 20 MiB for blocks below 10 MiB, else what
+is asked for in steps of 2 MiB) and cuts blocks from them, the smallest free one that fits first; a large block is cut
+only if more than 1 MiB remains. What is freed joins its free neighbours and stays with the process. So a step needs
+more of a card than its tensors hold: *reserved* bytes, and *allocated* ones count the remainders of uncut blocks.
+With expandable segments a pool is one range of addresses that grows by pages of 2 or 20 MiB, and nothing is left over
+at the ends of segments.
+
+At its limit the allocator gives back what is free as a whole (segments, or pages) and tries again; `OutOfCard` is where
+PyTorch raises `OutOfMemoryError`. Compared with the real one of torch 2.11, event by event, on the stub GPU. Not
+simulated: several streams, whose blocks are not shared, and the addresses of segments, which break ties.
+"""
+
+from __future__ import annotations
+
+import bisect
+
+SMALL, MIN_BLOCK = 1 << 20, 512
+_SMALL_SEGMENT, _LARGE_SEGMENT, _LARGE_FROM, _STEP = 2 << 20, 20 << 20, 10 << 20, 2 << 20
+_ADDRESSES = 1 << 50  # of an expandable segment
+
+
+class OutOfCard(Exception):
+    """The limit is too small for the next allocation."""
+
+
+class Block:
+    """A piece of a segment. `is_mapped`: the card's memory is behind it (always, but in expandable segments)."""
+
+    __slots__ = ("address", "before", "is_free", "is_mapped", "next", "pool", "size")
+
+    def __init__(self, address: int, size: int, pool: _Pool) -> None:
+        self.address = address
+        self.size = size
+        self.pool = pool
+        self.is_free = True
+        self.is_mapped = True
+        self.before: Block | None = None
+        self.next: Block | None = None
+
+
+class _Pool:
+    """Free blocks of one kind, by size and address."""
+
+    __slots__ = ("first", "free", "is_small", "page")
+
+    def __init__(self, *, is_small: bool) -> None:
+        self.is_small = is_small
+        self.page = _SMALL_SEGMENT if is_small else _LARGE_SEGMENT
+        self.free: list[tuple[int, int, Block]] = []
+        self.first: Block | None = None  # of the expandable segment
+
+    def add(self, block: Block) -> None:
+        bisect.insort(self.free, (block.size, block.address, block))
+
+    def remove(self, block: Block) -> None:
+        del self.free[bisect.bisect_left(self.free, (block.size, block.address))]
+
+
+class CachingAllocator:
+    """Allocates sizes as PyTorch would on one stream.
+
+    Attributes:
+        allocated_bytes, reserved_bytes: as `torch.cuda.memory_allocated` and `memory_reserved` tell; with `peak_`, the
+            most they were since `reset_peaks`.
+    """
+
+    def __init__(self, *, limit_bytes: int | None = None, expandable: bool = False) -> None:
+        self.limit_bytes = limit_bytes
+        self.expandable = expandable
+        self.allocated_bytes = self.peak_allocated_bytes = 0
+        self.reserved_bytes = self.peak_reserved_bytes = 0
+        self._pools = (_Pool(is_small=True), _Pool(is_small=False))
+        self._next_address = 1 << 60
+
+    def reset_peaks(self) -> None:
+        """Counts the most from here on."""
+        self.peak_allocated_bytes, self.peak_reserved_bytes = self.allocated_bytes, self.reserved_bytes
+
+    def allocate(self, nbytes: int) -> Block:
+        """Returns a block for so many bytes.
+
+        Raises:
+            OutOfCard: if the limit does not allow it.
+        """
+        size = max(-(-nbytes // MIN_BLOCK) * MIN_BLOCK, MIN_BLOCK)
+        pool = self._pools[size > SMALL]
+        block = self._find(pool, size)
+        if block is None:
+            block = self._grow(pool, size)
+        if block is None:
+            self.empty_cache()
+            block = self._grow(pool, size)
+        if block is None:
+            raise OutOfCard
+        rest = block.size - size
+        if rest >= MIN_BLOCK if pool.is_small or self.expandable else rest > SMALL:
+            self._cut(block, size)
+            assert block.next is not None
+            pool.add(block.next)
+        block.is_free = False
+        self.allocated_bytes += block.size
+        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
+        return block
+
+    def free(self, block: Block) -> None:
+        """Gives a block back to its pool."""
+        self.allocated_bytes -= block.size
+        block.is_free = True
+        self._pool_up(block)
+
+    def empty_cache(self) -> None:
+        """Gives the card back what is free as a whole: segments, or pages of expandable ones."""
+        for pool in self._pools:
+            for _, _, block in list(pool.free):
+                if self.expandable:
+                    self._unmap(pool, block)
+                elif block.before is None and block.next is None:
+                    pool.remove(block)
+                    self.reserved_bytes -= block.size
+
+    # -- blocks -------------------------------------------------------------------------------------------------
+
+    def _find(self, pool: _Pool, size: int) -> Block | None:
+        """Takes the smallest free block that fits out of its pool; one that can grow counts as large as it can get."""
+        at = bisect.bisect_left(pool.free, (size,))
+        if at == len(pool.free):
+            return None
+        if self.expandable:
+            while at + 1 < len(pool.free) and _reach(pool.free[at + 1][2]) < _reach(pool.free[at][2]):
+                at += 1
+        return pool.free.pop(at)[2]
+
+    def _cut(self, block: Block, size: int) -> None:
+        rest = Block(block.address + size, block.size - size, block.pool)
+        rest.before, rest.next = block, block.next
+        if block.next is not None:
+            block.next.before = rest
+        block.next, block.size, rest.is_mapped = rest, size, block.is_mapped
+
+    def _pool_up(self, block: Block) -> None:
+        """Joins a free mapped block with its free neighbours and adds it to its pool."""
+        for other in (block.before, block.next):
+            if other is not None and other.is_free and other.is_mapped:
+                block.pool.remove(other)
+        before = block.before
+        if before is not None and before.is_free and before.is_mapped:
+            _join(before)
+            block = before
+        if block.next is not None and block.next.is_free and block.next.is_mapped:
+            _join(block)
+        block.pool.add(block)
+
+    # -- segments -----------------------------------------------------------------------------------------------
+
+    def _grow(self, pool: _Pool, size: int) -> Block | None:
+        """Returns a block that is in no pool, of memory newly taken from the card; None at the limit."""
+        if pool.is_small:
+            wanted = _SMALL_SEGMENT
+        else:
+            wanted = _LARGE_SEGMENT if size < _LARGE_FROM else -(-size // _STEP) * _STEP
+        if self.limit_bytes is not None and self.reserved_bytes + wanted > self.limit_bytes:
+            return None
+        if self.expandable:
+            return self._expand(pool, size)
+        self._take(wanted)
+        return Block(self._place(wanted), wanted, pool)
+
+    def _place(self, nbytes: int) -> int:
+        """Returns the address of a new segment: below those before, which decides between blocks of one size."""
+        self._next_address -= nbytes + _STEP
+        return self._next_address
+
+    def _take(self, nbytes: int) -> None:
+        self.reserved_bytes += nbytes
+        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
+
+    def _expand(self, pool: _Pool, size: int) -> Block | None:
+        """Maps pages behind the first place of the segment with room for `size`."""
+        if pool.first is None:
+            pool.first = Block(self._place(_ADDRESSES), _ADDRESSES, pool)
+            pool.first.is_mapped = False
+        block: Block | None = pool.first
+        while block is not None:
+            if block.is_free and not block.is_mapped:
+                before = block.before
+                start = before if before is not None and before.is_free and before.is_mapped else block
+                if _room(start) >= size:
+                    return self._map(pool, start, size)
+            block = block.next
+        return None
+
+    def _map(self, pool: _Pool, start: Block, size: int) -> Block | None:
+        if start.is_mapped:
+            pool.remove(start)
+        while not start.is_mapped or start.size < size:
+            page = start if not start.is_mapped else start.next
+            assert page is not None
+            if page.is_mapped:  # free pages behind the gap
+                pool.remove(page)
+            else:
+                have = 0 if page is start else start.size
+                wanted = min(-(-(size - have) // pool.page) * pool.page, page.size)
+                if self.limit_bytes is not None and self.reserved_bytes + wanted > self.limit_bytes:
+                    if start.is_mapped:
+                        self._pool_up(start)
+                    return None
+                self._take(wanted)
+                if page.size > wanted:
+                    self._cut(page, wanted)
+                page.is_mapped = True
+            if page is not start:
+                _join(start)
+        if start.next is not None and start.next.is_free and start.next.is_mapped:
+            pool.remove(start.next)
+            _join(start)
+        return start
+
+    def _unmap(self, pool: _Pool, block: Block) -> None:
+        assert pool.first is not None
+        origin, page = pool.first.address, pool.page
+        begin = -(-(block.address - origin) // page) * page + origin
+        end = (block.address + block.size - origin) // page * page + origin
+        if end <= begin:
+            return
+        pool.remove(block)
+        middle = block
+        if begin > block.address:
+            self._cut(block, begin - block.address)
+            assert block.next is not None
+            pool.add(block)
+            middle = block.next
+        if end < middle.address + middle.size:
+            self._cut(middle, end - begin)
+            assert middle.next is not None
+            pool.add(middle.next)
+        middle.is_mapped = False
+        self.reserved_bytes -= middle.size
+        if middle.next is not None and not middle.next.is_mapped:
+            _join(middle)
+        if middle.before is not None and not middle.before.is_mapped:
+            _join(middle.before)
+
+
+def _join(block: Block) -> None:
+    """Takes the next block into this one."""
+    rest = block.next
+    assert rest is not None
+    block.size += rest.size
+    block.next = rest.next
+    if rest.next is not None:
+        rest.next.before = block
+
+
+def _reach(block: Block) -> int:
+    """Returns the bytes of a block and of the addresses without memory behind it."""
+    behind = block.next
+    return block.size + (behind.size if behind is not None and not behind.is_mapped else 0)
+
+
+def _room(start: Block) -> int:
+    """Returns the bytes of free memory and of addresses without memory from a block on."""
+    total = 0
+    block: Block | None = start
+    while block is not None and block.is_free:
+        total += block.size
+        block = block.next
+    return total

@@ -1,0 +1,155 @@
+"""What a training step takes from a card: the allocator run over the step's allocations. No torch.
+
+A trace says which storage lives when; the simulated caching allocator says what that comes to on a card, where blocks
+are rounded, left uncut and fragmented. *Allocated* is what `torch.cuda.max_memory_allocated` tells; *needed* the
+smallest limit under which a few steps run, cached memory given back where that helps, as PyTorch does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from recoup.cost.caching_allocator import Block, CachingAllocator, OutOfCard
+from recoup.cost.flops import kind
+from recoup.ir.trace import Signature, Trace
+
+_NUM_STEPS = 3  # gradients and workspaces are new in the first; after two more nothing moves
+_PRECISION_BYTES = 4 << 20
+_MARGIN = 1.01
+HiddenBlocks = Callable[[Signature, int], Sequence[int]]
+"""Returns the bytes of blocks that an op holds beside its results, from its signature and their sum as priced."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CardNeed:
+    """What a step takes from a card.
+
+    Attributes:
+        allocated_bytes: at the peak, as `max_memory_allocated`. reserved_bytes: at most, if the card has plenty.
+    """
+
+    allocated_bytes: int
+    reserved_bytes: int
+
+
+class CardMemory:
+    """The memory of one step, plain or planned, on a card.
+
+    Args:
+        plain: trace of the unplanned step: parameters, optimizer state and the optimizer's step are the same in all.
+        plain_workspace: hidden bytes of each of its ops. hidden: how they are cut into blocks.
+        thread_bytes: workspace that cuBLAS keeps for each thread that multiplies matrices: forward's and backward's.
+    """
+
+    def __init__(
+        self, plain: Trace, plain_workspace: Sequence[int], *, hidden: HiddenBlocks, thread_bytes: int
+    ) -> None:
+        self._hidden = hidden
+        self._thread_bytes = thread_bytes
+        lasting = [s for s in plain.storages if s.alloc_op < 0 and s.nbytes]
+        self._there = [s.nbytes for s in lasting if s.category not in ("optimizer", "gradient")]
+        self._state = [s.nbytes for s in lasting if s.category == "optimizer"]
+        first = next((i for i, o in enumerate(plain.ops) if o.phase == "optimizer"), len(plain.ops))
+        self._optimizer = self._events(plain, plain_workspace, first, len(plain.ops))
+
+    def need(self, trace: Trace, workspace: Sequence[int], *, expandable: bool = False) -> CardNeed:
+        """Returns what the step takes if the card has plenty.
+
+        Args:
+            workspace: hidden bytes of each op. expandable: with `expandable_segments:True`.
+        """
+        allocator = CachingAllocator(expandable=expandable)
+        self._run(allocator, self._step(trace, workspace))
+        return CardNeed(allocated_bytes=allocator.peak_allocated_bytes, reserved_bytes=allocator.peak_reserved_bytes)
+
+    def needed_bytes(self, trace: Trace, workspace: Sequence[int], *, expandable: bool = False) -> int:
+        """Returns the smallest limit, in bytes reserved, under which the step runs.
+
+        Where blocks lie depends on what the process did before. Two histories are tried, a process under the limit
+        from its first step on and one that had plenty in it, and the worse one counts, with `_MARGIN` for others.
+        """
+        step = self._step(trace, workspace)
+        plenty = self.need(trace, workspace, expandable=expandable)
+        worst = plenty.allocated_bytes
+        for had_plenty in (False, True):
+            low, high = worst - 1, max(plenty.reserved_bytes, worst)
+            while high - low > _PRECISION_BYTES:
+                middle = (low + high) // 2
+                allocator = CachingAllocator(limit_bytes=None if had_plenty else middle, expandable=expandable)
+                try:
+                    self._run(allocator, step, later_limit_bytes=middle)
+                    high = middle
+                except OutOfCard:
+                    low = middle
+            worst = high
+        return int(worst * _MARGIN)
+
+    def _step(self, trace: Trace, workspace: Sequence[int]) -> list[tuple[int, int]]:
+        last = next((i for i, o in enumerate(trace.ops) if o.phase == "optimizer"), len(trace.ops))
+        return self._events(trace, workspace, 0, last)
+
+    def _events(self, trace: Trace, workspace: Sequence[int], first: int, last: int) -> list[tuple[int, int]]:
+        """Returns (storage, bytes) as allocated, (storage, 0) as freed, (-1, bytes) for blocks of an op held together
+        until (-2, 0), (-3, thread) where a thread multiplies matrices for the first time."""
+        born: dict[int, list[int]] = {}
+        died: dict[int, list[int]] = {}
+        for index, storage in enumerate(trace.storages):
+            if storage.nbytes and first <= storage.alloc_op < last:
+                born.setdefault(storage.alloc_op, []).append(index)
+                died.setdefault(storage.free_op, []).append(index)
+        multiplies = [kind(s.name) in ("matmul", "convolution") for s in trace.signatures]
+        events: list[tuple[int, int]] = []
+        started: set[bool] = set()
+        for i in range(first, last):
+            op = trace.ops[i]
+            backward = op.phase == "backward"
+            if op.signature >= 0 and multiplies[op.signature] and backward not in started:
+                started.add(backward)
+                events.append((-3, int(backward)))
+            events += [(index, trace.storages[index].nbytes) for index in born.get(i, ())]
+            if op.signature >= 0 and workspace[i]:
+                events += [(-1, nbytes) for nbytes in self._hidden(trace.signatures[op.signature], workspace[i])]
+                events.append((-2, 0))
+            events += [(index, 0) for index in died.get(i, ())]
+        return events
+
+    def _run(
+        self, allocator: CachingAllocator, step: list[tuple[int, int]], *, later_limit_bytes: int | None = None
+    ) -> None:
+        for nbytes in self._there:
+            allocator.allocate(nbytes)
+        threads: set[int] = set()
+        for number in range(_NUM_STEPS):
+            live: dict[int, Block] = {}
+            self._play(allocator, step, live, threads)
+            if number == 0:
+                for nbytes in self._state:
+                    allocator.allocate(nbytes)
+            updated: dict[int, Block] = {}
+            self._play(allocator, self._optimizer, updated, threads)
+            for block in (*live.values(), *updated.values()):  # gradients are let go
+                allocator.free(block)
+            if number == 0 and later_limit_bytes is not None:
+                allocator.empty_cache()
+                allocator.limit_bytes = later_limit_bytes
+
+    def _play(
+        self, allocator: CachingAllocator, events: list[tuple[int, int]], live: dict[int, Block], threads: set[int]
+    ) -> None:
+        hidden: list[Block] = []
+        for index, nbytes in events:
+            if index >= 0:
+                if nbytes:
+                    live[index] = allocator.allocate(nbytes)
+                else:
+                    allocator.free(live.pop(index))
+            elif index == -1:
+                hidden.append(allocator.allocate(nbytes))
+            elif index == -2:
+                for block in hidden:
+                    allocator.free(block)
+                hidden.clear()
+            elif nbytes not in threads and self._thread_bytes:
+                threads.add(nbytes)
+                allocator.allocate(self._thread_bytes)

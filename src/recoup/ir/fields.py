@@ -1,0 +1,98 @@
+"""Dataclasses from JSON that a stranger wrote: each field checked against its type before anything is made of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar
+
+from recoup.errors import UsageError
+
+T = TypeVar("T")
+_MOST = 2**63  # of a whole number: bytes, FLOPs, counts
+_MOST_SHOWN = 60
+
+
+@functools.cache
+def hints_of(kind: Any) -> dict[str, Any]:
+    """Returns the type of each field of a dataclass."""
+    found = typing.get_type_hints(kind)
+    return {field.name: found[field.name] for field in dataclasses.fields(kind)}
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Whether a value is of the type that a field has; a text has no control characters, a number is finite."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return isinstance(value, str) and value in arguments
+    if origin in (typing.Union, types.UnionType):
+        return any(fits(value, a) for a in arguments)
+    if origin is tuple:
+        if not isinstance(value, tuple):
+            return False
+        of_each = arguments[:1] * len(value) if arguments[-1] is Ellipsis else arguments
+        return len(value) == len(of_each) and all(map(fits, value, of_each))
+    if hint is float:
+        return type(value) in (int, float) and abs(value) < _MOST and math.isfinite(value)
+    if hint is int:
+        return type(value) is int and abs(value) < _MOST  # `True` is no number
+    if hint is str:
+        return type(value) is str and value.isprintable()
+    return type(value) is hint
+
+
+def said(hint: Any) -> str:
+    """Returns a field's type in words."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return " or ".join(repr(a) for a in arguments)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(said(a) for a in arguments)
+    if origin is tuple:
+        if arguments[-1] is not Ellipsis:
+            return f"a tuple of {' and '.join(said(a) for a in arguments)}"
+        return "a tuple of " + ("texts" if arguments[0] is str else said(arguments[0]))
+    simple = {str: "a text", int: "a whole number", float: "a number", bool: "true or false", type(None): "nothing"}
+    return simple.get(hint, f"an object ({getattr(hint, '__name__', hint)})")
+
+
+def shown(value: Any) -> str:
+    """Returns a value in one short line of ASCII, whatever it holds."""
+    try:
+        text = ascii(value)
+    except (RecursionError, ValueError):  # nested too deeply, or a number of thousands of digits
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
+
+
+def read_fields(kind: type[T], data: Any, where: str, **ready: Any) -> T:
+    """Returns an instance of a dataclass from a JSON object; fields with a default may be missing.
+
+    Args:
+        where: what the object is, for messages. ready: fields that were read already.
+
+    Raises:
+        UsageError: for an unknown field, a missing one, or a value that does not fit.
+    """
+    if not isinstance(data, Mapping):
+        raise UsageError(f"{where} must be an object; got {shown(data)}.")
+    of: Any = kind  # hashable, which mypy does not see of a class
+    known: dict[str, Any] = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    given = {name: _tuples(value) for name, value in data.items()} | ready
+    for name in given:
+        if name not in known:
+            raise UsageError(f"{where}: it has no field {shown(name)}; its fields are {', '.join(known)}.")
+    for name, field in known.items():
+        if name not in given and field.default is dataclasses.MISSING:
+            raise UsageError(f"{where}: the field {name!r} is missing.")
+        if name in given and name not in ready and not fits(given[name], hints_of(of)[name]):
+            raise UsageError(f"{where}: {name} must be {said(hints_of(of)[name])}; got {shown(given[name])}.")
+    return kind(**given)
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value

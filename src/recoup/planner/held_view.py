@@ -1,0 +1,181 @@
+"""Plans by tensor for a captured step: which results are held, where segments end.
+
+Reads values off the trace: a value is what one op wrote into one storage; a view is its storage's value, an op in
+place makes a new one. `solver/segments.py` chooses; the applied plan simulated decides.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from recoup.cost.host_overhead import REPLAY_OVERHEAD_SECONDS
+from recoup.cost.model import PricedTrace
+from recoup.ir.decision import OpMark, Rebuild
+from recoup.ir.trace import Signature, TensorSpec, Trace
+from recoup.runtime.rebuild.cheap_ops import IN_PLACE, OpFacts, op_facts
+from recoup.runtime.rebuild.saved_tensor import MIN_BYTES
+from recoup.runtime.rebuild.segments import DETACH
+from recoup.solver.build import Interval, measure
+from recoup.solver.held import Op
+from recoup.solver.segments import Choice, HeldProblem
+from recoup.solver.waists import waists
+
+_MOST_PLACES = 96
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class HeldView:
+    """A step as the solver of plans by tensor sees it, and how its ops are addressed."""
+
+    problem: HeldProblem
+    addresses: tuple[OpMark, ...]
+    maker: dict[int, int]
+
+    def decide(self, choice: Choice) -> Rebuild:
+        """Returns a choice as marks; neighbours that both save are one segment."""
+        marks: dict[int, dict[str, Any]] = {}
+        saves = False
+        for first, label in choice.segments:
+            if not (saves and label.held is None):
+                saves = label.held is None
+                marks.setdefault(first, {}).update(begins_segment=True, saves=saves)
+            for value in label.held or ():
+                marks.setdefault(self.maker[value], {})["holds"] = True
+        return Rebuild(
+            path="", marks=tuple(dataclasses.replace(self.addresses[at], **marks[at]) for at in sorted(marks))
+        )
+
+
+def held_view(priced: PricedTrace, *, kept_paths: frozenset[str] = frozenset()) -> HeldView | None:
+    """Returns the plain step as a problem of held values, None if the model runs no ops.
+
+    Args:
+        kept_paths: modules whose ops are not to run again.
+    """
+    trace = priced.trace
+    num_forward = sum(1 for o in trace.ops if o.phase in ("forward", "loss"))
+    positions = [i for i in range(num_forward) if trace.ops[i].phase == "forward" and trace.ops[i].call >= 0]
+    if not positions or positions != list(range(len(positions))):
+        return None
+    num_ops = len(positions)
+    overheads = _overhead_seconds(trace)
+    value_of: dict[int, int] = {}
+    versions: dict[int, list[tuple[int, int]]] = {}
+    value_bytes: list[int] = []
+
+    def new_value(storage: int, at: int, *, is_mask: bool) -> int:
+        nbytes = trace.storages[storage].nbytes
+        if is_mask:  # zeros and ones, held as bytes
+            nbytes //= _item_bytes(trace.signatures[trace.ops[at].signature])
+        value_bytes.append(nbytes if nbytes >= MIN_BYTES else 0)
+        value_of[storage] = len(value_bytes) - 1
+        versions.setdefault(storage, []).append((at, value_of[storage]))
+        return value_of[storage]
+
+    ops = []
+    for at in positions:
+        op = trace.ops[at]
+        signature = trace.signatures[op.signature]
+        facts = _facts(signature.name)
+        inputs = tuple(value_of[s] for s in op.inputs if s in value_of)
+        fresh = [s for s in op.outputs if trace.storages[s].alloc_op == at]
+        written = [s for s in op.outputs if s in op.inputs] if not signature.is_view else []
+        is_mask = facts is not None and facts.is_random_mask
+        outputs = tuple(new_value(s, at, is_mask=is_mask) for s in (*fresh, *written))
+        can_rerun = (
+            facts is not None
+            and trace.calls[op.call].path not in kept_paths
+            and (facts.can_rerun or (facts.kind == IN_PLACE and bool(written)))
+        )
+        ops.append(
+            Op(
+                inputs=tuple(dict.fromkeys(inputs)),
+                outputs=outputs,
+                seconds=priced.op_seconds[at] + (0.0 if signature.is_view else overheads),
+                can_rerun=can_rerun,
+            )
+        )
+    saves: list[list[int]] = [[] for _ in positions]
+    after_bytes = 0
+    for index, storage in enumerate(trace.storages):
+        if storage.alloc_op < 0 or storage.saved_op < 0:
+            continue
+        at = min(storage.saved_op, num_forward - 1)
+        known = [v for made, v in versions.get(index, ()) if made <= at]
+        if at < num_ops and known:
+            saves[at].append(known[-1])
+    crossing_sizes = [b or 1 for b in value_bytes]
+    places = [0, *(p for p in waists(ops, crossing_sizes) if trace.signatures[trace.ops[p].signature].name != DETACH)]
+    places = _thinned(places, ops, value_bytes)
+    intervals = [
+        Interval(call=0, first=first, last=last) for first, last in zip(places, [*places[1:], num_ops], strict=True)
+    ]
+    if num_forward > num_ops:
+        intervals.append(Interval(call=-1, first=num_ops, last=num_forward))
+    numbers = measure(priced, intervals)
+    num = len(places)
+    if num_forward > num_ops:
+        after_bytes = int(max(numbers.backward[num], numbers.forward[num]))
+    problem = HeldProblem(
+        ops=tuple(ops),
+        value_bytes=tuple(value_bytes),
+        saves=tuple(map(tuple, saves)),
+        places=tuple(places),
+        saved_bytes=tuple(int(b) for b in numbers.saved[:num]),
+        forward_bytes=tuple(int(b) for b in numbers.forward[:num]),
+        backward_bytes=tuple(int(b) for b in numbers.backward[:num]),
+        gradient_bytes=tuple(int(b) for b in numbers.gradient_after[:num]),
+        fixed_bytes=numbers.fixed_bytes,
+        after_bytes=after_bytes,
+    )
+    maker = {v: i for i, op in enumerate(ops) for v in op.outputs}
+    return HeldView(problem=problem, addresses=tuple(_addresses(trace, num_ops)), maker=maker)
+
+
+def _item_bytes(signature: Signature) -> int:
+    """Returns the bytes of one element of an op's first argument."""
+    first = next((a for a in signature.args if isinstance(a, TensorSpec)), None)
+    return 1 if first is None else getattr(torch, first.dtype.removeprefix("torch.")).itemsize
+
+
+def _facts(name: str) -> OpFacts | None:
+    """Returns what is known of an overload by its name, "aten.mm.default"."""
+    namespace, _, rest = name.partition(".")
+    packet, _, overload = rest.partition(".")
+    found = getattr(getattr(getattr(torch.ops, namespace), packet, None), overload or "default", None)
+    return op_facts(found) if found is not None else None
+
+
+def _addresses(trace: Trace, num_ops: int) -> list[OpMark]:
+    counts: dict[int, int] = {}
+    found = []
+    for op in trace.ops[:num_ops]:
+        name = trace.signatures[op.signature].name
+        ordinal = counts.get(op.call, 0)
+        counts[op.call] = ordinal + (name != DETACH)
+        call = trace.calls[op.call]
+        found.append(OpMark(path=call.path, call=call.index, ordinal=ordinal, op=name))
+    return found
+
+
+def _thinned(places: list[int], ops: list[Op], value_bytes: list[int]) -> list[int]:
+    """Returns at most so many places, about as many bytes made between each two."""
+    if len(places) <= _MOST_PLACES:
+        return places
+    made, total = [], 0
+    for op in ops:
+        made.append(total)
+        total += sum(value_bytes[v] for v in op.outputs)
+    kept, wanted = [0], total / _MOST_PLACES
+    for place in places[1:]:
+        if made[place] - made[kept[-1]] >= wanted:
+            kept.append(place)
+    return kept
+
+
+def _overhead_seconds(trace: Trace) -> float:
+    """Returns the host time of running an op again: argument look-ups and the call."""
+    return REPLAY_OVERHEAD_SECONDS if trace.device == "cpu" else 0.0

@@ -1,0 +1,53 @@
+"""What recoup did while steps ran, counted for one plan on whatever thread it happens.
+
+On a GPU backward runs on a thread of autograd's own. So who will count there (a region's frame, a saved tensor that is
+rebuilt) takes the counts it adds to with it, from the thread that runs forward.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from typing import Literal
+
+Event = Literal["num_replays", "num_rederived", "num_tiled", "num_logits_made"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StepLog:
+    """What ran so far; the difference of two logs is what ran between them.
+
+    Attributes:
+        num_replays: regions whose forward ran a second time. num_rederived: saved tensors that were rebuilt.
+        num_tiled: losses and modules run over tiles. num_logits_made: tiled heads whose logits were made whole.
+    """
+
+    num_replays: int = 0
+    num_rederived: int = 0
+    num_tiled: int = 0
+    num_logits_made: int = 0
+
+    def __sub__(self, before: StepLog) -> StepLog:
+        names = [field.name for field in dataclasses.fields(self)]
+        return StepLog(**{name: getattr(self, name) - getattr(before, name) for name in names})
+
+
+class Counts:
+    """Counts that several threads add to."""
+
+    __slots__ = ("_lock", "_numbers")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._numbers: dict[Event, int] = {}
+
+    def add(self, event: Event) -> None:
+        """Counts one."""
+        with self._lock:
+            self._numbers[event] = self._numbers.get(event, 0) + 1
+
+    @property
+    def log(self) -> StepLog:
+        """What was counted so far."""
+        with self._lock:
+            return StepLog(**self._numbers)

@@ -1,0 +1,184 @@
+"""Plans by tensor: models whose work lies outside of submodules fit, bit for bit, and never fail on another step."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from bench.functional_models import FUNCTIONAL, MessagePassing, ParameterTransformer
+from torch import nn
+
+import recoup
+from recoup.cost.model import FlopsCost
+from recoup.errors import PlanMismatch, UsageError
+from recoup.ir.decision import Rebuild, Recompute
+from recoup.runtime.apply import apply_decisions
+
+
+def loss(output: torch.Tensor, batch: object) -> torch.Tensor:
+    return output.pow(2).mean()
+
+
+def gradients(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+    model.zero_grad()
+    torch.manual_seed(3)
+    loss(model(*batch), batch).backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def small_graph() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    torch.manual_seed(0)
+    model = MessagePassing(lambda piece, *args: piece(*args), width=16, num_layers=4)
+    return model, (torch.randn(100, 16), torch.randint(0, 100, (2000,)), torch.randint(0, 100, (2000,)))
+
+
+def small_plan(share: str = "45%") -> tuple[nn.Module, tuple[torch.Tensor, ...], recoup.Plan]:
+    model, batch = small_graph()
+    return model, batch, recoup.plan(model, batch, budget=share, loss=loss, cost=FlopsCost())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["message passing", "parameter transformer"])
+def test_fit_reaches_budgets_that_regions_cannot(name: str) -> None:
+    model = FUNCTIONAL[name].make()
+    batch = FUNCTIONAL[name].batch()
+    fit = recoup.fit(model, batch, budget="45%", loss=loss, timed=False)
+    assert any(isinstance(d, Rebuild) for d in fit.plan.decisions)
+    assert fit.evidence.exact
+    assert fit.evidence.peak_bytes <= fit.plan.budget_bytes
+    assert abs(fit.evidence.peak_bytes - fit.plan.predicted.peak_bytes) <= 0.01 * fit.plan.budget_bytes
+
+
+def test_a_plan_by_tensor_survives_its_file(tmp_path: Path) -> None:
+    model, batch, plan = small_plan()
+    plain = gradients(model, batch)
+    plan.save(tmp_path / "plan.json")
+    again = recoup.Plan.load(tmp_path / "plan.json")
+    assert again == plan
+    assert "rebuild by running ops again" in str(plan)
+    with recoup.apply(model, again):
+        assert all(map(torch.equal, plain, gradients(model, batch)))
+    assert not any("forward" in m.__dict__ for m in model.modules())
+
+
+def test_actions_by_name_mix_no_regions() -> None:
+    model, batch = small_graph()
+    plan = recoup.plan(model, batch, budget="70%", loss=loss, cost=FlopsCost(), actions=("rebuild",))
+    assert [type(d) for d in plan.decisions] == [Rebuild]
+    with pytest.raises(PlanMismatch, match="stands alone"):
+        apply_decisions(model, [*plan.decisions, Recompute(path="")])
+    with pytest.raises(UsageError, match="whole step"):
+        Rebuild(path="weights")
+
+
+def test_kept_modules_run_once() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6)])
+    batch = (torch.randn(256, 64),)
+    plan = recoup.plan(model, batch, budget="99%", loss=loss, cost=FlopsCost(), actions=("rebuild",), keep=["2", "3"])
+    held = {m.path for m in plan.decisions[0].marks if m.holds}  # type: ignore[attr-defined]
+    seen: list[str] = []
+    with recoup.apply(model, plan):
+        for path in ("2.0", "3.0"):
+            model.get_submodule(path).register_forward_hook(lambda *_, path=path: seen.append(path))
+        gradients(model, batch)
+    assert seen == ["2.0", "3.0"]
+    assert plan.predicted.peak_bytes <= plan.budget_bytes
+    assert held
+
+
+class Branching(nn.Module):
+    """Takes another way in every second step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.randn(32, 32) / 6) for _ in range(6))
+        self.flips = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for i, weight in enumerate(self.weights):
+            x = torch.tanh(x @ weight)
+            if self.flips and i == 2:
+                x = F.dropout(torch.sigmoid(x), 0.2)
+        return x
+
+
+def test_a_step_that_goes_another_way_is_right_and_said_once() -> None:
+    torch.manual_seed(0)
+    model, batch = Branching(), (torch.randn(256, 32),)
+    plan = recoup.plan(model, batch, budget="85%", loss=loss, cost=FlopsCost(), actions=("rebuild",))
+    model.flips = True
+    plain = gradients(model, batch)
+    with recoup.apply(model, plan), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert all(map(torch.equal, plain, gradients(model, batch)))
+        assert all(map(torch.equal, plain, gradients(model, batch)))
+    said = [str(w.message) for w in caught if "took a step that its plan was not made for" in str(w.message)]
+    assert len(said) == 1
+    assert "Branching" in said[0]
+
+
+def test_second_order_and_repeated_backward() -> None:
+    model, batch, plan = small_plan()
+    names = [p for p in model.parameters()]
+
+    def results() -> list[torch.Tensor]:
+        first = torch.autograd.grad(loss(model(*batch), batch), names, create_graph=True)
+        second = torch.autograd.grad(sum(g.pow(2).sum() for g in first), names)
+        total = loss(model(*batch), batch)
+        total.backward(retain_graph=True)
+        total.backward()
+        kept = [p.grad.clone() for p in names]
+        model.zero_grad()
+        return [*(g.detach() for g in first), *second, *kept]
+
+    plain = results()
+    with recoup.apply(model, plan):
+        assert all(map(torch.equal, plain, results()))
+
+
+def test_copies_and_pickles_of_a_planned_model_keep_the_plan() -> None:
+    torch.manual_seed(0)
+    model, batch = Branching(), (torch.randn(256, 32),)
+    plain = gradients(model, batch)
+    plan = recoup.plan(model, batch, budget="85%", loss=loss, cost=FlopsCost(), actions=("rebuild",))
+    with recoup.apply(model, plan):
+        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert all(map(torch.equal, plain, gradients(other, batch)))
+            assert "forward" in other.__dict__
+
+
+def test_what_is_changed_in_place_after_it_was_saved_raises_as_in_autograd() -> None:
+    model, batch, plan = small_plan()
+    with recoup.apply(model, plan):
+        output = model(*batch)
+        with torch.no_grad():
+            model.weights["edge2"].add_(1.0)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss(output, batch).backward()
+
+
+def test_equal_layers_are_cut_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from recoup.capture.capture import StepSpec, capture
+    from recoup.planner.held_view import held_view
+    from recoup.solver import segments
+
+    torch.manual_seed(0)
+    model = ParameterTransformer(lambda piece, *args: piece(*args), width=32, num_layers=6)
+    priced = FlopsCost().price(capture(StepSpec(model=model, batch=(torch.randn(2, 64, 32),), loss=loss)))
+    view = held_view(priced)
+    assert view is not None
+    cut: list[object] = []
+    real = segments.hull
+    monkeypatch.setattr(segments, "hull", lambda segment, **options: cut.append(segment) or real(segment, **options))
+    solver = segments.SegmentSolver(view.problem)
+    assert solver.leanest() is not None
+    assert len(cut) < len(view.problem.places) * 6
+    points = [solver.solve(b) for b in range(view.problem.fixed_bytes, 6 * view.problem.fixed_bytes, 200_000)]
+    seconds = [p.extra_seconds for p in points if p is not None]
+    assert seconds == sorted(seconds, reverse=True)
