@@ -172,7 +172,14 @@ class ShapePlans:
         for forward in forwards:
             path = forward.settings.path
             idle = Settings(
-                path=path, decisions=(), joins=(), derives_below=False, buffers=(), state=state, is_root=path == ""
+                path=path,
+                decisions=(),
+                joins=(),
+                derives_below=False,
+                buffers=(),
+                state=state,
+                is_root=path == "",
+                hooks={},
             )
             settings = [dataclasses.replace(chosen.get(path, idle), state=state) for chosen in self._chosen]
             result.append(_Patched(forward=forward, settings=settings))

@@ -6,7 +6,7 @@ Where a budget becomes a plan: `plan_for_budget` here -> `budget_search.BudgetSe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -16,6 +16,7 @@ from recoup.capture.capture import StepSpec
 from recoup.cost.host_link import Link
 from recoup.cost.model import CostModel
 from recoup.errors import InfeasibleBudget
+from recoup.ir.decision import Decision
 from recoup.ir.plan import Plan
 from recoup.planner.budget_search import BudgetSearch
 from recoup.planner.incumbents import Candidate
@@ -28,6 +29,7 @@ from recoup.planner.strategies.registry import DEFAULT_ACTIONS, STRATEGIES
 from recoup.planner.strategies.scan_plans import ScanPlans
 from recoup.planner.views import View, ViewMaker
 from recoup.runtime import scan_bytes
+from recoup.runtime.hooks import HOOKS, Hook
 from recoup.solver.loops import find_loop
 from recoup.units import format_bytes, parse_budget
 
@@ -48,7 +50,7 @@ class Planner(Simulator):
     Args:
         actions: names; None: the default ones, equal bits preferred.
         spans: whether consecutive calls may form one region.
-        strategies: what proposes plans.
+        strategies: what proposes plans. hooks: how decisions of each class change a call.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class Planner(Simulator):
         fixed_bytes: int = 0,
         spans: bool = True,
         strategies: Sequence[type[Strategy]] = STRATEGIES,
+        hooks: Mapping[type[Decision], Hook] = HOOKS,
     ) -> None:
         self.prefers_equal_bits = actions is None
         self.actions = DEFAULT_ACTIONS if actions is None else tuple(actions)
@@ -68,7 +71,7 @@ class Planner(Simulator):
             device = next((p.device for p in spec.model.parameters() if p.device.type != "meta"), torch.device("cpu"))
             link = find_link(cost, device=device, dialect=spec.dialect)
         num_scans = scan_bytes.num_free()
-        super().__init__(spec, cost=cost, fixed_bytes=fixed_bytes, link=link)
+        super().__init__(spec, cost=cost, fixed_bytes=fixed_bytes, link=link, hooks=hooks)
         self.scans: ScanPlans | None = None
         if "recompute" in self.actions and scan_bytes.num_free() > num_scans:
             found = ScanPlans(self, rederives="rederive" in self.actions)

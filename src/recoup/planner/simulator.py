@@ -6,7 +6,7 @@ This is the judge of every plan: the engine itself runs, only without data.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from recoup import progress
 from recoup.capture.capture import StepSpec, capture
@@ -22,6 +22,7 @@ from recoup.ir.trace import Signature, Trace
 from recoup.planner.incumbents import Candidate
 from recoup.runtime import scan_bytes
 from recoup.runtime.apply import apply_decisions
+from recoup.runtime.hooks import HOOKS, Hook
 from recoup.runtime.recompute.rng_state import statistics_buffers
 
 EVERYWHERE = (Rederive(path=""),)
@@ -34,16 +35,26 @@ class Simulator:
         plain: the step without a plan. priced: its trace. simulated: what was simulated so far, by decisions.
         num_simulated_ops: ops of all steps simulated so far: the work that searches are limited by.
         fixed_bytes: what the device takes whatever the step does (library workspaces).
+        hooks: how decisions of each class change a call.
         card: what steps take from the allocator of a card; None where they run on a CPU.
         link: to the host, if something may be moved there.
         num_calls: of each module path. mutated_buffers: of each path, those that regions must be told of.
     """
 
-    def __init__(self, spec: StepSpec, *, cost: CostModel, fixed_bytes: int = 0, link: Link | None = None) -> None:
+    def __init__(
+        self,
+        spec: StepSpec,
+        *,
+        cost: CostModel,
+        fixed_bytes: int = 0,
+        link: Link | None = None,
+        hooks: Mapping[type[Decision], Hook] = HOOKS,
+    ) -> None:
         self.spec = spec
         self.cost = cost
         self.fixed_bytes = fixed_bytes
         self.link = link
+        self.hooks = hooks
         self.simulated: dict[tuple[Decision, ...], Candidate] = {}
         self.num_simulated_ops = 0
         progress.advance("capturing the step")
@@ -67,7 +78,7 @@ class Simulator:
 
     def simulate_priced(self, chosen: tuple[Decision, ...]) -> PricedTrace:
         """Returns the step with `chosen` applied, captured and priced; without the optimizer's part."""
-        with apply_decisions(self.spec.model, chosen), scan_bytes.counting() as counts:
+        with apply_decisions(self.spec.model, chosen, hooks=self.hooks), scan_bytes.counting() as counts:
             priced = self.cost.price(capture(self.spec, known=self.trace))
         priced = _with_counts(priced, counts)
         return priced if self.link is None else with_copies(priced, self.link)

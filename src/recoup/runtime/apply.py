@@ -6,7 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,10 +25,9 @@ from recoup.ir.decision import (
     Region,
     Save,
     Scan,
-    Tile,
-    TileModule,
 )
 from recoup.runtime import execution_context, scan_bytes
+from recoup.runtime.hooks import HOOKS, Hook
 from recoup.runtime.kv_cache import caching_paths, without_cache
 from recoup.runtime.offload.offloaded_saved_tensor import Moves, Offloading
 from recoup.runtime.offload.transport import Transport
@@ -40,7 +39,6 @@ from recoup.runtime.recompute import region as regions
 from recoup.runtime.recompute.object_state import Places
 from recoup.runtime.recompute.rng_state import statistics_buffers
 from recoup.runtime.step_log import Counts, StepLog
-from recoup.runtime.tile import apply as tile_apply
 from recoup.runtime.tile.module.tiled import Proofs
 
 
@@ -81,6 +79,7 @@ class Settings:
             inside rederives.
         records: it is the model itself, and lineage is recorded for rederive decisions somewhere below: the ops that
             lead to a tensor may lie in other calls than the one that saves it.
+        hooks: how decisions of each class among them change a call.
         drops_cache: it would fill a key-value cache (`use_cache`), which a replay below it would fill again.
     """
 
@@ -91,6 +90,7 @@ class Settings:
     buffers: tuple[str, ...]
     state: StepState
     is_root: bool
+    hooks: Mapping[type[Decision], Hook]
     drops_cache: bool = False
     records: bool = False
 
@@ -151,22 +151,16 @@ def _run_planned(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[st
     if inside:
         calls = dict(state.calls) if state.counts_calls else None
         return _Nested(patched, inside, decision, calls, call=call)(*args, **kwargs)
-    if isinstance(decision, Tile) and _can_tile(decision, in_region=regions.inside_region()):
-        return tile_apply.run_tiled(patched, decision, args, kwargs, state.proofs)
     forward = settings.forward(patched, call)
-    if settings.records and current_recorder() is None and not regions.inside_region():
+    hook = None if decision is None else settings.hooks[type(decision)]
+    begins_record = settings.records and current_recorder() is None and not regions.inside_region()
+    if begins_record and (hook is None or hook.records):
         with saved_tensor.rederive(by_default=decision is not None and decision.rederives):
             _begin_offloading(patched, decision, args, kwargs)
             return forward(*args, **kwargs)
-    if decision is None:
+    if hook is None:
         return forward(*args, **kwargs)
-    with _ambient(decision):
-        return forward(*args, **kwargs)
-
-
-def _can_tile(decision: Tile, *, in_region: bool) -> bool:
-    """A head's logits that are not there cannot leave a region; a module that is tiled returns what it always does."""
-    return isinstance(decision, TileModule) or not in_region
+    return hook.run(decision, patched, forward, args, kwargs)
 
 
 def _begin_offloading(patched: PatchedForward, decision: Decision | None, args: Any, kwargs: Any) -> None:
@@ -234,43 +228,26 @@ class _Nested:
 
     def _run(self, args: Any, kwargs: Any) -> Any:
         original = self.patched.settings.forward(self.patched, self.call)
-        if isinstance(self.decision, Tile) and _can_tile(self.decision, in_region=True):
-            proofs = self.patched.settings.state.proofs
-            return tile_apply.run_tiled(self.patched, self.decision, args, kwargs, proofs)
-        ambient = contextlib.nullcontext() if self.decision is None else _ambient(self.decision)
-        with ambient:
-            if self.calls is None or not self.ran:
-                self.ran = True
-                return original(*args, **kwargs)
-            calls = self.patched.settings.state.calls
-            current = dict(calls)
-            calls.clear()
-            calls.update(self.calls)
-            try:
-                return original(*args, **kwargs)
-            finally:
-                calls.clear()
-                calls.update(current)
+        forward = functools.partial(self._run_again, original)
+        if self.decision is None:
+            return forward(*args, **kwargs)
+        hook = self.patched.settings.hooks[type(self.decision)]
+        return hook.run(self.decision, self.patched, forward, args, kwargs)
 
-
-@contextlib.contextmanager
-def _ambient(decision: Decision) -> Iterator[None]:
-    """Turns rederive and offload on or off for everything inside, whoever owns the saved-tensor hooks there."""
-    recorder, derives = current_recorder(), decision.rederives
-    if recorder is not None:
-        before = recorder.deriving, recorder.offloading
-        recorder.deriving, recorder.offloading = derives, isinstance(decision, Offload)
-        if recorder.offloading and recorder.offloader is not None:
-            recorder.offloader.begin_group()
+    def _run_again(self, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module's own forward, in a replay with the numbers that calls inside had the first time."""
+        if self.calls is None or not self.ran:
+            self.ran = True
+            return original(*args, **kwargs)
+        calls = self.patched.settings.state.calls
+        current = dict(calls)
+        calls.clear()
+        calls.update(self.calls)
         try:
-            yield
+            return original(*args, **kwargs)
         finally:
-            recorder.deriving, recorder.offloading = before
-    elif derives and not regions.inside_region():  # a part of the model run on its own
-        with saved_tensor.rederive():
-            yield
-    else:
-        yield
+            calls.clear()
+            calls.update(current)
 
 
 def _run_compiled(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -323,21 +300,29 @@ class Applied:
         self.remove()
 
 
-def apply_decisions(model: nn.Module, decisions: Sequence[Decision], *, transport: Transport | str = "auto") -> Applied:
+def apply_decisions(
+    model: nn.Module,
+    decisions: Sequence[Decision],
+    *,
+    transport: Transport | str = "auto",
+    hooks: Mapping[type[Decision], Hook] = HOOKS,
+) -> Applied:
     """Changes the forwards that `decisions` name, and nothing else.
 
     Args:
         transport: how offloaded tensors are moved, see `recoup.offload`; "auto" is "cuda" on a GPU, else "disk".
+        hooks: how decisions of each class change a call.
 
     Raises:
-        PlanMismatch: if a path is not in the model; nothing was changed then.
+        PlanMismatch: if a path is not in the model. UsageError: if a decision cannot be applied there. Nothing was
+            changed then.
     """
     by_path: dict[str, list[Decision]] = {}
     joins: dict[str, list[Recompute]] = {}
     modules = dict(model.named_modules(remove_duplicate=False))
     if all(d.path in modules for d in decisions):
-        tile_apply.check_tiled(modules, decisions)
-        decisions = tile_apply.spread_tiled(modules, decisions)
+        for prepare in dict.fromkeys(hooks[type(d)].prepare for d in decisions if type(d) in hooks):
+            decisions = prepare(modules, decisions)
     for decision in decisions:
         by_path.setdefault(decision.path, []).append(decision)
         for path in dict.fromkeys(decision.paths[1:]):  # a module that the span calls twice joins it once
@@ -380,6 +365,7 @@ def apply_decisions(model: nn.Module, decisions: Sequence[Decision], *, transpor
             buffers=_buffers(modules[path], prefix, [*by_path.get(path, ()), *joins.get(path, ())]),
             state=state,
             is_root=path == "",
+            hooks={type(d): hooks[type(d)] for d in by_path.get(path, ()) if type(d) in hooks},
             drops_cache=path in caching,
             records=records and path == "",
         )

@@ -15,7 +15,9 @@ from torch import nn
 from recoup import _torch
 from recoup.errors import UsageError
 from recoup.ir.decision import Decision, Tile, TileLoss, TileModule
+from recoup.runtime.ambient import run_under
 from recoup.runtime.patch import PatchedForward
+from recoup.runtime.recompute import region as regions
 from recoup.runtime.tile.loss.cross_entropy import default_tile_tokens
 from recoup.runtime.tile.loss.lazy_logits import Head, lazy_logits
 from recoup.runtime.tile.module.tiled import Proofs, is_tileable, refuse_hooks
@@ -78,24 +80,41 @@ def spread_tiled(modules: Mapping[str, nn.Module], decisions: Sequence[Decision]
     return found
 
 
-def run_tiled(
-    patched: PatchedForward, decision: Tile, args: tuple[Any, ...], kwargs: dict[str, Any], proofs: Proofs
-) -> Any:
-    """Returns what a module gives over tiles, or a head's lazy logits; its own output where its call does not allow it.
+def prepare_tiles(modules: Mapping[str, nn.Module], decisions: Sequence[Decision]) -> Sequence[Decision]:
+    """Returns a plan's decisions with tiled heads spread over adapters, all tiles checked.
 
-    Args:
-        proofs: of the plan's position-wise modules.
+    Raises:
+        UsageError: see `check_tiled`.
     """
-    if isinstance(decision, TileModule):
-        if not is_tileable(args, kwargs):
-            return patched.original(*args, **kwargs)
-        return proofs.run(decision.path, patched.module, patched.original, args, kwargs, decision.tile_tokens)
+    check_tiled(modules, decisions)
+    return spread_tiled(modules, decisions)
+
+
+def run_module_call(
+    decision: TileModule, patched: PatchedForward, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Returns what a position-wise module gives over tiles; its own output where its call does not allow it."""
+    if not is_tileable(args, kwargs):
+        return patched.original(*args, **kwargs)
+    proofs: Proofs = patched.settings.state.proofs
+    return proofs.run(decision.path, patched.module, patched.original, args, kwargs, decision.tile_tokens)
+
+
+def run_loss_call(
+    decision: TileLoss, patched: PatchedForward, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Returns a head's lazy logits, or its own output where its call does not allow it.
+
+    Inside a region it runs whole: logits that are not there cannot leave one.
+    """
+    if regions.inside_region():
+        return run_under(decision, patched, forward, args, kwargs)
     module = patched.module
     hidden = args[0] if len(args) == 1 and not kwargs else None
     plain_linear = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
     plain_linear &= not _torch.is_fsdp_unit(module)  # its weight is there in its own forward only
     if not isinstance(hidden, torch.Tensor) or not plain_linear or patched.previous is not None or hidden.dim() < 2:
         return patched.original(*args, **kwargs)
-    assert isinstance(module, nn.Linear) and isinstance(decision, TileLoss)
+    assert isinstance(module, nn.Linear)
     tokens = decision.tile_tokens or default_tile_tokens(hidden.view(-1, hidden.shape[-1]), module.weight)
     return lazy_logits(Head(hidden, module.weight, module.bias, tokens, patched.original))

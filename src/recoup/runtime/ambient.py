@@ -1,0 +1,39 @@
+"""Save, rederive and offload around a call: what happens to the tensors that autograd saves inside it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from recoup.ir.decision import Decision, Offload
+from recoup.runtime.patch import PatchedForward
+from recoup.runtime.rebuild import saved_tensor
+from recoup.runtime.rebuild.lineage import current_recorder
+from recoup.runtime.recompute import region as regions
+
+
+def run_under(decision: Decision, patched: PatchedForward, forward: Any, args: Any, kwargs: Any) -> Any:
+    """Returns what `forward` returns, run under the decision."""
+    with ambient(decision):
+        return forward(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def ambient(decision: Decision) -> Iterator[None]:
+    """Turns rederive and offload on or off for everything inside, whoever owns the saved-tensor hooks there."""
+    recorder, rederives = current_recorder(), decision.rederives
+    if recorder is not None:
+        before = recorder.deriving, recorder.offloading
+        recorder.deriving, recorder.offloading = rederives, isinstance(decision, Offload)
+        if recorder.offloading and recorder.offloader is not None:
+            recorder.offloader.begin_group()
+        try:
+            yield
+        finally:
+            recorder.deriving, recorder.offloading = before
+    elif rederives and not regions.inside_region():  # a part of the model run on its own
+        with saved_tensor.rederive():
+            yield
+    else:
+        yield

@@ -1,0 +1,158 @@
+"""The one loop: who is asked when, what is selected, and that work, not time, is what limits a search."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from recoup.planner.budget_search import BudgetSearch
+from recoup.planner.incumbents import Incumbents
+from recoup.planner.repair import Allowance, repaired
+from recoup.planner.strategies.base import Strategy
+from tests.planner.fake import OPS, TILE, FakeJudge, Says, SaysTiles, candidate, region, regions
+
+
+def search(judge: FakeJudge, *strategies: Strategy, prefers_equal_bits: bool = False) -> BudgetSearch:
+    return BudgetSearch(judge, strategies, prefers_equal_bits=prefers_equal_bits)
+
+
+def test_nothing_is_asked_where_the_plain_step_fits() -> None:
+    judge, strategy = FakeJudge(), Says(proposals=[regions(1)])
+    assert search(judge, strategy).fit(100) is judge.plain
+    assert strategy.told == []
+
+
+def test_a_strategy_is_told_what_its_proposals_cost() -> None:
+    judge, strategy = FakeJudge(), Says(proposals=[regions(1), regions(3)])
+    found = search(judge, strategy).fit(75)
+    assert found is not None and found.decisions == regions(3)
+    assert [c.peak_bytes for c in strategy.told] == [90, 70]
+
+
+def test_the_fastest_that_fits_is_selected_whoever_proposed_it() -> None:
+    found = search(FakeJudge(), Says(proposals=[regions(4)]), Says(proposals=[regions(3), regions(5)])).fit(70)
+    assert found is not None and found.decisions == regions(3)
+
+
+def test_of_equally_fast_plans_the_one_that_runs_the_least_twice() -> None:
+    judge = FakeJudge()
+    judge.simulated[regions(2)] = candidate(regions(2), 80, 12.05)
+    judge.simulated[regions(5)] = candidate(regions(5), 80, 12.0)
+    found = search(judge, Says()).fit(80)
+    assert found is not None and found.decisions == regions(2)
+
+
+def test_one_that_dominates_the_step_ends_the_round() -> None:
+    judge, other = FakeJudge(), Says(proposals=[regions(1)], lean=[regions(9)])
+    loop = Says(proposals=[regions(5)], lean=[regions(6)], dominates_step=True)
+    found = search(judge, loop, other).fit(95)
+    assert found is not None and found.decisions == regions(5)
+    assert search(judge, loop, other).smallest().decisions == regions(6)
+    assert other.told == []
+
+
+def test_tiles_are_asked_last_where_equal_bits_are_preferred() -> None:
+    tiles = SaysTiles(proposals=[(TILE,)])
+    exact = Says(proposals=[regions(3)], lean=[regions(4)])
+    found = search(FakeJudge(), exact, tiles, prefers_equal_bits=True).fit(85)
+    assert found is not None and found.decisions == regions(3) and tiles.told == []
+    found = search(FakeJudge(), exact, tiles).fit(85)
+    assert found is not None and found.decisions == (TILE,)
+    # Lean plans with equal bits are tried before anything rounds differently.
+    unasked = SaysTiles(proposals=[(TILE,)])
+    found = search(FakeJudge(), exact, unasked, prefers_equal_bits=True).fit(60)
+    assert found is not None and found.decisions == regions(4) and unasked.told == []
+    more = SaysTiles(proposals=[(*regions(4), TILE)])
+    found = search(FakeJudge(), exact, more, prefers_equal_bits=True).fit(50)
+    assert found is not None and found.decisions == (*regions(4), TILE)
+
+
+def test_where_nothing_fits_there_is_no_plan_and_the_smallest_is_known() -> None:
+    looking = search(FakeJudge(), Says(proposals=[regions(2)], lean=[regions(4)]))
+    assert looking.fit(50) is None
+    assert looking.smallest().decisions == regions(4)
+
+
+def test_a_plan_is_improved_only_by_one_that_fits_and_is_no_slower() -> None:
+    slower = Says(proposals=[regions(3)], better=lambda best: [(*best.decisions, region(9))])
+    found = search(FakeJudge(), slower).fit(70)
+    assert found is not None and found.decisions == regions(3)
+    judge = FakeJudge()
+    faster = (*regions(3), region(7))
+    judge.simulated[faster] = candidate(faster, 70, 12.9)
+    found = search(judge, Says(proposals=[regions(3)], better=lambda best: [faster])).fit(70)
+    assert found is not None and found.decisions in (regions(3), faster) and found.step_seconds < 13
+
+
+def test_an_opening_that_fits_is_taken_if_it_is_faster_than_the_plain_step() -> None:
+    judge = FakeJudge()
+    judge.simulated[regions(1)] = candidate(regions(1), 120, 8.0)
+    strategy = Says(first=regions(1))
+    found = search(judge, strategy).fit(120)
+    assert found is not None and found.decisions == regions(1)
+    assert search(judge, strategy).fit(110) is judge.plain
+
+
+# -- repairs ---------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class FakeSolution:
+    choice: int
+    extra_seconds: float
+    peak_bytes: int
+    status: str = "optimal"
+
+
+class FakeView:
+    """A solver whose regions free 12 bytes each by its own reckoning: it thinks that plans fit before they do."""
+
+    tiles = ()
+    plain_seconds = 10.0
+    fixed_bytes = 0
+
+    def __init__(self) -> None:
+        self.solver = self
+        self.targets: list[int] = []
+
+    def solve(self, target: int) -> FakeSolution:
+        self.targets.append(target)
+        num = max(-(-(100 - target) // 12), 0)
+        return FakeSolution(num, float(num), 100 - 12 * num, "optimal" if num <= 8 else "infeasible")
+
+    def decide(self, choice: int) -> Any:
+        return regions(choice)
+
+
+@pytest.mark.parametrize("budget_bytes", [75, 52, 31])
+def test_a_plan_that_is_over_is_repaired(budget_bytes: int) -> None:
+    judge, view = FakeJudge(), FakeView()
+    known = Incumbents(judge)
+
+    class Repairing(Strategy):
+        def propose(self, budget_bytes: int, incumbents: Incumbents) -> Any:
+            yield from repaired(view, budget_bytes, known, Allowance(num_ops=10**6, began_at=0))  # type: ignore[arg-type]
+
+    found = search(judge, Repairing()).fit(budget_bytes)
+    assert found is not None and found.peak_bytes <= budget_bytes
+    assert found.peak_bytes > budget_bytes - 10  # no more regions than are needed
+    assert view.targets[0] == budget_bytes
+    assert (view.targets[1] < budget_bytes) == (judge.simulate(judge.asked[0]).peak_bytes > budget_bytes)
+
+
+def test_a_search_stops_after_so_many_simulated_ops_and_not_before_something_fits() -> None:
+    judge, view = FakeJudge(), FakeView()
+
+    class Repairing(Strategy):
+        def propose(self, budget_bytes: int, incumbents: Incumbents) -> Any:
+            for _ in range(3):
+                yield from repaired(view, budget_bytes, incumbents, Allowance(num_ops=OPS, began_at=0))  # type: ignore[arg-type]
+
+    assert search(judge, Repairing()).fit(52) is not None
+    assert judge.num_simulated_ops >= 2 * OPS  # spent after the first, which did not fit
+    asked = len(view.targets)
+    judge.simulated[regions(9)] = candidate(regions(9), 10, 99.0)
+    assert search(judge, Repairing()).fit(40) is not None
+    assert len(view.targets) == asked
