@@ -109,6 +109,7 @@ def step(model: nn.Module, batch: Any, loss: Any = None, *, seed: int = 1) -> li
     model.zero_grad()
     output = call_model(model, batch)
     value, _ = loss_of(output, batch, loss)
+    del output  # as trainers do: a step that holds its logits needs that much more than was planned, and warns
     value.backward()
     gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     return [value.detach(), *gradients, *(b.clone() for b in model.buffers()), torch.rand(2)]

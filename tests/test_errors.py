@@ -15,7 +15,7 @@ PAGES = ROOT / "docs" / "errors"
 CLASSES = [
     c
     for _, c in inspect.getmembers(errors, inspect.isclass)
-    if issubclass(c, (errors.RecoupError, errors.InexactWarning, errors.RealStepWarning))
+    if issubclass(c, (errors.RecoupError, errors.InexactWarning, errors.OverBudgetWarning, errors.RealStepWarning))
 ]
 
 

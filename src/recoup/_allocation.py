@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 from pathlib import Path
@@ -16,7 +17,10 @@ _WORDS = (
     "bad_alloc",
     "bad allocation",
     "could not create a memory",
+    "could not create a primitive",
 )
+_M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8  # malloc.h of the GNU C library
+_LARGE_BLOCK_BYTES = 1 << 18
 
 
 def is_allocation_failure(error: BaseException | None) -> bool:
@@ -84,3 +88,21 @@ def _of_the_machine() -> int:
 
 def _read(path: str) -> str:
     return Path(path).read_text()
+
+
+def return_freed_memory() -> None:
+    """Has the C allocator give large blocks back when they are freed, if this process's address space is limited.
+
+    glibc serves blocks of up to 32 MiB from a heap that shrinks from its end only: a small block that outlives a step
+    keeps hundreds of freed MiB in the address space, in pieces that the next step's tensors may not fit into. And
+    each thread (the profiler's) reserves 64 MiB for a heap of its own. A setting from the environment wins.
+    """
+    if address_space_left() is None or any(name.startswith("MALLOC_") for name in os.environ):
+        return
+    try:
+        library = ctypes.CDLL(None)
+        library.mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK_BYTES)
+        library.mallopt(_M_ARENA_MAX, 1)
+        library.malloc_trim(0)
+    except (OSError, AttributeError):  # another C library
+        return

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.nn.modules.module as nn_module
+from torch.nn.utils import parametrize
 
 
 def current_backward_node() -> Any | None:
@@ -170,6 +172,84 @@ def fake_device(tensor: Any) -> torch.device:
     return device
 
 
+class _OwnHooks(threading.local):
+    def __init__(self) -> None:
+        self.pairs: list[tuple[Any, Any]] = []
+
+
+_own_hooks = _OwnHooks()
+_plain_disable = torch.autograd.graph.disable_saved_tensors_hooks
+_hooks_lock = threading.Lock()
+_num_hooks_on = [0]
+
+
+class saved_tensors_hooks(torch.autograd.graph.saved_tensors_hooks):
+    """Our saved-tensor hooks, which step aside for `torch.func` transforms inside a forward (torch 2.11, 2.13).
+
+    `torch.func.grad`, `vjp`, `jacrev` and `hessian` refuse to run where hooks are on. While ours are, and only then,
+    the context manager by which they refuse takes ours off for the time of the transform, whose tensors autograd then
+    keeps as it does without us. Hooks of others it refuses as ever.
+    Freed by: transforms that let saved-tensor hooks be.
+    """
+
+    def __enter__(self) -> None:
+        with _hooks_lock:
+            _num_hooks_on[0] += 1
+            torch.autograd.graph.disable_saved_tensors_hooks = _disable_around_ours
+        try:
+            super().__enter__()  # type: ignore[no-untyped-call]
+        except BaseException:
+            self._count_off()
+            raise
+        _own_hooks.pairs.append((self.pack_hook, self.unpack_hook))
+
+    def __exit__(self, *args: object) -> None:
+        _own_hooks.pairs.pop()
+        super().__exit__(*args)  # type: ignore[no-untyped-call]
+        self._count_off()
+
+    @staticmethod
+    def _count_off() -> None:
+        with _hooks_lock:
+            _num_hooks_on[0] -= 1
+            if not _num_hooks_on[0]:
+                torch.autograd.graph.disable_saved_tensors_hooks = _plain_disable
+
+
+@contextlib.contextmanager
+def _disable_around_ours(error_message: str) -> Iterator[None]:
+    graph = torch._C._autograd
+    taken: list[tuple[Any, Any]] = []
+    for pair in reversed(_own_hooks.pairs):
+        top = graph._top_saved_tensors_default_hooks(True)
+        if top is None or top[0] is not pair[0]:
+            break
+        graph._pop_saved_tensors_default_hooks()
+        taken.append(pair)
+    try:
+        with _plain_disable(error_message):
+            yield
+    finally:
+        for pair in reversed(taken):
+            graph._push_saved_tensors_default_hooks(*pair)
+
+
+def is_higher_order(func: Any) -> bool:
+    """Whether what comes to a dispatch mode is a higher-order operator, which has no schema (torch 2.11, 2.13).
+
+    Freed by: a public name of `torch._ops.HigherOrderOperator`.
+    """
+    return not isinstance(func, torch._ops.OpOverload)
+
+
+def is_wrapped(tensor: torch.Tensor) -> bool:
+    """Whether a `torch.func` transform stands around the tensor, which has no storage then (torch 2.11, 2.13).
+
+    Freed by: a public `torch.func.is_wrapped`.
+    """
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))  # type: ignore[attr-defined]
+
+
 def device_type(tensor: torch.Tensor) -> str:
     """Returns "cpu", "cuda" and so on, of a fake tensor what it stands for, without dispatching the question.
 
@@ -186,11 +266,228 @@ def keep_gpu_busy(cycles: int) -> None:
     torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
 
 
+@functools.cache
 def dispatch_mode_class() -> type[Any]:
-    """Returns TorchDispatchMode, documented but kept under a private module name (torch 2.11, 2.13)."""
+    """Returns the base of our dispatch modes, which `user_modes` leaves out (torch 2.11, 2.13).
+
+    TorchDispatchMode is documented but kept under a private module name.
+    """
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    return TorchDispatchMode
+    class OwnMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        pass
+
+    return OwnMode
+
+
+def user_modes() -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Returns the torch-function modes and the dispatch modes that are on, without ours and torch's own (torch 2.13).
+
+    Torch's own are those it keeps apart: fake tensors, tracing. Freed by: public stacks of modes.
+    """
+    functions = tuple(map(torch._C._get_function_stack_at, range(torch._C._len_torch_function_stack())))
+    return functions, tuple(m for m in _dispatch_modes() if not isinstance(m, dispatch_mode_class()))
+
+
+def has_user_modes(modes: tuple[Any, ...]) -> bool:
+    """Whether the user's dispatch modes are these. Freed by: as `user_modes`."""
+    if not torch._C._len_torch_dispatch_stack():
+        return not modes
+    return _are_same(user_modes()[1], modes)
+
+
+def user_modes_below(mode: Any) -> tuple[Any, ...]:
+    """Returns the user's dispatch modes that ops reach after one of ours. Freed by: as `user_modes`."""
+    if torch._C._len_torch_dispatch_stack() < 2:
+        return ()
+    found = []
+    for other in _dispatch_modes():
+        if other is mode:
+            break
+        if not isinstance(other, dispatch_mode_class()):
+            found.append(other)
+    return tuple(found)
+
+
+def _dispatch_modes() -> list[Any]:
+    num = torch._C._len_torch_dispatch_stack()
+    modes = map(torch._C._get_dispatch_stack_at, range(num))
+    return [m for m in modes if getattr(m, "_mode_key", None) is None]
+
+
+@contextlib.contextmanager
+def under_modes(modes: tuple[tuple[Any, ...], tuple[Any, ...]]) -> Iterator[None]:
+    """Runs what is inside under these modes of the user and no others, without entering them (torch 2.11, 2.13).
+
+    Args:
+        modes: as `user_modes` returned them. Freed by: as `user_modes`.
+    """
+    functions, dispatches = modes
+    before = user_modes()
+    if _are_same(before[0], functions) and _are_same(before[1], dispatches):
+        yield
+        return
+    stack = _dispatch_modes()
+    wanted = [*(m for m in stack if isinstance(m, dispatch_mode_class())), *dispatches]
+    push, pop = torch._C._push_on_torch_dispatch_stack, torch._C._pop_torch_dispatch_stack
+    push_function, pop_function = torch._C._push_on_torch_function_stack, torch._C._pop_torch_function_stack
+    for _ in stack:
+        pop(None)
+    for _ in before[0]:
+        pop_function()
+    for mode in wanted:
+        push(mode)
+    for mode in functions:
+        push_function(mode)
+    try:
+        yield
+    finally:
+        for _ in wanted:
+            pop(None)
+        for _ in functions:
+            pop_function()
+        for mode in stack:
+            push(mode)
+        for mode in before[0]:
+            push_function(mode)
+
+
+def past_function_modes() -> contextlib.AbstractContextManager[Any]:
+    """Returns a context in which the user's torch-function modes do not see what we do ourselves (torch 2.11, 2.13).
+
+    Freed by: a public guard that leaves them all.
+    """
+    if torch._C._len_torch_function_stack():
+        return torch._C.DisableTorchFunction()
+    return _nothing
+
+
+_nothing = contextlib.nullcontext()
+
+
+def _are_same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
+
+
+def _set_deterministic(state: tuple[bool, bool]) -> None:
+    torch.use_deterministic_algorithms(state[0], warn_only=state[1])
+
+
+_LEAST_NORMAL = torch.finfo(torch.float64).tiny
+# Of each flag that chooses a kernel or what one computes: how it is read, how it is set (torch 2.11, 2.13).
+_CPU_FLAGS: tuple[tuple[Any, Any], ...] = (
+    (lambda: _LEAST_NORMAL * 0.5 == 0.0, torch.set_flush_denormal),
+    (torch.get_num_threads, torch.set_num_threads),
+    (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
+    (
+        lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
+        _set_deterministic,
+    ),
+)
+_FLAGS: tuple[tuple[Any, Any], ...] = (
+    *_CPU_FLAGS,
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
+    (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
+    (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
+    (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
+    (
+        torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed,
+        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp,
+    ),
+    (torch._C._get_sdp_priority_order, torch._C._set_sdp_priority_order),
+    (torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
+    (torch._C._get_cudnn_benchmark, torch._C._set_cudnn_benchmark),
+    (torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic),
+    (torch._C._get_cudnn_allow_tf32, torch._C._set_cudnn_allow_tf32),
+    (torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled),
+)
+
+
+def backend_flags(*, cpu_only: bool = False) -> tuple[Any, ...]:
+    """Returns torch's global flags that choose kernels; with `cpu_only` those that elementwise CPU kernels obey.
+
+    Freed by: one public snapshot of `torch.backends`.
+    """
+    return tuple([get() for get, _ in (_CPU_FLAGS if cpu_only else _FLAGS)])
+
+
+@contextlib.contextmanager
+def under_flags(flags: tuple[Any, ...]) -> Iterator[None]:
+    """Runs what is inside under the flags that `backend_flags` returned. Freed by: as `backend_flags`."""
+    changes = []
+    for (get, change), wanted in zip(_FLAGS, flags, strict=False):
+        now = get()
+        if now != wanted:
+            changes.append((change, wanted, now))
+    try:
+        for change, wanted, _ in changes:
+            change(wanted)
+        yield
+    finally:
+        for change, _, now in changes:
+            change(now)
+
+
+_GLOBAL_HOOKS = (
+    "_global_forward_pre_hooks",
+    "_global_forward_hooks",
+    "_global_forward_hooks_always_called",
+    "_global_forward_hooks_with_kwargs",
+)
+
+
+def global_forward_hooks() -> tuple[dict[int, Any], ...]:
+    """Returns copies of the hooks on the forwards of all modules (torch 2.11, 2.13).
+
+    Freed by: a public list of what `register_module_forward_hook` registered.
+    """
+    return tuple([getattr(nn_module, name).copy() for name in _GLOBAL_HOOKS])
+
+
+@contextlib.contextmanager
+def under_global_forward_hooks(hooks: tuple[dict[int, Any], ...]) -> Iterator[None]:
+    """Runs what is inside with those hooks on the forwards of all modules. Freed by: as `global_forward_hooks`."""
+    before = global_forward_hooks()
+    if before == hooks:
+        yield
+        return
+    _put_global_forward_hooks(hooks)
+    try:
+        yield
+    finally:
+        _put_global_forward_hooks(before)
+
+
+def _put_global_forward_hooks(hooks: tuple[dict[int, Any], ...]) -> None:
+    for name, wanted in zip(_GLOBAL_HOOKS, hooks, strict=True):
+        table = getattr(nn_module, name)
+        table.clear()
+        table.update(wanted)
+
+
+def parametrization_cache() -> tuple[int, dict[Any, Any]]:
+    """Returns how deep in `parametrize.cached()` we are, and what is cached (torch 2.11, 2.13).
+
+    Freed by: a public `parametrize.is_cached`.
+    """
+    depth = int(parametrize._cache_enabled)
+    return depth, parametrize._cache.copy() if depth else {}
+
+
+@contextlib.contextmanager
+def under_parametrization_cache(state: tuple[int, dict[Any, Any]]) -> Iterator[None]:
+    """Runs what is inside with that cache of parametrized tensors. Freed by: as `parametrization_cache`."""
+    before = parametrize._cache_enabled, parametrize._cache
+    if not state[0] and not before[0]:
+        yield
+        return
+    parametrize._cache_enabled, parametrize._cache = state[0], dict(state[1])
+    try:
+        yield
+    finally:
+        parametrize._cache_enabled, parametrize._cache = before
 
 
 def without_dynamo_wrapper(mode: type[Any]) -> type[Any]:
@@ -337,6 +634,17 @@ def is_fsdp_pre_backward(hook: Any) -> bool:
     """
     owner = getattr(hook, "__self__", None)
     return type(owner).__name__ == "FSDPState" and getattr(hook, "__name__", "") == "_pre_backward"
+
+
+def is_sharded_parameter(tensor: torch.Tensor) -> bool:
+    """Whether FSDP or ZeRO-3 owns the parameter, its name and its memory (torch 2.11, 2.13).
+
+    By name, for importing them is slow. Freed by: a public mark on such parameters.
+    """
+    if type(tensor) is torch.Tensor:
+        return False
+    marked = hasattr(tensor, "ds_id") or hasattr(tensor, "_fsdp_flattened")
+    return marked or any(base.__name__ == "DTensor" for base in type(tensor).__mro__)
 
 
 def is_fsdp_unit(module: Any) -> bool:
@@ -599,3 +907,8 @@ def set_version(tensor: torch.Tensor, version: int) -> None:
     Freed by: a public way to undo a change in place.
     """
     torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+
+
+def cuda_peak_bytes(device: torch.device) -> int:
+    """Returns `max_memory_allocated` without a flat dictionary of every statistic (torch 2.11, 2.13)."""
+    return int(torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]["peak"])

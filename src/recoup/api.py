@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from recoup import progress
-from recoup._allocation import available_host_bytes
+from recoup._allocation import available_host_bytes, return_freed_memory
 from recoup.analysis.profile import make_profile
 from recoup.capture.capture import StepSpec
 from recoup.capture.fingerprint import fingerprint, structure_of
@@ -171,7 +171,8 @@ def plan(
     Args:
         model: any module, on any device, `meta` too. batch: a dict becomes `model(**batch)`, a tuple or list
             `model(*batch)`, anything else `model(batch)`; its tensors may be on `meta`.
-        budget: peak bytes of the whole step: an int, `"8GiB"`, `"60%"` of the unplanned step's peak, or `"auto"`.
+        budget: peak bytes of the whole step: an int, `"8GiB"`, `"60%"` of the unplanned step's peak (on a GPU of what
+            libraries do not take, for that no plan changes), or `"auto"`.
         loss: `loss(output, batch)` returns a scalar. Left out: `output.loss`, `output["loss"]`, a scalar output, or
             the mean of all floating outputs (then the plan says so).
         optimizer: an optimizer or its class; its state and its step's temporaries count.
@@ -270,7 +271,9 @@ def apply(model: nn.Module, plan: Plan, *, transport: Transport | str = "auto") 
             "Make a plan for this model."
         )
     refuse_conflicts(model)
-    return apply_decisions(model, plan.decisions, transport=transport)
+    applied = apply_decisions(model, plan.decisions, transport=transport)
+    applied.watch(plan)
+    return applied
 
 
 def verify(
@@ -329,6 +332,7 @@ def fit(
             f"{type(model).__name__} is on `meta`: there is nothing to run and prove. Use `plan`, or build it on the "
             "device."
         )
+    return_freed_memory()
     fitting = _fitting(
         model,
         batch,
@@ -356,6 +360,7 @@ def fit(
             InexactWarning,
             stacklevel=2,
         )
+    applied.watch(made)
     return Fit(plan=made, applied=applied, evidence=evidence)
 
 

@@ -39,6 +39,7 @@ CODES = {
     "E208": "the graph of a replay was differentiated",
     "E209": "a watched step ran out of memory",
     "E300": "the fitted step is not bit-equal",
+    "E302": "a training step passed its budget",
     "E301": "a real step is run to plan",
     "E900": "a bug in recoup",
 }
@@ -163,3 +164,9 @@ class RealStepWarning(UserWarning):
     """Fake tensors cannot follow the step: it is run for real on the model's GPU; says why."""
 
     code = "E301"
+
+
+class OverBudgetWarning(UserWarning):
+    """A training step under a plan peaked above the plan's budget; says by how much, and why it may."""
+
+    code = "E302"

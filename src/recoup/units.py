@@ -54,13 +54,16 @@ def parse_bytes(text: str | int) -> int:
     return value
 
 
-def parse_budget(budget: str | int, *, plain_peak_bytes: int, free_bytes: int | None = None) -> int:
+def parse_budget(
+    budget: str | int, *, plain_peak_bytes: int, free_bytes: int | None = None, library_bytes: int = 0
+) -> int:
     """Returns the budget in bytes.
 
     Args:
         budget: bytes, `"8GiB"`, `"60%"` of the unplanned step's peak, or `"auto"`.
         plain_peak_bytes: the unplanned step's peak.
         free_bytes: what `"auto"` stands for (free on the device, less a margin); None where that is unknown.
+        library_bytes: of the peak, what libraries take on a GPU whatever the step does; a percentage is of the rest.
 
     Raises:
         UsageError: if the text is none of these, or `"auto"` has nothing to ask.
@@ -72,7 +75,7 @@ def parse_budget(budget: str | int, *, plain_peak_bytes: int, free_bytes: int | 
             )
         return free_bytes
     if isinstance(budget, str) and budget.strip().endswith("%"):
-        return int(plain_peak_bytes * parse_percent(budget) / 100)
+        return library_bytes + int((plain_peak_bytes - library_bytes) * parse_percent(budget) / 100)
     return parse_bytes(budget)
 
 

@@ -103,7 +103,7 @@ class Branching(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for i, weight in enumerate(self.weights):
             x = torch.tanh(x @ weight)
-            if self.flips and i == 2:
+            if self.flips and i == 0:
                 x = F.dropout(torch.sigmoid(x), 0.2)
         return x
 

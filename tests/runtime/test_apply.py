@@ -171,5 +171,5 @@ def test_weights_changed_before_backward_are_noticed() -> None:
         loss = model(batch)
         with torch.no_grad():
             model.layers[1].up.weight.add_(1.0)
-        with pytest.raises(recoup.ReplayError, match=r"layers\.1.*was changed between forward and backward"):
+        with pytest.raises(recoup.ReplayError, match=r"layers\.1.*was changed in place between forward and backward"):
             loss.backward()

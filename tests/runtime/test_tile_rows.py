@@ -201,7 +201,7 @@ def test_changed_between_forward_and_backward() -> None:
     y = recoup.tiled(module, x, num_tiles=2).sum()
     with torch.no_grad():
         module.up.weight.mul_(2)
-    with pytest.raises(ReplayError, match="was changed between forward and backward"):
+    with pytest.raises(ReplayError, match="was changed"):
         y.backward()
     y = recoup.tiled(module, x, num_tiles=2).sum()
     x.mul_(2)

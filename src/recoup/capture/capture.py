@@ -258,7 +258,7 @@ def _release_run(
     batch = fake_batch(spec.batch, device, island)
     for tensor in iterate_tensors(batch):
         tracker.add(tensor, "batch", "batch")
-    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: None, lambda t: t)
+    hooks = _torch.saved_tensors_hooks(lambda t: None, lambda t: t)
     try:
         recorder = CallRecorder(spec.model, tracker)
         folding = None if memory is None else Folding(spec.model, tracker, recorder, memory)

@@ -64,6 +64,7 @@ def _forget_locals(error: BaseException | None) -> None:
 def _take_back(mode: Any, *, is_strict: bool) -> list[str]:
     """Takes the mode's fake tensors from all who hold them; returns in words who did."""
     found: list[str] = []
+    torch.clear_autocast_cache()  # inside the user's autocast it holds casts of fake weights
     if not _fakes_of(mode):
         return found
     gc.collect()

@@ -63,7 +63,9 @@ class CallRecorder:
         self._removers.clear()
 
     def listens(self) -> bool:
-        """Whether calls are recorded now: in the first forward, not in a replay."""
+        """Whether calls are recorded now: in the first forward, not in a replay, nor where Dynamo traces."""
+        if torch.compiler.is_compiling():
+            return False
         return (
             self._tracker.phase == "forward"
             and not execution_context.is_recomputing()

@@ -154,6 +154,8 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
 
         self._died: Callable[[_Handle], None] = died
 
+    supports_higher_order_operators = True
+
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Compiled regions stay compiled while this mode is on."""
@@ -171,8 +173,8 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
             self.storages.append(StorageRecord(nbytes, category, -1, len(self.storages), label))
 
     def find(self, tensor: torch.Tensor) -> int | None:
-        """Returns the index of the tensor's storage if it is known; None for one that is not strided."""
-        if tensor.layout is not torch.strided:
+        """Returns the index of the tensor's storage if it is known; None for one that has none."""
+        if tensor.layout is not torch.strided or _torch.is_wrapped(tensor):
             return None
         storage = tensor.untyped_storage()
         handle = self._handles.get(storage._cdata)
@@ -248,6 +250,13 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if _torch.is_higher_order(func):
+            out = func(*args, **kwargs)  # the ops inside see no mode: what comes out was made by the op before
+            results: list[torch.Tensor] = []
+            _collect(out if isinstance(out, (tuple, list)) else (out,), results)
+            for tensor in filter(_is_plain, results):
+                self._index(tensor, "temporary", len(self.ops) - 1, str(func))
+            return out
         if func is torch.ops.prim.device.default and _torch.is_fake(args[0]):
             return _torch.fake_device(args[0])  # asked about twice an op
         if not self.recording:

@@ -100,7 +100,7 @@ def saving(tracker: Tracker) -> Iterator[None]:
             return _torch.detach_past_modes(tensor)
 
     moving = execution_context.moving_with(SimulatedTransport(tracker, prefetches=tracker.dialect == "cuda"))
-    with moving, execution_context.observing(tracker), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+    with moving, execution_context.observing(tracker), _torch.saved_tensors_hooks(pack, lambda t: t):
         yield
 
 

@@ -17,9 +17,10 @@ def keep_freed_memory() -> bool:
     looks faster than it is. Settings from the environment win. Peak bytes are metered in the allocator's events and
     do not change.
     """
-    from recoup._allocation import address_space_left  # loads torch, which `recoup --help` does without
+    from recoup._allocation import address_space_left, return_freed_memory  # with torch, not needed for `--help`
 
     if address_space_left() is not None:  # a heap that is never given back wastes what is limited
+        return_freed_memory()
         return False
     if not sys.platform.startswith("linux") or any(name.startswith("MALLOC_") for name in os.environ):
         return False

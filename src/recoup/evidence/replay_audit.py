@@ -140,7 +140,11 @@ class Audit(_torch.dispatch_mode_class()):  # type: ignore[misc]
         here = self._modules[-1] if self._modules else ""
         return self._makers.get(_address(tensor), ("", here))
 
+    supports_higher_order_operators = True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _torch.is_higher_order(func):
+            return func(*args, **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
         if not execution_context.is_recomputing():
             self._uninitialised.note(func, args, kwargs or {}, out)
@@ -164,10 +168,12 @@ class Audit(_torch.dispatch_mode_class()):  # type: ignore[misc]
         modules = nn.modules.module
 
         def enter(module: nn.Module, args: Any) -> None:
+            if torch.compiler.is_compiling():  # Dynamo traces the branches of `torch.cond`
+                return
             self._modules.append(self._paths.get(id(module), ""))
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
-            if self._modules:
+            if self._modules and not torch.compiler.is_compiling():
                 self._modules.pop()
 
         with contextlib.ExitStack() as stack:
@@ -179,4 +185,4 @@ class Audit(_torch.dispatch_mode_class()):  # type: ignore[misc]
 
 
 def _address(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else id(tensor)
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)

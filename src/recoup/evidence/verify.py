@@ -92,6 +92,7 @@ class StepBench:
     def restore(self) -> None:
         """Puts everything that a step can reach back; no tensor has a gradient then."""
         self._before.restore()
+        torch.clear_autocast_cache()  # inside the user's autocast it holds casts of weights as they were
         self._before.tensors.clear_gradients()
 
     def held_bytes(self) -> int:

@@ -71,6 +71,7 @@ def fit(
     plan = dataclasses.replace(
         found.plan, budget_bytes=parse_bytes(budget), budget_text=str(budget), notes=(*found.plan.notes, note)
     )
+    found.applied.watch(plan)
     return dataclasses.replace(found, plan=plan)
 
 
@@ -178,18 +179,9 @@ class RecoupCallback(TrainerCallback):
             self.meter.start(kwargs["model"], kwargs.get("optimizer"))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Ends measuring; warns if the step was over the budget."""
-        if not self.meter.is_running:
-            return
-        self.meter.stop()
-        peak_bytes = self.meter.peak_bytes
-        if self.plan is not None and peak_bytes is not None and peak_bytes > self.plan.budget_bytes:
-            warnings.warn(
-                f"Step {state.global_step} peaked at {format_bytes(peak_bytes)}, over the plan's budget of "
-                f"{format_bytes(self.plan.budget_bytes)}: its batch is larger than the planned one, or something "
-                "else holds memory. Plan with the largest batch, or for a smaller budget.",
-                stacklevel=2,
-            )
+        """Ends measuring; a step over the budget is warned of by the plan that is in place."""
+        if self.meter.is_running:
+            self.meter.stop()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Ends a measurement that is still running."""

@@ -171,7 +171,12 @@ def plan_for_budget(
     Raises:
         InfeasibleBudget: if the smallest reachable peak is above it.
     """
-    budget_bytes = parse_budget(budget, plain_peak_bytes=planner.plain.peak_bytes, free_bytes=free_bytes)
+    budget_bytes = parse_budget(
+        budget,
+        plain_peak_bytes=planner.plain.peak_bytes,
+        free_bytes=free_bytes,
+        library_bytes=planner.fixed_bytes,
+    )
     candidate = planner.fit(budget_bytes)
     if candidate is None:
         raise planner.infeasible(budget_bytes)

@@ -45,7 +45,9 @@ class HeldView:
             for value in label.held or ():
                 marks.setdefault(self.maker[value], {})["holds"] = True
         return Rebuild(
-            path="", marks=tuple(dataclasses.replace(self.addresses[at], **marks[at]) for at in sorted(marks))
+            path="",
+            marks=tuple(dataclasses.replace(self.addresses[at], **marks[at]) for at in sorted(marks)),
+            num_ops=sum(a.op != DETACH for a in self.addresses),
         )
 
 

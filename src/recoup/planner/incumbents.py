@@ -23,6 +23,7 @@ class Candidate:
     step_seconds: float
     recomputed_flops: int
     saved_bytes: int
+    forward_saved_bytes: int
     phase: str
     tensors: tuple[tuple[str, int], ...]
     offloaded_bytes: int = 0

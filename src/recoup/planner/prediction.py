@@ -8,6 +8,7 @@ import torch
 
 from recoup.ir.decision import Tile, TileModule
 from recoup.ir.plan import Plan, Prediction
+from recoup.ir.trace import TensorSpec, Trace
 from recoup.planner.incumbents import Candidate
 from recoup.planner.simulator import EVERYWHERE, Simulator
 from recoup.planner.strategies.tile import is_tiled
@@ -33,9 +34,20 @@ def prediction_of(simulator: Simulator, candidate: Candidate, card: tuple[int, i
         offloaded_bytes=candidate.offloaded_bytes,
         num_all_gathers=simulator.priced.num_all_gathers,
         num_scan_evaluations=candidate.num_scan_evaluations,
+        forward_saved_bytes=candidate.forward_saved_bytes,
+        batch_bytes=sum(s.nbytes for s in simulator.trace.storages if s.category == "batch"),
+        optimizer_bytes=sum(s.nbytes for s in simulator.trace.storages if s.category == "optimizer"),
+        precision=_precision(simulator.trace),
         card_bytes=card[0],
         expandable_card_bytes=card[1],
     )
+
+
+def _precision(trace: Trace) -> str:
+    """Returns the dtype of what the op with the most FLOPs reads, "" if there is none."""
+    most = max(trace.signatures, key=lambda s: s.flops, default=None)
+    specs = [a for a in most.args if isinstance(a, TensorSpec)] if most is not None and most.flops else []
+    return specs[0].dtype if specs else ""
 
 
 def write_plan(

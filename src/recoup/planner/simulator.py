@@ -154,6 +154,7 @@ class Simulator:
             num_scan_replayed=priced.num_scan_replayed,
             num_scan_tapes=priced.num_scan_tapes,
         )
+        model_end = sum(1 for o in trace.ops if o.phase == "forward")
         forward_end = sum(1 for o in trace.ops if o.phase in ("forward", "loss"))
         return Candidate(
             decisions=chosen,
@@ -162,6 +163,11 @@ class Simulator:
             recomputed_flops=sum(trace.signatures[o.signature].flops for o in trace.ops if o.replayed),
             saved_bytes=sum(
                 s.nbytes for s in trace.storages if s.category == "saved" and s.alloc_op < forward_end <= s.free_op
+            ),
+            forward_saved_bytes=sum(
+                s.nbytes
+                for s in trace.storages
+                if s.category == "saved" and 0 <= s.saved_op < model_end and s.alloc_op < forward_end <= s.free_op
             ),
             phase=phase,
             tensors=tuple(tensors[:8]),

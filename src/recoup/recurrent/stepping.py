@@ -262,7 +262,7 @@ class Steps:
         if not self._derives:
             yield
             return
-        hooks = torch.autograd.graph.saved_tensors_hooks(saved_tensor.pack, saved_tensor.unpack)
+        hooks = _torch.saved_tensors_hooks(saved_tensor.pack, saved_tensor.unpack)
         with torch.enable_grad(), Recorder(), hooks:
             yield
 

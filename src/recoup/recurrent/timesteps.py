@@ -227,7 +227,7 @@ class _Group:
         random = RandomState(tensors)
         if number:
             self._carried.watch(copies=True)
-        with torch.autograd.graph.saved_tensors_hooks(self._pack, _Slot.unpack):
+        with _torch.saved_tensors_hooks(self._pack, _Slot.unpack):
             output = self._steps.run(args, kwargs)
         random.settle()
         kept = [None if i in links else t.detach() for i, t in enumerate(tensors)]
@@ -273,7 +273,7 @@ class _Group:
         ]
         random = RandomState([])
         outputs: list[list[torch.Tensor]] = []
-        hooks = torch.autograd.graph.saved_tensors_hooks(fill, _gone)
+        hooks = _torch.saved_tensors_hooks(fill, _gone)
         try:
             with (
                 execution_context.recomputing(),

@@ -26,6 +26,7 @@ from recoup.ir.decision import (
     Save,
     Scan,
 )
+from recoup.ir.plan import Plan
 from recoup.runtime import execution_context, scan_bytes
 from recoup.runtime.hooks import HOOKS, Hook
 from recoup.runtime.kv_cache import caching_paths, without_cache
@@ -39,6 +40,7 @@ from recoup.runtime.recompute import region as regions
 from recoup.runtime.recompute.object_state import Places
 from recoup.runtime.recompute.rng_state import statistics_buffers
 from recoup.runtime.step_log import Counts, StepLog
+from recoup.runtime.step_watch import StepWatch
 from recoup.runtime.tile.module.tiled import Proofs
 
 
@@ -266,9 +268,19 @@ class Applied:
         self._patches = patches
         self._state = state
         self.model = model
+        self._watch: StepWatch | None = None
+
+    def watch(self, plan: Plan) -> None:
+        """Has a step that passes the plan's budget warned of, once; what was watched for before is not any more."""
+        if self._watch is not None:
+            self._watch.remove()
+        self._watch = StepWatch(self.model, plan) if self._patches else None
 
     def remove(self) -> None:
         """Restores every forward that was changed; safe to call twice."""
+        if self._watch is not None:
+            self._watch.remove()
+            self._watch = None
         while self._patches:
             unpatch(self._patches.pop())
         if self._state.offloading is not None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from recoup import _torch
 from recoup._pytree import iterate_tensors, map_tensors
 from recoup.capture.capture import StepSpec, capture
 from recoup.capture.snapshot import untouched
@@ -148,7 +149,7 @@ class _Run:
         for path, module in self._modules:
             self._handles.append(module.register_forward_pre_hook(self._enter(path)))
             self._handles.append(module.register_forward_hook(self._leave, always_call=True))
-        self._stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, lambda t: t))
+        self._stack.enter_context(_torch.saved_tensors_hooks(self._pack, lambda t: t))
         self._began = self._now()
         return self
 

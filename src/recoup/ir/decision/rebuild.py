@@ -51,7 +51,8 @@ class Rebuild(Decision):
     once. Frees what lies between two held results; costs the ops that lead to it. No Python of the model runs twice.
 
     Attributes:
-        marks: in the order of the forward.
+        marks: in the order of the forward. num_ops: how many ops the planned forward runs; a step with another number
+            went another way. None: not known.
     """
 
     action: ClassVar[str] = "rebuild"
@@ -59,6 +60,7 @@ class Rebuild(Decision):
     is_whole_step: ClassVar[bool] = True
 
     marks: tuple[OpMark, ...] = ()
+    num_ops: int | None = None
 
     @property
     def below(self) -> Ambient:

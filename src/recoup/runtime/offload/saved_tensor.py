@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from recoup import _torch
 from recoup.runtime.offload.transport import Transport, make_transport
 
 MIN_BYTES = 1 << 20
@@ -165,7 +166,5 @@ def offload(
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     chosen = make_transport(device, transport, host="inline")
     moved = Offloader(model, chosen, min_bytes=min_bytes, keep_last=keep_last)
-    with torch.autograd.graph.saved_tensors_hooks(
-        moved.pack, lambda kept: kept.unpack() if isinstance(kept, _Offloaded) else kept
-    ):
+    with _torch.saved_tensors_hooks(moved.pack, lambda kept: kept.unpack() if isinstance(kept, _Offloaded) else kept):
         yield moved

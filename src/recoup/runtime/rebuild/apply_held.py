@@ -68,12 +68,15 @@ def run_held(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, A
     recorder = HeldRecorder(state.marks)
     recorder.enter("")
     counting = execution_context.counting_for(state.counts)
-    with counting, recorder, torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+    with counting, recorder, _torch.saved_tensors_hooks(pack, unpack):
         result = patched.original(*args, **kwargs)
-    if recorder.lost and not state.warned:
+    lost, num_ops = recorder.lost, state.decision.num_ops
+    if num_ops is not None and recorder.num_ops != num_ops:
+        lost = [*lost, f"{recorder.num_ops} ops, planned {num_ops}"]
+    if lost and not state.warned:
         state.warned = True
         warnings.warn(
-            f"{type(patched.module).__name__} took a step that its plan was not made for ({recorder.lost[0]}): more is "
+            f"{type(patched.module).__name__} took a step that its plan was not made for ({lost[0]}): more may be "
             "held than planned, and the peak may pass the budget. Gradients are right. Make a plan with such a step.",
             stacklevel=3,
         )

@@ -11,9 +11,10 @@ on a stale scalar, eps or shape.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch import nn
 
 from recoup import _torch
 from recoup.runtime.rebuild.cheap_ops import CHEAP, IN_PLACE, OPAQUE, VIEW, OpFacts, op_facts
+from recoup.runtime.recompute.spot_check import read_bytes
 from recoup.runtime.waiting import Waiting
 
 Geometry = tuple[Any, Any, Any, torch.dtype]  # size, stride, storage offset, dtype
@@ -38,7 +40,7 @@ class Value:
         made: how a cheap op made it, None if something else did. output: which of that op's results it is.
         base: geometry of the tensor that fills the storage, None while unknown.
         kept: the `Kept` that holds these contents now, if any (weak).
-        constant: a parameter that holds these contents, with `constant_version`.
+        constant: a parameter that holds these contents, with `constant_version`, its storage and a few of its bytes.
         random_mask: these are zeros and ones drawn by `bernoulli_`.
         waiting: the rederived tensors of this value that will still be asked for, by the turn at which they were
             saved; holds the contents once they were rebuilt for another, if they are wanted soon.
@@ -49,6 +51,8 @@ class Value:
         "__weakref__",
         "base",
         "constant",
+        "constant_bytes",
+        "constant_storage",
         "constant_version",
         "kept",
         "made",
@@ -65,6 +69,8 @@ class Value:
         self.kept: weakref.ref[Any] | None = None
         self.constant: torch.Tensor | None = None
         self.constant_version = 0
+        self.constant_bytes = b""
+        self.constant_storage = 0
         self.random_mask = False
         self.overwritten = False
         self.waiting: Waiting | None = None
@@ -112,6 +118,27 @@ class Made:
         self.side_results: tuple[weakref.ref[Any], ...] = ()
 
 
+class Surroundings:
+    """What the recorded ops ran under, below the recorder: the user's dispatch modes and flags of kernels."""
+
+    __slots__ = ("_is_cheap", "flags", "modes")
+
+    def __init__(self, modes: tuple[Any, ...], *, is_cheap: bool) -> None:
+        self.modes = modes
+        self._is_cheap = is_cheap
+        self.flags = _torch.backend_flags(cpu_only=is_cheap)
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Runs what is inside under them and no others."""
+        with _torch.under_modes(((), self.modes)), _torch.under_flags(self.flags):
+            yield
+
+    def are_here(self) -> bool:
+        """Whether that changes nothing."""
+        return _torch.has_user_modes(self.modes) and self.flags == _torch.backend_flags(cpu_only=self._is_cheap)
+
+
 class _Current(threading.local):
     recorder: Recorder | None = None
 
@@ -130,6 +157,7 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
     """The dispatch mode that records lineage; `paused` it only watches for writes.
 
     `deriving` says whether what is saved now may be rederived, or is kept (and serves others as a source).
+    `is_cheap`: only cheap ops run again, so that few flags of kernels count.
     `offloading`: whether what is kept now goes to the host, by way of `offloader`, if the plan offloads anything.
     """
 
@@ -143,6 +171,10 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
         self.turn = 0  # counts saved tensors: backward asks for them about in reverse
         self._values: dict[weakref.ref[torch.UntypedStorage], Value] = {}  # of live storages; see `waiting.py`
         self._outer: Recorder | None = None
+        self._surroundings = Surroundings((), is_cheap=self.is_cheap)
+
+    supports_higher_order_operators = True
+    is_cheap = True
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -161,6 +193,13 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
         _current.recorder = self._outer
         self._outer = None
 
+    def surroundings(self) -> Surroundings:
+        """Returns what the ops recorded now run under."""
+        modes = _torch.user_modes_below(self)
+        if modes != self._surroundings.modes:
+            self._surroundings = Surroundings(modes, is_cheap=self.is_cheap)
+        return self._surroundings
+
     # -- values -------------------------------------------------------------------------------------------------
 
     def value_of(self, tensor: torch.Tensor) -> Value:
@@ -173,6 +212,8 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
         if type(tensor) is not torch.Tensor and isinstance(tensor, nn.Parameter):
             value.constant = tensor
             value.constant_version = tensor._version
+            value.constant_bytes = read_bytes(tensor)
+            value.constant_storage = storage._cdata
         self._set(storage, value)
         return value
 
@@ -192,6 +233,8 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if _torch.is_higher_order(func):
+            return func(*args, **kwargs)
         facts = op_facts(func)
         kind = facts.kind
         if kind in (OPAQUE, VIEW) or (kind == CHEAP and self.paused):

@@ -26,6 +26,7 @@ from recoup.runtime.offload.offloaded_saved_tensor import KeptElsewhere, Returni
 from recoup.runtime.rebuild import shortcuts
 from recoup.runtime.rebuild.cheap_ops import op_facts
 from recoup.runtime.rebuild.lineage import Geometry, Made, Read, Recorder, Value, current_recorder, geometry_of
+from recoup.runtime.recompute.spot_check import read_bytes
 from recoup.runtime.waiting import Waiting
 
 MIN_BYTES = 4096
@@ -38,6 +39,7 @@ _CHANGED = (
     "one of the variables needed for gradient computation has been modified by an inplace operation: "
     "[{tensor}] is {versions}. It was saved, or is what a saved tensor is rederived from; clone it before changing it."
 )
+_BY_DATA = "another one since it was used, changed through `.data`"
 
 
 def changed_since(what: str) -> RuntimeError:
@@ -133,11 +135,23 @@ Source = Kept | KeptCompact | KeptElsewhere
 class Rederived:
     """A saved tensor that will be rebuilt: a value, where it starts from, and the geometry it is wanted in."""
 
-    __slots__ = ("__weakref__", "_blocks", "_counts", "_ticket", "_waiting", "geometry", "sources", "turn", "value")
+    __slots__ = (
+        "__weakref__",
+        "_blocks",
+        "_counts",
+        "_ticket",
+        "_under",
+        "_waiting",
+        "geometry",
+        "sources",
+        "turn",
+        "value",
+    )
 
-    def __init__(self, value: Value, geometry: Geometry, sources: Sequence[Source], turn: int) -> None:
+    def __init__(self, value: Value, geometry: Geometry, sources: Sequence[Source], recorder: Recorder) -> None:
         self._counts = execution_context.current_counts()
-        self.turn = turn
+        self.turn = turn = recorder.turn
+        self._under = recorder.surroundings()
         self.value = value
         self.geometry = geometry
         self.sources = sources
@@ -156,6 +170,12 @@ class Rederived:
         if self.value.overwritten:
             size, _, _, dtype = self.geometry
             raise changed_since(f"{dtype} {list(size)}")
+        if self._under.are_here():
+            return self._rebuild()
+        with self._under.again():
+            return self._rebuild()
+
+    def _rebuild(self) -> torch.Tensor:
         with _torch.below_autocast_and_autograd(), execution_context.recomputing(), paused():
             tensor = _one_op(self.value)
             if tensor is None:
@@ -189,6 +209,19 @@ def _check_version(tensor: torch.Tensor, version: int) -> None:
         raise RuntimeError(_CHANGED.format(tensor=f"{tensor.dtype} {list(tensor.shape)}", versions=versions))
 
 
+def constant_contents(value: Value) -> torch.Tensor:
+    """Returns the contents of a parameter; raises if it was changed since, also where its version does not tell."""
+    constant = value.constant
+    assert constant is not None
+    _check_version(constant, value.constant_version)
+    is_elsewhere = constant.untyped_storage()._cdata != value.constant_storage
+    if (is_elsewhere and not _torch.is_sharded_parameter(constant)) or (
+        value.constant_bytes and read_bytes(constant) != value.constant_bytes
+    ):
+        raise RuntimeError(_CHANGED.format(tensor=f"{constant.dtype} {list(constant.shape)}", versions=_BY_DATA))
+    return constant.detach()
+
+
 def laid(tensor: torch.Tensor, geometry: Geometry) -> torch.Tensor:
     """Returns the storage of `tensor` seen with another geometry."""
     size, stride, offset, dtype = geometry
@@ -217,8 +250,7 @@ def _one_op(value: Value) -> torch.Tensor | None:
         if type(item) is Read:
             source = item.value
             if source.constant is not None:
-                _check_version(source.constant, source.constant_version)
-                tensor = source.constant.detach()
+                tensor = constant_contents(source)
             else:
                 found = source.rebuilt()
                 if found is None:
@@ -256,8 +288,7 @@ class _Rebuild:
     def contents(self, value: Value) -> torch.Tensor:
         """Returns the contents of `value`, running what has to be run."""
         if value.constant is not None:
-            _check_version(value.constant, value.constant_version)
-            return value.constant.detach()
+            return constant_contents(value)
         found = self._made.get(id(value))
         if found is None:
             found = value.rebuilt()
@@ -403,6 +434,11 @@ class _Search:
 
 def pack(tensor: torch.Tensor) -> Any:
     """What autograd gets instead of `tensor`: `Kept`, a view of one, `Rederived`, or, offloaded, `Returning`."""
+    with _torch.past_function_modes():
+        return _pack(tensor)
+
+
+def _pack(tensor: torch.Tensor) -> Any:
     recorder = current_recorder()
     if (
         recorder is None
@@ -423,7 +459,7 @@ def pack(tensor: torch.Tensor) -> Any:
         geometry = geometry_of(tensor)
         # One Kept per value: whoever rebuilds from it must find it, however long other savers of it live.
         if isinstance(alive, KeptCompact):
-            return Rederived(value, geometry, [alive], recorder.turn)
+            return Rederived(value, geometry, [alive], recorder)
         if isinstance(alive, KeptElsewhere):
             return Returning(alive, geometry)
         execution_context.kept(tensor)
@@ -449,7 +485,7 @@ def pack(tensor: torch.Tensor) -> Any:
                 sources = _find_sources(value, num_bytes)
         if sources is not None:
             execution_context.rederived(tensor, [t for t in map(on_device, sources) if t is not None])
-            return Rederived(value, geometry_of(tensor), sources, recorder.turn)
+            return Rederived(value, geometry_of(tensor), sources, recorder)
     if recorder.offloading and recorder.offloader is not None:
         with paused(), execution_context.recomputing(), _torch.below_autocast_and_autograd():
             elsewhere = recorder.offloader.take(value, tensor)
@@ -510,7 +546,8 @@ def _compact_indices(value: Value, tensor: torch.Tensor) -> KeptCompact:
 
 def unpack(packed: Any) -> torch.Tensor:
     """What autograd gets back in backward."""
-    result: torch.Tensor = packed.unpack()
+    with _torch.past_function_modes():
+        result: torch.Tensor = packed.unpack()
     return result
 
 
@@ -537,6 +574,6 @@ def rederive(*, by_default: bool = True) -> Iterator[None]:
     if not torch.is_grad_enabled():
         yield
         return
-    with Recorder() as recorder, torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+    with Recorder() as recorder, _torch.saved_tensors_hooks(pack, unpack):
         recorder.deriving = by_default
         yield

@@ -24,13 +24,14 @@ from recoup import _torch
 from recoup.ir.decision import OpMark
 from recoup.runtime import execution_context
 from recoup.runtime.rebuild.cheap_ops import OPAQUE, op_facts
-from recoup.runtime.rebuild.lineage import Geometry, Made, Read, Recorder, Value, geometry_of
+from recoup.runtime.rebuild.lineage import Geometry, Made, Read, Recorder, Surroundings, Value, geometry_of
 from recoup.runtime.rebuild.saved_tensor import (
     MIN_BYTES,
     Kept,
     Source,
     changed_since,
     compact_mask,
+    constant_contents,
     fitted,
     laid,
     on_device,
@@ -170,9 +171,7 @@ def _decoded(items: Any, here: dict[Value, torch.Tensor]) -> list[Any]:
 
 def _contents(value: Value, here: dict[Value, torch.Tensor]) -> torch.Tensor:
     if value.constant is not None:
-        if value.constant._version != value.constant_version:
-            raise changed_since("a parameter that saved tensors are rebuilt from")
-        return value.constant.detach()
+        return constant_contents(value)
     found = here.get(value)
     if found is not None:
         return found
@@ -186,9 +185,10 @@ def _contents(value: Value, here: dict[Value, torch.Tensor]) -> torch.Tensor:
 class Rebuilt:
     """What autograd gets instead of a saved tensor: a value of a segment and the geometry it is wanted in."""
 
-    __slots__ = ("__weakref__", "_counts", "_ticket", "_waiting", "geometry", "segment", "value")
+    __slots__ = ("__weakref__", "_counts", "_ticket", "_under", "_waiting", "geometry", "segment", "value")
 
-    def __init__(self, value: Value, geometry: Geometry, segment: Segment) -> None:
+    def __init__(self, value: Value, geometry: Geometry, segment: Segment, under: Surroundings) -> None:
+        self._under = under
         self._counts = execution_context.current_counts()
         self.value = value
         self.geometry = geometry
@@ -204,7 +204,11 @@ class Rebuilt:
         if self.value.overwritten:
             size, _, _, dtype = self.geometry
             raise changed_since(f"{dtype} {list(size)}")
-        tensor = self.segment.result(self.value)
+        if self._under.are_here():
+            tensor = self.segment.result(self.value)
+        else:
+            with self._under.again():
+                tensor = self.segment.result(self.value)
         self._waiting.serve(self._ticket)
         execution_context.count("num_rederived", self._counts)
         return laid(tensor, self.geometry)
@@ -214,8 +218,11 @@ class HeldRecorder(Recorder):
     """Records every op that can run again, and holds the results that a plan names.
 
     Attributes:
-        segment: the one that ops run in now. marks: for each module path and call, what to do at which ordinal.
+        segment: the one that ops run in now.
+        num_ops: counted so far. lost: marks that met another op, in words.
     """
+
+    is_cheap = False
 
     def __init__(self, marks: dict[tuple[str, int], dict[int, OpMark]]) -> None:
         super().__init__()
@@ -225,6 +232,7 @@ class HeldRecorder(Recorder):
         self._leaves: dict[Value, Source] = {}
         self._calls: dict[str, int] = {}
         self._frames: list[_Frame] = []
+        self.num_ops = 0
         self.lost: list[str] = []
 
     def enter(self, path: str) -> None:
@@ -240,7 +248,7 @@ class HeldRecorder(Recorder):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if self.paused or func.namespace == "prim":
+        if self.paused or func.namespace == "prim" or _torch.is_higher_order(func):
             return super().__torch_dispatch__(func, types, args, kwargs)
         facts = op_facts(func)
         holds = facts.label != DETACH and self.before_op(facts.label)
@@ -274,12 +282,13 @@ class HeldRecorder(Recorder):
         if sources is None:
             return None
         execution_context.rederived(tensor, [t for t in map(on_device, sources) if t is not None])
-        return Rebuilt(value, geometry_of(tensor), self.segment)
+        return Rebuilt(value, geometry_of(tensor), self.segment, self.surroundings())
 
     def before_op(self, name: str) -> bool:
         """Counts an op of the innermost call; returns whether its results are held."""
         if not self._frames:
             return False
+        self.num_ops += 1
         frame = self._frames[-1]
         ordinal, frame.ordinal = frame.ordinal, frame.ordinal + 1
         mark = frame.marks.get(ordinal) if frame.marks is not None else None

@@ -72,7 +72,7 @@ class Inputs:
         tensors: those to keep and `others`: what else the arguments hold; both only until `forget()`.
     """
 
-    __slots__ = ("_leaves", "_path", "_saver", "_structure", "_versions", "others", "tensors")
+    __slots__ = ("_leaves", "_path", "_requires_grad", "_saver", "_structure", "_versions", "others", "tensors")
 
     def __init__(
         self,
@@ -116,6 +116,7 @@ class Inputs:
             # The (empty) output, not its node: torch 2.11 forgets what a node saved when its output is gone.
             self._saver = _SaveInputs.apply(dummy, *self.tensors)  # type: ignore[no-untyped-call]
         self._versions = [(weakref.ref(t), version_of(t)) for t in self.tensors]
+        self._requires_grad = [t.requires_grad for t in self.tensors]  # a weight among them may be frozen by then
 
     def forget(self) -> None:
         """Lets go of the tensors that are kept through autograd now."""
@@ -151,10 +152,7 @@ class Inputs:
             if "inplace operation" not in str(error):
                 raise
             raise self.refusal("a tensor of its arguments, or one it is rebuilt from,") from error
-        tensors = [
-            t.detach().requires_grad_(t.requires_grad) if t.is_floating_point() or t.is_complex() else t.detach()
-            for t in saved
-        ]
+        tensors = [t.detach().requires_grad_(flag) for t, flag in zip(saved, self._requires_grad, strict=True)]
 
         def restore(leaf: Any) -> Any:
             if isinstance(leaf, _Input):

@@ -60,20 +60,22 @@ def walk(module: nn.Module) -> list[tuple[str, nn.Module]]:
 class _Tensor:
     """A tensor that an owner holds: by which name, at which version, and its copy if there is one."""
 
-    __slots__ = ("copy", "leaf", "name", "tensor", "version")
+    __slots__ = ("copy", "leaf", "name", "requires_grad", "tensor", "version")
 
     def __init__(self, name: str, leaf: str, tensor: torch.Tensor, copied: bool) -> None:
         self.name = name
         self.leaf = leaf
         self.tensor = tensor
         self.version = version_of(tensor)
+        self.requires_grad = tensor.requires_grad
         self.copy = tensor.detach().clone() if copied else None
 
     def again(self) -> torch.Tensor:
         """Returns the tensor for a replay: its value at the forward's start, cut from the first forward's graph."""
         if self.copy is None:
-            return self.tensor.detach().requires_grad_() if self.tensor.requires_grad else self.tensor
-        if self.tensor.requires_grad:
+            is_same = not self.requires_grad and not self.tensor.requires_grad
+            return self.tensor if is_same else self.tensor.detach().requires_grad_(self.requires_grad)
+        if self.requires_grad:
             return self.copy.clone().requires_grad_().clone()  # no leaf: the forward may change it in place
         return self.copy.clone()
 

@@ -35,6 +35,8 @@ from recoup.errors import ReplayError
 from recoup.runtime import execution_context
 from recoup.runtime.rebuild import saved_tensor
 from recoup.runtime.rebuild.lineage import Recorder, current_recorder
+from recoup.runtime.recompute.ambient import Ambient
+from recoup.runtime.recompute.bindings import Bindings, storage_of
 from recoup.runtime.recompute.inputs import Inputs
 from recoup.runtime.recompute.module_state import COPIED_BYTES, AttributeState, walk
 from recoup.runtime.recompute.object_state import Places
@@ -51,12 +53,13 @@ class _Stop(BaseException):
 class Slot:
     """A tensor saved inside a region: not there until the region is replayed."""
 
-    __slots__ = ("__weakref__", "backward_id", "dtype", "filled", "frame", "original", "sample", "shape")
+    __slots__ = ("__weakref__", "backward_id", "dtype", "filled", "frame", "original", "sample", "shape", "weight")
 
     def __init__(self, frame: Frame, tensor: torch.Tensor) -> None:
         self.frame = frame
         self.shape = tensor.shape
         self.dtype = tensor.dtype
+        self.weight = frame.weight_of(tensor)
         self.sample = Sample(tensor)
         self.original = execution_context.original(tensor)  # only while `verify` compares whole values
         self.filled: Any = None
@@ -85,7 +88,19 @@ class Slot:
 class _Step:
     """One call inside a frame: what to run, on what, in which state."""
 
-    __slots__ = ("attributes", "autocast", "forward", "inputs", "kept", "objects", "random", "streams", "versions")
+    __slots__ = (
+        "ambient",
+        "attributes",
+        "autocast",
+        "bindings",
+        "forward",
+        "given",
+        "inputs",
+        "kept",
+        "objects",
+        "random",
+        "streams",
+    )
 
     def __init__(
         self,
@@ -106,7 +121,9 @@ class _Step:
         self.attributes = AttributeState(modules, self.inputs.others, written)
         self.streams = StreamState([*self.inputs.others, *self.attributes.others])
         self.objects = member.places.note(modules, self.attributes.others) if has_attributes else None
-        self.versions = [(p, p._version) for _, module in modules for p in module._parameters.values() if p is not None]
+        self.bindings = Bindings(modules)
+        self.given = {storage_of(t) for t in self.inputs.tensors}
+        self.ambient = Ambient()
         self.inputs.forget()
 
     def settle(self) -> None:
@@ -118,13 +135,7 @@ class _Step:
 
     def check(self, path: str) -> None:
         """Raises if something was changed in place that the second forward would read."""
-        for parameter, version in self.versions:
-            if parameter._version != version:
-                raise ReplayError(
-                    f"Region `{path}`: a parameter {list(parameter.shape)} was changed between forward and backward; "
-                    "its replay would not give the same gradients. Call backward before changing it.",
-                    code="E201",
-                )
+        self.bindings.check(path)
         self.inputs.check()
         what = self.attributes.changed() or (self.objects.changed() if self.objects is not None else "")
         if what:
@@ -143,9 +154,11 @@ class _Step:
             stack.enter_context(self.autocast.replayed())
             stack.enter_context(self.streams.replayed())
             if with_attributes:
+                stack.enter_context(self.bindings.replayed())
                 stack.enter_context(self.attributes.replayed())
                 if self.objects is not None:
                     stack.enter_context(self.objects.replayed())
+            stack.enter_context(self.ambient.replayed())
             yield
 
 
@@ -203,9 +216,20 @@ class Frame:
         self.steps: list[_Step] = []
         self.slots: list[weakref.ref[Slot]] = []
         self.last_outputs: list[weakref.ref[torch.Tensor]] = []
+        self.weights: set[int | None] = set()
+        self.given: set[int | None] = {None}
+
+    def weight_of(self, tensor: torch.Tensor) -> tuple[Any, ...] | None:
+        """Returns which weight a saved tensor is, and how it lies over it; None for an activation or an argument."""
+        storage = storage_of(tensor)
+        base = tensor if tensor._base is None else tensor._base
+        if storage in self.given or not (storage in self.weights or isinstance(base, torch.nn.Parameter)):
+            return None
+        return storage, tensor.stride(), tensor.storage_offset()
 
     def _pack(self, tensor: torch.Tensor) -> Slot:
-        slot = Slot(self, tensor)
+        with _torch.past_function_modes():
+            slot = Slot(self, tensor)
         self.slots.append(weakref.ref(slot))
         return slot
 
@@ -215,10 +239,13 @@ class Frame:
 
     def run(self, member: Member, args: Any, kwargs: Any, previous: list[torch.Tensor | None]) -> Any:
         """Runs a call's first forward, keeping nothing that it saves."""
-        step = _Step(member, args, kwargs, previous, has_attributes=not (self.is_chunk and self.steps))
+        with _torch.past_function_modes():
+            step = _Step(member, args, kwargs, previous, has_attributes=not (self.is_chunk and self.steps))
         del previous
+        self.weights |= step.bindings.storages
+        self.given |= step.given
         recorder = current_recorder()
-        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+        hooks = _torch.saved_tensors_hooks(self._pack, _unpack)
         _scope.depth += 1
         if recorder is not None:
             recorder.paused += 1
@@ -229,7 +256,8 @@ class Frame:
             _scope.depth -= 1
             if recorder is not None:
                 recorder.paused -= 1
-        step.settle()
+        with _torch.past_function_modes():
+            step.settle()
         self.steps.append(step)
         if self.is_chunk:
             self.last_outputs = [weakref.ref(t) for t in iterate_tensors(output)]
@@ -250,6 +278,10 @@ class Frame:
         roots: list[Any] = []
 
         def fill(tensor: torch.Tensor) -> Any:
+            with _torch.past_function_modes():
+                return fill_in(tensor)
+
+        def fill_in(tensor: torch.Tensor) -> Any:
             nonlocal filled, is_full, failure
             if is_full:
                 raise _Stop  # again: an `except:` of the model's has eaten the first one
@@ -280,9 +312,10 @@ class Frame:
                 recorder.deriving = self.derives_by_default
             else:
                 stack.enter_context(_no_recorder())
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(fill, _gone_unpack))
+            stack.enter_context(_torch.saved_tensors_hooks(fill, _gone_unpack))
             try:
                 if self.is_chunk:
+                    stack.enter_context(self.steps[0].bindings.replayed())
                     stack.enter_context(self.steps[0].attributes.replayed())
                     if self.steps[0].objects is not None:
                         stack.enter_context(self.steps[0].objects.replayed())
@@ -290,7 +323,7 @@ class Frame:
                 for step in self.steps:
                     args, kwargs = step.inputs.rebuild(previous)
                     with step.state(with_attributes=not self.is_chunk), step.kept.taking():
-                        output = step.forward(*args, **kwargs)
+                        output = step.ambient.run(step.forward, args, kwargs)
                     roots += [t.grad_fn for t in iterate_tensors(output)] if differs else []
                     previous = list(iterate_tensors(output)) if self.is_chunk else [output]
                     del args, kwargs, output
@@ -313,12 +346,16 @@ class Frame:
         if position == len(self.slots):
             return self._drift("saved more tensors than the first one", "E205")
         slot = self.slots[position]()
-        if slot is None or (slot.shape == tensor.shape and slot.dtype == tensor.dtype):
+        if slot is None:
             return None
-        return self._drift(
-            f"saved {tensor.dtype} {list(tensor.shape)} where the first one saved {slot.dtype} {list(slot.shape)}",
-            "E205",
-        )
+        if slot.shape != tensor.shape or slot.dtype != tensor.dtype:
+            first = f"{slot.dtype} {list(slot.shape)}"
+            return self._drift(f"saved {tensor.dtype} {list(tensor.shape)} where the first one saved {first}", "E205")
+        found = self.weight_of(tensor)
+        if found == slot.weight:
+            return None
+        kinds = ["an activation" if w is None else "a weight" for w in (found, slot.weight)]
+        return self._drift(f"saved {kinds[0]} where the first one saved {kinds[1]}, or another one", "E205")
 
     def _explain(self, error: Exception, step: _Step) -> NoReturn:
         """Raises what a replay's forward raised, with the region's path."""

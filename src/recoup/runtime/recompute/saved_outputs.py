@@ -61,6 +61,8 @@ class _Mode(_torch.dispatch_mode_class()):  # type: ignore[misc]
         self._takes = takes
         self._position = -1
 
+    supports_higher_order_operators = True
+
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Compiled parts stay compiled while this mode is on."""
@@ -68,6 +70,8 @@ class _Mode(_torch.dispatch_mode_class()):  # type: ignore[misc]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if _torch.is_higher_order(func):
+            return func(*args, **kwargs)
         if not _is_heavy(func):
             return func(*args, **kwargs)
         self._position += 1

@@ -38,16 +38,19 @@ class Sample:
 
 
 def _read(tensor: torch.Tensor) -> bytes:
-    """Returns bytes from the start, the middle and the end.
-
-    None of what is not plain host memory, and none of weights and views of weights: their versions are checked.
-    """
-    kind = type(tensor)
-    if kind is nn.Parameter or type(tensor._base) is nn.Parameter:
+    """Returns bytes of a tensor; none of weights and views of weights, which are known by what they are."""
+    if type(tensor) is nn.Parameter or type(tensor._base) is nn.Parameter:
         return b""
-    if kind is not torch.Tensor or not tensor.is_cpu:
+    return read_bytes(tensor)
+
+
+def read_bytes(tensor: torch.Tensor) -> bytes:
+    """Returns bytes from the start, the middle and the end; none of what is not plain host memory."""
+    if type(tensor) not in (torch.Tensor, nn.Parameter) or not tensor.is_cpu:
         return b""
     if tensor.dtype not in _SAMPLED or tensor.layout is not torch.strided:
+        return b""
+    if not tensor.untyped_storage().nbytes():  # FSDP takes a unit's memory away
         return b""
     size = tensor.nbytes
     if not size:

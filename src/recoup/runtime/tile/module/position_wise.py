@@ -70,7 +70,7 @@ def prove(
         tiled: real or fake, (..., H). leading: the leading sizes of the stand-ins: the positions.
     """
     mode = next((_torch.mode_of_fake(t) for t in tiled if _torch.is_fake(t)), None) or _torch.fake_tensor_mode()
-    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: None, lambda t: t)
+    hooks = _torch.saved_tensors_hooks(lambda t: None, lambda t: t)
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # they come again when it runs

@@ -277,7 +277,7 @@ def _tile(*, keeps: bool = False) -> Iterator[None]:
         with (
             execution_context.in_tile(),
             torch.enable_grad(),
-            torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t),
+            _torch.saved_tensors_hooks(pack, lambda t: t),
         ):
             yield
     finally:

@@ -1,0 +1,47 @@
+"""What surrounded a forward and may be gone when it is run again: context variables, modes, flags, global hooks.
+
+`sdpa_kernel`, a `TorchFunctionMode`, `torch.device` as a context, `parametrize.cached()`, a `contextvars.ContextVar`:
+each may be on around the forward only, or around backward only. The replay runs under what was on when its region was
+entered, and nothing else; afterwards everything is as before it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from recoup import _torch
+from recoup.runtime.recompute.module_state import AttributeState
+
+
+class Ambient:
+    """The surroundings of a forward at one moment."""
+
+    __slots__ = ("_context", "_flags", "_hooks", "_mode_state", "_modes", "_parametrized")
+
+    def __init__(self) -> None:
+        self._context = contextvars.copy_context()
+        self._modes = _torch.user_modes()
+        modes = [*self._modes[0], *self._modes[1]]
+        self._mode_state = AttributeState((), modes) if modes else None
+        self._flags = _torch.backend_flags()
+        self._hooks = _torch.global_forward_hooks()
+        self._parametrized = _torch.parametrization_cache()
+
+    def run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Runs the forward with the context variables as they were; what it sets is gone afterwards, as any context."""
+        return self._context.copy().run(forward, *args, **kwargs)
+
+    @contextlib.contextmanager
+    def replayed(self) -> Iterator[None]:
+        """Puts modes, flags and global hooks as they were and, at the end, as they are now."""
+        with contextlib.ExitStack() as stack:
+            if self._mode_state is not None and self._modes != _torch.user_modes():
+                stack.enter_context(self._mode_state.replayed())  # a mode that is off by now sees nothing of a replay
+            stack.enter_context(_torch.under_modes(self._modes))
+            stack.enter_context(_torch.under_flags(self._flags))
+            stack.enter_context(_torch.under_global_forward_hooks(self._hooks))
+            stack.enter_context(_torch.under_parametrization_cache(self._parametrized))
+            yield

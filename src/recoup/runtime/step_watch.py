@@ -1,0 +1,292 @@
+"""Warns once when a training step passes the budget of the plan that is in place, with both numbers and why it may.
+
+On a GPU the allocator keeps the peak by itself, and each forward asks for that of the step before. On a CPU nobody
+does. There a step is estimated: the planned peak, and what is there beyond the planned step: bytes that autograd keeps,
+the optimizer's state, gradients when forward begins, outputs that are held during backward, other forwards whose graphs
+are alive. That is counted in the first step, the second, the fourth, the eighth and so on, and in each that looks
+larger from outside than those; the others pay for a look at their arguments.
+
+It does not see what a backward that is differentiated again keeps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import warnings
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from recoup import _torch
+from recoup._pytree import iterate_tensors
+from recoup.errors import OverBudgetWarning
+from recoup.ir.plan import Plan
+from recoup.runtime import execution_context
+from recoup.units import format_bytes
+
+_MOST_LOOKED_AT = 64  # steps that look new: with another shape each time there is no end of them
+_TOLERANCE = 0.01  # of the planned bytes: a step is estimated
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Sight:
+    """What is seen of a step when its forward begins, in bytes."""
+
+    batch: int
+    gradients: int
+    state: int
+    precision: str
+
+    def covers(self, other: _Sight) -> bool:
+        """Whether a step like `other` takes no more than one like this, as far as one sees."""
+        at_least = self.batch >= other.batch and self.gradients >= other.gradients and self.state >= other.state
+        return self.precision == other.precision and at_least
+
+
+class _Graph:
+    """What one forward left for backward; `alive` dies with it.
+
+    Attributes:
+        saved_bytes: that autograd keeps, 0 once a backward has let them go.
+    """
+
+    def __init__(self, saved_bytes: int) -> None:
+        self.saved_bytes = saved_bytes
+        self.alive: weakref.ref[_Alive] | None = None
+
+
+class _Alive:
+    """Held by a node of a graph."""
+
+
+class _Counter:
+    """Adds up the storages that autograd and the engine keep in one forward, each once."""
+
+    def __init__(self, others: Iterable[torch.Tensor]) -> None:
+        self._seen = {t.untyped_storage()._cdata for t in others if t.layout is torch.strided}
+        self.total_bytes = 0
+        self.precision = ""
+
+    def saved(self, tensor: torch.Tensor) -> None:
+        """A tensor is kept."""
+        if tensor.layout is not torch.strided:
+            return
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._seen:
+            self._seen.add(storage._cdata)
+            self.total_bytes += storage.nbytes()
+
+    def rederived(self, tensor: torch.Tensor, sources: list[torch.Tensor]) -> None:
+        """A tensor is not kept."""
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Called for what autograd keeps by itself."""
+        self.saved(tensor)
+        return tensor
+
+    def note_precision(self, module: nn.Module, args: Any) -> None:
+        """Before a call of any module: the first with floating weights of its own tells."""
+        weight = next((p for p in module.parameters(recurse=False) if p.is_floating_point()), None)
+        if weight is not None and not self.precision:
+            kind = weight.device.type
+            dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+            self.precision = str(dtype).removeprefix("torch.")
+
+
+class StepWatch:
+    """Watches the steps of one model under a plan; `remove` ends it.
+
+    Attributes:
+        peak_bytes: of the last step that was looked at, 0 before one was. num_looked_at: how many were.
+    """
+
+    def __init__(self, model: nn.Module, plan: Plan) -> None:
+        self.plan = plan
+        self.peak_bytes = 0
+        self.num_looked_at = 0
+        self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self._parameters = {id(p) for p in model.parameters()}
+        self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
+        self._num_steps = 0
+        self._seen: list[_Sight] = []
+        self._sight: _Sight | None = None
+        self._counting: contextlib.ExitStack | None = None
+        self._counter = _Counter(())
+        self._graphs: list[_Graph] = []
+        self._outputs: list[weakref.ref[torch.Tensor]] = []
+        self._removers: list[Any] = []
+        if self._device.type in ("cpu", "cuda"):
+            self._removers = [
+                model.register_forward_pre_hook(self._begin, with_kwargs=True),
+                model.register_forward_hook(self._end, always_call=True),
+                register_optimizer_step_post_hook(self._after_optimizer),
+            ]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StepWatch:
+        return _unwatching()
+
+    def __reduce__(self) -> Any:
+        return _unwatching, ()
+
+    def remove(self) -> None:
+        """Ends watching."""
+        self._stop_counting()
+        while self._removers:
+            self._removers.pop().remove()
+
+    def _begin(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        """Before a forward of the model."""
+        if not self._removers or torch.compiler.is_compiling() or not torch.is_grad_enabled() or not model.training:
+            return
+        if execution_context.is_recomputing() or execution_context.observer() is not None or _torch.inside_transform():
+            return
+        if self._device.type == "cuda":
+            self._ask_allocator()
+            return
+        batch = [*iterate_tensors((args, kwargs))]
+        sight = _Sight(
+            batch=sum(t.numel() * t.element_size() for t in batch),
+            gradients=sum(p.grad.numel() * p.grad.element_size() for p in model.parameters() if p.grad is not None),
+            state=self._state_bytes(),
+            precision=str(torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") else "",
+        )
+        number, self._num_steps = self._num_steps, self._num_steps + 1
+        is_new = len(self._seen) < _MOST_LOOKED_AT and not any(s.covers(sight) for s in self._seen)
+        has_others = any(g.alive is not None and g.alive() is not None and g.saved_bytes for g in self._graphs)
+        if number & (number - 1) and not is_new and not has_others:
+            return
+        if not has_others:
+            self._graphs.clear()
+        self._sight = sight
+        self._counter = _Counter([*model.parameters(), *model.buffers(), *batch])
+        self._counting = contextlib.ExitStack()
+        self._counting.enter_context(execution_context.observing(self._counter))
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._counter.pack, lambda t: t)
+        self._counting.enter_context(hooks)
+        self._counting.callback(register_module_forward_pre_hook(self._counter.note_precision).remove)
+
+    def _stop_counting(self) -> None:
+        if self._counting is not None:
+            counting, self._counting = self._counting, None
+            counting.close()
+
+    def _end(self, model: nn.Module, args: Any, output: Any) -> None:
+        """After a forward of the model, also one that failed."""
+        if self._counting is None:
+            return
+        self._stop_counting()
+        tensors = [t for t in iterate_tensors(output) if t.grad_fn is not None] if output is not None else []
+        if not tensors or self._sight is None:
+            return
+        graph, alive = _Graph(self._counter.total_bytes), _Alive()
+        graph.alive = weakref.ref(alive)
+        self._graphs = [g for g in self._graphs if g.alive is not None and g.alive() is not None and g.saved_bytes]
+        self._graphs.append(graph)
+        self._outputs = [weakref.ref(t) for t in tensors if t.numel() > 1]
+        self._seen.append(self._sight)
+        self.num_looked_at += 1
+
+        def in_backward(gradients: Any) -> None:
+            self._judge(self._estimate())
+            if not _torch.backward_keeps_graph():
+                graph.saved_bytes = 0
+
+        for node in {id(t.grad_fn): t.grad_fn for t in tensors}.values():
+            assert node is not None
+            node.metadata["recoup"] = alive  # type: ignore[index]  # a property, which the hints take for a method
+            node.register_prehook(in_backward)
+
+    def _after_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        first = next((p for group in optimizer.param_groups for p in group["params"]), None)
+        if id(first) in self._parameters and all(ref() is not optimizer for ref in self._optimizers):
+            self._optimizers.append(weakref.ref(optimizer))
+
+    def _state_bytes(self) -> int:
+        """Returns the bytes of the optimizers' state: of all that stepped the model's parameters."""
+        states = [s for ref in self._optimizers if (o := ref()) is not None for s in o.state.values()]
+        return sum(t.numel() * t.element_size() for s in states for t in s.values() if isinstance(t, torch.Tensor))
+
+    def _ask_allocator(self) -> None:
+        if self._num_steps == 0:  # what ran before is not a step of this plan
+            torch.cuda.reset_peak_memory_stats(self._device)
+        else:
+            self.num_looked_at += 1
+            self._judge(_torch.cuda_peak_bytes(self._device))
+        self._num_steps += 1
+
+    # -- what it comes to ---------------------------------------------------------------------------------------
+
+    def _beyond(self) -> Iterator[tuple[int, str]]:
+        """Yields what this step has that the planned one did not, in bytes and in words."""
+        planned, sight = self.plan.predicted, self._sight
+        if sight is None:
+            return
+        saved = sum(g.saved_bytes for g in self._graphs if g.alive is not None and g.alive() is not None)
+        more = saved - int(planned.forward_saved_bytes * (1 + _TOLERANCE))
+        if more > 0:
+            yield more, f"{format_bytes(more)} more are saved for backward: {self._why_more(sight)}"
+        if sight.state > planned.optimizer_bytes:
+            held, expected = format_bytes(sight.state), format_bytes(planned.optimizer_bytes)
+            yield (
+                sight.state - planned.optimizer_bytes,
+                f"the optimizer holds {held} of state, {expected} planned (`optimizer=` of plan or fit)",
+            )
+        if sight.gradients and planned.phase != "optimizer":
+            yield (
+                sight.gradients,
+                f"{format_bytes(sight.gradients)} of gradients are there when forward begins (accumulation, or "
+                "zero_grad after the forward)",
+            )
+        outputs = [t for ref in self._outputs if (t := ref()) is not None]
+        held_bytes = sum(t.untyped_storage().nbytes() for t in outputs)
+        if held_bytes and planned.phase != "forward":
+            yield (
+                held_bytes,
+                f"{format_bytes(held_bytes)} of outputs are held during backward (the logits): let go of them first",
+            )
+
+    def _why_more(self, sight: _Sight) -> str:
+        """Returns the likely cause of more saved tensors than planned."""
+        planned = self.plan.predicted
+        if len(self._graphs) > 1:
+            return f"the model ran {len(self._graphs)} times before backward, which a plan counts once"
+        if planned.batch_bytes and sight.batch > planned.batch_bytes:
+            return f"its batch has {sight.batch / planned.batch_bytes:.3g} times the planned one's bytes"
+        if planned.precision and self._counter.precision not in ("", planned.precision):
+            return f"it ran in {self._counter.precision}, and {planned.precision} was planned"
+        return "it ran other calls than the planned step (layers drawn at random, another branch)"
+
+    def _estimate(self) -> int:
+        return self.plan.predicted.peak_bytes + sum(nbytes for nbytes, _ in self._beyond())
+
+    def _judge(self, peak_bytes: int) -> None:
+        self.peak_bytes = peak_bytes
+        if peak_bytes <= self.plan.budget_bytes or not self._removers:
+            return
+        causes = sorted(self._beyond(), reverse=True)[:2]
+        why = "; also ".join(text for _, text in causes)
+        if not why:
+            why = "a larger batch, another precision or optimizer, or tensors that your own code holds"
+        about = "about " if self._device.type == "cpu" else ""
+        self.remove()
+        warnings.warn(
+            f"A training step of {self.plan.model_class} peaked at {about}{format_bytes(peak_bytes)}, over the plan's "
+            f"budget of {format_bytes(self.plan.budget_bytes)} (planned peak "
+            f"{format_bytes(self.plan.predicted.peak_bytes)}). Likely cause: {why}. Plan the step as it is trained: "
+            "its largest batch, its precision, its optimizer. This is said once. [E302]",
+            OverBudgetWarning,
+            stacklevel=2,
+        )
+
+
+def _unwatching() -> StepWatch:
+    """Returns what stands for a watch in a copy of its model: the copy's training is not the plan's."""
+    watch = object.__new__(StepWatch)
+    watch._removers, watch._counting = [], None
+    return watch

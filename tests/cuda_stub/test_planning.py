@@ -1,0 +1,114 @@
+"""Planning for the GPU of this machine: fake tensors alone, token ids known, ops measured elsewhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import stub
+import torch
+from torch import nn
+
+import recoup
+from recoup.capture.capture import StepSpec, capture
+from recoup.cost.devices import get_device
+from recoup.cost.roofline import RooflineCost
+from recoup.errors import RealStepWarning
+from recoup.ir.decision import Offload, Recompute
+from recoup.runtime.apply import apply_decisions
+from tests.cuda_stub.models import perceptron, transformer
+
+
+class _Looks(nn.Module):
+    """A language model that branches and indexes by its ids, as padding and packing do."""
+
+    def __init__(self, *, asks_activation: bool = False) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(64, 32), nn.Linear(32, 64)
+        self.register_buffer("positions", torch.arange(128))
+        self.asks_activation = asks_activation
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        mask = ids != 0
+        x = self.embedding(ids) + self.embedding(self.positions[: ids.shape[1]])
+        if not mask.all():
+            x = x * mask.unsqueeze(-1)
+        lengths = mask.sum(1).tolist() + ids.cpu().numpy()[0, :1].tolist()
+        scale = torch.arange(3, device=ids.device)
+        scale[0] += 1
+        if self.asks_activation and x.sum().item() > 1e9:
+            x = x * 2
+        return nn.functional.cross_entropy(self.head(x[mask]), labels[mask]) * int(scale.max()) * len(lengths)
+
+
+def _ids() -> torch.Tensor:
+    ids = torch.randint(1, 64, (4, 16))
+    ids[1, 9:] = 0
+    return ids
+
+
+def test_ids_keep_their_values_and_no_step_is_run() -> None:
+    ids = _ids()
+    model, host = _Looks().cuda(), _Looks()
+    spec = StepSpec(model=model, batch=(ids.cuda(), ids.cuda()), dialect="cuda", round_bytes=512)
+    with stub.counting() as seen:
+        trace = capture(spec)
+    assert trace.source == "fake" and seen["launches"] <= 8  # of `torch.equal`, over buffers that are put back
+    known = capture(StepSpec(model=host, batch=(ids, ids), dialect="cuda", round_bytes=512))
+    assert max(trace.levels()) == pytest.approx(max(known.levels()), rel=0.02)
+
+
+def test_a_real_step_is_never_run_silently() -> None:
+    ids = _ids().cuda()
+    with pytest.warns(RealStepWarning, match="item|data"):
+        trace = capture(StepSpec(model=_Looks(asks_activation=True).cuda(), batch=(ids, ids), dialect="cuda"))
+    assert trace.source == "real"
+
+
+def test_ops_are_measured_in_another_process_attention_with_dropout_among_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("RECOUP_CACHE_DIR", str(tmp_path))
+    model, x = transformer(dropout=0.1), torch.zeros(8, 256, 128, device="cuda")
+    with stub.counting() as seen:
+        plan = recoup.plan(model, x, budget="80%", actions=("recompute",))
+    assert seen["launches"] < 40  # of one small product, forward and backward, that shows what libraries take
+    assert plan.predicted.cost_source.startswith("measured on") and "roofline" not in plan.predicted.cost_source
+    assert plan.device == "cuda:0"
+
+
+@pytest.mark.parametrize("kind", ["offload", "inputs"])
+def test_what_offload_holds_on_the_device_is_predicted(kind: str) -> None:
+    model, x = perceptron(), torch.zeros(4096, 512, device="cuda")
+    decisions = [Offload(path=str(i)) if kind == "offload" else Recompute(path=str(i), offload=True) for i in range(4)]
+    with apply_decisions(model, decisions):
+        for _ in range(2):
+            model(x).mean().backward()
+            model.zero_grad(set_to_none=True)
+        spec = StepSpec(model=model, batch=x, dialect="cuda", round_bytes=512, loss=lambda out, _: out.mean())
+        predicted = max(capture(spec).levels())
+        workspace = torch.cuda.memory_allocated() - sum(p.nbytes for p in model.parameters()) - x.nbytes
+        torch.cuda.reset_peak_memory_stats()
+        model(x).mean().backward()
+    measured = torch.cuda.memory_stats()["active_bytes.all.peak"] - workspace
+    assert measured == pytest.approx(predicted, rel=0.01)
+
+
+def test_what_torch_has_reserved_is_free_to_a_plan() -> None:
+    model, x = perceptron(), torch.zeros(256, 512, device="cuda")
+    cost = RooflineCost(get_device("h100-sxm"))
+    before = recoup.plan(model, x, budget="auto", cost=cost).budget_bytes
+    cached = torch.empty(8 << 30, dtype=torch.uint8, device="cuda")
+    del cached
+    assert torch.cuda.memory_reserved() > 8 << 30
+    assert recoup.plan(model, x, budget="auto", cost=cost).budget_bytes == pytest.approx(before, rel=0.001)
+
+
+def test_a_watched_batch_is_weighed_as_the_gpu_counts() -> None:
+    model, x = transformer(), torch.zeros(2, 64, 128, device="cuda")
+    spec = StepSpec(model=model, batch=(x,), dialect="cuda", round_bytes=512)
+    peak = max(capture(spec).levels())
+    with recoup.watch(model, budget=peak):
+        model(x).sum().backward()
+    with pytest.raises(recoup.BatchTooLarge), recoup.watch(model, budget=peak - 512):
+        model(x)

@@ -1,0 +1,176 @@
+"""A training step that passes the budget of the plan in place warns once, with both numbers and why."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+import random
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import optimizer as torch_optimizer
+from torch.profiler import ProfilerActivity, profile
+
+import recoup
+from recoup.ir.plan import Plan
+from tests.models import Block
+
+WIDTH, ROWS = 32, 512
+
+
+class Net(nn.Module):
+    def __init__(self, *, drops: float = 0.0, classes: int = 3) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(6))
+        self.head = nn.Linear(WIDTH, classes)
+        self.drops = drops
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            if not self.drops or random.random() >= self.drops:
+                x = block(x)
+        return self.head(x)
+
+
+def _loss(output: torch.Tensor, batch: Any) -> torch.Tensor:
+    return output.square().mean()
+
+
+def _batch(rows: int = ROWS) -> torch.Tensor:
+    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(0))
+
+
+def _step(model: nn.Module, batch: torch.Tensor, optimizer: torch.optim.Optimizer | None = None) -> None:
+    output = model(batch)
+    loss = _loss(output, batch)
+    del output
+    loss.backward()
+    if optimizer is not None:
+        optimizer.step()
+    model.zero_grad()
+
+
+def _warned(run: Callable[[], None]) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run()
+    return [str(w.message) for w in caught if isinstance(w.message, recoup.OverBudgetWarning)]
+
+
+def _planned(model: nn.Module, budget: str = "60%", **kwargs: Any) -> recoup.Fit:
+    torch.manual_seed(0)
+    return recoup.fit(model, _batch(), budget=budget, loss=_loss, timed=False, **kwargs)
+
+
+def test_the_planned_step_is_silent_and_a_longer_batch_warns_once() -> None:
+    model = Net()
+    fitted = _planned(model)
+    assert _warned(lambda: [_step(model, _batch()) for _ in range(5)] and None) == []
+    watch = fitted.applied._watch
+    assert watch is not None and 0 < watch.peak_bytes <= fitted.plan.budget_bytes
+    messages = _warned(lambda: [_step(model, _batch(2 * ROWS)) for _ in range(3)] and None)
+    assert len(messages) == 1
+    assert "over the plan's budget of" in messages[0] and "its batch has 2 times the planned one's bytes" in messages[0]
+    assert messages[0].endswith("[E302]")
+
+
+def _accumulates(model: nn.Module) -> None:
+    for _ in range(3):
+        _loss(model(_batch()), None).backward()
+
+
+def _holds_logits(model: nn.Module) -> None:
+    output = model(_batch())
+    _loss(output, None).backward()
+    model.zero_grad()
+
+
+def _twice(model: nn.Module) -> None:
+    (_loss(model(_batch()), None) + _loss(model(_batch()), None)).backward()
+
+
+CAUSES = {
+    "gradients": (_accumulates, "of gradients are there when forward begins", {}),
+    "logits": (_holds_logits, "of outputs are held during backward", {"classes": 64}),
+    "siamese": (_twice, "the model ran 2 times before backward", {}),
+}
+
+
+@pytest.mark.parametrize("kind", CAUSES)
+def test_the_likely_cause_is_said(kind: str) -> None:
+    run, words, made = CAUSES[kind]
+    model = Net(**made)
+    fitted = _planned(model, "50%")
+    fitted.applied.watch(_tight(fitted))
+    messages = _warned(lambda: run(model))
+    assert len(messages) == 1 and words in messages[0], messages
+
+
+def test_another_precision_and_another_optimizer_are_said() -> None:
+    model = Net()
+    torch.manual_seed(0)
+    with torch.autocast("cpu", torch.bfloat16):
+        fitted = _planned(model, "70%")
+    assert fitted.plan.predicted.precision == "bfloat16"
+    messages = _warned(lambda: _step(model, _batch()))
+    assert len(messages) == 1 and "it ran in float32, and bfloat16 was planned" in messages[0]
+    fitted.applied.remove()
+
+    model = Net()
+    fitted = _planned(model, "60%", optimizer=torch.optim.SGD)
+    fitted.applied.watch(_tight(fitted))
+    adam = torch.optim.Adam(model.parameters())
+    messages = _warned(lambda: [_step(model, _batch(), adam) for _ in range(3)] and None)
+    assert len(messages) == 1 and "the optimizer holds" in messages[0] and "0 B planned" in messages[0]
+
+
+def _tight(fitted: recoup.Fit) -> Plan:
+    """Returns the plan with no room left in its budget."""
+    return dataclasses.replace(fitted.plan, budget_bytes=fitted.plan.predicted.peak_bytes)
+
+
+def test_layers_dropped_at_random_are_found_when_more_of_them_run() -> None:
+    random.seed(7)
+    model = Net(drops=0.5)
+    fitted = recoup.apply(model, recoup.plan(model, _batch(), budget="60%", loss=_loss))
+    del fitted
+
+    def train() -> None:
+        for seed in range(12):
+            random.seed(seed)
+            _step(model, _batch())
+
+    messages = _warned(train)
+    assert len(messages) <= 1  # none at all if the plan holds for each draw
+
+
+def test_nothing_is_left_and_others_profilers_and_copies_are_undisturbed() -> None:
+    model = Net()
+    hooks = dict(torch_optimizer._global_optimizer_pre_hooks), dict(torch_optimizer._global_optimizer_post_hooks)
+    before = dict(model._forward_pre_hooks), dict(model._forward_hooks)
+    fitted = _planned(model)
+    with profile(activities=[ProfilerActivity.CPU]) as found:
+        _step(model, _batch())
+    assert found.key_averages()
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert _warned(lambda twin=twin: _step(twin, _batch(4 * ROWS))) == []  # the copy's training is not the plan's
+    model(_batch())  # a forward that no backward follows
+    fitted.applied.remove()
+    with profile(activities=[ProfilerActivity.CPU]):  # refused if one were still on
+        _step(model, _batch())
+    assert (dict(model._forward_pre_hooks), dict(model._forward_hooks)) == before
+    after = dict(torch_optimizer._global_optimizer_pre_hooks), dict(torch_optimizer._global_optimizer_post_hooks)
+    assert after == hooks
+
+
+def test_most_steps_are_not_metered() -> None:
+    model = Net()
+    fitted = _planned(model)
+    for _ in range(40):
+        _step(model, _batch())
+    assert fitted.applied._watch is not None and fitted.applied._watch.num_looked_at <= 8
