@@ -19,6 +19,7 @@ ORDER = (
     "ir",
     "_torch",
     "_pytree",
+    "_reachable",
     "_storages",
     "_allocation",
     "cost",

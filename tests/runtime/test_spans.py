@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import queue
 from collections.abc import Sequence
 
 import pytest
@@ -12,14 +13,14 @@ from torch import nn
 from recoup.ir.decision import Decision, Recompute
 from recoup.runtime.apply import apply_decisions
 
-_runs: collections.Counter[_Counting] = collections.Counter()  # not an attribute: a replay puts those back
+_runs: queue.SimpleQueue[_Counting] = queue.SimpleQueue()  # no state that a replay puts back
 
 
 class _Counting(nn.Conv2d):
     """A convolution that counts how often it runs, in replays too."""
 
     def _conv_forward(self, *args: torch.Tensor | None) -> torch.Tensor:
-        _runs[self] += 1
+        _runs.put(self)
         return super()._conv_forward(*args)  # type: ignore[arg-type]
 
 
@@ -49,13 +50,15 @@ def _compare(order: Sequence[str], plan: Sequence[Decision]) -> dict[str, int]:
     expected = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
     model.zero_grad()
     convolutions = {n: m for n, m in model.named_children() if isinstance(m, _Counting)}
-    _runs.clear()
+    while not _runs.empty():
+        _runs.get()
     with apply_decisions(model, plan):
         model(x).backward()
     for parameter, gradient in zip(model.parameters(), expected, strict=True):
         assert (parameter.grad is None) == (gradient is None)
         assert gradient is None or (parameter.grad is not None and torch.equal(parameter.grad, gradient))
-    return {name: _runs[module] for name, module in convolutions.items()}
+    counted = collections.Counter(_runs.get() for _ in range(_runs.qsize()))
+    return {name: counted[module] for name, module in convolutions.items()}
 
 
 def _span(*paths: str, call: int | None = None) -> Decision:

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from recoup import _torch
-from recoup.capture.reachable import Reached, roots_of, slots_of
+from recoup._reachable import Reached, roots_of, slots_of
 from recoup.capture.tensor_notes import CopyBeforeWrite, TensorNotes
 from recoup.errors import UsageError
 from recoup.runtime.recompute.rng_state import StreamState

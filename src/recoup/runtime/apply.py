@@ -37,6 +37,7 @@ from recoup.runtime.rebuild import saved_tensor
 from recoup.runtime.rebuild.apply_held import HeldSettings, HeldState, run_held
 from recoup.runtime.rebuild.lineage import current_recorder
 from recoup.runtime.recompute import region as regions
+from recoup.runtime.recompute.object_state import Places
 from recoup.runtime.recompute.rng_state import statistics_buffers
 from recoup.runtime.step_log import Counts, StepLog
 from recoup.runtime.step_watch import StepWatch
@@ -53,6 +54,7 @@ class StepState:
         self.proofs = Proofs()
         self.counts = Counts()
         self.unwritten: dict[str, set[int]] = {}
+        self.places: dict[str, Places] = {}
         self.suspended = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StepState:
@@ -218,6 +220,7 @@ class _Nested:
             offloads=region.offload,
             keep=region.keep,
             unwritten=settings.state.unwritten.setdefault(settings.path, set()),
+            places=settings.state.places.setdefault(settings.path, Places()),
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

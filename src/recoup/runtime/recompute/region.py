@@ -39,6 +39,7 @@ from recoup.runtime.recompute.ambient import Ambient
 from recoup.runtime.recompute.bindings import Bindings, storage_of
 from recoup.runtime.recompute.inputs import Inputs
 from recoup.runtime.recompute.module_state import COPIED_BYTES, AttributeState, walk
+from recoup.runtime.recompute.object_state import Places
 from recoup.runtime.recompute.rng_state import AutocastState, RandomState, StreamState, statistics_buffers
 from recoup.runtime.recompute.saved_outputs import Kept
 from recoup.runtime.recompute.spot_check import Sample
@@ -96,6 +97,7 @@ class _Step:
         "given",
         "inputs",
         "kept",
+        "objects",
         "random",
         "streams",
     )
@@ -118,6 +120,7 @@ class _Step:
         written = (*member.buffers, *statistics_buffers(modules)) if has_attributes else ()
         self.attributes = AttributeState(modules, self.inputs.others, written)
         self.streams = StreamState([*self.inputs.others, *self.attributes.others])
+        self.objects = member.places.note(modules, self.attributes.others) if has_attributes else None
         self.bindings = Bindings(modules)
         self.given = {storage_of(t) for t in self.inputs.tensors}
         self.ambient = Ambient()
@@ -127,12 +130,14 @@ class _Step:
         """Forgets what the forward, which is over now, did not change."""
         self.random.settle()
         self.attributes.settle()
+        if self.objects is not None:
+            self.objects.settle()
 
     def check(self, path: str) -> None:
         """Raises if something was changed in place that the second forward would read."""
         self.bindings.check(path)
         self.inputs.check()
-        what = self.attributes.changed()
+        what = self.attributes.changed() or (self.objects.changed() if self.objects is not None else "")
         if what:
             raise ReplayError(
                 f"Region `{path}`: its tensor `{what}` was changed in place since its forward began, after it or being "
@@ -151,6 +156,8 @@ class _Step:
             if with_attributes:
                 stack.enter_context(self.bindings.replayed())
                 stack.enter_context(self.attributes.replayed())
+                if self.objects is not None:
+                    stack.enter_context(self.objects.replayed())
             stack.enter_context(self.ambient.replayed())
             yield
 
@@ -162,6 +169,7 @@ class Member:
         path: for messages. module: weakly held. forward: what runs. buffers: names of those its forward changes.
         derives: whether the replay may rederive; derives_by_default: outside of deeper decisions.
         offloads: whether its inputs go to the host. keep: labels of ops whose results stay, see `saved_outputs`.
+        places: where its modules keep state besides their attributes; all calls share it.
         unwritten: positions, among the tensors saved, of those known to be left unwritten; all calls share it.
     """
 
@@ -177,8 +185,10 @@ class Member:
         offloads: bool = False,
         keep: tuple[str, ...] = (),
         unwritten: set[int] | None = None,
+        places: Places | None = None,
     ) -> None:
         self.path = path
+        self.places = Places() if places is None else places
         self.unwritten = set() if unwritten is None else unwritten
         self.module = module
         self.forward = forward
@@ -307,6 +317,8 @@ class Frame:
                 if self.is_chunk:
                     stack.enter_context(self.steps[0].bindings.replayed())
                     stack.enter_context(self.steps[0].attributes.replayed())
+                    if self.steps[0].objects is not None:
+                        stack.enter_context(self.steps[0].objects.replayed())
                 previous: list[torch.Tensor] = []
                 for step in self.steps:
                     args, kwargs = step.inputs.rebuild(previous)

@@ -16,7 +16,7 @@ import random
 import sys
 import sysconfig
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -42,9 +42,12 @@ class Reached:
         slotted: objects with `__slots__`. classes: a user's own. cells: of closures. bindings: (globals, name) that a
             user's function names. arrays: numpy's. raw: `bytearray`s and arrays. streams: random number generators.
         once_only: generators, files and their like, which cannot be put back, with their holder and key in it.
+
+    Args:
+        roots: where to look from, by name. around: of a module that these are part of, only attributes are looked at.
     """
 
-    def __init__(self, roots: Mapping[str, Any]) -> None:
+    def __init__(self, roots: Mapping[str, Any], *, around: Iterable[nn.Module] = ()) -> None:
         self.tensors: list[tuple[str, torch.Tensor]] = []
         self.containers: list[tuple[str, Any]] = []
         self.slotted: list[tuple[str, Any]] = []
@@ -56,6 +59,7 @@ class Reached:
         self.streams: list[tuple[str, Any]] = []
         self.once_only: list[tuple[str, Any, Any, Any]] = []
         self._seen: dict[int, Any] = {}
+        self._around = frozenset(map(id, around))
         self._bound: set[tuple[int, str]] = set()
         self._owned: dict[str, bool] = {}
         todo = collections.deque(roots.items())
@@ -124,7 +128,8 @@ class Reached:
             yield from ((f"{name}[...]", value) for value in list(container) if type(value) not in _ATOMS)
         if isinstance(container, collections.defaultdict):
             yield name, container.default_factory
-        yield name, getattr(container, "__dict__", None)
+        if type(container).__module__ not in ("builtins", "collections"):
+            yield name, getattr(container, "__dict__", None)
 
     def _noting_once_only(self, name: str, value: Any, holder: Any, key: Any) -> tuple[str, Any]:
         is_file = isinstance(value, io.IOBase) and value not in (sys.stdout, sys.stderr, sys.stdin)
@@ -173,6 +178,10 @@ class Reached:
 
     def _look_at_object(self, name: str, item: Any) -> Iterator[tuple[str, Any]]:
         attributes = getattr(item, "__dict__", None)
+        if isinstance(item, nn.Module) and any(id(m) in self._around for m in item.modules()):
+            assert attributes is not None
+            for table in _TABLES:
+                self._seen[id(attributes[table])] = attributes[table]
         if type(attributes) is dict:
             yield name, attributes
         slots = slots_of(type(item))

@@ -1,0 +1,251 @@
+"""State of a region that is no attribute of its modules: as the forward found it, for its second run.
+
+Counters in plain objects, dicts in dicts, tensors in lists, a module that is not registered, closures of hooks, class
+attributes, globals: whatever `_reachable` finds from the region's modules beyond what `module_state.py` holds. Finding
+it takes milliseconds, so it is found once and again only when something new was put somewhere; noting it compares
+each thing with its last copy, so that what does not change takes no memory.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from recoup import _torch
+from recoup._reachable import Reached, slots_of
+from recoup.runtime.recompute.rng_state import StreamState, version_of
+
+COPIED_BYTES = 1 << 16
+_ABSENT = object()
+_CONTAINERS = (list, dict, set, tuple, collections.deque)
+_INTERNAL = tuple(k for k, v in nn.Module().__dict__.items() if isinstance(v, (dict, set)))  # tables and hooks
+
+
+class _Place:
+    """Something that holds values: how to read them, and how to put others there."""
+
+    __slots__ = ("last", "name", "put", "read")
+
+    def __init__(self, name: str, read: Callable[[], Any], put: Callable[[Any], None]) -> None:
+        self.name = name
+        self.read = read
+        self.put = put
+        self.last = read()
+
+    def now(self) -> Any:
+        """Returns what is there: the very same copy as the last time if nothing has changed."""
+        found = self.read()
+        if not is_same(found, self.last):
+            self.last = found
+        return self.last
+
+
+class Places:
+    """Where a region's modules keep state besides their attributes."""
+
+    def __init__(self) -> None:
+        self._found: list[_Place] = []
+        self._tensors: list[tuple[str, torch.Tensor]] = []
+        self._streams: list[Any] = []
+        self._key: list[int] | None = None
+
+    def note(self, modules: Sequence[tuple[str, nn.Module]], others: Sequence[Any]) -> ObjectState:
+        """Returns the state at this moment.
+
+        Args:
+            modules: the region's, by path, itself first. others: objects of unknown kind among their attributes.
+        """
+        key = [id(m) for _, m in modules] + [id(o) for o in others]
+        if key != self._key:
+            self._look(dict(modules))
+            self._key = key
+        return ObjectState(self._found, self._tensors, self._streams, self._forget)
+
+    def _forget(self) -> None:
+        self._key = None
+
+    def _look(self, modules: dict[str, nn.Module]) -> None:
+        found = Reached(modules, around=list(modules.values())[:1])
+        own: set[int] = set()  # what `AttributeState` holds
+        for module in modules.values():
+            attributes = module.__dict__
+            held = [*attributes.values(), *module._parameters.values(), *module._buffers.values()]
+            own.update(id(h) for h in held if not isinstance(h, _CONTAINERS))
+            own.update(id(attributes.get(k)) for k in _INTERNAL)
+            own.add(id(attributes))
+        self._found = [_container(n, c) for n, c in found.containers if id(c) not in own]
+        self._found += [_slotted(n, o) for n, o in found.slotted]
+        self._found += [_class(n, k) for n, k in found.classes]
+        self._found += [_cell(n, c) for n, c in found.cells]
+        self._found += [_binding(n, scope, key) for n, scope, key in found.bindings]
+        self._found += [_array(n, a) for n, a in found.arrays if a.nbytes <= COPIED_BYTES and a.flags.writeable]
+        self._found += [_raw(n, r) for n, r in found.raw]
+        self._tensors = [(n, t) for n, t in found.tensors if id(t) not in own and t.layout is torch.strided]
+        self._streams = [s for _, s in found.streams if id(s) not in own]
+
+
+class ObjectState:
+    """What was in some places at one moment."""
+
+    __slots__ = ("_forget", "_held", "_streams", "_tensors")
+
+    def __init__(
+        self,
+        places: list[_Place],
+        tensors: list[tuple[str, torch.Tensor]],
+        streams: list[Any],
+        forget: Callable[[], None],
+    ) -> None:
+        self._held = [(place, place.now()) for place in places]
+        self._tensors = [(name, t, version_of(t), _copy(t)) for name, t in tensors]
+        self._streams = StreamState(streams)
+        self._forget = forget
+
+    def settle(self) -> None:
+        """Has places looked for again at the next call if the forward, which is over now, changed any."""
+        if any(not is_same(place.read(), held) for place, held in self._held):
+            self._forget()
+
+    def changed(self) -> str:
+        """Returns the name of a tensor that was changed in place since and of which there is no copy, or ""."""
+        return next((n for n, t, v, copy in self._tensors if copy is None and version_of(t) != v), "")
+
+    @contextlib.contextmanager
+    def replayed(self) -> Iterator[None]:
+        """Puts back what was there and, at the end, what is there now."""
+        differing = [(place, held, now) for place, held in self._held if not is_same(now := place.read(), held)]
+        tensors = [(t, copy, _copy(t), version_of(t)) for _, t, _, copy in self._tensors if copy is not None]
+        present = [(place, place.read()) for place, _ in self._held]
+        try:
+            for place, held, _ in differing:
+                place.put(held)
+            for tensor, copy, _, _ in tensors:
+                _put_values(tensor, copy)
+            with self._streams.replayed():
+                yield
+        finally:
+            for place, now in present:
+                if not is_same(place.read(), now):
+                    place.put(now)
+            for tensor, _, values, version in tensors:
+                _put_values(tensor, values)
+                _torch.set_version(tensor, version)
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Whether two copies hold the very same objects; of numbers, the same values."""
+    if type(one) is dict:
+        return one.keys() == other.keys() and all(v is other[k] for k, v in one.items())
+    if type(one) is list:
+        return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
+    return one is other or (type(one) in (set, bytes) and bool(one == other))
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Returns the values of a small tensor; a real one's past every mode, so that nobody takes it for an op."""
+    if tensor.nbytes > COPIED_BYTES or tensor.device.type == "meta":
+        return None
+    if _torch.is_fake(tensor):
+        return tensor.detach().clone()
+    with _torch.without_dispatch_modes(), torch.no_grad():
+        return tensor.detach().clone()
+
+
+def _put_values(tensor: torch.Tensor, values: torch.Tensor | None) -> None:
+    if values is not None and not _torch.is_fake(tensor):
+        with _torch.without_dispatch_modes(), torch.no_grad():
+            tensor.data.copy_(values)
+
+
+def _container(name: str, container: Any) -> _Place:
+    if isinstance(container, dict):
+        return _Place(name, lambda: dict(dict.items(container)), lambda v: _fill(container, v))
+    if isinstance(container, set):
+        return _Place(name, lambda: set(container), lambda v: _fill_set(container, v))
+    return _Place(name, lambda: list(container), lambda v: _fill(container, v))
+
+
+def _fill_set(container: set[Any], held: set[Any]) -> None:
+    set.clear(container)
+    set.update(container, held)
+
+
+def _fill(container: Any, held: Any) -> None:
+    kind: Any = next(k for k in type(container).__mro__ if k.__module__ in ("builtins", "collections"))
+    kind.clear(container)
+    if isinstance(container, dict):
+        for key, value in held.items():
+            kind.__setitem__(container, key, value) if kind is not dict else dict.__setitem__(container, key, value)
+    else:
+        kind.extend(container, held)
+
+
+def _slotted(name: str, item: Any) -> _Place:
+    names = slots_of(type(item))
+
+    def put(values: dict[str, Any]) -> None:
+        for key, value in values.items():
+            if value is not _ABSENT:
+                object.__setattr__(item, key, value)
+            elif hasattr(item, key):
+                object.__delattr__(item, key)
+
+    return _Place(name, lambda: {key: getattr(item, key, _ABSENT) for key in names}, put)
+
+
+def _class(name: str, kind: type) -> _Place:
+    def read() -> dict[str, Any]:
+        return {k: v for k, v in vars(kind).items() if not k.startswith("__")}
+
+    def put(values: dict[str, Any]) -> None:
+        now = read()
+        for key in now.keys() - values.keys():
+            type.__delattr__(kind, key)
+        for key, value in values.items():
+            if now.get(key, _ABSENT) is not value:
+                type.__setattr__(kind, key, value)
+
+    return _Place(name, read, put)
+
+
+def _cell(name: str, cell: Any) -> _Place:
+    def read() -> Any:
+        try:
+            return [cell.cell_contents]
+        except ValueError:
+            return []
+
+    def put(values: Any) -> None:
+        if values:
+            cell.cell_contents = values[0]
+
+    return _Place(name, read, put)
+
+
+def _binding(name: str, scope: dict[str, Any], key: str) -> _Place:
+    def put(values: Any) -> None:
+        if values:
+            scope[key] = values[0]
+        else:
+            scope.pop(key, None)
+
+    return _Place(name, lambda: [scope[key]] if key in scope else [], put)
+
+
+def _array(name: str, array: Any) -> _Place:
+    def put(values: bytes) -> None:
+        array[...] = type(array)(array.shape, array.dtype, values)
+
+    return _Place(name, array.tobytes, put)
+
+
+def _raw(name: str, raw: Any) -> _Place:
+    def put(values: bytes) -> None:
+        raw[:] = type(raw)(values) if isinstance(raw, bytearray) else type(raw)(raw.typecode, values)
+
+    return _Place(name, lambda: bytes(raw), put)
