@@ -394,7 +394,11 @@ def _apply_rebuild(model: nn.Module, decision: Rebuild, decisions: Sequence[Deci
             f"`{other.path}`. Make a plan with one or the other."
         )
     state = HeldState(decision)
-    patches = [patch(module, run_held, HeldSettings(path=path, state=state)) for path, module in model.named_modules()]
+    patches = [
+        patch(module, run_held, HeldSettings(path=path, state=state))
+        for path, module in model.named_modules()
+        if not isinstance(module, torch.jit.ScriptModule)  # what runs inside belongs to the call around it
+    ]
     return Applied(model, patches, state)
 
 

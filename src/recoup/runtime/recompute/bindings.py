@@ -75,11 +75,14 @@ class Bindings:
         self._parameters: list[tuple[weakref.ref[nn.Module], dict[str, Any]]] = []
         self._children: list[tuple[weakref.ref[nn.Module], dict[str, Any]]] = []
         for path, module in modules:
-            if module._modules:
+            # A ScriptModule's tables are windows on what TorchScript holds, which nobody binds anew.
+            is_bound_anew = not isinstance(module, torch.jit.ScriptModule)
+            if module._modules and is_bound_anew:
                 self._children.append((weakref.ref(module), module._modules.copy()))
             if not module._parameters:
                 continue
-            self._parameters.append((weakref.ref(module), module._parameters.copy()))
+            if is_bound_anew:
+                self._parameters.append((weakref.ref(module), module._parameters.copy()))
             for name, tensor in module._parameters.items():
                 if tensor is not None and id(tensor) not in self._weights:
                     self._weights[id(tensor)] = _Weight(f"{path}.{name}" if path else name, tensor)
