@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import warnings
 from typing import Any
 
@@ -35,14 +36,14 @@ class Lying(nn.Module):
         return self.down(torch.tanh(self.act(self.up(x))))
 
 
-_runs = [0.0]
+_runs: queue.SimpleQueue[int] = queue.SimpleQueue()  # what nobody can put back
 
 
 class Act(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        _runs[0] += 1.0
+        _runs.put(1)
         where = torch.zeros_like(x)
-        where[5, 17] = 1e-3 * _runs[0]
+        where[5, 17] = 1e-3 * _runs.qsize()
         return x.exp() + where
 
 

@@ -30,6 +30,7 @@ def candidate(decisions: Decisions, peak_bytes: int, step_seconds: float) -> Can
         peak_bytes=peak_bytes,
         step_seconds=step_seconds,
         recomputed_flops=len(decisions),
+        forward_saved_bytes=0,
         saved_bytes=0,
         phase="backward",
         tensors=(),

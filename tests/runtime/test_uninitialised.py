@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -55,24 +56,24 @@ class _Drifts(nn.Module):
         self.linear = nn.Linear(64, 64)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.linear(functional.rrelu(x)) * _factor[0]).sin()
+        return (self.linear(functional.rrelu(x)) * float(os.environ.get(_FACTOR, "1"))).sin()
 
 
-_factor = [1.0]
+_FACTOR = "RECOUP_TEST_FACTOR"  # nobody puts the environment back
 
 
-def test_a_drift_beside_it_is_found_still() -> None:
+def test_a_drift_beside_it_is_found_still(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(nn.Linear(8, 64), _Drifts())
     with apply_decisions(model, [Recompute(path="1")]):
         for factor in (1.0, 2.0):
+            monkeypatch.delenv(_FACTOR, raising=False)
             loss = model(torch.randn(64, 8)).sum()
-            _factor[0] = factor
+            monkeypatch.setenv(_FACTOR, str(factor))
             if factor == 1.0:
                 loss.backward()
             else:
                 with pytest.raises(RuntimeError, match="E206"):
                     loss.backward()
-    _factor[0] = 1.0
 
 
 def _ran(overload: Any, *args: Any, num_results: int) -> list[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -110,7 +109,7 @@ def find_tiled_modules(spec: StepSpec, plain: Trace, *, peak_bytes: int) -> Tile
         except UsageError as error:
             refused[path] = str(error)
             continue
-        hook = functools.partial(_judge, kind, tokens, refused)
+        hook = _Judge(kind, tokens, refused)
         removers.append(modules[path].register_forward_pre_hook(hook, with_kwargs=True))
     try:
         if removers:
@@ -122,23 +121,31 @@ def find_tiled_modules(spec: StepSpec, plain: Trace, *, peak_bytes: int) -> Tile
     return TiledModules(kinds=tuple(outermost(kinds, proved)), tokens=tokens, refused=refused)
 
 
-def _judge(
-    kind: TileKind, tokens: dict[str, int], refused: dict[str, str], module: nn.Module, args: Any, kwargs: Any
-) -> None:
-    """Notes whether a module that is called now is position-wise."""
-    path = kind.paths[0]
-    if execution_context.is_in_tile() or path in tokens or path in refused:
-        return
-    if not is_tileable(args, kwargs):
-        refused[path] = "it is not given positions and features"
-        return
-    num = tensors_of((args, kwargs))[0].shape[:-1].numel()
-    tiling = Tiling(path, module.forward, args, kwargs, tile_rows=kind.tile_tokens(num))
-    reason = proof_of(tiling, module).reason
-    if reason:
-        refused[path] = reason
-    else:
-        tokens[path] = num
+class _Judge:
+    """A forward pre-hook: notes whether a module that is called now is position-wise.
+
+    An object of ours: what a capture notes and puts back of everything that hooks reach is not its.
+    """
+
+    def __init__(self, kind: TileKind, tokens: dict[str, int], refused: dict[str, str]) -> None:
+        self.kind = kind
+        self.tokens = tokens
+        self.refused = refused
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        path = self.kind.paths[0]
+        if execution_context.is_in_tile() or path in self.tokens or path in self.refused:
+            return
+        if not is_tileable(args, kwargs):
+            self.refused[path] = "it is not given positions and features"
+            return
+        num = tensors_of((args, kwargs))[0].shape[:-1].numel()
+        tiling = Tiling(path, module.forward, args, kwargs, tile_rows=self.kind.tile_tokens(num))
+        reason = proof_of(tiling, module).reason
+        if reason:
+            self.refused[path] = reason
+        else:
+            self.tokens[path] = num
 
 
 def retile(decisions: Sequence[Decision], tile_tokens: int) -> tuple[Decision, ...]:

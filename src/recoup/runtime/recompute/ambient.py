@@ -2,7 +2,7 @@
 
 `sdpa_kernel`, a `TorchFunctionMode`, `torch.device` as a context, `parametrize.cached()`, a `contextvars.ContextVar`:
 each may be on around the forward only, or around backward only. The replay runs under what was on when its region was
-entered, and nothing else; afterwards everything is as before it.
+entered, and torch's own counters that are on now (`FlopCounterMode`); afterwards everything is as before it.
 """
 
 from __future__ import annotations
@@ -34,13 +34,22 @@ class Ambient:
         """Runs the forward with the context variables as they were; what it sets is gone afterwards, as any context."""
         return self._context.copy().run(forward, *args, **kwargs)
 
+    def _observers(self) -> tuple[Any, ...]:
+        """Returns torch's own modes that are on now and were not: they count what backward runs, replays included."""
+        now = _torch.user_modes()[1]
+        return tuple(
+            m
+            for m in now
+            if type(m).__module__.startswith("torch.utils.") and not any(m is known for known in self._modes[1])
+        )
+
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:
         """Puts modes, flags and global hooks as they were and, at the end, as they are now."""
         with contextlib.ExitStack() as stack:
             if self._mode_state is not None and self._modes != _torch.user_modes():
                 stack.enter_context(self._mode_state.replayed())  # a mode that is off by now sees nothing of a replay
-            stack.enter_context(_torch.under_modes(self._modes))
+            stack.enter_context(_torch.under_modes((self._modes[0], (*self._modes[1], *self._observers()))))
             stack.enter_context(_torch.under_flags(self._flags))
             stack.enter_context(_torch.under_global_forward_hooks(self._hooks))
             stack.enter_context(_torch.under_parametrization_cache(self._parametrized))
