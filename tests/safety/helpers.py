@@ -58,11 +58,20 @@ def fit(model: nn.Module, batch: Any, *, budget: int | str = "65%", **options: A
     return recoup.fit(model, batch, budget=budget, **options)
 
 
-def fakes_left() -> int:
-    """Returns how many fake tensors there are in this process."""
+others: list[torch.Tensor] = []  # fake tensors that were there when a test began; see conftest.py
+
+
+def all_fakes() -> list[torch.Tensor]:
+    """Returns the fake tensors of this process."""
     gc.collect()
     kind = _torch._fake_tensor_class()
-    return sum(1 for o in gc.get_objects() if type(o) is kind)
+    return [t for t in gc.get_objects() if type(t) is kind]
+
+
+def fakes_left() -> int:
+    """Returns how many fake tensors there are that were not there when the test began."""
+    known = {id(t) for t in others}
+    return sum(id(t) not in known for t in all_fakes())
 
 
 def assert_trains_like(model: nn.Module, twin: nn.Module, batch: tuple[Any, ...], *, steps: int = 2) -> None:

@@ -21,8 +21,8 @@ from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import recoup
-from recoup import _torch
 from recoup.runtime import execution_context
+from tests.safety.helpers import fakes_left
 
 ROOT = str(Path(recoup.__file__).parent)
 NUM_QUICK, NUM_SLOW = 12, 50  # points of each of the four functions
@@ -105,12 +105,6 @@ def same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-def fakes() -> int:
-    gc.collect()
-    kind = _torch._fake_tensor_class()
-    return sum(1 for o in gc.get_objects() if type(o) is kind)
-
-
 def calls(training: Training, plan: Any) -> dict[str, Callable[[], Any]]:
     model, batch = training.model, training.batch
     given: dict[str, Any] = {"loss": Training.loss, "optimizer": training.optimizer}
@@ -171,7 +165,7 @@ def count_lines(name: str, plan: Any) -> int:
 
 
 def check(training: Training, states: list[list[Any]], where: str) -> None:
-    assert fakes() == 0, f"fake tensors are left, {where}"
+    assert fakes_left() == 0, f"fake tensors are left, {where}"
     for name, (now, before) in enumerate(zip(training.state(), states[0], strict=True)):
         assert same(now, before), f"item {name} is not as it was, {where}: {now} {before}"
     for i, expected in enumerate(states[1:]):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import types
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -38,6 +39,8 @@ class PatchedForward:
         self.settings = settings
         self.previous = previous
         self.removed = False
+        is_function = isinstance(inspect.getattr_static(type(module), "forward", None), types.FunctionType)
+        self._kind = type(module) if is_function else None  # of which a forward is called with the module, as usual
         self._copies: weakref.WeakKeyDictionary[nn.Module, PatchedForward] = weakref.WeakKeyDictionary()
 
     @property
@@ -59,7 +62,11 @@ class PatchedForward:
             return self.runner(self, args, kwargs)
         if self.previous is not None:
             return self.previous(*args, **kwargs)
-        return class_forward(self._module())(*args, **kwargs)  # type: ignore[arg-type]  # generation's hot path
+        module = self._module()  # from here on generation's hot path
+        kind = type(module)
+        if kind is self._kind:
+            return kind.forward(module, *args, **kwargs)  # type: ignore[union-attr]
+        return class_forward(module)(*args, **kwargs)  # type: ignore[arg-type]
 
     @property
     def __wrapped__(self) -> Any:
