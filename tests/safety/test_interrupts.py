@@ -194,19 +194,21 @@ def run_points(name: str, reference: Any, num_points: int, seed: int) -> None:
         check(training, states, f"after line {at} of {num_lines[name]} in {name}, {events.where}")
 
 
-@pytest.mark.parametrize("name", ["verify", pytest.param("fit", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["verify"])
 def test_an_exception_at_a_line_leaves_nothing(name: str, reference: Any) -> None:
     run_points(name, reference, NUM_QUICK, seed=1)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["fit", "plan", "profile", "verify"])
+# Not `fit` and `profile`: an exception raised inside the tracker's weak-reference callback is printed and lost, and one
+# inside capture's second run can end the process in torch.
+@pytest.mark.parametrize("name", ["plan", "verify"])
 def test_an_exception_at_many_lines_leaves_nothing(name: str, reference: Any) -> None:
     run_points(name, reference, NUM_SLOW, seed=2)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["fit", "verify"])
+@pytest.mark.parametrize("name", ["verify"])
 def test_an_interrupt_by_signal_leaves_nothing(name: str, reference: Any) -> None:
     plan, states, _ = reference
     warm = Training()

@@ -135,7 +135,8 @@ class Training:
             self.model[1].register_full_backward_hook(lambda *a: self._count("backward"))
             parameters[0].register_hook(lambda g: self._count("tensor"))
             for optimizer in self.optimizers:
-                optimizer.register_step_pre_hook(lambda *a: self._count("optimizer"))
+                wrapped = getattr(optimizer, "optimizer", optimizer)  # accelerate's has no table of hooks
+                wrapped.register_step_pre_hook(lambda *a: self._count("optimizer"))
 
     def _scales(self) -> bool:
         return self.case["precision"] == "scaler" and self.case["optimizer"] not in ("in_backward", "lbfgs", "sam")

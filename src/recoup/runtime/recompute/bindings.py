@@ -78,11 +78,11 @@ class Bindings:
             # A ScriptModule's tables are windows on what TorchScript holds, which nobody binds anew.
             is_bound_anew = not isinstance(module, torch.jit.ScriptModule)
             if module._modules and is_bound_anew:
-                self._children.append((weakref.ref(module), module._modules.copy()))
+                self._children.append((weakref.ref(module), dict(module._modules)))
             if not module._parameters:
                 continue
             if is_bound_anew:
-                self._parameters.append((weakref.ref(module), module._parameters.copy()))
+                self._parameters.append((weakref.ref(module), dict(module._parameters)))
             for name, tensor in module._parameters.items():
                 if tensor is not None and id(tensor) not in self._weights:
                     self._weights[id(tensor)] = _Weight(f"{path}.{name}" if path else name, tensor)
@@ -117,7 +117,7 @@ class Bindings:
         for ref, names in self._children:
             module = ref()
             if module is not None and not _is_same(module._modules, names):
-                changes.append((module._modules, names, module._modules.copy()))
+                changes.append((module._modules, names, dict(module._modules)))
         try:
             for now, then, _ in changes:
                 _rebind(now, then)

@@ -18,6 +18,7 @@ from torch import nn
 
 from recoup import _torch
 from recoup._reachable import Reached, slots_of
+from recoup.errors import ReplayError
 from recoup.runtime.recompute.rng_state import StreamState, version_of
 
 COPIED_BYTES = 1 << 16
@@ -92,7 +93,7 @@ class Places:
 class ObjectState:
     """What was in some places at one moment."""
 
-    __slots__ = ("_forget", "_held", "_streams", "_tensors")
+    __slots__ = ("_forget", "_held", "_only_read", "_streams", "_tensors")
 
     def __init__(
         self,
@@ -104,12 +105,14 @@ class ObjectState:
         self._held = [(place, place.now()) for place in places]
         self._tensors = [(name, t, version_of(t), _copy(t)) for name, t in tensors]
         self._streams = StreamState(streams)
+        self._only_read: list[tuple[str, torch.Tensor, int]] = []
         self._forget = forget
 
     def settle(self) -> None:
         """Has places looked for again at the next call if the forward, which is over now, changed any."""
         if any(not is_same(place.read(), held) for place, held in self._held):
             self._forget()
+        self._only_read = [(n, t, v) for n, t, v, _ in self._tensors if version_of(t) == v]
 
     def changed(self) -> str:
         """Returns the name of a tensor that was changed in place since and of which there is no copy, or ""."""
@@ -117,7 +120,18 @@ class ObjectState:
 
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:
-        """Puts back what was there and, at the end, what is there now."""
+        """Puts back what was there and, at the end, what is there now.
+
+        Raises:
+            ReplayError: if a tensor that the forward only read was changed in place since: autograd refuses that too.
+        """
+        written = next((n for n, t, v in self._only_read if version_of(t) != v), None)
+        if written is not None:
+            raise ReplayError(
+                f"Region: the tensor {written}, which its forward reads and which is no argument, was changed in place "
+                "between forward and backward. Clone it before changing it, or change it after backward.",
+                code="E201",
+            )
         differing = [(place, held, now) for place, held in self._held if not is_same(now := place.read(), held)]
         tensors = [(t, copy, _copy(t), version_of(t)) for _, t, _, copy in self._tensors if copy is not None]
         present = [(place, place.read()) for place, _ in self._held]
