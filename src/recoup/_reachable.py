@@ -28,7 +28,16 @@ _ATOMS = frozenset(
 _CONTAINERS = (list, dict, set, collections.deque)
 _BYTES = (bytearray, array.array)
 _ONCE_ONLY = (types.GeneratorType, map, filter, zip, enumerate, reversed)
-_OPAQUE = ("torch.utils", "torch.distributed", "torch.fx", "torch.jit", "torch.profiler", "torch._", "recoup")
+_OPAQUE = (
+    "torch.utils",
+    "deepspeed",
+    "torch.distributed",
+    "torch.fx",
+    "torch.jit",
+    "torch.profiler",
+    "torch._",
+    "recoup",
+)
 _HOLDERS = ("collections", "types", "argparse", "functools", "contextvars")  # of the standard library, with state
 _TABLES = ("_modules", "_parameters", "_buffers")
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
