@@ -111,6 +111,8 @@ class Reached:
             yield from self._look_at_object(name, item)
 
     def _look_at_tensor(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, Any]]:
+        if hasattr(tensor, "ds_id"):  # ZeRO-3 owns it, and hangs its optimizer on it
+            return
         self.tensors.append((name, tensor))
         for hooks in _HOOKS:
             yield f"{name}.{hooks}", getattr(tensor, hooks, None)

@@ -200,8 +200,8 @@ def test_an_exception_at_a_line_leaves_nothing(name: str, reference: Any) -> Non
 
 
 @pytest.mark.slow
-# Not `fit`, `plan` and `profile`: an exception raised inside the tracker's weak-reference callback is printed and lost, and one
-# inside capture's second run can end the process in torch.
+# Not `fit`, `plan` and `profile`: an exception inside the tracker's weak-reference callback is printed and lost, and
+# one inside capture's second run can end the process in torch.
 @pytest.mark.parametrize("name", ["verify"])
 def test_an_exception_at_many_lines_leaves_nothing(name: str, reference: Any) -> None:
     run_points(name, reference, NUM_SLOW, seed=2)
