@@ -352,7 +352,7 @@ class Frame:
             first = f"{slot.dtype} {list(slot.shape)}"
             return self._drift(f"saved {tensor.dtype} {list(tensor.shape)} where the first one saved {first}", "E205")
         found = self.weight_of(tensor)
-        if found == slot.weight:
+        if found == slot.weight or (None not in (found, slot.weight) and _moves(tensor)):
             return None
         kinds = ["an activation" if w is None else "a weight" for w in (found, slot.weight)]
         return self._drift(f"saved {kinds[0]} where the first one saved {kinds[1]}, or another one", "E205")
@@ -479,3 +479,8 @@ def run_region(
     except ReplayError as error:
         error.region = error.region or member.path
         raise
+
+
+def _moves(weight: torch.Tensor) -> bool:
+    """Whether ZeRO-3 gathers a weight, or what it is a view of, into other memory each time."""
+    return hasattr(weight, "ds_id") or hasattr(weight._base, "ds_id")
