@@ -25,7 +25,7 @@ def ops_of(model: nn.Module, x: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -
     found: list[OpMark] = []
     real = segments.HeldRecorder.before_op
 
-    def before_op(self: segments.HeldRecorder, name: str) -> bool:
+    def before_op(self: segments.HeldRecorder, name: str) -> OpMark | None:
         frame = self._frames[-1]
         found.append(OpMark(path=frame.path, call=self._calls[frame.path] - 1, ordinal=frame.ordinal, op=name))
         return real(self, name)
@@ -65,10 +65,15 @@ def test_random_programs_under_random_plans(seed: int, monkeypatch: pytest.Monke
     plain = train(seed, None)
     rng = random.Random(seed)
     for share in (0.0, 0.1, 0.4):
-        starts = rng.choice([0.0, 0.03, 0.2])
+        starts, pieces = rng.choice([0.0, 0.03, 0.2]), rng.choice([0.0, 0.1, 0.3])
         marks = tuple(
             dataclasses.replace(
-                a, holds=rng.random() < share, begins_segment=rng.random() < starts, saves=rng.random() < 0.2
+                a,
+                holds=rng.random() < share,
+                begins_segment=rng.random() < starts,
+                saves=rng.random() < 0.2,
+                begins_piece=rng.random() < pieces,
+                is_joint=rng.random() < 0.3,
             )
             for a in addresses
         )

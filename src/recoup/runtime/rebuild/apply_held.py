@@ -54,7 +54,7 @@ def run_held(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, A
     """Runs a forward under a plan by tensor."""
     settings: HeldSettings = patched.settings
     state = settings.state
-    if state.suspended or _torch.inside_transform() or torch.compiler.is_compiling() or torch.compiler.is_exporting():
+    if torch.compiler.is_compiling():
         return patched.original(*args, **kwargs)
     recorder = current_recorder()
     if isinstance(recorder, HeldRecorder):
@@ -63,6 +63,8 @@ def run_held(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, A
             return patched.original(*args, **kwargs)
         finally:
             recorder.leave()
+    if state.suspended or _torch.inside_transform() or torch.compiler.is_exporting():
+        return patched.original(*args, **kwargs)
     if settings.path or recorder is not None:
         return patched.original(*args, **kwargs)
     recorder = HeldRecorder(state.marks)

@@ -122,6 +122,7 @@ SILENT_WRITERS = {
 _WRITES_NOTHING = frozenset({"record_stream", "requires_grad_", "retain_grad"})
 
 OPAQUE, CHEAP, IN_PLACE, VIEW, WRITES = range(5)
+DETACH = "aten.detach.default"  # not counted: where fake tensors are kept, the engine dispatches some of its own
 
 
 class OpFacts:
@@ -136,6 +137,7 @@ class OpFacts:
             reads may change places.
         pooled_dims: how many dimensions a max-pooling with indices pools, 0 for other ops.
         can_rerun: it computes new tensors from its arguments alone, dear or cheap: run again it gives the same bits.
+        is_counted: it has a number among the ops of a module's call.
         written: positions of positional arguments that are changed. written_names: of keyword ones.
     """
 
@@ -144,6 +146,7 @@ class OpFacts:
         "commutes",
         "function",
         "is_batch_norm",
+        "is_counted",
         "is_random_mask",
         "kind",
         "label",
@@ -172,6 +175,7 @@ class OpFacts:
         self.pooled_dims = _MAX_POOLS.get(name, 0)
         self.is_random_mask = name == "bernoulli_"
         self.label = f"{schema.name.replace('::', '.')}.{overload._overloadname}"
+        self.is_counted = self.label != DETACH and namespace != "prim"
         self.function = overload
         self.over = _in_place(name, overload) if namespace == "aten" and name in _OVER else None
         self.commutes = name in _COMMUTES

@@ -7,7 +7,9 @@
    remembers the sources. What no history leads to (random numbers, opaque kernels, inputs) is held.
 3. The first `Rebuilt` of a segment that backward unpacks has all of its segment's rebuilt: each op that is needed runs
    once, in forward order; an intermediate is let go after its last reader, a result after the last who waits for it.
-4. Nothing of the user's Python runs twice: the very overloads run on the very arguments, below autocast and autograd.
+4. A segment may be rebuilt in *pieces*: its first rebuild ends with what they start from, and each piece is rebuilt
+   from that when backward gets there. A piece is a segment whose `around` is the one it is a piece of.
+5. Nothing of the user's Python runs twice: the very overloads run on the very arguments, below autocast and autograd.
 
 The scheme is that of activation checkpointing (Chen et al., arXiv 1604.06174) with tensors in the place of modules.
 """
@@ -23,7 +25,7 @@ import torch
 from recoup import _torch
 from recoup.ir.decision import OpMark
 from recoup.runtime import execution_context
-from recoup.runtime.rebuild.cheap_ops import OPAQUE, op_facts
+from recoup.runtime.rebuild.cheap_ops import OPAQUE, VIEW, op_facts
 from recoup.runtime.rebuild.lineage import Geometry, Made, Read, Recorder, Surroundings, Value, geometry_of
 from recoup.runtime.rebuild.saved_tensor import (
     MIN_BYTES,
@@ -37,24 +39,29 @@ from recoup.runtime.rebuild.saved_tensor import (
     on_device,
     paused,
 )
-from recoup.runtime.waiting import Waiting
-
-DETACH = "aten.detach.default"  # not counted: where fake tensors are kept, the engine dispatches some of its own
+from recoup.runtime.waiting import Ticket, Waiting
 
 
 class Segment:
     """An interval of the forward's ops.
 
     Attributes:
-        pending: for each value, the `Rebuilt` that backward has still to unpack; they hold it once it was rebuilt.
+        around: the segment that this one is a piece of.
+        pending: for each value, those who have still to ask for it: `Rebuilt`s that backward unpacks, and pieces that
+            start from it. They hold it once it was rebuilt.
         sources: what keeps the held results that its values are rebuilt from.
+        joints: values that are held for its pieces once it was rebuilt. starts: those of `around` that a piece is
+            rebuilt from, with what it is served by.
     """
 
-    __slots__ = ("_reached", "pending", "sources")
+    __slots__ = ("__weakref__", "_reached", "around", "joints", "pending", "sources", "starts")
 
-    def __init__(self) -> None:
+    def __init__(self, around: Segment | None = None) -> None:
+        self.around = around
         self.pending: dict[Value, Waiting] = {}
         self.sources: dict[int, Source] = {}
+        self.joints: set[Value] = set()
+        self.starts: dict[Value, Ticket] = {}
         self._reached: set[Value] = set()
 
     def reach(self, value: Value) -> list[Source] | None:
@@ -64,6 +71,7 @@ class Segment:
         """
         found: dict[int, Source] = {}
         seen: set[Value] = set()
+        around = self.around
         stack = [value]
         while stack:
             current = stack.pop()
@@ -80,6 +88,13 @@ class Segment:
                 continue
             if current.made is None:
                 return None
+            if around is not None and current in around.joints:
+                further = around.reach(current)
+                if further is None:
+                    return None
+                found.update((id(source), source) for source in further)
+                self.starts[current] = around.pending.setdefault(current, Waiting()).add(self)
+                continue
             stack.extend(read.value for read in current.made.reads)
         self._reached |= seen
         self.sources.update(found)
@@ -97,9 +112,24 @@ class Segment:
                 found = self._rebuild({*asked, value})[value]
         return found
 
+    def _started(self) -> dict[Value, torch.Tensor]:
+        """Returns what a piece starts from, rebuilding the segment around it if that is not there.
+
+        From here on nobody else holds it: each goes after its last reader.
+        """
+        around = self.around
+        if around is None:
+            return {}
+        for value in self.starts:  # again, where a second backward asks after they were served
+            self.starts[value] = around.pending[value].add(self)
+        here = {value: around.result(value) for value in self.starts}
+        for value, ticket in self.starts.items():
+            around.pending[value].serve(ticket)
+        return here
+
     def _rebuild(self, wanted: set[Value]) -> dict[Value, torch.Tensor]:
         """Runs every op that leads to `wanted` once, in the order of the forward; returns their contents."""
-        here: dict[Value, torch.Tensor] = {}
+        here = self._started()
         for value, waiting in self.pending.items():
             if (known := waiting.result()) is not None:
                 here[value] = known
@@ -122,7 +152,7 @@ class Segment:
                 if read.value not in seen:
                     seen.add(read.value)
                     stack.append(read.value)
-        found: dict[Value, torch.Tensor] = {}
+        found = {value: here[value] for value in wanted if value in here}
         for order in sorted(ops):
             made, values = ops[order]
             args = _decoded(made.args, here)
@@ -204,9 +234,10 @@ class Rebuilt:
         if self.value.overwritten:
             size, _, _, dtype = self.geometry
             raise changed_since(f"{dtype} {list(size)}")
-        if self._under.are_here():
+        tensor = self._waiting.result()
+        if tensor is None and self._under.are_here():
             tensor = self.segment.result(self.value)
-        else:
+        elif tensor is None:
             with self._under.again():
                 tensor = self.segment.result(self.value)
         self._waiting.serve(self._ticket)
@@ -214,6 +245,7 @@ class Rebuilt:
         return laid(tensor, self.geometry)
 
 
+@_torch.without_dynamo_wrapper
 class HeldRecorder(Recorder):
     """Records every op that can run again, and holds the results that a plan names.
 
@@ -227,6 +259,7 @@ class HeldRecorder(Recorder):
     def __init__(self, marks: dict[tuple[str, int], dict[int, OpMark]]) -> None:
         super().__init__()
         self.segment = Segment()
+        self._around: Segment | None = None
         self._marks = marks
         self._held: list[Source] = []  # until forward ends: then those that something is rebuilt from stay
         self._leaves: dict[Value, Source] = {}
@@ -248,25 +281,32 @@ class HeldRecorder(Recorder):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if self.paused or func.namespace == "prim" or _torch.is_higher_order(func):
+        if self.paused or _torch.is_higher_order(func):
             return super().__torch_dispatch__(func, types, args, kwargs)
+        kwargs = kwargs or {}
         facts = op_facts(func)
-        holds = facts.label != DETACH and self.before_op(facts.label)
-        if facts.kind == OPAQUE and facts.can_rerun:
-            made = self._made(facts, args, kwargs or {})
-            out = func(*args, **(kwargs or {}))
+        mark = self.before_op(facts.label) if facts.is_counted else None
+        if facts.can_rerun and not facts.is_batch_norm:
+            made = self._made(facts, args, kwargs)
+            out = func(*args, **kwargs)
             if made is not None:
-                self._attach(made, out, has_side_results=True)
+                self._attach(made, out, has_side_results=facts.kind == OPAQUE or facts.pooled_dims > 0)
+        elif facts.kind in (OPAQUE, VIEW):
+            out = func(*args, **kwargs)
         else:
             out = super().__torch_dispatch__(func, types, args, kwargs)
-        if holds:
-            self.hold(out)
+        if mark is not None:
+            if mark.holds:
+                self.hold(out)
+            elif mark.is_joint:
+                self.join(out)
         return out
 
     def _read(self, tensor: torch.Tensor) -> Read:
-        read = super()._read(tensor)
-        self.read_leaf(read.value, tensor)
-        return read
+        value = self.value_of(tensor)
+        if value.made is None and value.constant is None:
+            self.read_leaf(value, tensor)
+        return Read(value, geometry_of(tensor))
 
     def _attach_one(self, made: Made, tensor: torch.Tensor, position: int) -> Value:
         found = self._existing(tensor)  # an op may return a view without its schema saying so
@@ -284,24 +324,26 @@ class HeldRecorder(Recorder):
         execution_context.rederived(tensor, [t for t in map(on_device, sources) if t is not None])
         return Rebuilt(value, geometry_of(tensor), self.segment, self.surroundings())
 
-    def before_op(self, name: str) -> bool:
-        """Counts an op of the innermost call; returns whether its results are held."""
+    def before_op(self, name: str) -> OpMark | None:
+        """Counts an op of the innermost call; returns what the plan says of it."""
         if not self._frames:
-            return False
+            return None
         self.num_ops += 1
         frame = self._frames[-1]
         ordinal, frame.ordinal = frame.ordinal, frame.ordinal + 1
         mark = frame.marks.get(ordinal) if frame.marks is not None else None
         if mark is None:
-            return False
+            return None
         if mark.op != name:
             self.lost.append(f"`{frame.path}`: op {ordinal} is {name}, was {mark.op}")
-            return mark.holds
+            return mark
         if mark.begins_segment:
-            self.segment = Segment()
+            self._around = Segment() if mark.begins_piece else None
             self._leaves.clear()
             self.deriving = not mark.saves
-        return mark.holds
+        if mark.begins_segment or mark.begins_piece:
+            self.segment = Segment(self._around)
+        return mark
 
     def hold(self, out: Any) -> None:
         """Holds the results of an op."""
@@ -314,9 +356,16 @@ class HeldRecorder(Recorder):
                 if kept is not None:
                     self._held.append(kept)
 
+    def join(self, out: Any) -> None:
+        """Notes that the results of an op are held for the pieces of the segment once it is rebuilt."""
+        if self._around is not None:
+            for tensor in out if isinstance(out, (tuple, list)) else (out,):
+                if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
+                    self._around.joints.add(self.value_of(tensor))
+
     def read_leaf(self, value: Value, tensor: torch.Tensor) -> None:
         """Holds, to the end of the segment at least, what an op reads and no op was seen to make."""
-        if value.constant is None and value.made is None and value not in self._leaves:
+        if value not in self._leaves:
             self._leaves[value] = value.alive() or keep(value, tensor)
 
 
