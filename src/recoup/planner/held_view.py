@@ -16,7 +16,7 @@ from recoup.cost.host_overhead import REPLAY_OVERHEAD_SECONDS
 from recoup.cost.model import PricedTrace
 from recoup.ir.decision import OpMark, Rebuild
 from recoup.ir.trace import Signature, TensorSpec, Trace
-from recoup.runtime.rebuild.cheap_ops import DETACH, IN_PLACE, OpFacts, op_facts
+from recoup.runtime.rebuild.cheap_ops import DETACH, HOLD, OpFacts, op_facts
 from recoup.runtime.rebuild.saved_tensor import MIN_BYTES
 from recoup.solver.build import Interval, measure
 from recoup.solver.held import Op
@@ -86,6 +86,7 @@ def held_view(priced: PricedTrace, *, kept_paths: frozenset[str] = frozenset()) 
         return value_of[storage]
 
     ops = []
+    dear: set[int] = set()  # what `recoup.hold` marks
     for at in positions:
         op = trace.ops[at]
         signature = trace.signatures[op.signature]
@@ -93,12 +94,15 @@ def held_view(priced: PricedTrace, *, kept_paths: frozenset[str] = frozenset()) 
         inputs = tuple(value_of[s] for s in op.inputs if s in value_of)
         fresh = [s for s in op.outputs if trace.storages[s].alloc_op == at]
         written = [s for s in op.outputs if s in op.inputs] if not signature.is_view else []
+        writes_known = bool(written) and all(s in value_of for s in written)
+        if signature.name == HOLD:
+            dear.update(inputs)
         is_mask = facts is not None and facts.is_random_mask
         outputs = tuple(new_value(s, at, is_mask=is_mask) for s in (*fresh, *written))
         can_rerun = (
             facts is not None
             and trace.calls[op.call].path not in kept_paths
-            and (facts.can_rerun or (facts.kind == IN_PLACE and bool(written)))
+            and (facts.can_rerun or (facts.can_rewrite and writes_known))
         )
         ops.append(
             Op(
@@ -108,6 +112,8 @@ def held_view(priced: PricedTrace, *, kept_paths: frozenset[str] = frozenset()) 
                 can_rerun=can_rerun,
             )
         )
+    if dear:
+        ops = [dataclasses.replace(op, can_rerun=op.can_rerun and dear.isdisjoint(op.outputs)) for op in ops]
     saves: list[list[int]] = [[] for _ in positions]
     after_bytes = 0
     for index, storage in enumerate(trace.storages):

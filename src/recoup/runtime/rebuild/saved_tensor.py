@@ -471,6 +471,7 @@ def _pack(tensor: torch.Tensor) -> Any:
         made is not None
         and num_bytes >= MIN_BYTES
         and recorder.deriving
+        and recorder.is_cheap
         and value.base is not None
         and value.base[3] == tensor.dtype
     ):

@@ -23,9 +23,10 @@ from typing import Any
 import torch
 
 from recoup import _torch
+from recoup.errors import ReplayError
 from recoup.ir.decision import OpMark
 from recoup.runtime import execution_context
-from recoup.runtime.rebuild.cheap_ops import OPAQUE, VIEW, op_facts
+from recoup.runtime.rebuild.cheap_ops import HOLD, OPAQUE, VIEW, OpFacts, op_facts
 from recoup.runtime.rebuild.lineage import Geometry, Made, Read, Recorder, Surroundings, Value, geometry_of
 from recoup.runtime.rebuild.saved_tensor import (
     MIN_BYTES,
@@ -182,8 +183,10 @@ class Segment:
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Whether a parameter has its memory now, and will when its module runs backward (not so under ZeRO-3)."""
-    return not hasattr(tensor, "ds_id") and (tensor.untyped_storage().nbytes() > 0 or tensor.numel() == 0)
+    """Whether a parameter has its memory now, and will in the segment's backward (not so under FSDP1 and ZeRO-3)."""
+    if _torch.is_sharded_parameter(tensor):
+        return False
+    return tensor.untyped_storage().nbytes() > 0 or tensor.numel() == 0
 
 
 def _decoded(items: Any, here: dict[Value, torch.Tensor]) -> list[Any]:
@@ -201,6 +204,11 @@ def _decoded(items: Any, here: dict[Value, torch.Tensor]) -> list[Any]:
 
 def _contents(value: Value, here: dict[Value, torch.Tensor]) -> torch.Tensor:
     if value.constant is not None:
+        if not has_memory(value.constant):
+            raise ReplayError(
+                f"A parameter {list(value.constant.shape)} that saved tensors are rebuilt from was taken away since "
+                "its module's forward. Plan without `rebuild`: actions=('rederive', 'recompute')."
+            )
         return constant_contents(value)
     found = here.get(value)
     if found is not None:
@@ -278,6 +286,12 @@ class HeldRecorder(Recorder):
         """Ends the innermost call."""
         self._frames.pop()
 
+    def begin_segment(self, *, in_pieces: bool = False) -> None:
+        """Ends the segment that ops ran in; the next op is the first of another."""
+        self._around = Segment() if in_pieces else None
+        self._leaves.clear()
+        self.segment = Segment(self._around)
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -293,6 +307,8 @@ class HeldRecorder(Recorder):
                 self._attach(made, out, has_side_results=facts.kind == OPAQUE or facts.pooled_dims > 0)
         elif facts.kind in (OPAQUE, VIEW):
             out = func(*args, **kwargs)
+            if facts.label == HOLD and self.deriving:
+                self.hold(out)
         else:
             out = super().__torch_dispatch__(func, types, args, kwargs)
         if mark is not None:
@@ -311,6 +327,23 @@ class HeldRecorder(Recorder):
     def _attach_one(self, made: Made, tensor: torch.Tensor, position: int) -> Value:
         found = self._existing(tensor)  # an op may return a view without its schema saying so
         return super()._attach_one(made, tensor, position) if found is None else found
+
+    def _rewriting(
+        self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Made | None, Geometry | None]:
+        """Any op in place runs again on a copy of the storage that it wrote over or wrote a part of."""
+        made, base = super()._rewriting(facts, args, kwargs)
+        target = args[0] if args else None
+        if made is not None or not facts.can_rewrite or not isinstance(target, torch.Tensor):
+            return made, base
+        old = self._existing(target)
+        if old is None or old.made is None or old.base is None or old.base[3] != target.dtype:
+            return None, None
+        made = self._made(facts, (target, *args[1:]), kwargs)
+        if made is not None:
+            made.function = Rewriting(facts.function, made.reads[0].geometry)
+            made.reads[0].geometry = old.base
+        return made, old.base
 
     def pack(self, tensor: torch.Tensor, value: Value) -> Rebuilt | None:
         """Returns a `Rebuilt` where what is held leads to the tensor, None where it has to be kept."""
@@ -338,10 +371,9 @@ class HeldRecorder(Recorder):
             self.lost.append(f"`{frame.path}`: op {ordinal} is {name}, was {mark.op}")
             return mark
         if mark.begins_segment:
-            self._around = Segment() if mark.begins_piece else None
-            self._leaves.clear()
+            self.begin_segment(in_pieces=mark.begins_piece)
             self.deriving = not mark.saves
-        if mark.begins_segment or mark.begins_piece:
+        elif mark.begins_piece:
             self.segment = Segment(self._around)
         return mark
 
@@ -365,8 +397,31 @@ class HeldRecorder(Recorder):
 
     def read_leaf(self, value: Value, tensor: torch.Tensor) -> None:
         """Holds, to the end of the segment at least, what an op reads and no op was seen to make."""
-        if value not in self._leaves:
+        base = tensor._base
+        if base is not None and _torch.is_sharded_parameter(base):  # FSDP1's weights are views of what it takes away
+            value.constant, value.constant_version = base, base._version
+        elif value not in self._leaves:
             self._leaves[value] = value.alive() or keep(value, tensor)
+
+
+class Rewriting:
+    """Runs an op in place again, on a copy of the storage that it wrote to.
+
+    Args:
+        op: the overload. part: geometry of what it writes over.
+    """
+
+    __slots__ = ("op", "part")
+
+    def __init__(self, op: Any, part: Geometry) -> None:
+        self.op = op
+        self.part = part
+
+    def __call__(self, whole: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Returns the whole storage after the op."""
+        copied = torch.empty_strided(whole.size(), whole.stride(), dtype=whole.dtype, device=whole.device).copy_(whole)
+        self.op(laid(copied, self.part), *args, **kwargs)
+        return copied
 
 
 def marks_of(marks: Sequence[OpMark]) -> dict[tuple[str, int], dict[int, OpMark]]:
