@@ -18,8 +18,9 @@ from recoup.ir.trace import Signature, TensorSpec, Trace
 from recoup.runtime.rebuild.cheap_ops import IN_PLACE, OpFacts, op_facts
 from recoup.runtime.rebuild.saved_tensor import MIN_BYTES
 from recoup.runtime.rebuild.segments import DETACH
-from recoup.solver.build import Interval, measure
+from recoup.solver.build import measure
 from recoup.solver.held import Op
+from recoup.solver.intervals import Interval
 from recoup.solver.segments import Choice, HeldProblem
 from recoup.solver.waists import waists
 

@@ -29,10 +29,10 @@ from recoup.capture.folding.surface import (
     values_of,
 )
 from recoup.capture.folding.zones import FIRST_STEPS, Irregular, Zone
+from recoup.runtime.rebuild.kept import Kept
 from recoup.runtime.rebuild.lineage import Value, current_recorder
-from recoup.runtime.rebuild.saved_tensor import Kept
-from recoup.runtime.recompute import region as regions
 from recoup.runtime.recompute.module_state import walk
+from recoup.runtime.recompute.scope import inside_region
 
 if TYPE_CHECKING:
     from recoup.capture.folding.fold import Folding
@@ -207,7 +207,7 @@ class Loop:
         if not recorder.listens():
             return original(*args, **kwargs)
         parent = recorder.calls[tracker.call].parent
-        if self._parent not in (None, parent) or regions.inside_region():
+        if self._parent not in (None, parent) or inside_region():
             raise Irregular(self.path, "it is called by several calls")
         self._parent = parent
         index, self.index = self.index, self.index + 1
