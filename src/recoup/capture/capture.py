@@ -23,9 +23,7 @@ from recoup._storages import dense_parts
 from recoup.capture.dialect import cuda_dialect, cuda_results
 from recoup.capture.fakify import fake_batch, fake_like, fake_parameters, real_batch
 from recoup.capture.fingerprint import fingerprint
-from recoup.capture.folding.fold import Folding
-from recoup.capture.folding.unfold import unfold
-from recoup.capture.folding.zones import Counted, FoldingMemory, Irregular
+from recoup.capture.folding import Counted, Folding, FoldingMemory, Irregular, unfold
 from recoup.capture.island import Island
 from recoup.capture.leaks import run_on_fakes
 from recoup.capture.module_calls import CallRecorder

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from recoup import _torch
-from recoup.capture.folding.fold import Folding
+from recoup.capture.folding import Folding
 from recoup.capture.module_calls import CallRecorder
 from recoup.capture.simulated_transport import SimulatedTransport
 from recoup.capture.snapshot import Snapshot

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from recoup.capture.folding.folded_loop import Block
+from recoup.capture.folding.observed import Block
 from recoup.ir.trace import Signature
 
 Key = tuple[str, str, int]  # kind ("F", "B": forward and backward of a call; "gF", "gB": the ops after it), path, call

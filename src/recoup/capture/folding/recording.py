@@ -7,7 +7,8 @@ import dataclasses
 from typing import Any
 
 from recoup.capture.folding.fold import Folding
-from recoup.capture.folding.folded_loop import Block, Loop
+from recoup.capture.folding.folded_loop import Loop
+from recoup.capture.folding.observed import Block
 from recoup.capture.folding.patterns import Name, Pattern, Ref, Segment, Stepping
 from recoup.capture.folding.surface import Surface
 from recoup.capture.folding.zones import Irregular, Zone
