@@ -11,7 +11,7 @@ from torch import nn
 
 import recoup
 from recoup.capture.capture import StepSpec, capture
-from recoup.cost.host_link import MOST_ON_THEIR_WAY, Link, with_copies
+from recoup.cost.host_link import MAX_BLOCKS_ON_THEIR_WAY, Link, with_copies
 from recoup.cost.model import FlopsCost
 from recoup.errors import UsageError
 from recoup.ir.decision import Offload
@@ -154,13 +154,13 @@ def test_so_many_storages_are_on_their_way_out_at_a_time() -> None:
     trace = captured("cuda").trace
     out = [c for c in trace.copies if c.kind == "out" and c.storage >= 0]
     first_back = min(c.op for c in trace.copies if c.kind == "back")
-    assert len(out) > MOST_ON_THEIR_WAY
+    assert len(out) > MAX_BLOCKS_ON_THEIR_WAY
     for position, copy in enumerate(out):
-        later = position + MOST_ON_THEIR_WAY
+        later = position + MAX_BLOCKS_ON_THEIR_WAY
         until = out[later].op if later < len(out) else first_back
         assert trace.storages[copy.storage].free_op >= until - 1
     held = [s for s in (trace.storages[c.storage] for c in out) if s.free_op >= first_back]
-    assert len(held) <= MOST_ON_THEIR_WAY
+    assert len(held) <= MAX_BLOCKS_ON_THEIR_WAY
 
 
 def test_without_copy_engines_every_byte_is_waited_for() -> None:

@@ -8,7 +8,7 @@ from recoup.cost.model import PricedTrace
 from recoup.ir.profile import Profile, ProfileRow
 
 _CATEGORIES = ("parameter", "buffer", "optimizer", "gradient", "batch", "saved", "temporary")
-_MAX_POINTS = 2000
+_MAX_POINTS = 2000  # of the timeline in JSON: a step of more ops is thinned out
 
 
 def make_profile(priced: PricedTrace) -> Profile:

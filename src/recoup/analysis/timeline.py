@@ -10,12 +10,11 @@ import numpy as np
 from recoup.cost.model import PricedTrace
 from recoup.ir.decision import Decision, Recompute, Region, Scan
 from recoup.ir.labels import group_labels
-from recoup.ir.report import ModuleRow, Timeline
+from recoup.ir.report import TIMELINE_POINTS, ModuleRow, Timeline
 from recoup.ir.trace import Trace
 
 CATEGORIES = ("parameter", "buffer", "library", "optimizer", "batch", "gradient", "saved", "temporary")
-_MAX_POINTS = 420
-_NUM_TENSORS = 8
+_NUM_TENSORS = 8  # named in the chart, the largest: more would not be read
 _NOBODY = ("", -1)  # the loss outside the model
 _Levels = dict[str, "np.ndarray[tuple[int], np.dtype[np.int64]]"]
 
@@ -78,7 +77,7 @@ def make_timeline(priced: PricedTrace, *, plain: PricedTrace | None = None, fixe
 def _columns(begins: np.ndarray, peak: int) -> list[int]:  # type: ignore[type-arg]
     """Returns the first op of each column, and the end: columns of equal time; the peak begins one of its own."""
     num_ops = len(begins) - 1
-    edges = np.linspace(0.0, begins[-1], _MAX_POINTS + 1)[:-1]
+    edges = np.linspace(0.0, begins[-1], TIMELINE_POINTS + 1)[:-1]
     first = np.unique(np.searchsorted(begins[:-1], edges, side="left"))
     first = np.unique(np.concatenate([[0], first, [peak]]))
     return [*(int(i) for i in first if i < num_ops), num_ops]

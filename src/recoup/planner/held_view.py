@@ -24,7 +24,7 @@ from recoup.solver.intervals import Interval
 from recoup.solver.segments import Choice, HeldProblem
 from recoup.solver.waists import waists
 
-_MOST_PLACES = 96
+_MOST_PLACES = 96  # where a segment may end; the search is quadratic in them
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

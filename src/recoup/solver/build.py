@@ -31,7 +31,7 @@ from recoup.solver.scans import Ladder, those_under, with_rungs
 from recoup.solver.selective_save import keeps_of
 
 _Array = npt.NDArray[np.int64]
-_FEMTO = 1e15
+_FEMTOSECONDS = 1e15  # in a second: whole numbers of them add up alike in any order
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,7 +220,7 @@ class _Lookup:
         self.segment_starts = [s.first for s in segments]
         flops = [trace.signatures[o.signature].flops for o in trace.ops]
         # Whole femtoseconds: equal layers get equal sums wherever they lie, which the solver's sharing lives on.
-        whole = np.rint(np.asarray(priced.op_seconds) * _FEMTO).astype(np.int64)
+        whole = np.rint(np.asarray(priced.op_seconds) * _FEMTOSECONDS).astype(np.int64)
         self._sums = np.concatenate([[0], np.cumsum(whole)])
         ran = [trace.device == "cpu" and not trace.signatures[o.signature].is_view for o in trace.ops]
         self._num_ran = np.concatenate([[0], np.cumsum(np.asarray(ran, dtype=np.int64))])
@@ -237,7 +237,7 @@ class _Lookup:
 
     def seconds(self, first: int, last: int) -> float:
         """Returns how long ops [first, last) take."""
-        return float(self._sums[last] - self._sums[first]) / _FEMTO
+        return float(self._sums[last] - self._sums[first]) / _FEMTOSECONDS
 
     def replay_seconds(self, first: int, last: int) -> float:
         """Returns how long ops [first, last) take when they run again, and the calls that begin with them."""

@@ -17,7 +17,7 @@ from recoup.runtime.rebuild.lineage import Geometry, Made, Read, Recorder, Value
 from recoup.runtime.recompute.spot_check import read_bytes
 from recoup.runtime.waiting import Waiting
 
-SOON = 64
+SOON_TURNS = 64
 """Turns within which backward asks for a rebuilt tensor again: until then it is held. A skip that a decoder rebuilt is
 wanted by the encoder too, but much later; holding it would undo the saving."""
 _BY_DATA = "another one since it was used, changed through `.data`"
@@ -75,7 +75,7 @@ class Rederived:
             for block, ticket in self._blocks:
                 block.waiting.serve(ticket)
             execution_context.count("num_rederived", self._counts)
-            self._waiting.hold(tensor, since=self.turn - SOON)
+            self._waiting.hold(tensor, since=self.turn - SOON_TURNS)
             return laid(tensor, self.geometry)
 
 
@@ -144,7 +144,7 @@ class _Rebuild:
     __slots__ = ("_made", "_since", "_uses")
 
     def __init__(self, value: Value, turn: int) -> None:
-        self._since = turn - SOON
+        self._since = turn - SOON_TURNS
         self._uses: dict[int, int] = {}
         self._made: dict[int, torch.Tensor] = {}
         pending = [value]

@@ -30,7 +30,7 @@ from recoup.runtime.rebuild.kept import Kept, KeptCompact, KeptView, Source, on_
 from recoup.runtime.rebuild.lineage import Made, Recorder, Value, current_recorder, geometry_of
 from recoup.runtime.rebuild.rederived import Rederived, paused
 
-MIN_BYTES = 4096
+MIN_BYTES = 4096  # smaller saved tensors are kept: a rebuild takes some 100 us whatever its size
 
 
 def pack(tensor: torch.Tensor) -> Any:
