@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 
-from recoup.planner.incumbents import Incumbents
+from recoup.planner.incumbents import CLOSE_SHARE, Incumbents
 from recoup.planner.strategies.base import Proposals
 from recoup.planner.views import View
 
 MOST_REPAIRS = 5  # answers of one view that are simulated for one budget; each is closer to it than the one before
-CLOSE_SHARE = 0.985  # of the budget: a plan that uses more leaves nothing to gain
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

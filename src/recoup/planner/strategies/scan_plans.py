@@ -17,8 +17,7 @@ from recoup import progress
 from recoup.capture.tracker import Tracker
 from recoup.cost.model import PricedTrace
 from recoup.ir.decision import Ambient, Decision
-from recoup.planner.incumbents import Candidate
-from recoup.planner.repair import CLOSE_SHARE
+from recoup.planner.incumbents import CLOSE_SHARE, Candidate
 from recoup.planner.simulator import EVERYWHERE, Simulator
 from recoup.planner.strategies.base import Proposals
 from recoup.recurrent.choose import SHARED_TAPES_SHARE
