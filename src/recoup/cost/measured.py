@@ -37,7 +37,7 @@ SMALL_BYTES = 1 << 16  # other ops that move less are not run: they take no long
 SMALL_OP_SECONDS = {"cpu": 4e-6, "cuda": 8e-6}
 TOTAL_SECONDS = 25.0  # for all ops of a plan; what is not measured by then is priced by a fitted roofline
 _SECONDS_EACH = 0.03  # for the runs of one op, of which the fastest counts
-_BATCH_OPS = 24  # metered in one profiler run, whose start takes longer than an op
+_BATCH_OPS = 24  # metered in one profiler run
 _EXTRA_BYTES = 1 << 14  # an op leaves beyond its result; less is rounding of the allocator
 
 

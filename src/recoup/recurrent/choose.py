@@ -14,7 +14,7 @@ from recoup.recurrent.schedules.weighted import total_cost, weighted_tapes
 from recoup.units import format_bytes, parse_budget
 
 SHARED_TAPES_SHARE = 0.5  # of a budget: what a graph shared by taped steps needs more, for less overhead a step
-_MAX_UNITS = 400  # that a budget is counted in: finer ones change the evaluations by less than a step
+_MAX_UNITS = 400  # that a budget is counted in: the width of the table
 _MAX_CELLS = 400_000_000  # table cells: steps * steps * units, some seconds
 _NUM_BLOCK_SIZES = 3  # sizes of blocks, each twice the last: larger ones only lose evaluations
 

@@ -25,8 +25,8 @@ from recoup.runtime.rebuild import saved_tensor
 from recoup.runtime.rebuild.lineage import Recorder
 from recoup.runtime.recompute.rng_state import RandomState, StreamState, version_of
 
-_WALKED_STEPS = 32  # between two looks at which tensors the state is made of: a look takes as long as a small step
-_SLICED_STEPS = 1024  # whose inputs are cut out of the batch at once: one call of `unbind` for all, few views alive
+_WALKED_STEPS = 32  # between two looks at what the state is made of: each look walks all of it
+_SLICED_STEPS = 1024  # whose inputs are sliced at once: fewer calls than one by one, and few views alive
 
 
 class Steps:

@@ -12,7 +12,7 @@ from recoup.runtime.patch import find_patch
 
 FIRST_STEPS, _LAST_STEPS = 4, 4
 _FIRST_CHUNKS, _LAST_CHUNKS = 2, 4
-_FEWEST_FOLDED_CALLS = 8  # fewer are run in the time that comparing takes
+_FEWEST_FOLDED_CALLS = 8  # fewer are not worth the comparing
 
 
 class Irregular(BaseException):

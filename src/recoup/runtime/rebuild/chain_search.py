@@ -12,8 +12,7 @@ from recoup.runtime.rebuild.kept import Kept, Source
 from recoup.runtime.rebuild.lineage import Made, Value
 
 MAX_OPS = 14  # of one chain: more than any block's cheap ops, so that a search ends
-# bytes that a chain moves for each byte it rebuilds: beyond, running the module again is as fast
-MAX_TRAFFIC_RATIO = 40.0
+MAX_TRAFFIC_RATIO = 40.0  # bytes that a chain may move for each byte it rebuilds: backward waits for them
 
 
 def _is_there(tensor: torch.Tensor) -> bool:
