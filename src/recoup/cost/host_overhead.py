@@ -86,7 +86,7 @@ def host_seconds(
     seconds += trace.num_rederived * REBUILD_OVERHEAD_SECONDS
     recording = 0.0
     if any(d.rederives for d in chosen):
-        recording = sum(o.phase in ("forward", "loss") for o in trace.ops) * RECORD_OVERHEAD_SECONDS
+        recording = trace.num_forward_ops * RECORD_OVERHEAD_SECONDS
     is_view = [s.is_view for s in plain.signatures]
     watched = [c for c, decision in regions if decision.keep]
     num_watched = sum(not is_view[o.signature] for c in watched for o in plain.ops[c.first_op : c.last_op])

@@ -59,7 +59,7 @@ def held_view(priced: PricedTrace, *, kept_paths: frozenset[str] = frozenset()) 
         kept_paths: modules whose ops are not to run again.
     """
     trace = priced.trace
-    num_forward = sum(1 for o in trace.ops if o.phase in ("forward", "loss"))
+    num_forward = trace.num_forward_ops
     positions = [i for i in range(num_forward) if trace.ops[i].phase == "forward" and trace.ops[i].call >= 0]
     if not positions or positions != list(range(len(positions))):
         return None

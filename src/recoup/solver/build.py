@@ -135,7 +135,7 @@ def build_problem(
         found.sort(key=lambda item: item[:2])
         return tuple(part for _, _, part in found)
 
-    num_forward = sum(1 for o in trace.ops if o.phase in ("forward", "loss"))
+    num_forward = trace.num_forward_ops
     optimizer = [i for i, o in enumerate(trace.ops) if o.phase == "optimizer"]
     levels = base.levels
     return Problem(
