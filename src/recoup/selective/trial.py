@@ -11,7 +11,7 @@ from torch import nn
 from recoup import progress
 from recoup.capture.capture import StepSpec
 from recoup.capture.optimizer import OptimizerLike
-from recoup.capture.step import Loss
+from recoup.capture.step import Loss, Objective
 from recoup.cost.measured import MeasuredCost
 from recoup.errors import UsageError
 from recoup.evidence.verify import verify_plan
@@ -61,7 +61,7 @@ class Trials:
         spec = StepSpec(
             model=model,
             batch=batch,
-            loss=loss,
+            objective=Objective(loss=loss),
             optimizer=optimizer,
             dialect="cuda" if on_cuda else "cpu",
             round_bytes=512 if on_cuda else 1,
@@ -109,6 +109,12 @@ class Trials:
             candidate, budget_bytes=candidate.peak_bytes, budget_text=strategy, device=self.device.type
         )
         evidence = verify_plan(
-            self.model, plan, self.batch, loss=self.loss, optimizer=self.optimizer, timed=timed, max_seconds=5.0
+            self.model,
+            plan,
+            self.batch,
+            objective=Objective(loss=self.loss),
+            optimizer=self.optimizer,
+            timed=timed,
+            max_seconds=5.0,
         )
         return Trial(strategy=strategy, plan=plan, evidence=evidence)
