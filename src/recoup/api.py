@@ -677,12 +677,12 @@ def max_batch(
         progress.advance(f"trying size {middle}")
         low, high = (middle, high) if fits(middle) else (low, middle)
     # So far without the workspace of this machine's kernels, which is slow to meter: now with it, from there down.
-    step = 1
+    stride = 1
     while here and not fits(low, metered=True):
         progress.advance(f"size {low} fits but for its kernels' workspace")
         if low == 1:
             raise errors[-1]
-        low, high, step = max(low - step, 1), low, step * 2
+        low, high, stride = max(low - stride, 1), low, stride * 2
     while here and high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle, metered=True) else (low, middle)

@@ -88,6 +88,16 @@ def run_step(
         phase = {"forward": "forward", "loss": "loss"}.get(tracker.phase, "backward")
         what = f"{type(error).__name__}: {_first_line(error)}"
         message = f"The {phase} of {type(model).__name__} failed on this batch: {what}"
+        if (
+            phase == "forward"
+            and isinstance(error, TypeError)
+            and objective.step is None
+            and type(batch) in (tuple, list)
+        ):
+            message += (
+                f". The model was called with the batch's {len(batch)} items; if they are inputs and targets, give "
+                "inputs=..., targets=... and loss=..., or step=lambda model, batch: ..."
+            )
         raise Failed(message, f"{phase} raised {what}") from error
 
 

@@ -56,7 +56,7 @@ class MemoryProfiler:
             )
         self.model = model
         self.device = parameter.device
-        self.loss = loss
+        self.objective = Objective(loss=loss)
         self.report: ProfileReport | None = None
         self.sample_input: Any = None
 
@@ -74,7 +74,7 @@ class MemoryProfiler:
         spec = StepSpec(
             model=self.model,
             batch=sample_input,
-            objective=Objective(loss=self.loss),
+            objective=self.objective,
             dialect="cuda" if self.device.type == "cuda" else "cpu",
             round_bytes=512 if self.device.type == "cuda" else 1,
         )
@@ -120,7 +120,7 @@ class MemoryProfiler:
 
     def _step(self, batch: Any, run: _Run | None = None) -> None:
         self._forget_gradients()
-        loss = Objective(loss=self.loss).run(self.model, batch)
+        loss = self.objective.run(self.model, batch)
         if run is not None:
             run.end_forward()
         loss.backward()  # type: ignore[no-untyped-call]
