@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -77,9 +78,11 @@ def transformer(
     length: int = 64,
     width: int = 64,
     vocab: int = 128,
+    hidden: int = 0,
+    heads: int = 4,
     wrap: Wrap = plain,
 ) -> Step:
-    hidden = 4 * width
+    hidden = hidden or 4 * width
     stacked = layer_params(width, hidden, layers)
     each = [layer_params(width, hidden) for _ in range(layers)]
     params = {"emb": shape(vocab, width), "layers": stacked if scanned else each, "head": shape(width, vocab)}
@@ -88,10 +91,10 @@ def transformer(
     def loss(params: Any, batch: Any) -> jax.Array:
         x = params["emb"][batch[0]]
         if scanned:
-            x, _ = jax.lax.scan(wrap(lambda x, p: (layer(x, p), None)), x, params["layers"])
+            x, _ = jax.lax.scan(wrap(lambda x, p: (layer(x, p, heads), None)), x, params["layers"])
         else:
             for p in params["layers"]:
-                x = wrap(layer)(x, p)
+                x = wrap(functools.partial(layer, heads=heads))(x, p)
         return cross_entropy(x @ params["head"], batch[1])
 
     return loss, (params, (tokens, tokens))

@@ -273,9 +273,7 @@ def _simulate(flat: _Flat, *, count_outputs: bool, num_stacked: int = 0, first_c
     )
 
 
-def _with_carries(
-    flat: _Flat, roots: list[frozenset[int]], last: dict[int, int], outputs: frozenset[int]
-) -> set[int]:
+def _with_carries(flat: _Flat, roots: list[frozenset[int]], last: dict[int, int], outputs: frozenset[int]) -> set[int]:
     """Returns the outputs and what becomes one of them in place: what a loop's carry begins with."""
     kept = set(outputs)
     for i in range(len(flat.steps) - 1, -1, -1):
@@ -285,9 +283,7 @@ def _with_carries(
     return kept
 
 
-def _taken_over(
-    flat: _Flat, step: _Step, value: int, roots: list[frozenset[int]], freed: list[int]
-) -> int | None:
+def _taken_over(flat: _Flat, step: _Step, value: int, roots: list[frozenset[int]], freed: list[int]) -> int | None:
     """Returns the buffer that dies with a step and that a result of it is written into; None: it has its own."""
     if step.name in _UPDATES:
         read = roots[step.operands[0]] if step.operands[0] is not None else frozenset()

@@ -127,7 +127,7 @@ def trade_offs(segment: Segment, *, most: int = 24) -> list[Held]:
     """Returns choices none of which another beats in both bytes and seconds, most bytes first: corners, and between.
 
     Args:
-        segment: what to choose in. most: how many at most; where there are more, corners and an even choice of the rest.
+        segment: what to choose in. most: how many at most.
     """
     corners = hull(segment, most=most)
     evaluate = _Evaluation(segment)
