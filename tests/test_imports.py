@@ -40,8 +40,6 @@ ORDER = (
     "cli",
     "__main__",
 )
-# Late imports that a comment in the file explains.
-LATE = {("ir", "report")}
 WITHOUT_TORCH = ("errors", "units", "progress", "ir", "solver", "analysis", "report", "export", "jax")
 
 
@@ -72,8 +70,7 @@ def test_imports_point_one_way(path: Path) -> None:
     for name in _imports(path):
         parts = name.split(".")
         if parts[0] == "recoup" and len(parts) > 1 and parts[1] in ORDER:
-            is_late = (stage, parts[1]) in LATE
-            assert ORDER.index(parts[1]) <= ORDER.index(stage) or is_late, f"{stage} imports {name}"
+            assert ORDER.index(parts[1]) <= ORDER.index(stage), f"{stage} imports {name}"
 
 
 def _file_of(name: str) -> str | None:

@@ -28,7 +28,6 @@ from recoup.recurrent import ScanReport, scan, unroll
 from recoup.recurrent.schedule_costs import evaluations_by_bytes
 from recoup.recurrent.schedules.tapes import tape_schedule
 from recoup.report.diff import diff_plans
-from recoup.report.text import format_plan
 from recoup.runtime import scan_bytes
 from recoup.runtime.apply import apply_decisions
 
@@ -221,7 +220,7 @@ def test_two_scans_of_one_call_and_one_inside_of_it() -> None:
     assert evidence.ok and evidence.gradients_equal
     # In a capture a step that is taped and never used goes late: a step's tape in a loop of 24.
     assert 0.97 * plan.predicted.peak_bytes <= evidence.peak_bytes <= 1.001 * plan.predicted.peak_bytes
-    assert "scan 1 of (the model)" in format_plan(plan)
+    assert "scan 1 of (the model)" in str(plan)
 
 
 def test_calls_of_one_module_are_told_apart() -> None:
@@ -322,8 +321,8 @@ def test_round_trip_words_diff_and_exports(planned: tuple[Model, torch.Tensor, P
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == plan
     decision = next(d for d in plan.decisions if isinstance(d, Scan))
-    assert "recompute steps of the scan of trunk in" in format_plan(plan)
-    assert f"{plan.predicted.num_scan_evaluations} step evaluations" in format_plan(plan)
+    assert "recompute steps of the scan of trunk in" in str(plan)
+    assert f"{plan.predicted.num_scan_evaluations} step evaluations" in str(plan)
     other = dataclasses.replace(plan, decisions=tuple(d for d in plan.decisions if not isinstance(d, Scan)))
     assert diff_plans(plan, other)["changes"]["trunk"][0].startswith("scan 0 in ")
     assert any("`trunk`" in sentence and "budget_bytes" in sentence for sentence in left_out(plan))

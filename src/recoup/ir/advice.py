@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from typing import TYPE_CHECKING
 
-from recoup.ir.profile import Profile, ProfileRow
 from recoup.units import format_bytes
+
+if TYPE_CHECKING:
+    from recoup.ir.profile import Profile, ProfileRow
 
 _SMALL_SHARE = 0.15  # of the peak: below this, recomputing everything saved frees little
 _LARGE_SHARE = 0.25
