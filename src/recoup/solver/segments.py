@@ -23,8 +23,8 @@ import numpy.typing as npt
 from recoup.solver.segment_labels import HeldProblem, Label, LabelMaker
 
 _LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # of segments, in intervals
-_STATES = 96  # of one place
-_PRECISION = 1000  # of the leanest choice's budget: one in so many
+_STATES = 96  # ways to get to one place that are followed
+_PRECISION = 1000  # the leanest choice is found to one part in so many of its bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,8 +6,8 @@ import functools
 from typing import ClassVar, Self
 
 from recoup.planner.held_view import HeldView, held_view
-from recoup.planner.incumbents import Incumbents
-from recoup.planner.repair import MOST_REPAIRS, WORTH_ANOTHER_TRY
+from recoup.planner.incumbents import CLOSE_SHARE, Incumbents
+from recoup.planner.repair import MOST_REPAIRS
 from recoup.planner.step import PlannedStep
 from recoup.planner.strategies.base import Proposals, Strategy
 from recoup.solver.segments import SegmentSolver
@@ -61,7 +61,7 @@ class RebuildStrategy(Strategy):
                 return
             if gap > 0:
                 target = min(target, choice.peak_bytes + self._fixed_bytes) - gap
-            elif candidate.peak_bytes >= WORTH_ANOTHER_TRY * budget_bytes:
+            elif candidate.peak_bytes >= CLOSE_SHARE * budget_bytes:
                 return
             else:
                 has_fitted, target = True, target - gap
