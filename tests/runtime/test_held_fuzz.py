@@ -14,7 +14,7 @@ from torch import nn
 from recoup.evidence.gradients import equal_values
 from recoup.ir.decision import OpMark, Rebuild
 from recoup.runtime.apply import apply_decisions
-from recoup.runtime.rebuild import segments
+from recoup.runtime.rebuild import held_recorder
 from tests.runtime.random_programs import ROWS, WIDTH, Program
 
 NUM = int(os.environ.get("RECOUP_FUZZ", "24"))
@@ -23,15 +23,15 @@ NUM = int(os.environ.get("RECOUP_FUZZ", "24"))
 def ops_of(model: nn.Module, x: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> list[OpMark]:
     """Returns the addresses of all ops of a step."""
     found: list[OpMark] = []
-    real = segments.HeldRecorder.before_op
+    real = held_recorder.HeldRecorder.before_op
 
-    def before_op(self: segments.HeldRecorder, name: str) -> OpMark | None:
+    def before_op(self: held_recorder.HeldRecorder, name: str) -> OpMark | None:
         frame = self._frames[-1]
         found.append(OpMark(path=frame.path, call=self._calls[frame.path] - 1, ordinal=frame.ordinal, op=name))
         return real(self, name)
 
     with monkeypatch.context() as patch:
-        patch.setattr(segments.HeldRecorder, "before_op", before_op)
+        patch.setattr(held_recorder.HeldRecorder, "before_op", before_op)
         with apply_decisions(model, [Rebuild(path="")]):
             model(x)
     return found
@@ -59,7 +59,7 @@ def train(seed: int, plan: Rebuild | None, num_steps: int = 3) -> list[torch.Ten
 
 @pytest.mark.parametrize("seed", range(NUM))
 def test_random_programs_under_random_plans(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segments, "MIN_BYTES", 0)
+    monkeypatch.setattr(held_recorder, "MIN_BYTES", 0)
     torch.manual_seed(seed)
     addresses = ops_of(Program(seed), torch.randn(ROWS, WIDTH, requires_grad=True), monkeypatch)
     plain = train(seed, None)

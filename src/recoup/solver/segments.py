@@ -24,7 +24,7 @@ from recoup.solver.segment_labels import HeldProblem, Label, LabelMaker
 
 _LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # of segments, in intervals
 _STATES = 96  # ways to get to one place that are followed
-_PRECISION = 1000  # the leanest choice is found to one part in so many of its bytes
+_CLOSE_SHARE = 0.001  # of its bytes: how near to the smallest estimated peak the leanest choice comes
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +102,7 @@ class SegmentSolver:
             best = self._solve(problem.fixed_bytes + step, nested=True)
             low, step = (low, step) if best is not None else (problem.fixed_bytes + step, 2 * step)
         high = min(problem.fixed_bytes + step, best.peak_bytes) if best is not None else low
-        while best is not None and high - low > high // _PRECISION:
+        while best is not None and high - low > _CLOSE_SHARE * high:
             middle = (low + high) // 2
             found = self._solve(middle, nested=True)
             if found is None:

@@ -13,9 +13,9 @@ from recoup import _torch
 from recoup.ir.decision import Rebuild
 from recoup.runtime import execution_context
 from recoup.runtime.patch import PatchedForward
+from recoup.runtime.rebuild.held_recorder import HeldRecorder, marks_of
 from recoup.runtime.rebuild.lineage import current_recorder
 from recoup.runtime.rebuild.saved_tensor import pack, unpack
-from recoup.runtime.rebuild.segments import HeldRecorder, marks_of
 from recoup.runtime.step_log import Counts
 
 

@@ -133,7 +133,7 @@ class OpFacts:
         kind: OPAQUE, CHEAP, IN_PLACE (a cheap op written over its first argument), VIEW or WRITES (anything else that
             changes an argument).
         label: the name as traces have it, "aten.mm.default".
-        function: the overload to run again (for IN_PLACE the functional one).
+        overload: itself. function: the overload to run again (for IN_PLACE the functional one).
         over: the in-place overload that computes what `function` does, if there is one. commutes: the two tensors it
             reads may change places.
         pooled_dims: how many dimensions a max-pooling with indices pools, 0 for other ops.
@@ -154,6 +154,7 @@ class OpFacts:
         "kind",
         "label",
         "over",
+        "overload",
         "pooled_dims",
         "written",
         "written_names",
@@ -179,7 +180,7 @@ class OpFacts:
         self.is_random_mask = name == "bernoulli_"
         self.label = f"{schema.name.replace('::', '.')}.{overload._overloadname}"
         self.is_counted = self.label != DETACH and namespace != "prim"
-        self.function = overload
+        self.function = self.overload = overload
         self.over = _in_place(name, overload) if namespace == "aten" and name in _OVER else None
         self.commutes = name in _COMMUTES
         if self.is_batch_norm and namespace == "aten":
