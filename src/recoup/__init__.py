@@ -11,6 +11,8 @@ __version__ = "0.1.0"
 _HOMES = {
     "Applied": "recoup.runtime.apply",
     "BatchTooLarge": "recoup.errors",
+    "CompiledFit": "recoup.compiled.fitting",
+    "CompiledPlan": "recoup.ir.compiled_plan",
     "ConflictError": "recoup.errors",
     "Decision": "recoup.ir.decision",
     "Evidence": "recoup.ir.evidence",
@@ -40,6 +42,7 @@ _HOMES = {
     "ReversibleSequential": "recoup.selective.reversible",
     "SelectiveCheckpointer": "recoup.selective.checkpointer",
     "apply": "recoup.api",
+    "compile": "recoup.api",
     "explain": "recoup.api",
     "fit": "recoup.api",
     "frontier": "recoup.api",
@@ -61,6 +64,7 @@ if TYPE_CHECKING:
     from recoup.api import Fit as Fit
     from recoup.api import Frontier as Frontier
     from recoup.api import apply as apply
+    from recoup.api import compile as compile
     from recoup.api import explain as explain
     from recoup.api import fit as fit
     from recoup.api import frontier as frontier

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, overload
 
 import torch
 from torch import nn
@@ -17,12 +17,15 @@ from recoup.capture.capture import StepSpec
 from recoup.capture.fingerprint import fingerprint, structure_of
 from recoup.capture.optimizer import OptimizerLike, check_optimizer
 from recoup.capture.step import Loss
+from recoup.compiled.fitting import CompiledFit, CompiledModel, fit_compiled
+from recoup.compiled.recording import CompileOptions, Division
 from recoup.cost.devices import Device, get_device
 from recoup.cost.library_memory import library_bytes
 from recoup.cost.measured import MeasuredCost
 from recoup.cost.model import CostModel
 from recoup.cost.roofline import RooflineCost
 from recoup.errors import InexactWarning, InfeasibleBudget, PlanMismatch, UsageError
+from recoup.evidence.memory import storage_bytes
 from recoup.evidence.verify import verify_plan
 from recoup.ir.evidence import Evidence
 from recoup.ir.explanation import Explanation, Trade
@@ -43,9 +46,11 @@ from recoup.units import check_budget, format_bytes, parse_bytes
 
 __all__ = [
     "Applied",
+    "CompiledFit",
     "Fit",
     "Frontier",
     "apply",
+    "compile",
     "explain",
     "fit",
     "frontier",
@@ -299,6 +304,7 @@ def verify(
     return verify_plan(model, plan, batch, loss=loss, optimizer=optimizer, timed=timed)
 
 
+@overload
 def fit(
     model: nn.Module,
     batch: Any,
@@ -311,7 +317,41 @@ def fit(
     timed: bool = True,
     keep: Iterable[str] = (),
     apply_failed: bool = False,
-) -> Fit:
+    compiled: Literal[False] = False,
+) -> Fit: ...
+
+
+@overload
+def fit(
+    model: nn.Module,
+    batch: Any,
+    *,
+    budget: int | str,
+    loss: Loss | None = None,
+    optimizer: OptimizerLike | None = None,
+    device: str | torch.device | None = None,
+    actions: Sequence[str] | None = None,
+    timed: bool = True,
+    keep: Iterable[str] = (),
+    apply_failed: bool = False,
+    compiled: Literal[True] | Mapping[str, Any],
+) -> CompiledFit: ...
+
+
+def fit(
+    model: nn.Module,
+    batch: Any,
+    *,
+    budget: int | str,
+    loss: Loss | None = None,
+    optimizer: OptimizerLike | None = None,
+    device: str | torch.device | None = None,
+    actions: Sequence[str] | None = None,
+    timed: bool = True,
+    keep: Iterable[str] = (),
+    apply_failed: bool = False,
+    compiled: bool | Mapping[str, Any] = False,
+) -> Fit | CompiledFit:
     """Plans, changes the model in place, and proves it: `plan`, `apply` and `verify` in one.
 
     What is found while proving is planned around: a measured peak above the budget (an allocator does what no
@@ -323,11 +363,30 @@ def fit(
         timed: also time interleaved pairs of steps. keep: as for `plan`: modules whose forward is to run once.
         apply_failed: leave a plan in place whose evidence is not ok; otherwise nothing is in place then, a warning
             (E300) says what differed, and `fit.evidence` has all of it.
+        compiled: compile the model in place (`nn.Module.compile`), within the budget: True, or a dict of
+            `torch.compile`'s options (`backend`, "inductor" or "aot_eager"; `dynamic`, `fullgraph`, `mode`, `options`).
+            What is held is chosen in the compiler's own graphs; `actions` and `keep` have no meaning there. "60%" is of
+            the peak of the step as torch compiles it.
+
+    Returns:
+        A `Fit`; with `compiled` a `CompiledFit`, which has the same three attributes.
 
     Raises:
         What `plan` and `verify` raise; the model is unchanged then.
     """
     check_budget(budget)
+    if compiled is not False:
+        return _fit_compiled(
+            model,
+            batch,
+            budget=budget,
+            loss=loss,
+            optimizer=optimizer,
+            compiled=compiled,
+            timed=timed,
+            apply_failed=apply_failed,
+            unused={"device": device, "actions": actions, "keep": tuple(keep) or None},
+        )
     if is_on_meta(model):
         raise UsageError(
             f"{type(model).__name__} is on `meta`: there is nothing to run and prove. Use `plan`, or build it on the "
@@ -363,6 +422,91 @@ def fit(
         )
     applied.watch(made)
     return Fit(plan=made, applied=applied, evidence=evidence)
+
+
+def _fit_compiled(
+    model: nn.Module,
+    batch: Any,
+    *,
+    budget: int | str,
+    loss: Loss | None,
+    optimizer: OptimizerLike | None,
+    compiled: bool | Mapping[str, Any],
+    timed: bool,
+    apply_failed: bool,
+    unused: Mapping[str, Any],
+) -> CompiledFit:
+    """`fit` of a compiled step; see there."""
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"model must be a torch.nn.Module; got {type(model).__name__}.")
+    for name, value in unused.items():
+        if value is not None:
+            raise UsageError(
+                f"{name}={value!r} has no meaning with compiled=: what is held is chosen in the compiler's graphs, "
+                "where the model is. Leave it out."
+            )
+    options = CompileOptions.of(compiled)
+    if is_on_meta(model):
+        raise UsageError(f"{type(model).__name__} is on `meta`: there is nothing to compile. Build it on the device.")
+    if loss is not None and not callable(loss):
+        raise UsageError(f"loss must be a function of (output, batch); got {type(loss).__name__}.")
+    check_optimizer(optimizer)
+    refuse_wrapped(model, compiled_in_place=True)
+    refuse_conflicts(model)
+    refuse_unready(model, batch)
+    name, entry, _ = _target(model, None)
+    done = fit_compiled(
+        model,
+        batch,
+        budget=budget,
+        loss=loss,
+        optimizer=optimizer,
+        options=options,
+        free_bytes=_free_bytes(name, entry),
+        timed=timed,
+    )
+    if not done.evidence.ok:
+        if not apply_failed:
+            done.applied.remove()
+        differs = next(iter(done.evidence.differences), "the measured peak is over the budget")
+        warnings.warn(
+            f"{type(model).__name__}, compiled within {format_bytes(done.plan.budget_bytes)}, does not do what "
+            f"the plain compiled step does: {differs}. `print(fit)` shows all. [E300]",
+            InexactWarning,
+            stacklevel=3,
+        )
+    return done
+
+
+def compile(  # as torch.compile
+    model: nn.Module, *, budget: int | str, compiled: bool | Mapping[str, Any] = True
+) -> CompiledModel:
+    """Compiles a model in place so that a step's estimated peak is within a budget; nothing is run or measured.
+
+    Each graph is planned when torch compiles it, from the sizes it then has; `fit(..., compiled=True)` also measures,
+    corrects and proves, and divides one budget among several graphs.
+
+    Args:
+        budget: peak bytes of the step, without an optimizer's state: an int or "8GiB".
+        compiled: as for `fit`.
+
+    Returns:
+        The handle; `remove()` has the model run as before.
+
+    Raises:
+        UsageError: for input that cannot be used. ConflictError: if activation checkpointing is on.
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"model must be a torch.nn.Module; got {type(model).__name__}.")
+    budget_bytes, options = parse_bytes(budget), CompileOptions.of(compiled)
+    refuse_wrapped(model, compiled_in_place=True)
+    refuse_conflicts(model)
+    return CompiledModel(
+        model,
+        Division(options, {}, budget_bytes, above=storage_bytes([*model.parameters(), *model.buffers()])).compile(
+            model
+        ),
+    )
 
 
 def profile(
