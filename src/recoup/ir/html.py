@@ -83,7 +83,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     cell = '<td style="text-align: right; padding: 1px 12px 1px 0">{}</td>'
     top = "".join(cell.replace("td", "th").format(escape(name)) for name in head)
     body = "".join("<tr>" + "".join(cell.format(escape(text)) for text in row) + "</tr>" for row in rows)
-    return f"<table><tr>{top}</tr>{body}</table>"
+    return f'<table style="font: inherit"><tr>{top}</tr>{body}</table>'
 
 
 def text(content: str, summary: str = "") -> str:
