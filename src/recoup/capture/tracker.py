@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -102,6 +102,7 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
         counting: ops run and are not recorded. num_looks: how many ops were asked of real tensors, whose values may
             count. unanswered: the first error of an op that fake tensors cannot answer, "" if there was none.
             bridge: stands for the calls that `folding` leaves out, if it does.
+        fake_mode: that the step's fake tensors belong to; None for a real step.
         outside: what tensors are that the step may reach and that are not the model's, by their storages' address.
     """
 
@@ -112,7 +113,7 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
         device: str = "cpu",
         round_bytes: int = 1,
         dialect: str = "cpu",
-        kernels: Mapping[Any, Callable[..., Any]] | None = None,
+        results: FakeResults,
     ) -> None:
         super().__init__()
         self.ops: list[OpRecord] = []
@@ -137,7 +138,8 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
         self.unanswered = ""
         self._island = island
         self._device_type = torch.device(device).type
-        self._results = FakeResults(kernels)
+        self._results = results
+        self.fake_mode = results.mode
         self._round_bytes = round_bytes
         self.dialect = dialect
         self._keys: dict[Any, int] = {}
