@@ -14,6 +14,7 @@ for all captures under the same settings of torch.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -64,15 +65,15 @@ class FakeResults:
     """Runs ops under fake tensors, each distinct one once.
 
     Attributes:
-        mode: that the fake tensors belong to.
         key: of the op that ran last; None if it has none. Ops of one key have one signature.
 
     Args:
+        mode: that the fake tensors belong to; None for a real step.
         kernels: what to run for an op in place of its own fake kernel.
         kept: answers of other modes with the same kernels, which this one adds to; left out: none.
     """
 
-    __slots__ = ("_kept", "_kernels", "key", "mode")
+    __slots__ = ("_kept", "_kernels", "_mode", "key")
 
     def __init__(
         self,
@@ -80,10 +81,15 @@ class FakeResults:
         kernels: Mapping[Any, Callable[..., Any]] | None = None,
         kept: dict[Any, Any] | None = None,
     ) -> None:
-        self.mode = mode
+        self._mode = weakref.ref(mode) if mode is not None else None  # that it is gone tells that no fake is left
         self._kept: dict[Any, Any] = {} if kept is None else kept
         self._kernels = kernels or {}
         self.key: Any = None
+
+    @property
+    def mode(self) -> Any:
+        """The mode that the fake tensors belong to."""
+        return None if self._mode is None else self._mode()
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns what `func(*args, **kwargs)` returns under fake tensors."""

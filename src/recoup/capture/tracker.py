@@ -102,7 +102,6 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
         counting: ops run and are not recorded. num_looks: how many ops were asked of real tensors, whose values may
             count. unanswered: the first error of an op that fake tensors cannot answer, "" if there was none.
             bridge: stands for the calls that `folding` leaves out, if it does.
-        fake_mode: that the step's fake tensors belong to; None for a real step.
         outside: what tensors are that the step may reach and that are not the model's, by their storages' address.
     """
 
@@ -139,7 +138,6 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
         self._island = island
         self._device_type = torch.device(device).type
         self._results = results
-        self.fake_mode = results.mode
         self._round_bytes = round_bytes
         self.dialect = dialect
         self._keys: dict[Any, int] = {}
@@ -163,6 +161,11 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
     def ignore_compile_internals(cls) -> bool:
         """Compiled regions stay compiled while this mode is on."""
         return True
+
+    @property
+    def fake_mode(self) -> Any:
+        """The mode that the step's fake tensors belong to; None for a real step."""
+        return self._results.mode
 
     # -- storages -----------------------------------------------------------------------------------------------
 
