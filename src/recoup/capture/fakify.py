@@ -47,9 +47,7 @@ def fake_parameters(model: nn.Module, device: str, island: Island) -> Iterator[d
                     continue
                 fake = made.get(id(parameter))
                 if fake is None:
-                    fake = _torch.as_fake_parameter(
-                        fake_like(parameter, device), requires_grad=parameter.requires_grad
-                    )
+                    fake = _torch.as_fake_parameter(fake_like(parameter, device), requires_grad=parameter.requires_grad)
                     made[id(parameter)] = fake
                     named[f"{path}.{name}" if path else name] = fake
                 before.append((module._parameters, name, parameter))

@@ -7,8 +7,8 @@ such a cache as well; its key and its copies take most of an op's time.
 
 Real tensors among fake ones count by their metadata alone, as they do for a fake mode. Not kept: ops whose result
 depends on values, real scalars among the arguments, tensors that carry a constant, results that share memory in a way
-that is not known of the op. What is kept was compared with the answer it stands for. It belongs to no fake mode, and holds
-for all captures under the same settings of torch.
+that is not known of the op. What is kept was compared with the answer it stands for. It belongs to no fake mode, and
+holds for all captures under the same settings of torch.
 """
 
 from __future__ import annotations
