@@ -16,7 +16,7 @@ from recoup.analysis.profile import make_profile
 from recoup.capture.capture import StepSpec
 from recoup.capture.fingerprint import fingerprint, structure_of
 from recoup.capture.optimizer import OptimizerLike, check_optimizer
-from recoup.capture.step import Loss
+from recoup.capture.step import Loss, Objective, StepFunction, make_objective
 from recoup.cost.devices import Device, get_device
 from recoup.cost.library_memory import library_bytes
 from recoup.cost.measured import MeasuredCost
@@ -102,7 +102,7 @@ def _planner(
     model: nn.Module,
     batch: Any,
     *,
-    loss: Loss | None,
+    objective: Objective,
     optimizer: OptimizerLike | None,
     device: str | torch.device | None,
     actions: Sequence[str] | None,
@@ -111,8 +111,6 @@ def _planner(
 ) -> tuple[Planner, str, Device | None]:
     if not isinstance(model, nn.Module):
         raise UsageError(f"model must be a torch.nn.Module; got {type(model).__name__}.")
-    if loss is not None and not callable(loss):
-        raise UsageError(f"loss must be a function of (output, batch); got {type(loss).__name__}.")
     check_optimizer(optimizer)
     chosen = check_actions(actions)
     name, entry, here = _target(model, device)
@@ -123,7 +121,7 @@ def _planner(
     spec = StepSpec(
         model=model,
         batch=batch,
-        loss=loss,
+        objective=objective,
         optimizer=optimizer,
         dialect="cuda" if on_cuda else "cpu",
         capability=entry.capability if entry is not None else None,
@@ -157,10 +155,16 @@ def _free_bytes(name: str, entry: Device | None) -> int:
 
 def plan(
     model: nn.Module,
-    batch: Any,
+    batch: Any = None,
     *,
     budget: int | str,
     loss: Loss | None = None,
+    step: StepFunction | None = None,
+    inputs: Any = None,
+    targets: Any = None,
+    autocast: torch.dtype | None = None,
+    scaler: Any = None,
+    accumulate: int = 1,
     optimizer: OptimizerLike | None = None,
     device: str | torch.device | None = None,
     actions: Sequence[str] | None = None,
@@ -176,6 +180,12 @@ def plan(
             libraries do not take, for that no plan changes), or `"auto"`.
         loss: `loss(output, batch)` returns a scalar. Left out: `output.loss`, `output["loss"]`, a scalar output, or
             the mean of all floating outputs (then the plan says so).
+        step: `step(model, batch)` returns the scalar loss, in place of the model's call and `loss`: any loop's forward,
+            with several losses, several calls of the model, other models. It calls no backward and no optimizer.
+        inputs, targets: in place of `batch`: the step is `loss(model(inputs), targets)`, `inputs` as for `batch`.
+        autocast: the dtype of the `torch.autocast` that training runs forward and loss in (torch.bfloat16).
+        scaler: the `GradScaler` of training; its scale is read, nothing of it changes.
+        accumulate: micro-batches of one optimizer step. From 2 on, gradients are there when forward begins.
         optimizer: an optimizer or its class; its state and its step's temporaries count.
         device: where the plan will run: "cpu", "cuda", or a name of the device table. Left out: the model's own.
         actions: what the plan may use besides save. Left out: rederive and recompute, which leave every bit as it is,
@@ -189,11 +199,21 @@ def plan(
             checkpointing is on already. InfeasibleBudget: with the smallest reachable peak.
     """
     check_budget(budget)
+    objective, batch = make_objective(
+        batch,
+        loss=loss,
+        step=step,
+        inputs=inputs,
+        targets=targets,
+        autocast=autocast,
+        scaler=scaler,
+        accumulate=accumulate,
+    )
     return _fitting(
         model,
         batch,
         budget=budget,
-        loss=loss,
+        objective=objective,
         optimizer=optimizer,
         device=device,
         actions=actions,
@@ -207,7 +227,7 @@ def _fitting(
     batch: Any,
     *,
     budget: int | str,
-    loss: Loss | None,
+    objective: Objective,
     optimizer: OptimizerLike | None,
     device: str | torch.device | None,
     actions: Sequence[str] | None,
@@ -219,7 +239,7 @@ def _fitting(
         raise UsageError(f"model must be a torch.nn.Module; got {type(model).__name__}.")
     kept = paths_below(model, keep)
     first, name, entry = _planner(
-        model, batch, loss=loss, optimizer=optimizer, device=device, actions=actions, cost=cost, keep=kept
+        model, batch, objective=objective, optimizer=optimizer, device=device, actions=actions, cost=cost, keep=kept
     )
 
     def make_planner(runs_once: frozenset[str], allowed: Sequence[str] | None) -> Planner:
@@ -280,9 +300,15 @@ def apply(model: nn.Module, plan: Plan, *, transport: Transport | str = "auto") 
 def verify(
     model: nn.Module,
     plan: Plan,
-    batch: Any,
+    batch: Any = None,
     *,
     loss: Loss | None = None,
+    step: StepFunction | None = None,
+    inputs: Any = None,
+    targets: Any = None,
+    autocast: torch.dtype | None = None,
+    scaler: Any = None,
+    accumulate: int = 1,
     optimizer: OptimizerLike | None = None,
     timed: bool = True,
 ) -> Evidence:
@@ -295,16 +321,32 @@ def verify(
     Raises:
         UsageError: if the model is on `meta`.
     """
+    objective, batch = make_objective(
+        batch,
+        loss=loss,
+        step=step,
+        inputs=inputs,
+        targets=targets,
+        autocast=autocast,
+        scaler=scaler,
+        accumulate=accumulate,
+    )
     progress.advance("running plain and planned steps")
-    return verify_plan(model, plan, batch, loss=loss, optimizer=optimizer, timed=timed)
+    return verify_plan(model, plan, batch, objective=objective, optimizer=optimizer, timed=timed)
 
 
 def fit(
     model: nn.Module,
-    batch: Any,
+    batch: Any = None,
     *,
     budget: int | str,
     loss: Loss | None = None,
+    step: StepFunction | None = None,
+    inputs: Any = None,
+    targets: Any = None,
+    autocast: torch.dtype | None = None,
+    scaler: Any = None,
+    accumulate: int = 1,
     optimizer: OptimizerLike | None = None,
     device: str | torch.device | None = None,
     actions: Sequence[str] | None = None,
@@ -333,12 +375,22 @@ def fit(
             f"{type(model).__name__} is on `meta`: there is nothing to run and prove. Use `plan`, or build it on the "
             "device."
         )
+    objective, batch = make_objective(
+        batch,
+        loss=loss,
+        step=step,
+        inputs=inputs,
+        targets=targets,
+        autocast=autocast,
+        scaler=scaler,
+        accumulate=accumulate,
+    )
     return_freed_memory()
     fitting = _fitting(
         model,
         batch,
         budget=budget,
-        loss=loss,
+        objective=objective,
         optimizer=optimizer,
         device=device,
         actions=actions,
@@ -346,7 +398,7 @@ def fit(
         keep=keep,
     )
     made, applied, evidence = fitting.fit(
-        lambda made: verify_plan(model, made, batch, loss=loss, optimizer=optimizer, timed=timed)
+        lambda made: verify_plan(model, made, batch, objective=objective, optimizer=optimizer, timed=timed)
     )
     if not evidence.ok:
         differs = next(iter(evidence.differences), "the step did something else than the plan says")
@@ -367,9 +419,15 @@ def fit(
 
 def profile(
     model: nn.Module,
-    batch: Any,
+    batch: Any = None,
     *,
     loss: Loss | None = None,
+    step: StepFunction | None = None,
+    inputs: Any = None,
+    targets: Any = None,
+    autocast: torch.dtype | None = None,
+    scaler: Any = None,
+    accumulate: int = 1,
     optimizer: OptimizerLike | None = None,
     device: str | torch.device | None = None,
     cost: CostModel | None = None,
@@ -378,7 +436,19 @@ def profile(
 
     Args and errors are those of `plan`.
     """
-    planner, _, _ = _planner(model, batch, loss=loss, optimizer=optimizer, device=device, actions=(), cost=cost)
+    objective, batch = make_objective(
+        batch,
+        loss=loss,
+        step=step,
+        inputs=inputs,
+        targets=targets,
+        autocast=autocast,
+        scaler=scaler,
+        accumulate=accumulate,
+    )
+    planner, _, _ = _planner(
+        model, batch, objective=objective, optimizer=optimizer, device=device, actions=(), cost=cost
+    )
     return make_profile(planner.priced)
 
 
@@ -441,9 +511,15 @@ class Frontier:
 
 def frontier(
     model: nn.Module,
-    batch: Any,
+    batch: Any = None,
     *,
     loss: Loss | None = None,
+    step: StepFunction | None = None,
+    inputs: Any = None,
+    targets: Any = None,
+    autocast: torch.dtype | None = None,
+    scaler: Any = None,
+    accumulate: int = 1,
     optimizer: OptimizerLike | None = None,
     device: str | torch.device | None = None,
     actions: Sequence[str] | None = None,
@@ -454,8 +530,18 @@ def frontier(
 
     Args and errors are those of `plan`; each of about `num_points` points is a simulated plan.
     """
+    objective, batch = make_objective(
+        batch,
+        loss=loss,
+        step=step,
+        inputs=inputs,
+        targets=targets,
+        autocast=autocast,
+        scaler=scaler,
+        accumulate=accumulate,
+    )
     planner, name, entry = _planner(
-        model, batch, loss=loss, optimizer=optimizer, device=device, actions=actions, cost=cost
+        model, batch, objective=objective, optimizer=optimizer, device=device, actions=actions, cost=cost
     )
     fastest = planner.fit(1 << 62) or planner.plain  # not the plain step where scans may take more than they do in it
     candidates = {c.decisions: c for c in (planner.plain, planner.smallest(), fastest)}
@@ -492,10 +578,16 @@ def frontier(
 
 def explain(
     model: nn.Module,
-    batch: Any,
+    batch: Any = None,
     *,
     budget: int | str,
     loss: Loss | None = None,
+    step: StepFunction | None = None,
+    inputs: Any = None,
+    targets: Any = None,
+    autocast: torch.dtype | None = None,
+    scaler: Any = None,
+    accumulate: int = 1,
     optimizer: OptimizerLike | None = None,
     device: str | torch.device | None = None,
     actions: Sequence[str] | None = None,
@@ -507,8 +599,18 @@ def explain(
     Args and errors are those of `plan`.
     """
     check_budget(budget)
+    objective, batch = make_objective(
+        batch,
+        loss=loss,
+        step=step,
+        inputs=inputs,
+        targets=targets,
+        autocast=autocast,
+        scaler=scaler,
+        accumulate=accumulate,
+    )
     planner, name, entry = _planner(
-        model, batch, loss=loss, optimizer=optimizer, device=device, actions=actions, cost=cost
+        model, batch, objective=objective, optimizer=optimizer, device=device, actions=actions, cost=cost
     )
     return Frontier(planner, name, (), _free_bytes(name, entry)).explain(budget)
 
@@ -519,6 +621,9 @@ def max_batch(
     *,
     budget: int | str,
     loss: Loss | None = None,
+    step: StepFunction | None = None,
+    autocast: torch.dtype | None = None,
+    accumulate: int = 1,
     optimizer: OptimizerLike | None = None,
     device: str | torch.device | None = None,
     actions: Sequence[str] | None = None,
@@ -541,10 +646,13 @@ def max_batch(
     here = device in (None, "cpu")
 
     def fits(size: int, *, metered: bool = not here) -> bool:
+        objective, batch = make_objective(
+            make_batch(size), loss=loss, step=step, autocast=autocast, accumulate=accumulate
+        )
         planner, name, entry = _planner(
             model,
-            make_batch(size),
-            loss=loss,
+            batch,
+            objective=objective,
             optimizer=optimizer,
             device=device,
             actions=actions,
@@ -569,12 +677,12 @@ def max_batch(
         progress.advance(f"trying size {middle}")
         low, high = (middle, high) if fits(middle) else (low, middle)
     # So far without the workspace of this machine's kernels, which is slow to meter: now with it, from there down.
-    step = 1
+    stride = 1
     while here and not fits(low, metered=True):
         progress.advance(f"size {low} fits but for its kernels' workspace")
         if low == 1:
             raise errors[-1]
-        low, high, step = max(low - step, 1), low, step * 2
+        low, high, stride = max(low - stride, 1), low, stride * 2
     while here and high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle, metered=True) else (low, middle)

@@ -11,6 +11,7 @@ from torch import nn
 from recoup import _torch
 from recoup.capture.capture import StepSpec, capture
 from recoup.capture.op_cache import FakeResults
+from recoup.capture.step import Objective
 from tests.models import KINDS, make
 
 
@@ -31,7 +32,7 @@ def _both(spec: StepSpec, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_traces_are_the_same(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch, loss = make(kind)
-    _both(StepSpec(model=model, batch=batch, loss=loss, optimizer=torch.optim.AdamW), monkeypatch)
+    _both(StepSpec(model=model, batch=batch, objective=Objective(loss=loss), optimizer=torch.optim.AdamW), monkeypatch)
 
 
 class _Odd(nn.Module):

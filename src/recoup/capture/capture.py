@@ -32,7 +32,7 @@ from recoup.capture.module_calls import CallRecorder
 from recoup.capture.op_cache import FakeResults, answers_for
 from recoup.capture.optimizer import OptimizerLike, OptimizerStep, ScalarsOfFakes, prepare_optimizer
 from recoup.capture.snapshot import Snapshot, parameters_outside, untouched
-from recoup.capture.step import Loss, call_model, loss_of
+from recoup.capture.step import Objective
 from recoup.capture.trace import build_trace
 from recoup.capture.tracker import Tracker
 from recoup.capture.watched_step import (
@@ -54,6 +54,7 @@ class StepSpec:
     """One training step, as the user gave it.
 
     Attributes:
+        objective: what it computes of the batch.
         dialect: "cpu" or "cuda": whose side outputs, optimizer and allocator are counted.
         capability: compute capability of a card that is not here, whose choice of ops is followed; None: the ops are
             those of the model's own device.
@@ -65,7 +66,7 @@ class StepSpec:
 
     model: nn.Module
     batch: Any
-    loss: Loss | None = None
+    objective: Objective = dataclasses.field(default_factory=Objective)
     optimizer: OptimizerLike | None = None
     dialect: str = "cpu"
     capability: tuple[int, int] | None = None
@@ -133,7 +134,7 @@ def _runs(spec: StepSpec) -> bool:
     with untouched_step(spec) as before, before.watching():
         batch = real_batch(spec.batch)
         try:
-            loss_of(call_model(spec.model, batch), batch, spec.loss)[0].backward()  # type: ignore[no-untyped-call]
+            spec.objective.run(spec.model, batch).backward()  # type: ignore[no-untyped-call]
         except Exception:  # user code runs here
             return False
     return True
@@ -178,7 +179,7 @@ def _capture_folded(spec: StepSpec, known: Trace | None, memory: FoldingMemory |
 def _fill_caches(spec: StepSpec, before: Snapshot) -> None:
     progress.advance(f"one forward for real: tensors are kept in {spec.keepers[0]}")
     with torch.no_grad(), before.watching(), contextlib.suppress(Exception):  # where it fails, the capture says why
-        call_model(spec.model, real_batch(spec.batch))
+        spec.objective.forward(spec.model, real_batch(spec.batch))
 
 
 def _capture_on(
@@ -214,7 +215,7 @@ def _capture_on(
                 folding = Folding(spec.model, tracker, recorder, memory, watches=watches, likely=likely)
             with tracker, saving(tracker), contextlib.nullcontext() if folding is None else folding.on():
                 source = run_step(
-                    spec.model, spec.loss, before, batch, tracker, recorder, backward=True, folding=folding
+                    spec.model, spec.objective, before, batch, tracker, recorder, backward=True, folding=folding
                 )
             gradients = _note_gradients(parameters | outside, tracker)
             if stepper is not None:
@@ -264,7 +265,7 @@ def _release_run(
         recorder = CallRecorder(spec.model, tracker)
         folding = None if memory is None else Folding(spec.model, tracker, recorder, memory)
         with tracker, hooks, contextlib.nullcontext() if folding is None else folding.on():
-            run_step(spec.model, spec.loss, before, batch, tracker, recorder, backward=False, folding=folding)
+            run_step(spec.model, spec.objective, before, batch, tracker, recorder, backward=False, folding=folding)
         if folding is not None:
             with without_collector():
                 unfold(folding)
@@ -302,7 +303,7 @@ def _is_on_meta(model: nn.Module) -> bool:
 @contextlib.contextmanager
 def untouched_step(spec: StepSpec) -> Iterator[Snapshot]:
     """Restores at the end what the step can reach; no tensor has a gradient inside."""
-    with untouched(spec.model, spec.batch, spec.loss) as before:
+    with untouched(spec.model, spec.batch, spec.objective.functions) as before:
         before.tensors.clear_gradients()
         yield before
 
@@ -395,7 +396,7 @@ def _capture_real(spec: StepSpec, reason: str) -> Trace:
                 tracker.add(tensor, "batch", "batch")
             recorder = CallRecorder(spec.model, tracker)
             with tracker, saving(tracker):
-                source = run_step(spec.model, spec.loss, before, batch, tracker, recorder, backward=True)
+                source = run_step(spec.model, spec.objective, before, batch, tracker, recorder, backward=True)
             gradients = _note_gradients(parameters, tracker)
             del gradients
             for parameter in parameters.values():

@@ -67,7 +67,7 @@ def _levels_on(mode: Any, spec: StepSpec, path: str, counts: tuple[int, ...]) ->
         recorder.watcher = watch
         try:
             with tracker, saving(tracker):
-                run_step(spec.model, spec.loss, before, batch, tracker, recorder, backward=False)
+                run_step(spec.model, spec.objective, before, batch, tracker, recorder, backward=False)
         except _Enough:
             pass
         except (Unfollowable, Failed) as error:

@@ -17,7 +17,7 @@ from recoup.capture.folding.fold import Folding
 from recoup.capture.module_calls import CallRecorder
 from recoup.capture.simulated_transport import SimulatedTransport
 from recoup.capture.snapshot import Snapshot
-from recoup.capture.step import Loss, call_model, leaves_of, loss_of
+from recoup.capture.step import Objective, leaves_of
 from recoup.capture.tracker import Tracker
 from recoup.errors import RecoupError, StepError
 from recoup.runtime import execution_context
@@ -39,7 +39,7 @@ class Failed(StepError):
 
 def run_step(
     model: nn.Module,
-    loss_function: Loss | None,
+    objective: Objective,
     before: Snapshot,
     batch: Any,
     tracker: Tracker,
@@ -56,14 +56,20 @@ def run_step(
         before: told of the tensors that backward gives a gradient.
     """
     drawn = _host_random()
+    with tracker.unobserved():
+        accumulated = objective.prepare(model)
+    for gradient in accumulated:
+        tracker.add(gradient, "gradient", "gradients accumulated before")
+    del accumulated
     try:
         tracker.phase = "forward"
-        with recorder:
-            output = call_model(model, batch)
-        if folding is not None:
-            folding.end_forward()
-        tracker.phase, tracker.call = "loss", -1
-        loss, source = loss_of(output, batch, loss_function)
+        with objective.autocasting(model):
+            with recorder:
+                output = objective.forward(model, batch)
+            if folding is not None:
+                folding.end_forward()
+            tracker.phase, tracker.call = "loss", -1
+            loss, source = objective.loss_of(output, batch)
         tracker.draws_on_host |= _host_random() != drawn
         del output
         if backward:
@@ -82,6 +88,16 @@ def run_step(
         phase = {"forward": "forward", "loss": "loss"}.get(tracker.phase, "backward")
         what = f"{type(error).__name__}: {_first_line(error)}"
         message = f"The {phase} of {type(model).__name__} failed on this batch: {what}"
+        if (
+            phase == "forward"
+            and isinstance(error, TypeError)
+            and objective.step is None
+            and type(batch) in (tuple, list)
+        ):
+            message += (
+                f". The model was called with the batch's {len(batch)} items; if they are inputs and targets, give "
+                "inputs=..., targets=... and loss=..., or step=lambda model, batch: ..."
+            )
         raise Failed(message, f"{phase} raised {what}") from error
 
 

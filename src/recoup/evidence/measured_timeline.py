@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from recoup import _torch
 from recoup.capture.optimizer import OptimizerLike
 from recoup.capture.snapshot import untouched
-from recoup.capture.step import Loss, call_model, loss_of
+from recoup.capture.step import Objective
 from recoup.evidence.memory import meter_name
 from recoup.evidence.verify import StepBench
 from recoup.ir.plan import Plan
@@ -30,7 +30,7 @@ def measure_timelines(
     plan: Plan | None,
     batch: Any,
     *,
-    loss: Loss | None = None,
+    objective: Objective = Objective(),  # noqa: B008
     optimizer: OptimizerLike | None = None,
 ) -> tuple[MeasuredTimeline | None, MeasuredTimeline | None]:
     """Returns the measured memory of one plain and one planned step; the model is put back.
@@ -41,8 +41,8 @@ def measure_timelines(
     """
     if next(model.parameters()).device.type != "cpu":
         return None, None
-    with untouched(model, batch, loss):
-        bench = StepBench(model, batch, loss, optimizer)
+    with untouched(model, batch, objective.functions):
+        bench = StepBench(model, batch, objective, optimizer)
         with bench.optimizing():
             with plain(model):
                 bench.step(take=True)
@@ -60,9 +60,7 @@ def _run(bench: StepBench) -> MeasuredTimeline:
         warnings.simplefilter("ignore")
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             with record_function(_MARK + "forward"):
-                output = call_model(bench.model, bench.batch)
-                value, _ = loss_of(output, bench.batch, bench.loss)
-                del output
+                value = bench.objective.run(bench.model, bench.batch)
             with record_function(_MARK + "backward"):
                 value.backward()  # type: ignore[no-untyped-call]
             del value

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from recoup.capture.step import Loss
+from recoup.capture.step import Objective
 from recoup.errors import UsageError
 from recoup.selective.profile_report import ProfileReport
 from recoup.selective.trial import Trial, Trials
@@ -55,7 +55,11 @@ class Validation:
 
 
 def validate(
-    model: nn.Module, batch: Any, *, loss: Loss | None = None, strategies: Sequence[str] = STRATEGIES
+    model: nn.Module,
+    batch: Any,
+    *,
+    objective: Objective = Objective(),  # noqa: B008
+    strategies: Sequence[str] = STRATEGIES,
 ) -> Validation:
     """Runs the gates; nothing of the model changes.
 
@@ -68,7 +72,7 @@ def validate(
     """
     if not strategies:
         raise UsageError("validate needs at least one strategy.")
-    trials = Trials(model, batch, loss=loss)
+    trials = Trials(model, batch, objective=objective)
     runs = [trials.run(strategy) for strategy in strategies]
     gates = [check_memory(runs), *check_profile(trials.report())]
     gates += [check_gradients(run, model) for run in runs]
