@@ -57,7 +57,7 @@ __all__ = [
     "verify",
 ]
 
-_AUTO_MARGIN = 0.92
+_AUTO_SHARE = 0.92  # share of the free bytes that "auto" takes: the rest is for what is allocated while training
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,14 +143,14 @@ def _free_bytes(name: str, entry: Device | None) -> int:
         return (
             entry.memory_bytes - entry.context_bytes
             if entry.dialect == "cuda"
-            else int(entry.memory_bytes * _AUTO_MARGIN)
+            else int(entry.memory_bytes * _AUTO_SHARE)
         )
     if name.startswith("cuda"):
         device = torch.device(name)
         # What torch has reserved is its own to use again; the model in it counts in the plan's peak.
         free = available_bytes(device) + torch.cuda.memory_allocated(device)
-        return int(free * _AUTO_MARGIN)
-    return int(available_host_bytes() * _AUTO_MARGIN)
+        return int(free * _AUTO_SHARE)
+    return int(available_host_bytes() * _AUTO_SHARE)
 
 
 def plan(

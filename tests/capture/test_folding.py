@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from recoup.capture.capture import StepSpec, capture
-from recoup.capture.folding.zones import FoldingMemory
+from recoup.capture.folding import FoldingMemory
 from recoup.capture.op_cache import FakeResults
 from recoup.capture.step import Objective
 from recoup.cost.devices import get_device

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import recoup
-from recoup.analysis.timeline import module_rows
+from recoup.analysis.module_table import module_rows
 from recoup.capture.capture import StepSpec
 from recoup.capture.step import Objective
 from recoup.cost.model import PricedTrace, price_by_signature

@@ -31,7 +31,8 @@ def deep_report(num_layers: int) -> Report:
     """Returns the report of many layers, each recomputed."""
     import torch
 
-    from recoup.analysis.timeline import make_timeline, module_rows
+    from recoup.analysis.module_table import module_rows
+    from recoup.analysis.timeline import make_timeline
     from recoup.ir.decision import Recompute
 
     model, batch = Stack(8, num_layers), torch.randn(4, 8)

@@ -19,13 +19,11 @@ from torch import nn
 from recoup import _torch, progress
 from recoup._allocation import is_allocation_failure
 from recoup._pytree import iterate_tensors
-from recoup._storages import dense_parts
+from recoup.capture.categories import categories_of, note_gradients, step_optimizer
 from recoup.capture.dialect import cuda_dialect, cuda_results
 from recoup.capture.fakify import fake_batch, fake_like, fake_parameters, real_batch
 from recoup.capture.fingerprint import fingerprint
-from recoup.capture.folding.fold import Folding
-from recoup.capture.folding.unfold import unfold
-from recoup.capture.folding.zones import Counted, FoldingMemory, Irregular
+from recoup.capture.folding import Counted, Folding, FoldingMemory, Irregular, unfold
 from recoup.capture.island import Island
 from recoup.capture.leaks import run_on_fakes
 from recoup.capture.module_calls import CallRecorder
@@ -46,7 +44,7 @@ from recoup.capture.watched_step import (
     without_collector,
 )
 from recoup.errors import RealStepWarning, RecoupError, StepError
-from recoup.ir.trace import Category, Trace
+from recoup.ir.trace import Trace
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -197,7 +195,7 @@ def _capture_on(
             trackers.append(tracker)
             stepper = _fake_optimizer(spec, parameters, old, outside) if known is None else None
             register(spec.model, parameters, tracker)
-            tracker.outside = _categories(before)
+            tracker.outside = categories_of(before)
             if known is not None:
                 state_bytes = sum(s.nbytes for s in known.storages if s.category == "optimizer")
                 tracker.add_block(state_bytes, "optimizer", "optimizer state")
@@ -217,11 +215,11 @@ def _capture_on(
                 source = run_step(
                     spec.model, spec.objective, before, batch, tracker, recorder, backward=True, folding=folding
                 )
-            gradients = _note_gradients(parameters | outside, tracker)
+            gradients = note_gradients(parameters | outside, tracker)
             if stepper is not None:
                 tracker.phase = "optimizer"
                 with tracker, ScalarsOfFakes():
-                    _step_optimizer(stepper, parameters, tracker)
+                    step_optimizer(stepper, parameters, tracker)
                 stepper.forget()
             calls_released = _release_run(spec, before, device, island, mode, memory) if known is None else None
             del gradients
@@ -256,7 +254,7 @@ def _release_run(
         tracker.add(parameter, "parameter", name)
     for name, buffer in spec.model.named_buffers():
         tracker.add(buffer, "buffer", name)
-    tracker.outside = _categories(before)
+    tracker.outside = categories_of(before)
     batch = fake_batch(spec.batch, device, island)
     for tensor in iterate_tensors(batch):
         tracker.add(tensor, "batch", "batch")
@@ -308,15 +306,6 @@ def untouched_step(spec: StepSpec) -> Iterator[Snapshot]:
         yield before
 
 
-def _categories(before: Snapshot) -> dict[int, tuple[Category, str]]:
-    """Returns what the tensors that a step can reach are, by their storages' address: it may touch them or not."""
-    found: dict[int, tuple[Category, str]] = {}
-    for name, tensor in before.tensors.named().items():
-        if tensor.layout is torch.strided:
-            found[tensor.untyped_storage()._cdata] = ("parameter" if tensor.requires_grad else "buffer", name)
-    return found
-
-
 def _fake_optimizer(
     spec: StepSpec,
     parameters: dict[str, torch.Tensor],
@@ -351,35 +340,6 @@ def _optimizer_state_bytes(spec: StepSpec) -> tuple[int, tuple[str, ...]]:
     return total, (stepper.note or "the optimizer's step was left out: its state counts, its temporaries do not",)
 
 
-def _step_optimizer(stepper: OptimizerStep, parameters: dict[str, torch.Tensor], tracker: Tracker) -> None:
-    """Steps. What an optimizer holds while it runs the training step again counts as there throughout the step."""
-    first_op, held_bytes = len(tracker.ops), 0
-
-    def closure() -> torch.Tensor:
-        nonlocal held_bytes
-        own = (s.nbytes for s in tracker.storages if s.free_op < 0 and s.alloc_op >= first_op)
-        held_bytes = max(held_bytes, sum(own))
-        for parameter in parameters.values():
-            if parameter.requires_grad and parameter.grad is None:
-                parameter.grad = torch.empty_like(parameter)
-        return torch.empty((), device=next(iter(parameters.values())).device)
-
-    stepper.step(closure)
-    tracker.add_block(held_bytes, "optimizer", "held by the optimizer while it runs the step again")
-
-
-def _note_gradients(parameters: dict[str, torch.Tensor], tracker: Tracker) -> list[torch.Tensor]:
-    gradients = []
-    for name, parameter in parameters.items():
-        if parameter.grad is not None:
-            for index in map(tracker.find, dense_parts(parameter.grad)):
-                if index is not None:
-                    tracker.storages[index].category = "gradient"
-                    tracker.storages[index].label = f"gradient of {name}"
-            gradients.append(parameter.grad)
-    return gradients
-
-
 def _capture_real(spec: StepSpec, reason: str) -> Trace:
     """Runs a real step on the model's own tensors, its optimizer's state estimated; everything is put back."""
     state_bytes, notes = _optimizer_state_bytes(spec)
@@ -389,7 +349,7 @@ def _capture_real(spec: StepSpec, reason: str) -> Trace:
         tracker = tracker_of(spec, device_of(spec.model), None)
         try:
             register(spec.model, dict(spec.model.named_parameters()), tracker)
-            tracker.outside = _categories(before)
+            tracker.outside = categories_of(before)
             tracker.add_block(state_bytes, "optimizer", "optimizer state (estimated)")
             batch = real_batch(spec.batch)
             for tensor in iterate_tensors(batch):
@@ -397,7 +357,7 @@ def _capture_real(spec: StepSpec, reason: str) -> Trace:
             recorder = CallRecorder(spec.model, tracker)
             with tracker, saving(tracker):
                 source = run_step(spec.model, spec.objective, before, batch, tracker, recorder, backward=True)
-            gradients = _note_gradients(parameters, tracker)
+            gradients = note_gradients(parameters, tracker)
             del gradients
             for parameter in parameters.values():
                 parameter.grad = None

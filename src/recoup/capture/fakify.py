@@ -14,6 +14,7 @@ from recoup._pytree import iterate_tensors, map_tensors
 from recoup._storages import covered_range, sharing_memory
 from recoup.capture.island import Island
 
+# larger integer buffers are tables of data, not positions or indices that a forward branches on
 _INTEGER_BUFFER_ELEMENTS = 1 << 22
 
 

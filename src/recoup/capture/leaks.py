@@ -22,7 +22,7 @@ from recoup import _torch
 from recoup.capture.tracker import Tracker
 from recoup.errors import InternalError
 
-_ROUNDS = 6
+_MAX_ROUNDS = 6  # who held the first leaked tensors may be held by others, and those again
 _CLIMBED = (tuple, frozenset, functools.partial, types.MethodType, types.BuiltinMethodType)
 
 T = TypeVar("T")
@@ -73,7 +73,7 @@ def _take_back(mode: Any, *, is_strict: bool) -> list[str]:
     if not _fakes_of(mode):
         return found
     gc.collect()
-    for _ in range(_ROUNDS):  # who held the first may have been held by others
+    for _ in range(_MAX_ROUNDS):  # who held the first may have been held by others
         left = _fakes_of(mode)
         if not left:
             return found

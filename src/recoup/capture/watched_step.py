@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from recoup import _torch
-from recoup.capture.folding.fold import Folding
+from recoup.capture.folding import Folding
 from recoup.capture.module_calls import CallRecorder
 from recoup.capture.simulated_transport import SimulatedTransport
 from recoup.capture.snapshot import Snapshot
@@ -22,7 +22,7 @@ from recoup.capture.tracker import Tracker
 from recoup.errors import RecoupError, StepError
 from recoup.runtime import execution_context
 
-_OLD_THRESHOLD = 1000  # collections of the middle generation before one of the old
+_OLD_COLLECTIONS = 1000  # collections of the middle generation before one of the old
 
 
 class Unfollowable(Exception):
@@ -128,7 +128,7 @@ def saving(tracker: Tracker) -> Iterator[None]:
 def few_full_collections() -> Iterator[None]:
     """Has Python's collector look at what is old but rarely: records pile up that are in no cycle."""
     young, middle, old = gc.get_threshold()
-    gc.set_threshold(young, middle, max(old, _OLD_THRESHOLD))
+    gc.set_threshold(young, middle, max(old, _OLD_COLLECTIONS))
     try:
         yield
     finally:

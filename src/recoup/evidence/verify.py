@@ -41,7 +41,7 @@ from recoup.evidence.gradients import (
     take_result,
 )
 from recoup.evidence.memory import measure_peak, meter_name, storage_bytes
-from recoup.evidence.replay_audit import Audit
+from recoup.evidence.replay_audit import MOVED_BYTES, Audit
 from recoup.evidence.speed import time_ratio
 from recoup.ir.evidence import Evidence
 from recoup.ir.plan import Plan
@@ -51,7 +51,6 @@ from recoup.runtime.offload.saved_tensor import offload
 from recoup.runtime.offload.transport import Transport, make_transport
 from recoup.units import format_bytes
 
-_MOVED_BYTES = 1 << 16  # smaller saved tensors stay where they are when a plain step is run that does not fit
 _Result = TypeVar("_Result")
 
 
@@ -146,7 +145,7 @@ class StepBench:
     def _loss_after_backward(self, times: float | None = None, aside: Transport | None = None) -> torch.Tensor:
         moving: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if aside is not None:
-            moving = offload(self.model, transport=aside, min_bytes=_MOVED_BYTES)
+            moving = offload(self.model, transport=aside, min_bytes=MOVED_BYTES)
         with torch.enable_grad():
             with moving:
                 loss = self.objective.run(self.model, self.batch)

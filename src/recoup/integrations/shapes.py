@@ -33,9 +33,10 @@ from recoup.integrations.distributed import unwrap
 from recoup.integrations.watch import Guard
 from recoup.ir.decision import Save
 from recoup.ir.plan import Plan
-from recoup.runtime.apply import Settings, apply_decisions, find_patches
+from recoup.runtime.apply import apply_decisions, find_patches
 from recoup.runtime.conflicts import refuse_conflicts
 from recoup.runtime.patch import PatchedForward, repatch, unpatch
+from recoup.runtime.planned_call import Settings
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 

@@ -16,7 +16,7 @@ from recoup.jax.simulate import Memory, live_eqns, simulate
 from recoup.jax.trace import Step, gradient_function
 from recoup.solver.frontier import Solution, Solver
 
-_ROUNDS = 8  # of asking the solver
+_MAX_ROUNDS = 8  # of asking the solver
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -124,7 +124,7 @@ class Planner:
         line, solver = self._solver(exact=exact)
         low, high = solver.leanest().peak_bytes, 2 * max(budget_bytes, solver.leanest().peak_bytes)
         asked = budget_bytes
-        for _ in range(_ROUNDS):
+        for _ in range(_MAX_ROUNDS):
             candidate = self._try(line, solver.solve(asked), exact=exact)
             # The solver is off by so much here.
             over = self.peak_bytes(candidate) - budget_bytes

@@ -1,8 +1,8 @@
 """From a problem to its front: walks the calls from the last to the first, regions solved inside first.
 
 A region's inside is a sequence of its own, solved the same way, once for each distinct structure: 32 equal layers are
-one. Spans (one region over consecutive calls) are tried at every length up to `_EVERY_LENGTH` and from there on at
-lengths that grow by an eighth to a quarter. Depth of recursion is depth of nesting, never number of layers.
+one. Spans (one region over consecutive calls) are tried at every length up to `_EVERY_LENGTH_LEAVES` and from there on
+at lengths that grow by an eighth to a quarter. Depth of recursion is depth of nesting, never number of layers.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from recoup.solver.sequence import (
 )
 from recoup.solver.ways import Move, Replay, Run
 
-_EVERY_LENGTH = 16
-_LONGEST_SPAN = 64
+_EVERY_LENGTH_LEAVES = 16  # spans up to here are tried at every length, longer ones at eight lengths in each doubling
+# at least; in long steps three times the square root of all, where the optimum of equal layers is one
+_LONGEST_SPAN_LEAVES = 64
 _MOST_OPEN, _MOST_OPEN_IF_SMALL, _SMALL = 3, 6, 64
 _MOST_POINTS, _MOST_POINTS_IF_LARGE, _LARGE = 4000, 1000, 1000
 _Units = frozenset[int]
@@ -34,7 +35,7 @@ _Units = frozenset[int]
 
 def is_tried(length: int) -> bool:
     """Whether spans of this many calls are tried: all short ones, longer ones in steps of an eighth to a quarter."""
-    return length <= _EVERY_LENGTH or length % (1 << max(length.bit_length() - 3, 0)) == 0
+    return length <= _EVERY_LENGTH_LEAVES or length % (1 << max(length.bit_length() - 3, 0)) == 0
 
 
 def is_tried_inside(length: int) -> bool:
@@ -87,7 +88,7 @@ class Search:
         self._max_inner_points = max_inner_points
         self._most_open = _MOST_OPEN if len(line.leaves) > _SMALL else _MOST_OPEN_IF_SMALL
         # Segments of a chain of n calls are best at about sqrt(n); three times that leaves room for unequal ones.
-        self._longest_span = max(_LONGEST_SPAN, 3 * math.isqrt(len(line.leaves)))
+        self._longest_span = max(_LONGEST_SPAN_LEAVES, 3 * math.isqrt(len(line.leaves)))
         self._inside: dict[tuple[int, int], _Inside] = {}
         self._linked: dict[tuple[int, int], Front] = {}
         self._known_links: dict[Hashable, Linked] = {}
