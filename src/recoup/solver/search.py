@@ -279,7 +279,7 @@ class Search:
         if known is None or len(known) < longest:
             known = self._known_spans[id(call)] = []
             span, last = Span(), call
-            while last.block.region is not None and len(known) < max(longest, _LONGEST_SPAN):
+            while last.block.region is not None and len(known) < max(longest, self._longest_span):
                 span.add(last.block.region)
                 known.append((span.region(), last.last - call.first))
                 if last.following is None:
