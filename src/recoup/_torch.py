@@ -548,8 +548,7 @@ def fake_alias(tensor: torch.Tensor) -> torch.Tensor:
     """
     if type(tensor) is not _fake_tensor_class():
         return detach_past_modes(tensor)
-    alias: torch.Tensor = FakeTemplate(tensor, tensor).view_of(tensor.fake_mode, tensor)
-    return alias
+    return FakeTemplate(tensor, tensor).view_of(mode_of_fake(tensor), tensor)
 
 
 def alias_below_autograd(tensor: torch.Tensor) -> torch.Tensor:

@@ -36,7 +36,7 @@ _READ_STORAGE = frozenset({"aten::as_strided", "aten::as_strided_", "aten::resiz
 _STEPS = {torch.ops.aten.select.int: 2, torch.ops.aten.select_backward.default: 3}
 
 
-_MOST_ANSWERS = 50_000  # of one kind, some 50 MB
+_MOST_ANSWERS = 50_000  # under one setting of torch: an answer is about a kilobyte, so 50 MB
 
 
 def answers_for(capability: tuple[int, int] | None) -> dict[Any, Any]:

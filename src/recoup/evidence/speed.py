@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-_NARROW = 0.02
+_NARROW_RATIO = 0.02  # ratios this close together: what is left is about what a decision between plans is worth
 
 
 def time_ratio(
@@ -23,7 +23,7 @@ def time_ratio(
 ) -> tuple[float, float]:
     """Returns the median of planned/plain over interleaved pairs, and half the distance between its quartiles.
 
-    Stops once all ratios so far, two at least, lie within `_NARROW` of each other.
+    Stops once all ratios so far, two at least, lie within `_NARROW_RATIO` of each other.
 
     Args:
         max_seconds: stop after this long, once two pairs are in. pairs: how many at most.
@@ -48,7 +48,7 @@ def time_ratio(
         else:
             b, a = once(planned), once(plain)
         ratios.append(b / a)
-        is_narrow = max(ratios) - min(ratios) <= _NARROW
+        is_narrow = max(ratios) - min(ratios) <= _NARROW_RATIO
         if len(ratios) >= 2 and (is_narrow or time.perf_counter() - begun > max_seconds):
             break
     ratios.sort()
