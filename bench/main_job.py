@@ -25,12 +25,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from recoup import InfeasibleBudget
-from recoup.api import _planner
 from recoup.capture.step import Objective
 from recoup.evidence.memory import measure_peak
 from recoup.evidence.verify import StepBench, verify_plan
 from recoup.planner.driver import Planner, plan_for_budget
 from recoup.planner.incumbents import Candidate
+from recoup.planner.request import planner_for
 from recoup.solver.baselines import baselines
 from recoup.solver.decisions import to_decisions
 from recoup.targets.resolve import resolve_target
@@ -99,7 +99,7 @@ def run_workload(name: str, quick: bool) -> dict[str, Any]:
     target = resolve_target(text, **options)
     model, batch = target.model, target.batch
     began = time.perf_counter()
-    planner, device, _ = _planner(
+    planner, device, _ = planner_for(
         model, batch, loss=target.loss, optimizer=None, device=None, actions=("rederive", "recompute"), cost=None
     )
     setup_seconds = time.perf_counter() - began
