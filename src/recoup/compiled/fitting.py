@@ -19,8 +19,7 @@ from torch import nn
 
 from recoup import _torch, progress
 from recoup.capture.optimizer import OptimizerLike
-from recoup.capture.snapshot import untouched
-from recoup.capture.step import Loss
+from recoup.capture.step import Objective
 from recoup.compiled.combine import Combination, combinations, combined
 from recoup.compiled.frontier import choices
 from recoup.compiled.recording import CompileOptions, Division, Recording
@@ -33,8 +32,8 @@ from recoup.ir.compiled_plan import CompiledGraph, CompiledPlan
 from recoup.ir.evidence import Evidence
 from recoup.units import format_bytes, parse_budget
 
-_COMPILES = 4  # of planned steps, at most
-_TIMED_SECONDS = 20.0
+_MOST_PLANS = 4  # compiled and measured for one budget: each takes as long as torch takes to compile
+_TIMED_SECONDS = 20.0  # interleaved pairs end then
 
 
 class CompiledModel:
@@ -79,11 +78,16 @@ class CompiledFitting:
     """The steps that fit one compiled model into a budget."""
 
     def __init__(
-        self, model: nn.Module, batch: Any, loss: Loss | None, optimizer: OptimizerLike | None, options: CompileOptions
+        self,
+        model: nn.Module,
+        batch: Any,
+        objective: Objective,
+        optimizer: OptimizerLike | None,
+        options: CompileOptions,
     ) -> None:
         self.model = model
         self.options = options
-        self.bench = StepBench(model, batch, loss, optimizer)
+        self.bench = StepBench(model, batch, objective, optimizer)
         self.recording = Recording(options)
         self._plain: Any = None
         self._notes: list[str] = []
@@ -116,7 +120,7 @@ class CompiledFitting:
         found = combinations(steps, calls, options)
         correction = plain_peak - torch_choice.peak_bytes
         measured: dict[int, int] = {}
-        for _ in range(_COMPILES):
+        for _ in range(_MOST_PLANS):
             at = self._next(found, measured, correction, budget_bytes)
             if at is None:
                 break
@@ -286,23 +290,3 @@ class CompiledFitting:
             graphs=tuple(graphs),
             notes=tuple(self._notes),
         )
-
-
-def fit_compiled(
-    model: nn.Module,
-    batch: Any,
-    *,
-    budget: int | str,
-    loss: Loss | None,
-    optimizer: OptimizerLike | None,
-    options: CompileOptions,
-    free_bytes: int | None,
-    timed: bool,
-) -> CompiledFit:
-    """Returns the model compiled in place within a budget; `recoup.fit(..., compiled=True)` says the rest."""
-    with untouched(model, batch, loss):
-        fitting = CompiledFitting(model, batch, loss, optimizer, options)
-        try:
-            return fitting.fit(budget, free_bytes=free_bytes, timed=timed)
-        finally:
-            fitting.bench.restore()

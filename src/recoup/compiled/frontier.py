@@ -14,11 +14,11 @@ from recoup.solver.held import Op
 from recoup.solver.segments import Choice, HeldProblem, SegmentSolver
 from recoup.solver.waists import waists
 
-_TARGETS = 24
+_NUM_PLANS = 24  # targets between the least peak and all held: the next finer one changes a few percent
 _MIN_BYTES = 512  # smaller values cost nothing to hold
 
 
-def choices(step: JointStep, *, num_targets: int = _TARGETS) -> list[Timeline]:
+def choices(step: JointStep, *, num_targets: int = _NUM_PLANS) -> list[Timeline]:
     """Returns timelines by falling peak and rising seconds; the first holds all that backward reads, or runs faster."""
     problem = held_problem(step)
     solver = SegmentSolver(problem)

@@ -11,9 +11,9 @@ from torch.utils import _pytree as pytree
 from recoup import _torch
 from recoup.compiled.schedule import JointOp, JointStep
 
-_FLOPS_PER_SECOND = 5e10
-_BYTES_PER_SECOND = 1e10
-_FUSED_BYTES_PER_SECOND = 4e10  # what runs inside of another kernel reads from its registers
+_FLOPS_PER_SECOND = 5e10  # of a product; with the next two only ratios count: a choice is by the least sum
+_BYTES_PER_SECOND = 1e10  # of an op that moves what it reads and writes through memory
+_FUSED_BYTES_PER_SECOND = 4e10  # of one that runs inside of another kernel
 _NOT_AGAIN = ("_c10d_functional", "c10d", "c10d_functional", "fsdp")
 _FUSIBLE = ("convert_element_type", "full", "iota", "where", "clone", "_to_copy", "constant_pad_nd", "embedding")
 _REDUCTIONS = ("sum", "mean", "var", "var_mean", "amax", "amin", "max", "min", "prod", "any", "all", "argmax", "argmin")

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-_MOST_READS = 4  # of stored values that a compiler makes a value from again for each of several readers
+_MOST_READ_TENSORS = 4  # of stored values that a compiler makes a value from again for each of several readers
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,7 +233,7 @@ def _stored_inputs(
             if value in keeps or value in start:
                 continue
             reading = readers.get(value, ())
-            if len(reading) > 1 and len(reads) > _MOST_READS:
+            if len(reading) > 1 and len(reads) > _MOST_READ_TENSORS:
                 continue
             if all(step.ops[reader].reads_fusible for reader in reading):
                 through[value] = reads
