@@ -182,7 +182,7 @@ def test_equal_layers_are_cut_once(monkeypatch: pytest.MonkeyPatch) -> None:
         segment_labels, "hull", lambda segment, **options: cut.append(segment) or real(segment, **options)
     )
     solver = segments.SegmentSolver(view.problem)
-    assert solver.leanest is not None
+    assert solver.leanest() is not None
     assert len(cut) < len(view.problem.places) * 6
     points = [solver.solve(b) for b in range(view.problem.fixed_bytes, 6 * view.problem.fixed_bytes, 200_000)]
     seconds = [p.extra_seconds for p in points if p is not None]

@@ -25,21 +25,20 @@ class HeldProblem:
     """A forward by its ops, and what the plain step says of its intervals.
 
     Attributes:
-        ops: in forward order. value_bytes: of each value; 0: held anyway. released: for each value the last op at which
-            its storage would be alive if autograd kept nothing: the model's own code still has it until then.
+        ops: in forward order. value_bytes: of each value; 0: held anyway.
         saves: for each op the values that autograd saves with it.
-        bare_bytes: for each op the bytes alive above `fixed_bytes` if autograd kept nothing, its workspace included.
         places: the ops that intervals begin with, the first op included.
         saved_bytes, forward_bytes, backward_bytes, gradient_bytes: of each interval: what it leaves saved, its peaks in
             forward and backward above the level before it, and the gradients that exist while its backward runs.
         fixed_bytes: there all the time. after_bytes: peak of what follows the model (the loss), above `fixed + held`.
+        bare_bytes: for each op the bytes alive above `fixed_bytes` if autograd kept nothing, its workspace included.
+        released: for each value the last op at which its storage would be alive then: the model's own code has it until
+            there. Without these two forward's peak is bounded by what a segment holds and its ops need besides.
     """
 
     ops: tuple[Op, ...]
     value_bytes: tuple[int, ...]
-    released: tuple[int, ...]
     saves: tuple[tuple[int, ...], ...]
-    bare_bytes: tuple[int, ...]
     places: tuple[int, ...]
     saved_bytes: tuple[int, ...]
     forward_bytes: tuple[int, ...]
@@ -47,6 +46,8 @@ class HeldProblem:
     gradient_bytes: tuple[int, ...]
     fixed_bytes: int
     after_bytes: int = 0
+    bare_bytes: tuple[int, ...] = ()
+    released: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +87,7 @@ class LabelMaker:
         bare = problem.bare_bytes
         # Where each interval's forward is fullest if nothing is held, and its last op.
         self._watched = [
-            (max(range(first, end), key=bare.__getitem__), end - 1)
+            (max(range(first, end), key=bare.__getitem__) if bare else first, end - 1)
             for first, end in zip(problem.places, self._ends, strict=True)
         ]
         self._hulls: dict[Segment, list[Held]] = {}
@@ -130,6 +131,9 @@ class LabelMaker:
                 as held by those.
         """
         problem = self.problem
+        if not problem.bare_bytes:
+            inside = zip(problem.forward_bytes[i:j], problem.saved_bytes[i:j], strict=True)
+            return sum(problem.value_bytes[v] for v in charged) + max(0, *(f - s for f, s in inside))
         sizes, released, own = problem.value_bytes, problem.released, set(charged)
         earlier = [
             v

@@ -15,7 +15,6 @@ dropped. What the sum does not know (transients of a rebuild, views) the simulat
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import numpy as np
 import numpy.typing as npt
@@ -77,34 +76,42 @@ class _States:
 
 
 class SegmentSolver:
-    """Solves one problem for any number of budgets; equal segments are cut once."""
+    """Solves one problem for any number of budgets; equal segments are cut once.
 
-    def __init__(self, problem: HeldProblem) -> None:
+    Args:
+        in_pieces: segments may be rebuilt in pieces, where nothing else fits: what is before the last runs twice again.
+    """
+
+    def __init__(self, problem: HeldProblem, *, in_pieces: bool = False) -> None:
         self.problem = problem
+        self._in_pieces = in_pieces
+        self._leanest: Choice | None = None
         self._maker = LabelMaker(problem)
 
     def solve(self, budget_bytes: int) -> Choice | None:
-        """Returns the fastest choice whose estimated peak is at most `budget_bytes`, None if there is none.
+        """Returns the fastest choice whose estimated peak is at most `budget_bytes`, None if there is none."""
+        choice = self._solve(budget_bytes, nested=False)
+        return self._solve(budget_bytes, nested=True) if choice is None and self._in_pieces else choice
 
-        What is rebuilt in pieces runs twice again: it is looked at only where nothing else fits.
-        """
-        return self._solve(budget_bytes, nested=False) or self._solve(budget_bytes, nested=True)
-
-    @functools.cached_property
     def leanest(self) -> Choice | None:
-        """A choice with about the smallest estimated peak."""
+        """Returns a choice with about the smallest estimated peak, found once."""
+        if self._leanest is None:
+            self._leanest = self._find_leanest()
+        return self._leanest
+
+    def _find_leanest(self) -> Choice | None:
         problem = self.problem
         most = sum(problem.saved_bytes) + max(problem.gradient_bytes, default=0)
         most += max(*problem.backward_bytes, *problem.forward_bytes, problem.after_bytes)
         low, step = problem.fixed_bytes, most // 16 + 1
         best = None
         while best is None and step <= 2 * most:  # from below: long segments are never looked at
-            best = self._solve(problem.fixed_bytes + step, nested=True)
+            best = self._solve(problem.fixed_bytes + step, nested=self._in_pieces)
             low, step = (low, step) if best is not None else (problem.fixed_bytes + step, 2 * step)
         high = min(problem.fixed_bytes + step, best.peak_bytes) if best is not None else low
         while best is not None and high - low > _CLOSE_SHARE * high:
             middle = (low + high) // 2
-            found = self._solve(middle, nested=True)
+            found = self._solve(middle, nested=self._in_pieces)
             if found is None:
                 low = middle
             else:

@@ -39,7 +39,7 @@ class RebuildStrategy(Strategy):
 
     @functools.cached_property
     def _solver(self) -> SegmentSolver | None:
-        return None if self._view is None else SegmentSolver(self._view.problem)
+        return None if self._view is None else SegmentSolver(self._view.problem, in_pieces=True)
 
     def why_not_tried(self) -> dict[str, str]:
         """Says so where the trace does not tell the model's ops from others."""
@@ -70,6 +70,6 @@ class RebuildStrategy(Strategy):
         """Yields the leanest choice."""
         if self._view is None or self._solver is None:
             return
-        choice = self._solver.leanest
+        choice = self._solver.leanest()
         if choice is not None:
             yield (self._view.decide(choice),)
