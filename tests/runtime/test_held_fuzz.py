@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import random
+import threading
 import warnings
 
 import pytest
@@ -15,7 +16,7 @@ from recoup.evidence.gradients import equal_values
 from recoup.ir.decision import OpMark, Rebuild
 from recoup.runtime.apply import apply_decisions
 from recoup.runtime.rebuild import held_recorder
-from tests.runtime.random_programs import ROWS, WIDTH, Program
+from tests.runtime.random_programs import ATTENTION, ROWS, WIDTH, Program
 
 NUM = int(os.environ.get("RECOUP_FUZZ", "24"))
 
@@ -37,6 +38,23 @@ def ops_of(model: nn.Module, x: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -
     return found
 
 
+def backward(loss: torch.Tensor, model: Program, x: torch.Tensor, kind: int) -> None:
+    """Runs backward once, twice, on another thread, or through its own gradients."""
+    if kind == 2:
+        loss.backward(retain_graph=True)
+        loss.backward()
+    elif kind == 3:
+        thread = threading.Thread(target=loss.backward)
+        thread.start()
+        thread.join()
+    elif kind == 4 and all(step != ATTENTION for step, _ in model.steps):  # which has no second derivative
+        wanted = [p for p in (x, *model.parameters()) if p.requires_grad]
+        first = torch.autograd.grad(loss, wanted, create_graph=True, allow_unused=True)
+        (loss + 1e-3 * sum(g.pow(2).sum() for g in first if g is not None)).backward()
+    else:
+        loss.backward()
+
+
 def train(seed: int, plan: Rebuild | None, num_steps: int = 3) -> list[torch.Tensor]:
     """Returns gradients, buffers and the random stream after some steps."""
     torch.manual_seed(seed)
@@ -45,8 +63,9 @@ def train(seed: int, plan: Rebuild | None, num_steps: int = 3) -> list[torch.Ten
     applied = apply_decisions(model, [] if plan is None else [plan])
     found = []
     for _ in range(num_steps):
-        loss = model(x)
-        loss.backward()
+        with torch.autocast("cpu", torch.bfloat16, enabled=seed % 5 == 1):
+            loss = model(x)
+        backward(loss, model, x, seed % 5)
         found.append(loss.detach())
         with torch.no_grad():
             for p in model.parameters():
