@@ -3,6 +3,15 @@
 A loop has steps `0 .. T-1` and states `0 .. T`: step `t` turns state `t` into state `t + 1`. The *current state* is the
 one the loop stands at. A step is *evaluated* either plainly or taped, that is with its autograd graph; its backward
 needs the tape. Which states and tapes are held in the meantime is what schedules differ in.
+
+[Note: schedules]
+1. The loop stands at state 0, which is held. It must do the backward of steps T-1, ..., 0, in this order.
+2. "advance" and "tape" begin at the current state and move it to the end of the steps that they evaluate.
+3. "backward" of a step needs its tape and lets it go. "load" needs the state to be held.
+4. Cost is the number of step evaluations, plain and taped alike; memory is the most states and tapes held at once.
+
+Example: T = 3 with room for one state and one tape: advance 0-1, save 1, advance 1-2, tape 2, backward 2; load 1,
+tape 1, backward 1; load 0, tape 0, backward 0. Five evaluations instead of three, one tape at a time instead of three.
 """
 
 from __future__ import annotations

@@ -1,12 +1,19 @@
 """Which cheap op made which storage: the record that lets a saved tensor be rebuilt instead of kept.
 
-While a `Recorder` is on the dispatch-mode stack, every cheap op leaves a `Made` behind: the op, its scalars, and the
-`Value`s it read. Values stand for the contents of a storage at one moment; views are geometry over a value, so no view
-op needs a record, and an op that writes into a storage gives that storage a new value. Nothing here holds a tensor
-alive: a value knows its contents only while somebody else keeps them (`Kept`), or because they are a parameter.
+[Note: lineage]
+1. A `Value` is the contents of one storage at one moment. An op that writes into a storage gives it a new value.
+2. While a `Recorder` is on the dispatch-mode stack, each cheap op leaves a `Made`: the overload, its scalars, and the
+   values that it read, each with the geometry of the view it read.
+3. A view is geometry over a value. View ops leave no record.
+4. The record holds no tensor. A value knows its contents only while they are kept elsewhere (`Kept`), or if they are a
+   parameter's.
+5. The record is made anew in every step, from the arguments that the kernels got: no rebuilt tensor can rest on a
+   stale scalar, eps or shape.
 
-Because the record is made anew in every step from the very arguments the kernels got, a rebuilt tensor can never rest
-on a stale scalar, eps or shape.
+Example: `y = gelu(x).view(4, -1)`, with x kept because gelu itself saves it. The storage of gelu's result gets a value
+whose `made` is gelu's overload, reading the value of x; `y` is that value with another geometry. When a matmul saves
+`y`, autograd gets a `Rederived` instead: the value, y's geometry, and x's `Kept`. If `x.add_(1)` runs before backward,
+x's storage has a new value, and unpacking raises as autograd would.
 """
 
 from __future__ import annotations
