@@ -278,7 +278,7 @@ def dialect_of(spec: StepSpec, device: str) -> contextlib.AbstractContextManager
 
 
 def tracker_of(spec: StepSpec, device: str, island: Island | None) -> Tracker:
-    """Returns what follows the ops of a step, on fake tensors if there is an island."""
+    """Returns the tracker of a step's ops, on fake tensors if there is an island."""
     kernels = cuda_results() if spec.capability is not None and device == "cpu" and island is not None else None
     return Tracker(island=island, device=device, round_bytes=spec.round_bytes, dialect=spec.dialect, kernels=kernels)
 

@@ -276,7 +276,7 @@ class _Verification:
         )
 
     def _attempt(self, run: Callable[[], _Result]) -> _Result | None:
-        """Returns what `run` does, None if there is no memory for it; nothing of it is left then."""
+        """Returns the result of `run`; None if there is no memory for it, with nothing of it left."""
         try:
             return run()
         except Exception as error:

@@ -160,7 +160,7 @@ def scan(
 
 @dataclasses.dataclass(slots=True)
 class _Run:
-    """What the autograd node of a scan holds."""
+    """State that the autograd node of a scan holds."""
 
     loop: Loop
     autocast: _Autocast

@@ -1,4 +1,4 @@
-"""What the engine is doing on this thread, for those who watch (capture) and for users' own code."""
+"""State of the engine on this thread, for observers (capture, `verify`) and for users' own code."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from recoup.runtime.step_log import Counts, Event
 
 
 class Observer(Protocol):
-    """Somebody who is told what becomes of saved tensors."""
+    """Is notified of each saved tensor: kept or rederived."""
 
     def saved(self, tensor: torch.Tensor) -> None:
         """The tensor is kept as it is."""
@@ -30,7 +30,7 @@ class Original(Protocol):
 
 
 class Auditor(Protocol):
-    """Somebody who compares replays with first forwards."""
+    """Compares replays with first forwards."""
 
     def keep(self, tensor: torch.Tensor) -> Original | None:
         """Returns a handle on a tensor that a region saves, or None."""
@@ -85,7 +85,7 @@ class first_run:
 
 
 def current_counts() -> tuple[Counts, ...]:
-    """Returns what is counted to on this thread: the plan's that runs here, if one does, and the thread's own.
+    """Returns the counts that events on this thread are added to: the running plan's, if any, and the thread's own.
 
     Who counts in backward keeps it from forward on: that may be another thread.
     """
@@ -164,7 +164,7 @@ def rederived(tensor: torch.Tensor, sources: list[torch.Tensor]) -> None:
 
 
 def observer() -> Observer | None:
-    """Returns who is told what becomes of saved tensors, None if nobody is."""
+    """Returns this thread's observer of saved tensors, None if there is none."""
     return _activity.observer
 
 

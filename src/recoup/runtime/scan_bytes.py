@@ -20,7 +20,7 @@ ALL_TAPED_BYTES = 1 << 60  # bytes: more than the steps of any loop
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepOfScan:
-    """What a scan's schedule is chosen from, in bytes of one step.
+    """Sizes that a scan's schedule is chosen by, in bytes of one step.
 
     Attributes:
         num_steps: T. state_bytes: a held state. tape_bytes: a taped step. in_row_bytes: one that another taped step
@@ -51,7 +51,7 @@ class Recording(Protocol):
 
 @dataclasses.dataclass(slots=True)
 class ScanCounts:
-    """What the scans of one captured step did.
+    """Counts of the scans of one captured step.
 
     Attributes:
         num_evaluations: of steps, by scans whose bytes a plan decided. num_tapes: whose backward ran, a call of
@@ -65,13 +65,13 @@ class ScanCounts:
 
 
 class Watcher(Protocol):
-    """Somebody who is told of the scans that a plan may decide about."""
+    """Is notified of the scans that a plan may decide about."""
 
     def begun(self, *, is_free: bool) -> None:
         """A scan begins in the call at hand; `is_free`: without a schedule of its own."""
 
     def measured(self, found: StepOfScan) -> None:
-        """What a step of that scan takes."""
+        """Sizes of a step of that scan."""
 
     def ended(self) -> None:
         """Its first forward is over."""

@@ -1,4 +1,4 @@
-"""What recoup did while steps ran, counted for one plan on whatever thread it happens.
+"""Counts of recoup's events while steps run, for one plan, on all threads.
 
 On a GPU backward runs on a thread of autograd's own. So who will count there (a region's frame, a saved tensor that is
 rebuilt) takes the counts it adds to with it, from the thread that runs forward.
@@ -15,7 +15,7 @@ Event = Literal["num_replays", "num_rederived", "num_tiled", "num_logits_made"]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepLog:
-    """What ran so far; the difference of two logs is what ran between them.
+    """Counts of events so far; the difference of two logs is the events between them.
 
     Attributes:
         num_replays: regions whose forward ran a second time. num_rederived: saved tensors that were rebuilt.
@@ -48,6 +48,6 @@ class Counts:
 
     @property
     def log(self) -> StepLog:
-        """What was counted so far."""
+        """The counts so far."""
         with self._lock:
             return StepLog(**self._numbers)

@@ -1,4 +1,4 @@
-"""What a schedule is: a sequence of actions on a loop of steps, and a simulator that checks one.
+"""Schedules: sequences of actions on a loop of steps, and a simulator that checks one.
 
 A loop has steps `0 .. T-1` and states `0 .. T`: step `t` turns state `t` into state `t + 1`. The *current state* is the
 one the loop stands at. A step is *evaluated* either plainly or taped, that is with its autograd graph; its backward
@@ -59,7 +59,7 @@ class Schedule:
 
 
 def packed(actions: Iterator[Action]) -> Callable[[], Iterator[Action]]:
-    """Returns what makes the same actions again, from twelve bytes each."""
+    """Returns a function that yields the same actions again, stored in twelve bytes each."""
     kinds = get_args(Kind)
     codes = {kind: code for code, kind in enumerate(kinds)}
     rows = np.array([(codes[kind], start, stop) for kind, start, stop in actions], dtype=np.int32).reshape(-1, 3)
@@ -91,7 +91,7 @@ def merged(actions: Iterator[Action]) -> Iterator[Action]:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation:
-    """What a schedule does when it is followed.
+    """Cost and memory of a schedule.
 
     Attributes:
         evaluations: step evaluations. taped: how many of them taped. weighted: evaluations weighted by cost.

@@ -87,7 +87,7 @@ class Value:
         return None if self.waiting is None else self.waiting.result()
 
     def alive(self) -> Any | None:
-        """Returns what keeps these contents now, None if nobody does or it was overwritten."""
+        """Returns the object that keeps these contents now; None if there is none or it was overwritten."""
         kept = self.kept() if self.kept is not None else None
         return kept if kept is not None and kept.is_current() else None
 
@@ -126,7 +126,7 @@ class Made:
 
 
 class Surroundings:
-    """What the recorded ops ran under, below the recorder: the user's dispatch modes and flags of kernels."""
+    """The user's dispatch modes and kernel flags that the recorded ops ran under."""
 
     __slots__ = ("_is_cheap", "flags", "modes")
 
@@ -201,7 +201,7 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
         self._outer = None
 
     def surroundings(self) -> Surroundings:
-        """Returns what the ops recorded now run under."""
+        """Returns the surroundings of the ops recorded now."""
         modes = _torch.user_modes_below(self)
         if modes != self._surroundings.modes:
             self._surroundings = Surroundings(modes, is_cheap=self.is_cheap)
@@ -309,7 +309,7 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
         return Read(self.value_of(tensor), geometry_of(tensor))
 
     def pack(self, tensor: torch.Tensor, value: Value) -> Any | None:
-        """Returns what autograd gets instead of a saved tensor that nobody keeps yet; None: it is rederived or kept."""
+        """Returns a replacement for a saved tensor that is not kept yet; None: it is rederived or kept."""
         return None
 
     def _attach(self, made: Made, out: Any, has_side_results: bool) -> None:
