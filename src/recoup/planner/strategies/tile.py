@@ -82,7 +82,7 @@ class TiledModules:
     refused: dict[str, str]
 
     def decisions(self, kinds: Sequence[TileKind]) -> tuple[Decision, ...]:
-        """Returns decisions that tile every call of some kinds, each tile taking about the bytes of the call's input."""
+        """Returns decisions that tile every call of some kinds, each tile taking the bytes of the call's input."""
         found = []
         for kind in kinds:
             tokens = kind.tile_tokens(self.tokens[kind.paths[0]])
