@@ -27,6 +27,7 @@ from recoup.capture.folding import Counted, Folding, FoldingMemory, Irregular, u
 from recoup.capture.island import Island
 from recoup.capture.leaks import run_on_fakes
 from recoup.capture.module_calls import CallRecorder
+from recoup.capture.op_cache import FakeResults, answers_for
 from recoup.capture.optimizer import OptimizerLike, OptimizerStep, ScalarsOfFakes, prepare_optimizer
 from recoup.capture.snapshot import Snapshot, parameters_outside, untouched
 from recoup.capture.step import Objective
@@ -190,7 +191,7 @@ def _capture_on(
         outside = parameters_outside(spec.model, before)
         old = [(id(p), path) for path, p in spec.model.named_parameters()]
         with mode, fake_parameters(spec.model, device, island) as parameters:
-            tracker = tracker_of(spec, device, island)
+            tracker = tracker_of(spec, device, island, mode)
             trackers.append(tracker)
             stepper = _fake_optimizer(spec, parameters, old, outside) if known is None else None
             register(spec.model, parameters, tracker)
@@ -220,7 +221,7 @@ def _capture_on(
                 with tracker, ScalarsOfFakes():
                     step_optimizer(stepper, parameters, tracker)
                 stepper.forget()
-            calls_released = _release_run(spec, before, device, island, memory) if known is None else None
+            calls_released = _release_run(spec, before, device, island, mode, memory) if known is None else None
             del gradients
         with without_collector():
             if folding is not None:
@@ -245,10 +246,10 @@ def _longest(batch: Any) -> int:
 
 
 def _release_run(
-    spec: StepSpec, before: Snapshot, device: str, island: Island, memory: FoldingMemory | None
+    spec: StepSpec, before: Snapshot, device: str, island: Island, mode: Any, memory: FoldingMemory | None
 ) -> Tracker | None:
     """Runs the forward once more with autograd keeping nothing; None if it does not run the same ops."""
-    tracker = tracker_of(spec, device, island)
+    tracker = tracker_of(spec, device, island, mode)
     for name, parameter in spec.model.named_parameters():
         tracker.add(parameter, "parameter", name)
     for name, buffer in spec.model.named_buffers():
@@ -277,10 +278,20 @@ def dialect_of(spec: StepSpec, device: str) -> contextlib.AbstractContextManager
     return cuda_dialect(spec.capability) if is_elsewhere and spec.capability else contextlib.nullcontext()
 
 
-def tracker_of(spec: StepSpec, device: str, island: Island | None) -> Tracker:
-    """Returns the tracker of a step's ops, on fake tensors if there is an island."""
-    kernels = cuda_results() if spec.capability is not None and device == "cpu" and island is not None else None
-    return Tracker(island=island, device=device, round_bytes=spec.round_bytes, dialect=spec.dialect, kernels=kernels)
+def tracker_of(spec: StepSpec, device: str, island: Island | None, mode: Any = None) -> Tracker:
+    """Returns the tracker of a step's ops, on fake tensors of a mode if there is an island."""
+    is_elsewhere = spec.capability is not None and device == "cpu" and island is not None
+    return Tracker(
+        island=island,
+        device=device,
+        round_bytes=spec.round_bytes,
+        dialect=spec.dialect,
+        results=FakeResults(
+            mode,
+            kernels=cuda_results() if is_elsewhere else None,
+            kept=answers_for(spec.capability if is_elsewhere else None),
+        ),
+    )
 
 
 def _is_on_meta(model: nn.Module) -> bool:

@@ -44,7 +44,7 @@ def _levels_on(mode: Any, spec: StepSpec, path: str, counts: tuple[int, ...]) ->
         mode,
         fake_parameters(spec.model, device, island) as parameters,
     ):
-        tracker = tracker_of(spec, device, island)
+        tracker = tracker_of(spec, device, island, mode)
         register(spec.model, parameters, tracker)
         batch = fake_batch(spec.batch, device, island)
         for tensor in iterate_tensors(batch):

@@ -117,7 +117,7 @@ def saving(tracker: Tracker) -> Iterator[None]:
         # With its node it would be a cycle: a saved output is held by the node that made it, and a graph that is
         # dropped before backward would count as alive until Python's collector runs.
         with tracker.unobserved():
-            return _torch.detach_past_modes(tensor)
+            return _torch.fake_alias(tensor)
 
     moving = execution_context.moving_with(SimulatedTransport(tracker, prefetches=tracker.dialect == "cuda"))
     with moving, execution_context.observing(tracker), _torch.saved_tensors_hooks(pack, lambda t: t):

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
 from recoup.solver.pareto import Front, before_leaf, before_region, best_of, empty
-from recoup.solver.problem import Leaf
+from recoup.solver.problem import Leaf, Region
 from recoup.solver.rederive_coupling import Linked, Links, forks
 from recoup.solver.reference import option_of
 from recoup.solver.sequence import (
@@ -94,6 +94,7 @@ class Search:
         self._known_links: dict[Hashable, Linked] = {}
         self._known_forks: dict[int, tuple[dict[int, list[int]], dict[int, list[int]]]] = {}  # by identity of the call
         self._links_of: dict[int, Links | None] = {}
+        self._known_spans: dict[int, list[tuple[Region, int]]] = {}
         self._nothing = empty()
         self.num_thinned = 0
 
@@ -249,31 +250,42 @@ class Search:
     ) -> list[Front]:
         """Returns the fronts of regions that begin at `call`: over n calls, with inner[n - 1], before after[n - 1]."""
         fronts = []
-        span = Span()
-        last: Call | None = call
+        spans = self._spans_from(call, len(inner))
         for length, (inside, rest) in enumerate(zip(inner, after, strict=True), start=1):
-            assert last is not None and last.block.region is not None
-            span.add(last.block.region)
-            if tried(length) and span.is_allowed:
-                plain = span.region()
-                ways = [Replay()]
-                if outermost and plain.offload_seconds is not None:
-                    ways.append(Replay(offload=True))
-                ways += [Replay(keep=keep.labels) for keep in plain.keeps] if outermost else []
-                for way in ways:
-                    fronts.append(
-                        before_region(
-                            rest,
-                            region_in(plain, way),
-                            inside,
-                            num_leaves=last.last - call.first,
-                            rank=call.rank,
-                            num_calls=length,
-                            way=way,
-                        )
+            plain, num_leaves = spans[length - 1]
+            if not tried(length) or not plain.is_alone:
+                continue
+            ways = [Replay()]
+            if outermost and plain.offload_seconds is not None:
+                ways.append(Replay(offload=True))
+            ways += [Replay(keep=keep.labels) for keep in plain.keeps] if outermost else []
+            for way in ways:
+                fronts.append(
+                    before_region(
+                        rest,
+                        region_in(plain, way),
+                        inside,
+                        num_leaves=num_leaves,
+                        rank=call.rank,
+                        num_calls=length,
+                        way=way,
                     )
-            last = last.following
+                )
         return fronts
+
+    def _spans_from(self, call: Call, longest: int) -> list[tuple[Region, int]]:
+        """Returns the prices of regions over 1, 2, ... calls from `call` on, `longest` at least, and their leaves."""
+        known = self._known_spans.get(id(call))
+        if known is None or len(known) < longest:
+            known = self._known_spans[id(call)] = []
+            span, last = Span(), call
+            while last.block.region is not None and len(known) < max(longest, self._longest_span):
+                span.add(last.block.region)
+                known.append((span.region(), last.last - call.first))
+                if last.following is None:
+                    break
+                last = last.following
+        return known
 
     def _offloads(self, call: Call, after: Front, rederived: _Units) -> list[Front]:
         """Returns the fronts of a call whose saved tensors go to the host, all its leaves running alike."""

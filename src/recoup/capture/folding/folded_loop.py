@@ -234,7 +234,7 @@ class Loop:
 
     def _make(self, result: Result, block: Block, i: int) -> torch.Tensor:
         assert result.template is not None
-        made = result.template.new()
+        made = result.template.new(self._folding.tracker.fake_mode)
         block.slots[self._folding.tracker.add(made, "temporary", "")] = i
         return made
 
@@ -251,7 +251,7 @@ class Loop:
         ctx.block = block
         made = []
         for i, template in enumerate(surface.gradients):
-            gradient = template.new()
+            gradient = template.new(tracker.fake_mode)
             block.slots[tracker.add(gradient, "temporary", "")] = i
             made.append(gradient)
         return made
