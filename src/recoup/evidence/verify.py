@@ -2,8 +2,7 @@
 
 Both start from the same weights, buffers, attributes and random streams. One planned step keeps what regions drop and
 compares every replay with it (`replay_audit.py`); one plain and one planned step are compared value by value; one of
-each is run under the meter; time is taken over interleaved pairs. Nothing of the model changes: weights, buffers,
-`.grad`s, flags and streams are put back.
+each is run under the meter; time is taken over interleaved pairs. The model's whole state is put back afterwards.
 
 [Note: memory of a verification] A plan is proved where the plain step does not fit:
 1. What has to be kept for a comparison is one copy of the gradients. It is gone before an optimizer steps, and a copy
@@ -45,10 +44,11 @@ from recoup.evidence.replay_audit import MOVED_BYTES, Audit
 from recoup.evidence.speed import time_ratio
 from recoup.ir.evidence import Evidence
 from recoup.ir.plan import Plan
-from recoup.runtime import execution_context, scan_bytes
+from recoup.runtime import execution_context
 from recoup.runtime.apply import apply_decisions, find_patches, plain
 from recoup.runtime.offload.saved_tensor import offload
 from recoup.runtime.offload.transport import Transport, make_transport
+from recoup.runtime.step_log import StepLog
 from recoup.units import format_bytes
 
 _Result = TypeVar("_Result")
@@ -237,7 +237,7 @@ class _Verification:
                 with plain(bench.model):
                     baseline = self._attempt(lambda: self._metered(held))
                 self._plain_fits = baseline is not None
-        comparison, counters = self._compare(audit)
+        comparison, ran = self._compare(audit)
         ratio = spread = None
         with bench.optimizing():
             moved = _moved_bytes(bench.model)
@@ -258,8 +258,8 @@ class _Verification:
             same_gradient_set=comparison.same_gradient_set,
             time_ratio=ratio,
             time_spread=spread,
-            num_regions_replayed=counters[0],
-            num_rederived=counters[1],
+            num_regions_replayed=ran.num_replays,
+            num_rederived=ran.num_rederived,
             differences=(*([str(audit.first)] if audit.first is not None else []), *comparison.differences),
             meter=meter_name(bench.device),
             notes=tuple(self._notes),
@@ -269,7 +269,7 @@ class _Verification:
             loss_error=comparison.loss_error,
             offloaded_bytes=moved,
             predicted_offloaded_bytes=plan.predicted.offloaded_bytes,
-            num_scan_evaluations=counters[2],
+            num_scan_evaluations=ran.num_scan_evaluations,
             predicted_scan_evaluations=plan.predicted.num_scan_evaluations,
             regions_diverged=tuple(dict.fromkeys(d.region for d in audit.divergences)),
             plain_repeats=comparison.plain_repeats,
@@ -308,16 +308,16 @@ class _Verification:
         found = self._attempt(lambda: run(None)) if in_memory else None
         return run(self._aside) if found is None else found
 
-    def _compare(self, audit: Audit) -> tuple[Comparison, tuple[int, int, int]]:
+    def _compare(self, audit: Audit) -> tuple[Comparison, StepLog]:
         """Compares one plain and one planned step; returns also what the planned one ran twice."""
         whole = self.bench.batch
         plain_result = self._plain_result()
         noise = 0.0
         if self._tiles:
             noise = rounding_noise(plain_result, self._result(planned=False, times=NOISE_FACTOR))
-        before = (*execution_context.counters(), scan_bytes.num_evaluations())
+        before = execution_context.thread_log()
         planned_result = self._result(planned=True)
-        after = (*execution_context.counters(), scan_bytes.num_evaluations())
+        ran = execution_context.thread_log() - before
         bound = rounding_bound(plain_result, audit.coarsest, noise) if self._tiles else 0.0
         comparison = compare(plain_result, planned_result, bound=bound)
         del planned_result
@@ -332,7 +332,7 @@ class _Verification:
                 bound = rounding_bound(plain_result, audit.coarsest, again.max_gradient_error)
                 comparison = dataclasses.replace(comparison, plain_repeats=False, error_bound=bound)
         self.bench.batch = whole
-        return comparison, (after[0] - before[0], after[1] - before[1], after[2] - before[2])
+        return comparison, ran
 
     def _plain_result(self) -> StepResult:
         """Returns a plain step's result, its gradients in host memory: on a part of the batch where no more fits."""

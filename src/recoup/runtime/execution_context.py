@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from recoup.runtime.step_log import Counts, Event
+from recoup.runtime.step_log import Counts, Event, StepLog
 
 
 class Observer(Protocol):
@@ -117,15 +117,20 @@ class counting_for(counting_to):
         super().__init__(here if counts in here else (counts, _activity.own))
 
 
-def count(event: Event, counts: tuple[Counts, ...]) -> None:
-    """Counts one event."""
+def count(event: Event, counts: tuple[Counts, ...], number: int = 1) -> None:
+    """Adds a number of events to all of these counts."""
     for each in counts:
-        each.add(event)
+        each.add(event, number)
+
+
+def thread_log() -> StepLog:
+    """Returns the counts of this thread's forwards so far, and of their backwards, under whatever plan."""
+    return _activity.own.log
 
 
 def counters() -> tuple[int, int]:
     """Returns how many regions of this thread's forwards were replayed and saved tensors rebuilt so far."""
-    log = _activity.own.log
+    log = thread_log()
     return log.num_replays, log.num_rederived
 
 
@@ -146,7 +151,7 @@ def is_in_tile() -> bool:
 
 def tile_counters() -> tuple[int, int]:
     """Returns how many losses and modules ran over tiles, and tiled heads' logits whole, by this thread's forwards."""
-    log = _activity.own.log
+    log = thread_log()
     return log.num_tiled, log.num_logits_made
 
 

@@ -10,7 +10,7 @@ import dataclasses
 import threading
 from typing import Literal
 
-Event = Literal["num_replays", "num_rederived", "num_tiled", "num_logits_made"]
+Event = Literal["num_replays", "num_rederived", "num_tiled", "num_logits_made", "num_scan_evaluations"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,12 +20,14 @@ class StepLog:
     Attributes:
         num_replays: regions whose forward ran a second time. num_rederived: saved tensors that were rebuilt.
         num_tiled: losses and modules run over tiles. num_logits_made: tiled heads whose logits were made whole.
+        num_scan_evaluations: of steps, by scans whose bytes a plan decides, forward and backward together.
     """
 
     num_replays: int = 0
     num_rederived: int = 0
     num_tiled: int = 0
     num_logits_made: int = 0
+    num_scan_evaluations: int = 0
 
     def __sub__(self, before: StepLog) -> StepLog:
         names = [field.name for field in dataclasses.fields(self)]
@@ -41,10 +43,10 @@ class Counts:
         self._lock = threading.Lock()
         self._numbers: dict[Event, int] = {}
 
-    def add(self, event: Event) -> None:
-        """Counts one."""
+    def add(self, event: Event, number: int = 1) -> None:
+        """Counts events."""
         with self._lock:
-            self._numbers[event] = self._numbers.get(event, 0) + 1
+            self._numbers[event] = self._numbers.get(event, 0) + number
 
     @property
     def log(self) -> StepLog:
