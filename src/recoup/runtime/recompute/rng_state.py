@@ -2,7 +2,7 @@
 
 Random number streams (torch CPU and device, python's, numpy's, explicit generators) and autocast. Each is taken when a
 region is entered and put in place around its replay; afterwards everything is as before the replay. What modules and
-arguments hold is in `attributes.py`.
+arguments hold is in `module_state.py`.
 """
 
 from __future__ import annotations
