@@ -276,7 +276,7 @@ def main(argv: list[str] | None = None) -> int:
                         capture_output=True,
                     ).stdout
                 )
-                for kind, budget in itertools.product(("scan", "unrolled"), ("70%", "40%"))
+                for kind, budget in itertools.product(("scan", "unrolled"), ("80%", "60%"))
             ]
             wrong += [
                 f"{d}: over 20 s or 2 GiB" for d in data["decoders"] if d["cpu_seconds"] > 20 or d["process_gib"] > 2

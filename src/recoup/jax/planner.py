@@ -18,7 +18,7 @@ from recoup.solver.frontier import Solution, Solver
 
 _ROUNDS = 8  # of asking the solver
 _PRICES = 8
-_MOST_UNITS = 10_000  # traced for one budget beside what the solver asks for
+_MOST_UNITS = 4_000  # traced for one budget beside what the solver asks for
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
