@@ -16,9 +16,9 @@ from recoup.jax.simulate import Memory, live_eqns, simulate
 from recoup.jax.trace import Step, gradient_function
 from recoup.solver.frontier import Solution, Solver
 
-_ROUNDS = 8  # of asking the solver
-_PRICES = 8
-_MOST_UNITS = 4_000  # traced for one budget beside what the solver asks for
+_MAX_ROUNDS = 8  # of asking the solver
+_MAX_PRICES = 8
+_MAX_UNITS = 4_000  # traced for one budget beside what the solver asks for
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -132,7 +132,7 @@ class Planner:
         line, solver = self._solver(exact=exact)
         low, high = solver.leanest().peak_bytes, 2 * max(budget_bytes, solver.leanest().peak_bytes)
         asked = budget_bytes
-        for _ in range(_ROUNDS):
+        for _ in range(_MAX_ROUNDS):
             candidate = self._try(line, solver.solve(asked), exact=exact)
             # The solver is off by so much here.
             over = self.peak_bytes(candidate) - budget_bytes
@@ -161,10 +161,10 @@ class Planner:
             everything = self._judge((holding_everything(program),), exact=True)
             if everything.seconds <= self.plain.seconds and self.peak_bytes(everything) <= budget_bytes:
                 return
-        left = _MOST_UNITS // len(program.units)
+        left = _MAX_UNITS // len(program.units)
         places = cuts(program, 0, len(program.units), active, exact=exact)
         for cut in thinned(program, places, active, exact=exact):
-            layouts = uniform(program, cut, active, self.costs, most=_PRICES)
+            layouts = uniform(program, cut, active, self.costs, most=_MAX_PRICES)
 
             def fits(layout: Layout) -> bool:
                 return self.peak_bytes(self._judge(layout, exact=exact)) <= budget_bytes

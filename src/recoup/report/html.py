@@ -26,7 +26,7 @@ CATEGORY_NAMES = {
     "saved": "saved for backward",
     "temporary": "temporary",
 }
-_MAX_ROWS = 3000
+_MAX_ROWS = 3000  # of the module table: a browser opens a page of more with delay
 
 
 def format_html(report: Report) -> str:
