@@ -3,11 +3,11 @@
 An op's workspace is what the allocator handed out during the op at its highest, above what remains of it: oneDNN's and
 cuDNN's convolution buffers, packed weights, reduction scratch. Its peak when run alone is its outputs plus that.
 
-Time is the least of a few runs in this process, two if they agree, outputs allocated inside: what else the machine
-does only adds to it, and would be counted several times over on a busy one. On one CPU thread it is processor time. With glibc, blocks over
-the mmap threshold (up to 32 MiB, it adapts) go back to the system and are faulted in again by each run, and so they
-are in training; under an allocator that keeps its memory they are not, and both are quicker. On CUDA the time is from
-two events, the launches left out, with nothing of the arguments in the L2 cache.
+Time is the least of a few runs in this process, two if they agree, outputs allocated inside: what else the machine does
+only adds to it, and would be counted several times over on a busy one. On one CPU thread it is processor time. With
+glibc, blocks over the mmap threshold (up to 32 MiB, it adapts) go back to the system and are faulted in again by each
+run, and so they are in training; under an allocator that keeps its memory they are not, and both are quicker. On CUDA
+the time is from two events, the launches left out, with nothing of the arguments in the L2 cache.
 """
 
 from __future__ import annotations
