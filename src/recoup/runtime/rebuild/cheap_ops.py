@@ -127,7 +127,7 @@ DETACH = "aten.detach.default"  # not counted: where fake tensors are kept, the 
 
 
 class OpFacts:
-    """What the recorder must know of an overload, found once.
+    """Facts about an overload that the recorder needs, computed once.
 
     Attributes:
         kind: OPAQUE, CHEAP, IN_PLACE (a cheap op written over its first argument), VIEW or WRITES (anything else that
