@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -209,6 +209,25 @@ def equal_values(a: torch.Tensor, b: torch.Tensor) -> bool:
     if torch.equal(a, b):
         return True
     return a.is_floating_point() and bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yields views of a dense tensor of about `_CHUNK` elements: equal shapes give equal pieces, however they lie."""
+    if tensor.numel() <= _CHUNK:
+        yield tensor
+        return
+    dim = max(range(tensor.dim()), key=lambda d: tensor.shape[d])
+    yield from tensor.split(max(tensor.shape[dim] * _CHUNK // tensor.numel(), 1), dim)
+
+
+def in_host_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a contiguous copy in host memory of a dense tensor; takes little of the device whatever its strides."""
+    if tensor.device.type == "cpu":
+        return tensor.contiguous()
+    host = torch.empty(tensor.shape, dtype=tensor.dtype)
+    for to, piece in zip(pieces(host), pieces(tensor), strict=True):
+        to.copy_(piece)
+    return host
 
 
 _SMALL_SHARE = 1e-3
