@@ -17,9 +17,9 @@ from recoup.cost.flops import kind, op_name
 from recoup.ir.trace import Signature, TensorSpec, Trace
 
 _NUM_STEPS = 3  # gradients and workspaces are new in the first; after two more nothing moves
-_PRECISION_BYTES = 4 << 20
-_MARGIN = 1.01
-_UNCUT_MARGIN = 1.001  # a block that is not cut counts up to 1 MiB more; which ones are depends on addresses
+_PRECISION_BYTES = 4 << 20  # to which the smallest limit is found: two of the allocator's small segments
+_MARGIN_FACTOR = 1.01  # factor on the need: other histories of a process leave blocks elsewhere
+_UNCUT_FACTOR = 1.001  # factor on what is allocated: an uncut block counts up to 1 MiB more, by where it happens to lie
 HiddenBlocks = Callable[[Signature, int], Sequence[int]]
 """Returns the bytes of blocks that an op holds beside its results, from its signature and their sum as priced."""
 
@@ -70,7 +70,7 @@ class CardMemory:
         Where blocks lie depends on what the process did before, and on where the driver puts segments. So several
         histories are tried: a process under the limit from its first step on and one that had plenty in it, with and
         without a block of the largest weight's size that was let go before (weights that were tied, cast or moved leave
-        such), and segments that ascend and descend. The worst counts, with `_MARGIN` for others.
+        such), and segments that ascend and descend. The worst counts, with `_MARGIN_FACTOR` for others.
         """
         step = self._step(trace, workspace)
         plenty = self._need(step, expandable=expandable)
@@ -95,7 +95,7 @@ class CardMemory:
                 middle = (low + high) // 2
                 low, high = (low, middle) if runs(middle, *history) else (middle, high)
             worst = high
-        return int(worst * _MARGIN)
+        return int(worst * _MARGIN_FACTOR)
 
     def _need(self, step: list[tuple[int, int]], *, expandable: bool) -> CardNeed:
         found = []
@@ -104,7 +104,7 @@ class CardMemory:
             self._run(allocator, step)
             found.append(allocator)
         return CardNeed(
-            allocated_bytes=int(max(a.peak_allocated_bytes for a in found) * _UNCUT_MARGIN),
+            allocated_bytes=int(max(a.peak_allocated_bytes for a in found) * _UNCUT_FACTOR),
             reserved_bytes=max(a.peak_reserved_bytes for a in found),
         )
 

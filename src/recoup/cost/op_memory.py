@@ -23,7 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from recoup import _torch
 
-_CLOCK_HZ = 2e9  # of a GPU, about
+_CLOCK_HZ = 2e9  # of a GPU, about: how long a kernel that waits is told to wait
 
 
 class Meter(Protocol):

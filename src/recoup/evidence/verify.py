@@ -28,7 +28,7 @@ from recoup._allocation import available_bytes, is_allocation_failure
 from recoup._pytree import iterate_tensors, map_tensors
 from recoup.capture.optimizer import OptimizerLike, OptimizerStep, prepare_optimizer
 from recoup.capture.snapshot import Snapshot, parameters_outside, untouched
-from recoup.capture.step import Loss, call_model, leaves_of, loss_of
+from recoup.capture.step import Objective, leaves_of
 from recoup.errors import RecoupError, StepError, StepOutOfMemory, UsageError
 from recoup.evidence.gradients import (
     NOISE_FACTOR,
@@ -41,7 +41,7 @@ from recoup.evidence.gradients import (
     take_result,
 )
 from recoup.evidence.memory import measure_peak, meter_name, storage_bytes
-from recoup.evidence.replay_audit import Audit
+from recoup.evidence.replay_audit import MOVED_BYTES, Audit
 from recoup.evidence.speed import time_ratio
 from recoup.ir.evidence import Evidence
 from recoup.ir.plan import Plan
@@ -51,19 +51,18 @@ from recoup.runtime.offload.saved_tensor import offload
 from recoup.runtime.offload.transport import Transport, make_transport
 from recoup.units import format_bytes
 
-_MOVED_BYTES = 1 << 16  # smaller saved tensors stay where they are when a plain step is run that does not fit
 _Result = TypeVar("_Result")
 
 
 class StepBench:
     """A model in a fixed state, on which steps are run and taken back."""
 
-    def __init__(self, model: nn.Module, batch: Any, loss: Loss | None, optimizer: OptimizerLike | None) -> None:
+    def __init__(self, model: nn.Module, batch: Any, objective: Objective, optimizer: OptimizerLike | None) -> None:
         self.model = model
         self.batch = batch
-        self.loss = loss
+        self.objective = objective
         self.device = next(model.parameters()).device
-        self._before = Snapshot(model, batch, loss)
+        self._before = Snapshot(model, batch, objective.functions)
         self._outside = parameters_outside(model, self._before)
         self._is_watched = False
         self._optimizes = optimizer is not None
@@ -94,6 +93,7 @@ class StepBench:
         self._before.restore()
         torch.clear_autocast_cache()  # inside the user's autocast it holds casts of weights as they were
         self._before.tensors.clear_gradients()
+        self.objective.prepare(self.model)
 
     def held_bytes(self) -> int:
         """Returns the bytes that are there before a step: weights, buffers, optimizer state, batch."""
@@ -101,6 +101,7 @@ class StepBench:
         tensors = [*self.model.parameters(), *self.model.buffers(), *iterate_tensors(self.batch), *state]
         tensors += self._before.tensors.touched()
         estimated_bytes = self.optimizer.estimated_bytes if self.optimizer is not None else 0
+        estimated_bytes += self.trainable_bytes if self.objective.accumulates else 0
         return storage_bytes(t for t in tensors if t.device.type == self.device.type) + estimated_bytes
 
     def step(
@@ -138,17 +139,16 @@ class StepBench:
 
     def _again(self) -> torch.Tensor:
         self._before.tensors.clear_gradients()
+        self.objective.prepare(self.model)
         return self._loss_after_backward()
 
     def _loss_after_backward(self, times: float | None = None, aside: Transport | None = None) -> torch.Tensor:
         moving: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if aside is not None:
-            moving = offload(self.model, transport=aside, min_bytes=_MOVED_BYTES)
+            moving = offload(self.model, transport=aside, min_bytes=MOVED_BYTES)
         with torch.enable_grad():
             with moving:
-                output = call_model(self.model, self.batch)
-                loss, _ = loss_of(output, self.batch, self.loss)
-                del output
+                loss = self.objective.run(self.model, self.batch)
                 loss = loss if times is None else loss * times
             for leaf in leaves_of(loss) if not self._is_watched else ():
                 self._before.tensors.add("a tensor that the loss reaches", leaf)
@@ -161,7 +161,7 @@ def verify_plan(
     plan: Plan,
     batch: Any,
     *,
-    loss: Loss | None = None,
+    objective: Objective = Objective(),  # noqa: B008
     optimizer: OptimizerLike | None = None,
     timed: bool = True,
     max_seconds: float = 30.0,
@@ -181,10 +181,10 @@ def verify_plan(
             f"{type(model).__name__} is on `meta`; a measured step needs real weights. Build it on the device, or "
             "stop at `plan`."
         )
-    with untouched(model, batch, loss), _in_place(model, plan):
+    with untouched(model, batch, objective.functions), _in_place(model, plan):
         verification: _Verification | None = None
         try:
-            verification = _Verification(StepBench(model, batch, loss, optimizer), plan)
+            verification = _Verification(StepBench(model, batch, objective, optimizer), plan)
             return verification.run(max_seconds if timed else None)
         except Exception as error:
             if isinstance(error, RecoupError) or not is_allocation_failure(error):

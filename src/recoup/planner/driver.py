@@ -36,7 +36,7 @@ from recoup.units import format_bytes, parse_budget
 _S = TypeVar("_S", bound=Strategy)
 
 
-_MAX_CARD_TRIES = 5  # plans for less where a card's memory is in fragments
+_MAX_CARD_TRIES = 5  # plans for less where a card's memory is in fragments: each asks for what the last one lacked
 
 
 class Planner(Simulator):

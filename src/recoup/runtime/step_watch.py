@@ -30,8 +30,8 @@ from recoup.ir.plan import Plan
 from recoup.runtime import execution_context
 from recoup.units import format_bytes
 
-_MOST_LOOKED_AT = 64  # steps that look new: with another shape each time there is no end of them
-_TOLERANCE = 0.01  # of the planned bytes: a step is estimated
+_MAX_LOOKS = 64  # steps that look new: with another shape each time there is no end of them
+_TOLERANCE_SHARE = 0.01  # of the planned bytes: a step is estimated
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -157,7 +157,7 @@ class StepWatch:
             precision=str(torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") else "",
         )
         number, self._num_steps = self._num_steps, self._num_steps + 1
-        is_new = len(self._seen) < _MOST_LOOKED_AT and not any(s.covers(sight) for s in self._seen)
+        is_new = len(self._seen) < _MAX_LOOKS and not any(s.covers(sight) for s in self._seen)
         has_others = any(g.alive is not None and g.alive() is not None and g.saved_bytes for g in self._graphs)
         if number & (number - 1) and not is_new and not has_others:
             return
@@ -228,7 +228,7 @@ class StepWatch:
         if sight is None:
             return
         saved = sum(g.saved_bytes for g in self._graphs if g.alive is not None and g.alive() is not None)
-        more = saved - int(planned.forward_saved_bytes * (1 + _TOLERANCE))
+        more = saved - int(planned.forward_saved_bytes * (1 + _TOLERANCE_SHARE))
         if more > 0:
             yield more, f"{format_bytes(more)} more are saved for backward: {self._why_more(sight)}"
         if sight.state > planned.optimizer_bytes:
