@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import warnings
+import xml.etree.ElementTree
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import recoup
 from recoup.cost.devices import get_device
 from recoup.cost.roofline import RooflineCost
+from recoup.units import format_bytes
 
 _CRITERION = nn.CrossEntropyLoss()
 _COST = RooflineCost(get_device("cpu-generic"))
@@ -112,3 +116,61 @@ def test_what_cannot_be_a_step_is_refused_in_one_line(make: Any, message: str, m
         recoup.fit(model, given.pop("batch", None), budget="70%", **given)
     assert "\n" not in str(caught.value)
     assert all(p.grad is None for p in model.parameters())
+
+
+def _plan(model: nn.Module, x: torch.Tensor, **given: Any) -> recoup.Plan:
+    given = {"budget": "100%", "actions": ("recompute",), **given}
+    return recoup.plan(model, x, loss=lambda out, _: out.float().square().mean(), cost=_COST, **given)
+
+
+@pytest.mark.parametrize("differs", ["precision", "batch", "optimizer", "nothing"])
+def test_a_training_step_that_is_not_the_planned_one_is_said_once(differs: str, made: Any) -> None:
+    model, x, _ = made
+    optimizer = torch.optim.Adam(model.parameters())
+    given = {} if differs == "optimizer" else {"optimizer": torch.optim.Adam}
+    plan = _plan(model, x[:64] if differs == "batch" else x, budget="min", **given)
+    plan = dataclasses.replace(plan, budget_bytes=1 << 40)  # whatever comes fits
+    with recoup.apply(model, plan), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", recoup.OtherStepWarning)
+        for _ in range(5):
+            with torch.autocast("cpu", torch.bfloat16, enabled=differs == "precision"):
+                loss = model(x).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    texts = [str(w.message) for w in caught if w.category is recoup.OtherStepWarning]
+    words = {
+        "precision": "bfloat16, planned was float32",
+        "batch": "16.0 KiB, planned were 8.0 KiB",
+        "optimizer": "planned were 0 B",
+    }
+    assert len(texts) == (differs != "nothing")
+    assert not texts or words[differs] in texts[0]
+
+
+def test_the_smallest_budget_has_a_name_and_a_bare_number_is_asked_about(made: Any) -> None:
+    model, x, _ = made
+    least = _plan(model, x, budget="min")
+    assert least.predicted.peak_bytes == least.budget_bytes < least.predicted.plain_peak_bytes
+    with pytest.raises(recoup.InfeasibleBudget, match=r"% of plain\).*at least \d+KiB") as caught:
+        _plan(model, x, budget=least.budget_bytes - 1)
+    assert caught.value.minimum_bytes == least.budget_bytes
+    with pytest.raises(recoup.UsageError, match="bytes or per cent"):
+        _plan(model, x, budget="60")
+    with pytest.raises(recoup.UsageError, match="no_grad"), torch.no_grad():
+        _plan(model, x)
+    assert any("eval mode" in note for note in _plan(model.eval(), x).notes)
+
+
+def test_values_show_themselves_in_a_notebook(made: Any) -> None:
+    model, x, y = made
+    curve = recoup.frontier(model, x, num_points=2, cost=_COST, actions=("recompute",))
+    fit = recoup.fit(model, inputs=x, targets=y, loss=_CRITERION, budget="80%", timed=False)
+    fit.applied.remove()
+    for value in (fit, fit.plan, fit.evidence, recoup.profile(model, x, cost=_COST), curve):
+        page = value._repr_html_()
+        assert len(repr(value)) < 200
+        assert "object at 0x" not in repr(value)
+        xml.etree.ElementTree.fromstring(page.replace("&#9632;", ""))  # every tag is closed, every text escaped
+    assert format_bytes(fit.evidence.peak_bytes) in fit._repr_html_()
+    assert "removed" in repr(fit.applied)

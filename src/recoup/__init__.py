@@ -19,6 +19,7 @@ _HOMES = {
     "Frontier": "recoup.api",
     "FrontierPoint": "recoup.ir.profile",
     "InexactWarning": "recoup.errors",
+    "OtherStepWarning": "recoup.errors",
     "OverBudgetWarning": "recoup.errors",
     "InfeasibleBudget": "recoup.errors",
     "InternalError": "recoup.errors",
@@ -73,6 +74,7 @@ if TYPE_CHECKING:
     from recoup.errors import InexactWarning as InexactWarning
     from recoup.errors import InfeasibleBudget as InfeasibleBudget
     from recoup.errors import InternalError as InternalError
+    from recoup.errors import OtherStepWarning as OtherStepWarning
     from recoup.errors import OverBudgetWarning as OverBudgetWarning
     from recoup.errors import PlanMismatch as PlanMismatch
     from recoup.errors import RecoupError as RecoupError

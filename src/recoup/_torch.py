@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import threading
 import warnings
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.modules.module as nn_module
+import torch.profiler
 from torch.nn.utils import parametrize
 
 
@@ -575,6 +577,27 @@ def fake_tensor_errors() -> tuple[type[BaseException], ...]:
         UnsupportedOperatorException,
         GuardOnDataDependentSymNode,
     )
+
+
+class MemoryProfiler(torch.profiler.profile):
+    """`torch.profiler.profile` of the CPU allocator's events, without the lines that kineto writes to stderr.
+
+    Kineto reads `KINETO_LOG_LEVEL` when the first profile of a process begins (seen in 2.13); its lines at start and
+    stop have the highest level of its own.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+
+    def start(self) -> None:
+        """Begins."""
+        before = os.environ.get("KINETO_LOG_LEVEL")
+        os.environ["KINETO_LOG_LEVEL"] = before or "99"
+        try:
+            super().start()
+        finally:
+            if before is None:
+                del os.environ["KINETO_LOG_LEVEL"]
 
 
 def cpu_memory_events(profiler: Any) -> list[int]:

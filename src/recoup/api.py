@@ -21,10 +21,12 @@ from recoup.cost.model import CostModel
 from recoup.cost.roofline import RooflineCost
 from recoup.errors import InexactWarning, InfeasibleBudget, UsageError
 from recoup.evidence.verify import verify_plan
+from recoup.ir import html
 from recoup.ir.evidence import Evidence
 from recoup.ir.explanation import Explanation, Trade
 from recoup.ir.plan import Plan
 from recoup.ir.profile import FrontierPoint, Profile
+from recoup.ir.text import format_decisions, format_percent, format_share
 from recoup.planner.curve import frontier_points, largest_size
 from recoup.planner.driver import Planner, is_on_meta, plan_for_budget
 from recoup.planner.explain import explain as explain_plan
@@ -54,7 +56,7 @@ __all__ = [
 ]
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Fit:
     """A planned, changed and proven model.
 
@@ -66,6 +68,16 @@ class Fit:
     plan: Plan
     applied: Applied
     evidence: Evidence
+
+    def __repr__(self) -> str:
+        return f"<Fit: {self.plan!r}, {self.evidence!r}>"
+
+    def _repr_html_(self) -> str:
+        title = f"{self.plan.model_class} on {self.plan.device}: {self.evidence.verdict}"
+        shown = html.bars(self.evidence.measured, self.plan.budget_bytes)
+        return html.card(
+            title, shown, html.text(format_decisions(self.plan.decisions)), html.text(str(self), "evidence")
+        )
 
     def __str__(self) -> str:
         from recoup.report.text import format_fit
@@ -365,6 +377,23 @@ class Frontier:
         check_budget(budget)
         made, _ = plan_for_budget(self._planner, budget=budget, free_bytes=self._free_bytes, device=self._device)
         return made
+
+    def __repr__(self) -> str:
+        sizes = [format_bytes(p.peak_bytes) for p in (self.points[:1] + self.points[-1:])]
+        return f"<Frontier: {len(self.points)} plans, {' to '.join(sizes)}>"
+
+    def _repr_html_(self) -> str:
+        plain = self._planner.plain
+        rows = [
+            (
+                format_bytes(p.peak_bytes),
+                format_share(p.peak_bytes, plain.peak_bytes),
+                format_percent(p.extra_time_ratio),
+            )
+            for p in self.points
+        ]
+        title = f"{len(self.points)} plans on {self._device}"
+        return html.card(title, html.table(("peak", "of plain", "time"), rows), html.text(str(self), "as text"))
 
     def __str__(self) -> str:
         from recoup.report.text import format_frontier

@@ -216,7 +216,7 @@ _CHUNK_ELEMENTS = 1 << 20  # a norm in double precision takes no copy of a whole
 
 
 def pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yields views of a dense tensor of about `_CHUNK_ELEMENTS` elements: equal shapes give equal pieces, however they lie."""
+    """Yields views of about `_CHUNK_ELEMENTS` elements of a dense tensor; equal shapes give equal pieces."""
     if tensor.numel() <= _CHUNK_ELEMENTS:
         yield tensor
         return

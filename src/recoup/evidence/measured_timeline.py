@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import record_function
 
 from recoup import _torch
 from recoup.capture.optimizer import OptimizerLike
@@ -57,7 +57,7 @@ def _run(bench: StepBench) -> MeasuredTimeline:
     bench.restore()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        with _torch.MemoryProfiler() as profiler:
             with record_function(_MARK + "forward"):
                 value = bench.objective.run(bench.model, bench.batch)
             with record_function(_MARK + "backward"):

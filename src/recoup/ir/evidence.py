@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from recoup.ir import html
 from recoup.ir.text import format_percent, format_rows, format_share
 from recoup.units import format_bytes
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Evidence:
     """A plain step and a planned step, side by side: same weights, same random numbers.
 
@@ -128,6 +129,18 @@ class Evidence:
             f"ok: within the budget, and equal within rounding (largest relative error {error:.1e}, bound "
             f"{self.error_bound:.1e})"
         )
+
+    def __repr__(self) -> str:
+        return f"<Evidence: {self.verdict}; measured peak {format_bytes(self.peak_bytes)}>"
+
+    def _repr_html_(self) -> str:
+        return html.card(self.verdict, html.bars(self.measured, self.budget_bytes), html.text(str(self), "all of it"))
+
+    @property
+    def measured(self) -> list[tuple[str, int]]:
+        """The measured peaks, as (which, bytes)."""
+        plain = [("plain peak", self.baseline_peak_bytes)] if self.baseline_peak_bytes is not None else []
+        return [*plain, ("measured peak", self.peak_bytes)]
 
     def __str__(self) -> str:
         return format_rows(_rows(self)) + _notes(self)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from recoup.errors import UsageError
+from recoup.ir import html
 from recoup.ir.decision import DECISIONS, Decision, Region, read_decision
 from recoup.ir.fields import read_fields, shown
 from recoup.ir.text import WIDTH, format_decisions, format_percent, format_rows, format_share
@@ -66,7 +67,7 @@ class Prediction:
         return self.step_seconds / self.plain_step_seconds - 1 if self.plain_step_seconds else 0.0
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Plan:
     """Which action each call gets, for which model, and what that is predicted to cost.
 
@@ -148,6 +149,20 @@ class Plan:
         except ValueError as error:  # no UTF-8, no JSON, or a number of thousands of digits
             raise UsageError(f"{shown(str(path))} is not JSON: {shown(str(error))}.") from None
         return cls.from_json(data)
+
+    def __repr__(self) -> str:
+        predicted = self.predicted
+        return (
+            f"<Plan for {self.model_class} on {self.device}: {format_bytes(predicted.peak_bytes)} of "
+            f"{format_bytes(predicted.plain_peak_bytes)}, {format_percent(predicted.extra_time_ratio)} time>"
+        )
+
+    def _repr_html_(self) -> str:
+        predicted = self.predicted
+        sizes = [("plain peak", predicted.plain_peak_bytes), ("predicted peak", predicted.peak_bytes)]
+        does = format_decisions(self.decisions)
+        title = f"Plan for {self.model_class} on {self.device}"
+        return html.card(title, html.bars(sizes, self.budget_bytes), html.text(does), html.text(str(self), "all of it"))
 
     def __str__(self) -> str:
         """What the plan does in model terms, and what that is predicted to cost."""

@@ -6,6 +6,7 @@ import dataclasses
 import textwrap
 from typing import Any
 
+from recoup.ir import html
 from recoup.ir.advice import advise
 from recoup.ir.plan import Plan
 from recoup.ir.text import WIDTH, format_rows, format_share, sparkline
@@ -26,7 +27,7 @@ class ProfileRow:
     forward_flops: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Profile:
     """Where one unplanned step's memory and time go.
 
@@ -56,6 +57,14 @@ class Profile:
     def to_json(self) -> dict[str, Any]:
         """Returns plain JSON data."""
         return dataclasses.asdict(self)
+
+    def __repr__(self) -> str:
+        where = f"peak {format_bytes(self.peak_bytes)} in the {self.phase}"
+        return f"<Profile of {self.model_class} on {self.device}: {where}, {format_bytes(self.saved_bytes)} saved>"
+
+    def _repr_html_(self) -> str:
+        title = f"{self.model_class} on {self.device}: {format_bytes(self.peak_bytes)}, in the {self.phase}"
+        return html.card(title, html.stacked(self.timeline), html.text(str(self), "by module"))
 
     def __str__(self) -> str:
         """Where memory and time go, in one screen."""

@@ -46,6 +46,10 @@ class Applied:
             self._watch.remove()
         self._watch = StepWatch(self.model, plan) if self._patches else None
 
+    def __repr__(self) -> str:
+        state = f"in place on {len(self._patches)} forwards of" if self._patches else "removed from"
+        return f"<Applied: {state} {type(self.model).__name__}>"
+
     def remove(self) -> None:
         """Restores every forward that was changed; safe to call twice."""
         if self._watch is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from recoup._pytree import iterate_tensors
@@ -72,7 +73,12 @@ def refuse_wrapped(model: nn.Module) -> None:
 
 
 def refuse_unready(model: nn.Module, batch: Any) -> None:
-    """Raises UsageError for a model whose parameters have no shape yet, and for a batch of nested tensors."""
+    """Raises UsageError for a model whose parameters have no shape yet, for nested tensors, and under no_grad."""
+    if not torch.is_grad_enabled():
+        raise UsageError(
+            "Gradients are off here (torch.no_grad or inference_mode): there is no backward to plan. Call it "
+            "outside of that block."
+        )
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
             if isinstance(parameter, nn.UninitializedParameter):
