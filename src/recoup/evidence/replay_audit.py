@@ -99,7 +99,6 @@ class _Original:
             )
         )
 
-
     def _largest_difference(self, again: torch.Tensor) -> float | None:
         """Returns by how much values differ at most; None if bits are equal. In pieces, as the device may be full."""
         first = self._contents()

@@ -130,8 +130,8 @@ class Planner(Simulator):
         return InfeasibleBudget(
             f"Budget {format_bytes(budget_bytes)} is below the smallest reachable peak "
             f"{format_bytes(smallest.peak_bytes)} ({share} of plain), which is in the {smallest.phase} (largest there: "
-            f"{largest}).{libraries} Use a budget of at least {format_at_least(smallest.peak_bytes)} (or 'min'), a smaller batch, "
-            "or a leaner optimizer or dtype.",
+            f"{largest}).{libraries} Use a budget of at least {format_at_least(smallest.peak_bytes)} (or 'min'), a "
+            "smaller batch, or a leaner optimizer or dtype.",
             budget_bytes=budget_bytes,
             minimum_bytes=smallest.peak_bytes,
             phase=smallest.phase,
