@@ -221,7 +221,7 @@ def pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield tensor
         return
     dim = max(range(tensor.dim()), key=lambda d: tensor.shape[d])
-    yield from tensor.split(max(tensor.shape[dim] * _CHUNK_ELEMENTS // tensor.numel(), 1), dim)
+    yield from torch.split(tensor, max(tensor.shape[dim] * _CHUNK_ELEMENTS // tensor.numel(), 1), dim)
 
 
 def in_host_memory(tensor: torch.Tensor) -> torch.Tensor:
