@@ -36,7 +36,7 @@ _READ_STORAGE = frozenset({"aten::as_strided", "aten::as_strided_", "aten::resiz
 _STEPS = {torch.ops.aten.select.int: 2, torch.ops.aten.select_backward.default: 3}
 
 
-_MOST_ANSWERS = 50_000  # under one setting of torch: an answer is about a kilobyte, so 50 MB
+_MOST_OPS = 50_000  # under one setting of torch: an answer is about a kilobyte, so 50 MB
 
 
 def answers_for(capability: tuple[int, int] | None) -> dict[Any, Any]:
@@ -47,7 +47,7 @@ def answers_for(capability: tuple[int, int] | None) -> dict[Any, Any]:
     """
     threads, mkldnn = torch.get_num_threads(), torch.backends.mkldnn.enabled  # they choose the layout of a convolution
     found = _answers(capability, KernelFlags.current(), _torch.enabled_attention(), threads, mkldnn)
-    if len(found) > _MOST_ANSWERS:
+    if len(found) > _MOST_OPS:
         found.clear()
     return found
 
