@@ -63,6 +63,7 @@ class StepBench:
         self.batch = batch
         self.objective = objective
         self.device = next(model.parameters()).device
+        self.release()
         self._before = Snapshot(model, batch, objective.functions)
         self._outside = parameters_outside(model, self._before)
         self._is_watched = False
@@ -95,6 +96,12 @@ class StepBench:
         torch.clear_autocast_cache()  # inside the user's autocast it holds casts of weights as they were
         self._before.tensors.clear_gradients()
         self.objective.prepare(self.model)
+        self.release()
+
+    def release(self) -> None:
+        """Gives the card back what torch keeps of it unused: blocks of one step lie otherwise than another's."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def held_bytes(self) -> int:
         """Returns the bytes that are there before a step: weights, buffers, optimizer state, batch."""
@@ -290,10 +297,8 @@ class _Verification:
         except Exception as error:
             if not is_allocation_failure(error):
                 raise
-        self.bench.restore()
         gc.collect()
-        if self.bench.device.type == "cuda":
-            torch.cuda.empty_cache()
+        self.bench.restore()
         return None
 
     def _metered(self, run: Callable[[], Any], *, planned: bool) -> int:
