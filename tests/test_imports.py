@@ -32,6 +32,7 @@ ORDER = (
     "report",
     "jax",
     "planner",
+    "compiled",
     "api",
     "integrations",
     "targets",

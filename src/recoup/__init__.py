@@ -11,6 +11,8 @@ __version__ = "0.1.0"
 _HOMES = {
     "Applied": "recoup.runtime.apply",
     "BatchTooLarge": "recoup.errors",
+    "CompiledFit": "recoup.compiled.fitting",
+    "CompiledPlan": "recoup.ir.compiled_plan",
     "ConflictError": "recoup.errors",
     "Decision": "recoup.ir.decision",
     "Evidence": "recoup.ir.evidence",
@@ -41,6 +43,7 @@ _HOMES = {
     "ReversibleSequential": "recoup.selective.reversible",
     "SelectiveCheckpointer": "recoup.selective.checkpointer",
     "apply": "recoup.api",
+    "compile": "recoup.compiled.api",
     "explain": "recoup.api",
     "fit": "recoup.api",
     "frontier": "recoup.api",
@@ -69,6 +72,7 @@ if TYPE_CHECKING:
     from recoup.api import plan as plan
     from recoup.api import profile as profile
     from recoup.api import verify as verify
+    from recoup.compiled.api import compile as compile
     from recoup.errors import BatchTooLarge as BatchTooLarge
     from recoup.errors import ConflictError as ConflictError
     from recoup.errors import InexactWarning as InexactWarning

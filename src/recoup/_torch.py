@@ -966,3 +966,216 @@ def set_version(tensor: torch.Tensor, version: int) -> None:
 def cuda_peak_bytes(device: torch.device) -> int:
     """Returns `max_memory_allocated` without a flat dictionary of every statistic (torch 2.11, 2.13)."""
     return int(torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]["peak"])
+
+
+def _partitioners() -> Any:
+    from torch._functorch import partitioners
+
+    return partitioners
+
+
+def joint_graph_facts(graph: Any, num_forward_results: int) -> tuple[list[Any], list[Any], list[Any]]:
+    """Returns what a joint graph's forward and backward return (nodes), and its placeholders of tangents (torch 2.13).
+
+    Freed by: a documented form of joint graphs.
+    """
+    partitioners = _partitioners()
+
+    results = [n for out in graph.find_nodes(op="output") for n in torch.utils._pytree.arg_tree_leaves(*out.args)]
+    tangents = [n for n in graph.find_nodes(op="placeholder") if partitioners._is_tangent(n)]
+    return results[:num_forward_results], results[num_forward_results:], tangents
+
+
+def tidy_joint_graph(module: Any) -> None:
+    """Takes what nobody reads and what is there twice out of a joint graph; marks what torch has to save (torch 2.13).
+
+    Marks are `node.meta["recompute"]`: results of collectives, of ops with effects, and sources of changes in place.
+    Freed by: a partitioner of torch that is told what to save.
+    """
+    from torch._functorch import config
+
+    partitioners = _partitioners()
+
+    module.graph.eliminate_dead_code()
+    if config.cse:
+        module.graph = partitioners.fx_graph_cse(module.graph)
+    partitioners.force_save_collectives(module)
+    partitioners.force_save_effectful_ops(module)
+    partitioners.force_save_bw_mutation_src(module)
+    module.recompile()
+
+
+def must_be_saved(node: Any) -> bool:
+    """Whether torch marked a node's result as one to save (torch 2.13)."""
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    return bool(node.meta.get("recompute") == CheckpointPolicy.MUST_SAVE)
+
+
+def belongs_to_backward(node: Any) -> bool:
+    """Whether a node of a joint graph changes something in place and has to do so in backward (torch 2.13)."""
+    partitioners = _partitioners()
+
+    return bool(partitioners._must_be_in_backward(node))
+
+
+def split_joint_graph(
+    module: Any, held: list[Any], rerun_random: list[Any], *, num_forward_results: int
+) -> tuple[Any, Any]:
+    """Returns forward and backward of a tidied joint graph of which `held` nodes are saved (torch 2.13).
+
+    What backward needs of the rest is in it once more. Sizes are always saved, and so are parameters and inputs.
+
+    Args:
+        rerun_random: nodes that draw random numbers and run again: both runs start from the same state.
+
+    Freed by: a partitioner of torch that is told what to save.
+    """
+    partitioners = _partitioners()
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    for node in module.graph.nodes:
+        node.meta.pop("recompute", None)
+    for node in rerun_random:
+        node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    placeholders = [n for n in module.graph.find_nodes(op="placeholder") if not partitioners._is_tangent(n)]
+    placeholders = [n for n in placeholders if not partitioners._is_bwd_seed_offset(n)]
+    symbols = [
+        n
+        for n in module.graph.nodes
+        if partitioners.is_sym_node(n)
+        and not n.meta.get("reads_tangents")
+        and not partitioners._is_assert_only_symbool(n)
+    ]
+    opaque = [n for n in placeholders if partitioners.is_opaque_node(n)]
+    tensors = [n for n in placeholders if not partitioners.is_sym_node(n) and not partitioners.is_opaque_node(n)]
+    forward, backward = partitioners._extract_fwd_bwd_modules(
+        module,
+        [*tensors, *held],
+        saved_sym_nodes=symbols,
+        saved_opaque_nodes=opaque,
+        num_fwd_outputs=num_forward_results,
+    )
+    backward.graph.eliminate_dead_code(
+        is_impure_node=lambda n: n.op in ("placeholder", "output") or belongs_to_backward(n)
+    )
+    if rerun_random:
+        forward, backward = partitioners.functionalize_rng_ops(module, forward, backward, len(symbols))
+    return forward, backward
+
+
+def finish_split(forward: Any, backward: Any) -> tuple[Any, Any]:
+    """Returns the two graphs with results of one op taken apart early and generators passed in (torch 2.13).
+
+    Freed by: as `split_joint_graph`.
+    """
+    partitioners = _partitioners()
+
+    forward, backward = partitioners.raise_getitems(forward), partitioners.raise_getitems(backward)
+    return (
+        partitioners.thread_graphsafe_rng_from_hops(forward, is_backward=False),
+        partitioners.thread_graphsafe_rng_from_hops(backward, is_backward=True),
+    )
+
+
+def torch_partition(module: Any, inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
+    """Returns forward and backward as torch itself divides a joint graph (torch 2.13).
+
+    Public as `functorch.compile.min_cut_rematerialization_partition`.
+    """
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    found: tuple[Any, Any] = min_cut_rematerialization_partition(module, inputs, **kwargs)
+    return found
+
+
+def inductor_backend(partition: Any, key: str, options: dict[str, Any]) -> Any:
+    """Returns a backend for `torch.compile`: inductor, dividing joint graphs by `partition` (torch 2.13).
+
+    Args:
+        key: names what `partition` does, in inductor's cache of graphs. options: of inductor.
+
+    Freed by: a public `custom_partitioner_fn` in `torch.compile(options=...)`, with torch's caches keyed by it.
+    """
+    from torch._functorch import config as functorch_config
+    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+    class Partitioner(CustomPartitionerFn):
+        def __call__(self, gm: Any, joint_inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
+            return partition(gm, joint_inputs, **kwargs)  # type: ignore[no-any-return]
+
+        def uuid(self) -> Any:
+            return key
+
+        def __reduce__(self) -> tuple[Any, ...]:
+            return str, (key,)  # all that the cache's key needs
+
+    patches = {**options, "custom_partitioner_fn": Partitioner()}
+
+    def compile_graph(module: Any, inputs: Any) -> Any:
+        # The cache of autograd graphs would answer without asking the partitioner.
+        with functorch_config.patch(enable_autograd_cache=False):
+            return compile_fx(module, inputs, config_patches=patches)
+
+    return compile_graph
+
+
+def aot_eager_backend(partition: Any) -> Any:
+    """Returns a backend for `torch.compile`: `aot_eager`, dividing joint graphs by `partition` (torch 2.13).
+
+    Freed by: a public way to build on `aot_eager`.
+    """
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.backends.debugging import boxed_nop
+
+    return aot_autograd(
+        fw_compiler=boxed_nop, bw_compiler=boxed_nop, partition_fn=partition, keep_inference_input_mutations=True
+    )
+
+
+def compiled_call(module: Any) -> Any | None:
+    """Returns what `nn.Module.compile` put in place of a module's call, None if nothing (torch 2.11, 2.13)."""
+    return getattr(module, "_compiled_call_impl", None)
+
+
+@contextlib.contextmanager
+def calling(module: Any, call: Any | None) -> Iterator[None]:
+    """Has a module called by `call` inside the block; None: by itself (torch 2.11, 2.13)."""
+    before = compiled_call(module)
+    set_compiled_call(module, call)
+    try:
+        yield
+    finally:
+        set_compiled_call(module, before)
+
+
+def set_compiled_call(module: Any, call: Any | None) -> None:
+    """Puts `call` where `nn.Module.compile` puts what it compiled; None takes it away (torch 2.11, 2.13).
+
+    Freed by: `nn.Module.compile` that takes a callable.
+    """
+    module._compiled_call_impl = call
+
+
+def call_past_compiled(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Calls a module with its hooks, and not what `nn.Module.compile` put in place (torch 2.11, 2.13)."""
+    return module._call_impl(*args, **kwargs)
+
+
+def size_hint(size: Any) -> int:
+    """Returns a number for a size of a graph's value that may be symbolic (torch 2.13).
+
+    Freed by: a public hint of a `torch.SymInt`.
+    """
+    if isinstance(size, int):
+        return size
+    hint = size.node.hint if size.node.has_hint() else None
+    return int(hint) if hint is not None else 1
+
+
+def flop_formula(target: Any) -> Any | None:
+    """Returns torch's count of FLOPs for an overload, a function of its arguments (torch 2.11, 2.13)."""
+    from torch.utils.flop_counter import flop_registry
+
+    return flop_registry.get(getattr(target, "_overloadpacket", None))

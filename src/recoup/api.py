@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, overload
 
 import torch
 from torch import nn
@@ -16,6 +16,8 @@ from recoup.analysis.profile import make_profile
 from recoup.capture.fingerprint import refuse_other_model
 from recoup.capture.optimizer import OptimizerLike
 from recoup.capture.step import Loss, StepFunction, make_objective
+from recoup.compiled.api import fit_compiled
+from recoup.compiled.fitting import CompiledFit
 from recoup.cost.devices import get_device
 from recoup.cost.model import CostModel
 from recoup.cost.roofline import RooflineCost
@@ -210,6 +212,7 @@ def verify(
     return verify_plan(model, plan, batch, objective=objective, optimizer=optimizer, timed=timed)
 
 
+@overload
 def fit(
     model: nn.Module,
     batch: Any = None,
@@ -228,7 +231,53 @@ def fit(
     timed: bool = True,
     keep: Iterable[str] = (),
     apply_failed: bool = False,
-) -> Fit:
+    compiled: Literal[False] = False,
+) -> Fit: ...
+
+
+@overload
+def fit(
+    model: nn.Module,
+    batch: Any = None,
+    *,
+    budget: int | str,
+    loss: Loss | None = None,
+    step: StepFunction | None = None,
+    inputs: Any = None,
+    targets: Any = None,
+    autocast: torch.dtype | None = None,
+    scaler: Any = None,
+    accumulate: int = 1,
+    optimizer: OptimizerLike | None = None,
+    device: str | torch.device | None = None,
+    actions: Sequence[str] | None = None,
+    timed: bool = True,
+    keep: Iterable[str] = (),
+    apply_failed: bool = False,
+    compiled: Literal[True] | Mapping[str, Any],
+) -> CompiledFit: ...
+
+
+def fit(
+    model: nn.Module,
+    batch: Any = None,
+    *,
+    budget: int | str,
+    loss: Loss | None = None,
+    step: StepFunction | None = None,
+    inputs: Any = None,
+    targets: Any = None,
+    autocast: torch.dtype | None = None,
+    scaler: Any = None,
+    accumulate: int = 1,
+    optimizer: OptimizerLike | None = None,
+    device: str | torch.device | None = None,
+    actions: Sequence[str] | None = None,
+    timed: bool = True,
+    keep: Iterable[str] = (),
+    apply_failed: bool = False,
+    compiled: bool | Mapping[str, Any] = False,
+) -> Fit | CompiledFit:
     """Plans, changes the model in place, and proves it: `plan`, `apply` and `verify` in one.
 
     What is found while proving is planned around: a measured peak above the budget (an allocator does what no
@@ -240,6 +289,10 @@ def fit(
         timed: also time interleaved pairs of steps. keep: as for `plan`: modules whose forward is to run once.
         apply_failed: leave a plan in place whose evidence is not ok; otherwise nothing is in place then, a warning
             (E300) says what differed, and `fit.evidence` has all of it.
+        compiled: compile the model in place (`nn.Module.compile`), within the budget: True, or a dict of
+            `torch.compile`'s options (`backend`, "inductor" or "aot_eager"; `dynamic`, `fullgraph`, `mode`, `options`).
+            What is held is chosen in the compiler's own graphs; `actions` and `keep` have no meaning there. "60%" is of
+            the peak of the step as torch compiles it. Returns a `CompiledFit`, which has a `Fit`'s three attributes.
 
     Raises:
         What `plan` and `verify` raise; the model is unchanged then.
@@ -260,6 +313,18 @@ def fit(
         scaler=scaler,
         accumulate=accumulate,
     )
+    if compiled is not False:
+        return fit_compiled(
+            model,
+            batch,
+            budget=budget,
+            objective=objective,
+            optimizer=optimizer,
+            compiled=compiled,
+            timed=timed,
+            apply_failed=apply_failed,
+            unused={"device": device, "actions": actions, "keep": tuple(keep) or None},
+        )
     return_freed_memory()
     fitting = fitting_for(
         model,
