@@ -41,7 +41,7 @@ from recoup.evidence.gradients import (
     rounding_noise,
     take_result,
 )
-from recoup.evidence.memory import measure_peak, meter_name, storage_bytes
+from recoup.evidence.memory import measure_peak, meter_name, release_unused, storage_bytes
 from recoup.evidence.replay_audit import MOVED_BYTES, Audit
 from recoup.evidence.speed import time_ratio
 from recoup.ir.evidence import Evidence
@@ -63,7 +63,7 @@ class StepBench:
         self.batch = batch
         self.objective = objective
         self.device = next(model.parameters()).device
-        self.release()
+        release_unused(self.device)
         self._before = Snapshot(model, batch, objective.functions)
         self._outside = parameters_outside(model, self._before)
         self._is_watched = False
@@ -96,12 +96,7 @@ class StepBench:
         torch.clear_autocast_cache()  # inside the user's autocast it holds casts of weights as they were
         self._before.tensors.clear_gradients()
         self.objective.prepare(self.model)
-        self.release()
-
-    def release(self) -> None:
-        """Gives the card back what torch keeps of it unused: blocks of one step lie otherwise than another's."""
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        release_unused(self.device)
 
     def held_bytes(self) -> int:
         """Returns the bytes that are there before a step: weights, buffers, optimizer state, batch."""
