@@ -22,7 +22,6 @@ import gc
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
 
 from recoup._allocation import available_bytes, is_allocation_failure
