@@ -150,7 +150,7 @@ class StepWatch:
         if self._device.type == "cuda":
             self._ask_allocator()
             return
-        batch = [*iterate_tensors((args, kwargs))]
+        batch = list({id(t): t for t in iterate_tensors((args, kwargs))}.values())
         sight = _Sight(
             batch=sum(t.numel() * t.element_size() for t in batch),
             gradients=sum(p.grad.numel() * p.grad.element_size() for p in model.parameters() if p.grad is not None),
@@ -238,10 +238,11 @@ class StepWatch:
                 sight.state - planned.optimizer_bytes,
                 f"the optimizer holds {held} of state, {expected} planned (`optimizer=` of plan or fit)",
             )
-        if sight.gradients and planned.phase != "optimizer":
+        accumulated = sight.gradients - planned.gradient_bytes
+        if accumulated > 0 and planned.phase != "optimizer":
             yield (
-                sight.gradients,
-                f"{format_bytes(sight.gradients)} of gradients are there when forward begins (accumulation, or "
+                accumulated,
+                f"{format_bytes(accumulated)} of gradients are there when forward begins (`accumulate=`, or "
                 "zero_grad after the forward)",
             )
         outputs = [t for ref in self._outputs if (t := ref()) is not None]
