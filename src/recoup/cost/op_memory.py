@@ -19,11 +19,10 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from recoup import _torch
 
-_CLOCK_HZ = 2e9  # of a GPU, about
+_CLOCK_HZ = 2e9  # of a GPU, about: how long a kernel that waits is told to wait
 
 
 class Meter(Protocol):
@@ -53,7 +52,7 @@ class _CpuMeter:
     _MARK = 104729
 
     def __init__(self) -> None:
-        self._profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        self._profiler = _torch.MemoryProfiler()
         self._num_runs = 0
 
     def __enter__(self) -> _CpuMeter:

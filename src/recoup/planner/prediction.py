@@ -72,6 +72,8 @@ def write_plan(
     notes = list(simulator.trace.notes)
     if simulator.trace.source == "real":
         notes.append(f"captured from a real step: {simulator.trace.reason}")
+    if not simulator.spec.model.training:
+        notes.append("the model is in eval mode, and so is this plan: call model.train() first if it trains in that")
     if "no loss was given" in simulator.trace.grad_mode_default_loss:
         notes.append(f"the loss is {simulator.trace.grad_mode_default_loss}")
     if simulator.plain.peak_bytes <= budget_bytes and not candidate.decisions:
