@@ -109,7 +109,9 @@ def test_lora_with_the_trainer_in_bf16(
 
     def adapted() -> nn.Module:
         torch.manual_seed(0)
-        config = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1, task_type="CAUSAL_LM")
+        config = LoraConfig(
+            r=4, target_modules="all-linear", lora_dropout=0.1, task_type="CAUSAL_LM", fan_in_fan_out=build is _gpt2
+        )
         return get_peft_model(build(), config).train()
 
     data = [{"input_ids": row, "labels": row} for row in _ids(16, 48)]
