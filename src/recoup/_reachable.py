@@ -44,7 +44,7 @@ _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 class Reached:
-    """What was found, each with a name that says where.
+    """The objects that were found, each with a name that says where.
 
     Attributes:
         tensors: leaf and other tensors. containers: lists, dicts (attribute dictionaries among them), sets, deques.
@@ -253,6 +253,8 @@ def _is_opaque(kind: type) -> bool:
     name = kind.__module__
     if name.partition(".")[0] in sys.stdlib_module_names and name != "__main__":
         return name.partition(".")[0] not in _HOLDERS
+    if issubclass(kind, nn.Module) and name.startswith("recoup"):  # stands around a user's module
+        return False
     return name.startswith(_OPAQUE)
 
 

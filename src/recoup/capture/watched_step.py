@@ -59,7 +59,7 @@ def run_step(
     with tracker.unobserved():
         accumulated = objective.prepare(model)
     for gradient in accumulated:
-        tracker.add(gradient, "gradient", "gradients accumulated before")
+        tracker.add(gradient, "gradient", "gradients of earlier micro-batches")
     del accumulated
     try:
         tracker.phase = "forward"

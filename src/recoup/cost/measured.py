@@ -103,7 +103,7 @@ class MeasuredCost:
         return dataclasses.replace(trace, storages=tuple(storages))
 
     def measurement(self, signature: Signature) -> Measurement | None:
-        """Returns what is known of an op from runs on this device, None if it was not run."""
+        """Returns the measurement of an op on this device, None if it was not run."""
         return self._known.get(_key(signature))
 
     def _measure(self, missing: list[Signature]) -> None:

@@ -71,7 +71,7 @@ class Arena:
 
 
 def aligned(num_bytes: int) -> int:
-    """Returns what `num_bytes` take in an arena."""
+    """Returns the bytes that `num_bytes` take in an arena."""
     return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 

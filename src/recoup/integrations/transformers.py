@@ -106,7 +106,7 @@ def _with_num_items(model: nn.Module, batch: Any) -> Any:
 
 
 def _autocast_dtype(model: nn.Module, args: TrainingArguments) -> torch.dtype | None:
-    """Returns what a Trainer's forward runs in; on a CPU accelerate runs fp16 in full precision."""
+    """Returns the autocast dtype of a Trainer's forward; on a CPU accelerate runs fp16 in full precision."""
     if args.bf16:
         return torch.bfloat16
     return torch.float16 if args.fp16 and next(model.parameters()).device.type != "cpu" else None

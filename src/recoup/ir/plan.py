@@ -1,4 +1,4 @@
-"""What each call does: plain data, JSON, independent of torch."""
+"""Plans: decisions and their prediction; plain data, JSON, independent of torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SCHEMA = "recoup-plan/2"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What the simulated step costs.
+    """Predicted cost of the step, simulated.
 
     Attributes:
         peak_bytes: peak of the whole step, everything counted. plain_peak_bytes: the same without a plan.
@@ -33,7 +33,9 @@ class Prediction:
         num_scan_evaluations: step evaluations of the scans whose bytes the plan decides, forward and backward together.
         num_all_gathers: of the step on each rank, where it is sharded (`plan --fsdp`); with the plan as without.
         forward_saved_bytes: of saved_bytes, those of the model's own forward, without a loss outside of it.
-        batch_bytes, optimizer_bytes: of the batch and of the optimizer's state, in the step that was planned.
+        batch_bytes: of the batch in the step that was planned, 0 if its model was called with something else.
+        optimizer_bytes: of the optimizer's state there.
+        gradient_bytes: of gradients that are there when forward begins (accumulation).
         precision: the dtype that its largest product computes in ("bfloat16" under such an autocast).
         card_bytes: the smallest card, in bytes that torch reserves, that the step runs on; fragments included, the CUDA
             context not. 0 where the step runs on a CPU. expandable_card_bytes: with expandable segments.
@@ -57,6 +59,7 @@ class Prediction:
     forward_saved_bytes: int = 0
     batch_bytes: int = 0
     optimizer_bytes: int = 0
+    gradient_bytes: int = 0
     precision: str = ""
     card_bytes: int = 0
     expandable_card_bytes: int = 0

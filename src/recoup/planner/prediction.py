@@ -17,7 +17,7 @@ from recoup.units import format_bytes
 
 
 def prediction_of(simulator: Simulator, candidate: Candidate, card: tuple[int, int] = (0, 0)) -> Prediction:
-    """Returns what the plan's prediction says."""
+    """Returns the prediction that a plan states."""
     plain = simulator.plain
     return Prediction(
         peak_bytes=candidate.peak_bytes,
@@ -35,12 +35,20 @@ def prediction_of(simulator: Simulator, candidate: Candidate, card: tuple[int, i
         num_all_gathers=simulator.priced.num_all_gathers,
         num_scan_evaluations=candidate.num_scan_evaluations,
         forward_saved_bytes=candidate.forward_saved_bytes,
-        batch_bytes=sum(s.nbytes for s in simulator.trace.storages if s.category == "batch"),
+        batch_bytes=_model_input_bytes(simulator),
         optimizer_bytes=sum(s.nbytes for s in simulator.trace.storages if s.category == "optimizer"),
+        gradient_bytes=sum(s.nbytes for s in simulator.trace.storages if s.category == "gradient" and s.alloc_op < 0),
         precision=_precision(simulator.trace),
         card_bytes=card[0],
         expandable_card_bytes=card[1],
     )
+
+
+def _model_input_bytes(simulator: Simulator) -> int:
+    """Returns the bytes of the batch; 0 where a step of the user's makes the model's inputs of it."""
+    if simulator.spec.objective.step is not None:
+        return 0
+    return sum(s.nbytes for s in simulator.trace.storages if s.category == "batch")
 
 
 def _precision(trace: Trace) -> str:
@@ -112,7 +120,7 @@ def write_plan(
 
 
 def _tile_notes(simulator: Simulator, candidate: Candidate) -> list[str]:
-    """Returns what each action gives by itself, and what tiles cost in exactness."""
+    """Returns notes on a tiled plan: the peak of each action by itself, and what tiles cost in exactness."""
     if not is_tiled(candidate.decisions):
         return []
     tile = tuple(d for d in candidate.decisions if isinstance(d, Tile))

@@ -36,7 +36,7 @@ _TOLERANCE_SHARE = 0.01  # of the planned bytes: a step is estimated
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Sight:
-    """What is seen of a step when its forward begins, in bytes."""
+    """Sizes of a step, seen when its forward begins, in bytes."""
 
     batch: int
     gradients: int
@@ -50,7 +50,7 @@ class _Sight:
 
 
 class _Graph:
-    """What one forward left for backward; `alive` dies with it.
+    """Saved tensors of one forward; `alive` dies with them.
 
     Attributes:
         saved_bytes: that autograd keeps, 0 once a backward has let them go.
@@ -150,7 +150,7 @@ class StepWatch:
         if self._device.type == "cuda":
             self._ask_allocator()
             return
-        batch = [*iterate_tensors((args, kwargs))]
+        batch = list({id(t): t for t in iterate_tensors((args, kwargs))}.values())
         sight = _Sight(
             batch=sum(t.numel() * t.element_size() for t in batch),
             gradients=sum(p.grad.numel() * p.grad.element_size() for p in model.parameters() if p.grad is not None),
@@ -238,10 +238,11 @@ class StepWatch:
                 sight.state - planned.optimizer_bytes,
                 f"the optimizer holds {held} of state, {expected} planned (`optimizer=` of plan or fit)",
             )
-        if sight.gradients and planned.phase != "optimizer":
+        accumulated = sight.gradients - planned.gradient_bytes
+        if accumulated > 0 and planned.phase != "optimizer":
             yield (
-                sight.gradients,
-                f"{format_bytes(sight.gradients)} of gradients are there when forward begins (accumulation, or "
+                accumulated,
+                f"{format_bytes(accumulated)} of gradients are there when forward begins (`accumulate=`, or "
                 "zero_grad after the forward)",
             )
         outputs = [t for ref in self._outputs if (t := ref()) is not None]
@@ -318,7 +319,7 @@ class StepWatch:
 
 
 def _unwatching() -> StepWatch:
-    """Returns what stands for a watch in a copy of its model: the copy's training is not the plan's."""
+    """Returns the replacement of a watch in a copy of its model: the copy's training is not the plan's."""
     watch = object.__new__(StepWatch)
     watch._removers, watch._counting = [], None
     return watch
