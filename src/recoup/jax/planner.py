@@ -157,11 +157,13 @@ class Planner:
         program, active = self.step.program, self.step.active
         if any(is_loop(program, unit.index, active) for unit in program.units):
             return
+        left = _MAX_UNITS // len(program.units)
+        if left < 4:
+            return  # too long a step to search so
         if may_run_again(program, 0, len(program.units)):
             everything = self._judge((holding_everything(program),), exact=True)
             if everything.seconds <= self.plain.seconds and self.peak_bytes(everything) <= budget_bytes:
                 return
-        left = _MAX_UNITS // len(program.units)
         places = cuts(program, 0, len(program.units), active, exact=exact)
         for cut in thinned(program, places, active, exact=exact):
             layouts = uniform(program, cut, active, self.costs, most=_MAX_PRICED_PLANS)
