@@ -22,7 +22,6 @@ import gc
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
 
 from recoup._allocation import available_bytes, is_allocation_failure
@@ -82,6 +81,8 @@ def verify_plan(
         )
     with untouched(model, batch, objective.functions), _in_place(model, plan):
         verification: _Verification | None = None
+        device = next(model.parameters()).device
+        room_bytes = available_bytes(device) + storage_bytes(model.parameters())
         try:
             verification = _Verification(StepBench(model, batch, objective, optimizer), plan)
             return verification.run(max_seconds if timed else None)
@@ -89,13 +90,11 @@ def verify_plan(
             if isinstance(error, RecoupError) or not is_allocation_failure(error):
                 raise
             needed = plan.predicted.peak_bytes + storage_bytes(p for p in model.parameters() if p.requires_grad)
-            device = next(model.parameters()).device
-            held = verification.bench.held_bytes() if verification is not None else storage_bytes(model.parameters())
             raise StepOutOfMemory(
                 f"Verifying {type(model).__name__} ran out of memory. It needs the planned peak, "
                 f"{format_bytes(plan.predicted.peak_bytes)}, and a copy of the gradients: {format_bytes(needed)}. "
-                f"{format_bytes(available_bytes(device) + held)} are there for it on {device} (weights included). Use "
-                "a smaller budget or batch, or `plan` and `apply` without evidence."
+                f"{format_bytes(room_bytes)} were there for it on {device} (weights included). Use a smaller budget "
+                "or batch, or `plan` and `apply` without evidence."
             ) from error
         finally:
             if verification is not None:
@@ -180,10 +179,8 @@ class _Verification:
         except Exception as error:
             if not is_allocation_failure(error):
                 raise
-        self.bench.restore()
         gc.collect()
-        if self.bench.device.type == "cuda":
-            torch.cuda.empty_cache()
+        self.bench.restore()
         return None
 
     def _metered(self, run: Callable[[], Any], *, planned: bool) -> int:
