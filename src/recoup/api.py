@@ -131,6 +131,13 @@ def plan(
     Raises:
         UsageError: for input that cannot be used. StepError: if the step fails. ConflictError: if activation
             checkpointing is on already. InfeasibleBudget: with the smallest reachable peak.
+
+    Example:
+        >>> model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(8)])
+        >>> x, y = torch.randn(256, 64), torch.randn(256, 64)
+        >>> made = recoup.plan(model, inputs=x, targets=y, loss=torch.nn.MSELoss(), budget="90%", device="a100-80gb")
+        >>> made.predicted.peak_bytes <= made.budget_bytes
+        True
     """
     check_budget(budget)
     objective, batch = make_objective(
@@ -160,11 +167,19 @@ def apply(model: nn.Module, plan: Plan, *, transport: Transport | str = "auto") 
     """Changes `model` in place to run as `plan` says; returns the handle that undoes it.
 
     Args:
+        model: the model that the plan was made for, or one of the same structure. plan: from `plan`, or read by
+            `Plan.load`.
         transport: how a plan that offloads moves tensors, see `recoup.offload`; "auto" is "cuda" on a GPU, else "disk".
 
     Raises:
         PlanMismatch: if the plan was made for another model; says what differs. ConflictError: if activation
             checkpointing is on already. The model is unchanged then.
+
+    Example:
+        >>> model, x = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(8)]), torch.randn(256, 64)
+        >>> made = recoup.plan(model, x, budget="90%", device="a100-80gb")
+        >>> with recoup.apply(model, made):
+        ...     model(x).mean().backward()
     """
     refuse_wrapped(model)
     refuse_other_model(model, plan)
@@ -192,11 +207,19 @@ def verify(
     """Runs plain and planned steps from the same state and compares values, memory and time; changes nothing.
 
     Args:
+        model, batch, loss, step, inputs, targets, autocast, scaler, accumulate, optimizer: the training step, as for
+            `plan`.
         plan: in place on the model already, or not (then it is for the duration).
         timed: also time interleaved pairs of steps.
 
     Raises:
-        UsageError: if the model is on `meta`.
+        UsageError: if the model is on `meta`. StepOutOfMemory: if there is no memory for it; says how much is needed.
+
+    Example:
+        >>> model, x = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(8)]), torch.randn(256, 64)
+        >>> made = recoup.plan(model, x, budget="90%")
+        >>> recoup.verify(model, made, x, timed=False).gradients_equal
+        True
     """
     objective, batch = make_objective(
         batch,
@@ -286,6 +309,11 @@ def fit(
     plain step that does not fit is run with its saved tensors in host memory, or in a temporary file for a CPU's.
 
     Args:
+        model, batch, loss, step, inputs, targets, autocast, scaler, accumulate, optimizer: the training step, as for
+            `plan`.
+        budget: peak bytes of the whole step, measured: an int, `"8GiB"`, `"60%"` of the plain step's peak, `"min"` (the
+            smallest reachable) or `"auto"` (what is free).
+        device, actions: as for `plan`; the step is run on the model's own device.
         timed: also time interleaved pairs of steps. keep: as for `plan`: modules whose forward is to run once.
         apply_failed: leave a plan in place whose evidence is not ok; otherwise nothing is in place then, a warning
             (E300) says what differed, and `fit.evidence` has all of it.
@@ -296,6 +324,13 @@ def fit(
 
     Raises:
         What `plan` and `verify` raise; the model is unchanged then.
+
+    Example:
+        >>> model, x = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(8)]), torch.randn(256, 64)
+        >>> fit = recoup.fit(model, x, step=lambda model, x: model(x).square().mean(), budget="90%", timed=False)
+        >>> fit.evidence.ok
+        True
+        >>> fit.applied.remove()
     """
     check_budget(budget)
     if is_on_meta(model):
@@ -374,7 +409,18 @@ def profile(
 ) -> Profile:
     """Returns where the memory and time of one unplanned step go; nothing of the model changes.
 
-    Args and errors are those of `plan`.
+    Args:
+        model, batch, loss, step, inputs, targets, autocast, scaler, accumulate, optimizer: the training step, as for
+            `plan`.
+        device, cost: as for `plan`.
+
+    Raises:
+        UsageError, StepError, ConflictError: as `plan`.
+
+    Example:
+        >>> model, x = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(8)]), torch.randn(256, 64)
+        >>> recoup.profile(model, x, device="a100-80gb").phase
+        'backward'
     """
     objective, batch = make_objective(
         batch,
@@ -485,7 +531,19 @@ def frontier(
 ) -> Frontier:
     """Returns the whole curve from the smallest reachable peak to the plain step.
 
-    Args and errors are those of `plan`; each of about `num_points` points is a simulated plan.
+    Args:
+        model, batch, loss, step, inputs, targets, autocast, scaler, accumulate, optimizer: the training step, as for
+            `plan`.
+        device, actions, cost: as for `plan`. num_points: about so many points, each a simulated plan.
+
+    Raises:
+        UsageError, StepError, ConflictError: as `plan`.
+
+    Example:
+        >>> model, x = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(8)]), torch.randn(256, 64)
+        >>> curve = recoup.frontier(model, x, device="a100-80gb", num_points=3)
+        >>> curve.points[0].peak_bytes < curve.points[-1].peak_bytes
+        True
     """
     objective, batch = make_objective(
         batch,
@@ -524,7 +582,18 @@ def explain(
     """Returns why the plan for a budget is what it is: what sets its peak, what each kind of choice is worth (the plan
     against the same plan without it, both simulated), and what a little less and a little more memory would cost.
 
-    Args and errors are those of `plan`.
+    Args:
+        model, batch, loss, step, inputs, targets, autocast, scaler, accumulate, optimizer: the training step, as for
+            `plan`.
+        budget, device, actions, cost: as for `plan`.
+
+    Raises:
+        UsageError, StepError, ConflictError, InfeasibleBudget: as `plan`.
+
+    Example:
+        >>> model, x = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(8)]), torch.randn(256, 64)
+        >>> print(recoup.explain(model, x, budget="99%", device="a100-80gb"))  # doctest: +ELLIPSIS
+        Peak ...
     """
     check_budget(budget)
     objective, batch = make_objective(
@@ -560,11 +629,17 @@ def max_batch(
     """Returns the largest size whose step fits the budget under some plan: simulated, so the next size does not.
 
     Args:
+        model, loss, step, autocast, accumulate, optimizer, device, actions: as for `plan`.
         make_batch: returns a batch of the given size (of examples, tokens, pixels: whatever grows).
         budget: absolute bytes or `"auto"`; a percentage has no meaning here. limit: the largest size tried.
 
     Raises:
         UsageError: for a percentage. InfeasibleBudget: if even size 1 does not fit.
+
+    Example:
+        >>> model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(8)])
+        >>> recoup.max_batch(model, lambda n: torch.randn(n, 64), budget="32MiB", device="a100-80gb", limit=64)
+        64
     """
     check_budget(budget)
     if isinstance(budget, str) and budget.strip().endswith("%"):
