@@ -27,7 +27,7 @@ from recoup.errors import InfeasibleBudget, StepError, UsageError
 from recoup.evidence.gradients import Comparison, StepResult, compare, on_host
 from recoup.evidence.memory import measure_peak, meter_name
 from recoup.evidence.speed import time_ratio
-from recoup.evidence.verify import StepBench
+from recoup.evidence.step_bench import StepBench
 from recoup.ir.compiled_plan import CompiledGraph, CompiledPlan
 from recoup.ir.evidence import Evidence
 from recoup.units import format_bytes, parse_budget
