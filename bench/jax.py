@@ -206,7 +206,7 @@ def misses(row: dict[str, Any]) -> Iterator[str]:
 
 def page(data: dict[str, Any]) -> str:
     """Returns the results as Markdown."""
-    lines = [f"# recoup.jax, {data['date']}", "", data["machine"], ""]
+    lines = [f"# recoup.jax, {data['date']}", "", data["machine"], "", *([data["note"], ""] if "note" in data else [])]
     lines += ["`python -m bench.jax`. FLOPs twice: in % of the plain step's loss and gradients.", ""]
     for row in data["models"].values():
         lines += [f"## {row['model']}", "", f"Arguments and outputs: {format_bytes(row['fixed_bytes'])}.", ""]

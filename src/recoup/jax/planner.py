@@ -17,7 +17,7 @@ from recoup.jax.trace import Step, gradient_function
 from recoup.solver.frontier import Solution, Solver
 
 _MAX_ROUNDS = 8  # of asking the solver
-_MAX_PRICES = 8
+_MAX_PRICED_PLANS = 8  # that treat all units alike
 _MAX_UNITS = 4_000  # traced for one budget beside what the solver asks for
 
 
@@ -157,14 +157,16 @@ class Planner:
         program, active = self.step.program, self.step.active
         if any(is_loop(program, unit.index, active) for unit in program.units):
             return
+        left = _MAX_UNITS // len(program.units)
+        if left < 4:
+            return  # too long a step to search so
         if may_run_again(program, 0, len(program.units)):
             everything = self._judge((holding_everything(program),), exact=True)
             if everything.seconds <= self.plain.seconds and self.peak_bytes(everything) <= budget_bytes:
                 return
-        left = _MAX_UNITS // len(program.units)
         places = cuts(program, 0, len(program.units), active, exact=exact)
         for cut in thinned(program, places, active, exact=exact):
-            layouts = uniform(program, cut, active, self.costs, most=_MAX_PRICES)
+            layouts = uniform(program, cut, active, self.costs, most=_MAX_PRICED_PLANS)
 
             def fits(layout: Layout) -> bool:
                 return self.peak_bytes(self._judge(layout, exact=exact)) <= budget_bytes

@@ -21,13 +21,18 @@ from recoup.units import format_bytes
 
 def fingerprint(program: Program) -> str:
     """Returns a short text that is the same for the same trace, in any process."""
-    digest = hashlib.sha256(repr([str(program.avals[v]) for v in program.inputs]).encode())
+    digest = hashlib.sha256(repr([_type(program.avals[v]) for v in program.inputs]).encode())
     for unit in program.units:
         operands = tuple(o if isinstance(o, int) else "literal" for o in unit.operands)
-        shapes = tuple(str(v.aval) for v in unit.eqn.outvars)
+        shapes = tuple(_type(v.aval) for v in unit.eqn.outvars)
         inside = (unit.eqn.params.get("length"), *_kinds(unit.eqn))
         digest.update(repr((unit.kind, operands, unit.outputs, shapes, inside)).encode())
     return digest.hexdigest()[:16]
+
+
+def _type(aval: Any) -> str:
+    """Returns dtype and shape; where a value lies is no matter of the trace."""
+    return f"{getattr(aval, 'dtype', aval)}{list(getattr(aval, 'shape', ()))}"
 
 
 def _kinds(eqn: Any) -> Iterator[str]:
