@@ -225,8 +225,8 @@ class CompiledFitting:
 
     def _compare(self, call: Any) -> Comparison:
         """Compares with the compiled plain step; where bits differ, by how far that one is from eager's."""
-        plain, eager = self._result(self._plain), self._result(None)
-        planned = self._result(call)
+        # Eager first: the first step is watched by a dispatch mode, under which compiled code would run op by op.
+        eager, plain, planned = self._result(None), self._result(self._plain), self._result(call)
         own = compare(eager, plain, bound=1.0)
         comparison = compare(plain, planned)
         if comparison.gradients_equal and comparison.loss_equal:
