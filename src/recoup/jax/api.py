@@ -23,7 +23,7 @@ from recoup.units import check_budget, format_bytes, parse_budget
 
 Loss = Callable[..., Any]
 ACTIONS = ("recompute", "offload")
-_CONFIRMATIONS = 4  # compiled at most for one plan
+_MAX_COMPILED_PLANS = 4  # compiled at most for one plan
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +152,7 @@ def _plan(planner: Planner, budget: int | str, *, confirm: bool = False) -> JaxP
 def _confirmed(planner: Planner, found: Candidate, budget_bytes: int) -> Candidate:
     """Returns a candidate that fits compiled: while one does not, the next is asked for with so many bytes less."""
     compiled_peaks: list[int] = []
-    while len(compiled_peaks) < _CONFIRMATIONS:
+    while len(compiled_peaks) < _MAX_COMPILED_PLANS:
         peak = planner.fixed_bytes + compiled_bytes(planner, found)
         if peak <= budget_bytes:
             return found

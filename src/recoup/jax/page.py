@@ -26,7 +26,7 @@ td,th{text-align:left;padding:.15rem .6rem .15rem 0;border-bottom:1px solid var(
 td.n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}svg{width:100%;height:auto}
 svg text{fill:var(--dim);font-size:12px}.grid,.axis{stroke:var(--line);fill:none}.plain{stroke:var(--plain)}
 .planned{stroke:var(--planned)}.plain,.planned{fill:none;stroke-width:1.6}.wide{overflow-x:auto}"""
-_MOST_ROWS = 40
+_MAX_ROWS = 40  # of the table: the largest, a page of more is slow to open
 
 
 def format_html(
@@ -97,12 +97,11 @@ def _residuals(title: str, found: Sequence[Residual]) -> Iterator[str]:
     total = sum(r.nbytes for r in found)
     yield f"<h2>{escape(title)}: {format_bytes(total)} in {len(found)} values</h2>"
     rows = [
-        (format_bytes(r.nbytes * groups[r]), str(groups[r]), r.shape, r.op, r.name, r.source)
-        for r in order[:_MOST_ROWS]
+        (format_bytes(r.nbytes * groups[r]), str(groups[r]), r.shape, r.op, r.name, r.source) for r in order[:_MAX_ROWS]
     ]
-    if len(order) > _MOST_ROWS:
-        rest = sum(r.nbytes * groups[r] for r in order[_MOST_ROWS:])
-        rows.append((format_bytes(rest), "", f"{len(order) - _MOST_ROWS} more", "", "", ""))
+    if len(order) > _MAX_ROWS:
+        rest = sum(r.nbytes * groups[r] for r in order[_MAX_ROWS:])
+        rows.append((format_bytes(rest), "", f"{len(order) - _MAX_ROWS} more", "", "", ""))
     yield _table(("bytes", "times", "shape", "op", "name", "line"), rows, numbers=(0, 1))
 
 

@@ -17,7 +17,7 @@ from recoup.jax.trace import Step, gradient_function
 from recoup.solver.frontier import Solution, Solver
 
 _MAX_ROUNDS = 8  # of asking the solver
-_MAX_PRICES = 8
+_MAX_PRICED_PLANS = 8  # that treat all units alike
 _MAX_UNITS = 4_000  # traced for one budget beside what the solver asks for
 
 
@@ -166,7 +166,7 @@ class Planner:
                 return
         places = cuts(program, 0, len(program.units), active, exact=exact)
         for cut in thinned(program, places, active, exact=exact):
-            layouts = uniform(program, cut, active, self.costs, most=_MAX_PRICES)
+            layouts = uniform(program, cut, active, self.costs, most=_MAX_PRICED_PLANS)
 
             def fits(layout: Layout) -> bool:
                 return self.peak_bytes(self._judge(layout, exact=exact)) <= budget_bytes
