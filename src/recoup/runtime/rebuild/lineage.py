@@ -350,8 +350,6 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
             for tensor in item if isinstance(item, (list, tuple)) else (item,):
                 if not isinstance(tensor, torch.Tensor):
                     continue
-                if made is None and self._existing(tensor) is None and not facts.is_random_mask:
-                    continue
                 value = Value()
                 if made is not None:
                     value.made = made
