@@ -23,7 +23,6 @@ import transformers.models.auto.modeling_auto  # noqa: F401 - as much of the lib
 
 from recoup import api
 from recoup._allocation import is_allocation_failure, return_freed_memory
-from recoup.capture.step import call_model, loss_of
 from recoup.cli.main import run
 from recoup.errors import RecoupError
 from tests.evidence import limited_targets
@@ -56,8 +55,9 @@ def _plain(make: Callable[[], Found]) -> Found:
     made = make()
     return_freed_memory()  # a plain step that has the best of allocators
     try:
-        output = call_model(made["model"], made["batch"])
-        loss_of(output, made["batch"], made.get("loss"))[0].backward()
+        batch = made["batch"]
+        output = made["model"](**batch) if isinstance(batch, dict) else made["model"](batch)
+        (made["loss"](output, batch) if "loss" in made else output.loss).backward()
     except Exception as error:
         return {"allocation_failure": is_allocation_failure(error), "message": str(error)}
     return {"peak_bytes": _status_bytes("VmPeak")}
