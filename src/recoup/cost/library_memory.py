@@ -7,8 +7,6 @@ import torch.nn.functional as F
 
 from recoup import _torch
 
-_ROUND_BYTES = 1 << 16  # to which a measurement is rounded down: tiny tensors vanish, workspaces do not
-
 
 def library_bytes(device: torch.device) -> int:
     """Returns the bytes of the workspaces of cuBLAS, for the thread of forward and for that of backward.
@@ -26,4 +24,4 @@ def library_bytes(device: torch.device) -> int:
     torch.autograd.grad(out, (weight, bias), torch.zeros_like(out))
     del out, weight, bias
     torch.cuda.synchronize(device)
-    return (int(torch.cuda.memory_allocated(device)) - before) // _ROUND_BYTES * _ROUND_BYTES
+    return (int(torch.cuda.memory_allocated(device)) - before) >> 16 << 16
