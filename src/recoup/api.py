@@ -12,6 +12,7 @@ from torch import nn
 
 from recoup import progress
 from recoup._allocation import available_bytes, available_host_bytes, return_freed_memory
+from recoup._interrupts import heard
 from recoup.analysis.profile import make_profile
 from recoup.capture.capture import StepSpec
 from recoup.capture.fingerprint import fingerprint, structure_of
@@ -155,6 +156,7 @@ def _free_bytes(name: str, entry: Device | None) -> int:
     return int(available_host_bytes() * _AUTO_MARGIN)
 
 
+@heard()
 def plan(
     model: nn.Module,
     batch: Any,
@@ -277,6 +279,7 @@ def apply(model: nn.Module, plan: Plan, *, transport: Transport | str = "auto") 
     return applied
 
 
+@heard()
 def verify(
     model: nn.Module,
     plan: Plan,
@@ -299,6 +302,7 @@ def verify(
     return verify_plan(model, plan, batch, loss=loss, optimizer=optimizer, timed=timed)
 
 
+@heard()
 def fit(
     model: nn.Module,
     batch: Any,
@@ -365,6 +369,7 @@ def fit(
     return Fit(plan=made, applied=applied, evidence=evidence)
 
 
+@heard()
 def profile(
     model: nn.Module,
     batch: Any,
@@ -439,6 +444,7 @@ class Frontier:
         return format_frontier(self.points)
 
 
+@heard()
 def frontier(
     model: nn.Module,
     batch: Any,
@@ -513,6 +519,7 @@ def explain(
     return Frontier(planner, name, (), _free_bytes(name, entry)).explain(budget)
 
 
+@heard()
 def max_batch(
     model: nn.Module,
     make_batch: Callable[[int], Any],

@@ -74,7 +74,7 @@ class _Original:
             return self.tensor
         assert self.audit.aside is not None
         flat = self.audit.aside.get(self._handle)
-        self.audit.aside.drop(self._handle)
+        self._handle = None
         return flat.view(self.dtype).reshape(self.shape)
 
     def compare(self, again: torch.Tensor, region: str) -> None:
@@ -139,8 +139,6 @@ class Audit(_torch.dispatch_mode_class()):  # type: ignore[misc]
         """Returns the op and the module that made a tensor's contents."""
         here = self._modules[-1] if self._modules else ""
         return self._makers.get(_address(tensor), ("", here))
-
-    supports_higher_order_operators = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _torch.is_higher_order(func):
