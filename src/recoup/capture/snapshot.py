@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from recoup import _torch
-from recoup._interrupts import heard, postponed
+from recoup._interrupts import heard, postponed, under_modes
 from recoup._reachable import Reached, roots_of, slots_of
 from recoup.capture.tensor_notes import CopyBeforeWrite, TensorNotes
 from recoup.errors import UsageError
@@ -260,7 +260,7 @@ def set_random_state(state: tuple[Any, ...]) -> None:
 @contextlib.contextmanager
 def untouched(model: nn.Module, batch: Any = None, loss: Any = None, others: Any = ()) -> Iterator[Snapshot]:
     """Restores at the end what a step that is given these can change."""
-    with heard(), execution_context.left_as_found():
+    with heard(), under_modes(), execution_context.left_as_found():
         before = Snapshot(model, batch, loss, others)
         try:
             with _torch.no_backward_left(), before.guarded():

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from recoup import _torch
+from recoup._interrupts import let_in
 from recoup._storages import dense_parts
 from recoup.capture.island import UNKNOWN, Island
 from recoup.capture.op_cache import FakeResults
@@ -302,6 +303,7 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
         return self._results.run(func, args, kwargs) if any(map(_torch.is_fake, tensors)) else func(*args, **kwargs)
 
     def _record(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor], out: Any) -> None:
+        let_in()  # not where a question about a tensor is answered, which must not raise
         index = len(self.ops)
         self.marks.append((len(self._storages), self.num_rederived))
         inputs = tuple(

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from recoup import _torch
+from recoup._interrupts import let_in
 from recoup.evidence.gradients import equal_values
 from recoup.runtime import execution_context
 from recoup.runtime.offload.transport import Transport
@@ -144,6 +145,8 @@ class Audit(_torch.dispatch_mode_class()):  # type: ignore[misc]
         if _torch.is_higher_order(func):
             return func(*args, **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
+        if func.namespace != "prim":  # such questions must not raise
+            let_in()
         if not execution_context.is_recomputing():
             self._uninitialised.note(func, args, kwargs or {}, out)
             here = self._modules[-1] if self._modules else ""

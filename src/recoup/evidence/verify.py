@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from recoup._allocation import available_bytes, is_allocation_failure
+from recoup._interrupts import let_in
 from recoup._pytree import iterate_tensors, map_tensors
 from recoup.capture.optimizer import OptimizerLike, OptimizerStep, prepare_optimizer
 from recoup.capture.snapshot import Snapshot, parameters_outside, untouched
@@ -113,6 +114,7 @@ class StepBench:
         Args:
             times: the loss is multiplied by it before backward. aside: where saved tensors are moved to.
         """
+        let_in()
         with self._before.watching() if take and not self._is_watched else contextlib.nullcontext():
             loss = self._loss_after_backward(times, aside)
         if take:
