@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import flop_registry
 
-from recoup.capture.step import call_model, loss_of
+from recoup.capture.step import Objective
 
 SOLVER_SECONDS = 20
 _FLOPS_PER_MS, _BYTES_PER_MS = 5e7, 1e7
@@ -83,7 +83,7 @@ def _estimate(model: nn.Module, batch: Any, loss: Any) -> tuple[Any, Any, int]:
     inputs = tree_map_only(torch.Tensor, fake_mode.from_tensor, batch)
 
     def step(backward: bool = True) -> None:
-        value, _ = loss_of(call_model(fake, inputs), inputs, loss)
+        value = Objective(loss=loss).run(fake, inputs)
         if backward:
             value.backward()
 

@@ -28,6 +28,7 @@ import recoup
 from bench.by_hand import Method, by_engine, by_torch
 from bench.frontier_report import markdown, violations
 from recoup.capture.capture import StepSpec
+from recoup.capture.step import Objective
 from recoup.cost.devices import get_device
 from recoup.cost.roofline import RooflineCost
 from recoup.evidence.memory import measure_peak
@@ -78,7 +79,7 @@ def make_target(name: str) -> Target:
 def make_planner(name: str, device: str = DEVICE) -> Planner:
     """Returns the planner of a workload, priced by the roofline of `device`."""
     target = make_target(name)
-    spec = StepSpec(model=target.model, batch=target.batch, loss=target.loss)
+    spec = StepSpec(model=target.model, batch=target.batch, objective=Objective(loss=target.loss))
     return Planner(spec, cost=RooflineCost(get_device(device)), actions=ACTIONS)
 
 
@@ -196,7 +197,7 @@ def run_curve(name: str, quick: bool) -> dict[str, Any]:
     curve = recoup.frontier(model, batch, loss=target.loss, actions=ACTIONS, num_points=num_budgets)
     planner = curve.planner
     questions = Questions(planner)
-    bench = StepBench(model, batch, target.loss, None)
+    bench = StepBench(model, batch, Objective(loss=target.loss), None)
     bench.step()  # what a first step allocates once
     metered: dict[Any, int] = {}
 

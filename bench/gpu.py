@@ -34,6 +34,7 @@ from bench.gpu_report import write_report
 from bench.measuring import metered, timed, to_host
 from bench.methods import METHODS, Subject, memory_budget
 from bench.peers import line, versions
+from recoup.capture.step import Objective
 from recoup.evidence.verify import StepBench
 from recoup.ir.plan import Plan
 
@@ -53,7 +54,7 @@ def run(name: str, device: torch.device, *, small: bool, rounds: int, until: flo
     torch.manual_seed(0)
     workload = WORKLOADS[name](device, small=small)
     subject = Subject(model=workload.model, batch=workload.batch, loss=workload.loss, layers=workload.layers)
-    bench = StepBench(workload.model, workload.batch, workload.loss, None)
+    bench = StepBench(workload.model, workload.batch, Objective(loss=workload.loss), None)
     bench.step()
     bench.restore()
     reference = to_host(bench.step(take=True))

@@ -25,11 +25,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from recoup import InfeasibleBudget
-from recoup.api import _planner
+from recoup.capture.step import Objective
 from recoup.evidence.memory import measure_peak
 from recoup.evidence.verify import StepBench, verify_plan
 from recoup.planner.driver import Planner, plan_for_budget
 from recoup.planner.incumbents import Candidate
+from recoup.planner.request import planner_for
 from recoup.solver.baselines import baselines
 from recoup.solver.decisions import to_decisions
 from recoup.targets.resolve import resolve_target
@@ -98,7 +99,7 @@ def run_workload(name: str, quick: bool) -> dict[str, Any]:
     target = resolve_target(text, **options)
     model, batch = target.model, target.batch
     began = time.perf_counter()
-    planner, device, _ = _planner(
+    planner, device, _ = planner_for(
         model, batch, loss=target.loss, optimizer=None, device=None, actions=("rederive", "recompute"), cost=None
     )
     setup_seconds = time.perf_counter() - began
@@ -115,7 +116,7 @@ def run_workload(name: str, quick: bool) -> dict[str, Any]:
             rows.append(row)
             continue
         row["plan_seconds"] = time.perf_counter() - began
-        evidence = verify_plan(model, plan, batch, loss=target.loss, timed=False)
+        evidence = verify_plan(model, plan, batch, objective=Objective(loss=target.loss), timed=False)
         fitting = {n: c for n, c in by_hand.items() if c.peak_bytes <= plan.budget_bytes and c.decisions}
         best = min(fitting.items(), key=lambda item: item[1].recomputed_flops, default=None)
         row.update(
@@ -134,7 +135,7 @@ def run_workload(name: str, quick: bool) -> dict[str, Any]:
         rows.append(row)
     smallest = planner.smallest()
     blocks = sorted({d.path for d in full.decisions}) if full is not None else []
-    bench = StepBench(model, batch, target.loss, None)
+    bench = StepBench(model, batch, Objective(loss=target.loss), None)
     with every_block(model, blocks):
         bench.step()
         bench.restore()

@@ -32,6 +32,7 @@ from bench.measuring import Shapes, flops_by_shape, metered, timed, to_host
 from bench.methods import METHODS, Subject
 from bench.peers_report import write_report
 from bench.workloads import WORKLOADS
+from recoup.capture.step import Objective
 from recoup.cli.allocator import keep_freed_memory
 from recoup.evidence.gradients import StepResult
 from recoup.evidence.verify import StepBench
@@ -58,7 +59,7 @@ class Session:
             loss=self.target.loss,
             layers=workload.find_layers(self.target.model),
         )
-        self.bench = StepBench(self.target.model, self.target.batch, self.target.loss, None)
+        self.bench = StepBench(self.target.model, self.target.batch, Objective(loss=self.target.loss), None)
         self.known: Shapes = flops_by_shape(self.bench)
         self.bench.restore()
         self.reference: StepResult = to_host(self.bench.step(take=True))

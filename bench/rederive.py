@@ -26,6 +26,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from recoup import rederive
 from recoup.capture.capture import StepSpec, capture
+from recoup.capture.step import Objective
 from recoup.cli.allocator import keep_freed_memory
 from recoup.cost.flops import kind
 from recoup.evidence.memory import measure_peak
@@ -60,7 +61,7 @@ WORKLOADS: dict[str, tuple[str, dict[str, int]]] = {
 def simulated(model: nn.Module, batch: Any, loss: Any, decisions: tuple[Decision, ...]) -> tuple[int, dict[str, int]]:
     """Returns the bytes saved for backward, and the step's FLOPs by kind of op."""
     with apply_decisions(model, decisions):
-        trace = capture(StepSpec(model=model, batch=batch, loss=loss))
+        trace = capture(StepSpec(model=model, batch=batch, objective=Objective(loss=loss)))
     forward = sum(1 for o in trace.ops if o.phase in ("forward", "loss"))
     saved = sum(s.nbytes for s in trace.storages if s.category == "saved" and s.alloc_op < forward <= s.free_op)
     flops: dict[str, int] = {}
@@ -92,7 +93,7 @@ def run_workload(name: str, timed: bool, autocast: bool) -> dict[str, Any]:
         model = Autocast(model)
     plain_saved, plain_flops = simulated(model, batch, target.loss, ())
     saved, flops = simulated(model, batch, target.loss, (Rederive(path=""),))
-    bench = StepBench(model, batch, target.loss, None)
+    bench = StepBench(model, batch, Objective(loss=target.loss), None)
 
     def planned() -> Any:
         return apply_decisions(model, (Rederive(path=""),))

@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 
-from recoup.api import _planner
 from recoup.cli.allocator import keep_freed_memory
 from recoup.cost.devices import get_device
 from recoup.cost.roofline import RooflineCost
 from recoup.evidence.verify import verify_plan
 from recoup.ir.decision import Decision, Rederive
+from recoup.planner import request
 from recoup.planner.driver import Planner
 from recoup.planner.incumbents import Candidate
 from recoup.planner.strategies.registry import DEFAULT_ACTIONS
@@ -60,7 +60,7 @@ def planner_for(name: str, actions: tuple[str, ...], batch: int | None = None) -
     where = {"device": "cpu"} if batch else {"device": "meta"}
     resolved = resolve_target(target, **where, **{**sizes, **({"batch": batch} if batch else {})})
     cost = RooflineCost(get_device("cpu-generic"))
-    planner, _, _ = _planner(
+    planner, _, _ = request.planner_for(
         resolved.model, resolved.batch, loss=None, optimizer=None, device="cpu", actions=actions, cost=cost
     )
     return planner

@@ -103,13 +103,11 @@ KINDS = ("stack", "batch-norm", "conv", "gpt2", "llama")
 
 def step(model: nn.Module, batch: Any, loss: Any = None, *, seed: int = 1) -> list[torch.Tensor]:
     """Runs one training step and returns everything it leaves: loss, gradients, buffers, the next random number."""
-    from recoup.capture.step import call_model, loss_of
+    from recoup.capture.step import Objective
 
     torch.manual_seed(seed)
     model.zero_grad()
-    output = call_model(model, batch)
-    value, _ = loss_of(output, batch, loss)
-    del output  # as trainers do: a step that holds its logits needs that much more than was planned, and warns
+    value = Objective(loss=loss).run(model, batch)  # holds no logits, as trainers do
     value.backward()
     gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     return [value.detach(), *gradients, *(b.clone() for b in model.buffers()), torch.rand(2)]

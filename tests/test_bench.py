@@ -17,6 +17,7 @@ from bench.peers_report import more_flops, noise, over_budget, unreached, write_
 from bench.points import at_equal_time, cells, nearly_free
 from torch import nn
 
+from recoup.capture.step import Objective
 from recoup.evidence.verify import StepBench
 
 
@@ -117,7 +118,7 @@ class TestMethods:
         torch.manual_seed(0)
         model = nn.Sequential(*(_Layer() for _ in range(4)))
         batch = torch.randn(512, 64)
-        bench = StepBench(model, batch, _loss, None)
+        bench = StepBench(model, batch, Objective(loss=_loss), None)
         known = flops_by_shape(bench)
         bench.restore()
         reference = to_host(bench.step(take=True))
@@ -129,7 +130,7 @@ class TestMethods:
 
     def test_time_is_beside_the_first_way(self) -> None:
         model = nn.Sequential(_Layer(), _Layer())
-        bench = StepBench(model, torch.randn(8, 64), _loss, None)
+        bench = StepBench(model, torch.randn(8, 64), Objective(loss=_loss), None)
         ways = {"plain": METHODS["plain"](_subject(model, bench.batch))}
         found = timed(bench, ways, rounds=2)
         assert found["plain"]["time_ratio"] == 1.0 and math.isfinite(found["plain"]["seconds"])
@@ -141,7 +142,7 @@ class TestMethods:
         pytest.importorskip("pwlf")
         model = nn.Sequential(*(_Layer() for _ in range(4)))
         batch = torch.randn(512, 64)
-        bench = StepBench(model, batch, _loss, None)
+        bench = StepBench(model, batch, Objective(loss=_loss), None)
         reference = to_host(bench.step(take=True))
         plain = metered(bench, METHODS["plain"](_subject(model, batch)), reference, {})
         found = metered(bench, auto_sac(model, batch, _loss, 0.6), reference, {})

@@ -13,9 +13,7 @@ from recoup import errors
 ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "docs" / "errors"
 CLASSES = [
-    c
-    for _, c in inspect.getmembers(errors, inspect.isclass)
-    if issubclass(c, (errors.RecoupError, errors.InexactWarning, errors.OverBudgetWarning, errors.RealStepWarning))
+    c for _, c in inspect.getmembers(errors, inspect.isclass) if issubclass(c, (errors.RecoupError, UserWarning))
 ]
 
 

@@ -33,6 +33,7 @@ ORDER = (
     "report",
     "jax",
     "planner",
+    "compiled",
     "api",
     "integrations",
     "targets",
@@ -41,8 +42,6 @@ ORDER = (
     "cli",
     "__main__",
 )
-# Late imports that a comment in the file explains.
-LATE = {("ir", "report")}
 WITHOUT_TORCH = ("errors", "units", "progress", "ir", "solver", "analysis", "report", "export", "jax")
 
 
@@ -73,8 +72,7 @@ def test_imports_point_one_way(path: Path) -> None:
     for name in _imports(path):
         parts = name.split(".")
         if parts[0] == "recoup" and len(parts) > 1 and parts[1] in ORDER:
-            is_late = (stage, parts[1]) in LATE
-            assert ORDER.index(parts[1]) <= ORDER.index(stage) or is_late, f"{stage} imports {name}"
+            assert ORDER.index(parts[1]) <= ORDER.index(stage), f"{stage} imports {name}"
 
 
 def _file_of(name: str) -> str | None:
@@ -102,6 +100,14 @@ def _files_imported_at_the_top(path: Path) -> set[str]:
     return found
 
 
+def test_folding_has_one_entrance() -> None:
+    room = ROOT / "capture" / "folding"
+    for path in [*ROOT.rglob("*.py"), *Path(__file__).parent.rglob("*.py")]:
+        if room not in path.parents:
+            for name in _imports(path):
+                assert not name.startswith("recoup.capture.folding."), f"{path.name} imports {name}"
+
+
 def test_no_cycles_among_files() -> None:
     files = {".".join(("recoup", *p.relative_to(ROOT).with_suffix("").parts)): p for p in FILES}
     left = {name: _files_imported_at_the_top(path) - {name} for name, path in files.items()}
@@ -116,6 +122,18 @@ def test_no_cycles_among_files() -> None:
 def test_torch_only_where_it_is_needed(path: Path) -> None:
     if _stage(path) in WITHOUT_TORCH or "schedules" in path.parts:
         assert not any(name.split(".")[0] == "torch" for name in _imports(path))
+
+
+MOST_LINES = 400
+LONGER = {
+    "_torch.py": "every private torch API: one file to read when torch changes",
+    "api.py": "to be split by function",
+}
+
+
+def test_files_are_short() -> None:
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in FILES}
+    assert {name for name, lines in lengths.items() if lines > MOST_LINES} == set(LONGER)
 
 
 def test_private_torch_is_in_one_file() -> None:

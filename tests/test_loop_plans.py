@@ -10,6 +10,7 @@ from torch import nn
 
 import recoup
 from recoup.capture.capture import StepSpec, capture
+from recoup.capture.step import Objective
 from recoup.cost.devices import get_device
 from recoup.cost.roofline import RooflineCost
 from recoup.ir.plan import Plan
@@ -33,7 +34,7 @@ class Recurrent(nn.Module):
 
 
 def _trace(model: nn.Module, *batch: Any) -> Any:
-    spec = StepSpec(model=model, batch=batch, loss=None, optimizer=None, dialect="cpu", round_bytes=1)
+    spec = StepSpec(model=model, batch=batch, objective=Objective(), optimizer=None, dialect="cpu", round_bytes=1)
     return capture(spec)
 
 
@@ -66,7 +67,12 @@ def test_fit(lstm: bool) -> None:
 def test_more_memory_chunks_fewer_calls() -> None:
     torch.manual_seed(0)
     spec = StepSpec(
-        model=Recurrent(), batch=(torch.randn(64, 32, 8),), loss=None, optimizer=None, dialect="cpu", round_bytes=1
+        model=Recurrent(),
+        batch=(torch.randn(64, 32, 8),),
+        objective=Objective(),
+        optimizer=None,
+        dialect="cpu",
+        round_bytes=1,
     )
     planner = Planner(spec, cost=RooflineCost(get_device("cpu-generic")), actions=("recompute",))
     plain = planner.plain.peak_bytes

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import recoup
+from recoup.capture.step import Objective
 from recoup.evidence.memory import measure_peak
 from recoup.evidence.verify import StepBench
 from recoup.runtime.apply import apply_decisions
@@ -70,7 +71,7 @@ _CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any], float]] =
 
 
 def _measure(model: nn.Module, batch: Any, plan: recoup.Plan, optimizer: Any) -> int:
-    bench = StepBench(model, batch, None, optimizer)
+    bench = StepBench(model, batch, Objective(), optimizer)
     with apply_decisions(model, plan.decisions):
         bench.step()
         bench.restore()

@@ -11,12 +11,11 @@ from torch import nn
 
 import recoup
 from recoup.capture.capture import StepSpec, capture
-from recoup.cost.host_link import MOST_ON_THEIR_WAY, Link, with_copies
+from recoup.cost.host_link import MAX_BLOCKS_ON_THEIR_WAY, Link, with_copies
 from recoup.cost.model import FlopsCost
 from recoup.errors import UsageError
 from recoup.ir.decision import Offload
 from recoup.planner.driver import Planner
-from recoup.planner.strategies.offload import is_offloaded
 from recoup.planner.strategies.registry import DEFAULT_ACTIONS, OPT_IN_ACTIONS
 from recoup.runtime.apply import apply_decisions
 from recoup.solver.frontier import Solver
@@ -102,7 +101,7 @@ def test_offload_is_chosen_where_copies_hide() -> None:
     planner = planner_for("mlp", ("recompute", "offload"))
     budget = int(0.5 * planner.plain.peak_bytes)
     candidate = planner.fit(budget)
-    assert candidate is not None and is_offloaded(candidate.decisions)
+    assert candidate is not None and any(d.offloads for d in candidate.decisions)
     without = planner_for("mlp", ("recompute",)).fit(budget)
     assert without is not None and candidate.step_seconds < without.step_seconds
     plan = planner.plan(candidate, budget_bytes=budget, budget_text="50%", device="a100-80gb")
@@ -114,7 +113,7 @@ def test_offload_is_chosen_where_copies_hide() -> None:
 def test_a_slow_link_is_left_alone() -> None:
     planner = planner_for("mlp", ("rederive", "recompute", "offload"), dialect="cpu", cost=FlopsCost)
     candidate = planner.fit(int(0.8 * planner.plain.peak_bytes))
-    assert candidate is not None and not is_offloaded(candidate.decisions)
+    assert candidate is not None and not any(d.offloads for d in candidate.decisions)
 
 
 def test_it_is_not_a_default_and_has_a_name() -> None:
@@ -154,13 +153,13 @@ def test_so_many_storages_are_on_their_way_out_at_a_time() -> None:
     trace = captured("cuda").trace
     out = [c for c in trace.copies if c.kind == "out" and c.storage >= 0]
     first_back = min(c.op for c in trace.copies if c.kind == "back")
-    assert len(out) > MOST_ON_THEIR_WAY
+    assert len(out) > MAX_BLOCKS_ON_THEIR_WAY
     for position, copy in enumerate(out):
-        later = position + MOST_ON_THEIR_WAY
+        later = position + MAX_BLOCKS_ON_THEIR_WAY
         until = out[later].op if later < len(out) else first_back
         assert trace.storages[copy.storage].free_op >= until - 1
     held = [s for s in (trace.storages[c.storage] for c in out) if s.free_op >= first_back]
-    assert len(held) <= MOST_ON_THEIR_WAY
+    assert len(held) <= MAX_BLOCKS_ON_THEIR_WAY
 
 
 def test_without_copy_engines_every_byte_is_waited_for() -> None:

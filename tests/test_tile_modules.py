@@ -23,7 +23,6 @@ from recoup.planner.driver import Planner
 from recoup.planner.strategies.registry import DEFAULT_ACTIONS, OPT_IN_ACTIONS
 from recoup.planner.strategies.tile import TiledModules, find_tiled_modules, is_tiled
 from recoup.planner.strategies.tile_search import TileStrategy
-from recoup.report.text import format_plan
 from recoup.runtime.apply import apply_decisions
 
 OPT_IN = ("rederive", "recompute", "tile-modules")
@@ -107,7 +106,7 @@ def test_plan_is_saved_shown_applied(planned: tuple[nn.Module, Any, Planner], tm
     plan.save(tmp_path / "plan.json")
     again = Plan.load(tmp_path / "plan.json")
     assert again == plan
-    assert "tile model.layers.0-1.mlp by 128 tokens" in format_plan(again)
+    assert "tile model.layers.0-1.mlp by 128 tokens" in str(again)
     assert any("2 modules run over tiles" in note for note in again.notes)
     assert any("modules over tiles" in sentence for sentence in left_out(again))
     applied = recoup.apply(model, again)

@@ -11,6 +11,8 @@ __version__ = "0.1.0"
 _HOMES = {
     "Applied": "recoup.runtime.apply",
     "BatchTooLarge": "recoup.errors",
+    "CompiledFit": "recoup.compiled.fitting",
+    "CompiledPlan": "recoup.ir.compiled_plan",
     "ConflictError": "recoup.errors",
     "Decision": "recoup.ir.decision",
     "Evidence": "recoup.ir.evidence",
@@ -19,6 +21,7 @@ _HOMES = {
     "Frontier": "recoup.api",
     "FrontierPoint": "recoup.ir.profile",
     "InexactWarning": "recoup.errors",
+    "OtherStepWarning": "recoup.errors",
     "OverBudgetWarning": "recoup.errors",
     "InfeasibleBudget": "recoup.errors",
     "InternalError": "recoup.errors",
@@ -40,6 +43,7 @@ _HOMES = {
     "ReversibleSequential": "recoup.selective.reversible",
     "SelectiveCheckpointer": "recoup.selective.checkpointer",
     "apply": "recoup.api",
+    "compile": "recoup.compiled.api",
     "explain": "recoup.api",
     "fit": "recoup.api",
     "frontier": "recoup.api",
@@ -68,11 +72,13 @@ if TYPE_CHECKING:
     from recoup.api import plan as plan
     from recoup.api import profile as profile
     from recoup.api import verify as verify
+    from recoup.compiled.api import compile as compile
     from recoup.errors import BatchTooLarge as BatchTooLarge
     from recoup.errors import ConflictError as ConflictError
     from recoup.errors import InexactWarning as InexactWarning
     from recoup.errors import InfeasibleBudget as InfeasibleBudget
     from recoup.errors import InternalError as InternalError
+    from recoup.errors import OtherStepWarning as OtherStepWarning
     from recoup.errors import OverBudgetWarning as OverBudgetWarning
     from recoup.errors import PlanMismatch as PlanMismatch
     from recoup.errors import RecoupError as RecoupError

@@ -20,6 +20,7 @@ _WORDS = (
     "could not create a primitive",
 )
 _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8  # malloc.h of the GNU C library
+# blocks from here on are mapped by themselves, so that freeing one gives it back to the system
 _LARGE_BLOCK_BYTES = 1 << 18
 
 

@@ -172,3 +172,16 @@ def iterate_tensors(nest: Any) -> Iterator[torch.Tensor]:
     if opened is not None:
         for child in opened[0]:
             yield from iterate_tensors(child)
+
+
+def num_rows(batch: Any) -> int:
+    """Returns the largest first dimension of the batch's tensors."""
+    return max((t.shape[0] for t in iterate_tensors(batch) if t.dim() > 0), default=0)
+
+
+def first_half(batch: Any) -> Any:
+    """Returns the first half of the batch; the batch itself if it cannot be halved."""
+    full = num_rows(batch)
+    if full < 2:
+        return batch
+    return map_tensors(lambda t: t[: full // 2] if t.dim() > 0 and t.shape[0] == full else t, batch)

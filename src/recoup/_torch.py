@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import threading
 import warnings
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.modules.module as nn_module
+import torch.profiler
 from torch.nn.utils import parametrize
 
 
@@ -159,6 +161,26 @@ def no_backward_left() -> Iterator[None]:
         with torch.inference_mode(False), without_dispatch_modes():
             older.backward()  # type: ignore[no-untyped-call]
         raise
+
+
+def fake_empty_like(tensor: torch.Tensor, device: str) -> torch.Tensor:
+    """Returns a tensor of the same shape, strides and dtype of the fake mode that is on, past the others (torch 2.13).
+
+    Freed by: as `fake_tensor_mode`; by the dispatcher it takes ten times as long.
+    """
+    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)  # type: ignore[attr-defined]
+    with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+        part = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+        made: torch.Tensor = _fake_tensor_class()(mode, part, torch.device(device))
+    return made
+
+
+def as_fake_parameter(tensor: torch.Tensor, *, requires_grad: bool) -> torch.Tensor:
+    """Returns a fake tensor that was just made as a parameter: `nn.Parameter` would dispatch twice (torch 2.13)."""
+    if not is_fake(tensor):
+        return torch.nn.Parameter(tensor, requires_grad=requires_grad)
+    tensor._is_param = True  # type: ignore[attr-defined]
+    return tensor.requires_grad_(requires_grad)
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
@@ -543,6 +565,16 @@ def detach_past_modes(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach()
 
 
+def fake_alias(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a fake tensor without its node, past the dispatch modes that are on; others as `detach_past_modes`.
+
+    Its version counter is its own. Seen working on torch 2.13. Freed by: as `detach_past_modes`.
+    """
+    if type(tensor) is not _fake_tensor_class():
+        return detach_past_modes(tensor)
+    return FakeTemplate(tensor, tensor).view_of(mode_of_fake(tensor), tensor)
+
+
 def alias_below_autograd(tensor: torch.Tensor) -> torch.Tensor:
     """Returns `tensor.detach()` inside a dispatch mode; both count changes in place together (torch 2.11, 2.13).
 
@@ -567,6 +599,27 @@ def fake_tensor_errors() -> tuple[type[BaseException], ...]:
         UnsupportedOperatorException,
         GuardOnDataDependentSymNode,
     )
+
+
+class MemoryProfiler(torch.profiler.profile):
+    """`torch.profiler.profile` of the CPU allocator's events, without the lines that kineto writes to stderr.
+
+    Kineto reads `KINETO_LOG_LEVEL` when the first profile of a process begins (seen in 2.13); its lines at start and
+    stop have the highest level of its own.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+
+    def start(self) -> None:
+        """Begins."""
+        before = os.environ.get("KINETO_LOG_LEVEL")
+        os.environ["KINETO_LOG_LEVEL"] = before or "99"
+        try:
+            super().start()
+        finally:
+            if before is None:
+                del os.environ["KINETO_LOG_LEVEL"]
 
 
 def cpu_memory_events(profiler: Any) -> list[int]:
@@ -754,39 +807,40 @@ def has_same_dispatch(a: torch.Tensor, b: torch.Tensor) -> bool:
 class FakeTemplate:
     """Makes fake tensors with the metadata of one, inside a dispatch mode and past all others (torch 2.13).
 
-    A view begins where `base` does, as far on as the one did from its own base.
-    Freed by: a cheap public way to make a fake tensor.
+    They belong to the mode that is asked for, whatever the one's was. A view begins where `base` does, as far on as the
+    one did from its own base. Freed by: a cheap public way to make a fake tensor.
     """
 
     __slots__ = ("_attributes", "_cls", "_device", "_dtype", "_offset", "_shape", "_stride")
 
     def __init__(self, tensor: Any, base: Any = None) -> None:
         self._cls = type(tensor)
-        self._attributes = dict(tensor.__dict__)
+        self._attributes = {k: v for k, v in tensor.__dict__.items() if k != "fake_mode"}
         self._device = tensor.fake_device
         self._dtype = tensor.dtype
         self._shape = tensor.shape
         self._stride = tensor.stride()
         self._offset = tensor.storage_offset() - (base.storage_offset() if base is not None else 0)
 
-    def new(self) -> torch.Tensor:
+    def new(self, mode: Any) -> torch.Tensor:
         """Returns one with memory of its own."""
         with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
-            return self._wrapped(torch.empty_strided(self._shape, self._stride, dtype=self._dtype, device="meta"))
+            part = torch.empty_strided(self._shape, self._stride, dtype=self._dtype, device="meta")
+            return self._wrapped(part, mode)
 
-    def view_of(self, base: torch.Tensor, away: int = 0) -> torch.Tensor:
+    def view_of(self, mode: Any, base: torch.Tensor, away: int = 0) -> torch.Tensor:
         """Returns one in the memory of `base`, `away` elements further on."""
         storage, offset = base.untyped_storage(), base.storage_offset() + self._offset + away
         with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
             part = torch.empty(0, dtype=self._dtype, device="meta")
-            return self._wrapped(part.set_(storage, offset, self._shape, self._stride))
+            return self._wrapped(part.set_(storage, offset, self._shape, self._stride), mode)
 
-    def _wrapped(self, part: torch.Tensor) -> torch.Tensor:
+    def _wrapped(self, part: torch.Tensor, mode: Any) -> torch.Tensor:
         made: torch.Tensor = torch.Tensor._make_subclass(  # type: ignore[attr-defined]
             self._cls, part, False, dispatch_device=True, device_for_backend_keys=self._device
         )
         torch._C._set_throw_on_mutable_data_ptr(made)  # type: ignore[attr-defined]
-        made.__dict__.update(self._attributes)
+        made.__dict__.update(self._attributes, fake_mode=mode)
         return made
 
 
@@ -934,3 +988,216 @@ def set_version(tensor: torch.Tensor, version: int) -> None:
 def cuda_peak_bytes(device: torch.device) -> int:
     """Returns `max_memory_allocated` without a flat dictionary of every statistic (torch 2.11, 2.13)."""
     return int(torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]["peak"])
+
+
+def _partitioners() -> Any:
+    from torch._functorch import partitioners
+
+    return partitioners
+
+
+def joint_graph_facts(graph: Any, num_forward_results: int) -> tuple[list[Any], list[Any], list[Any]]:
+    """Returns what a joint graph's forward and backward return (nodes), and its placeholders of tangents (torch 2.13).
+
+    Freed by: a documented form of joint graphs.
+    """
+    partitioners = _partitioners()
+
+    results = [n for out in graph.find_nodes(op="output") for n in torch.utils._pytree.arg_tree_leaves(*out.args)]
+    tangents = [n for n in graph.find_nodes(op="placeholder") if partitioners._is_tangent(n)]
+    return results[:num_forward_results], results[num_forward_results:], tangents
+
+
+def tidy_joint_graph(module: Any) -> None:
+    """Takes what nobody reads and what is there twice out of a joint graph; marks what torch has to save (torch 2.13).
+
+    Marks are `node.meta["recompute"]`: results of collectives, of ops with effects, and sources of changes in place.
+    Freed by: a partitioner of torch that is told what to save.
+    """
+    from torch._functorch import config
+
+    partitioners = _partitioners()
+
+    module.graph.eliminate_dead_code()
+    if config.cse:
+        module.graph = partitioners.fx_graph_cse(module.graph)
+    partitioners.force_save_collectives(module)
+    partitioners.force_save_effectful_ops(module)
+    partitioners.force_save_bw_mutation_src(module)
+    module.recompile()
+
+
+def must_be_saved(node: Any) -> bool:
+    """Whether torch marked a node's result as one to save (torch 2.13)."""
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    return bool(node.meta.get("recompute") == CheckpointPolicy.MUST_SAVE)
+
+
+def belongs_to_backward(node: Any) -> bool:
+    """Whether a node of a joint graph changes something in place and has to do so in backward (torch 2.13)."""
+    partitioners = _partitioners()
+
+    return bool(partitioners._must_be_in_backward(node))
+
+
+def split_joint_graph(
+    module: Any, held: list[Any], rerun_random: list[Any], *, num_forward_results: int
+) -> tuple[Any, Any]:
+    """Returns forward and backward of a tidied joint graph of which `held` nodes are saved (torch 2.13).
+
+    What backward needs of the rest is in it once more. Sizes are always saved, and so are parameters and inputs.
+
+    Args:
+        rerun_random: nodes that draw random numbers and run again: both runs start from the same state.
+
+    Freed by: a partitioner of torch that is told what to save.
+    """
+    partitioners = _partitioners()
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    for node in module.graph.nodes:
+        node.meta.pop("recompute", None)
+    for node in rerun_random:
+        node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    placeholders = [n for n in module.graph.find_nodes(op="placeholder") if not partitioners._is_tangent(n)]
+    placeholders = [n for n in placeholders if not partitioners._is_bwd_seed_offset(n)]
+    symbols = [
+        n
+        for n in module.graph.nodes
+        if partitioners.is_sym_node(n)
+        and not n.meta.get("reads_tangents")
+        and not partitioners._is_assert_only_symbool(n)
+    ]
+    opaque = [n for n in placeholders if partitioners.is_opaque_node(n)]
+    tensors = [n for n in placeholders if not partitioners.is_sym_node(n) and not partitioners.is_opaque_node(n)]
+    forward, backward = partitioners._extract_fwd_bwd_modules(
+        module,
+        [*tensors, *held],
+        saved_sym_nodes=symbols,
+        saved_opaque_nodes=opaque,
+        num_fwd_outputs=num_forward_results,
+    )
+    backward.graph.eliminate_dead_code(
+        is_impure_node=lambda n: n.op in ("placeholder", "output") or belongs_to_backward(n)
+    )
+    if rerun_random:
+        forward, backward = partitioners.functionalize_rng_ops(module, forward, backward, len(symbols))
+    return forward, backward
+
+
+def finish_split(forward: Any, backward: Any) -> tuple[Any, Any]:
+    """Returns the two graphs with results of one op taken apart early and generators passed in (torch 2.13).
+
+    Freed by: as `split_joint_graph`.
+    """
+    partitioners = _partitioners()
+
+    forward, backward = partitioners.raise_getitems(forward), partitioners.raise_getitems(backward)
+    return (
+        partitioners.thread_graphsafe_rng_from_hops(forward, is_backward=False),
+        partitioners.thread_graphsafe_rng_from_hops(backward, is_backward=True),
+    )
+
+
+def torch_partition(module: Any, inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
+    """Returns forward and backward as torch itself divides a joint graph (torch 2.13).
+
+    Public as `functorch.compile.min_cut_rematerialization_partition`.
+    """
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    found: tuple[Any, Any] = min_cut_rematerialization_partition(module, inputs, **kwargs)
+    return found
+
+
+def inductor_backend(partition: Any, key: str, options: dict[str, Any]) -> Any:
+    """Returns a backend for `torch.compile`: inductor, dividing joint graphs by `partition` (torch 2.13).
+
+    Args:
+        key: names what `partition` does, in inductor's cache of graphs. options: of inductor.
+
+    Freed by: a public `custom_partitioner_fn` in `torch.compile(options=...)`, with torch's caches keyed by it.
+    """
+    from torch._functorch import config as functorch_config
+    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+    class Partitioner(CustomPartitionerFn):
+        def __call__(self, gm: Any, joint_inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
+            return partition(gm, joint_inputs, **kwargs)  # type: ignore[no-any-return]
+
+        def uuid(self) -> Any:
+            return key
+
+        def __reduce__(self) -> tuple[Any, ...]:
+            return str, (key,)  # all that the cache's key needs
+
+    patches = {**options, "custom_partitioner_fn": Partitioner()}
+
+    def compile_graph(module: Any, inputs: Any) -> Any:
+        # The cache of autograd graphs would answer without asking the partitioner.
+        with functorch_config.patch(enable_autograd_cache=False):
+            return compile_fx(module, inputs, config_patches=patches)
+
+    return compile_graph
+
+
+def aot_eager_backend(partition: Any) -> Any:
+    """Returns a backend for `torch.compile`: `aot_eager`, dividing joint graphs by `partition` (torch 2.13).
+
+    Freed by: a public way to build on `aot_eager`.
+    """
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.backends.debugging import boxed_nop
+
+    return aot_autograd(
+        fw_compiler=boxed_nop, bw_compiler=boxed_nop, partition_fn=partition, keep_inference_input_mutations=True
+    )
+
+
+def compiled_call(module: Any) -> Any | None:
+    """Returns what `nn.Module.compile` put in place of a module's call, None if nothing (torch 2.11, 2.13)."""
+    return getattr(module, "_compiled_call_impl", None)
+
+
+@contextlib.contextmanager
+def calling(module: Any, call: Any | None) -> Iterator[None]:
+    """Has a module called by `call` inside the block; None: by itself (torch 2.11, 2.13)."""
+    before = compiled_call(module)
+    set_compiled_call(module, call)
+    try:
+        yield
+    finally:
+        set_compiled_call(module, before)
+
+
+def set_compiled_call(module: Any, call: Any | None) -> None:
+    """Puts `call` where `nn.Module.compile` puts what it compiled; None takes it away (torch 2.11, 2.13).
+
+    Freed by: `nn.Module.compile` that takes a callable.
+    """
+    module._compiled_call_impl = call
+
+
+def call_past_compiled(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Calls a module with its hooks, and not what `nn.Module.compile` put in place (torch 2.11, 2.13)."""
+    return module._call_impl(*args, **kwargs)
+
+
+def size_hint(size: Any) -> int:
+    """Returns a number for a size of a graph's value that may be symbolic (torch 2.13).
+
+    Freed by: a public hint of a `torch.SymInt`.
+    """
+    if isinstance(size, int):
+        return size
+    hint = size.node.hint if size.node.has_hint() else None
+    return int(hint) if hint is not None else 1
+
+
+def flop_formula(target: Any) -> Any | None:
+    """Returns torch's count of FLOPs for an overload, a function of its arguments (torch 2.11, 2.13)."""
+    from torch.utils.flop_counter import flop_registry
+
+    return flop_registry.get(getattr(target, "_overloadpacket", None))

@@ -4,39 +4,39 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, overload
 
 import torch
 from torch import nn
 
 from recoup import progress
-from recoup._allocation import available_bytes, available_host_bytes, return_freed_memory
+from recoup._allocation import return_freed_memory
 from recoup._interrupts import heard
 from recoup.analysis.profile import make_profile
-from recoup.capture.capture import StepSpec
-from recoup.capture.fingerprint import fingerprint, structure_of
-from recoup.capture.optimizer import OptimizerLike, check_optimizer
-from recoup.capture.step import Loss
-from recoup.cost.devices import Device, get_device
-from recoup.cost.library_memory import library_bytes
-from recoup.cost.measured import MeasuredCost
+from recoup.capture.fingerprint import refuse_other_model
+from recoup.capture.optimizer import OptimizerLike
+from recoup.capture.step import Loss, StepFunction, make_objective
+from recoup.compiled.api import fit_compiled
+from recoup.compiled.fitting import CompiledFit
+from recoup.cost.devices import get_device
 from recoup.cost.model import CostModel
 from recoup.cost.roofline import RooflineCost
-from recoup.errors import InexactWarning, InfeasibleBudget, PlanMismatch, UsageError
+from recoup.errors import InexactWarning, InfeasibleBudget, UsageError
 from recoup.evidence.verify import verify_plan
+from recoup.ir import html
 from recoup.ir.evidence import Evidence
 from recoup.ir.explanation import Explanation, Trade
 from recoup.ir.plan import Plan
 from recoup.ir.profile import FrontierPoint, Profile
+from recoup.ir.text import format_decisions, format_percent, format_share
+from recoup.planner.curve import frontier_points, largest_size
 from recoup.planner.driver import Planner, is_on_meta, plan_for_budget
 from recoup.planner.explain import explain as explain_plan
 from recoup.planner.explain import trade
-from recoup.planner.fitting import Fitting, paths_below
-from recoup.planner.strategies.registry import check_actions
-from recoup.planner.strategies.tile import is_tiled
+from recoup.planner.request import fitting_for, free_bytes_on, planner_for
 from recoup.runtime.apply import Applied, apply_decisions, find_patches, plain
-from recoup.runtime.conflicts import refuse_conflicts, refuse_unready, refuse_wrapped
+from recoup.runtime.conflicts import refuse_conflicts, refuse_wrapped
 from recoup.runtime.execution_context import is_recomputing
 from recoup.runtime.offload.transport import Transport
 from recoup.runtime.rebuild.saved_tensor import rederive
@@ -58,10 +58,8 @@ __all__ = [
     "verify",
 ]
 
-_AUTO_MARGIN = 0.92
 
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Fit:
     """A planned, changed and proven model.
 
@@ -74,95 +72,35 @@ class Fit:
     applied: Applied
     evidence: Evidence
 
+    def __repr__(self) -> str:
+        return f"<Fit: {self.plan!r}, {self.evidence!r}>"
+
+    def _repr_html_(self) -> str:
+        title = f"{self.plan.model_class} on {self.plan.device}: {self.evidence.verdict}"
+        shown = html.bars(self.evidence.measured, self.plan.budget_bytes)
+        return html.card(
+            title, shown, html.text(format_decisions(self.plan.decisions)), html.text(str(self), "evidence")
+        )
+
     def __str__(self) -> str:
         from recoup.report.text import format_fit
 
         return format_fit(self.plan, self.evidence)
 
 
-def _target(model: nn.Module, device: str | torch.device | None) -> tuple[str, Device | None, torch.device | None]:
-    """Returns the device's name, its table entry (None: this machine's own), and the device to measure on."""
-    own = next(model.parameters()).device if any(True for _ in model.parameters()) else torch.device("cpu")
-    if device is None or (str(device) == "cuda" and own.type == "cuda"):
-        device = "cpu" if own.type == "meta" else own  # of several GPUs the one that the model is on
-    name = str(device)
-    if name == "cpu":
-        return "cpu", None, torch.device("cpu")
-    if name.split(":")[0] == "cuda":
-        if not torch.cuda.is_available():
-            raise UsageError(
-                "device='cuda' measures on the GPU of this machine, and there is none. Name the one to plan for, "
-                "for instance device='a100-80gb'."
-            )
-        return name, None, torch.device(name)
-    entry = get_device(name)
-    return entry.name, entry, None
-
-
-def _planner(
-    model: nn.Module,
-    batch: Any,
-    *,
-    loss: Loss | None,
-    optimizer: OptimizerLike | None,
-    device: str | torch.device | None,
-    actions: Sequence[str] | None,
-    cost: CostModel | None,
-    keep: frozenset[str] = frozenset(),
-) -> tuple[Planner, str, Device | None]:
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"model must be a torch.nn.Module; got {type(model).__name__}.")
-    if loss is not None and not callable(loss):
-        raise UsageError(f"loss must be a function of (output, batch); got {type(loss).__name__}.")
-    check_optimizer(optimizer)
-    chosen = check_actions(actions)
-    name, entry, here = _target(model, device)
-    refuse_wrapped(model)
-    refuse_conflicts(model)
-    refuse_unready(model, batch)
-    on_cuda = (entry.dialect if entry is not None else name.split(":")[0]) == "cuda"
-    spec = StepSpec(
-        model=model,
-        batch=batch,
-        loss=loss,
-        optimizer=optimizer,
-        dialect="cuda" if on_cuda else "cpu",
-        capability=entry.capability if entry is not None else None,
-        round_bytes=entry.round_bytes if entry is not None else (512 if on_cuda else 1),
-        keep=keep,
-    )
-    if cost is None:
-        cost = RooflineCost(entry) if entry is not None else MeasuredCost(here or torch.device("cpu"))
-    if entry is not None:
-        fixed_bytes = entry.fixed_bytes
-    else:
-        fixed_bytes = library_bytes(here) if on_cuda and here is not None else 0
-    return Planner(spec, cost=cost, actions=chosen, fixed_bytes=fixed_bytes), name, entry
-
-
-def _free_bytes(name: str, entry: Device | None) -> int:
-    """Returns what `budget="auto"` stands for: what is free on the device, less a margin."""
-    if entry is not None:
-        return (
-            entry.memory_bytes - entry.context_bytes
-            if entry.dialect == "cuda"
-            else int(entry.memory_bytes * _AUTO_MARGIN)
-        )
-    if name.startswith("cuda"):
-        device = torch.device(name)
-        # What torch has reserved is its own to use again; the model in it counts in the plan's peak.
-        free = available_bytes(device) + torch.cuda.memory_allocated(device)
-        return int(free * _AUTO_MARGIN)
-    return int(available_host_bytes() * _AUTO_MARGIN)
-
-
 @heard()
 def plan(
     model: nn.Module,
-    batch: Any,
+    batch: Any = None,
     *,
     budget: int | str,
     loss: Loss | None = None,
+    step: StepFunction | None = None,
+    inputs: Any = None,
+    targets: Any = None,
+    autocast: torch.dtype | None = None,
+    scaler: Any = None,
+    accumulate: int = 1,
     optimizer: OptimizerLike | None = None,
     device: str | torch.device | None = None,
     actions: Sequence[str] | None = None,
@@ -178,6 +116,12 @@ def plan(
             libraries do not take, for that no plan changes), or `"auto"`.
         loss: `loss(output, batch)` returns a scalar. Left out: `output.loss`, `output["loss"]`, a scalar output, or
             the mean of all floating outputs (then the plan says so).
+        step: `step(model, batch)` returns the scalar loss, in place of the model's call and `loss`: any loop's forward,
+            with several losses, several calls of the model, other models. It calls no backward and no optimizer.
+        inputs, targets: in place of `batch`: the step is `loss(model(inputs), targets)`, `inputs` as for `batch`.
+        autocast: the dtype of the `torch.autocast` that training runs forward and loss in (torch.bfloat16).
+        scaler: the `GradScaler` of training; its scale is read, nothing of it changes.
+        accumulate: micro-batches of one optimizer step. From 2 on, gradients are there when forward begins.
         optimizer: an optimizer or its class; its state and its step's temporaries count.
         device: where the plan will run: "cpu", "cuda", or a name of the device table. Left out: the model's own.
         actions: what the plan may use besides save. Left out: rederive and recompute, which leave every bit as it is,
@@ -191,54 +135,27 @@ def plan(
             checkpointing is on already. InfeasibleBudget: with the smallest reachable peak.
     """
     check_budget(budget)
-    return _fitting(
+    objective, batch = make_objective(
+        batch,
+        loss=loss,
+        step=step,
+        inputs=inputs,
+        targets=targets,
+        autocast=autocast,
+        scaler=scaler,
+        accumulate=accumulate,
+    )
+    return fitting_for(
         model,
         batch,
         budget=budget,
-        loss=loss,
+        objective=objective,
         optimizer=optimizer,
         device=device,
         actions=actions,
         cost=cost,
         keep=keep,
     ).plan()
-
-
-def _fitting(
-    model: nn.Module,
-    batch: Any,
-    *,
-    budget: int | str,
-    loss: Loss | None,
-    optimizer: OptimizerLike | None,
-    device: str | torch.device | None,
-    actions: Sequence[str] | None,
-    cost: CostModel | None,
-    keep: Iterable[str],
-) -> Fitting:
-    """Returns what plans for a budget, again without what turns out not to run twice."""
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"model must be a torch.nn.Module; got {type(model).__name__}.")
-    kept = paths_below(model, keep)
-    first, name, entry = _planner(
-        model, batch, loss=loss, optimizer=optimizer, device=device, actions=actions, cost=cost, keep=kept
-    )
-
-    def make_planner(runs_once: frozenset[str], allowed: Sequence[str] | None) -> Planner:
-        if (runs_once, allowed) == (kept, actions):
-            return first
-        spec = dataclasses.replace(first.spec, keep=runs_once)
-        return Planner(spec, cost=first.cost, actions=allowed, fixed_bytes=first.fixed_bytes)
-
-    return Fitting(
-        model=model,
-        make_planner=make_planner,
-        budget=budget,
-        free_bytes=_free_bytes(name, entry),
-        device=name,
-        keep=kept,
-        actions=actions,
-    )
 
 
 def apply(model: nn.Module, plan: Plan, *, transport: Transport | str = "auto") -> Applied:
@@ -252,27 +169,7 @@ def apply(model: nn.Module, plan: Plan, *, transport: Transport | str = "auto") 
             checkpointing is on already. The model is unchanged then.
     """
     refuse_wrapped(model)
-    found = fingerprint(model)
-    if found != plan.fingerprint:
-        structure = structure_of(model)
-        missing = [path for path, _ in plan.structure if path and path not in structure]
-        changed = [
-            f"`{path}` is {structure[path]}, was {kind}"
-            for path, kind in plan.structure
-            if path in structure and structure[path] != kind
-        ]
-        if missing:
-            what = f"it has no `{missing[0]}`"
-        elif changed:
-            what = changed[0]
-        elif type(model).__name__ != plan.model_class:
-            what = f"it is a {type(model).__name__}, the plan is for a {plan.model_class}"
-        else:
-            what = "parameter shapes, dtypes or modules outside the planned ones differ"
-        raise PlanMismatch(
-            f"This plan was made for another model (structure {plan.fingerprint}, this one {found}): {what}. "
-            "Make a plan for this model."
-        )
+    refuse_other_model(model, plan)
     refuse_conflicts(model)
     applied = apply_decisions(model, plan.decisions, transport=transport)
     applied.watch(plan)
@@ -283,9 +180,15 @@ def apply(model: nn.Module, plan: Plan, *, transport: Transport | str = "auto") 
 def verify(
     model: nn.Module,
     plan: Plan,
-    batch: Any,
+    batch: Any = None,
     *,
     loss: Loss | None = None,
+    step: StepFunction | None = None,
+    inputs: Any = None,
+    targets: Any = None,
+    autocast: torch.dtype | None = None,
+    scaler: Any = None,
+    accumulate: int = 1,
     optimizer: OptimizerLike | None = None,
     timed: bool = True,
 ) -> Evidence:
@@ -298,24 +201,87 @@ def verify(
     Raises:
         UsageError: if the model is on `meta`.
     """
+    objective, batch = make_objective(
+        batch,
+        loss=loss,
+        step=step,
+        inputs=inputs,
+        targets=targets,
+        autocast=autocast,
+        scaler=scaler,
+        accumulate=accumulate,
+    )
     progress.advance("running plain and planned steps")
-    return verify_plan(model, plan, batch, loss=loss, optimizer=optimizer, timed=timed)
+    return verify_plan(model, plan, batch, objective=objective, optimizer=optimizer, timed=timed)
 
 
-@heard()
+@overload
 def fit(
     model: nn.Module,
-    batch: Any,
+    batch: Any = None,
     *,
     budget: int | str,
     loss: Loss | None = None,
+    step: StepFunction | None = None,
+    inputs: Any = None,
+    targets: Any = None,
+    autocast: torch.dtype | None = None,
+    scaler: Any = None,
+    accumulate: int = 1,
     optimizer: OptimizerLike | None = None,
     device: str | torch.device | None = None,
     actions: Sequence[str] | None = None,
     timed: bool = True,
     keep: Iterable[str] = (),
     apply_failed: bool = False,
-) -> Fit:
+    compiled: Literal[False] = False,
+) -> Fit: ...
+
+
+@overload
+def fit(
+    model: nn.Module,
+    batch: Any = None,
+    *,
+    budget: int | str,
+    loss: Loss | None = None,
+    step: StepFunction | None = None,
+    inputs: Any = None,
+    targets: Any = None,
+    autocast: torch.dtype | None = None,
+    scaler: Any = None,
+    accumulate: int = 1,
+    optimizer: OptimizerLike | None = None,
+    device: str | torch.device | None = None,
+    actions: Sequence[str] | None = None,
+    timed: bool = True,
+    keep: Iterable[str] = (),
+    apply_failed: bool = False,
+    compiled: Literal[True] | Mapping[str, Any],
+) -> CompiledFit: ...
+
+
+@heard()
+def fit(
+    model: nn.Module,
+    batch: Any = None,
+    *,
+    budget: int | str,
+    loss: Loss | None = None,
+    step: StepFunction | None = None,
+    inputs: Any = None,
+    targets: Any = None,
+    autocast: torch.dtype | None = None,
+    scaler: Any = None,
+    accumulate: int = 1,
+    optimizer: OptimizerLike | None = None,
+    device: str | torch.device | None = None,
+    actions: Sequence[str] | None = None,
+    timed: bool = True,
+    keep: Iterable[str] = (),
+    apply_failed: bool = False,
+    compiled: bool | Mapping[str, Any] = False,
+) -> Fit | CompiledFit:
     """Plans, changes the model in place, and proves it: `plan`, `apply` and `verify` in one.
 
     What is found while proving is planned around: a measured peak above the budget (an allocator does what no
@@ -327,6 +293,10 @@ def fit(
         timed: also time interleaved pairs of steps. keep: as for `plan`: modules whose forward is to run once.
         apply_failed: leave a plan in place whose evidence is not ok; otherwise nothing is in place then, a warning
             (E300) says what differed, and `fit.evidence` has all of it.
+        compiled: compile the model in place (`nn.Module.compile`), within the budget: True, or a dict of
+            `torch.compile`'s options (`backend`, "inductor" or "aot_eager"; `dynamic`, `fullgraph`, `mode`, `options`).
+            What is held is chosen in the compiler's own graphs; `actions` and `keep` have no meaning there. "60%" is of
+            the peak of the step as torch compiles it. Returns a `CompiledFit`, which has a `Fit`'s three attributes.
 
     Raises:
         What `plan` and `verify` raise; the model is unchanged then.
@@ -337,12 +307,34 @@ def fit(
             f"{type(model).__name__} is on `meta`: there is nothing to run and prove. Use `plan`, or build it on the "
             "device."
         )
+    objective, batch = make_objective(
+        batch,
+        loss=loss,
+        step=step,
+        inputs=inputs,
+        targets=targets,
+        autocast=autocast,
+        scaler=scaler,
+        accumulate=accumulate,
+    )
+    if compiled is not False:
+        return fit_compiled(
+            model,
+            batch,
+            budget=budget,
+            objective=objective,
+            optimizer=optimizer,
+            compiled=compiled,
+            timed=timed,
+            apply_failed=apply_failed,
+            unused={"device": device, "actions": actions, "keep": tuple(keep) or None},
+        )
     return_freed_memory()
-    fitting = _fitting(
+    fitting = fitting_for(
         model,
         batch,
         budget=budget,
-        loss=loss,
+        objective=objective,
         optimizer=optimizer,
         device=device,
         actions=actions,
@@ -350,7 +342,7 @@ def fit(
         keep=keep,
     )
     made, applied, evidence = fitting.fit(
-        lambda made: verify_plan(model, made, batch, loss=loss, optimizer=optimizer, timed=timed)
+        lambda made: verify_plan(model, made, batch, objective=objective, optimizer=optimizer, timed=timed)
     )
     if not evidence.ok:
         differs = next(iter(evidence.differences), "the step did something else than the plan says")
@@ -372,9 +364,15 @@ def fit(
 @heard()
 def profile(
     model: nn.Module,
-    batch: Any,
+    batch: Any = None,
     *,
     loss: Loss | None = None,
+    step: StepFunction | None = None,
+    inputs: Any = None,
+    targets: Any = None,
+    autocast: torch.dtype | None = None,
+    scaler: Any = None,
+    accumulate: int = 1,
     optimizer: OptimizerLike | None = None,
     device: str | torch.device | None = None,
     cost: CostModel | None = None,
@@ -383,7 +381,19 @@ def profile(
 
     Args and errors are those of `plan`.
     """
-    planner, _, _ = _planner(model, batch, loss=loss, optimizer=optimizer, device=device, actions=(), cost=cost)
+    objective, batch = make_objective(
+        batch,
+        loss=loss,
+        step=step,
+        inputs=inputs,
+        targets=targets,
+        autocast=autocast,
+        scaler=scaler,
+        accumulate=accumulate,
+    )
+    planner, _, _ = planner_for(
+        model, batch, objective=objective, optimizer=optimizer, device=device, actions=(), cost=cost
+    )
     return make_profile(planner.priced)
 
 
@@ -438,6 +448,23 @@ class Frontier:
         made, _ = plan_for_budget(self._planner, budget=budget, free_bytes=self._free_bytes, device=self._device)
         return made
 
+    def __repr__(self) -> str:
+        sizes = [format_bytes(p.peak_bytes) for p in (self.points[:1] + self.points[-1:])]
+        return f"<Frontier: {len(self.points)} plans, {' to '.join(sizes)}>"
+
+    def _repr_html_(self) -> str:
+        plain = self._planner.plain
+        rows = [
+            (
+                format_bytes(p.peak_bytes),
+                format_share(p.peak_bytes, plain.peak_bytes),
+                format_percent(p.extra_time_ratio),
+            )
+            for p in self.points
+        ]
+        title = f"{len(self.points)} plans on {self._device}"
+        return html.card(title, html.table(("peak", "of plain", "time"), rows), html.text(str(self), "as text"))
+
     def __str__(self) -> str:
         from recoup.report.text import format_frontier
 
@@ -447,9 +474,15 @@ class Frontier:
 @heard()
 def frontier(
     model: nn.Module,
-    batch: Any,
+    batch: Any = None,
     *,
     loss: Loss | None = None,
+    step: StepFunction | None = None,
+    inputs: Any = None,
+    targets: Any = None,
+    autocast: torch.dtype | None = None,
+    scaler: Any = None,
+    accumulate: int = 1,
     optimizer: OptimizerLike | None = None,
     device: str | torch.device | None = None,
     actions: Sequence[str] | None = None,
@@ -460,48 +493,35 @@ def frontier(
 
     Args and errors are those of `plan`; each of about `num_points` points is a simulated plan.
     """
-    planner, name, entry = _planner(
-        model, batch, loss=loss, optimizer=optimizer, device=device, actions=actions, cost=cost
+    objective, batch = make_objective(
+        batch,
+        loss=loss,
+        step=step,
+        inputs=inputs,
+        targets=targets,
+        autocast=autocast,
+        scaler=scaler,
+        accumulate=accumulate,
     )
-    fastest = planner.fit(1 << 62) or planner.plain  # not the plain step where scans may take more than they do in it
-    candidates = {c.decisions: c for c in (planner.plain, planner.smallest(), fastest)}
-    low, high = planner.smallest().peak_bytes, max(planner.plain.peak_bytes, fastest.peak_bytes)
-    for i in range(1, num_points - 1):
-        candidate = planner.fit(low + (high - low) * i // (num_points - 1))
-        if candidate is not None:
-            candidates[candidate.decisions] = candidate
-    least = planner.smallest()  # the budgets between may have led to a smaller one
-    candidates[least.decisions] = least
-    if planner.prefers_equal_bits:  # tiles only where nothing else reaches
-        reached = min(c.peak_bytes for c in candidates.values() if not is_tiled(c.decisions))
-        candidates = {d: c for d, c in candidates.items() if not is_tiled(d) or c.peak_bytes < reached}
-    points: list[FrontierPoint] = []
-    best: dict[bool, float] = {}
-    for candidate in sorted(candidates.values(), key=lambda c: (c.peak_bytes, c.step_seconds)):
-        rounds = planner.prefers_equal_bits and is_tiled(candidate.decisions)
-        if candidate.step_seconds < best.get(rounds, float("inf")):
-            best[rounds] = candidate.step_seconds
-            made = planner.plan(
-                candidate, budget_bytes=candidate.peak_bytes, budget_text=str(candidate.peak_bytes), device=name
-            )
-            points.append(
-                FrontierPoint(
-                    peak_bytes=candidate.peak_bytes,
-                    step_seconds=candidate.step_seconds,
-                    extra_time_ratio=made.predicted.extra_time_ratio,
-                    recomputed_flops=candidate.recomputed_flops,
-                    plan=made,
-                )
-            )
-    return Frontier(planner, name, tuple(points), _free_bytes(name, entry))
+    planner, name, entry = planner_for(
+        model, batch, objective=objective, optimizer=optimizer, device=device, actions=actions, cost=cost
+    )
+    points = frontier_points(planner, num_points=num_points, device=name)
+    return Frontier(planner, name, points, free_bytes_on(name, entry))
 
 
 def explain(
     model: nn.Module,
-    batch: Any,
+    batch: Any = None,
     *,
     budget: int | str,
     loss: Loss | None = None,
+    step: StepFunction | None = None,
+    inputs: Any = None,
+    targets: Any = None,
+    autocast: torch.dtype | None = None,
+    scaler: Any = None,
+    accumulate: int = 1,
     optimizer: OptimizerLike | None = None,
     device: str | torch.device | None = None,
     actions: Sequence[str] | None = None,
@@ -513,10 +533,20 @@ def explain(
     Args and errors are those of `plan`.
     """
     check_budget(budget)
-    planner, name, entry = _planner(
-        model, batch, loss=loss, optimizer=optimizer, device=device, actions=actions, cost=cost
+    objective, batch = make_objective(
+        batch,
+        loss=loss,
+        step=step,
+        inputs=inputs,
+        targets=targets,
+        autocast=autocast,
+        scaler=scaler,
+        accumulate=accumulate,
     )
-    return Frontier(planner, name, (), _free_bytes(name, entry)).explain(budget)
+    planner, name, entry = planner_for(
+        model, batch, objective=objective, optimizer=optimizer, device=device, actions=actions, cost=cost
+    )
+    return Frontier(planner, name, (), free_bytes_on(name, entry)).explain(budget)
 
 
 @heard()
@@ -526,6 +556,9 @@ def max_batch(
     *,
     budget: int | str,
     loss: Loss | None = None,
+    step: StepFunction | None = None,
+    autocast: torch.dtype | None = None,
+    accumulate: int = 1,
     optimizer: OptimizerLike | None = None,
     device: str | torch.device | None = None,
     actions: Sequence[str] | None = None,
@@ -548,44 +581,26 @@ def max_batch(
     here = device in (None, "cpu")
 
     def fits(size: int, *, metered: bool = not here) -> bool:
-        planner, name, entry = _planner(
+        objective, batch = make_objective(
+            make_batch(size), loss=loss, step=step, autocast=autocast, accumulate=accumulate
+        )
+        planner, name, entry = planner_for(
             model,
-            make_batch(size),
-            loss=loss,
+            batch,
+            objective=objective,
             optimizer=optimizer,
             device=device,
             actions=actions,
             cost=None if metered else RooflineCost(get_device("cpu-generic")),
         )
         try:
-            plan_for_budget(planner, budget=budget, free_bytes=_free_bytes(name, entry), device=name)
+            plan_for_budget(planner, budget=budget, free_bytes=free_bytes_on(name, entry), device=name)
         except InfeasibleBudget as error:
             errors.append(error)
             return False
         return True
 
-    progress.advance("trying size 1")
-    if not fits(1):
-        raise errors[-1]
-    low, high = 1, 2
-    while high <= limit and fits(high):
-        low, high = high, high * 2
-    high = min(high, limit + 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        progress.advance(f"trying size {middle}")
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    # So far without the workspace of this machine's kernels, which is slow to meter: now with it, from there down.
-    step = 1
-    while here and not fits(low, metered=True):
-        progress.advance(f"size {low} fits but for its kernels' workspace")
-        if low == 1:
-            raise errors[-1]
-        low, high, step = max(low - step, 1), low, step * 2
-    while here and high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle, metered=True) else (low, middle)
-    return low
+    return largest_size(fits, errors, limit=limit, is_metered_last=here)
 
 
 def suspended(model: nn.Module) -> Any:

@@ -40,6 +40,7 @@ CODES = {
     "E209": "a watched step ran out of memory",
     "E300": "the fitted step is not bit-equal",
     "E302": "a training step passed its budget",
+    "E303": "a training step is not the planned one",
     "E301": "a real step is run to plan",
     "E900": "a bug in recoup",
 }
@@ -164,6 +165,12 @@ class RealStepWarning(UserWarning):
     """Fake tensors cannot follow the step: it is run for real on the model's GPU; says why."""
 
     code = "E301"
+
+
+class OtherStepWarning(UserWarning):
+    """A training step is not the one that the plan in place was made for: its precision, its batch, its optimizer."""
+
+    code = "E303"
 
 
 class OverBudgetWarning(UserWarning):

@@ -49,20 +49,28 @@ def parse_bytes(text: str | int) -> int:
                 f"Cannot read {text!r} as a number of bytes. Write a number and a unit: '8GiB', '750MiB', '80GB'."
             )
         value = int(float(match.group(1).replace("_", "")) * _SUFFIX_BYTES[match.group(2).lower()])
+        if not match.group(2) and value < MIB:
+            raise UsageError(f"{text!r}: bytes or per cent? Write '{text.strip()}%', or a unit: '{text.strip()}GiB'.")
     if value <= 0:
         raise UsageError(f"A number of bytes must be positive; got {text!r}.")
     return value
 
 
 def parse_budget(
-    budget: str | int, *, plain_peak_bytes: int, free_bytes: int | None = None, library_bytes: int = 0
+    budget: str | int,
+    *,
+    plain_peak_bytes: int,
+    free_bytes: int | None = None,
+    library_bytes: int = 0,
+    minimum_bytes: int | None = None,
 ) -> int:
     """Returns the budget in bytes.
 
     Args:
-        budget: bytes, `"8GiB"`, `"60%"` of the unplanned step's peak, or `"auto"`.
+        budget: bytes, `"8GiB"`, `"60%"` of the unplanned step's peak, `"min"`, or `"auto"`.
         plain_peak_bytes: the unplanned step's peak.
         free_bytes: what `"auto"` stands for (free on the device, less a margin); None where that is unknown.
+        minimum_bytes: what `"min"` stands for: the smallest reachable peak; None where there is none.
         library_bytes: of the peak, what libraries take on a GPU whatever the step does; a percentage is of the rest.
 
     Raises:
@@ -74,6 +82,10 @@ def parse_budget(
                 "budget='auto' asks the device what is free, and this device cannot say. Give a number: '8GiB'."
             )
         return free_bytes
+    if is_minimum(budget):
+        if minimum_bytes is None:
+            raise UsageError("budget='min' is for plans of a whole step. Give a number: '8GiB'.")
+        return minimum_bytes
     if isinstance(budget, str) and budget.strip().endswith("%"):
         return library_bytes + int((plain_peak_bytes - library_bytes) * parse_percent(budget) / 100)
     return parse_bytes(budget)
@@ -95,12 +107,23 @@ def check_budget(budget: str | int) -> None:
     """Raises UsageError if `budget` cannot be a budget; cheap, so that bad input is refused before any work."""
     if isinstance(budget, str):
         text = budget.strip().lower()
-        if text == "auto":
+        if text in ("auto", "min"):
             return
         if text.endswith("%"):
             parse_percent(text)
             return
     parse_bytes(budget)
+
+
+def is_minimum(budget: str | int) -> bool:
+    """Whether the budget is the smallest that can be reached."""
+    return isinstance(budget, str) and budget.strip().lower() == "min"
+
+
+def format_at_least(num_bytes: int) -> str:
+    """Returns the bytes rounded up, in a form that is read as a budget: `"285KiB"`."""
+    unit, name = next((u, n) for u, n in ((MIB, "MiB"), (KIB, "KiB"), (1, "B")) if num_bytes >= 64 * u or u == 1)
+    return f"{-(-num_bytes // unit)}{name}"
 
 
 def format_bytes(num_bytes: int | float) -> str:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from recoup.capture.capture import StepSpec, capture
+from recoup.capture.step import Objective
 from recoup.errors import StepError
 from recoup.evidence.memory import measure_peak, storage_bytes
 from tests.models import KINDS, make, plain_step, same, step
@@ -22,7 +23,9 @@ def _saved_bytes(trace) -> int:
 def test_saved_bytes_and_flops_of_an_mlp_are_exact() -> None:
     batch, width = 16, 8
     model = nn.Sequential(nn.Linear(width, 4 * width), nn.Tanh(), nn.Linear(4 * width, 1))
-    trace = capture(StepSpec(model=model, batch=torch.randn(batch, width), loss=lambda out, _: out.sum()))
+    trace = capture(
+        StepSpec(model=model, batch=torch.randn(batch, width), objective=Objective(loss=lambda out, _: out.sum()))
+    )
     assert _saved_bytes(trace) == 4 * batch * 4 * width  # tanh's result; the batch is held anyway
     matmuls = [trace.signatures[o.signature] for o in trace.ops]
     flops = sum(s.flops for s in matmuls if "mm" in s.name)
@@ -33,7 +36,7 @@ def test_saved_bytes_and_flops_of_an_mlp_are_exact() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_fake_peak_is_the_allocators(kind: str) -> None:
     model, batch, loss = make(kind)
-    trace = capture(StepSpec(model=model, batch=batch, loss=loss))
+    trace = capture(StepSpec(model=model, batch=batch, objective=Objective(loss=loss)))
     assert trace.source == "fake"
     held = storage_bytes([*model.parameters(), *model.buffers()])
     held += sum(s.nbytes for s in trace.storages if s.category == "batch")
@@ -41,9 +44,7 @@ def test_fake_peak_is_the_allocators(kind: str) -> None:
     model.zero_grad()
 
     def run() -> None:
-        from recoup.capture.step import call_model, loss_of
-
-        value, _ = loss_of(call_model(model, batch), batch, loss)
+        value = Objective(loss=loss).run(model, batch)
         value.backward()
 
     measured = measure_peak(run, device=torch.device("cpu"), held_bytes=held)
@@ -59,7 +60,7 @@ def test_nothing_is_touched(kind: str) -> None:
     identities = [id(p) for p in model.parameters()]
     gradients = [p.grad for p in model.parameters()]
     torch.manual_seed(5)
-    capture(StepSpec(model=model, batch=batch, loss=loss, optimizer=torch.optim.AdamW))
+    capture(StepSpec(model=model, batch=batch, objective=Objective(loss=loss), optimizer=torch.optim.AdamW))
     after = torch.rand(1)
     torch.manual_seed(5)
     assert torch.equal(after, torch.rand(1))
@@ -134,7 +135,12 @@ def test_meta_models_tied_weights_and_reused_modules() -> None:
 def test_optimizer_state_counts() -> None:
     model = nn.Linear(64, 64)
     trace = capture(
-        StepSpec(model=model, batch=torch.randn(2, 64), loss=lambda o, _: o.sum(), optimizer=torch.optim.Adam)
+        StepSpec(
+            model=model,
+            batch=torch.randn(2, 64),
+            objective=Objective(loss=lambda o, _: o.sum()),
+            optimizer=torch.optim.Adam,
+        )
     )
     state = sum(s.nbytes for s in trace.storages if s.category == "optimizer")
     assert state >= 2 * 4 * (64 * 64 + 64)
@@ -154,12 +160,14 @@ def test_optimizer_state_counts() -> None:
 )
 def test_steps_that_cannot_be(model: nn.Module, loss, message: str) -> None:
     with pytest.raises(StepError, match=message):
-        capture(StepSpec(model=model, batch=torch.randn(2, 4), loss=loss))
+        capture(StepSpec(model=model, batch=torch.randn(2, 4), objective=Objective(loss=loss)))
 
 
 def test_what_the_next_call_takes_at_once_is_saved_by_that_call() -> None:
     model = torch.nn.Sequential(torch.nn.Conv2d(2, 2, 1), torch.nn.LeakyReLU(), torch.nn.Conv2d(2, 2, 1))
-    trace = capture(StepSpec(model=model, batch=torch.ones(1, 2, 4, 4), loss=lambda output, _: output.sum()))
+    trace = capture(
+        StepSpec(model=model, batch=torch.ones(1, 2, 4, 4), objective=Objective(loss=lambda output, _: output.sum()))
+    )
     activation = next(i for i, o in enumerate(trace.ops) if "leaky_relu" in trace.signatures[o.signature].name)
     (result,) = (s for s in trace.storages if s.alloc_op == activation)
     assert "convolution" in trace.signatures[trace.ops[result.saved_op].signature].name

@@ -10,6 +10,7 @@ from recoup.capture.attention_choice import attention_kernel
 from recoup.capture.autocast_lists import kernels as autocast_kernels
 from recoup.capture.capture import StepSpec, capture
 from recoup.capture.dialect import cuda_dialect
+from recoup.capture.step import Objective
 from recoup.ir.decision import Rederive
 from recoup.ir.trace import Trace
 from recoup.runtime.apply import apply_decisions
@@ -22,7 +23,14 @@ def captured(model: nn.Module, batch: object, capability: tuple[int, int] = HOPP
         return (output[0] if isinstance(output, tuple) else output).float().mean()
 
     trace = capture(
-        StepSpec(model=model, batch=batch, loss=loss, dialect="cuda", capability=capability, round_bytes=512)
+        StepSpec(
+            model=model,
+            batch=batch,
+            objective=Objective(loss=loss),
+            dialect="cuda",
+            capability=capability,
+            round_bytes=512,
+        )
     )
     assert trace.source == "fake", trace.reason
     return trace

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from recoup.capture.capture import StepSpec, capture
-from recoup.capture.folding.zones import FoldingMemory
+from recoup.capture.folding import FoldingMemory
 from recoup.capture.op_cache import FakeResults
+from recoup.capture.step import Objective
 from recoup.cost.devices import get_device
 from recoup.cost.roofline import RooflineCost
 from recoup.ir.decision import Decision, Loop, Rederive
@@ -32,7 +33,7 @@ def _spec(model: nn.Module, *, steps: int = _STEPS, folds: bool = True) -> StepS
     return StepSpec(
         model=model,
         batch=(torch.randn(steps, _BATCH, 8),),
-        loss=lambda output, batch: output.float().pow(2).mean(),
+        objective=Objective(loss=lambda output, batch: output.float().pow(2).mean()),
         optimizer=torch.optim.Adam,
         folding=FoldingMemory() if folds else None,
     )
@@ -124,7 +125,9 @@ def test_the_number_of_steps_may_change() -> None:
     memory = FoldingMemory()
     for steps in (48, 30):
         spec = _spec(model, steps=steps)
-        again = StepSpec(model=model, batch=spec.batch, loss=spec.loss, optimizer=spec.optimizer, folding=memory)
+        again = StepSpec(
+            model=model, batch=spec.batch, objective=spec.objective, optimizer=spec.optimizer, folding=memory
+        )
         _equal(capture(again), capture(_spec(model, steps=steps, folds=False)))
 
 
@@ -181,7 +184,10 @@ def test_values_count_only_if_the_model_looks_at_them(looks: bool) -> None:
     memory = FoldingMemory()
     for folding in (memory, None):
         spec = StepSpec(
-            model=_Reader(looks=looks), batch=(tokens,), loss=lambda output, batch: output.mean(), folding=folding
+            model=_Reader(looks=looks),
+            batch=(tokens,),
+            objective=Objective(loss=lambda output, batch: output.mean()),
+            folding=folding,
         )
         traces.append(capture(spec))
     _equal(*traces)

@@ -11,6 +11,7 @@ from torch import nn
 from recoup import _torch
 from recoup.capture.capture import StepSpec, capture
 from recoup.capture.op_cache import FakeResults
+from recoup.capture.step import Objective
 from tests.models import KINDS, make
 
 
@@ -31,7 +32,7 @@ def _both(spec: StepSpec, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_traces_are_the_same(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch, loss = make(kind)
-    _both(StepSpec(model=model, batch=batch, loss=loss, optimizer=torch.optim.AdamW), monkeypatch)
+    _both(StepSpec(model=model, batch=batch, objective=Objective(loss=loss), optimizer=torch.optim.AdamW), monkeypatch)
 
 
 class _Odd(nn.Module):
@@ -66,8 +67,9 @@ def test_odd_ops(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_views_begin_where_their_base_does() -> None:
-    results, aten = FakeResults(), torch.ops.aten
-    with _torch.fake_tensor_mode():
+    mode, aten = _torch.fake_tensor_mode(), torch.ops.aten
+    results = FakeResults(mode)
+    with mode:
         base = torch.empty(10, 4)
     for begin in (2, 5, 2):
         part = results.run(aten.slice.Tensor, (base, 0, begin, begin + 3), {})
@@ -81,8 +83,9 @@ def test_views_begin_where_their_base_does() -> None:
 
 
 def test_arguments_that_look_alike_are_told_apart() -> None:
-    results, aten = FakeResults(), torch.ops.aten
-    with _torch.fake_tensor_mode():
+    mode, aten = _torch.fake_tensor_mode(), torch.ops.aten
+    results = FakeResults(mode)
+    with mode:
         whole = torch.empty(3, dtype=torch.int64)
     assert results.run(aten.mul.Tensor, (whole, 1), {}).dtype is torch.int64
     assert results.run(aten.mul.Tensor, (whole, 1.0), {}).dtype is torch.float32

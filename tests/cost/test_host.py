@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from recoup.capture.capture import StepSpec, capture
+from recoup.capture.step import Objective
 from recoup.cost.host_overhead import (
     CALL_OVERHEAD_SECONDS,
     KEEP_OVERHEAD_SECONDS,
@@ -27,7 +28,7 @@ from recoup.runtime.apply import apply_decisions
 def test_host_time_grows_with_what_runs_again() -> None:
     block = lambda: nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU())  # noqa: E731
     model = nn.Sequential(*(block() for _ in range(4)))
-    spec = StepSpec(model=model, batch=torch.randn(4, 8), loss=lambda output, batch: output.sum())
+    spec = StepSpec(model=model, batch=torch.randn(4, 8), objective=Objective(loss=lambda output, batch: output.sum()))
     plain = capture(spec)
 
     def seconds(*decisions: Decision) -> float:
@@ -46,7 +47,7 @@ def test_host_time_grows_with_what_runs_again() -> None:
 
 def test_on_a_gpu_the_slower_of_host_and_device_counts_in_each_phase() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
-    spec = StepSpec(model=model, batch=torch.randn(4, 8), loss=lambda output, batch: output.sum())
+    spec = StepSpec(model=model, batch=torch.randn(4, 8), objective=Objective(loss=lambda output, batch: output.sum()))
     plain = dataclasses.replace(capture(spec), device="cuda")
 
     def seconds(op_seconds: float, *decisions: Decision) -> float:
@@ -62,7 +63,9 @@ def test_on_a_gpu_the_slower_of_host_and_device_counts_in_each_phase() -> None:
 
 
 def test_steps_of_a_scan_that_run_again_cost_their_ops_alone() -> None:
-    spec = StepSpec(model=nn.Linear(8, 8), batch=torch.randn(4, 8), loss=lambda output, batch: output.sum())
+    spec = StepSpec(
+        model=nn.Linear(8, 8), batch=torch.randn(4, 8), objective=Objective(loss=lambda output, batch: output.sum())
+    )
     plain = capture(spec)
     views = [s.is_view for s in plain.signatures]
     again = dataclasses.replace(plain, ops=tuple(dataclasses.replace(o, replayed=True) for o in plain.ops))

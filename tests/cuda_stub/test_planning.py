@@ -10,6 +10,7 @@ from torch import nn
 
 import recoup
 from recoup.capture.capture import StepSpec, capture
+from recoup.capture.step import Objective
 from recoup.cost.devices import get_device
 from recoup.cost.roofline import RooflineCost
 from recoup.errors import RealStepWarning
@@ -85,7 +86,9 @@ def test_what_offload_holds_on_the_device_is_predicted(kind: str) -> None:
         for _ in range(2):
             model(x).mean().backward()
             model.zero_grad(set_to_none=True)
-        spec = StepSpec(model=model, batch=x, dialect="cuda", round_bytes=512, loss=lambda out, _: out.mean())
+        spec = StepSpec(
+            model=model, batch=x, dialect="cuda", round_bytes=512, objective=Objective(loss=lambda out, _: out.mean())
+        )
         predicted = max(capture(spec).levels())
         workspace = torch.cuda.memory_allocated() - sum(p.nbytes for p in model.parameters()) - x.nbytes
         torch.cuda.reset_peak_memory_stats()

@@ -26,8 +26,8 @@ from recoup.recurrent import scan
 from recoup.recurrent.loop import Loop as ScanLoop
 from recoup.recurrent.tape import Sums
 from recoup.runtime.offload.transport import DiskTransport
-from recoup.runtime.rebuild import saved_tensor
-from recoup.runtime.recompute import inputs, module_state, region, rng_state, saved_outputs
+from recoup.runtime.rebuild import kept, rederived
+from recoup.runtime.recompute import frame, inputs, module_state, region, rng_state, saved_outputs
 from recoup.runtime.tile.loss import function as loss_function
 from recoup.runtime.tile.loss import math as loss_math
 from recoup.runtime.tile.module import rows as tile_rows
@@ -284,19 +284,19 @@ MUTATIONS: dict[str, tuple[str, Any, str, Callable[[Any], Any]]] = {
     "a buffer is written again in a replay": ("regions", module_state.AttributeState, "replayed", instead(nothing)),
     "an op is skipped in a replay": ("regions", torch, "tanh", _no_op_in_replay),
     "inputs of a replay in another order": ("regions", inputs.Inputs, "rebuild", _other_inputs),
-    "slots are off by one": ("regions", region.Frame, "_pack", _swapped_slots),
+    "slots are off by one": ("regions", frame.Frame, "_pack", _swapped_slots),
     "a region's gradient is dropped": ("regions", region, "run_region", _detached),
-    "what a replay saved is not what comes back": ("regions", region.Slot, "unpack", after(nudged)),
+    "what a replay saved is not what comes back": ("regions", frame.Slot, "unpack", after(nudged)),
     "a kept result is another's": ("keeping", saved_outputs, "_alias", after(nudged)),
     "a span goes on with a stale tensor": ("span", inputs.Inputs, "rebuild", _input_of_the_first),
     "a chunk begins with later attributes": ("loop", module_state.AttributeState, "replayed", instead(nothing)),
-    "a chunk's slots are off by one": ("loop", region.Frame, "_pack", _swapped_slots),
-    "a chain of one op is not run": ("rederive", saved_tensor, "_one_op", _one_op_skipped),
-    "a chain ends one op early": ("rederive", saved_tensor._Rebuild, "_run", _stale_first),
-    "a rebuilt part begins where the whole does": ("rederive", saved_tensor, "laid", _without_offset),
-    "a mask comes back as ones": ("rederive", saved_tensor.KeptCompact, "contents", after(torch.ones_like)),
-    "a source is read after it was written": ("rederive", saved_tensor.Kept, "contents", after(nudged)),
-    "a rebuilt tensor is a little off": ("rederive", saved_tensor, "fitted", after(nudged)),
+    "a chunk's slots are off by one": ("loop", frame.Frame, "_pack", _swapped_slots),
+    "a chain of one op is not run": ("rederive", rederived, "_one_op", _one_op_skipped),
+    "a chain ends one op early": ("rederive", rederived._Rebuild, "_run", _stale_first),
+    "a rebuilt part begins where the whole does": ("rederive", rederived, "laid", _without_offset),
+    "a mask comes back as ones": ("rederive", kept.KeptCompact, "contents", after(torch.ones_like)),
+    "a source is read after it was written": ("rederive", kept.Kept, "contents", after(nudged)),
+    "a rebuilt tensor is a little off": ("rederive", rederived, "fitted", after(nudged)),
     "a block of the host is another's": ("offload", DiskTransport, "get", _first_of_all),
     "a block of the host lost its end": ("offload", DiskTransport, "get", after(lambda t: t * (t != t[-1]))),
     "a step of a scan starts from an earlier state": ("scan", ScanLoop, "_load", _wrong_state),

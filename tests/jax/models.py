@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,13 @@ import numpy as np
 import jax
 
 Step = tuple[Callable[..., Any], tuple[Any, ...]]
+Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""What is put around each layer, or step over time: `jax.checkpoint`, or nothing."""
+
+
+def plain(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function as it is."""
+    return function
 
 
 def shape(*sizes: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
@@ -63,9 +71,18 @@ def layer_params(width: int, hidden: int, *stack: int) -> dict[str, jax.ShapeDty
 
 
 def transformer(
-    *, scanned: bool, layers: int = 4, batch: int = 4, length: int = 64, width: int = 64, vocab: int = 128
+    *,
+    scanned: bool,
+    layers: int = 4,
+    batch: int = 4,
+    length: int = 64,
+    width: int = 64,
+    vocab: int = 128,
+    hidden: int = 0,
+    heads: int = 4,
+    wrap: Wrap = plain,
 ) -> Step:
-    hidden = 4 * width
+    hidden = hidden or 4 * width
     stacked = layer_params(width, hidden, layers)
     each = [layer_params(width, hidden) for _ in range(layers)]
     params = {"emb": shape(vocab, width), "layers": stacked if scanned else each, "head": shape(width, vocab)}
@@ -74,16 +91,16 @@ def transformer(
     def loss(params: Any, batch: Any) -> jax.Array:
         x = params["emb"][batch[0]]
         if scanned:
-            x, _ = jax.lax.scan(lambda x, p: (layer(x, p), None), x, params["layers"])
+            x, _ = jax.lax.scan(wrap(lambda x, p: (layer(x, p, heads), None)), x, params["layers"])
         else:
             for p in params["layers"]:
-                x = layer(x, p)
+                x = wrap(functools.partial(layer, heads=heads))(x, p)
         return cross_entropy(x @ params["head"], batch[1])
 
     return loss, (params, (tokens, tokens))
 
 
-def cnn(*, blocks: int = 4, batch: int = 8, size: int = 16, channels: int = 16) -> Step:
+def cnn(*, blocks: int = 4, batch: int = 8, size: int = 16, channels: int = 16, wrap: Wrap = plain) -> Step:
     block = {"c1": shape(3, 3, channels, channels), "g1": shape(channels)}
     block |= {"c2": shape(3, 3, channels, channels), "g2": shape(channels)}
     params = {"stem": shape(3, 3, 3, channels), "blocks": [block] * blocks, "head": shape(channels, 10)}
@@ -92,19 +109,23 @@ def cnn(*, blocks: int = 4, batch: int = 8, size: int = 16, channels: int = 16) 
         return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
     def norm(x: jax.Array, gain: jax.Array) -> jax.Array:
-        return (x - x.mean((0, 1, 2))) * jax.lax.rsqrt(x.var((0, 1, 2)) + 1e-5) * gain
+        x = x - x.mean((0, 1, 2))
+        return x * jax.lax.rsqrt((x * x).mean((0, 1, 2)) + 1e-5) * gain
+
+    def block_of(x: jax.Array, p: Any) -> jax.Array:
+        h = jax.nn.relu(norm(conv(x, p["c1"]), p["g1"]))
+        return jax.nn.relu(x + norm(conv(h, p["c2"]), p["g2"]))
 
     def loss(params: Any, batch: Any) -> jax.Array:
         x = conv(batch[0], params["stem"])
         for p in params["blocks"]:
-            h = jax.nn.relu(norm(conv(x, p["c1"]), p["g1"]))
-            x = jax.nn.relu(x + norm(conv(h, p["c2"]), p["g2"]))
+            x = wrap(block_of)(x, p)
         return cross_entropy(x.mean((1, 2)) @ params["head"], batch[1])
 
     return loss, (params, (shape(batch, size, size, 3), shape(batch, dtype=jnp.int32)))
 
 
-def rnn(*, steps: int = 48, batch: int = 8, width: int = 64) -> Step:
+def rnn(*, steps: int = 48, batch: int = 8, width: int = 64, wrap: Wrap = plain) -> Step:
     params = {"wi": shape(32, 3 * width), "wh": shape(width, 3 * width), "b": shape(3 * width), "out": shape(width, 10)}
 
     def loss(params: Any, batch: Any) -> jax.Array:
@@ -114,7 +135,7 @@ def rnn(*, steps: int = 48, batch: int = 8, width: int = 64) -> Step:
             r, z = jax.nn.sigmoid(i_r + h_r), jax.nn.sigmoid(i_z + h_z)
             return (1 - z) * jnp.tanh(i_n + r * h_n) + z * h, None
 
-        h, _ = jax.lax.scan(cell, jnp.zeros((batch[0].shape[1], width)), batch[0])
+        h, _ = jax.lax.scan(wrap(cell), jnp.zeros((batch[0].shape[1], width)), batch[0])
         return cross_entropy(h @ params["out"], batch[1])
 
     return loss, (params, (shape(steps, batch, 32), shape(batch, dtype=jnp.int32)))

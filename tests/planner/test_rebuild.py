@@ -14,6 +14,7 @@ from bench.functional_models import FUNCTIONAL, MessagePassing, ParameterTransfo
 from torch import nn
 
 import recoup
+from recoup.capture.step import Objective
 from recoup.cost.model import FlopsCost
 from recoup.errors import PlanMismatch, UsageError
 from recoup.ir.decision import Rebuild, Recompute
@@ -170,7 +171,9 @@ def test_equal_layers_are_cut_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     torch.manual_seed(0)
     model = ParameterTransformer(lambda piece, *args: piece(*args), width=32, num_layers=6)
-    priced = FlopsCost().price(capture(StepSpec(model=model, batch=(torch.randn(2, 64, 32),), loss=loss)))
+    priced = FlopsCost().price(
+        capture(StepSpec(model=model, batch=(torch.randn(2, 64, 32),), objective=Objective(loss=loss)))
+    )
     view = held_view(priced)
     assert view is not None
     cut: list[object] = []

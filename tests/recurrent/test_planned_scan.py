@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 import recoup
-from recoup.analysis.timeline import module_rows
+from recoup.analysis.module_table import module_rows
 from recoup.capture.capture import StepSpec
+from recoup.capture.step import Objective
 from recoup.cost.model import PricedTrace, price_by_signature
 from recoup.errors import InfeasibleBudget, UsageError
 from recoup.evidence.verify import verify_plan
@@ -28,7 +29,6 @@ from recoup.recurrent import ScanReport, scan, unroll
 from recoup.recurrent.schedule_costs import evaluations_by_bytes
 from recoup.recurrent.schedules.tapes import tape_schedule
 from recoup.report.diff import diff_plans
-from recoup.report.text import format_plan
 from recoup.runtime import scan_bytes
 from recoup.runtime.apply import apply_decisions
 
@@ -101,7 +101,7 @@ def loss_of(out: torch.Tensor, batch: Any) -> torch.Tensor:
 
 
 def spec_of(model: nn.Module, batch: Any) -> StepSpec:
-    return StepSpec(model=model, batch=batch, loss=loss_of)
+    return StepSpec(model=model, batch=batch, objective=Objective(loss=loss_of))
 
 
 def planner_for(model: nn.Module, batch: Any, actions: tuple[str, ...] = ("recompute",)) -> Planner:
@@ -168,7 +168,7 @@ def test_a_planned_step_is_what_was_predicted(planned: tuple[Model, torch.Tensor
     budget_bytes = int(share * planner.simulate(planner.scans.taped).peak_bytes)
     plan = plan_at(planner, budget_bytes)
     assert any(isinstance(d, Scan) and d.index == 0 and d.path == "trunk" for d in plan.decisions)
-    evidence = verify_plan(model, plan, x, loss=loss_of, timed=False)
+    evidence = verify_plan(model, plan, x, objective=Objective(loss=loss_of), timed=False)
     assert evidence.gradients_equal and evidence.loss_equal
     assert evidence.within_budget
     assert evidence.peak_bytes == pytest.approx(plan.predicted.peak_bytes, rel=0.01)
@@ -217,11 +217,11 @@ def test_two_scans_of_one_call_and_one_inside_of_it() -> None:
     assert named == {("first", 0), ("", 1), ("", 2)}
     taped = planner.simulate(planner.scans.taped)
     plan = plan_at(planner, int(0.7 * taped.peak_bytes))
-    evidence = verify_plan(model, plan, x, loss=loss_of, timed=False)
+    evidence = verify_plan(model, plan, x, objective=Objective(loss=loss_of), timed=False)
     assert evidence.ok and evidence.gradients_equal
     # In a capture a step that is taped and never used goes late: a step's tape in a loop of 24.
     assert 0.97 * plan.predicted.peak_bytes <= evidence.peak_bytes <= 1.001 * plan.predicted.peak_bytes
-    assert "scan 1 of (the model)" in format_plan(plan)
+    assert "scan 1 of (the model)" in str(plan)
 
 
 def test_calls_of_one_module_are_told_apart() -> None:
@@ -240,7 +240,7 @@ def test_calls_of_one_module_are_told_apart() -> None:
     assert planner.scans is not None
     assert [(d.path, d.call, d.index) for d in planner.scans.taped] == [("trunk", 0, 0), ("trunk", 1, 0)]
     plan = plan_at(planner, int(0.8 * planner.simulate(planner.scans.taped).peak_bytes))
-    evidence = verify_plan(model, plan, x, loss=loss_of, timed=False)
+    evidence = verify_plan(model, plan, x, objective=Objective(loss=loss_of), timed=False)
     assert evidence.evaluated_as_planned and evidence.within_budget and evidence.buffers_equal
 
 
@@ -308,7 +308,7 @@ def test_a_scan_inside_of_a_scan_runs_by_its_own_schedule() -> None:
     planner = planner_for(model, x)
     assert planner.scans is not None
     assert len(planner.scans.taped) == 1
-    evidence = verify_plan(model, plan_at(planner, 1 << 40), x, loss=loss_of, timed=False)
+    evidence = verify_plan(model, plan_at(planner, 1 << 40), x, objective=Objective(loss=loss_of), timed=False)
     assert evidence.gradients_equal and evidence.num_scan_evaluations == ALL_TAPED
 
 
@@ -322,8 +322,8 @@ def test_round_trip_words_diff_and_exports(planned: tuple[Model, torch.Tensor, P
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == plan
     decision = next(d for d in plan.decisions if isinstance(d, Scan))
-    assert "recompute steps of the scan of trunk in" in format_plan(plan)
-    assert f"{plan.predicted.num_scan_evaluations} step evaluations" in format_plan(plan)
+    assert "recompute steps of the scan of trunk in" in str(plan)
+    assert f"{plan.predicted.num_scan_evaluations} step evaluations" in str(plan)
     other = dataclasses.replace(plan, decisions=tuple(d for d in plan.decisions if not isinstance(d, Scan)))
     assert diff_plans(plan, other)["changes"]["trunk"][0].startswith("scan 0 in ")
     assert any("`trunk`" in sentence and "budget_bytes" in sentence for sentence in left_out(plan))
@@ -401,7 +401,7 @@ def test_unroll_is_a_scan_too() -> None:
     planner = planner_for(model, x)
     assert planner.scans is not None
     plan = plan_at(planner, int(0.8 * planner.simulate(planner.scans.taped).peak_bytes))
-    evidence = verify_plan(model, plan, x, loss=loss_of, timed=False)
+    evidence = verify_plan(model, plan, x, objective=Objective(loss=loss_of), timed=False)
     assert evidence.gradients_equal and evidence.buffers_equal and evidence.evaluated_as_planned
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 from recoup import api
+from recoup.capture.step import Objective
 from recoup.cli import report_data
 from recoup.cost.model import FlopsCost, PricedTrace
 from recoup.evidence.measured_timeline import measure_timelines
@@ -19,7 +20,7 @@ def small_report() -> tuple[Report, PricedTrace, PricedTrace]:
     curve = api.frontier(model, batch, loss=loss, cost=FlopsCost(), num_points=5)
     plan = curve.plan("85%")
     evidence = api.verify(model, plan, batch, loss=loss, timed=False)
-    measured = measure_timelines(model, plan, batch, loss=loss)
+    measured = measure_timelines(model, plan, batch, objective=Objective(loss=loss))
     report, plain, planned = report_data.make_report(curve, plan=plan, evidence=evidence, measured=measured)
     assert planned is not None
     return report, plain, planned
@@ -30,7 +31,8 @@ def deep_report(num_layers: int) -> Report:
     """Returns the report of many layers, each recomputed."""
     import torch
 
-    from recoup.analysis.timeline import make_timeline, module_rows
+    from recoup.analysis.module_table import module_rows
+    from recoup.analysis.timeline import make_timeline
     from recoup.ir.decision import Recompute
 
     model, batch = Stack(8, num_layers), torch.randn(4, 8)

@@ -7,12 +7,11 @@ import json
 
 import pytest
 
+from recoup.ir.advice import advise
 from recoup.ir.decision import Recompute, Rederive
-from recoup.ir.profile import Profile, ProfileRow
-from recoup.report.advice import advise
+from recoup.ir.profile import Profile, ProfileRow, format_profile
 from recoup.report.chrome_trace import make_chrome_trace
 from recoup.report.diff import diff_plans, format_diff
-from recoup.report.text import format_profile
 from tests.ir.test_schema import make_plan
 from tests.report.helpers import small_report
 

@@ -17,7 +17,7 @@ from recoup.ir.decision import Recompute, Rederive
 from recoup.runtime import execution_context
 from recoup.runtime.apply import apply_decisions
 from recoup.runtime.rebuild.lineage import current_recorder
-from recoup.runtime.recompute.region import inside_region
+from recoup.runtime.recompute.scope import inside_region
 
 
 class Fault(Exception):

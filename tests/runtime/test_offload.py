@@ -17,6 +17,7 @@ from torch import nn
 
 import recoup
 from recoup.capture.capture import StepSpec, capture
+from recoup.capture.step import Objective
 from recoup.errors import InternalError, UsageError
 from recoup.ir.decision import Recompute
 from recoup.runtime.apply import apply_decisions
@@ -87,7 +88,7 @@ def test_bytes_moved_are_the_saved_bytes_of_the_captured_step() -> None:
         nn.Linear(32, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8)
     )
     x = torch.randn(50, 32)
-    trace = capture(StepSpec(model=model, batch=(x,), loss=lambda out, _: out.sum()))
+    trace = capture(StepSpec(model=model, batch=(x,), objective=Objective(loss=lambda out, _: out.sum())))
     planned = sum(
         s.nbytes for s in trace.storages if s.category in ("saved", "batch") and s.saved_by and s.nbytes >= 1024
     )

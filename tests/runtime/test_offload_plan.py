@@ -13,6 +13,7 @@ import torch
 import transformers as hf
 from torch import nn
 
+from recoup.capture.step import Objective
 from recoup.cost.model import FlopsCost
 from recoup.evidence.verify import verify_plan
 from recoup.ir.decision import Decision, Offload, Recompute, Save
@@ -72,7 +73,7 @@ KINDS = ("inputs", "saves", "what does not rederive", "span", "mixed")
 
 def planner_for(name: str, actions: tuple[str, ...] = ("rederive", "recompute", "offload")) -> Planner:
     model, batch = MODELS[name][0]()
-    return Planner(StepSpec(model=model, batch=batch, loss=None), cost=FlopsCost(), actions=actions)
+    return Planner(StepSpec(model=model, batch=batch, objective=Objective()), cost=FlopsCost(), actions=actions)
 
 
 @pytest.mark.parametrize("kind", KINDS)

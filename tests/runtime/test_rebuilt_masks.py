@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import recoup
-from recoup.runtime.rebuild.saved_tensor import KeptCompact
+from recoup.runtime.rebuild.kept import KeptCompact
 
 SHAPE = (64, 64)
 SCALES = [0.0, -0.0, 1.0, -2.5, 1e-3, 1e-8, 1e-40, 5e-324, 1e38, 1e300, float("inf"), float("-inf"), float("nan")]

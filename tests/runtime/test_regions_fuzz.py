@@ -68,8 +68,7 @@ def _count(seeds: range) -> dict[str, int]:
 @pytest.mark.filterwarnings("ignore:Mem Efficient")
 def test_random_modules_quick() -> None:
     outcomes = _count(range(_QUICK))
-    assert outcomes["exact"] > _QUICK // 2
-    assert outcomes["replays"] > _QUICK
+    assert outcomes == {"exact": 31, "as plain": 5, "refused": 4, "replays": 205}, "an outcome drifted: look why"
 
 
 @pytest.mark.parametrize("seed", KEPT)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
-import time
+import sys
+from types import FrameType
 
 import pytest
 from hypothesis import given, settings
@@ -93,23 +94,32 @@ def test_the_optimizer_step_can_set_the_peak() -> None:
     assert [s.peak_bytes for s in frontier(heavy)] == [10**9]
 
 
-# Limits are a few times what an idle core takes, since tests share the machine.
+# What a solve calls is the same on every machine: 54,693, 162,337 and 767,811 in November 2026.
 @pytest.mark.parametrize(
-    ("name", "problem", "limit_seconds"),
+    ("problem", "most_calls"),
     [
-        ("32 equal layers of 20 leaves", equal_layers(32, num_leaves=20), 0.3),
-        ("80 equal layers of 20 leaves", equal_layers(80, num_leaves=20), 1.0),
-        ("a chain of 200 different stages", random_chain(1, 200), 3.0),
+        (equal_layers(32, num_leaves=20), 60_000),
+        (equal_layers(80, num_leaves=20), 180_000),
+        (random_chain(1, 80), 850_000),
     ],
+    ids=["32 equal layers of 20 leaves", "80 equal layers of 20 leaves", "a chain of 80 different stages"],
 )
-def test_large_problems_are_fast(name: str, problem: Problem, limit_seconds: float) -> None:
-    start = time.process_time()
-    solver = Solver(problem)
-    low, high = solver.leanest().peak_bytes, solver.solve(10**12).peak_bytes
-    solution = solver.solve((low + high) // 2)
-    taken = time.process_time() - start
+def test_large_problems_take_few_calls(problem: Problem, most_calls: int) -> None:
+    num_calls = 0
+
+    def count(frame: FrameType, event: str, _: object) -> None:
+        nonlocal num_calls
+        num_calls += event == "call" and "/recoup/solver/" in frame.f_code.co_filename
+
+    sys.setprofile(count)
+    try:
+        solver = Solver(problem)
+        low, high = solver.leanest().peak_bytes, solver.solve(10**12).peak_bytes
+        solution = solver.solve((low + high) // 2)
+    finally:
+        sys.setprofile(None)
     assert solution.status == "optimal"
-    assert taken < 3 * limit_seconds, f"{name}: {taken:.2f} s"
+    assert num_calls <= most_calls
 
 
 def test_a_thousand_layers() -> None:

@@ -15,7 +15,7 @@ from recoup import _torch
 
 Kernel = Literal["cudnn", "flash", "efficient", "math"]
 _HALF = (torch.float16, torch.bfloat16)
-_LARGEST_CUDNN_SIZE = 65535
+_LARGEST_CUDNN_SIZE = 65535  # of batch and heads: a CUDA grid's second and third dimension
 
 
 def attention_kernel(

@@ -19,19 +19,18 @@ from torch import nn
 from recoup import _torch, progress
 from recoup._allocation import is_allocation_failure
 from recoup._pytree import iterate_tensors
-from recoup._storages import dense_parts
+from recoup.capture.categories import categories_of, note_gradients, step_optimizer
 from recoup.capture.dialect import cuda_dialect, cuda_results
 from recoup.capture.fakify import fake_batch, fake_like, fake_parameters, real_batch
 from recoup.capture.fingerprint import fingerprint
-from recoup.capture.folding.fold import Folding
-from recoup.capture.folding.unfold import unfold
-from recoup.capture.folding.zones import Counted, FoldingMemory, Irregular
+from recoup.capture.folding import Counted, Folding, FoldingMemory, Irregular, unfold
 from recoup.capture.island import Island
 from recoup.capture.leaks import run_on_fakes
 from recoup.capture.module_calls import CallRecorder
+from recoup.capture.op_cache import FakeResults, answers_for
 from recoup.capture.optimizer import OptimizerLike, OptimizerStep, ScalarsOfFakes, prepare_optimizer
 from recoup.capture.snapshot import Snapshot, parameters_outside, untouched
-from recoup.capture.step import Loss, call_model, loss_of
+from recoup.capture.step import Objective
 from recoup.capture.trace import build_trace
 from recoup.capture.tracker import Tracker
 from recoup.capture.watched_step import (
@@ -45,7 +44,7 @@ from recoup.capture.watched_step import (
     without_collector,
 )
 from recoup.errors import RealStepWarning, RecoupError, StepError
-from recoup.ir.trace import Category, Trace
+from recoup.ir.trace import Trace
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,6 +52,7 @@ class StepSpec:
     """One training step, as the user gave it.
 
     Attributes:
+        objective: what it computes of the batch.
         dialect: "cpu" or "cuda": whose side outputs, optimizer and allocator are counted.
         capability: compute capability of a card that is not here, whose choice of ops is followed; None: the ops are
             those of the model's own device.
@@ -64,7 +64,7 @@ class StepSpec:
 
     model: nn.Module
     batch: Any
-    loss: Loss | None = None
+    objective: Objective = dataclasses.field(default_factory=Objective)
     optimizer: OptimizerLike | None = None
     dialect: str = "cpu"
     capability: tuple[int, int] | None = None
@@ -132,7 +132,7 @@ def _runs(spec: StepSpec) -> bool:
     with untouched_step(spec) as before, before.watching():
         batch = real_batch(spec.batch)
         try:
-            loss_of(call_model(spec.model, batch), batch, spec.loss)[0].backward()  # type: ignore[no-untyped-call]
+            spec.objective.run(spec.model, batch).backward()  # type: ignore[no-untyped-call]
         except Exception:  # user code runs here
             return False
     return True
@@ -177,7 +177,7 @@ def _capture_folded(spec: StepSpec, known: Trace | None, memory: FoldingMemory |
 def _fill_caches(spec: StepSpec, before: Snapshot) -> None:
     progress.advance(f"one forward for real: tensors are kept in {spec.keepers[0]}")
     with torch.no_grad(), before.watching(), contextlib.suppress(Exception):  # where it fails, the capture says why
-        call_model(spec.model, real_batch(spec.batch))
+        spec.objective.forward(spec.model, real_batch(spec.batch))
 
 
 def _capture_on(
@@ -191,11 +191,11 @@ def _capture_on(
         outside = parameters_outside(spec.model, before)
         old = [(id(p), path) for path, p in spec.model.named_parameters()]
         with mode, fake_parameters(spec.model, device, island) as parameters:
-            tracker = tracker_of(spec, device, island)
+            tracker = tracker_of(spec, device, island, mode)
             trackers.append(tracker)
             stepper = _fake_optimizer(spec, parameters, old, outside) if known is None else None
             register(spec.model, parameters, tracker)
-            tracker.outside = _categories(before)
+            tracker.outside = categories_of(before)
             if known is not None:
                 state_bytes = sum(s.nbytes for s in known.storages if s.category == "optimizer")
                 tracker.add_block(state_bytes, "optimizer", "optimizer state")
@@ -213,15 +213,15 @@ def _capture_on(
                 folding = Folding(spec.model, tracker, recorder, memory, watches=watches, likely=likely)
             with tracker, saving(tracker), contextlib.nullcontext() if folding is None else folding.on():
                 source = run_step(
-                    spec.model, spec.loss, before, batch, tracker, recorder, backward=True, folding=folding
+                    spec.model, spec.objective, before, batch, tracker, recorder, backward=True, folding=folding
                 )
-            gradients = _note_gradients(parameters | outside, tracker)
+            gradients = note_gradients(parameters | outside, tracker)
             if stepper is not None:
                 tracker.phase = "optimizer"
                 with tracker, ScalarsOfFakes():
-                    _step_optimizer(stepper, parameters, tracker)
+                    step_optimizer(stepper, parameters, tracker)
                 stepper.forget()
-            calls_released = _release_run(spec, before, device, island, memory) if known is None else None
+            calls_released = _release_run(spec, before, device, island, mode, memory) if known is None else None
             del gradients
         with without_collector():
             if folding is not None:
@@ -246,15 +246,15 @@ def _longest(batch: Any) -> int:
 
 
 def _release_run(
-    spec: StepSpec, before: Snapshot, device: str, island: Island, memory: FoldingMemory | None
+    spec: StepSpec, before: Snapshot, device: str, island: Island, mode: Any, memory: FoldingMemory | None
 ) -> Tracker | None:
     """Runs the forward once more with autograd keeping nothing; None if it does not run the same ops."""
-    tracker = tracker_of(spec, device, island)
+    tracker = tracker_of(spec, device, island, mode)
     for name, parameter in spec.model.named_parameters():
         tracker.add(parameter, "parameter", name)
     for name, buffer in spec.model.named_buffers():
         tracker.add(buffer, "buffer", name)
-    tracker.outside = _categories(before)
+    tracker.outside = categories_of(before)
     batch = fake_batch(spec.batch, device, island)
     for tensor in iterate_tensors(batch):
         tracker.add(tensor, "batch", "batch")
@@ -263,7 +263,7 @@ def _release_run(
         recorder = CallRecorder(spec.model, tracker)
         folding = None if memory is None else Folding(spec.model, tracker, recorder, memory)
         with tracker, hooks, contextlib.nullcontext() if folding is None else folding.on():
-            run_step(spec.model, spec.loss, before, batch, tracker, recorder, backward=False, folding=folding)
+            run_step(spec.model, spec.objective, before, batch, tracker, recorder, backward=False, folding=folding)
         if folding is not None:
             with without_collector():
                 unfold(folding)
@@ -278,10 +278,20 @@ def dialect_of(spec: StepSpec, device: str) -> contextlib.AbstractContextManager
     return cuda_dialect(spec.capability) if is_elsewhere and spec.capability else contextlib.nullcontext()
 
 
-def tracker_of(spec: StepSpec, device: str, island: Island | None) -> Tracker:
-    """Returns what follows the ops of a step, on fake tensors if there is an island."""
-    kernels = cuda_results() if spec.capability is not None and device == "cpu" and island is not None else None
-    return Tracker(island=island, device=device, round_bytes=spec.round_bytes, dialect=spec.dialect, kernels=kernels)
+def tracker_of(spec: StepSpec, device: str, island: Island | None, mode: Any = None) -> Tracker:
+    """Returns what follows the ops of a step, on fake tensors of a mode if there is an island."""
+    is_elsewhere = spec.capability is not None and device == "cpu" and island is not None
+    return Tracker(
+        island=island,
+        device=device,
+        round_bytes=spec.round_bytes,
+        dialect=spec.dialect,
+        results=FakeResults(
+            mode,
+            kernels=cuda_results() if is_elsewhere else None,
+            kept=answers_for(spec.capability if is_elsewhere else None),
+        ),
+    )
 
 
 def _is_on_meta(model: nn.Module) -> bool:
@@ -291,18 +301,9 @@ def _is_on_meta(model: nn.Module) -> bool:
 @contextlib.contextmanager
 def untouched_step(spec: StepSpec) -> Iterator[Snapshot]:
     """Restores at the end what the step can reach; no tensor has a gradient inside."""
-    with untouched(spec.model, spec.batch, spec.loss) as before:
+    with untouched(spec.model, spec.batch, spec.objective.functions) as before:
         before.tensors.clear_gradients()
         yield before
-
-
-def _categories(before: Snapshot) -> dict[int, tuple[Category, str]]:
-    """Returns what the tensors that a step can reach are, by their storages' address: it may touch them or not."""
-    found: dict[int, tuple[Category, str]] = {}
-    for name, tensor in before.tensors.named().items():
-        if tensor.layout is torch.strided:
-            found[tensor.untyped_storage()._cdata] = ("parameter" if tensor.requires_grad else "buffer", name)
-    return found
 
 
 def _fake_optimizer(
@@ -339,35 +340,6 @@ def _optimizer_state_bytes(spec: StepSpec) -> tuple[int, tuple[str, ...]]:
     return total, (stepper.note or "the optimizer's step was left out: its state counts, its temporaries do not",)
 
 
-def _step_optimizer(stepper: OptimizerStep, parameters: dict[str, torch.Tensor], tracker: Tracker) -> None:
-    """Steps. What an optimizer holds while it runs the training step again counts as there throughout the step."""
-    first_op, held_bytes = len(tracker.ops), 0
-
-    def closure() -> torch.Tensor:
-        nonlocal held_bytes
-        own = (s.nbytes for s in tracker.storages if s.free_op < 0 and s.alloc_op >= first_op)
-        held_bytes = max(held_bytes, sum(own))
-        for parameter in parameters.values():
-            if parameter.requires_grad and parameter.grad is None:
-                parameter.grad = torch.empty_like(parameter)
-        return torch.empty((), device=next(iter(parameters.values())).device)
-
-    stepper.step(closure)
-    tracker.add_block(held_bytes, "optimizer", "held by the optimizer while it runs the step again")
-
-
-def _note_gradients(parameters: dict[str, torch.Tensor], tracker: Tracker) -> list[torch.Tensor]:
-    gradients = []
-    for name, parameter in parameters.items():
-        if parameter.grad is not None:
-            for index in map(tracker.find, dense_parts(parameter.grad)):
-                if index is not None:
-                    tracker.storages[index].category = "gradient"
-                    tracker.storages[index].label = f"gradient of {name}"
-            gradients.append(parameter.grad)
-    return gradients
-
-
 def _capture_real(spec: StepSpec, reason: str) -> Trace:
     """Runs a real step on the model's own tensors, its optimizer's state estimated; everything is put back."""
     state_bytes, notes = _optimizer_state_bytes(spec)
@@ -377,15 +349,15 @@ def _capture_real(spec: StepSpec, reason: str) -> Trace:
         tracker = tracker_of(spec, device_of(spec.model), None)
         try:
             register(spec.model, dict(spec.model.named_parameters()), tracker)
-            tracker.outside = _categories(before)
+            tracker.outside = categories_of(before)
             tracker.add_block(state_bytes, "optimizer", "optimizer state (estimated)")
             batch = real_batch(spec.batch)
             for tensor in iterate_tensors(batch):
                 tracker.add(tensor, "batch", "batch")
             recorder = CallRecorder(spec.model, tracker)
             with tracker, saving(tracker):
-                source = run_step(spec.model, spec.loss, before, batch, tracker, recorder, backward=True)
-            gradients = _note_gradients(parameters, tracker)
+                source = run_step(spec.model, spec.objective, before, batch, tracker, recorder, backward=True)
+            gradients = note_gradients(parameters, tracker)
             del gradients
             for parameter in parameters.values():
                 parameter.grad = None

@@ -30,7 +30,7 @@ _aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
 _RNN_RESERVE = {0: 2, 1: 2, 2: 6, 3: 5}  # values kept a unit and step, by mode; an assumption, cuDNN does not tell
 _LARGEST_BATCH = {True: 880801, False: 65535}  # of cuDNN's spatial batch norm, in training and in evaluation
-_SMALLEST_EPS = 1e-5  # cuDNN's; a smaller eps takes the native kernel
+_SMALLEST_NORM_EPS = 1e-5  # cuDNN's; a smaller eps takes the native kernel
 
 
 @contextlib.contextmanager
@@ -209,7 +209,7 @@ def _batch_norm(
         and x.dim() >= 3
         and 0 < x.shape[0] <= _LARGEST_BATCH[training]
         and x.numel()
-        and eps >= _SMALLEST_EPS
+        and eps >= _SMALLEST_NORM_EPS
     ):
         x = x.contiguous(memory_format=_memory_format(x))
         out: torch.Tensor = _aten.cudnn_batch_norm.default(

@@ -14,6 +14,7 @@ from recoup._pytree import iterate_tensors, map_tensors
 from recoup._storages import covered_range, sharing_memory
 from recoup.capture.island import Island
 
+# larger integer buffers are tables of data, not positions or indices that a forward branches on
 _INTEGER_BUFFER_ELEMENTS = 1 << 22
 
 
@@ -24,7 +25,7 @@ def fake_like(tensor: torch.Tensor, device: str) -> torch.Tensor:
     """
     if tensor.layout is not torch.strided:
         return tensor
-    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+    return _torch.fake_empty_like(tensor, device)
 
 
 @contextlib.contextmanager
@@ -47,7 +48,7 @@ def fake_parameters(model: nn.Module, device: str, island: Island) -> Iterator[d
                     continue
                 fake = made.get(id(parameter))
                 if fake is None:
-                    fake = nn.Parameter(fake_like(parameter, device), requires_grad=parameter.requires_grad)
+                    fake = _torch.as_fake_parameter(fake_like(parameter, device), requires_grad=parameter.requires_grad)
                     made[id(parameter)] = fake
                     named[f"{path}.{name}" if path else name] = fake
                 before.append((module._parameters, name, parameter))

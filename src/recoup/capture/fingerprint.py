@@ -6,6 +6,9 @@ import hashlib
 
 from torch import nn
 
+from recoup.errors import PlanMismatch
+from recoup.ir.plan import Plan
+
 
 def structure_of(model: nn.Module) -> dict[str, str]:
     """Returns what the fingerprint is made of: a line for each module and parameter, by path."""
@@ -20,3 +23,32 @@ def fingerprint(model: nn.Module) -> str:
     """Returns a short hash of the model's structure; weights, device and train/eval flags do not count."""
     text = "\n".join(f"{path}: {what}" for path, what in structure_of(model).items())
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def refuse_other_model(model: nn.Module, plan: Plan) -> None:
+    """Refuses a plan that was made for another model, saying what differs.
+
+    Raises:
+        PlanMismatch: if parameters' shapes or dtypes, or the structure outside of planned modules, are others.
+    """
+    found = fingerprint(model)
+    if found != plan.fingerprint:
+        structure = structure_of(model)
+        missing = [path for path, _ in plan.structure if path and path not in structure]
+        changed = [
+            f"`{path}` is {structure[path]}, was {kind}"
+            for path, kind in plan.structure
+            if path in structure and structure[path] != kind
+        ]
+        if missing:
+            what = f"it has no `{missing[0]}`"
+        elif changed:
+            what = changed[0]
+        elif type(model).__name__ != plan.model_class:
+            what = f"it is a {type(model).__name__}, the plan is for a {plan.model_class}"
+        else:
+            what = "parameter shapes, dtypes or modules outside the planned ones differ"
+        raise PlanMismatch(
+            f"This plan was made for another model (structure {plan.fingerprint}, this one {found}): {what}. "
+            "Make a plan for this model."
+        )

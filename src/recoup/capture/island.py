@@ -15,8 +15,8 @@ import torch
 
 from recoup import _torch
 
-_INPUT_ELEMENTS = 1 << 22
-_FLOAT_ELEMENTS = 64
+_INPUT_ELEMENTS = 1 << 22  # an op on more is not run for real: capture takes no time or memory of a real step
+_FLOAT_ELEMENTS = 64  # floating results up to this size are kept real: a scale, a temperature, a threshold
 _INTEGER_DTYPES = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 _INDEXING = frozenset({"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"})
 UNKNOWN = object()  # the op's result is not known

@@ -12,6 +12,7 @@ import functools
 import gc
 import traceback
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -22,7 +23,7 @@ from recoup._interrupts import heard, under_modes
 from recoup.capture.tracker import Tracker
 from recoup.errors import InternalError
 
-_ROUNDS = 6
+_MAX_ROUNDS = 6  # who held the first leaked tensors may be held by others, and those again
 _CLIMBED = (tuple, frozenset, functools.partial, types.MethodType, types.BuiltinMethodType)
 
 T = TypeVar("T")
@@ -51,7 +52,11 @@ def run_on_fakes(body: Callable[[Any, list[Tracker]], T], *, is_thorough: bool) 
         _forget_locals(error)
         _take_back(mode, is_strict=False)
         raise
-    is_suspect = is_thorough or any(t.holds_fakes() for t in trackers)
+    torch.clear_autocast_cache()  # inside the user's autocast it holds casts of fake weights
+    left = weakref.ref(mode)
+    del mode
+    mode = left()  # each of its tensors holds it
+    is_suspect = mode is not None and (is_thorough or any(t.holds_fakes() for t in trackers))
     return result, _take_back(mode, is_strict=True) if is_suspect else []
 
 
@@ -67,11 +72,11 @@ def _forget_locals(error: BaseException | None) -> None:
 def _take_back(mode: Any, *, is_strict: bool) -> list[str]:
     """Takes the mode's fake tensors from all who hold them; returns in words who did."""
     found: list[str] = []
-    torch.clear_autocast_cache()  # inside the user's autocast it holds casts of fake weights
+    torch.clear_autocast_cache()
     if not _fakes_of(mode):
         return found
     gc.collect()
-    for _ in range(_ROUNDS):  # who held the first may have been held by others
+    for _ in range(_MAX_ROUNDS):  # who held the first may have been held by others
         left = _fakes_of(mode)
         if not left:
             return found

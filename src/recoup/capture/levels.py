@@ -44,7 +44,7 @@ def _levels_on(mode: Any, spec: StepSpec, path: str, counts: tuple[int, ...]) ->
         mode,
         fake_parameters(spec.model, device, island) as parameters,
     ):
-        tracker = tracker_of(spec, device, island)
+        tracker = tracker_of(spec, device, island, mode)
         register(spec.model, parameters, tracker)
         batch = fake_batch(spec.batch, device, island)
         for tensor in iterate_tensors(batch):
@@ -67,7 +67,7 @@ def _levels_on(mode: Any, spec: StepSpec, path: str, counts: tuple[int, ...]) ->
         recorder.watcher = watch
         try:
             with tracker, saving(tracker):
-                run_step(spec.model, spec.loss, before, batch, tracker, recorder, backward=False)
+                run_step(spec.model, spec.objective, before, batch, tracker, recorder, backward=False)
         except _Enough:
             pass
         except (Unfollowable, Failed) as error:

@@ -5,29 +5,56 @@ answers depends on that metadata and the other arguments alone, so the second an
 memory of the same shape, a view at the same place of its base, or the argument that was changed in place. torch keeps
 such a cache as well; its key and its copies take most of an op's time.
 
-Not kept: ops whose result depends on values, real tensors among the arguments, tensors that carry a constant, results
-that share memory in a way the op does not declare. What is kept was compared with the answer it stands for.
+Real tensors among fake ones count by their metadata alone, as they do for a fake mode. Not kept: ops whose result
+depends on values, real scalars among the arguments, tensors that carry a constant, results that share memory in a way
+that is not known of the op. What is kept was compared with the answer it stands for. It belongs to no fake mode, and
+holds for all captures under the same settings of torch.
 """
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from recoup import _torch
+from recoup.cost.kernel_flags import KernelFlags
 
 _PLAIN_TYPES = frozenset({bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format})
 _NEVER = object()
 # They say they return something new and return the old.
-_UNDECLARED = frozenset({"aten::_unsafe_view", "aten::lift", "aten::lift_fresh", "aten::lift_fresh_copy"})
+_UNDECLARED = frozenset({"aten::lift", "aten::lift_fresh", "aten::lift_fresh_copy"})
+_UNDECLARED_VIEW = torch.ops.aten._unsafe_view.default
 # They ask how large the memory behind a tensor is, which is no part of the key.
 _READ_STORAGE = frozenset({"aten::as_strided", "aten::as_strided_", "aten::resize_", "aten::set_", "aten::resize_as_"})
 
 
 # Ops that take one step of many, and the position of its number.
 _STEPS = {torch.ops.aten.select.int: 2, torch.ops.aten.select_backward.default: 3}
+
+
+_MOST_OPS = 50_000  # under one setting of torch: an answer is about a kilobyte, so 50 MB
+
+
+def answers_for(capability: tuple[int, int] | None) -> dict[Any, Any]:
+    """Returns the answers to ops that hold in this process as torch is set now.
+
+    Args:
+        capability: of the card whose kernels answer for the model's device; None: the device's own.
+    """
+    threads, mkldnn = torch.get_num_threads(), torch.backends.mkldnn.enabled  # they choose the layout of a convolution
+    found = _answers(capability, KernelFlags.current(), _torch.enabled_attention(), threads, mkldnn)
+    if len(found) > _MOST_OPS:
+        found.clear()
+    return found
+
+
+@functools.lru_cache(maxsize=8)
+def _answers(*settings: Any) -> dict[Any, Any]:
+    return {}
 
 
 class _NotKept(Exception):
@@ -41,15 +68,28 @@ class FakeResults:
         key: of the op that ran last; None if it has none. Ops of one key have one signature.
 
     Args:
+        mode: that the fake tensors belong to; None for a real step.
         kernels: what to run for an op in place of its own fake kernel.
+        kept: answers of other modes with the same kernels, which this one adds to; left out: none.
     """
 
-    __slots__ = ("_kept", "_kernels", "key")
+    __slots__ = ("_kept", "_kernels", "_mode", "key")
 
-    def __init__(self, kernels: Mapping[Any, Callable[..., Any]] | None = None) -> None:
-        self._kept: dict[Any, Any] = {}
+    def __init__(
+        self,
+        mode: Any,
+        kernels: Mapping[Any, Callable[..., Any]] | None = None,
+        kept: dict[Any, Any] | None = None,
+    ) -> None:
+        self._mode = weakref.ref(mode) if mode is not None else None  # that it is gone tells that no fake is left
+        self._kept: dict[Any, Any] = {} if kept is None else kept
         self._kernels = kernels or {}
         self.key: Any = None
+
+    @property
+    def mode(self) -> Any:
+        """The mode that the fake tensors belong to."""
+        return None if self._mode is None else self._mode()
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns what `func(*args, **kwargs)` returns under fake tensors."""
@@ -67,11 +107,11 @@ class FakeResults:
         kept = self._kept.get(key)
         if kept is None:
             out = kernel(*args, **kwargs)
-            self._kept[key] = _recipe(func, args, kwargs, out, key)
+            self._kept[key] = _recipe(func, args, kwargs, out, key, self.mode)
             return out
         if kept is _NEVER:
             return kernel(*args, **kwargs)
-        return _make(kept, args)
+        return _make(kept, args, self.mode)
 
     def _run_step(self, func: Any, args: tuple[Any, ...], step: int) -> Any:
         """Runs an op that takes one step of many, each by its number: the number says only where a view begins."""
@@ -84,12 +124,13 @@ class FakeResults:
         if kept is None or kept is _NEVER or not -size <= number < size:
             out = func(*args)
             if kept is None:
-                recipe = _recipe(func, args, {}, out, key)
+                recipe = _recipe(func, args, {}, out, key, self.mode)
                 self._kept[key] = (recipe, number % size, False) if recipe is not _NEVER else _NEVER
             return out
         recipe, first, is_sure = kept
         away = (number % size - first) * source.stride()[dim] if func.is_view else 0
-        made = recipe[1].new() if recipe[0] == "new" else recipe[2].view_of(source, away)
+        mode = self.mode
+        made = recipe[1].new(mode) if recipe[0] == "new" else recipe[2].view_of(mode, source, away)
         if not is_sure and number % size != first:  # the second number shows whether that is so
             out = func(*args)
             self._kept[key] = (recipe, first, True) if _is_same(made, out) else _NEVER
@@ -111,7 +152,7 @@ def _key(items: Any) -> tuple[Any, ...]:
         elif isinstance(item, torch.Tensor):
             traits = _torch.fake_traits(item)
             if traits is None:
-                raise _NotKept
+                traits = _real_traits(item)
             add(traits)
         elif type(item) in _PLAIN_TYPES:
             add(type(item))
@@ -123,7 +164,18 @@ def _key(items: Any) -> tuple[Any, ...]:
     return tuple(found)
 
 
-def _recipe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, key: Any) -> Any:
+def _real_traits(item: torch.Tensor) -> tuple[Any, ...]:
+    """Returns what an op's result takes of a real tensor among fake ones.
+
+    Raises:
+        _NotKept: for one that a fake mode may look into, or that is more than its metadata.
+    """
+    if type(item) is not torch.Tensor or not item.dim() or item.layout is not torch.strided or item.requires_grad:
+        raise _NotKept
+    return "real", item.shape, item.stride(), item.dtype, item.device
+
+
+def _recipe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, key: Any, mode: Any) -> Any:
     """Returns how to make `out` again, or `_NEVER`."""
     if not _is_keepable(func, args, kwargs):
         return _NEVER
@@ -132,7 +184,7 @@ def _recipe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, 
     recipe = _of(func, args, out, set())
     if recipe is _NEVER:
         return _NEVER
-    return recipe if _is_same(_make(recipe, args), out) else _NEVER
+    return recipe if _is_same(_make(recipe, args, mode), out) else _NEVER
 
 
 def _is_keepable(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -160,7 +212,7 @@ def _of(func: Any, args: tuple[Any, ...], out: Any, seen: set[int]) -> Any:
         if argument is out:
             return ("argument", i) if func._schema.is_mutable else _NEVER
     storage = out.untyped_storage()
-    if func.is_view:
+    if func.is_view or func is _UNDECLARED_VIEW:
         first = args[0]
         is_of_first = isinstance(first, torch.Tensor) and first.untyped_storage() is storage
         # In another dtype it would begin at another multiple.
@@ -182,17 +234,17 @@ def _shares(storage: Any, items: Any) -> bool:
     return False
 
 
-def _make(recipe: Any, args: tuple[Any, ...]) -> Any:
+def _make(recipe: Any, args: tuple[Any, ...], mode: Any) -> Any:
     kind = recipe[0]
     if kind == "new":
-        return recipe[1].new()
+        return recipe[1].new(mode)
     if kind == "view":
-        return recipe[2].view_of(args[recipe[1]])
+        return recipe[2].view_of(mode, args[recipe[1]])
     if kind == "argument":
         return args[recipe[1]]
     if kind == "none":
         return None
-    return recipe[1](_make(part, args) for part in recipe[2])
+    return recipe[1](_make(part, args, mode) for part in recipe[2])
 
 
 def _is_same(made: Any, out: Any) -> bool:

@@ -24,7 +24,7 @@ Closure = Callable[[], torch.Tensor]
 _WRAPPERS = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")
 _ATOMS = (int, float, complex, bool, str, type(None), torch.dtype, torch.device)
 _CLOSURE_RUNS = 2  # the second finds everything there that an optimizer holds between them
-_TINY = 2  # elements along each dimension of the parameters that an estimate is taken from
+_TINY_SIZE = 2  # elements along each dimension of the parameters that an estimate is taken from
 
 
 def check_optimizer(optimizer: Any) -> None:
@@ -327,7 +327,9 @@ def _estimate(
         if held:
             return sum(t.numel() * t.dtype.itemsize for t in held), "its present state"
     with _torch.without_dispatch_modes():
-        tiny = {id(p): nn.Parameter(torch.ones([min(s, _TINY) for s in p.shape], dtype=p.dtype)) for p in parameters}
+        tiny = {
+            id(p): nn.Parameter(torch.ones([min(s, _TINY_SIZE) for s in p.shape], dtype=p.dtype)) for p in parameters
+        }
         of_old = {old: tiny[id(new)] for old, new in new_of.items() if id(new) in tiny}
         made = _stepped(optimizer, of_old, list(tiny.values()), foreach=False)
     full_of = {id(tiny[id(p)]): p for p in parameters}

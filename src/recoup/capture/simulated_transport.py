@@ -9,7 +9,7 @@ import torch
 
 from recoup import _torch
 from recoup.capture.tracker import Tracker
-from recoup.cost.host_link import MOST_ON_THEIR_WAY
+from recoup.cost.host_link import MAX_BLOCKS_ON_THEIR_WAY
 from recoup.ir.trace import Copy
 
 
@@ -52,7 +52,7 @@ class SimulatedTransport:
         self._note("out", handle.block, handle.nbytes, self._tracker.find(flat))
         if self._prefetches:
             self._leaving.append(flat)
-            while len(self._leaving) > MOST_ON_THEIR_WAY:
+            while len(self._leaving) > MAX_BLOCKS_ON_THEIR_WAY:
                 self._leaving.popleft()
         return handle
 

@@ -11,9 +11,8 @@ import torch
 from recoup import _torch
 from recoup.errors import UsageError
 from recoup.runtime.rebuild.cheap_ops import SILENT_WRITERS, op_facts
+from recoup.runtime.recompute.module_state import COPIED_BYTES
 from recoup.runtime.recompute.rng_state import version_of
-
-_SMALL_BYTES = 1 << 16
 
 
 class TensorNotes:
@@ -103,7 +102,7 @@ class _Note:
         if is_data and not (tensor.is_quantized or tensor.is_nested or _torch.is_wrapper(tensor)):
             self.alias = tensor.data
             self.nbytes = tensor.untyped_storage().nbytes()
-            if tensor.nbytes <= _SMALL_BYTES:
+            if tensor.nbytes <= COPIED_BYTES:
                 self.copy_values()
 
     def copy_values(self) -> None:

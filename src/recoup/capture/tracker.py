@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
@@ -113,7 +113,7 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
         device: str = "cpu",
         round_bytes: int = 1,
         dialect: str = "cpu",
-        kernels: Mapping[Any, Callable[..., Any]] | None = None,
+        results: FakeResults,
     ) -> None:
         super().__init__()
         self.ops: list[OpRecord] = []
@@ -138,7 +138,7 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
         self.unanswered = ""
         self._island = island
         self._device_type = torch.device(device).type
-        self._results = FakeResults(kernels)
+        self._results = results
         self._round_bytes = round_bytes
         self.dialect = dialect
         self._keys: dict[Any, int] = {}
@@ -168,6 +168,11 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
                 del self._handles[handle.address]
             record = self._storages[handle.index]
             record.free_op = max(last_op, record.alloc_op)
+
+    @property
+    def fake_mode(self) -> Any:
+        """The mode that the step's fake tensors belong to; None for a real step."""
+        return self._results.mode
 
     # -- storages -----------------------------------------------------------------------------------------------
 

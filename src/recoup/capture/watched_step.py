@@ -13,16 +13,16 @@ import torch
 from torch import nn
 
 from recoup import _torch
-from recoup.capture.folding.fold import Folding
+from recoup.capture.folding import Folding
 from recoup.capture.module_calls import CallRecorder
 from recoup.capture.simulated_transport import SimulatedTransport
 from recoup.capture.snapshot import Snapshot
-from recoup.capture.step import Loss, call_model, leaves_of, loss_of
+from recoup.capture.step import Objective, leaves_of
 from recoup.capture.tracker import Tracker
 from recoup.errors import RecoupError, StepError
 from recoup.runtime import execution_context
 
-_OLD_THRESHOLD = 1000  # collections of the middle generation before one of the old
+_OLD_COLLECTIONS = 1000  # collections of the middle generation before one of the old
 
 
 class Unfollowable(Exception):
@@ -39,7 +39,7 @@ class Failed(StepError):
 
 def run_step(
     model: nn.Module,
-    loss_function: Loss | None,
+    objective: Objective,
     before: Snapshot,
     batch: Any,
     tracker: Tracker,
@@ -56,14 +56,20 @@ def run_step(
         before: told of the tensors that backward gives a gradient.
     """
     drawn = _host_random()
+    with tracker.unobserved():
+        accumulated = objective.prepare(model)
+    for gradient in accumulated:
+        tracker.add(gradient, "gradient", "gradients of earlier micro-batches")
+    del accumulated
     try:
         tracker.phase = "forward"
-        with recorder:
-            output = call_model(model, batch)
-        if folding is not None:
-            folding.end_forward()
-        tracker.phase, tracker.call = "loss", -1
-        loss, source = loss_of(output, batch, loss_function)
+        with objective.autocasting(model):
+            with recorder:
+                output = objective.forward(model, batch)
+            if folding is not None:
+                folding.end_forward()
+            tracker.phase, tracker.call = "loss", -1
+            loss, source = objective.loss_of(output, batch)
         tracker.draws_on_host |= _host_random() != drawn
         del output
         if backward:
@@ -82,6 +88,16 @@ def run_step(
         phase = {"forward": "forward", "loss": "loss"}.get(tracker.phase, "backward")
         what = f"{type(error).__name__}: {_first_line(error)}"
         message = f"The {phase} of {type(model).__name__} failed on this batch: {what}"
+        if (
+            phase == "forward"
+            and isinstance(error, TypeError)
+            and objective.step is None
+            and type(batch) in (tuple, list)
+        ):
+            message += (
+                f". The model was called with the batch's {len(batch)} items; if they are inputs and targets, give "
+                "inputs=..., targets=... and loss=..., or step=lambda model, batch: ..."
+            )
         raise Failed(message, f"{phase} raised {what}") from error
 
 
@@ -101,7 +117,7 @@ def saving(tracker: Tracker) -> Iterator[None]:
         # With its node it would be a cycle: a saved output is held by the node that made it, and a graph that is
         # dropped before backward would count as alive until Python's collector runs.
         with tracker.unobserved():
-            return _torch.detach_past_modes(tensor)
+            return _torch.fake_alias(tensor)
 
     moving = execution_context.moving_with(SimulatedTransport(tracker, prefetches=tracker.dialect == "cuda"))
     with moving, execution_context.observing(tracker), _torch.saved_tensors_hooks(pack, lambda t: t):
@@ -112,7 +128,7 @@ def saving(tracker: Tracker) -> Iterator[None]:
 def few_full_collections() -> Iterator[None]:
     """Has Python's collector look at what is old but rarely: records pile up that are in no cycle."""
     young, middle, old = gc.get_threshold()
-    gc.set_threshold(young, middle, max(old, _OLD_THRESHOLD))
+    gc.set_threshold(young, middle, max(old, _OLD_COLLECTIONS))
     try:
         yield
     finally:

@@ -7,7 +7,7 @@ import os
 import sys
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4  # malloc.h of the GNU C library
-_TOP_PAD_BYTES = 1 << 28
+_TOP_PAD_BYTES = 1 << 28  # by which the heap grows at a time: few system calls in the first steps
 
 
 def keep_freed_memory() -> bool:

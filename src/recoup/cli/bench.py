@@ -46,7 +46,8 @@ def bench(
             from recoup.selective.trial import Trials
 
             keywords = request.keywords(found)
-            trials = Trials(found.model, found.batch, loss=keywords["loss"], optimizer=keywords["optimizer"])
+            objective, sample = found.objective()
+            trials = Trials(found.model, sample, objective=objective, optimizer=keywords["optimizer"])
             name = request.text if request.batch is None else f"{request.text} x {request.batch}"
             rows += [row_of(name, trials.run(strategy, timed=True)) for strategy in split(strategies)]
     if json:

@@ -15,7 +15,7 @@ from rich.console import Console
 from recoup import progress
 from recoup.errors import InfeasibleBudget, RecoupError
 
-_QUIET_SECONDS = 2.0
+_QUIET_SECONDS = 2.0  # between two lines of progress where there is no terminal
 
 
 def print_data(text: str, *, ok: bool | None = None) -> None:

@@ -78,8 +78,10 @@ def _report(done: Fit, found: Target, keywords: dict[str, Any]) -> Report:
     from recoup.evidence.measured_timeline import measure_timelines
 
     done.applied.remove()
-    step = {"loss": keywords.get("loss"), "optimizer": keywords.get("optimizer")}
-    measured = measure_timelines(found.model, done.plan, found.batch, **step)
+    objective, batch = found.objective()
+    measured = measure_timelines(
+        found.model, done.plan, batch, objective=objective, optimizer=keywords.get("optimizer")
+    )
     curve = api.frontier(found.model, found.batch, **keywords)
     shown, _, _ = report_data.make_report(curve, plan=done.plan, evidence=done.evidence, measured=measured)
     return shown

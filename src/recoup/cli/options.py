@@ -81,8 +81,8 @@ class Request:
         )
 
     def keywords(self, target: Target) -> dict[str, Any]:
-        """Returns what every function of the API takes: loss, optimizer, and the device if one was named."""
-        keywords: dict[str, Any] = {"loss": target.loss, "optimizer": target.optimizer}
+        """Returns what every function of the API takes: the step, the optimizer, and the device if one was named."""
+        keywords: dict[str, Any] = {**target.step, "optimizer": target.optimizer}
         if self.optimizer is not None:
             import torch
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from recoup import progress
+from recoup.analysis.module_table import module_rows
 from recoup.analysis.profile import make_profile
-from recoup.analysis.timeline import make_timeline, module_rows
+from recoup.analysis.timeline import make_timeline
 from recoup.api import Frontier
 from recoup.cost.model import PricedTrace
 from recoup.ir.evidence import Evidence

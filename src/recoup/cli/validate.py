@@ -29,7 +29,8 @@ def validate(
         found = request.resolve(runs=True)
         from recoup.selective.validate import validate as run_gates  # with it comes torch
 
-        done = run_gates(found.model, found.batch, loss=found.loss, strategies=split(strategies))
+        objective, sample = found.objective()
+        done = run_gates(found.model, sample, objective=objective, strategies=split(strategies))
     if json:
         print_json(done.to_json())
     else:

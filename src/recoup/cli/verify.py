@@ -34,7 +34,6 @@ def verify(
     with showing_progress(quiet=quiet):
         found = request.resolve(runs=True)
         from recoup import api  # with it comes torch
-        from recoup.report.text import verdict
 
         keywords = request.keywords(found)
         keywords.pop("device", None)  # the model is there already
@@ -43,6 +42,6 @@ def verify(
     if json:
         print_json(evidence.to_json())
     else:
-        print_data(f"{evidence}\n{verdict(evidence)}", ok=evidence.ok)
+        print_data(f"{evidence}\n{evidence.verdict}", ok=evidence.ok)
     if not evidence.ok:
         raise typer.Exit(1)

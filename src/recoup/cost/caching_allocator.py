@@ -18,7 +18,7 @@ import bisect
 
 SMALL, MIN_BLOCK = 1 << 20, 512
 _SMALL_SEGMENT, _LARGE_SEGMENT, _LARGE_FROM, _STEP = 2 << 20, 20 << 20, 10 << 20, 2 << 20
-_ADDRESSES = 1 << 50  # of an expandable segment
+_SEGMENT_BYTES = 1 << 50  # bytes of an expandable segment: more than any card has
 
 
 class OutOfCard(Exception):
@@ -179,7 +179,7 @@ class CachingAllocator:
     def _expand(self, pool: _Pool, size: int) -> Block | None:
         """Maps pages behind the first place of the segment with room for `size`."""
         if pool.first is None:
-            pool.first = Block(self._place(_ADDRESSES), _ADDRESSES, pool)
+            pool.first = Block(self._place(_SEGMENT_BYTES), _SEGMENT_BYTES, pool)
             pool.first.is_mapped = False
         block: Block | None = pool.first
         while block is not None:

@@ -16,8 +16,8 @@ from recoup.cost.flops import kind
 from recoup.ir.trace import Signature, Trace
 
 _NUM_STEPS = 3  # gradients and workspaces are new in the first; after two more nothing moves
-_PRECISION_BYTES = 4 << 20
-_MARGIN = 1.01
+_PRECISION_BYTES = 4 << 20  # to which the smallest limit is found: two of the allocator's small segments
+_MARGIN_FACTOR = 1.01  # factor on the need: other histories of a process leave blocks elsewhere
 HiddenBlocks = Callable[[Signature, int], Sequence[int]]
 """Returns the bytes of blocks that an op holds beside its results, from its signature and their sum as priced."""
 
@@ -68,7 +68,8 @@ class CardMemory:
         """Returns the smallest limit, in bytes reserved, under which the step runs.
 
         Where blocks lie depends on what the process did before. Two histories are tried, a process under the limit
-        from its first step on and one that had plenty in it, and the worse one counts, with `_MARGIN` for others.
+        from its first step on and one that had plenty in it, and the worse one
+        counts, with `_MARGIN_FACTOR` for others.
         """
         step = self._step(trace, workspace)
         plenty = self.need(trace, workspace, expandable=expandable)
@@ -84,7 +85,7 @@ class CardMemory:
                 except OutOfCard:
                     low = middle
             worst = high
-        return int(worst * _MARGIN)
+        return int(worst * _MARGIN_FACTOR)
 
     def _step(self, trace: Trace, workspace: Sequence[int]) -> list[tuple[int, int]]:
         last = next((i for i, o in enumerate(trace.ops) if o.phase == "optimizer"), len(trace.ops))

@@ -14,7 +14,6 @@ import difflib
 from recoup.errors import UsageError
 
 _T, _G = 1e12, 1e9
-_GIB = 2**30
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +65,7 @@ _CUBLAS = 2 * 8519680 + CUBLASLT_BYTES
 _CUBLAS_HOPPER = 2 * 32 * 2**20 + CUBLASLT_BYTES
 _CUBLAS_SOURCE = "PyTorch, CublasHandlePool.cpp: default workspace, one for forward's thread and one for backward's"
 
-_CONTEXT = 768 << 20
+_CONTEXT_BYTES = 768 << 20  # of a process with torch loaded, beside what its allocator has
 # CUDA C++ Programming Guide: most resident threads of a multiprocessor, by compute capability.
 _THREADS_PER_SM = {(7, 0): 2048, (7, 5): 1024, (8, 0): 2048, (8, 6): 1536, (8, 9): 1536, (9, 0): 2048, (10, 0): 2048}
 
@@ -128,11 +127,11 @@ def _nvidia(
         tf32_flops=bf16 / 2 * _T if has_tf32 else fp32 * _T,
         fp32_flops=fp32 * _T,
         bandwidth_bytes=bandwidth * _G,
-        memory_bytes=int(gibibytes * _GIB),
+        memory_bytes=int(gibibytes * 2**30),
         copy_bytes=copy_bytes,
         launch_seconds=5e-6,
         round_bytes=512,
-        context_bytes=_CONTEXT,
+        context_bytes=_CONTEXT_BYTES,
         fixed_bytes=_CUBLAS_HOPPER if capability in ((9, 0), (10, 0)) else _CUBLAS,
         matmul_fraction=matmul,
         attention_fraction=attention,
@@ -158,7 +157,7 @@ _DEVICES = (
         tf32_flops=0.1 * _T,
         fp32_flops=0.1 * _T,
         bandwidth_bytes=15 * _G,
-        memory_bytes=16 * _GIB,
+        memory_bytes=16 * 2**30,
         copy_bytes=15 * _G,
         launch_seconds=3e-6,
         round_bytes=1,

@@ -15,7 +15,7 @@ from recoup.cost.model import PricedTrace
 
 # Storages whose copies to the host may be under way at a time: they are still on the device. One is copied while the
 # next is computed.
-MOST_ON_THEIR_WAY = 2
+MAX_BLOCKS_ON_THEIR_WAY = 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +48,8 @@ def with_copies(priced: PricedTrace, link: Link) -> PricedTrace:
 def _seconds_waited(priced: PricedTrace, link: Link) -> float:
     """Returns how long ops wait for copies, which the link makes one after the other.
 
-    Before a storage leaves while `MOST_ON_THEIR_WAY` others do, for the first of them; before anything comes back, for
-    all that leave; before a storage is read that is not back yet, for it.
+    Before a storage leaves while `MAX_BLOCKS_ON_THEIR_WAY` others do, for the first of them; before anything comes
+    back, for all that leave; before a storage is read that is not back yet, for it.
     """
     copies = {op: list(group) for op, group in itertools.groupby(priced.trace.copies, key=lambda c: c.op)}
     now = link_free = waited = 0.0
@@ -61,7 +61,7 @@ def _seconds_waited(priced: PricedTrace, link: Link) -> float:
             if copy.kind == "out":
                 link_free = max(link_free, now) + copy.nbytes / link.out_bytes
                 leaving.append(link_free)
-                if len(leaving) > MOST_ON_THEIR_WAY:
+                if len(leaving) > MAX_BLOCKS_ON_THEIR_WAY:
                     until = leaving.popleft()
             elif copy.kind == "back":
                 until = leaving[-1] if leaving else now

@@ -14,19 +14,17 @@ from recoup.cost.model import PricedTrace
 from recoup.ir.decision import Decision, Region
 from recoup.ir.trace import Trace
 
-# Of a region's bookkeeping; of a module's call in a replay (its hooks, its graph, the checks of what it saves) and of
-# each op in it; of a rederived tensor besides its ops; of a forward op that is recorded for one, or watched in a region
-# that keeps results; of a call of autograd's engine for taped steps of a scan.
-REGION_OVERHEAD_SECONDS = 150e-6
-CALL_OVERHEAD_SECONDS = 100e-6
-REPLAY_OVERHEAD_SECONDS = 15e-6
-REBUILD_OVERHEAD_SECONDS = 105e-6
-RECORD_OVERHEAD_SECONDS = 25e-6
-KEEP_OVERHEAD_SECONDS = 60e-6
-TAPE_OVERHEAD_SECONDS = 30e-6
-# Of a dispatched op, its Python included, in forward and in backward: GPT-2 small at batch 1 on the stub GPU, CPU time.
-FORWARD_OP_SECONDS = 5e-6
-BACKWARD_OP_SECONDS = 4.5e-6
+# Calibration, on x86 CPUs: what steps with a plan take beyond their kernels, shared out by what happens in them.
+REGION_OVERHEAD_SECONDS = 150e-6  # of a region: noting and putting back state, slots, the replay's start and end
+CALL_OVERHEAD_SECONDS = 100e-6  # of a module's call in a replay: its hooks, its graph, the checks of what it saves
+REPLAY_OVERHEAD_SECONDS = 15e-6  # of an op in a replay, its kernel aside
+REBUILD_OVERHEAD_SECONDS = 105e-6  # of a rederived tensor: its search and its rebuild, the ops aside
+RECORD_OVERHEAD_SECONDS = 25e-6  # of a forward op that is recorded, so that what it makes can be rebuilt
+KEEP_OVERHEAD_SECONDS = 60e-6  # of a forward op in a region that keeps results
+TAPE_OVERHEAD_SECONDS = 30e-6  # of a call of autograd's engine for the taped steps of a scan
+# Calibration: GPT-2 small at batch 1 on the stub GPU, CPU time.
+FORWARD_OP_SECONDS = 5e-6  # of a dispatched op, its Python included
+BACKWARD_OP_SECONDS = 4.5e-6  # the same in backward
 
 
 def step_seconds(chosen: Sequence[Decision], priced: PricedTrace, *, plain: Trace) -> float:
@@ -88,7 +86,7 @@ def host_seconds(
     seconds += trace.num_rederived * REBUILD_OVERHEAD_SECONDS
     recording = 0.0
     if any(d.rederives for d in chosen):
-        recording = sum(o.phase in ("forward", "loss") for o in trace.ops) * RECORD_OVERHEAD_SECONDS
+        recording = trace.num_forward_ops * RECORD_OVERHEAD_SECONDS
     is_view = [s.is_view for s in plain.signatures]
     watched = [c for c, decision in regions if decision.keep]
     num_watched = sum(not is_view[o.signature] for c in watched for o in plain.ops[c.first_op : c.last_op])

@@ -33,12 +33,12 @@ from recoup.cost.op_replay import Arena, extent_bytes, make_call
 from recoup.cost.roofline import RooflineCost
 from recoup.ir.trace import Signature, Trace
 
-SMALL_BYTES = 1 << 16
+SMALL_BYTES = 1 << 16  # other ops that move less are not run: they take no longer than their dispatch
 SMALL_OP_SECONDS = {"cpu": 4e-6, "cuda": 8e-6}
-TOTAL_SECONDS = 25.0
-_SECONDS_EACH = 0.03
-_BATCH = 24
-_EXTRA_BYTES = 1 << 14
+TOTAL_SECONDS = 25.0  # for all ops of a plan; what is not measured by then is priced by a fitted roofline
+_SECONDS_EACH = 0.03  # for the runs of one op, of which the fastest counts
+_BATCH_OPS = 24  # metered in one profiler run
+_EXTRA_BYTES = 1 << 14  # an op leaves beyond its result; less is rounding of the allocator
 
 
 class MeasuredCost:
@@ -128,11 +128,11 @@ class MeasuredCost:
     def _measure_here(self, missing: list[Signature], deadline: float, new: dict[str, Measurement | None]) -> None:
         arena = Arena(self.device)
         with alone(self.device):
-            for start in range(0, len(missing), _BATCH):
+            for start in range(0, len(missing), _BATCH_OPS):
                 if time.perf_counter() > deadline:
                     break
                 progress.advance(f"measuring ops on this device ({start} of {len(missing)})")
-                new |= measure_ops(missing[start : start + _BATCH], arena, deadline)
+                new |= measure_ops(missing[start : start + _BATCH_OPS], arena, deadline)
 
     def _measure_apart(self, missing: list[Signature], seconds: float, new: dict[str, Measurement | None]) -> None:
         """Measures in another process: what breaks a CUDA context must not break the caller's."""

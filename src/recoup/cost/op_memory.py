@@ -3,11 +3,11 @@
 An op's workspace is what the allocator handed out during the op at its highest, above what remains of it: oneDNN's and
 cuDNN's convolution buffers, packed weights, reduction scratch. Its peak when run alone is its outputs plus that.
 
-Time is the least of a few runs in this process, outputs allocated inside: what else the machine does only adds to it,
-and would be counted several times over on a busy one. On one CPU thread it is processor time. With glibc, blocks over
-the mmap threshold (up to 32 MiB, it adapts) go back to the system and are faulted in again by each run, and so they
-are in training; under an allocator that keeps its memory they are not, and both are quicker. On CUDA the time is from
-two events, the launches left out, with nothing of the arguments in the L2 cache.
+Time is the least of a few runs in this process, two if they agree, outputs allocated inside: what else the machine does
+only adds to it, and would be counted several times over on a busy one. On one CPU thread it is processor time. With
+glibc, blocks over the mmap threshold (up to 32 MiB, it adapts) go back to the system and are faulted in again by each
+run, and so they are in training; under an allocator that keeps its memory they are not, and both are quicker. On CUDA
+the time is from two events, the launches left out, with nothing of the arguments in the L2 cache.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from recoup import _torch
 
-_CLOCK_HZ = 2e9  # of a GPU, about
+_AGREEING_RATIO = 1.03  # runs this close were disturbed by nothing: a bound of a plan's predicted seconds is 5 %
+_CLOCK_HZ = 2e9  # of a GPU, about: how long a kernel that waits is told to wait
 
 
 class Meter(Protocol):
@@ -53,7 +53,7 @@ class _CpuMeter:
     _MARK = 104729
 
     def __init__(self) -> None:
-        self._profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        self._profiler = _torch.MemoryProfiler()
         self._num_runs = 0
 
     def __enter__(self) -> _CpuMeter:
@@ -129,7 +129,7 @@ class _CudaMeter:
 
 
 def time_call(call: Callable[[], Any], device: torch.device, *, limit_seconds: float) -> tuple[float, float]:
-    """Returns (least seconds, how far the median lies above) of 3 to 9 runs that together stay near `limit_seconds`.
+    """Returns (least seconds, how far the median lies above) of 2 to 9 runs that together stay near `limit_seconds`.
 
     One run has to be enough where it takes eight times the limit. The caller has run it once, to warm up.
     """
@@ -138,7 +138,7 @@ def time_call(call: Callable[[], Any], device: torch.device, *, limit_seconds: f
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     times: list[float] = []
     began = time.perf_counter()
-    while _goes_on(len(times), time.perf_counter() - began, limit_seconds):
+    while _goes_on(times, time.perf_counter() - began, limit_seconds):
         start = clock()
         out = call()
         times.append(clock() - start)
@@ -158,7 +158,7 @@ def _time_on_cuda(call: Callable[[], Any], device: torch.device, limit_seconds: 
         flush = torch.empty(2 * max(cache_bytes, 1 << 20), dtype=torch.uint8, device=device)
         times: list[float] = []
         began = time.perf_counter()
-        while _goes_on(len(times), time.perf_counter() - began, limit_seconds):
+        while _goes_on(times, time.perf_counter() - began, limit_seconds):
             before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             _torch.keep_gpu_busy(int(2 * host_seconds * _CLOCK_HZ))
             flush.zero_()
@@ -171,10 +171,14 @@ def _time_on_cuda(call: Callable[[], Any], device: torch.device, limit_seconds: 
         return _least(times)
 
 
-def _goes_on(num_runs: int, seconds: float, limit_seconds: float) -> bool:
-    if num_runs and seconds > 8 * limit_seconds:
+def _goes_on(times: list[float], seconds: float, limit_seconds: float) -> bool:
+    """Whether to run it again: until the two least agree, three times and up to nine within the limit where not."""
+    if len(times) < 2:
+        return not times or seconds <= 8 * limit_seconds
+    least, next_to_it = sorted(times)[:2]
+    if next_to_it <= least * _AGREEING_RATIO or seconds > 8 * limit_seconds:
         return False
-    return num_runs < 3 or (num_runs < 9 and seconds < limit_seconds)
+    return len(times) < 3 or (len(times) < 9 and seconds < limit_seconds)
 
 
 def _least(times: list[float]) -> tuple[float, float]:

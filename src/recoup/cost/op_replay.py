@@ -17,8 +17,8 @@ import torch
 from recoup.cost.flops import op_name
 from recoup.ir.trace import Signature, TensorSpec
 
-_POOL_ELEMENTS = 1 << 16
-_ALIGNMENT_BYTES = 256
+_POOL_ELEMENTS = 1 << 16  # random values that are repeated over an input: making new ones would take longer than the op
+_ALIGNMENT_BYTES = 256  # of blocks in the arena; vectorised kernels take other paths on unaligned memory
 # What their opaque or resized arguments hold cannot be made up.
 _REFUSED = frozenset({"_cudnn_rnn_backward", "miopen_rnn_backward", "resize", "set"})
 # Position of the indices, and of what says how many rows there are.

@@ -112,7 +112,7 @@ def rounding_bound(result: StepResult, coarsest: torch.dtype | None, noise: floa
     """
     dtypes = {t.dtype for t in (result.loss, *result.gradients.values()) if t is not None} | {coarsest}
     least = max((_BOUNDS[d] for d in dtypes if d in _BOUNDS), default=_BOUNDS[torch.float32])
-    return min(max(least, noise), _MOST_NOISE * least)
+    return min(max(least, noise), _MAX_NOISE_FACTOR * least)
 
 
 _BOUNDS: dict[torch.dtype | None, float] = {
@@ -125,7 +125,7 @@ _BOUNDS: dict[torch.dtype | None, float] = {
 
 NOISE_FACTOR = 1.1
 """No power of two: a loss multiplied by it has its gradients rounded anew at every step of backward."""
-_MOST_NOISE = 10.0
+_MAX_NOISE_FACTOR = 10.0  # factor on the bound of a dtype that measured rounding may widen it by
 
 
 def rounding_noise(plain: StepResult, scaled: StepResult) -> float:
@@ -211,8 +211,8 @@ def equal_values(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.is_floating_point() and bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
-_SMALL_SHARE = 1e-3
-_CHUNK = 1 << 20  # elements: a norm in double precision takes no copy of a whole gradient
+_SMALL_SHARE = 1e-3  # of the norm of all gradients: errors of smaller ones are relative to that
+_CHUNK_ELEMENTS = 1 << 20  # a norm in double precision takes no copy of a whole gradient
 
 
 def _norm_of_all(gradients: dict[str, torch.Tensor | None]) -> float:
@@ -227,8 +227,8 @@ def _relative_error(a: torch.Tensor, b: torch.Tensor, smallest: float, *, times:
 def _norm(a: torch.Tensor, b: torch.Tensor | None = None, *, times: float = 1.0) -> float:
     """Returns ||a||, or ||a - b / times||, in double precision."""
     wide = torch.complex128 if a.is_complex() else torch.float64
-    chunks = torch.split(_flat(a), _CHUNK)
-    others = [None] * len(chunks) if b is None else torch.split(_flat(b), _CHUNK)
+    chunks = torch.split(_flat(a), _CHUNK_ELEMENTS)
+    others = [None] * len(chunks) if b is None else torch.split(_flat(b), _CHUNK_ELEMENTS)
     total = 0.0
     for x, y in zip(chunks, others, strict=True):
         difference = x.to(wide) if y is None else x.to(wide) - y.to(wide) / times

@@ -9,20 +9,19 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import record_function
 
 from recoup import _torch
 from recoup.capture.optimizer import OptimizerLike
 from recoup.capture.snapshot import untouched
-from recoup.capture.step import Loss, call_model, loss_of
+from recoup.capture.step import Objective
 from recoup.evidence.memory import meter_name
 from recoup.evidence.verify import StepBench
 from recoup.ir.plan import Plan
-from recoup.ir.report import MeasuredTimeline
+from recoup.ir.report import TIMELINE_POINTS, MeasuredTimeline
 from recoup.runtime.apply import apply_decisions, plain
 
 _MARK = "recoup step: "
-_MAX_POINTS = 420
 
 
 def measure_timelines(
@@ -30,7 +29,7 @@ def measure_timelines(
     plan: Plan | None,
     batch: Any,
     *,
-    loss: Loss | None = None,
+    objective: Objective = Objective(),  # noqa: B008
     optimizer: OptimizerLike | None = None,
 ) -> tuple[MeasuredTimeline | None, MeasuredTimeline | None]:
     """Returns the measured memory of one plain and one planned step; the model is put back.
@@ -41,8 +40,8 @@ def measure_timelines(
     """
     if next(model.parameters()).device.type != "cpu":
         return None, None
-    with untouched(model, batch, loss):
-        bench = StepBench(model, batch, loss, optimizer)
+    with untouched(model, batch, objective.functions):
+        bench = StepBench(model, batch, objective, optimizer)
         with bench.optimizing():
             with plain(model):
                 bench.step(take=True)
@@ -58,11 +57,9 @@ def _run(bench: StepBench) -> MeasuredTimeline:
     bench.restore()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        with _torch.MemoryProfiler() as profiler:
             with record_function(_MARK + "forward"):
-                output = call_model(bench.model, bench.batch)
-                value, _ = loss_of(output, bench.batch, bench.loss)
-                del output
+                value = bench.objective.run(bench.model, bench.batch)
             with record_function(_MARK + "backward"):
                 value.backward()  # type: ignore[no-untyped-call]
             del value
@@ -74,7 +71,7 @@ def _run(bench: StepBench) -> MeasuredTimeline:
     held = bench.held_bytes()
     times = np.array([t for t, _ in changes], dtype=np.int64)
     levels = held + np.concatenate([[0], np.cumsum([b for _, b in changes])]).astype(np.int64)
-    edges = np.linspace(begin, end, _MAX_POINTS + 1)
+    edges = np.linspace(begin, end, TIMELINE_POINTS + 1)
     at = np.searchsorted(times, edges, side="right")  # levels[at[k]] is the level when column k begins
     totals = [int(levels[a : max(b, a) + 1].max()) for a, b in itertools.pairwise(at)]
     return MeasuredTimeline(

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from recoup import _torch
 from recoup._storages import covered_bytes
@@ -37,7 +36,7 @@ def measure_peak(step: Callable[[], Any], *, device: torch.device, held_bytes: i
         return peak_on_cuda(device)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        with _torch.MemoryProfiler() as profiler:
             step()
     level = peak = 0
     for change in _torch.cpu_memory_events(profiler):

@@ -1,9 +1,9 @@
 """Runs the plain and the planned step from the same state and compares everything.
 
 Both start from the same weights, buffers, attributes and random streams. One planned step keeps what regions drop and
-compares every replay with it (`replay_audit.py`); one plain and one planned step are compared value by value; one of
-each is run under the meter; time is taken over interleaved pairs. Nothing of the model changes: weights, buffers,
-`.grad`s, flags and streams are put back.
+compares every replay with it (`replay_audit.py`); one plain and one planned step are run under the meter and compared
+value by value (with an optimizer, whose step counts too, they are metered apart); time is taken over interleaved pairs.
+Nothing of the model changes: weights, buffers, `.grad`s, flags and streams are put back.
 
 [Note: memory of a verification] A plan is proved where the plain step does not fit:
 1. What has to be kept for a comparison is one copy of the gradients. It is gone before an optimizer steps, and a copy
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -25,11 +26,10 @@ import torch
 from torch import nn
 
 from recoup._allocation import available_bytes, is_allocation_failure
-from recoup._interrupts import let_in
-from recoup._pytree import iterate_tensors, map_tensors
+from recoup._pytree import first_half, iterate_tensors, num_rows
 from recoup.capture.optimizer import OptimizerLike, OptimizerStep, prepare_optimizer
 from recoup.capture.snapshot import Snapshot, parameters_outside, untouched
-from recoup.capture.step import Loss, call_model, leaves_of, loss_of
+from recoup.capture.step import Objective, leaves_of
 from recoup.errors import RecoupError, StepError, StepOutOfMemory, UsageError
 from recoup.evidence.gradients import (
     NOISE_FACTOR,
@@ -42,7 +42,7 @@ from recoup.evidence.gradients import (
     take_result,
 )
 from recoup.evidence.memory import measure_peak, meter_name, storage_bytes
-from recoup.evidence.replay_audit import Audit
+from recoup.evidence.replay_audit import MOVED_BYTES, Audit
 from recoup.evidence.speed import time_ratio
 from recoup.ir.evidence import Evidence
 from recoup.ir.plan import Plan
@@ -52,19 +52,18 @@ from recoup.runtime.offload.saved_tensor import offload
 from recoup.runtime.offload.transport import Transport, make_transport
 from recoup.units import format_bytes
 
-_MOVED_BYTES = 1 << 16  # smaller saved tensors stay where they are when a plain step is run that does not fit
 _Result = TypeVar("_Result")
 
 
 class StepBench:
     """A model in a fixed state, on which steps are run and taken back."""
 
-    def __init__(self, model: nn.Module, batch: Any, loss: Loss | None, optimizer: OptimizerLike | None) -> None:
+    def __init__(self, model: nn.Module, batch: Any, objective: Objective, optimizer: OptimizerLike | None) -> None:
         self.model = model
         self.batch = batch
-        self.loss = loss
+        self.objective = objective
         self.device = next(model.parameters()).device
-        self._before = Snapshot(model, batch, loss)
+        self._before = Snapshot(model, batch, objective.functions)
         self._outside = parameters_outside(model, self._before)
         self._is_watched = False
         self._optimizes = optimizer is not None
@@ -95,6 +94,7 @@ class StepBench:
         self._before.restore()
         torch.clear_autocast_cache()  # inside the user's autocast it holds casts of weights as they were
         self._before.tensors.clear_gradients()
+        self.objective.prepare(self.model)
 
     def held_bytes(self) -> int:
         """Returns the bytes that are there before a step: weights, buffers, optimizer state, batch."""
@@ -102,10 +102,16 @@ class StepBench:
         tensors = [*self.model.parameters(), *self.model.buffers(), *iterate_tensors(self.batch), *state]
         tensors += self._before.tensors.touched()
         estimated_bytes = self.optimizer.estimated_bytes if self.optimizer is not None else 0
+        estimated_bytes += self.trainable_bytes if self.objective.accumulates else 0
         return storage_bytes(t for t in tensors if t.device.type == self.device.type) + estimated_bytes
 
     def step(
-        self, *, take: bool = False, times: float | None = None, aside: Transport | None = None
+        self,
+        *,
+        take: bool = False,
+        times: float | None = None,
+        aside: Transport | None = None,
+        meter: Callable[[Callable[[], Any]], Any] = lambda run: run(),
     ) -> StepResult | None:
         """Runs one training step; with `take`, returns what it left behind (and runs no optimizer step).
 
@@ -113,10 +119,12 @@ class StepBench:
 
         Args:
             times: the loss is multiplied by it before backward. aside: where saved tensors are moved to.
+            meter: calls forward and backward.
         """
-        let_in()
+        losses: list[torch.Tensor] = []
         with self._before.watching() if take and not self._is_watched else contextlib.nullcontext():
-            loss = self._loss_after_backward(times, aside)
+            meter(lambda: losses.append(self._loss_after_backward(times, aside)))
+        loss = losses.pop()
         if take:
             self._is_watched = True
             return take_result(self.model, loss, self._before, self._outside)
@@ -140,17 +148,16 @@ class StepBench:
 
     def _again(self) -> torch.Tensor:
         self._before.tensors.clear_gradients()
+        self.objective.prepare(self.model)
         return self._loss_after_backward()
 
     def _loss_after_backward(self, times: float | None = None, aside: Transport | None = None) -> torch.Tensor:
         moving: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if aside is not None:
-            moving = offload(self.model, transport=aside, min_bytes=_MOVED_BYTES)
+            moving = offload(self.model, transport=aside, min_bytes=MOVED_BYTES)
         with torch.enable_grad():
             with moving:
-                output = call_model(self.model, self.batch)
-                loss, _ = loss_of(output, self.batch, self.loss)
-                del output
+                loss = self.objective.run(self.model, self.batch)
                 loss = loss if times is None else loss * times
             for leaf in leaves_of(loss) if not self._is_watched else ():
                 self._before.tensors.add("a tensor that the loss reaches", leaf)
@@ -163,7 +170,7 @@ def verify_plan(
     plan: Plan,
     batch: Any,
     *,
-    loss: Loss | None = None,
+    objective: Objective = Objective(),  # noqa: B008
     optimizer: OptimizerLike | None = None,
     timed: bool = True,
     max_seconds: float = 30.0,
@@ -183,10 +190,10 @@ def verify_plan(
             f"{type(model).__name__} is on `meta`; a measured step needs real weights. Build it on the device, or "
             "stop at `plan`."
         )
-    with untouched(model, batch, loss), _in_place(model, plan):
+    with untouched(model, batch, objective.functions), _in_place(model, plan):
         verification: _Verification | None = None
         try:
-            verification = _Verification(StepBench(model, batch, loss, optimizer), plan)
+            verification = _Verification(StepBench(model, batch, objective, optimizer), plan)
             return verification.run(max_seconds if timed else None)
         except Exception as error:
             if isinstance(error, RecoupError) or not is_allocation_failure(error):
@@ -227,29 +234,28 @@ class _Verification:
         room = available_bytes(bench.device) + bench.held_bytes()
         self._moves_plain = False
         self._plain_fits = plan.predicted.plain_peak_bytes + bench.trainable_bytes <= room
+        self._peaks: dict[bool, int] = {}  # of the plain step (False) and the planned one (True)
+        self._moved = 0
 
     def run(self, max_seconds: float | None) -> Evidence:
         """Returns the evidence; times steps for about `max_seconds`, None: not at all."""
         bench, plan = self.bench, self._plan
         audit = self._audit()
-        baseline: int | None = None
-        with bench.optimizing():
-            held = bench.held_bytes()
-            if self._plain_fits:
-                with plain(bench.model):
-                    baseline = self._attempt(lambda: self._metered(held))
-                self._plain_fits = baseline is not None
+        if bench.optimizer is not None and self._plain_fits:  # its step counts, and is no part of what is compared
+            with bench.optimizing(), plain(bench.model):
+                bench.restore()
+                self._plain_fits = self._attempt(lambda: self._metered(bench.step, planned=False)) is not None
         comparison, counters = self._compare(audit)
         ratio = spread = None
         with bench.optimizing():
-            moved = _moved_bytes(bench.model)
-            peak = self._metered(held)
-            moved = _moved_bytes(bench.model) - moved
-            if max_seconds is not None and baseline is not None:
+            if True not in self._peaks:
+                bench.restore()
+                self._metered(bench.step, planned=True)
+            if max_seconds is not None and False in self._peaks:
                 ratio, spread = self._time(max_seconds)
         return Evidence(
-            peak_bytes=peak,
-            baseline_peak_bytes=baseline,
+            peak_bytes=self._peaks[True],
+            baseline_peak_bytes=self._peaks.get(False),
             predicted_peak_bytes=plan.predicted.peak_bytes,
             budget_bytes=plan.budget_bytes,
             gradients_equal=comparison.gradients_equal,
@@ -269,7 +275,7 @@ class _Verification:
             num_replays_compared=audit.num_compared,
             error_bound=comparison.error_bound,
             loss_error=comparison.loss_error,
-            offloaded_bytes=moved,
+            offloaded_bytes=self._moved,
             predicted_offloaded_bytes=plan.predicted.offloaded_bytes,
             num_scan_evaluations=counters[2],
             predicted_scan_evaluations=plan.predicted.num_scan_evaluations,
@@ -290,10 +296,12 @@ class _Verification:
             torch.cuda.empty_cache()
         return None
 
-    def _metered(self, held_bytes: int) -> int:
-        self.bench.restore()
-        peak = measure_peak(self.bench.step, device=self.bench.device, held_bytes=held_bytes)
-        self.bench.restore()
+    def _metered(self, run: Callable[[], Any], *, planned: bool) -> int:
+        """Runs (a part of) a step in the state it begins with; returns the peak, and notes it."""
+        moved, held_bytes = _moved_bytes(self.bench.model), self.bench.held_bytes()
+        peak = self._peaks[planned] = measure_peak(run, device=self.bench.device, held_bytes=held_bytes)
+        if planned:
+            self._moved = _moved_bytes(self.bench.model) - moved
         return peak
 
     def _audit(self) -> Audit:
@@ -344,19 +352,19 @@ class _Verification:
             if found is not None:
                 return found
         self._moves_plain = True
-        whole = _rows(bench.batch)
+        whole = num_rows(bench.batch)
         while True:
             found = self._attempt(lambda: self._result(planned=False))
             if found is not None:
                 break
-            smaller = _half(bench.batch)
+            smaller = first_half(bench.batch)
             if smaller is bench.batch:
                 raise MemoryError("the plain step does not fit, even with what it saves moved away")
             bench.batch = smaller
         kept = "a temporary file" if bench.device.type == "cpu" else "host memory"
         note = f"the plain step does not fit: it was run with what it saves for backward in {kept}"
-        if _rows(bench.batch) != whole:
-            note += f", and values were compared on {_rows(bench.batch)} of {whole} examples"
+        if num_rows(bench.batch) != whole:
+            note += f", and values were compared on {num_rows(bench.batch)} of {whole} examples"
         self._notes.append(note)
         return found
 
@@ -365,7 +373,10 @@ class _Verification:
         bench.restore()
         aside = self._aside if self._moves_plain and not planned else None
         with contextlib.nullcontext() if planned else plain(bench.model):
-            result = bench.step(take=True, times=times, aside=aside)
+            if bench.optimizer is None and times is None and not self._moves_plain:
+                result = bench.step(take=True, meter=functools.partial(self._metered, planned=planned))
+            else:
+                result = bench.step(take=True, times=times, aside=aside)
         assert result is not None
         return result if planned or times is not None else on_host(result)
 
@@ -387,16 +398,3 @@ def _moved_bytes(model: nn.Module) -> int:
     """Returns the bytes that the plan in place has moved to the host so far."""
     states = {id(patch.settings.state): patch.settings.state for patch in find_patches(model)}
     return sum(s.offloading.moves.bytes_out for s in states.values() if s.offloading is not None)
-
-
-def _rows(batch: Any) -> int:
-    """Returns the largest first dimension of the batch's tensors."""
-    return max((t.shape[0] for t in iterate_tensors(batch) if t.dim() > 0), default=0)
-
-
-def _half(batch: Any) -> Any:
-    """Returns the first half of the batch; the batch itself if it cannot be halved."""
-    full = _rows(batch)
-    if full < 2:
-        return batch
-    return map_tensors(lambda t: t[: full // 2] if t.dim() > 0 and t.shape[0] == full else t, batch)

@@ -19,7 +19,8 @@ from torch import nn
 from recoup.errors import UsageError
 from recoup.ir.decision import Recompute
 from recoup.runtime.apply import Applied, apply_decisions
-from recoup.runtime.recompute.region import Member, run_region
+from recoup.runtime.recompute.region import run_region
+from recoup.runtime.recompute.region_step import Member
 
 # Megatron's names, and what such a part is called in transformers' and torch's own models.
 MEGATRON_PARTS = {

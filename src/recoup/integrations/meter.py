@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 
 from recoup import _torch
 from recoup._pytree import iterate_tensors
@@ -52,7 +51,7 @@ class StepMeter:
         )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            self._profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+            self._profiler = _torch.MemoryProfiler()
             self._profiler.__enter__()
 
     def stop(self) -> None:

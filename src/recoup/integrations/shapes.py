@@ -27,15 +27,16 @@ from recoup import api
 from recoup._pytree import iterate_tensors
 from recoup.capture.capture import StepSpec, capture
 from recoup.capture.optimizer import OptimizerLike
-from recoup.capture.step import Loss
+from recoup.capture.step import Loss, Objective
 from recoup.errors import InfeasibleBudget, UsageError
 from recoup.integrations.distributed import unwrap
 from recoup.integrations.watch import Guard
 from recoup.ir.decision import Save
 from recoup.ir.plan import Plan
-from recoup.runtime.apply import Settings, apply_decisions, find_patches
+from recoup.runtime.apply import apply_decisions, find_patches
 from recoup.runtime.conflicts import refuse_conflicts
 from recoup.runtime.patch import PatchedForward, repatch, unpatch
+from recoup.runtime.planned_call import Settings
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 
@@ -238,7 +239,10 @@ def fit_shapes(
     if not batches:
         raise UsageError("fit_shapes needs at least one batch; got none. (recoup.integrations.shapes)")
     refuse_conflicts(model)
-    peaks = [max(capture(StepSpec(model=model, batch=b, loss=loss, optimizer=optimizer)).levels()) for b in batches]
+    peaks = [
+        max(capture(StepSpec(model=model, batch=b, objective=Objective(loss=loss), optimizer=optimizer)).levels())
+        for b in batches
+    ]
     found = []
     for index in sorted(range(len(batches)), key=lambda i: -peaks[i]):
         batch = batches[index]

@@ -28,7 +28,7 @@ from recoup.ir.plan import Plan
 from recoup.runtime.apply import find_patches
 from recoup.units import format_bytes, parse_bytes
 
-_LOOKED_AT = 1000
+_SAMPLED_EXAMPLES = 1000  # of a data set, for the longest: reading all of it may take hours
 
 
 def fit(
@@ -115,7 +115,7 @@ def sample_batch(
     dataset: Iterable[Any], batch_size: int, data_collator: Callable[[list[Any]], Any] | None = None
 ) -> Any:
     """Returns the collated batch of the longest examples: the one whose step takes the most."""
-    examples = list(itertools.islice(iter(dataset), _LOOKED_AT))
+    examples = list(itertools.islice(iter(dataset), _SAMPLED_EXAMPLES))
     if not examples:
         raise UsageError("The training dataset is empty; there is no batch to plan for.")
     longest = sorted(examples, key=_length, reverse=True)[:batch_size]

@@ -21,7 +21,7 @@ from recoup._pytree import iterate_tensors, map_tensors
 from recoup.analysis.profile import make_profile
 from recoup.capture.capture import StepSpec, capture
 from recoup.capture.optimizer import OptimizerLike
-from recoup.capture.step import Loss
+from recoup.capture.step import Loss, Objective
 from recoup.cost.devices import get_device
 from recoup.cost.roofline import RooflineCost
 from recoup.errors import BatchTooLarge, InfeasibleBudget, RecoupError, StepOutOfMemory
@@ -150,7 +150,7 @@ class Guard:
         return StepSpec(
             model=self.model,
             batch=self.batch,
-            loss=self.loss,
+            objective=Objective(loss=self.loss),
             optimizer=self.optimizer,
             dialect="cuda" if on_cuda else "cpu",
             round_bytes=512 if on_cuda else 1,

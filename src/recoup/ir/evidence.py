@@ -5,8 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from recoup.ir import html
+from recoup.ir.text import format_percent, format_rows, format_share
+from recoup.units import format_bytes
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Evidence:
     """A plain step and a planned step, side by side: same weights, same random numbers.
 
@@ -108,7 +112,101 @@ class Evidence:
         properties["evaluated_as_planned"] = self.evaluated_as_planned
         return {**dataclasses.asdict(self), **properties}
 
-    def __str__(self) -> str:
-        from recoup.report.text import format_evidence  # report/ stands above ir/: only needed when somebody prints
+    @property
+    def verdict(self) -> str:
+        """The last line: whether everything that was promised held, and which promise that was."""
+        if not self.ok:
+            why = next(iter(self.differences), "")
+            if not self.within_budget:
+                why = f"{format_bytes(self.peak_bytes)} is over the budget"
+            elif self.exact:
+                why = "the step did not do what the plan said"
+            return f"FAILED: {why}" if why else "FAILED: see above"
+        if self.gradients_equal and self.loss_equal:
+            return "ok: within the budget, and exact"
+        error = max(self.max_gradient_error, self.loss_error)
+        return (
+            f"ok: within the budget, and equal within rounding (largest relative error {error:.1e}, bound "
+            f"{self.error_bound:.1e})"
+        )
 
-        return format_evidence(self)
+    def __repr__(self) -> str:
+        return f"<Evidence: {self.verdict}; measured peak {format_bytes(self.peak_bytes)}>"
+
+    def _repr_html_(self) -> str:
+        return html.card(self.verdict, html.bars(self.measured, self.budget_bytes), html.text(str(self), "all of it"))
+
+    @property
+    def measured(self) -> list[tuple[str, int]]:
+        """The measured peaks, as (which, bytes)."""
+        plain = [("plain peak", self.baseline_peak_bytes)] if self.baseline_peak_bytes is not None else []
+        return [*plain, ("measured peak", self.peak_bytes)]
+
+    def __str__(self) -> str:
+        return format_rows(_rows(self)) + _notes(self)
+
+
+def _rows(evidence: Evidence) -> list[tuple[str, str]]:
+    baseline = evidence.baseline_peak_bytes
+    error = evidence.predicted_peak_bytes / evidence.peak_bytes - 1 if evidence.peak_bytes else 0.0
+    rows = [
+        ("plain peak", format_bytes(baseline) + " measured" if baseline is not None else "does not fit"),
+        ("budget", format_bytes(evidence.budget_bytes)),
+        ("predicted peak", f"{format_bytes(evidence.predicted_peak_bytes)} ({format_percent(error)} of measured)"),
+        (
+            "measured peak",
+            format_bytes(evidence.peak_bytes)
+            + (f" ({format_share(evidence.peak_bytes, baseline)} of plain)" if baseline else "")
+            + (", within the budget" if evidence.within_budget else ", OVER THE BUDGET"),
+        ),
+        ("gradients", _exactness(evidence)),
+        ("loss", _loss(evidence)),
+        ("buffers", "bit-equal" if evidence.buffers_equal else "DIFFER"),
+        ("random streams", "end where plain's end" if evidence.rng_equal else "END ELSEWHERE"),
+        *([("replays", _replays(evidence))] if evidence.num_replays_compared else []),
+        ("run twice", f"{evidence.num_regions_replayed} regions, {evidence.num_rederived} saved tensors rederived"),
+    ]
+    if evidence.offloaded_bytes or evidence.predicted_offloaded_bytes:
+        agrees = "as predicted" if evidence.moved_as_planned else "predicted "
+        agrees += "" if evidence.moved_as_planned else format_bytes(evidence.predicted_offloaded_bytes)
+        rows.append(("to the host", f"{format_bytes(evidence.offloaded_bytes)} a step, {agrees}"))
+    if evidence.num_scan_evaluations:
+        agrees = "as predicted" if evidence.evaluated_as_planned else f"predicted {evidence.predicted_scan_evaluations}"
+        rows.append(("scans", f"{evidence.num_scan_evaluations} step evaluations, {agrees}"))
+    if evidence.time_ratio is not None:
+        rows.append(
+            ("time over plain", f"{evidence.time_ratio:.3f} +- {evidence.time_spread or 0:.3f} (median of pairs)")
+        )
+    return rows
+
+
+def _exactness(evidence: Evidence) -> str:
+    if evidence.gradients_equal:
+        return "bit-equal to plain, every one"
+    if evidence.max_gradient_error <= evidence.error_bound:
+        why = "tiles sum in another order" if evidence.plain_repeats else "plain steps differ by as much"
+        return (
+            f"equal to plain within rounding ({why}): largest relative error {evidence.max_gradient_error:.1e}, "
+            f"bound {evidence.error_bound:.1e}"
+        )
+    return f"DIFFER: largest relative error {evidence.max_gradient_error:.2e}"
+
+
+def _loss(evidence: Evidence) -> str:
+    if evidence.loss_equal:
+        return "bit-equal"
+    held = evidence.loss_error <= evidence.error_bound
+    return f"equal within rounding: relative error {evidence.loss_error:.1e}" if held else "DIFFERS"
+
+
+def _replays(evidence: Evidence) -> str:
+    saved = f"{evidence.num_replays_compared} saved tensors"
+    return f"{saved} bit-equal to the first forward's" if evidence.replays_equal else f"of {saved}, some DIFFER"
+
+
+def _notes(evidence: Evidence) -> str:
+    shown = () if evidence.values_hold and evidence.buffers_equal and evidence.rng_equal else evidence.differences[:8]
+    lines = [f"  differs: {d}" for d in shown]
+    lines += [f"  note: {n}" for n in evidence.notes]
+    lines.append(f"  meter: {evidence.meter}")
+    return "\n" + "\n".join(lines)

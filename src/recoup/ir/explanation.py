@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import textwrap
 from typing import Any
+
+from recoup.ir.text import WIDTH
+from recoup.units import format_bytes, format_seconds
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +51,16 @@ class Trade:
         """Seconds a step that the change costs; negative where it saves them."""
         return self.to_seconds - self.from_seconds
 
+    def __str__(self) -> str:
+        """One sentence: what changes between the two plans."""
+        change = self.to_bytes - self.from_bytes
+        what = f"{format_bytes(abs(change))} {'more' if change >= 0 else 'fewer'} at the peak"
+        if self.seconds < 0:
+            ratio = -self.seconds / self.from_seconds if self.from_seconds else 0.0
+            return f"{what}: {format_seconds(-self.seconds)} a step saved ({100 * ratio:.1f} %)"
+        ratio = self.seconds / self.from_seconds if self.from_seconds else 0.0
+        return f"{what}: {format_seconds(self.seconds)} a step more ({100 * ratio:.1f} %)"
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
@@ -77,6 +91,40 @@ class Explanation:
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:
-        from recoup.report.explanation import format_explanation  # report/ stands above ir/: only needed to print
-
-        return format_explanation(self)
+        """The explanation, at most 100 columns wide."""
+        largest = ", ".join(f"{name} {format_bytes(size)}" for name, size in self.tensors[:4])
+        extra = self.step_seconds - self.plain_step_seconds
+        lines = [
+            f"Peak {format_bytes(self.peak_bytes)}, set by the {self.phase}; largest there: {largest}",
+            f"Step {format_seconds(self.step_seconds)}, "
+            + (f"{format_seconds(extra)} of it run twice " if extra >= 0 else f"plain {format_seconds(-extra)} more ")
+            + f"({self.cost_source})",
+            "",
+            "What each choice is worth, against the same plan without it:",
+            f"  {'freed at peak':>13}  {'freed saved':>12}  {'a step costs':>12}  {'freed per s':>12}  choice",
+        ]
+        for price in self.prices:
+            is_bought = (
+                price.freed_peak_bytes < 0 and price.extra_seconds < 0
+            )  # a scan that may take more than by itself
+            cost_seconds = price.extra_seconds if is_bought else max(price.extra_seconds, 0.0)
+            rate = "free" if price.extra_seconds <= 0 else format_bytes(round(price.bytes_per_second))
+            rate = "-" if is_bought else rate
+            head = (
+                f"  {format_bytes(price.freed_peak_bytes):>13}  {format_bytes(price.freed_saved_bytes):>12}  "
+                f"{format_seconds(cost_seconds):>12}  {rate:>12}  "
+            )
+            wrapped = textwrap.wrap(price.choice, WIDTH - len(head)) or [""]
+            lines.append(head + wrapped[0])
+            lines += [" " * len(head) + rest for rest in wrapped[1:]]
+        if not self.prices:
+            lines.append("  nothing is changed")
+        lines.append("")
+        step = format_bytes(self.step_bytes)
+        less = "no plan found is that small" if self.less is None else str(self.less)
+        lines.append(f"{step} less: {less}")
+        more = "buys nothing: this is the plain step" if self.more is None else str(self.more)
+        lines.append(f"{step} more: {more}")
+        return "\n".join(
+            textwrap.fill(line, WIDTH, subsequent_indent="  ") if line[:1] not in (" ", "") else line for line in lines
+        )

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from recoup.errors import UsageError
+from recoup.ir import html
 from recoup.ir.decision import DECISIONS, Decision, Region, read_decision
 from recoup.ir.fields import read_fields, shown
+from recoup.ir.text import WIDTH, format_decisions, format_percent, format_rows, format_share
+from recoup.units import format_bytes, format_flops, format_seconds
 
 SCHEMA = "recoup-plan/2"
 
@@ -29,7 +33,9 @@ class Prediction:
         num_scan_evaluations: step evaluations of the scans whose bytes the plan decides, forward and backward together.
         num_all_gathers: of the step on each rank, where it is sharded (`plan --fsdp`); with the plan as without.
         forward_saved_bytes: of saved_bytes, those of the model's own forward, without a loss outside of it.
-        batch_bytes, optimizer_bytes: of the batch and of the optimizer's state, in the step that was planned.
+        batch_bytes: of the batch in the step that was planned, 0 if its model was called with something else.
+        optimizer_bytes: of the optimizer's state there.
+        gradient_bytes: of gradients that are there when forward begins (accumulation).
         precision: the dtype that its largest product computes in ("bfloat16" under such an autocast).
         card_bytes: the smallest card, in bytes that torch reserves, that the step runs on; fragments included, the CUDA
             context not. 0 where the step runs on a CPU. expandable_card_bytes: with expandable segments.
@@ -53,6 +59,7 @@ class Prediction:
     forward_saved_bytes: int = 0
     batch_bytes: int = 0
     optimizer_bytes: int = 0
+    gradient_bytes: int = 0
     precision: str = ""
     card_bytes: int = 0
     expandable_card_bytes: int = 0
@@ -63,7 +70,7 @@ class Prediction:
         return self.step_seconds / self.plain_step_seconds - 1 if self.plain_step_seconds else 0.0
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Plan:
     """Which action each call gets, for which model, and what that is predicted to cost.
 
@@ -146,7 +153,62 @@ class Plan:
             raise UsageError(f"{shown(str(path))} is not JSON: {shown(str(error))}.") from None
         return cls.from_json(data)
 
-    def __str__(self) -> str:
-        from recoup.report.text import format_plan  # report/ stands above ir/: only needed when somebody prints
+    def __repr__(self) -> str:
+        predicted = self.predicted
+        return (
+            f"<Plan for {self.model_class} on {self.device}: {format_bytes(predicted.peak_bytes)} of "
+            f"{format_bytes(predicted.plain_peak_bytes)}, {format_percent(predicted.extra_time_ratio)} time>"
+        )
 
-        return format_plan(self)
+    def _repr_html_(self) -> str:
+        predicted = self.predicted
+        sizes = [("plain peak", predicted.plain_peak_bytes), ("predicted peak", predicted.peak_bytes)]
+        does = format_decisions(self.decisions)
+        title = f"Plan for {self.model_class} on {self.device}"
+        return html.card(title, html.bars(sizes, self.budget_bytes), html.text(does), html.text(str(self), "all of it"))
+
+    def __str__(self) -> str:
+        """What the plan does in model terms, and what that is predicted to cost."""
+        predicted = self.predicted
+        plain = predicted.plain_peak_bytes
+        if plain > self.budget_bytes:
+            plain_text = f"{format_bytes(plain)}: the unplanned step does not fit the budget"
+        else:
+            plain_text = f"{format_bytes(plain)}: the unplanned step fits"
+        budget = format_bytes(self.budget_bytes)
+        if not self.budget_text.isdigit():
+            budget += f" ({self.budget_text})"
+        largest = ", ".join(f"{name} {format_bytes(size)}" for name, size in predicted.tensors[:3])
+        rows = [
+            ("plain peak", plain_text),
+            ("budget", budget),
+            (
+                "predicted peak",
+                f"{format_bytes(predicted.peak_bytes)} ({format_share(predicted.peak_bytes, plain)} of plain)",
+            ),
+            (
+                "saved for backward",
+                f"{format_bytes(predicted.saved_bytes)}, plain {format_bytes(predicted.plain_saved_bytes)}",
+            ),
+            (
+                "predicted time",
+                f"{format_seconds(predicted.step_seconds)} a step, {format_percent(predicted.extra_time_ratio)} "
+                f"({predicted.cost_source})",
+            ),
+            (
+                "run twice",
+                f"{format_flops(predicted.recomputed_flops)} of {format_flops(predicted.plain_flops)} "
+                f"({format_share(predicted.recomputed_flops, predicted.plain_flops)})",
+            ),
+            ("peak is set by", f"the {predicted.phase}; largest there: {largest}"),
+        ]
+        if predicted.offloaded_bytes:
+            rows.insert(-1, ("to the host", f"{format_bytes(predicted.offloaded_bytes)} a step, and back"))
+        if predicted.num_scan_evaluations:
+            rows.insert(-1, ("scans", f"{predicted.num_scan_evaluations} step evaluations, forward and backward"))
+        if predicted.num_all_gathers:
+            rows.append(("all-gathers", f"{predicted.num_all_gathers} a step on each rank, as without a plan"))
+        head = f"Plan for {self.model_class} on {self.device}"
+        does = format_decisions(self.decisions)
+        notes = "".join("\n" + textwrap.fill(f"note: {note}", WIDTH, subsequent_indent="      ") for note in self.notes)
+        return f"{head}\n{format_rows(rows)}\n{does}{notes}"

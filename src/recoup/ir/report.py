@@ -12,6 +12,8 @@ from recoup.ir.evidence import Evidence
 from recoup.ir.plan import Plan
 from recoup.ir.profile import Profile
 
+TIMELINE_POINTS = 420  # of a drawn curve, simulated or measured: a chart shows no more
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 Phase = Literal["forward", "loss", "backward", "optimizer"]
+Number = TypeVar("Number", int, float)
 Category = Literal["parameter", "buffer", "gradient", "optimizer", "batch", "saved", "temporary"]
 
 
@@ -184,6 +186,37 @@ class Trace:
             level += change[i]
             levels.append(level + (workspace_bytes[i] if workspace_bytes else 0))
         return levels
+
+    @property
+    def num_forward_ops(self) -> int:
+        """Ops of forward and loss: backward begins with the op after them."""
+        return sum(op.phase in ("forward", "loss") for op in self.ops)
+
+    def held_storages(self) -> list[Storage]:
+        """Returns what autograd holds when backward begins, parameters and batch left out."""
+        begin = self.num_forward_ops
+        return [s for s in self.storages if s.category == "saved" and s.alloc_op < begin <= s.free_op]
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of what autograd holds when backward begins, parameters and batch left out."""
+        return sum(s.nbytes for s in self.held_storages())
+
+    def depths(self) -> list[int]:
+        """Returns how many calls are around each call."""
+        depths: list[int] = []
+        for call in self.calls:  # parents come before their children
+            depths.append(depths[call.parent] + 1 if call.parent >= 0 else 0)
+        return depths
+
+    def with_children(self, own: Sequence[Number]) -> list[Number]:
+        """Returns a quantity of each call with those of all calls inside it added, from each call's own."""
+        total = list(own)
+        for i in range(len(self.calls) - 1, -1, -1):  # children come after their parents
+            parent = self.calls[i].parent
+            if parent >= 0:
+                total[parent] += total[i]
+        return total
 
     def to_json(self) -> dict[str, Any]:
         """Returns plain JSON data."""

@@ -17,7 +17,7 @@ from recoup.jax.rebuild import run
 from recoup.jax.trace import gradient_function, trace
 from recoup.jax.writing import check_fingerprint
 
-_SCALE = 1.1
+_NOISE_FACTOR = 1.1  # no power of two: gradients of a loss multiplied by it are rounded anew
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +98,7 @@ def verify(
     check_fingerprint(traced, plan)
     plain = gradient_function(traced, traced.function)
     planned = gradient_function(traced, lambda values: run(traced.program, plan.segments, values))
-    scaled = gradient_function(traced, traced.function, scale=_SCALE)
+    scaled = gradient_function(traced, traced.function, scale=_NOISE_FACTOR)
     arrays = traced.arrays_of(args)
     jitted = jax.jit(plain), jax.jit(planned)
     structs = [a if isinstance(a, jax.ShapeDtypeStruct) else _struct(a) for a in arrays]
@@ -142,7 +142,7 @@ def _with_values(
         "max_gradient_error": _largest(gradients, planned),
     }
     _, scaled = jax.jit(functions[2])(*arrays)
-    measured["error_bound"] = _largest(gradients, [np.asarray(g) / _SCALE for g in scaled])
+    measured["error_bound"] = _largest(gradients, [np.asarray(g) / _NOISE_FACTOR for g in scaled])
     if eager:
         with jax.disable_jit():
             (_, eager_plain), (_, eager_planned) = (f(*arrays) for f in functions[:2])

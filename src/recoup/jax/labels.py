@@ -10,7 +10,7 @@ from recoup.jax.cost import Costs
 from recoup.jax.layout import Segment
 from recoup.jax.linear import reads_of
 from recoup.jax.program import Program
-from recoup.solver.held import Held, Op, cheapest, hull
+from recoup.solver.held import Held, Op, cheapest, trade_offs
 from recoup.solver.held import Segment as HeldProblem
 from recoup.solver.waists import waists
 
@@ -105,18 +105,18 @@ def recomputed(program: Program, first: int, last: int, held: Held) -> Segment:
 def ways(
     program: Program, first: int, last: int, active: Collection[int], costs: Costs, *, most: int
 ) -> list[tuple[Segment, ...]]:
-    """Returns ways to run units [first, last), the plain one first; then those at the corners of the hull.
+    """Returns ways to run units [first, last), the plain one first; then those that trade bytes for time best.
 
     Args:
         program: the program. first, last: the units.
-        active: its values that carry a derivative. costs: prices. most: how many corners at most.
+        active: its values that carry a derivative. costs: prices. most: how many of those at most.
     """
     found: list[tuple[Segment, ...]] = [(Segment(first=first, last=last),)]
     if not may_run_again(program, first, last):
         return found
     return found + [
         (recomputed(program, first, last, held),)
-        for held in hull(held_problem(program, first, last, active, costs), most=most)
+        for held in trade_offs(held_problem(program, first, last, active, costs), most=most)
     ]
 
 

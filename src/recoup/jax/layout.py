@@ -63,6 +63,9 @@ class Segment:
                     yield from segment.walk()
 
 
+Layout = tuple[Segment, ...]
+
+
 def segment_from_json(data: dict[str, Any]) -> Segment:
     """Returns the segment that `dataclasses.asdict` made `data` of."""
     return Segment(

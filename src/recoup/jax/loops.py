@@ -11,11 +11,11 @@ from recoup.jax.layout import Piece, Scan, Segment
 from recoup.jax.program import Program
 from recoup.solver.held import hull
 
-_CORNERS, _PRICES, _CHUNKS = 12, 3, 3
+_LAYOUTS, _PRICES, _CHUNKS = 24, 3, 3
 
 
 def body_ways(
-    program: Program, active: Collection[int], costs: Costs, *, exact: bool, most: int = _CORNERS
+    program: Program, active: Collection[int], costs: Costs, *, exact: bool, most: int = _LAYOUTS
 ) -> list[tuple[Segment, ...]]:
     """Returns layouts of a scan's body, the plain one first: as one segment, and cut at its waists at a few prices."""
     num_units = len(program.units)

@@ -21,7 +21,7 @@ from recoup.solver.problem import Block, Leaf, Option, Problem, Region
 from recoup.solver.sequence import Pick
 from recoup.solver.ways import Run, RungOf
 
-_CORNERS, _MOST_SPLITS = 10, 8
+_LAYOUTS, _MOST_SPLITS = 12, 8
 _Way = tuple[Segment, Price]
 
 
@@ -124,7 +124,7 @@ class Options:
         program, active = self._program, self._step.active
         if last == first + 1 and is_loop(program, first, active):
             return self._loop_ways(first)
-        segments = [way for (way,) in ways(program, first, last, active, self._costs, most=_CORNERS)]
+        segments = [way for (way,) in ways(program, first, last, active, self._costs, most=_LAYOUTS)]
         key = self._structure(first, last)
         prices = self._known.get(key)
         if prices is None:

@@ -8,24 +8,28 @@ from collections.abc import Sequence
 import jax
 from recoup.jax.cost import Costs
 from recoup.jax.flops import eqn_flops, nbytes
-from recoup.jax.layout import Segment
+from recoup.jax.labels import cuts
+from recoup.jax.layout import Layout, Segment
 from recoup.jax.options import Line, Options
 from recoup.jax.rebuild import run
 from recoup.jax.simulate import Memory, live_eqns, simulate
 from recoup.jax.trace import Step, gradient_function
 from recoup.solver.frontier import Solution, Solver
 
-_ROUNDS = 8  # of asking the solver
-
-Layout = tuple[Segment, ...]
+_MAX_ROUNDS = 8  # of asking the solver
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Candidate:
-    """A layout and what its simulated step takes: loss and gradients, the optimizer left out."""
+    """A layout and what its simulated step takes: loss and gradients, the optimizer left out.
+
+    Attributes:
+        saved_bytes: what forward keeps for backward, arguments left out.
+    """
 
     layout: Layout
     memory: Memory
+    saved_bytes: int
     seconds: float
     flops: int
 
@@ -46,19 +50,33 @@ class Planner:
 
     def simulate(self, layout: Layout) -> Candidate:
         """Returns what a layout takes, from the jaxpr of its loss and gradients."""
-        found = self._known.get(layout)
-        if found is None:
-            jaxpr = jax.make_jaxpr(gradient_function(self.step, lambda v: run(self.step.program, layout, v)))(
-                *self.step.avals
-            )
-            eqns = live_eqns(jaxpr)
-            found = self._known[layout] = Candidate(
-                layout=layout,
-                memory=simulate(jaxpr),
-                seconds=sum(map(self.costs.seconds, eqns)),
-                flops=sum(map(eqn_flops, eqns)),
-            )
-        return found
+        if layout not in self._known:
+            self._known[layout] = self.price(layout)
+        return self._known[layout]
+
+    def price(self, layout: Layout) -> Candidate:
+        """Returns what a layout takes; it does not become one to choose from."""
+        saved: list[int] = []
+        traced = gradient_function(
+            self.step,
+            lambda values: run(self.step.program, layout, values),
+            on_residuals=lambda kept: saved.append(sum(nbytes(r.aval) for r in kept)),
+        )
+        jaxpr = jax.make_jaxpr(traced)(*self.step.avals)
+        eqns = live_eqns(jaxpr)
+        return Candidate(
+            layout=layout,
+            memory=simulate(jaxpr),
+            saved_bytes=saved[-1],
+            seconds=sum(map(self.costs.seconds, eqns)),
+            flops=sum(map(eqn_flops, eqns)),
+        )
+
+    @property
+    def places(self) -> list[int]:
+        """Where the step is cut into segments, however sums round."""
+        program = self.step.program
+        return cuts(program, 0, len(program.units), self.step.active, exact=False)
 
     def peak_bytes(self, candidate: Candidate) -> int:
         """Returns the peak of the step on one device, the optimizer's state counted."""
@@ -106,7 +124,7 @@ class Planner:
         line, solver = self._solver(exact=exact)
         low, high = solver.leanest().peak_bytes, 2 * max(budget_bytes, solver.leanest().peak_bytes)
         asked = budget_bytes
-        for _ in range(_ROUNDS):
+        for _ in range(_MAX_ROUNDS):
             candidate = self._try(line, solver.solve(asked), exact=exact)
             # The solver is off by so much here.
             over = self.peak_bytes(candidate) - budget_bytes
@@ -118,7 +136,8 @@ class Planner:
                 break
             step = asked - over
             asked = step if low < step < high else (low + high) // 2
-        self._try(line, solver.leanest(), exact=exact)
+        if self.best_known(budget_bytes) is None:
+            self._try(line, solver.leanest(), exact=exact)
 
     def _try(self, line: Line, solution: Solution, *, exact: bool) -> Candidate:
         layout = line.layout(solution.choice)

@@ -1,7 +1,8 @@
 """The memory of a jaxpr, run in its order by a compiler that fuses: which buffers are alive when.
 
 Calls are inlined, dead code is left out. An elementwise result that only other elementwise ops and reductions read is
-part of them and has no buffer; views share their operand's. A loop's stacked results are there from its beginning on,
+part of them and has no buffer; views share their operand's, and an update is made in place where its operand dies. A
+loop's stacked results are there from its beginning on, what it carries stays where it is,
 and its body's peak counts as long as it runs. Not seen: what a compiler's kernels take for themselves, how it packs
 buffers, and another order than the jaxpr's.
 """
@@ -28,9 +29,9 @@ _FUSED = words(
     cbrt erf_inv erfc atan2 shift_left shift_right_logical shift_right_arithmetic population_count copy
     mul_add_any real imag"""
 )
+_ELEMENTWISE = _FUSED - words("broadcast_in_dim iota slice dynamic_slice pad rev transpose concatenate")
+_UPDATES = words("dynamic_update_slice scatter scatter_add scatter_mul scatter_min scatter_max")
 _BARRIER = "optimization_barrier"
-# Worth a buffer if read more than once; a compiler computes cheaper ones again for each reader.
-_COSTLY = words("exp tanh logistic log div rsqrt sqrt erf pow sin cos log1p expm1 exp2 erf_inv erfc atan2")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,11 +68,22 @@ class Memory:
 class _Step:
     """One op after inlining: values by number, None for literals."""
 
-    __slots__ = ("eqn", "inputs", "name", "outputs")
+    __slots__ = ("eqn", "inputs", "name", "operands", "outputs")
 
-    def __init__(self, eqn: Any, inputs: list[int], outputs: list[int], name: str = "") -> None:
-        self.eqn, self.inputs, self.outputs = eqn, inputs, outputs
+    def __init__(self, eqn: Any, operands: list[int | None], outputs: list[int], name: str = "") -> None:
+        self.eqn, self.operands, self.outputs = eqn, operands, outputs
+        self.inputs = [n for n in operands if n is not None]
         self.name: str = name or eqn.primitive.name
+
+    def carried(self) -> list[tuple[int | None, int]]:
+        """Returns, for a loop, each value that its carry begins with and the one that it ends with."""
+        if self.name == "scan":
+            num_consts, num_carry = scan_counts(self.eqn)
+            return list(zip(self.operands[num_consts:], self.outputs[:num_carry], strict=False))
+        if self.name == "while":
+            num_consts = self.eqn.params["cond_nconsts"] + self.eqn.params["body_nconsts"]
+            return list(zip(self.operands[num_consts:], self.outputs, strict=True))
+        return []
 
 
 class _Flat:
@@ -135,7 +147,7 @@ class _Flat:
         known = self._known.get(key) if key is not None else None
         if known is None:
             known = [self._new(v, numbers) for v in eqn.outvars]
-            self.steps.append(_Step(eqn, [n for n in operands if n is not None], known))
+            self.steps.append(_Step(eqn, operands, known))
             if key is not None:
                 self._known[key] = known
         else:
@@ -196,20 +208,27 @@ def live_eqns(jaxpr: Any) -> list[Any]:
     return [step.eqn for step in _Flat(jaxpr).steps if step.name != _BARRIER]
 
 
-def simulate(jaxpr: Any, *, count_outputs: bool = False, num_sliced: int = 0, num_stacked: int = 0) -> Memory:
+def simulate(jaxpr: Any, *, count_outputs: bool = False) -> Memory:
     """Returns the memory of one run of `jaxpr`.
 
     Args:
         jaxpr: what `jax.make_jaxpr` returns.
         count_outputs: whether outputs are temporaries, from when they are made.
-        num_sliced: of the last arguments, how many are slices of something larger; num_stacked: of the last outputs,
-            how many are written into something larger as soon as they are made.
     """
-    flat = _Flat(jaxpr, num_sliced)
+    return _simulate(_Flat(jaxpr), count_outputs=count_outputs)
+
+
+def _simulate(flat: _Flat, *, count_outputs: bool, num_stacked: int = 0, first_carry: int | None = None) -> Memory:
+    """Returns the memory of one run.
+
+    Args:
+        flat: what runs. count_outputs: whether outputs are temporaries.
+        num_stacked: how many of the last outputs are written into something larger as soon as they are made.
+        first_carry: which argument, and those behind it, the other outputs take the place of; None: they do not.
+    """
     roots = _buffers_behind(flat, num_stacked)
     staying = flat.results[: len(flat.results) - num_stacked]
     outputs = frozenset().union(*(roots[v] for v in staying)) if staying else frozenset()
-    kept = frozenset() if count_outputs else outputs
     last: dict[int, int] = {}
     for i, step in enumerate(flat.steps):
         for value in step.inputs:
@@ -217,21 +236,33 @@ def simulate(jaxpr: Any, *, count_outputs: bool = False, num_sliced: int = 0, nu
                 last[root] = i
     if count_outputs:
         last.update(dict.fromkeys(outputs, len(flat.steps)))
+    kept = set() if count_outputs else _with_carries(flat, roots, last, outputs)
+    places = {}
+    if first_carry is not None:
+        places = dict(zip(staying, flat.arguments[first_carry:], strict=False))
     dying: dict[int, list[int]] = {}
     alive = peak = 0
     at_peak, timeline = -1, []
     made_at: dict[int, int] = {}
     for i, step in enumerate(flat.steps):
+        freed = dying.setdefault(i, [])
         for value in step.outputs:
-            if roots[value] == {value} and value not in kept:
+            if roots[value] != {value} or value in kept:
+                continue
+            if value in places and last.get(places[value], -1) < i + (step.name in _ELEMENTWISE):
+                continue
+            source = _taken_over(flat, step, value, roots, freed)
+            if source is None:
                 alive += flat.sizes[value]
-                made_at[value] = i
-                dying.setdefault(last.get(value, i), []).append(value)
+            else:
+                freed.remove(source)
+            made_at[value] = i
+            dying.setdefault(last.get(value, i), []).append(value)
         inside = _inside(step)
         timeline.append(alive + inside)
         if alive + inside > peak:
             peak, at_peak = alive + inside, i
-        for value in dying.get(i, ()):
+        for value in freed:
             alive -= flat.sizes[value]
     return Memory(
         argument_bytes=sum(flat.sizes[v] for v in flat.arguments),
@@ -240,6 +271,26 @@ def simulate(jaxpr: Any, *, count_outputs: bool = False, num_sliced: int = 0, nu
         buffers=_alive(flat, made_at, last, at_peak),
         timeline=tuple(timeline),
     )
+
+
+def _with_carries(flat: _Flat, roots: list[frozenset[int]], last: dict[int, int], outputs: frozenset[int]) -> set[int]:
+    """Returns the outputs and what becomes one of them in place: what a loop's carry begins with."""
+    kept = set(outputs)
+    for i in range(len(flat.steps) - 1, -1, -1):
+        for begin, end in flat.steps[i].carried():
+            if end in kept and begin is not None:
+                kept.update(r for r in roots[begin] if last[r] == i and flat.sizes[r] == flat.sizes[end])
+    return kept
+
+
+def _taken_over(flat: _Flat, step: _Step, value: int, roots: list[frozenset[int]], freed: list[int]) -> int | None:
+    """Returns the buffer that dies with a step and that a result of it is written into; None: it has its own."""
+    if step.name in _UPDATES:
+        read = roots[step.operands[0]] if step.operands[0] is not None else frozenset()
+    else:
+        begin = next((b for b, e in step.carried() if e == value), None)
+        read = roots[begin] if begin is not None else frozenset()
+    return next((r for r in freed if r in read and r != value and flat.sizes[r] == flat.sizes[value]), None)
 
 
 def _alive(flat: _Flat, made_at: dict[int, int], last: dict[int, int], at: int) -> tuple[Buffer, ...]:
@@ -306,7 +357,8 @@ def _inside(step: _Step) -> int:
         num_consts, num_carry = scan_counts(step.eqn)
         (body,) = sub_jaxprs(step.eqn)
         inner, _ = open_jaxpr(body)
-        num_sliced = len(inner.invars) - num_consts - num_carry
+        flat = _Flat(body, num_sliced=len(inner.invars) - num_consts - num_carry)
         num_stacked = len(inner.outvars) - num_carry
-        return simulate(body, count_outputs=True, num_sliced=num_sliced, num_stacked=num_stacked).temporary_bytes
+        first_carry = len(inner.constvars) + num_consts
+        return _simulate(flat, count_outputs=True, num_stacked=num_stacked, first_carry=first_carry).temporary_bytes
     return max((simulate(j).temporary_bytes for j in sub_jaxprs(step.eqn)), default=0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -207,18 +207,26 @@ def loss_function(step: Step, run: Callable[[Sequence[Any]], list[Any]], *, scal
 
 
 def gradient_function(
-    step: Step, run: Callable[[Sequence[Any]], list[Any]], *, scale: float = 1.0
+    step: Step,
+    run: Callable[[Sequence[Any]], list[Any]],
+    *,
+    scale: float = 1.0,
+    on_residuals: Callable[[Collection[Any]], None] | None = None,
 ) -> Callable[..., Any]:
     """Returns loss and gradients as a function of the step's array leaves.
 
     Args:
         step: the traced step. run: returns its flat results for its array leaves, planned or plain.
-        scale: what the loss is multiplied with.
+        scale: what the loss is multiplied with. on_residuals: is given what forward keeps for backward.
     """
-
     loss = loss_function(step, run, scale=scale)
 
     def both(*values: Any) -> Any:
-        return jax.value_and_grad(loss, has_aux=True)([values[p] for p in step.differentiated], values)
+        chosen = [values[p] for p in step.differentiated]
+        result, pull, others = jax.vjp(lambda chosen: loss(chosen, values), chosen, has_aux=True)
+        if on_residuals is not None:
+            arguments = {id(v) for v in values}
+            on_residuals({id(r): r for r in jax.tree.leaves(pull) if id(r) not in arguments}.values())
+        return (result, others), pull(jax.numpy.ones_like(result))[0]
 
     return both

@@ -11,7 +11,6 @@ import recoup
 from recoup.errors import InfeasibleBudget, PlanMismatch
 from recoup.ir.plan import Prediction
 from recoup.jax.flops import sub_jaxprs
-from recoup.jax.inspection import residuals_of
 from recoup.jax.jax_plan import JaxPlan
 from recoup.jax.planner import Candidate, Planner
 from recoup.jax.program import Program
@@ -54,16 +53,12 @@ def prediction(planner: Planner, candidate: Candidate) -> Prediction:
         plain_step_seconds=plain.seconds,
         recomputed_flops=max(candidate.flops - plain.flops, 0),
         plain_flops=plain.flops,
-        saved_bytes=_saved_bytes(planner, candidate),
-        plain_saved_bytes=_saved_bytes(planner, plain),
+        saved_bytes=candidate.saved_bytes,
+        plain_saved_bytes=plain.saved_bytes,
         phase="loss and gradients",
         tensors=_tensors(candidate.memory),
         cost_source=planner.costs.source,
     )
-
-
-def _saved_bytes(planner: Planner, candidate: Candidate) -> int:
-    return sum(r.nbytes for r in residuals_of(planner.step, candidate.layout))
 
 
 def _tensors(memory: Memory) -> tuple[tuple[str, int], ...]:

@@ -18,6 +18,7 @@ from recoup.cost.model import CostModel
 from recoup.errors import InfeasibleBudget
 from recoup.ir.decision import Decision
 from recoup.ir.plan import Plan
+from recoup.ir.text import format_share
 from recoup.planner.budget_search import BudgetSearch
 from recoup.planner.incumbents import Candidate
 from recoup.planner.prediction import write_plan
@@ -31,12 +32,12 @@ from recoup.planner.views import View, ViewMaker
 from recoup.runtime import scan_bytes
 from recoup.runtime.hooks import HOOKS, Hook
 from recoup.solver.loops import find_loop
-from recoup.units import format_bytes, parse_budget
+from recoup.units import format_at_least, format_bytes, is_minimum, parse_budget
 
 _S = TypeVar("_S", bound=Strategy)
 
 
-_MAX_CARD_TRIES = 5  # plans for less where a card's memory is in fragments
+_MAX_CARD_TRIES = 5  # plans for less where a card's memory is in fragments: each asks for what the last one lacked
 
 
 class Planner(Simulator):
@@ -124,11 +125,12 @@ class Planner(Simulator):
         """Returns the error that says what the smallest reachable peak is, and what sets it."""
         smallest = self.smallest()
         largest = ", ".join(f"{name} {format_bytes(size)}" for name, size in smallest.tensors[:3])
-        needed = -(-smallest.peak_bytes // 2**20)
+        share = format_share(smallest.peak_bytes, self.plain.peak_bytes)
         return InfeasibleBudget(
             f"Budget {format_bytes(budget_bytes)} is below the smallest reachable peak "
-            f"{format_bytes(smallest.peak_bytes)}, which is in the {smallest.phase} (largest there: {largest}). "
-            f"Use a budget of at least {needed}MiB, a smaller batch, or a leaner optimizer or dtype.",
+            f"{format_bytes(smallest.peak_bytes)} ({share} of plain), which is in the {smallest.phase} (largest there: "
+            f"{largest}). Use a budget of at least {format_at_least(smallest.peak_bytes)} (or 'min'), a smaller batch, "
+            "or a leaner optimizer or dtype.",
             budget_bytes=budget_bytes,
             minimum_bytes=smallest.peak_bytes,
             phase=smallest.phase,
@@ -176,6 +178,7 @@ def plan_for_budget(
         plain_peak_bytes=planner.plain.peak_bytes,
         free_bytes=free_bytes,
         library_bytes=planner.fixed_bytes,
+        minimum_bytes=planner.smallest().peak_bytes if is_minimum(budget) else None,
     )
     candidate = planner.fit(budget_bytes)
     if candidate is None:

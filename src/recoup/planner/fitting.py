@@ -24,8 +24,8 @@ from recoup.planner.strategies.registry import DEFAULT_ACTIONS
 from recoup.runtime.apply import Applied, apply_decisions
 from recoup.units import format_bytes
 
-_MAX_OVER = 4  # plans that measured above the budget
-_MAX_LEFT_OUT = 12  # kinds of modules that turn out not to run twice, before no region is tried at all
+_MAX_OVER_PLANS = 4  # plans that measured above the budget
+_MAX_LEFT_OUT_KINDS = 12  # kinds of modules that turn out not to run twice, before no region is tried at all
 
 MakePlanner = Callable[[frozenset[str], Sequence[str] | None], Planner]
 
@@ -140,7 +140,7 @@ class Fitting:
             num_over += 1
             progress.advance(f"measured {format_bytes(over)} over the budget; planning for less")
             less = (self._target_bytes or made.budget_bytes) - over - made.budget_bytes // 500
-            if num_over == _MAX_OVER or less <= 0:
+            if num_over == _MAX_OVER_PLANS or less <= 0:
                 raise self._never_below(made.budget_bytes, evidence)
             self._target_bytes = less
             note = "planned for less than the budget: an earlier plan measured above it"
@@ -155,7 +155,7 @@ class Fitting:
         """Has modules of the kinds at some paths run once; whether there were any that did not yet."""
         kinds = {without_numbers(path) for path in paths if path}
         more = {path for path, _ in self.model.named_modules() if without_numbers(path) in kinds} - self.keep
-        if not more or self._num_left_out == _MAX_LEFT_OUT:
+        if not more or self._num_left_out == _MAX_LEFT_OUT_KINDS:
             return False
         self._num_left_out += 1
         self.keep |= more

@@ -18,12 +18,13 @@ from recoup.ir.trace import Signature, TensorSpec, Trace
 from recoup.runtime.rebuild.cheap_ops import IN_PLACE, OpFacts, op_facts
 from recoup.runtime.rebuild.saved_tensor import MIN_BYTES
 from recoup.runtime.rebuild.segments import DETACH
-from recoup.solver.build import Interval, measure
+from recoup.solver.build import measure
 from recoup.solver.held import Op
+from recoup.solver.intervals import Interval
 from recoup.solver.segments import Choice, HeldProblem
 from recoup.solver.waists import waists
 
-_MOST_PLACES = 96
+_MOST_PLACES = 96  # where a segment may end; the search is quadratic in them
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +59,7 @@ def held_view(priced: PricedTrace, *, kept_paths: frozenset[str] = frozenset()) 
         kept_paths: modules whose ops are not to run again.
     """
     trace = priced.trace
-    num_forward = sum(1 for o in trace.ops if o.phase in ("forward", "loss"))
+    num_forward = trace.num_forward_ops
     positions = [i for i in range(num_forward) if trace.ops[i].phase == "forward" and trace.ops[i].call >= 0]
     if not positions or positions != list(range(len(positions))):
         return None

@@ -7,7 +7,8 @@ from typing import Protocol
 
 from recoup.ir.decision import Decision
 
-SAME_TIME = 0.01  # share of a step's time: two plans closer than this are equally fast, timing cannot tell them apart
+SAME_TIME_SHARE = 0.01  # of a step's time: two plans closer than this are equally fast, timing cannot tell
+CLOSE_SHARE = 0.985  # of the budget: a plan that uses more leaves nothing to gain
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,5 +99,5 @@ class Incumbents:
         if not fitting:
             return None
         fastest = min(c.step_seconds for c in fitting)
-        equal = [c for c in fitting if c.step_seconds <= fastest * (1 + SAME_TIME)]
+        equal = [c for c in fitting if c.step_seconds <= fastest * (1 + SAME_TIME_SHARE)]
         return min(equal, key=lambda c: (c.recomputed_flops, c.step_seconds, len(c.decisions), c.peak_bytes))

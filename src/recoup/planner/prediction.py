@@ -35,12 +35,20 @@ def prediction_of(simulator: Simulator, candidate: Candidate, card: tuple[int, i
         num_all_gathers=simulator.priced.num_all_gathers,
         num_scan_evaluations=candidate.num_scan_evaluations,
         forward_saved_bytes=candidate.forward_saved_bytes,
-        batch_bytes=sum(s.nbytes for s in simulator.trace.storages if s.category == "batch"),
+        batch_bytes=_model_input_bytes(simulator),
         optimizer_bytes=sum(s.nbytes for s in simulator.trace.storages if s.category == "optimizer"),
+        gradient_bytes=sum(s.nbytes for s in simulator.trace.storages if s.category == "gradient" and s.alloc_op < 0),
         precision=_precision(simulator.trace),
         card_bytes=card[0],
         expandable_card_bytes=card[1],
     )
+
+
+def _model_input_bytes(simulator: Simulator) -> int:
+    """Returns the bytes of the batch; 0 where a step of the user's makes the model's inputs of it."""
+    if simulator.spec.objective.step is not None:
+        return 0
+    return sum(s.nbytes for s in simulator.trace.storages if s.category == "batch")
 
 
 def _precision(trace: Trace) -> str:
@@ -72,6 +80,8 @@ def write_plan(
     notes = list(simulator.trace.notes)
     if simulator.trace.source == "real":
         notes.append(f"captured from a real step: {simulator.trace.reason}")
+    if not simulator.spec.model.training:
+        notes.append("the model is in eval mode, and so is this plan: call model.train() first if it trains in that")
     if "no loss was given" in simulator.trace.grad_mode_default_loss:
         notes.append(f"the loss is {simulator.trace.grad_mode_default_loss}")
     if simulator.plain.peak_bytes <= budget_bytes and not candidate.decisions:

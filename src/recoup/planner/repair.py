@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 
-from recoup.planner.incumbents import Incumbents
+from recoup.planner.incumbents import CLOSE_SHARE, Incumbents
 from recoup.planner.strategies.base import Proposals
 from recoup.planner.views import View
 
 MOST_REPAIRS = 5  # answers of one view that are simulated for one budget; each is closer to it than the one before
-_WORTH_ANOTHER_TRY = 0.985  # share of the budget: a plan that uses more leaves nothing to gain
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +52,7 @@ def repaired(
         if gap > 0:
             # From the solver's own reckoning on, if that is less: otherwise the same answer comes again.
             target = min(target, solution.peak_bytes + view.fixed_bytes) - gap
-        elif candidate.peak_bytes >= _WORTH_ANOTHER_TRY * budget_bytes:
+        elif candidate.peak_bytes >= CLOSE_SHARE * budget_bytes:
             return
         else:
             has_fitted = True

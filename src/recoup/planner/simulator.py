@@ -150,20 +150,14 @@ class Simulator:
             peak_bytes = self.card.need(trace, priced.op_workspace_bytes).allocated_bytes
         seconds = step_seconds(chosen, priced, plain=self.trace) + self._optimizer[1] + priced.copy_seconds
         model_end = sum(1 for o in trace.ops if o.phase == "forward")
-        forward_end = sum(1 for o in trace.ops if o.phase in ("forward", "loss"))
+        held = trace.held_storages()
         return Candidate(
             decisions=chosen,
             peak_bytes=peak_bytes,
             step_seconds=seconds,
             recomputed_flops=sum(trace.signatures[o.signature].flops for o in trace.ops if o.replayed),
-            saved_bytes=sum(
-                s.nbytes for s in trace.storages if s.category == "saved" and s.alloc_op < forward_end <= s.free_op
-            ),
-            forward_saved_bytes=sum(
-                s.nbytes
-                for s in trace.storages
-                if s.category == "saved" and 0 <= s.saved_op < model_end and s.alloc_op < forward_end <= s.free_op
-            ),
+            saved_bytes=sum(s.nbytes for s in held),
+            forward_saved_bytes=sum(s.nbytes for s in held if 0 <= s.saved_op < model_end),
             phase=phase,
             tensors=tuple(tensors[:8]),
             offloaded_bytes=sum(c.nbytes for c in trace.copies if c.kind == "out"),

@@ -12,7 +12,7 @@ import torch
 
 from recoup import _torch
 from recoup.errors import InfeasibleBudget, ReplayError, UsageError
-from recoup.recurrent.choose import SHARED_TAPES_MAY_TAKE, StepBytes, cost_of, schedule_in_bytes
+from recoup.recurrent.choose import SHARED_TAPES_SHARE, StepBytes, cost_of, schedule_in_bytes
 from recoup.recurrent.dead_state import StillRead, refusing
 from recoup.recurrent.leaves import checked, flatten, is_differentiable, rebuild
 from recoup.recurrent.loop import Loop
@@ -283,7 +283,7 @@ def _choose(
                     shared_bytes=shared_bytes,
                 )
             )
-        if shared_bytes <= SHARED_TAPES_MAY_TAKE * budget_bytes:
+        if shared_bytes <= SHARED_TAPES_SHARE * budget_bytes:
             sharing = dataclasses.replace(step_bytes, working=working_bytes + shared_bytes)
             with contextlib.suppress(InfeasibleBudget):
                 schedule = schedule_in_bytes(num_steps, budget, sharing, costs)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-_MAX_OBJECTS = 20_000
+_MAX_OBJECTS = 20_000  # that a step function may reach and be searched for tensors; a larger heap is no step
 _LIBRARIES = ("torch", "numpy", "builtins", "functools", "itertools", "math", "recoup")
 _ATOMS = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, types.ModuleType, type)
 _INTERNALS = frozenset(nn.Module().__dict__) - {"_buffers"} | {"forward"}

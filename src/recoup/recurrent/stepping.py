@@ -25,8 +25,8 @@ from recoup.runtime.rebuild import saved_tensor
 from recoup.runtime.rebuild.lineage import Recorder
 from recoup.runtime.recompute.rng_state import RandomState, StreamState, version_of
 
-_WALKED = 32
-_SLICED = 1024
+_WALKED_STEPS = 32  # between two looks at what the state is made of: each look walks all of it
+_SLICED_STEPS = 1024  # whose inputs are sliced at once: fewer calls than one by one, and few views alive
 
 
 class Steps:
@@ -82,8 +82,8 @@ class Steps:
     def _advance(self, start: int, stop: int) -> None:
         collected = max(start, min(stop, self.outputs.num_collected))
         with torch.no_grad():
-            for first in range(start, stop, _SLICED):
-                end = min(first + _SLICED, stop)
+            for first in range(start, stop, _SLICED_STEPS):
+                end = min(first + _SLICED_STEPS, stop)
                 self._advance_slices(first, min(end, collected), collects=False)
                 self._advance_slices(max(first, collected), end, collects=True)
         self._at = stop
@@ -183,7 +183,7 @@ class Steps:
                     x.requires_grad_()
             tape.inputs += inputs
         x = inputs[0] if self._one_input else rebuild(self._inputs_template, inputs)
-        is_due = self._is_probing or step % _WALKED == 0 or step == self.num_steps - 1
+        is_due = self._is_probing or step % _WALKED_STEPS == 0 or step == self.num_steps - 1
         # Listed before the step runs: it may change the state's own lists (norse's sequential module does).
         entered = flatten((self._state, self._carried.read()))[0] if is_due or not self._is_replaying else []
         first_node_number = _torch.next_node_number()

@@ -99,7 +99,7 @@ def begin(state: list[torch.Tensor], flags: list[bool]) -> list[torch.Tensor]:
         return list(_Begin.apply(anchor, flags, *state))  # type: ignore[no-untyped-call]
 
 
-_SMALL_SUMS_BYTES = 1 << 16
+_SMALL_SUMS_BYTES = 1 << 16  # of captured tensors up to which no hooks are used: they take longer than a small step
 
 
 class Sums:

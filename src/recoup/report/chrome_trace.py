@@ -16,7 +16,7 @@ from recoup.cost.model import PricedTrace
 from recoup.ir.decision import Decision, Region
 
 _LANES = {"forward": 1, "loss": 1, "replay": 2, "backward": 3, "optimizer": 4, "regions": 5}
-_MAX_COUNTERS = 4000
+_MAX_COUNTER_POINTS = 4000  # a viewer draws without delay
 
 
 def make_chrome_trace(
@@ -106,7 +106,7 @@ def _counters(priced: PricedTrace, process: int, begins: Sequence[float]) -> Ite
     levels = category_levels(priced)
     total = np.sum([levels[c] for c in CATEGORIES], axis=0)
     num_ops = len(priced.trace.ops)
-    stride = max(1, -(-num_ops // _MAX_COUNTERS))
+    stride = max(1, -(-num_ops // _MAX_COUNTER_POINTS))
     shown = [c for c in CATEGORIES if levels[c].any()]
     for first in range(0, num_ops, stride):
         at = first + int(total[first : first + stride].argmax())

@@ -8,7 +8,7 @@ from recoup.ir.report import Report
 from recoup.report.svg import Frame, axes, byte_unit, text
 from recoup.units import format_bytes
 
-_LABEL_WIDTH = 7.2  # of one character of the chart's text, in drawing units
+_CHARACTER_PIXELS = 7.2  # width of one character of the chart's text
 _Box = tuple[float, float, float, float]
 
 
@@ -92,7 +92,7 @@ def _shape(kind: str, x: float, y: float) -> str:
 
 def _label(frame: Frame, taken: list[_Box], x: float, y: float, words: str, kind: str) -> str:
     """Returns the words at the first place beside (x, y) that is free; notes it as taken."""
-    width = _LABEL_WIDTH * len(words)
+    width = _CHARACTER_PIXELS * len(words)
     places = [(10.0, 4.0), (-10.0 - width, 4.0)]
     places += [(dx, dy) for dy in (-10.0, 18.0, -24.0, 32.0, -38.0, 46.0) for dx in (8.0, -8.0 - width, -width / 2)]
     best = None

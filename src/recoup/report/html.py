@@ -9,9 +9,9 @@ from typing import Any
 
 import jinja2
 
+from recoup.ir.advice import advise
 from recoup.ir.decision import describe_decisions
 from recoup.ir.report import ModuleRow, Report, Timeline
-from recoup.report.advice import advise
 from recoup.report.frontier_chart import draw_frontier
 from recoup.report.timeline_chart import draw_timeline
 from recoup.units import format_bytes, format_flops, format_seconds
@@ -26,7 +26,7 @@ CATEGORY_NAMES = {
     "saved": "saved for backward",
     "temporary": "temporary",
 }
-_MAX_ROWS = 3000
+_MAX_ROWS = 3000  # of the module table: a browser opens a page of more with delay
 
 
 def format_html(report: Report) -> str:

@@ -10,7 +10,7 @@ from recoup.ir.decision import Decision, Offload
 from recoup.runtime.patch import PatchedForward
 from recoup.runtime.rebuild import saved_tensor
 from recoup.runtime.rebuild.lineage import current_recorder
-from recoup.runtime.recompute import region as regions
+from recoup.runtime.recompute.scope import inside_region
 
 
 def run_under(decision: Decision, patched: PatchedForward, forward: Any, args: Any, kwargs: Any) -> Any:
@@ -32,7 +32,7 @@ def ambient(decision: Decision) -> Iterator[None]:
             yield
         finally:
             recorder.deriving, recorder.offloading = before
-    elif rederives and not regions.inside_region():  # a part of the model run on its own
+    elif rederives and not inside_region():  # a part of the model run on its own
         with saved_tensor.rederive():
             yield
     else:

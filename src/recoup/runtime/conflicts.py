@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from recoup._pytree import iterate_tensors
@@ -52,16 +53,19 @@ _WRAPPERS = {
 }
 
 
-def refuse_wrapped(model: nn.Module) -> None:
+def refuse_wrapped(model: nn.Module, *, compiled_in_place: bool = False) -> None:
     """Raises ConflictError if the model is wrapped by DDP or FSDP, or compiled: there is no plain step to plan from.
 
     A plan that was made before is applied to such a model by `recoup.integrations.distributed.apply`.
+
+    Args:
+        compiled_in_place: a model that `nn.Module.compile` changed is taken: what it was compiled to is replaced.
     """
     for path, module in model.named_modules():
         names = [base.__name__ for base in type(module).__mro__]
         kind = next((name for name in _WRAPPERS if name in names), "")
         what = _WRAPPERS.get(kind, "")
-        if not kind and getattr(module, "_compiled_call_impl", None) is not None:
+        if not kind and getattr(module, "_compiled_call_impl", None) is not None and not compiled_in_place:
             kind, what = "compiled in place", "compiled code is not run op by op"
         if kind:
             raise ConflictError(
@@ -72,7 +76,12 @@ def refuse_wrapped(model: nn.Module) -> None:
 
 
 def refuse_unready(model: nn.Module, batch: Any) -> None:
-    """Raises UsageError for a model whose parameters have no shape yet, and for a batch of nested tensors."""
+    """Raises UsageError for a model whose parameters have no shape yet, for nested tensors, and under no_grad."""
+    if not torch.is_grad_enabled():
+        raise UsageError(
+            "Gradients are off here (torch.no_grad or inference_mode): there is no backward to plan. Call it "
+            "outside of that block."
+        )
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
             if isinstance(parameter, nn.UninitializedParameter):

@@ -15,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from recoup.runtime import execution_context
 
-ALL_TAPED = 1 << 60  # bytes: more than the steps of any loop
+ALL_TAPED_BYTES = 1 << 60  # bytes: more than the steps of any loop
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +132,7 @@ def ask(*, is_free: bool) -> int | None:
     _scans.num_free += is_free
     if _scans.watcher is not None:
         _scans.watcher.begun(is_free=is_free)
-        return ALL_TAPED if is_free else None
+        return ALL_TAPED_BYTES if is_free else None
     return next((each for each in found if each is not None), None) if is_free else None
 
 

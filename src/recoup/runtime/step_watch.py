@@ -25,13 +25,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from recoup import _torch
 from recoup._pytree import iterate_tensors
-from recoup.errors import OverBudgetWarning
+from recoup.errors import OtherStepWarning, OverBudgetWarning
 from recoup.ir.plan import Plan
 from recoup.runtime import execution_context
 from recoup.units import format_bytes
 
-_MOST_LOOKED_AT = 64  # steps that look new: with another shape each time there is no end of them
-_TOLERANCE = 0.01  # of the planned bytes: a step is estimated
+_MAX_LOOKS = 64  # steps that look new: with another shape each time there is no end of them
+_TOLERANCE_SHARE = 0.01  # of the planned bytes: a step is estimated
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class _Counter:
     def __init__(self, others: Iterable[torch.Tensor]) -> None:
         self._seen = {t.untyped_storage()._cdata for t in others if t.layout is torch.strided}
         self.total_bytes = 0
-        self.precision = ""
+        self.precisions: dict[str, None] = {}
 
     def saved(self, tensor: torch.Tensor) -> None:
         """A tensor is kept."""
@@ -91,12 +91,12 @@ class _Counter:
         return tensor
 
     def note_precision(self, module: nn.Module, args: Any) -> None:
-        """Before a call of any module: the first with floating weights of its own tells."""
+        """Before a call of any module: those with floating weights of their own tell."""
         weight = next((p for p in module.parameters(recurse=False) if p.is_floating_point()), None)
-        if weight is not None and not self.precision:
+        if weight is not None:
             kind = weight.device.type
             dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
-            self.precision = str(dtype).removeprefix("torch.")
+            self.precisions[str(dtype).removeprefix("torch.")] = None
 
 
 class StepWatch:
@@ -120,6 +120,7 @@ class StepWatch:
         self._counter = _Counter(())
         self._graphs: list[_Graph] = []
         self._outputs: list[weakref.ref[torch.Tensor]] = []
+        self._said_differs = False
         self._removers: list[Any] = []
         if self._device.type in ("cpu", "cuda"):
             self._removers = [
@@ -149,7 +150,7 @@ class StepWatch:
         if self._device.type == "cuda":
             self._ask_allocator()
             return
-        batch = [*iterate_tensors((args, kwargs))]
+        batch = list({id(t): t for t in iterate_tensors((args, kwargs))}.values())
         sight = _Sight(
             batch=sum(t.numel() * t.element_size() for t in batch),
             gradients=sum(p.grad.numel() * p.grad.element_size() for p in model.parameters() if p.grad is not None),
@@ -157,7 +158,7 @@ class StepWatch:
             precision=str(torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") else "",
         )
         number, self._num_steps = self._num_steps, self._num_steps + 1
-        is_new = len(self._seen) < _MOST_LOOKED_AT and not any(s.covers(sight) for s in self._seen)
+        is_new = len(self._seen) < _MAX_LOOKS and not any(s.covers(sight) for s in self._seen)
         has_others = any(g.alive is not None and g.alive() is not None and g.saved_bytes for g in self._graphs)
         if number & (number - 1) and not is_new and not has_others:
             return
@@ -228,7 +229,7 @@ class StepWatch:
         if sight is None:
             return
         saved = sum(g.saved_bytes for g in self._graphs if g.alive is not None and g.alive() is not None)
-        more = saved - int(planned.forward_saved_bytes * (1 + _TOLERANCE))
+        more = saved - int(planned.forward_saved_bytes * (1 + _TOLERANCE_SHARE))
         if more > 0:
             yield more, f"{format_bytes(more)} more are saved for backward: {self._why_more(sight)}"
         if sight.state > planned.optimizer_bytes:
@@ -237,10 +238,11 @@ class StepWatch:
                 sight.state - planned.optimizer_bytes,
                 f"the optimizer holds {held} of state, {expected} planned (`optimizer=` of plan or fit)",
             )
-        if sight.gradients and planned.phase != "optimizer":
+        accumulated = sight.gradients - planned.gradient_bytes
+        if accumulated > 0 and planned.phase != "optimizer":
             yield (
-                sight.gradients,
-                f"{format_bytes(sight.gradients)} of gradients are there when forward begins (accumulation, or "
+                accumulated,
+                f"{format_bytes(accumulated)} of gradients are there when forward begins (`accumulate=`, or "
                 "zero_grad after the forward)",
             )
         outputs = [t for ref in self._outputs if (t := ref()) is not None]
@@ -258,16 +260,47 @@ class StepWatch:
             return f"the model ran {len(self._graphs)} times before backward, which a plan counts once"
         if planned.batch_bytes and sight.batch > planned.batch_bytes:
             return f"its batch has {sight.batch / planned.batch_bytes:.3g} times the planned one's bytes"
-        if planned.precision and self._counter.precision not in ("", planned.precision):
-            return f"it ran in {self._counter.precision}, and {planned.precision} was planned"
+        if self._other_precision:
+            return f"it ran in {self._other_precision}, and {planned.precision} was planned"
         return "it ran other calls than the planned step (layers drawn at random, another branch)"
+
+    def _say_what_differs(self) -> None:
+        """Warns once of a step that fits, but is not the one that was planned: a better plan may be there for it."""
+        planned, sight = self.plan.predicted, self._sight
+        if self._said_differs or sight is None:
+            return
+        found = []
+        if self._other_precision:
+            found.append(f"it computes in {self._other_precision}, planned was {planned.precision} (`autocast=`)")
+        if planned.batch_bytes and sight.batch > planned.batch_bytes:
+            found.append(f"its batch has {format_bytes(sight.batch)}, planned were {format_bytes(planned.batch_bytes)}")
+        if sight.state > planned.optimizer_bytes:
+            held, expected = format_bytes(sight.state), format_bytes(planned.optimizer_bytes)
+            found.append(f"its optimizer holds {held}, planned were {expected} (`optimizer=`)")
+        if found:
+            self._said_differs = True
+            warnings.warn(
+                f"This training step of {self.plan.model_class} is not the one that was planned: {'; '.join(found)}. "
+                "It is as exact, and fits; a plan of this step may be faster. This is said once. [E303]",
+                OtherStepWarning,
+                stacklevel=2,
+            )
+
+    @property
+    def _other_precision(self) -> str:
+        """What the step computes in, if no module of it does in the planned precision."""
+        planned, seen = self.plan.predicted.precision, self._counter.precisions
+        return next(iter(seen)) if planned and seen and planned not in seen else ""
 
     def _estimate(self) -> int:
         return self.plan.predicted.peak_bytes + sum(nbytes for nbytes, _ in self._beyond())
 
     def _judge(self, peak_bytes: int) -> None:
         self.peak_bytes = peak_bytes
-        if peak_bytes <= self.plan.budget_bytes or not self._removers:
+        if not self._removers:
+            return
+        if peak_bytes <= self.plan.budget_bytes:
+            self._say_what_differs()
             return
         causes = sorted(self._beyond(), reverse=True)[:2]
         why = "; also ".join(text for _, text in causes)

@@ -124,7 +124,7 @@ class SelectiveCheckpointer:
                 "that has profiled one, or call recoup.fit(model, batch, budget=...)."
             )
         assert config.budget is not None  # checked with the configuration
-        made = api.plan(model, profiler.sample_input, budget=config.budget, loss=profiler.loss)
+        made = api.plan(model, profiler.sample_input, budget=config.budget, loss=profiler.objective.loss)
         self._undo = api.apply(model, made).remove
         self._layers = _paths(made)
         self.plan = made

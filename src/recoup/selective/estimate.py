@@ -180,12 +180,12 @@ def _captures(shape: Shape, num_layers: int, sequence: int, batch: int) -> dict[
         "every_block": regions,
         "planned": [rederive, *(dataclasses.replace(d, inside="rederive") for d in regions)],
     }
-    return {"plain": saved_bytes(trace), **{kind: _saved_with(spec, trace, ds) for kind, ds in kinds.items()}}
+    return {"plain": trace.held_bytes, **{kind: _saved_with(spec, trace, ds) for kind, ds in kinds.items()}}
 
 
 def _saved_with(spec: StepSpec, trace: Trace, decisions: Sequence[Decision]) -> int:
     with apply_decisions(spec.model, decisions):
-        return saved_bytes(capture(spec, known=trace))
+        return capture(spec, known=trace).held_bytes
 
 
 def captured_bytes(name: str, sequence: int, batch: int) -> dict[str, int]:
@@ -195,7 +195,7 @@ def captured_bytes(name: str, sequence: int, batch: int) -> dict[str, int]:
     spec = _spec(shape, shape.num_layers, sequence, batch)
     trace = capture(spec)
     chosen = choose(CheckpointConfig(strategy="sequential"), spec.model, None)
-    return {"plain": saved_bytes(trace), "sqrt": _saved_with(spec, trace, chosen.decisions)}
+    return {"plain": trace.held_bytes, "sqrt": _saved_with(spec, trace, chosen.decisions)}
 
 
 def check_cell(name: str, cell: Estimate) -> str:
@@ -215,12 +215,6 @@ def check_cell(name: str, cell: Estimate) -> str:
         f"checked: all layers captured at {cell.sequence} tokens x {cell.batch} hold {found['plain']} bytes plain and "
         f"{found['sqrt']} with sqrt(n), as the table says"
     )
-
-
-def saved_bytes(trace: Trace) -> int:
-    """Returns the bytes that autograd holds when backward begins, parameters and batch left out."""
-    end = sum(1 for op in trace.ops if op.phase in ("forward", "loss"))
-    return sum(s.nbytes for s in trace.storages if s.category == "saved" and s.alloc_op < end <= s.free_op)
 
 
 def _spec(shape: Shape, num_layers: int, sequence: int, batch: int) -> StepSpec:

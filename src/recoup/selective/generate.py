@@ -21,7 +21,8 @@ STRATEGIES = {strategies!r}
 @pytest.fixture(scope="module")
 def trials():
     target = resolve_target(TARGET, **SIZES)
-    return Trials(target.model, target.batch, loss=target.loss)
+    objective, batch = target.objective()
+    return Trials(target.model, batch, objective=objective)
 
 
 @pytest.fixture(scope="module")

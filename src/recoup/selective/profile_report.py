@@ -8,7 +8,7 @@ from typing import Any
 
 from recoup.units import MIB, format_bytes, format_seconds
 
-_WORTH = 0.1  # a norm or a projection saves its input, which recomputing it would keep too
+_NORM_SHARE = 0.1  # a norm or a projection saves its input, which recomputing it would keep too
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +89,9 @@ class ProfileReport:
     def over(self, memory_mb: float) -> list[str]:
         """Returns the layers whose activations exceed that many MiB, and of which recomputing frees a tenth or more."""
         return [
-            r.path for r in self.layers if r.activation_mb > memory_mb and r.freed_bytes >= _WORTH * r.activation_bytes
+            r.path
+            for r in self.layers
+            if r.activation_mb > memory_mb and r.freed_bytes >= _NORM_SHARE * r.activation_bytes
         ]
 
     def to_json(self) -> dict[str, Any]:

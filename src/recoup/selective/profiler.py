@@ -20,7 +20,7 @@ from recoup import _torch
 from recoup._pytree import iterate_tensors, map_tensors
 from recoup.capture.capture import StepSpec, capture
 from recoup.capture.snapshot import untouched
-from recoup.capture.step import Loss, call_model, loss_of
+from recoup.capture.step import Loss, Objective
 from recoup.errors import UsageError
 from recoup.evidence.memory import measure_peak, storage_bytes
 from recoup.ir.trace import Trace
@@ -56,7 +56,7 @@ class MemoryProfiler:
             )
         self.model = model
         self.device = parameter.device
-        self.loss = loss
+        self.objective = Objective(loss=loss)
         self.report: ProfileReport | None = None
         self.sample_input: Any = None
 
@@ -74,7 +74,7 @@ class MemoryProfiler:
         spec = StepSpec(
             model=self.model,
             batch=sample_input,
-            loss=self.loss,
+            objective=self.objective,
             dialect="cuda" if self.device.type == "cuda" else "cpu",
             round_bytes=512 if self.device.type == "cuda" else 1,
         )
@@ -120,9 +120,7 @@ class MemoryProfiler:
 
     def _step(self, batch: Any, run: _Run | None = None) -> None:
         self._forget_gradients()
-        output = call_model(self.model, batch)
-        loss, _ = loss_of(output, batch, self.loss)
-        del output
+        loss = self.objective.run(self.model, batch)
         if run is not None:
             run.end_forward()
         loss.backward()  # type: ignore[no-untyped-call]

@@ -11,7 +11,7 @@ from torch import nn
 from recoup import progress
 from recoup.capture.capture import StepSpec
 from recoup.capture.optimizer import OptimizerLike
-from recoup.capture.step import Loss
+from recoup.capture.step import Objective
 from recoup.cost.measured import MeasuredCost
 from recoup.errors import UsageError
 from recoup.evidence.verify import verify_plan
@@ -27,7 +27,7 @@ from recoup.selective.profiler import MemoryProfiler
 from recoup.selective.strategies import choose
 
 TRIED = ("full", "every-2", "sequential", "selective", "rederive", "budget")
-_BUDGET_SHARE = 0.6
+_BUDGET_SHARE = 0.6  # of the plain peak, at which the compared configurations are planned
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,19 +49,24 @@ class Trials:
     """A model with its captured, priced step, on which strategies are tried; nothing of the model changes."""
 
     def __init__(
-        self, model: nn.Module, batch: Any, *, loss: Loss | None = None, optimizer: OptimizerLike | None = None
+        self,
+        model: nn.Module,
+        batch: Any,
+        *,
+        objective: Objective = Objective(),  # noqa: B008
+        optimizer: OptimizerLike | None = None,
     ) -> None:
         if is_on_meta(model):
             raise UsageError(f"{type(model).__name__} is on `meta`: there is nothing to measure. Build it on a device.")
         refuse_conflicts(model)
-        self.model, self.batch, self.loss, self.optimizer = model, batch, loss, optimizer
+        self.model, self.batch, self.objective, self.optimizer = model, batch, objective, optimizer
         parameter = next(model.parameters(), None)
         self.device = parameter.device if parameter is not None else torch.device("cpu")
         on_cuda = self.device.type == "cuda"
         spec = StepSpec(
             model=model,
             batch=batch,
-            loss=loss,
+            objective=objective,
             optimizer=optimizer,
             dialect="cuda" if on_cuda else "cpu",
             round_bytes=512 if on_cuda else 1,
@@ -73,7 +78,9 @@ class Trials:
         """Returns the layers' profile, taken once."""
         if self._report is None:
             progress.advance("profiling the layers")
-            self._report = MemoryProfiler(self.model, loss=self.loss).profile(self.batch, num_runs)
+            profiler = MemoryProfiler(self.model)
+            profiler.objective = self.objective
+            self._report = profiler.profile(self.batch, num_runs)
         return self._report
 
     def threshold_mb(self) -> float:
@@ -109,6 +116,12 @@ class Trials:
             candidate, budget_bytes=candidate.peak_bytes, budget_text=strategy, device=self.device.type
         )
         evidence = verify_plan(
-            self.model, plan, self.batch, loss=self.loss, optimizer=self.optimizer, timed=timed, max_seconds=5.0
+            self.model,
+            plan,
+            self.batch,
+            objective=self.objective,
+            optimizer=self.optimizer,
+            timed=timed,
+            max_seconds=5.0,
         )
         return Trial(strategy=strategy, plan=plan, evidence=evidence)

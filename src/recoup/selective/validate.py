@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from recoup.capture.step import Loss
+from recoup.capture.step import Objective
 from recoup.errors import UsageError
 from recoup.selective.profile_report import ProfileReport
 from recoup.selective.trial import Trial, Trials
 from recoup.units import format_bytes
 
 STRATEGIES = ("full", "selective", "sequential", "budget")
-MEMORY_SHARE = 0.30
-SPREAD = 0.10
+SAVED_SHARE = 0.30  # of the plain peak that checkpointing must free to pass
+SPREAD_SHARE = 0.10  # that counted and measured bytes may be apart
 TOLERANCES = {torch.float32: 1e-5, torch.float64: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 
 
@@ -55,7 +55,11 @@ class Validation:
 
 
 def validate(
-    model: nn.Module, batch: Any, *, loss: Loss | None = None, strategies: Sequence[str] = STRATEGIES
+    model: nn.Module,
+    batch: Any,
+    *,
+    objective: Objective = Objective(),  # noqa: B008
+    strategies: Sequence[str] = STRATEGIES,
 ) -> Validation:
     """Runs the gates; nothing of the model changes.
 
@@ -68,7 +72,7 @@ def validate(
     """
     if not strategies:
         raise UsageError("validate needs at least one strategy.")
-    trials = Trials(model, batch, loss=loss)
+    trials = Trials(model, batch, objective=objective)
     runs = [trials.run(strategy) for strategy in strategies]
     gates = [check_memory(runs), *check_profile(trials.report())]
     gates += [check_gradients(run, model) for run in runs]
@@ -82,7 +86,7 @@ def check_memory(runs: Sequence[Trial]) -> Gate:
     plain = format_bytes(best.evidence.baseline_peak_bytes or 0)
     sets = best.plan.predicted.tensors[0][0] if best.plan.predicted.tensors else "nothing"
     text = f"of {plain}: {each}"
-    ok = best.memory_saved >= MEMORY_SHARE
+    ok = best.memory_saved >= SAVED_SHARE
     if not ok:
         text += f" (30 % asked; the {best.plan.predicted.phase} sets the peak, most of it {sets})"
     return Gate(name="memory", ok=ok, text=text)
@@ -93,7 +97,7 @@ def check_profile(report: ProfileReport) -> list[Gate]:
     the line."""
     counted, measured = report.total_activation_bytes, report.measured_activation_bytes or 0
     negative = [layer.path for layer in report.layers if layer.activation_bytes < 0 or layer.forward_seconds < 0]
-    agrees = abs(counted - measured) <= SPREAD * max(counted, 1)
+    agrees = abs(counted - measured) <= SPREAD_SHARE * max(counted, 1)
     sensible = counted > 0 and not negative and (report.peak_bytes is None or counted <= report.peak_bytes)
     line = report.layers[0].activation_mb / 2
     over = report.over(line)
@@ -106,7 +110,7 @@ def check_profile(report: ProfileReport) -> list[Gate]:
         ),
         Gate(
             name="profile: spread",
-            ok=report.activation_spread < SPREAD,
+            ok=report.activation_spread < SPREAD_SHARE,
             text=f"{100 * report.activation_spread:.1f} % of the bytes over {report.num_runs} runs (times: "
             f"{100 * report.time_spread:.0f} %, not gated)",
         ),

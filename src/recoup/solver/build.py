@@ -24,21 +24,14 @@ from recoup.cost.host_overhead import (
 from recoup.cost.model import PricedTrace
 from recoup.ir.decision import Ambient
 from recoup.ir.trace import Call, Trace
+from recoup.solver.intervals import Interval, paths_of, segments_of
 from recoup.solver.problem import Block, Leaf, Option, Problem, Region
+from recoup.solver.rederive_groups import input_holders, rederivable, rederive_groups
 from recoup.solver.scans import Ladder, those_under, with_rungs
 from recoup.solver.selective_save import keeps_of
 
 _Array = npt.NDArray[np.int64]
-_FEMTO = 1e15
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Interval:
-    """A run of forward ops of one call: [first, last)."""
-
-    call: int
-    first: int
-    last: int
+_FEMTOSECONDS = 1e15  # in a second: whole numbers of them add up alike in any order
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,11 +69,11 @@ def build_problem(
     """
     plain = variants["save"]
     trace = plain.trace
-    segments = _segments(trace)
+    segments = segments_of(trace)
     numbers = {}
     for action, priced in variants.items():
-        own = segments if action == "save" else _segments(priced.trace)
-        if [s.call for s in own] == [s.call for s in segments] and _paths(trace) == _paths(priced.trace):
+        own = segments if action == "save" else segments_of(priced.trace)
+        if [s.call for s in own] == [s.call for s in segments] and paths_of(trace) == paths_of(priced.trace):
             numbers[action] = measure(priced, own)
     base = numbers["save"]
     children: dict[int, list[int]] = {}
@@ -89,10 +82,10 @@ def build_problem(
     by_call: dict[int, list[int]] = {}
     for position, segment in enumerate(segments):
         by_call.setdefault(segment.call, []).append(position)
-    free = _rederivable(variants) if rebuilds_inputs else set()
-    holders = _input_holders(trace)
+    free = rederivable(variants) if rebuilds_inputs else set()
+    holders = input_holders(trace)
     lookup = _Lookup(plain, segments)
-    groups = _groups(variants["rederive"].trace) if "rederive" in numbers else {}
+    groups = rederive_groups(variants["rederive"].trace) if "rederive" in numbers else {}
 
     def leaf(position: int, owner: tuple[str, int]) -> Leaf:
         options = []
@@ -142,7 +135,7 @@ def build_problem(
         found.sort(key=lambda item: item[:2])
         return tuple(part for _, _, part in found)
 
-    num_forward = sum(1 for o in trace.ops if o.phase in ("forward", "loss"))
+    num_forward = trace.num_forward_ops
     optimizer = [i for i, o in enumerate(trace.ops) if o.phase == "optimizer"]
     levels = base.levels
     return Problem(
@@ -152,35 +145,6 @@ def build_problem(
         plain_seconds=float(sum(plain.op_seconds)),
         plain_flops=int(sum(trace.signatures[o.signature].flops for o in trace.ops)) if num_forward else 0,
     )
-
-
-def _segments(trace: Trace) -> list[Interval]:
-    """Returns the runs of forward ops that belong to one call, in order; a child's call splits its parent's run."""
-    starts = {call.first_op for call in trace.calls} | {call.last_op for call in trace.calls}
-    segments: list[Interval] = []
-    first, current = 0, None
-    position = 0
-    for position, op in enumerate(trace.ops):
-        if op.phase not in ("forward", "loss"):
-            break
-        if current is None or op.call != current or position in starts:
-            if current is not None:
-                segments.append(Interval(call=current, first=first, last=position))
-            first, current = position, op.call
-    else:
-        position += 1
-    if current is not None:
-        segments.append(Interval(call=current, first=first, last=position))
-    return segments
-
-
-def _paths(trace: Trace) -> list[tuple[str, int]]:
-    return [(c.path, c.index) for c in trace.calls]
-
-
-def _forward_ops(trace: Trace) -> list[int]:
-    """Returns the positions of the model's own forward ops: what the engine adds (packing a mask) left out."""
-    return [i for i, o in enumerate(trace.ops) if o.phase in ("forward", "loss") and not o.replayed]
 
 
 def measure(priced: PricedTrace, segments: Sequence[Interval]) -> Numbers:
@@ -247,67 +211,6 @@ def measure(priced: PricedTrace, segments: Sequence[Interval]) -> Numbers:
     )
 
 
-def _rederivable(variants: Mapping[Ambient, PricedTrace]) -> set[int]:
-    """Returns storages that are saved in the plain step and need not be when everything is rederived.
-
-    The same forward ops make the same storages in the same order in both.
-    """
-    if "rederive" not in variants:
-        return set()
-    plain, other = variants["save"].trace, variants["rederive"].trace
-    own, others = _forward_ops(plain), _forward_ops(other)
-    if len(own) != len(others):
-        return set()
-    twin_op = dict(zip(others, own, strict=True))
-    kept: dict[tuple[int, int], list[bool]] = {}
-    for storage in other.storages:
-        if storage.alloc_op in twin_op:
-            kept.setdefault((twin_op[storage.alloc_op], storage.nbytes), []).append(storage.saved_op >= 0)
-    free = set()
-    for index, storage in enumerate(plain.storages):
-        found = kept.get((storage.alloc_op, storage.nbytes))
-        if found and not found.pop(0) and storage.saved_op >= 0:
-            free.add(index)
-    return free
-
-
-def _groups(trace: Trace) -> dict[int, int]:
-    """Returns segment -> group for segments that rederive from what other segments keep (union-find over links)."""
-    segments = _segments(trace)
-    starts = [s.first for s in segments]
-    root = list(range(len(segments)))
-
-    def find(a: int) -> int:
-        while root[a] != a:
-            root[a] = root[root[a]]
-            a = root[a]
-        return a
-
-    def at(op: int) -> int:
-        return int(np.searchsorted(starts, min(op, segments[-1].last - 1), side="right")) - 1
-
-    linked: set[int] = set()
-    for op, sources in trace.rederive_links:
-        here = at(op)
-        for source in sources:
-            saved_op = trace.storages[source].saved_op
-            there = at(saved_op) if saved_op >= 0 else here
-            if there != here:
-                linked.update((here, there))
-                root[find(here)] = find(there)
-    return {segment: find(segment) for segment in linked}
-
-
-def _input_holders(trace: Trace) -> dict[int, list[int]]:
-    """Returns for each storage the calls that take it as an input and save it inside, in call order."""
-    holders: dict[int, list[int]] = {}
-    for index, call in enumerate(trace.calls):
-        for storage in call.inputs:
-            if trace.storages[storage].saved_op >= 0:
-                holders.setdefault(storage, []).append(index)
-    return holders
-
-
 class _Lookup:
     """Sums over ranges of ops, and forward storages by the op that made them, prepared once."""
 
@@ -317,7 +220,7 @@ class _Lookup:
         self.segment_starts = [s.first for s in segments]
         flops = [trace.signatures[o.signature].flops for o in trace.ops]
         # Whole femtoseconds: equal layers get equal sums wherever they lie, which the solver's sharing lives on.
-        whole = np.rint(np.asarray(priced.op_seconds) * _FEMTO).astype(np.int64)
+        whole = np.rint(np.asarray(priced.op_seconds) * _FEMTOSECONDS).astype(np.int64)
         self._sums = np.concatenate([[0], np.cumsum(whole)])
         ran = [trace.device == "cpu" and not trace.signatures[o.signature].is_view for o in trace.ops]
         self._num_ran = np.concatenate([[0], np.cumsum(np.asarray(ran, dtype=np.int64))])
@@ -334,7 +237,7 @@ class _Lookup:
 
     def seconds(self, first: int, last: int) -> float:
         """Returns how long ops [first, last) take."""
-        return float(self._sums[last] - self._sums[first]) / _FEMTO
+        return float(self._sums[last] - self._sums[first]) / _FEMTOSECONDS
 
     def replay_seconds(self, first: int, last: int) -> float:
         """Returns how long ops [first, last) take when they run again, and the calls that begin with them."""

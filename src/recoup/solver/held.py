@@ -9,14 +9,17 @@ again, from inputs that are held or rebuilt in turn. For a price per held byte t
     r_o -> a_u              no limit                u is an input of o that is not free
 
 As the price rises, fewer bytes are held and more ops run again; the choices found are the corners of the lower convex
-hull of (bytes, seconds), each exact for its bytes. What lies between two corners is not found, nor does the cut see
-what a rebuild has alive at once: callers simulate that. Plain numbers; nothing of the framework whose step it is.
+hull of (bytes, seconds), each exact for its bytes. Between two corners `trade_offs` goes value by value, each time the
+one that is worth most for its bytes. The cut does not see what a rebuild has alive at once: callers simulate that.
+Plain numbers; nothing of the framework whose step it is.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
+from collections.abc import Collection, Iterator
 
 from recoup.solver.min_cut import FlowNetwork
 
@@ -118,6 +121,77 @@ def hull(segment: Segment, *, most: int = 24) -> list[Held]:
                 found.append(middle)
                 gaps += [(left, middle), (middle, right)]
     return sorted(found, key=lambda held: -held.nbytes)
+
+
+def trade_offs(segment: Segment, *, most: int = 24) -> list[Held]:
+    """Returns choices none of which another beats in both bytes and seconds, most bytes first: corners, and between.
+
+    Args:
+        segment: what to choose in. most: how many at most.
+    """
+    corners = hull(segment, most=most)
+    evaluate = _Evaluation(segment)
+    found = {held.values: held for held in corners}
+    for fat, lean in itertools.pairwise(corners):
+        for begin, end in ((lean, fat), (fat, lean)):
+            for held in evaluate.path(begin, end):
+                found.setdefault(held.values, held)
+    kept: list[Held] = []
+    for held in sorted(found.values(), key=lambda h: (h.nbytes, h.seconds)):
+        if not kept or held.seconds < kept[-1].seconds:
+            kept.append(held)
+    kept.reverse()
+    while len(kept) > most:  # the least loss: the one nearest to its neighbours
+        losses = [(_area((kept[i - 1], kept[i + 1])), i) for i in range(1, len(kept) - 1)]
+        del kept[min(losses)[1]]
+    return kept
+
+
+class _Evaluation:
+    """What choices come to, without a cut."""
+
+    def __init__(self, segment: Segment) -> None:
+        self._segment = segment
+        self._maker = {v: i for i, op in enumerate(segment.ops) for v in op.outputs}
+
+    def of(self, values: Collection[int]) -> Held:
+        """Returns the choice that holds those of `values` that are read."""
+        segment, maker = self._segment, self._maker
+        rerun: set[int] = set()
+        read: set[int] = set()
+        waiting = [v for v in segment.reads if v in maker]
+        while waiting:
+            value = waiting.pop()
+            if value in values:
+                read.add(value)
+            elif maker[value] not in rerun:
+                rerun.add(maker[value])
+                waiting += [v for v in segment.ops[maker[value]].inputs if v in maker]
+        return Held(
+            values=tuple(sorted(read)),
+            rerun=tuple(sorted(rerun)),
+            nbytes=sum(segment.value_bytes[v] or 0 for v in read),
+            seconds=math.fsum(segment.ops[i].seconds for i in rerun),
+        )
+
+    def path(self, begin: Held, end: Held) -> Iterator[Held]:
+        """Yields choices from `begin` to `end`, one value more or less each: the best ratio of bytes to seconds."""
+        sign = 1 if end.nbytes > begin.nbytes else -1
+        here, values = begin, set(begin.values)
+        differing = set(begin.values) ^ set(end.values)
+        while differing:
+            ways = [(v, self.of(values ^ {v})) for v in sorted(differing)]
+            value, here = min(ways, key=lambda way: self._slope(here, way[1], sign))
+            values ^= {value}
+            differing.discard(value)
+            yield here
+
+    @staticmethod
+    def _slope(here: Held, there: Held, sign: int) -> float:
+        gained, paid = here.seconds - there.seconds, there.nbytes - here.nbytes
+        if sign > 0:  # seconds won for each byte more
+            return -gained / paid if paid > 0 else (-math.inf if gained >= 0 else math.inf)
+        return -gained / -paid if paid < 0 else (-math.inf if gained >= 0 else math.inf)
 
 
 def _area(gap: tuple[Held, Held]) -> float:

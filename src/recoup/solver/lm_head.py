@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 from recoup.ir.trace import Trace
+from recoup.solver.tiles import FEWEST_ROWS, SMALLEST_SHARE
 
-_SMALLEST_SHARE = 0.002  # of the peak: a head whose output is smaller is not worth a tile
 _TILE_SHARE = 0.01  # of the plain peak: what a tile may take
-_FEWEST_TOKENS = 64  # matmuls of fewer rows are slow everywhere
-_NUM_HEADS = 2
+_NUM_HEADS = 2  # whose logits are worth tiles: the two largest, most models have one
 _WIDE_BYTES = 4  # the loss is taken in float32
 
 
@@ -28,7 +27,7 @@ class HeadCall:
 
     def tile_tokens(self, tile_bytes: int) -> int:
         """Returns how many tokens make a tile of so many bytes: at least 64, and tiles of about equal size."""
-        most = max(tile_bytes // self.token_bytes, min(_FEWEST_TOKENS, self.tokens), 1)
+        most = max(tile_bytes // self.token_bytes, min(FEWEST_ROWS, self.tokens), 1)
         num_tiles = -(-self.tokens // most)
         return -(-self.tokens // num_tiles)
 
@@ -46,7 +45,7 @@ def heads(trace: Trace, *, peak_bytes: int) -> list[HeadCall]:
             continue
         nbytes = trace.storages[call.outputs[0]].nbytes
         rows = _rows(trace, call.first_op, call.last_op)
-        if nbytes < _SMALLEST_SHARE * peak_bytes or not rows:
+        if nbytes < SMALLEST_SHARE * peak_bytes or not rows:
             continue
         classes, itemsize = rows
         tokens = nbytes // (classes * itemsize)

@@ -1,8 +1,8 @@
 """From a problem to its front: walks the calls from the last to the first, regions solved inside first.
 
 A region's inside is a sequence of its own, solved the same way, once for each distinct structure: 32 equal layers are
-one. Spans (one region over consecutive calls) are tried at every length up to `_EVERY_LENGTH` and from there on at
-lengths that grow by an eighth to a quarter. Depth of recursion is depth of nesting, never number of layers.
+one. Spans (one region over consecutive calls) are tried at every length up to `_EVERY_LENGTH_LEAVES` and from there on
+at lengths that grow by an eighth to a quarter. Depth of recursion is depth of nesting, never number of layers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
 from recoup.solver.pareto import Front, before_leaf, before_region, best_of, empty
-from recoup.solver.problem import Leaf
+from recoup.solver.problem import Leaf, Region
 from recoup.solver.rederive_coupling import Linked, Links, forks
 from recoup.solver.reference import option_of
 from recoup.solver.sequence import (
@@ -25,8 +25,9 @@ from recoup.solver.sequence import (
 )
 from recoup.solver.ways import Move, Replay, Run
 
-_EVERY_LENGTH = 16
-_LONGEST_SPAN = 64
+_EVERY_LENGTH_LEAVES = 16  # spans up to here are tried at every length, longer ones at eight lengths in each doubling
+# at least; in long steps three times the square root of all, where the optimum of equal layers is one
+_LONGEST_SPAN_LEAVES = 64
 _MOST_OPEN, _MOST_OPEN_IF_SMALL, _SMALL = 3, 6, 64
 _MOST_POINTS, _MOST_POINTS_IF_LARGE, _LARGE = 4000, 1000, 1000
 _Units = frozenset[int]
@@ -34,7 +35,7 @@ _Units = frozenset[int]
 
 def is_tried(length: int) -> bool:
     """Whether spans of this many calls are tried: all short ones, longer ones in steps of an eighth to a quarter."""
-    return length <= _EVERY_LENGTH or length % (1 << max(length.bit_length() - 3, 0)) == 0
+    return length <= _EVERY_LENGTH_LEAVES or length % (1 << max(length.bit_length() - 3, 0)) == 0
 
 
 def is_tried_inside(length: int) -> bool:
@@ -87,12 +88,13 @@ class Search:
         self._max_inner_points = max_inner_points
         self._most_open = _MOST_OPEN if len(line.leaves) > _SMALL else _MOST_OPEN_IF_SMALL
         # Segments of a chain of n calls are best at about sqrt(n); three times that leaves room for unequal ones.
-        self._longest_span = max(_LONGEST_SPAN, 3 * math.isqrt(len(line.leaves)))
+        self._longest_span = max(_LONGEST_SPAN_LEAVES, 3 * math.isqrt(len(line.leaves)))
         self._inside: dict[tuple[int, int], _Inside] = {}
         self._linked: dict[tuple[int, int], Front] = {}
         self._known_links: dict[Hashable, Linked] = {}
         self._known_forks: dict[int, tuple[dict[int, list[int]], dict[int, list[int]]]] = {}  # by identity of the call
         self._links_of: dict[int, Links | None] = {}
+        self._known_spans: dict[int, list[tuple[Region, int]]] = {}
         self._nothing = empty()
         self.num_thinned = 0
 
@@ -248,31 +250,42 @@ class Search:
     ) -> list[Front]:
         """Returns the fronts of regions that begin at `call`: over n calls, with inner[n - 1], before after[n - 1]."""
         fronts = []
-        span = Span()
-        last: Call | None = call
+        spans = self._spans_from(call, len(inner))
         for length, (inside, rest) in enumerate(zip(inner, after, strict=True), start=1):
-            assert last is not None and last.block.region is not None
-            span.add(last.block.region)
-            if tried(length) and span.is_allowed:
-                plain = span.region()
-                ways = [Replay()]
-                if outermost and plain.offload_seconds is not None:
-                    ways.append(Replay(offload=True))
-                ways += [Replay(keep=keep.labels) for keep in plain.keeps] if outermost else []
-                for way in ways:
-                    fronts.append(
-                        before_region(
-                            rest,
-                            region_in(plain, way),
-                            inside,
-                            num_leaves=last.last - call.first,
-                            rank=call.rank,
-                            num_calls=length,
-                            way=way,
-                        )
+            plain, num_leaves = spans[length - 1]
+            if not tried(length) or not plain.is_alone:
+                continue
+            ways = [Replay()]
+            if outermost and plain.offload_seconds is not None:
+                ways.append(Replay(offload=True))
+            ways += [Replay(keep=keep.labels) for keep in plain.keeps] if outermost else []
+            for way in ways:
+                fronts.append(
+                    before_region(
+                        rest,
+                        region_in(plain, way),
+                        inside,
+                        num_leaves=num_leaves,
+                        rank=call.rank,
+                        num_calls=length,
+                        way=way,
                     )
-            last = last.following
+                )
         return fronts
+
+    def _spans_from(self, call: Call, longest: int) -> list[tuple[Region, int]]:
+        """Returns the prices of regions over 1, 2, ... calls from `call` on, `longest` at least, and their leaves."""
+        known = self._known_spans.get(id(call))
+        if known is None or len(known) < longest:
+            known = self._known_spans[id(call)] = []
+            span, last = Span(), call
+            while last.block.region is not None and len(known) < max(longest, self._longest_span):
+                span.add(last.block.region)
+                known.append((span.region(), last.last - call.first))
+                if last.following is None:
+                    break
+                last = last.following
+        return known
 
     def _offloads(self, call: Call, after: Front, rederived: _Units) -> list[Front]:
         """Returns the fronts of a call whose saved tensors go to the host, all its leaves running alike."""

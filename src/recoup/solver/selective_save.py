@@ -14,7 +14,7 @@ from recoup.cost.flops import result_label
 from recoup.ir.trace import Call, Trace
 from recoup.solver.problem import Keep
 
-_MOST_LABELS = 3
+_MAX_LABELS = 3  # choices of a region besides keeping nothing, the best by seconds for a byte
 _WORTH_SHARE = 0.03  # of the call's time: what is less is not offered
 
 
@@ -48,7 +48,7 @@ def keeps_of(
             found.append(keep)
     found.sort(key=lambda keep: (-keep.seconds / keep.nbytes, keep.labels))
     ways: list[Keep] = []
-    for keep in found[:_MOST_LABELS]:
+    for keep in found[:_MAX_LABELS]:
         none = Keep(labels=(), nbytes=0, saved_inside_bytes=0, seconds=-overhead_seconds, flops=0)
         before = ways[-1] if ways else none
         ways.append(

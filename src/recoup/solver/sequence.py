@@ -15,7 +15,7 @@ from recoup.solver.problem import Block, Keep, Leaf, Offload, Problem, Region
 from recoup.solver.ways import Move, Replay, Run, Way
 
 # A group that reaches further (a residual stream) would leave no choice at all; its leaves choose on their own.
-_LONGEST_GROUP = 24
+_LONGEST_GROUP_LEAVES = 24
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +171,7 @@ def _units(leaves: Sequence[Leaf]) -> list[list[int]]:
     for i, leaf in enumerate(leaves):
         if leaf.group >= 0:
             ends[leaf.group] = (ends.get(leaf.group, (i, i))[0], i)
-    longest = max(_LONGEST_GROUP, len(leaves) // 8)
+    longest = max(_LONGEST_GROUP_LEAVES, len(leaves) // 8)
     root = list(range(len(leaves)))
 
     def find(a: int) -> int:

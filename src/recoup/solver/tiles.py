@@ -8,8 +8,8 @@ from collections.abc import Container, Sequence
 from recoup.ir.labels import without_numbers
 from recoup.ir.trace import Call, Trace
 
-_SMALLEST_SHARE = 0.002  # of the peak: a call that needs less for a moment is not worth tiles
-_FEWEST_TOKENS = 64  # matmuls of fewer rows are slow everywhere
+SMALLEST_SHARE = 0.002  # of the peak: what needs less for a moment is not worth tiles
+FEWEST_ROWS = 64  # of a tile: matmuls of fewer rows are slow everywhere
 _LARGE, _SMALL = 0.5, 0.125  # of what the largest needs: these are tiled first, those below the second not at all
 
 
@@ -29,7 +29,7 @@ class TileKind:
 
     def tile_tokens(self, tokens: int) -> int:
         """Returns how many tokens make a tile that takes what the call is given: at least 64, tiles of equal size."""
-        most = max(tokens * self.input_bytes // self.inner_bytes, min(_FEWEST_TOKENS, tokens), 1)
+        most = max(tokens * self.input_bytes // self.inner_bytes, min(FEWEST_ROWS, tokens), 1)
         num_tiles = -(-tokens // most)
         return -(-tokens // num_tiles)
 
@@ -48,7 +48,7 @@ def tile_kinds(trace: Trace, *, peak_bytes: int) -> list[TileKind]:
     for name, members in calls.items():
         given = max((trace.storages[i].nbytes for i in members[0].inputs), default=0)
         inner = max(_inner_bytes(trace, call) for call in members)
-        if given and inner >= max(2 * given, _SMALLEST_SHARE * peak_bytes):
+        if given and inner >= max(2 * given, SMALLEST_SHARE * peak_bytes):
             paths = tuple(dict.fromkeys(call.path for call in members))
             found.append(TileKind(name=name, paths=paths, inner_bytes=inner, input_bytes=given))
     return sorted(found, key=lambda kind: -kind.inner_bytes)

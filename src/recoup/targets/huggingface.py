@@ -19,11 +19,11 @@ from recoup.errors import TargetError
 from recoup.targets.parse import HubTarget
 
 _TASKS = ("IMAGE_CLASSIFICATION", "SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM", "CAUSAL_LM")
-_BATCH = 4
-_SEQ = 512
-_IMAGE = 224
-_SEED = 0
-_MASKED_SHARE = 0.15
+_BATCH_EXAMPLES = 4  # where none is named
+_SEQ_TOKENS = 512  # where none is named, and the model takes as many
+_IMAGE_PIXELS = 224  # a side, where the configuration names none
+_SEED = 0  # of weights and batches: the same target twice is the same bits
+_MASKED_SHARE = 0.15  # of tokens, as BERT was trained
 _FIRST_ORDINARY_TOKEN = 5  # below are padding, mask and the like, which some models look for
 
 
@@ -65,10 +65,10 @@ def build(
             model = model.to(device)
         model.train()
         if task == "IMAGE_CLASSIFICATION":
-            inputs = _image_batch(config, batch or _BATCH, image, dtype, device)
+            inputs = _image_batch(config, batch or _BATCH_EXAMPLES, image, dtype, device)
         else:
             length = _length(target, config, model, seq)
-            inputs = _token_batch(config, task, batch or _BATCH, length)
+            inputs = _token_batch(config, task, batch or _BATCH_EXAMPLES, length)
     if device.startswith("cuda"):
         inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
     return model, inputs
@@ -163,7 +163,7 @@ def _length(target: HubTarget, config: Any, model: nn.Module, seq: int | None) -
     """
     most = getattr(_text_config(config), "max_position_embeddings", None)
     if not isinstance(most, int):
-        return seq or _SEQ
+        return seq or _SEQ_TOKENS
     # Tables of positions may start after the padding index: RoBERTa's has two rows that are never used.
     tables = [
         module.num_embeddings
@@ -178,7 +178,7 @@ def _length(target: HubTarget, config: Any, model: nn.Module, seq: int | None) -
             f"--seq {seq} is more than the {most - skipped} positions of {target.model_type!r}. Use a smaller --seq, "
             f"or 'hf:{target.model_type}?max_position_embeddings={seq + skipped}'."
         )
-    return seq or min(_SEQ, most - skipped)
+    return seq or min(_SEQ_TOKENS, most - skipped)
 
 
 def _token_batch(config: Any, task: str, batch: int, seq: int) -> dict[str, torch.Tensor]:
@@ -201,7 +201,7 @@ def _image_batch(
     config: Any, batch: int, image: int | None, dtype: torch.dtype | None, device: str
 ) -> dict[str, torch.Tensor]:
     own = getattr(config, "image_size", None)
-    height, width = own if isinstance(own, (tuple, list)) else (own or image or _IMAGE,) * 2
+    height, width = own if isinstance(own, (tuple, list)) else (own or image or _IMAGE_PIXELS,) * 2
     shape = (batch, int(getattr(config, "num_channels", 3)), int(height), int(width))
     if device == "meta":
         pixels = torch.empty(shape, dtype=dtype or torch.float32, device="meta")

@@ -17,26 +17,38 @@ from typing import Any
 import torch
 from torch import nn
 
+from recoup.capture.step import Loss, Objective, make_objective
 from recoup.errors import RecoupError, TargetError
 from recoup.targets.parse import FileTarget, parse_target
 
-_KEYS = ("model", "batch", "loss", "optimizer")
+_STEP_KEYS = ("loss", "step", "inputs", "targets", "autocast", "scaler", "accumulate")
+_KEYS = ("model", "batch", "optimizer", *_STEP_KEYS)
 _counter = itertools.count()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A model, a batch, and perhaps a loss and an optimizer.
+    """A model, a batch, what a step computes of it, and perhaps an optimizer.
 
     Attributes:
-        text: the TARGET as it was written.
+        text: the TARGET as it was written. step: arguments of `recoup.fit` that say what a step is (`loss`, `step`,
+            `autocast` and so on), as far as the target gave them.
     """
 
     text: str
     model: nn.Module
-    batch: Any
-    loss: Callable[[Any, Any], torch.Tensor] | None = None
+    batch: Any = None
     optimizer: Any = None
+    step: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def loss(self) -> Loss | None:
+        """The loss, if one was given."""
+        return self.step.get("loss")
+
+    def objective(self) -> tuple[Objective, Any]:
+        """Returns what a step computes, and the batch that it computes it of."""
+        return make_objective(self.batch, **self.step)
 
 
 def resolve_target(
@@ -139,18 +151,20 @@ def _checked(made: Any, parsed: FileTarget, text: str, device: str) -> Target:
     who = f"{parsed.function}() in {parsed.path}"
     if not isinstance(made, Mapping):
         raise TargetError(f"{who} returned {type(made).__name__}; it must return a dict with 'model' and 'batch'.")
-    for key in ("model", "batch"):
+    for key in ("model", "inputs" if "inputs" in made else "batch"):
         if key not in made:
             raise TargetError(f"{who} returned a dict without {key!r} (it has {', '.join(map(repr, made))}). Add it.")
     unknown = [key for key in made if key not in _KEYS]
     if unknown:
         raise TargetError(f"{who} returned a dict with {unknown[0]!r}; only {', '.join(_KEYS)} are read. Remove it.")
-    model, batch = made["model"], made["batch"]
+    model, batch = made["model"], made.get("batch")
+    step = {key: made[key] for key in _STEP_KEYS if key in made}
     if not isinstance(model, nn.Module):
         raise TargetError(f"'model' of {who} is a {type(model).__name__}; it must be a torch.nn.Module.")
     if device.startswith("cuda"):
         model, batch = model.to(device), _moved(batch, device)
-    return Target(text=text, model=model, batch=batch, loss=made.get("loss"), optimizer=made.get("optimizer"))
+        step = {key: _moved(value, device) if key in ("inputs", "targets") else value for key, value in step.items()}
+    return Target(text=text, model=model, batch=batch, optimizer=made.get("optimizer"), step=step)
 
 
 def _moved(value: Any, device: str) -> Any:

@@ -28,8 +28,8 @@ from recoup.capture.tracker import Tracker
 from recoup.runtime.patch import find_patch
 from recoup.runtime.recompute.module_state import walk
 
-_WATCHED_CALLS = 24
-_RECOUNTS = 8
+_WATCHED_CALLS = 24  # before a module counts as a loop: what folding leaves out must be worth what it compares
+_MAX_RECOUNTS = 8  # captures begun again because a loop was longer or shorter; a length that never settles is irregular
 
 
 class Folding:
@@ -133,7 +133,7 @@ class Folding:
         """
         changed = {p: loop.index for p, loop in self.loops.items() if loop.index != loop.num_calls}
         for path, num_calls in changed.items():
-            if num_calls < _WATCHED_CALLS or self._memory.recounts >= _RECOUNTS:
+            if num_calls < _WATCHED_CALLS or self._memory.recounts >= _MAX_RECOUNTS:
                 raise Irregular(path, f"it was called {num_calls} times, not {self.loops[path].num_calls}")
             if not any(path.startswith(f"{p}.") for p in changed):
                 self._memory.num_calls[path] = num_calls

@@ -11,11 +11,11 @@ from torch import nn
 from recoup import _torch
 from recoup._pytree import flatten, open_nest
 
-_LOOKED_AT = 64  # values of a real tensor
+_COMPARED_ELEMENTS = 64  # values of a real tensor that are compared; of a larger one its identity is
 PLAIN_TYPES = frozenset(
     {bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.Size, slice}
 )
-_DEPTH = 3
+_MAX_DEPTH = 3  # levels of attributes inside an argument that is no container
 
 
 class Unlike(Exception):
@@ -111,7 +111,7 @@ def traits_of(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 def values_of(tensor: torch.Tensor) -> Any:
     """Returns the values of a real tensor, or, if it is large, which it is."""
-    if tensor.numel() > _LOOKED_AT:
+    if tensor.numel() > _COMPARED_ELEMENTS:
         return id(tensor)
     with _torch.without_dispatch_modes():
         return tuple(tensor.detach().flatten().tolist())
@@ -133,7 +133,7 @@ def describe(value: Any, tensors: list[torch.Tensor], seen: dict[int, int], dept
     opened = open_nest(value)
     if opened is not None:
         return kind, tuple(describe(item, tensors, seen, depth) for item in opened[0])
-    if isinstance(value, (nn.Module, type)) or callable(value) or depth >= _DEPTH or not hasattr(value, "__dict__"):
+    if isinstance(value, (nn.Module, type)) or callable(value) or depth >= _MAX_DEPTH or not hasattr(value, "__dict__"):
         return kind, id(value)
     inside = tuple((k, describe(v, tensors, seen, depth + 1)) for k, v in vars(value).items())
     return kind, id(value), inside

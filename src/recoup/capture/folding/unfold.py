@@ -12,7 +12,8 @@ import bisect
 from typing import Any
 
 from recoup.capture.folding.fold import Folding
-from recoup.capture.folding.patterns import Copied, Key, Pattern, Recording, Ref, Segment, Stepping
+from recoup.capture.folding.patterns import Copied, Key, Pattern, Ref, Segment, Stepping
+from recoup.capture.folding.recording import Recording
 from recoup.capture.folding.zones import Irregular, Zone
 from recoup.capture.module_calls import CallRecord
 from recoup.capture.tracker import OpRecord, StorageRecord

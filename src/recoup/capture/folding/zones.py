@@ -12,7 +12,7 @@ from recoup.runtime.patch import find_patch
 
 FIRST_STEPS, _LAST_STEPS = 4, 4
 _FIRST_CHUNKS, _LAST_CHUNKS = 2, 4
-_FEWEST_FOLDED = 8
+_FEWEST_FOLDED_CALLS = 8  # fewer are not worth the comparing
 
 
 class Irregular(BaseException):
@@ -103,6 +103,6 @@ def find_zones(num_calls: int, chunk: int, chunked_calls: int) -> list[Zone]:
         elif period > 1 and stop < num_calls:
             last -= 1
         low, high = start + first * period, start + (units - last) * period
-        if high - low >= max(_FEWEST_FOLDED, period):
+        if high - low >= max(_FEWEST_FOLDED_CALLS, period):
             zones.append(Zone(start, stop, period, low, high))
     return zones

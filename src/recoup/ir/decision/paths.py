@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
-_MOST_NAMED = 4
+_MAX_NAMES = 4  # in one sentence; then "and 7 more"
 
 
 def shape_of(path: str) -> str:
@@ -38,8 +38,8 @@ def ranges(paths: Sequence[str]) -> str:
     split = [_NUMBER.findall(p) for p in paths]
     varying = [i for i in range(len(split[0])) if len({s[i] for s in split}) > 1] if split[0] else []
     if len(varying) != 1:
-        more = len(paths) - _MOST_NAMED
-        return ", ".join(paths[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+        more = len(paths) - _MAX_NAMES
+        return ", ".join(paths[:_MAX_NAMES]) + (f" and {more} more" if more > 0 else "")
     numbers = sorted({int(s[varying[0]]) for s in split})
     runs: list[list[int]] = []
     for number in numbers:

@@ -11,7 +11,7 @@ from recoup.ir.decision.base import Ambient, Decision
 from recoup.ir.decision.paths import grouped
 from recoup.ir.fields import fits, hints_of, said, shown
 
-_MOST_NAMED = 6
+_MAX_KINDS = 6  # of ops named in one sentence
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,8 +103,8 @@ class Rebuild(Decision):
             for path, names in ops.items():
                 held.setdefault(tuple(names), []).append(path)
             for kinds, where in held.items():
-                more = len(kinds) - _MOST_NAMED
-                said = ", ".join(kinds[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+                more = len(kinds) - _MAX_KINDS
+                said = ", ".join(kinds[:_MAX_KINDS]) + (f" and {more} more" if more > 0 else "")
                 lines += [f"hold {said} in {text}" for text in grouped(where)]
         return lines
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import ClassVar, Self
 
 from recoup.ir.decision import Ambient, Offload, Recompute
-from recoup.planner.incumbents import SAME_TIME, Incumbents
+from recoup.planner.incumbents import SAME_TIME_SHARE, Incumbents
 from recoup.planner.simulator import EVERYWHERE
 from recoup.planner.step import PlannedStep
 from recoup.planner.strategies.base import Decisions, Proposals, Strategy
@@ -15,8 +15,8 @@ from recoup.solver.baselines import baselines
 
 _NUM_KINDS = 2  # kinds of calls that are tried whole: those that save the most
 _FEWEST_CALLS = 3  # calls of a kind that repeats
-_NUM_TRIED = 4  # baselines that are simulated for a budget
-_HOPEFUL = 1.04  # share of the budget that a baseline may need by the solver's reckoning and still be simulated
+_NUM_TRIED_PLANS = 4  # baselines that are simulated for a budget, the fastest first
+_HOPEFUL_SHARE = 1.04  # share of the budget that a baseline may need by the solver's reckoning and still be simulated
 
 
 class ByHandStrategy(Strategy):
@@ -37,14 +37,14 @@ class ByHandStrategy(Strategy):
         if "recompute" not in self._step.actions:
             return
         view = self._step.views.plain.saving
-        allowed = incumbents.seconds(budget_bytes) * (1 + SAME_TIME) - incumbents.plain.step_seconds
+        allowed = incumbents.seconds(budget_bytes) * (1 + SAME_TIME_SHARE) - incumbents.plain.step_seconds
         hopeful = [
             b
             for b in baselines(view.solver.problem)
-            if b.extra_seconds <= allowed and b.peak_bytes + view.fixed_bytes <= budget_bytes * _HOPEFUL
+            if b.extra_seconds <= allowed and b.peak_bytes + view.fixed_bytes <= budget_bytes * _HOPEFUL_SHARE
         ]
         hopeful.sort(key=lambda b: (b.extra_flops, b.extra_seconds))
-        for baseline in hopeful[:_NUM_TRIED]:
+        for baseline in hopeful[:_NUM_TRIED_PLANS]:
             candidate = yield view.decide(baseline.choice)
             if candidate.peak_bytes <= budget_bytes:
                 return

@@ -13,8 +13,8 @@ from recoup.cost.host_link import Link
 from recoup.cost.model import CostModel, FlopsCost
 from recoup.runtime.offload.transport import make_transport
 
-_TRIED_BYTES = 1 << 24
-_NUM_TRIES = 3
+_TRIED_BYTES = 1 << 24  # moved there and back: long enough that the start of a copy does not count
+_NUM_TRIES = 3  # of which the median counts
 
 
 def find_link(cost: CostModel, *, device: torch.device, dialect: str) -> Link:

@@ -14,10 +14,10 @@ from recoup.planner.strategies.base import Decisions, Proposals, Strategy
 from recoup.runtime.apply import apply_decisions
 from recoup.solver.loops import StepLoop
 
-_TRIES = 2  # the peak falls about evenly with each call that is chunked: two tries find how many are needed
-_MARGIN = 1.02  # share of the calls needed by that estimate
+_NUM_TRIES = 2  # the peak falls about evenly with each call that is chunked: two tries find how many are needed
+_CALLS_FACTOR = 1.02  # more calls than the estimate says are needed
 _PROBED_CALLS = (24, 60)  # what the calls between these two keep, each call of the loop keeps
-_PROBE_MARGIN = 1.05  # share of the budget that the probe may be over
+_PROBE_FACTOR = 1.05  # by which the probe may be over the budget and its loop still be planned
 
 
 class LoopStrategy(Strategy):
@@ -57,8 +57,8 @@ class LoopStrategy(Strategy):
                 continue
             per_call = (incumbents.plain.peak_bytes - whole.peak_bytes) / all_calls
             wanted = (incumbents.plain.peak_bytes - budget_bytes) / per_call
-            for _ in range(_TRIES):
-                num_calls = math.ceil(wanted * _MARGIN)
+            for _ in range(_NUM_TRIES):
+                num_calls = math.ceil(wanted * _CALLS_FACTOR)
                 if num_calls >= all_calls:
                     break
                 candidate = yield self._chunked(num_calls, inside)
@@ -106,4 +106,4 @@ class LoopStrategy(Strategy):
         fixed_bytes = simulator.fixed_bytes
         fixed_bytes += sum(s.nbytes for s in simulator.trace.storages if s.category == "optimizer")
         kept_bytes = (levels[1] - levels[0]) / (last - first) * (self._loop.num_calls - last)
-        return fixed_bytes + levels[1] + kept_bytes <= budget_bytes * _PROBE_MARGIN
+        return fixed_bytes + levels[1] + kept_bytes <= budget_bytes * _PROBE_FACTOR

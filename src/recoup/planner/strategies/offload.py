@@ -40,11 +40,6 @@ def problems_with_offload(problem: Problem, link: Link) -> list[Problem]:
     ]
 
 
-def is_offloaded(decisions: Sequence[Decision]) -> bool:
-    """Whether something goes to the host."""
-    return any(d.offloads for d in decisions)
-
-
 def with_inputs_offloaded(decisions: Sequence[Decision]) -> tuple[Decision, ...]:
     """Returns the decisions with the inputs of every region moved to the host, as Unsloth does by hand."""
     return tuple(dataclasses.replace(d, offload=True) if isinstance(d, Region) else d for d in decisions)

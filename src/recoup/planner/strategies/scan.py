@@ -11,8 +11,8 @@ from recoup.planner.strategies.base import Decisions, Proposals, Strategy
 from recoup.planner.strategies.scan_plans import ScanPlans
 from recoup.solver.scans import split_scans
 
-_NUM_MOVED = 2  # plans whose scans are moved to a budget: the solver's best two guesses, each costs a few simulations
-_FASTER_BY = 0.01  # share of a step's time: how much faster a plan must look to be moved
+_NUM_MOVED_PLANS = 2  # plans whose scans are moved to a budget: the solver's two best, each takes a few simulations
+_FASTER_SHARE = 0.01  # share of a step's time: how much faster a plan must look to be moved
 
 
 class ScanStrategy(Strategy):
@@ -35,7 +35,7 @@ class ScanStrategy(Strategy):
     def propose(self, budget_bytes: int, incumbents: Incumbents) -> Proposals:
         """Yields the plans that look fastest with their scans' bytes moved to the budget."""
         moved: list[tuple[Decision, ...]] = []
-        for _ in range(_NUM_MOVED):
+        for _ in range(_NUM_MOVED_PLANS):
             best = incumbents.seconds(budget_bytes)
             found = {
                 c: self._scans.seconds_at(c, budget_bytes)
@@ -43,7 +43,7 @@ class ScanStrategy(Strategy):
                 if split_scans(c.decisions)[0] and split_scans(c.decisions)[1] not in moved
             }
             candidate = min(found, key=found.__getitem__, default=None)
-            if candidate is None or found[candidate] >= best * (1 - _FASTER_BY):
+            if candidate is None or found[candidate] >= best * (1 - _FASTER_SHARE):
                 return
             moved.append(split_scans(candidate.decisions)[1])
             yield from self._scans.moved(candidate, budget_bytes)

@@ -17,20 +17,19 @@ from recoup import progress
 from recoup.capture.tracker import Tracker
 from recoup.cost.model import PricedTrace
 from recoup.ir.decision import Ambient, Decision
-from recoup.planner.incumbents import Candidate
+from recoup.planner.incumbents import CLOSE_SHARE, Candidate
 from recoup.planner.simulator import EVERYWHERE, Simulator
 from recoup.planner.strategies.base import Proposals
-from recoup.recurrent.choose import SHARED_TAPES_MAY_TAKE
+from recoup.recurrent.choose import SHARED_TAPES_SHARE
 from recoup.recurrent.schedule_costs import evaluations_by_bytes
 from recoup.runtime import execution_context, scan_bytes
 from recoup.runtime.scan_bytes import StepOfScan
 from recoup.solver.scans import Ladder, Rung, chosen_bytes, fold, merged, split_scans, with_scans
 from recoup.solver.sequence import Choice
 
-_MOST_MOVES = 5
-_LEAST_SLOPE = 0.25
-_CLOSE = 0.985  # of the budget: nothing is gained by using more of it
-_HOPEFUL = 0.05  # of the budget: how much less than a scan can take may be asked of it and still be tried
+_MAX_MOVES = 5  # simulated steps for one budget: the peak follows the bytes nearly one to one
+_LEAST_SLOPE_RATIO = 0.25  # peak bytes for a byte of a scan, as two plans show it, at least; at most the inverse
+_HOPEFUL_SHARE = 0.05  # of the budget: how much less than a scan can take may be asked of it and still be tried
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -193,19 +192,20 @@ class ScanPlans:
         top, floor = sum(self._path[0]), sum(self._path[-1])
         tried: list[tuple[int, int]] = []  # (bytes of scans, peak)
         at = self._bytes(candidate)
-        for _ in range(_MOST_MOVES):
+        for _ in range(_MAX_MOVES):
             tried.append((at, candidate.peak_bytes))
             fits = [a for a, peak in tried if peak <= budget_bytes]
             over = [a for a, peak in tried if peak > budget_bytes]
-            if 0 <= budget_bytes - candidate.peak_bytes <= (1 - _CLOSE) * budget_bytes or top in fits or floor in over:
+            is_close = CLOSE_SHARE * budget_bytes <= candidate.peak_bytes <= budget_bytes
+            if is_close or top in fits or floor in over:
                 return
-            gap = budget_bytes * (1 + _CLOSE) / 2 - candidate.peak_bytes
+            gap = budget_bytes * (1 + CLOSE_SHARE) / 2 - candidate.peak_bytes
             wanted = at + int(gap / _slope(tried))
             if fits and over and not max(fits) < wanted < min(over):
-                if min(over) - max(fits) <= (1 - _CLOSE) * budget_bytes:
+                if min(over) - max(fits) <= (1 - CLOSE_SHARE) * budget_bytes:
                     return
                 wanted = (max(fits) + min(over)) // 2
-            if wanted < floor - _HOPEFUL * budget_bytes:
+            if wanted < floor - _HOPEFUL_SHARE * budget_bytes:
                 return
             at = min(max(wanted, floor), top)
             candidate = yield with_scans(candidate.decisions, self._between(at))
@@ -214,7 +214,7 @@ class ScanPlans:
         """Returns about how long a candidate's step takes when its scans' bytes are moved to the budget."""
         at = self._bytes(candidate)
         wanted = at + budget_bytes - candidate.peak_bytes
-        if wanted < sum(self._path[-1]) - _HOPEFUL * budget_bytes:
+        if wanted < sum(self._path[-1]) - _HOPEFUL_SHARE * budget_bytes:
             return float("inf")
         return candidate.step_seconds + self._extra_seconds(wanted) - self._extra_seconds(at)
 
@@ -243,7 +243,7 @@ def _slope(tried: Sequence[tuple[int, int]]) -> float:
     if len(tried) < 2 or tried[-1][0] == tried[-2][0]:
         return 1.0
     (a, a_peak), (b, b_peak) = tried[-2:]
-    return min(max((b_peak - a_peak) / (b - a), _LEAST_SLOPE), 1 / _LEAST_SLOPE)
+    return min(max((b_peak - a_peak) / (b - a), _LEAST_SLOPE_RATIO), 1 / _LEAST_SLOPE_RATIO)
 
 
 def _needed_bytes(step: StepOfScan) -> int:
@@ -252,7 +252,7 @@ def _needed_bytes(step: StepOfScan) -> int:
 
 def _taped_bytes(step: StepOfScan) -> int:
     """Returns what lets a scan tape all its steps, and lets them share graphs."""
-    return max(_needed_bytes(step) + step.shared_bytes, int(step.shared_bytes / SHARED_TAPES_MAY_TAKE) + 1)
+    return max(_needed_bytes(step) + step.shared_bytes, int(step.shared_bytes / SHARED_TAPES_SHARE) + 1)
 
 
 def _rungs(step: StepOfScan, seconds: float) -> tuple[Rung, ...]:

@@ -27,9 +27,9 @@ from recoup.planner.strategies.tile import (
 from recoup.planner.views import View, ViewSet
 from recoup.solver.tiles import sets_to_try
 
-_FEWEST_TILE_TOKENS = 32  # rows: matmuls of fewer are slow on every device
-_WORTH_SMALLER_TILES = 0.995  # share of the peak that tiles of half the size must come to
-_TILE_COPIES = 2  # of a tile's logits, at worst, when tiles are made larger
+_FEWEST_TILE_ROWS = 32  # of a tile where no larger one fits: slow, but within the budget
+_SMALLER_TILES_SHARE = 0.995  # share of the peak that tiles of half the size must come to
+_MAX_TILE_COPIES = 2  # of a tile's logits, at worst, when tiles are made larger
 
 
 class TileStrategy(Strategy):
@@ -86,9 +86,9 @@ class TileStrategy(Strategy):
             for decisions in smaller:
                 candidate = yield decisions
                 peaks.append(candidate.peak_bytes)
-                if peaks[-1] <= _WORTH_SMALLER_TILES * least.peak_bytes:
+                if peaks[-1] <= _SMALLER_TILES_SHARE * least.peak_bytes:
                     break
-            if not peaks or peaks[-1] > _WORTH_SMALLER_TILES * least.peak_bytes:
+            if not peaks or peaks[-1] > _SMALLER_TILES_SHARE * least.peak_bytes:
                 return
 
     def improve(self, budget_bytes: int, best: Candidate) -> Proposals:
@@ -97,7 +97,7 @@ class TileStrategy(Strategy):
         if not tokens or self.found.head is None:
             return
         head = self.found.head.head
-        room = (budget_bytes - best.peak_bytes) // _TILE_COPIES
+        room = (budget_bytes - best.peak_bytes) // _MAX_TILE_COPIES
         larger = head.tile_tokens(tokens * head.token_bytes + room)
         if larger >= 2 * tokens:
             yield retile(best.decisions, larger)
@@ -184,7 +184,7 @@ def _with_fewer_tiles(tiles: Decisions, budget_bytes: int, incumbents: Incumbent
 def _smaller_tiles(decisions: Decisions) -> list[Decisions]:
     """Returns the plan with tiles of half the size: the modules', the loss's, both."""
     tokens = loss_tokens(decisions)
-    smaller = [halve_module_tiles(decisions, fewest=_FEWEST_TILE_TOKENS)]
-    if tokens > _FEWEST_TILE_TOKENS:
+    smaller = [halve_module_tiles(decisions, fewest=_FEWEST_TILE_ROWS)]
+    if tokens > _FEWEST_TILE_ROWS:
         smaller += [retile(decisions, tokens // 2), retile(smaller[0], tokens // 2)]
     return [d for d in dict.fromkeys(smaller) if d != decisions]

@@ -33,9 +33,9 @@ import numpy.typing as npt
 
 from recoup.recurrent.schedules.actions import Action, Schedule, merged, packed
 
-_NEVER = 1 << 60
+_NEVER_EVALUATIONS = 1 << 60  # more than any schedule has, and two of them still fit eight bytes
 _TAPE, _RETURN = 0, -1
-_FULL_SEARCH = 600_000_000
+_FULL_SEARCH_CELLS = 600_000_000  # of larger tables each row looks for its split near the last one's
 _WINDOW = np.arange(-24, 25)[:, None]
 
 
@@ -51,20 +51,20 @@ class Table:
         self.state_units = state_units
         self.tape_units = tape_units
         self.end_units = end_units
-        cost = np.full((num_steps + 1, units + 1), _NEVER, dtype=np.int64)
+        cost = np.full((num_steps + 1, units + 1), _NEVER_EVALUATIONS, dtype=np.int64)
         choices = np.zeros((num_steps + 1, units + 1), dtype=np.int32)
         continues = np.zeros((num_steps + 1, units + 1), dtype=np.bool_)
         cost[0] = 0
         cost[1, tape_units + end_units :] = 1
-        in_row = np.full(units + 1, _NEVER, dtype=np.int64)  # R of n - 1
+        in_row = np.full(units + 1, _NEVER_EVALUATIONS, dtype=np.int64)  # R of n - 1
         in_row[end_units:] = 0
         in_row, continues[1] = self._taped_on(in_row, cost[1])
         if units >= state_units:
             memory = np.arange(state_units, units + 1)
             split = np.ones(len(memory), dtype=np.int64)
-        is_long = num_steps * num_steps * units > _FULL_SEARCH
+        is_long = num_steps * num_steps * units > _FULL_SEARCH_CELLS
         for n in range(2, num_steps + 1):
-            best = np.minimum(n + cost[n - 1], _NEVER)
+            best = np.minimum(n + cost[n - 1], _NEVER_EVALUATIONS)
             choice = np.full(units + 1, _RETURN, dtype=np.int32)
             if units >= state_units:
                 found, split = self._split(cost, n, memory, split if is_long else None)
@@ -88,11 +88,11 @@ class Table:
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
         """Returns R of n from that of n - 1 and F of n, and where taping on is better."""
         tape, end = min(self.tape_units, self.units + 1), min(self.end_units, self.units + 1)
-        on = np.full(self.units + 1, _NEVER, dtype=np.int64)
+        on = np.full(self.units + 1, _NEVER_EVALUATIONS, dtype=np.int64)
         on[tape:] = 1 + in_row[: self.units + 1 - tape]
-        stop = np.full(self.units + 1, _NEVER, dtype=np.int64)
+        stop = np.full(self.units + 1, _NEVER_EVALUATIONS, dtype=np.int64)
         stop[end:] = best[: self.units + 1 - end]
-        return np.minimum(np.minimum(on, stop), _NEVER), on <= stop
+        return np.minimum(np.minimum(on, stop), _NEVER_EVALUATIONS), on <= stop
 
     def _split(
         self,
@@ -116,7 +116,7 @@ class Table:
     def evaluations(self, units: int | None = None) -> int:
         """Returns the step evaluations of the whole loop, or -1 if the units do not hold one tape."""
         total = int(self._last_row[self.units if units is None else units])
-        return total if total < _NEVER else -1
+        return total if total < _NEVER_EVALUATIONS else -1
 
     def choice(self, n: int, m: int) -> int:
         """Returns what to do first with `n` steps and `m` units."""

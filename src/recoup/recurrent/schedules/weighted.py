@@ -10,7 +10,7 @@ units free:
 
 and R as in `tapes.py`. That takes O(T^3 m), so a longer loop is cut into blocks of steps: states are saved between
 blocks, and inside of one all steps count as equal. The total it states is the one that is executed; for up to
-`MOST_BLOCKS` steps it is the minimum.
+`MAX_BLOCKS` steps it is the minimum.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import numpy.typing as npt
 from recoup.recurrent.schedules import tapes, treeverse
 from recoup.recurrent.schedules.actions import Action, Schedule, merged, packed, simulate
 
-MOST_BLOCKS = 80
+MAX_BLOCKS = 80  # the recurrence takes their third power: some seconds
 _NEVER = np.inf
 _LEAF, _TAPE, _RETURN = -1, -2, -3
 
@@ -77,7 +77,7 @@ def weighted_tapes(
 
 
 def _bounds(num_steps: int) -> list[int]:
-    num_blocks = min(num_steps, MOST_BLOCKS)
+    num_blocks = min(num_steps, MAX_BLOCKS)
     return [i * num_steps // num_blocks for i in range(num_blocks + 1)]
 
 

@@ -14,10 +14,10 @@ from collections import deque
 
 import torch
 
-from recoup.cost.host_link import MOST_ON_THEIR_WAY
+from recoup.cost.host_link import MAX_BLOCKS_ON_THEIR_WAY
 from recoup.runtime.waiting import Gone
 
-_FINEST_SHARE = 32  # of a block, that its last piece of host memory is at least
+_FINEST_PIECES = 32  # of a block, that its last piece of host memory is at least
 
 
 class _Handle:
@@ -75,7 +75,7 @@ class CudaTransport:
         self._side.wait_stream(stream)
         self._copy(block, flat, out=True)
         self._leaving.append(block)
-        while len(self._leaving) > MOST_ON_THEIR_WAY:
+        while len(self._leaving) > MAX_BLOCKS_ON_THEIR_WAY:
             self._leaving.popleft().settle()
         handle = _Handle(block)
         self._gone.watch(handle, block)
@@ -140,7 +140,7 @@ class CudaTransport:
 
 def piece_sizes(nbytes: int) -> list[int]:
     """Returns powers of two that together hold a block: torch rounds pinned memory up to one, 270 MiB to 512."""
-    finest = 1 << max((nbytes - 1).bit_length() - _FINEST_SHARE.bit_length() + 1, 12)
+    finest = 1 << max((nbytes - 1).bit_length() - _FINEST_PIECES.bit_length() + 1, 12)
     left = -(-nbytes // finest) * finest
     sizes = []
     while left:

@@ -19,7 +19,7 @@ from recoup.runtime.rebuild.lineage import Geometry, Value, geometry_of
 from recoup.runtime.waiting import Waiting
 
 MIN_BYTES = 1 << 18  # smaller storages take longer to ask for than to copy
-_MOST_UNUSED = 8  # a slice of a buffer so many times its size does not drag it along
+_MAX_UNUSED_RATIO = 8  # a slice of a buffer so many times its size does not drag it along
 
 
 class Moves:
@@ -91,7 +91,7 @@ class StepOffloader:
         storage = tensor.untyped_storage()
         nbytes = storage.nbytes()
         own_bytes = tensor.numel() * tensor.dtype.itemsize
-        if nbytes < MIN_BYTES or nbytes > _MOST_UNUSED * own_bytes or nbytes % tensor.dtype.itemsize:
+        if nbytes < MIN_BYTES or nbytes > _MAX_UNUSED_RATIO * own_bytes or nbytes % tensor.dtype.itemsize:
             return None
         if storage._cdata in self._stays:
             return None

@@ -22,7 +22,7 @@ from torch import nn
 from recoup import _torch
 from recoup.runtime.offload.transport import Transport, make_transport
 
-MIN_BYTES = 1 << 20
+MIN_BYTES = 1 << 20  # default of `min_bytes`: smaller copies are mostly their start
 _WHOLE_SHARE = 0.5  # of a storage that a tensor must cover for all of it to be moved
 
 

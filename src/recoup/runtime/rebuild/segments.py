@@ -24,19 +24,10 @@ from recoup import _torch
 from recoup.ir.decision import OpMark
 from recoup.runtime import execution_context
 from recoup.runtime.rebuild.cheap_ops import OPAQUE, op_facts
+from recoup.runtime.rebuild.kept import Kept, Source, changed_since, laid, on_device
 from recoup.runtime.rebuild.lineage import Geometry, Made, Read, Recorder, Surroundings, Value, geometry_of
-from recoup.runtime.rebuild.saved_tensor import (
-    MIN_BYTES,
-    Kept,
-    Source,
-    changed_since,
-    compact_mask,
-    constant_contents,
-    fitted,
-    laid,
-    on_device,
-    paused,
-)
+from recoup.runtime.rebuild.rederived import constant_contents, fitted, paused
+from recoup.runtime.rebuild.saved_tensor import MIN_BYTES, compact_mask
 from recoup.runtime.waiting import Waiting
 
 DETACH = "aten.detach.default"  # not counted: where fake tensors are kept, the engine dispatches some of its own

@@ -29,7 +29,7 @@ _HOOKS = frozenset(k for k in nn.Module().__dict__ if "forward" in k or "backwar
 _SKIPPED = (frozenset(nn.Module().__dict__) | {"forward"}) - _HOOKS - {"training", "_buffers"}
 _ATOMS = frozenset([int, float, bool, str, bytes, type(None), tuple, torch.dtype, torch.device, torch.Size])
 _CONTAINERS = frozenset([list, dict, set, collections.deque, collections.OrderedDict])
-_MAX_OBJECTS = 1000
+_MAX_OBJECTS = 1000  # per region that are looked through for tensors
 _FUNCTIONS = (
     types.FunctionType,
     types.MethodType,

@@ -19,9 +19,9 @@ from torch import nn
 from recoup import _torch
 from recoup._reachable import Reached, slots_of
 from recoup.errors import ReplayError
+from recoup.runtime.recompute.module_state import COPIED_BYTES
 from recoup.runtime.recompute.rng_state import StreamState, version_of
 
-COPIED_BYTES = 1 << 16
 _ABSENT = object()
 _CONTAINERS = (list, dict, set, tuple, collections.deque)
 _INTERNAL = tuple(k for k, v in nn.Module().__dict__.items() if isinstance(v, (dict, set)))  # tables and hooks

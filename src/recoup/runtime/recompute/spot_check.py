@@ -12,7 +12,7 @@ from recoup import _torch
 _SAMPLED = frozenset(
     [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.bool]
 )
-_SAMPLE_BYTES = 64
+_SAMPLE_BYTES = 64  # at the start, the middle and the end of a tensor
 _string_at = ctypes.string_at
 
 

@@ -17,7 +17,7 @@ from recoup.errors import UsageError
 from recoup.ir.decision import Decision, Tile, TileLoss, TileModule
 from recoup.runtime.ambient import run_under
 from recoup.runtime.patch import PatchedForward
-from recoup.runtime.recompute import region as regions
+from recoup.runtime.recompute.scope import inside_region
 from recoup.runtime.tile.loss.cross_entropy import default_tile_tokens
 from recoup.runtime.tile.loss.lazy_logits import Head, lazy_logits
 from recoup.runtime.tile.module.tiled import Proofs, is_tileable, refuse_hooks
@@ -107,7 +107,7 @@ def run_loss_call(
 
     Inside a region it runs whole: logits that are not there cannot leave one.
     """
-    if regions.inside_region():
+    if inside_region():
         return run_under(decision, patched, forward, args, kwargs)
     module = patched.module
     hidden = args[0] if len(args) == 1 and not kwargs else None

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from typing import TYPE_CHECKING
 
-from recoup.ir.profile import Profile, ProfileRow
 from recoup.units import format_bytes
 
+if TYPE_CHECKING:
+    from recoup.ir.profile import Profile, ProfileRow
+
 _SMALL_SHARE = 0.15  # of the peak: below this, recomputing everything saved frees little
-_LARGE_SHARE = 0.25
+_LARGE_SHARE = 0.25  # of the peak: one thing that takes more is worth a sentence
 _HEAD = re.compile(r"log_softmax|cross_entropy|nll_loss|\blm_head\b|\bhead\b| in loss\b|\blogits\b")
 _STATIC = ("parameter", "buffer", "optimizer", "gradient", "batch")
 _INSTEAD = {

@@ -1,0 +1,124 @@
+"""What a compiled step may hold: the choices worth compiling, by bytes and by seconds.
+
+Forward is cut at narrow waists; segments and what each holds are chosen by `solver/segments.py`, for targets from the
+least to all. Each choice is then run through `timeline`, whose peak is the one that counts. What is left are choices
+that no other beats in both peak and seconds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from recoup.compiled.schedule import JointStep, Timeline, timeline
+from recoup.solver.held import Op
+from recoup.solver.segments import Choice, HeldProblem, SegmentSolver
+from recoup.solver.waists import waists
+
+_NUM_PLANS = 24  # targets between the least peak and all held: the next finer one changes a few percent
+_MIN_BYTES = 512  # smaller values cost nothing to hold
+
+
+def choices(step: JointStep, *, num_targets: int = _NUM_PLANS) -> list[Timeline]:
+    """Returns timelines by falling peak and rising seconds; the first holds all that backward reads, or runs faster."""
+    problem = held_problem(step)
+    solver = SegmentSolver(problem)
+    found = {t.held: t for t in [timeline(step, frozenset(step.reads()))]}
+    least = solver.leanest()
+    if least is not None:
+        most_bytes = max(t.peak_bytes for t in found.values())
+        low, high = least.peak_bytes, max(most_bytes, least.peak_bytes)
+        for i in range(num_targets):
+            target = low + (high - low) * i // max(1, num_targets - 1)
+            choice = solver.solve(target)
+            if choice is not None:
+                made = timeline(step, _held_by(problem, choice))
+                found.setdefault(made.held, made)
+    return undominated(list(found.values()))
+
+
+def undominated(timelines: list[Timeline]) -> list[Timeline]:
+    """Returns those that no other beats in peak and seconds, by falling peak."""
+    kept: list[Timeline] = []
+    for made in sorted(timelines, key=lambda t: (t.peak_bytes, t.seconds)):
+        if not kept or made.seconds < kept[-1].seconds:
+            kept.append(made)
+    return kept[::-1]
+
+
+def _held_by(problem: HeldProblem, choice: Choice) -> frozenset[int]:
+    """Returns the values that a choice holds."""
+    held: set[int] = set()
+    ends = [first for first, _ in choice.segments[1:]] + [len(problem.ops)]
+    for (first, label), end in zip(choice.segments, ends, strict=True):
+        if label.held is not None:
+            held.update(label.held)
+        else:
+            held.update(v for saved in problem.saves[first:end] for v in saved)
+    return frozenset(held)
+
+
+def held_problem(step: JointStep) -> HeldProblem:
+    """Returns a joint graph as the solver of segments sees it."""
+    maker = {v: i for i, op in enumerate(step.ops[: step.num_forward]) for v in op.outputs}
+    ops = tuple(
+        Op(inputs=op.inputs, outputs=op.outputs, seconds=op.seconds, can_rerun=op.can_rerun)
+        for op in step.ops[: step.num_forward]
+    )
+    sizes = [b if b >= _MIN_BYTES else 0 for b in step.value_bytes]
+    places = [0, *waists(ops, [b or 1 for b in step.value_bytes], sorted(step.results & maker.keys()))]
+    reads = step.reads()
+    reached = _reached(step, reads, maker)
+    saves: list[list[int]] = [[] for _ in ops]
+    for value, at in reads.items():
+        # Backward is still behind this op when it first reads the value: it is needed as early as that op's own.
+        saves[reached[min(at, len(step.ops) - 1) - step.num_forward] if reached else maker[value]].append(value)
+    full = timeline(dataclasses.replace(step, fuses=False), frozenset(reads))
+    ends = [*places[1:], len(ops)]
+    saved = [sum(sizes[v] for i in range(a, b) for v in saves[i]) for a, b in zip(places, ends, strict=True)]
+    forward, backward, gradients = [], [], []
+    emitted, before, behind = _emitted(step), 0, len(step.ops) - step.num_forward
+    grad_at: list[int] = []
+    total = 0
+    for at in range(step.num_forward, len(step.ops)):
+        total += emitted.get(at, 0)
+        grad_at.append(total)
+    positions = {at: i for i, at in enumerate(full.order)}
+    for k, (first, end) in enumerate(zip(places, ends, strict=True)):
+        forward.append(max(0, max(full.forward_levels[first:end]) - before))
+        own = [i for i in range(behind) if first <= reached[i] < end]
+        levels = [full.backward_levels[positions[step.num_forward + i]] for i in own]
+        gradient = max((grad_at[i] for i in own), default=0)
+        gradients.append(gradient)
+        backward.append(max(0, max(levels, default=0) - before - gradient))
+        before += saved[k]
+    return HeldProblem(
+        ops=ops,
+        value_bytes=tuple(sizes),
+        saves=tuple(map(tuple, saves)),
+        places=tuple(places),
+        saved_bytes=tuple(saved),
+        forward_bytes=tuple(forward),
+        backward_bytes=tuple(backward),
+        gradient_bytes=tuple(gradients),
+        fixed_bytes=0,
+    )
+
+
+def _reached(step: JointStep, reads: dict[int, int], maker: dict[int, int]) -> list[int]:
+    """Returns for each op of backward the last op of forward whose results it, or one after it, still reads."""
+    found = [0] * (len(step.ops) - step.num_forward)
+    last = 0
+    for at in range(len(step.ops) - 1, step.num_forward - 1, -1):
+        last = max([last, *(maker[v] for v in step.ops[at].inputs if v in reads)])
+        found[at - step.num_forward] = last
+    return found
+
+
+def _emitted(step: JointStep) -> dict[int, int]:
+    """Returns the bytes of gradients that each op of backward makes."""
+    found: dict[int, int] = {}
+    for at in range(step.num_forward, len(step.ops)):
+        nbytes = sum(step.value_bytes[v] for v in step.ops[at].outputs if v in step.gradients)
+        if nbytes:
+            found[at] = nbytes
+    return found

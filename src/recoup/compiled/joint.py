@@ -1,0 +1,184 @@
+"""A joint graph of AOTAutograd as a `JointStep`: values are storages, views are the value they look at."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from recoup import _torch
+from recoup.compiled.schedule import JointOp, JointStep
+
+_FLOPS_PER_SECOND = 5e10  # of a product; with the next two only ratios count: a choice is by the least sum
+_BYTES_PER_SECOND = 1e10  # of an op that moves what it reads and writes through memory
+_FUSED_BYTES_PER_SECOND = 4e10  # of one that runs inside of another kernel
+_NOT_AGAIN = ("_c10d_functional", "c10d", "c10d_functional", "fsdp")
+_FUSIBLE = ("convert_element_type", "full", "iota", "where", "clone", "_to_copy", "constant_pad_nd", "embedding")
+_REDUCTIONS = ("sum", "mean", "var", "var_mean", "amax", "amin", "max", "min", "prod", "any", "all", "argmax", "argmin")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class JointView:
+    """A joint graph and the step that was read off it.
+
+    Attributes:
+        step: plain data. nodes: the graph's node of each op. holders: of each value that can be held the node to hold.
+        values: by a node's name the value that it is, or looks at.
+    """
+
+    step: JointStep
+    nodes: tuple[Any, ...]
+    holders: dict[int, Any]
+    values: dict[str, int]
+
+
+def view_joint_graph(module: Any, *, num_forward_results: int, fuses: bool) -> JointView:
+    """Returns a tidied joint graph as a step.
+
+    Args:
+        module: a `GraphModule`. num_forward_results: how many of its results are forward's.
+        fuses: whether what compiles it fuses kernels.
+    """
+    graph = module.graph
+    results, gradients, tangents = _torch.joint_graph_facts(graph, num_forward_results)
+    forward, backward = _divide(graph, results, tangents)
+    value_of: dict[int, int] = {}
+    value_bytes: list[int] = []
+    holders: dict[int, Any] = {}
+
+    def value(tensor: torch.Tensor) -> int:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in value_of:
+            value_of[key] = len(value_bytes)
+            value_bytes.append(_torch.size_hint(storage.nbytes()))
+            alive.append(storage)
+        return value_of[key]
+
+    alive: list[Any] = []  # so that no other storage gets the same number
+    values: dict[str, int] = {}
+    made: set[int] = set()
+    changed: set[int] = set()
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            made.update(value(t) for t in _tensors(node))
+        elif _is_mutable(node) and node.args and isinstance(node.args[0], torch.fx.Node):
+            changed.update(value(t) for t in _tensors(node.args[0]))
+    ops, nodes = [], []
+    for node in (*forward, *backward):
+        inputs = tuple(dict.fromkeys(value(t) for n in node.all_input_nodes for t in _tensors(n)))
+        outputs = tuple(v for v in dict.fromkeys(value(t) for t in _tensors(node)) if v not in made)
+        made.update(outputs)
+        for tensor in _tensors(node):
+            at = values[node.name] = value(tensor)
+            if isinstance(node.meta.get("val"), torch.Tensor) and at not in holders and _covers(tensor):
+                holders[at] = node
+        is_random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        ops.append(
+            JointOp(
+                inputs=inputs,
+                outputs=outputs,
+                seconds=_seconds(node, outputs, inputs, value_bytes, fuses=fuses),
+                can_rerun=_can_rerun(node, is_random) and not changed & set(inputs),
+                is_fusible=_is_fusible(node),
+                reads_fusible=_is_fusible(node) or _name(node) in _REDUCTIONS,
+                is_random=is_random,
+                state_bytes=_generator_bytes(node) if is_random else 0,
+            )
+        )
+        nodes.append(node)
+    step = JointStep(
+        value_bytes=tuple(value_bytes),
+        ops=tuple(ops),
+        num_forward=len(forward),
+        results=frozenset(value(t) for n in results if isinstance(n, torch.fx.Node) for t in _tensors(n)),
+        gradients=frozenset(value(t) for n in gradients if isinstance(n, torch.fx.Node) for t in _tensors(n)),
+        tangents=frozenset(value(t) for n in tangents for t in _tensors(n)),
+        fuses=fuses,
+    )
+    return JointView(step=step, nodes=tuple(nodes), holders=holders, values=values)
+
+
+def _divide(graph: Any, results: list[Any], tangents: list[Any]) -> tuple[list[Any], list[Any]]:
+    """Returns forward's and backward's ops, each in the graph's order."""
+    behind = set(tangents)
+    for node in graph.nodes:
+        if behind.intersection(node.all_input_nodes) or _torch.belongs_to_backward(node):
+            behind.add(node)
+    needed: set[Any] = set()
+    left = [n for n in results if isinstance(n, torch.fx.Node)]
+    left += [n for n in graph.nodes if _is_mutable(n) and n not in behind]
+    while left:
+        node = left.pop()
+        if node not in needed:
+            needed.add(node)
+            left += node.all_input_nodes
+    forward: list[Any] = []
+    backward: list[Any] = []
+    for node in graph.nodes:
+        node.meta["reads_tangents"] = node in behind
+        if node.op in ("placeholder", "output"):
+            continue
+        is_forward = node in needed or (node not in behind and node.meta.get("partitioner_tag") == "is_forward")
+        (forward if is_forward else backward).append(node)
+    return forward, backward
+
+
+def _tensors(node: Any) -> list[torch.Tensor]:
+    return [
+        t for t in pytree.tree_leaves(node.meta.get("val")) if isinstance(t, torch.Tensor) and _torch.has_storage(t)
+    ]
+
+
+def _covers(tensor: torch.Tensor) -> bool:
+    """Whether a tensor covers all of its storage: what looks at a part cannot stand for the whole."""
+    nbytes = _torch.size_hint(tensor.numel()) * tensor.element_size()
+    return nbytes >= _torch.size_hint(tensor.untyped_storage().nbytes())
+
+
+def _is_mutable(node: Any) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _can_rerun(node: Any, is_random: bool) -> bool:
+    target = node.target
+    if _torch.must_be_saved(node) or _is_mutable(node):
+        return False
+    if isinstance(target, torch._ops.OpOverload):
+        return target.namespace == "aten" if is_random else target.namespace not in _NOT_AGAIN
+    return not isinstance(target, torch._ops.HigherOrderOperator)
+
+
+def _generator_bytes(node: Any) -> int:
+    """Returns the bytes of the state of the generator that an op draws from."""
+    device = next((t.device for t in _tensors(node)), torch.device("cpu"))
+    return 0 if device.type == "cuda" else torch.get_rng_state().numel()  # a GPU's is given to the graph
+
+
+def _is_fusible(node: Any) -> bool:
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return True  # parts of results, sizes
+    return torch.Tag.pointwise in target.tags or _name(node) in _FUSIBLE or target.is_view
+
+
+def _name(node: Any) -> str:
+    return node.target._schema.name.split("::")[-1] if isinstance(node.target, torch._ops.OpOverload) else ""
+
+
+def _seconds(
+    node: Any, outputs: tuple[int, ...], inputs: tuple[int, ...], value_bytes: list[int], *, fuses: bool
+) -> float:
+    """Returns an estimate for running an op again: its FLOPs, or the bytes it moves. Views take none."""
+    if not outputs:
+        return 0.0
+    formula = _torch.flop_formula(node.target)
+    if formula is not None:
+        args, kwargs = pytree.tree_map_only(torch.fx.Node, lambda n: n.meta.get("val"), (node.args, node.kwargs))
+        flops = _torch.size_hint(formula(*args, **kwargs, out_val=node.meta.get("val")))
+        return flops / _FLOPS_PER_SECOND
+    if fuses and _is_fusible(node):
+        return sum(value_bytes[v] for v in outputs) / _FUSED_BYTES_PER_SECOND
+    return sum(value_bytes[v] for v in (*outputs, *inputs)) / _BYTES_PER_SECOND

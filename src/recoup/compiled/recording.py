@@ -1,0 +1,212 @@
+"""The graphs of a compiled step: recorded while torch compiles, divided by a plan when it compiles again."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from recoup import _torch, progress
+from recoup.compiled.frontier import choices
+from recoup.compiled.joint import JointView, view_joint_graph
+from recoup.compiled.partition import partition
+from recoup.compiled.schedule import Timeline, timeline
+from recoup.errors import OverBudgetWarning, UsageError
+from recoup.units import format_bytes
+
+BACKENDS = ("inductor", "aot_eager")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CompileOptions:
+    """How to compile: `torch.compile`'s options.
+
+    Attributes:
+        backend: one of `BACKENDS`. dynamic, fullgraph, mode, options: as for `torch.compile`.
+    """
+
+    backend: str = "inductor"
+    dynamic: bool | None = None
+    fullgraph: bool = False
+    mode: str | None = None
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.backend not in BACKENDS:
+            raise UsageError(
+                f"compiled={{'backend': {self.backend!r}}}: a plan divides the joint graphs of "
+                f"{' or '.join(BACKENDS)}. Use one of these."
+            )
+        if self.backend != "inductor" and (self.mode is not None or self.options):
+            raise UsageError(f"`mode` and `options` are inductor's; the backend is {self.backend!r}. Leave them out.")
+        if self.mode in ("reduce-overhead", "max-autotune"):
+            raise UsageError(
+                f"mode={self.mode!r} records CUDA graphs, whose memory is one pool that no plan changes. Use "
+                "mode='max-autotune-no-cudagraphs', or none."
+            )
+
+    @staticmethod
+    def of(compiled: bool | Mapping[str, Any]) -> CompileOptions:
+        """Returns what `compiled=` stands for: True, or a dict of `torch.compile`'s options.
+
+        Raises:
+            UsageError: for an option that is not known.
+        """
+        given = dict(compiled) if isinstance(compiled, Mapping) else {}
+        known = [field.name for field in dataclasses.fields(CompileOptions)]
+        unknown = sorted(given.keys() - set(known))
+        if unknown:
+            raise UsageError(f"compiled={{{unknown[0]!r}: ...}} is no option of torch.compile. Known: {known}.")
+        return CompileOptions(**{k: v for k, v in given.items() if v is not None})
+
+    @property
+    def fuses(self) -> bool:
+        """Whether kernels are fused."""
+        return self.backend == "inductor"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """A joint graph. `torch_choice` is what torch's own partitioner holds."""
+
+    view: JointView
+    torch_choice: Timeline
+
+
+class Recording:
+    """Divides joint graphs as torch does, and keeps what they are and in which order a step calls them."""
+
+    def __init__(self, options: CompileOptions) -> None:
+        self.options = options
+        self.graphs: dict[str, Recorded] = {}
+        self.calls: list[str] = []
+
+    def compile(self, model: nn.Module) -> Any:
+        """Returns a compiled call of the model; `calls` grows with each graph that is called."""
+        return _compiled(model, self.options, self.divide, key="recoup recording", called=self._called)
+
+    def _called(self, name: str) -> None:
+        self.calls.append(name)
+
+    def divide(self, module: Any, inputs: Any, *, num_fwd_outputs: int, **kwargs: Any) -> tuple[Any, Any, str]:
+        """Returns forward and backward as torch divides them, and the graph's name."""
+        own = _copy(module)
+        forward, backward = _torch.torch_partition(module, inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
+        _torch.tidy_joint_graph(own)
+        view = view_joint_graph(own, num_forward_results=num_fwd_outputs, fuses=self.options.fuses)
+        name = fingerprint(view)
+        made = view.step.makers()
+        (result,) = forward.graph.find_nodes(op="output")
+        saved = {
+            view.values[n.name] for n in result.args[0][num_fwd_outputs:] if n is not None and n.name in view.values
+        }
+        self.graphs[name] = Recorded(view=view, torch_choice=timeline(view.step, frozenset(saved & made.keys())))
+        return forward, backward, name
+
+
+class Division:
+    """Divides joint graphs by a plan.
+
+    Args:
+        chosen: what each graph holds. budget_bytes: what the step of a graph that is new (another shape) may take.
+        above: the bytes that are there beside a graph's step and its inputs that are not the model's own.
+    """
+
+    def __init__(self, options: CompileOptions, chosen: dict[str, Timeline], budget_bytes: int, *, above: int) -> None:
+        self.options = options
+        self.chosen = chosen
+        self.budget_bytes = budget_bytes
+        self.above = above
+        self.new: list[str] = []
+
+    def compile(self, model: nn.Module) -> Any:
+        """Returns a compiled call of the model."""
+        key = hashlib.sha256(repr([(n, sorted(t.held)) for n, t in self.chosen.items()]).encode()).hexdigest()
+        return _compiled(model, self.options, self.divide, key=f"recoup {key}", called=None)
+
+    def divide(self, module: Any, inputs: Any, *, num_fwd_outputs: int, **kwargs: Any) -> tuple[Any, Any, str]:
+        """Returns forward and backward with what the plan holds between them, and the graph's name."""
+        progress.advance("dividing a compiled graph")
+        _torch.tidy_joint_graph(module)
+        view = view_joint_graph(module, num_forward_results=num_fwd_outputs, fuses=self.options.fuses)
+        name = fingerprint(view)
+        made = self.chosen.get(name)
+        if made is None:
+            self.new.append(name)
+            found = choices(view.step)
+            fitting = [t for t in found if self.above + t.peak_bytes <= self.budget_bytes]
+            made = self.chosen[name] = min(fitting, key=lambda t: t.seconds) if fitting else found[-1]
+            if not fitting:
+                warnings.warn(
+                    f"A compiled graph of {view.step.num_forward} ops is estimated at "
+                    f"{format_bytes(self.above + made.peak_bytes)}, more than the budget of "
+                    f"{format_bytes(self.budget_bytes)}: it holds as little as it can. Use a larger budget, or "
+                    "`recoup.fit(..., compiled=True)`, which measures.",
+                    OverBudgetWarning,
+                    stacklevel=2,
+                )
+        forward, backward = partition(module, view, made, num_forward_results=num_fwd_outputs)
+        return forward, backward, name
+
+
+def _copy(module: Any) -> Any:
+    """Returns a `GraphModule` with nodes of its own; what they know of their values is shared."""
+    graph = torch.fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    return torch.fx.GraphModule(module, graph)
+
+
+def fingerprint(view: JointView) -> str:
+    """Returns what tells a joint graph from others."""
+    text = repr([(str(n.target), op.inputs, op.outputs) for n, op in zip(view.nodes, view.step.ops, strict=True)])
+    text += repr((view.step.value_bytes, sorted(view.step.results), sorted(view.step.gradients)))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _compiled(
+    model: nn.Module,
+    options: CompileOptions,
+    divide: Callable[..., tuple[Any, Any, str]],
+    *,
+    key: str,
+    called: Callable[[str], None] | None,
+) -> Any:
+    """Returns a callable that calls the model compiled, its own forward and hooks; every one compiles anew."""
+    last: list[str] = []
+
+    def partition_joint(module: Any, inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
+        kwargs.pop("compiler", None)
+        forward, backward, name = divide(module, inputs, **kwargs)
+        last[:] = [name]
+        return forward, backward
+
+    if options.backend == "aot_eager":
+        inner = _torch.aot_eager_backend(partition_joint)
+    else:
+        modes = torch._inductor.list_mode_options(options.mode) if options.mode is not None else {}
+        inner = _torch.inductor_backend(partition_joint, key, {**modes, **options.options})
+
+    def backend(module: Any, inputs: Any) -> Any:
+        last.clear()
+        run = inner(module, inputs)
+        if called is None or not last:
+            return run
+        name = last[0]
+
+        def counted(*args: Any) -> Any:
+            called(name)
+            return run(*args)
+
+        return counted
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return _torch.call_past_compiled(model, *args, **kwargs)
+
+    # Dynamo counts what it compiles by code: a code of its own, and it compiles again without others being forgotten.
+    call.__code__ = call.__code__.replace(co_name=f"compiled_{type(model).__name__}")
+    return torch.compile(call, backend=backend, dynamic=options.dynamic, fullgraph=options.fullgraph)

@@ -1,0 +1,240 @@
+"""A compiled step as plain data, the order its backward runs in, and the bytes that are there at every op.
+
+A joint graph is forward's ops followed by backward's. Holding a set of forward's values, backward runs its own ops in
+their order, and every forward op that one of them needs runs again right before it, once: the rebuild of a value is as
+late as it can be, so what lies between two held values is there only while backward is between them.
+
+A value is there from the op that makes it to the last op that reads it; held values are there from forward to their
+last reader in backward; outputs stay. Where kernels are fused (`fuses`), an elementwise value that only fusible ops
+read is never stored: its readers read what it is made of. Bytes are those above what is there before the step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+_MOST_READ_TENSORS = 4  # of stored values that a compiler makes a value from again for each of several readers
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class JointOp:
+    """One op of a joint graph.
+
+    Attributes:
+        inputs, outputs: values. Every value has at most one maker; those without one are inputs of the graph.
+        seconds: what running it again takes. can_rerun: whether backward may run it again. is_fusible: whether a
+            compiler makes its result inside of the kernel that reads it; reads_fusible: whether its kernel can do that
+            with what it reads. is_random: whether it draws random numbers.
+        state_bytes: of the generator, kept for an op that draws the same numbers again.
+    """
+
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    seconds: float = 0.0
+    can_rerun: bool = True
+    is_fusible: bool = False
+    reads_fusible: bool = False
+    is_random: bool = False
+    state_bytes: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class JointStep:
+    """A joint graph.
+
+    Attributes:
+        value_bytes: of each value. ops: forward's in order, then backward's. num_forward: how many are forward's.
+        results: values that forward returns. gradients: values that backward returns. tangents: values that backward is
+            given.
+        fuses: whether a compiler fuses kernels.
+    """
+
+    value_bytes: tuple[int, ...]
+    ops: tuple[JointOp, ...]
+    num_forward: int
+    results: frozenset[int]
+    gradients: frozenset[int]
+    tangents: frozenset[int] = frozenset()
+    fuses: bool = False
+
+    def makers(self) -> dict[int, int]:
+        """Returns the op that makes each value that an op makes."""
+        return {v: i for i, op in enumerate(self.ops) for v in op.outputs}
+
+    def reads(self) -> dict[int, int]:
+        """Returns forward's values that backward reads, with the first of backward's ops that reads each."""
+        made = {v for op in self.ops[: self.num_forward] for v in op.outputs}
+        found: dict[int, int] = {}
+        for at in range(self.num_forward, len(self.ops)):
+            for value in self.ops[at].inputs:
+                if value in made:
+                    found.setdefault(value, at)
+        for value in sorted(self.gradients & made):
+            found.setdefault(value, len(self.ops))
+        return found
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """A step that holds certain values.
+
+    Attributes:
+        held: the values, with those that backward needs and cannot rebuild. order: backward's ops, ops of forward that
+            run again among them. forward_peak_bytes, backward_peak_bytes: above what was there before the step.
+        held_bytes: at the end of forward, results left out. forward_levels, backward_levels: bytes while each op runs.
+        seconds: of the ops that run again.
+    """
+
+    held: frozenset[int]
+    order: tuple[int, ...]
+    forward_levels: tuple[int, ...]
+    backward_levels: tuple[int, ...]
+    held_bytes: int
+    seconds: float
+
+    @property
+    def forward_peak_bytes(self) -> int:
+        """The highest level of forward."""
+        return max(self.forward_levels, default=0)
+
+    @property
+    def backward_peak_bytes(self) -> int:
+        """The highest level of backward."""
+        return max(self.backward_levels, default=0)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The highest level."""
+        return max(self.forward_peak_bytes, self.backward_peak_bytes)
+
+
+def backward_order(step: JointStep, held: frozenset[int]) -> tuple[frozenset[int], tuple[int, ...]]:
+    """Returns what has to be held, and the ops of backward in order with those of forward that run again.
+
+    Args:
+        held: what is to be held; values that are needed and cannot be rebuilt are added.
+    """
+    maker, order, done = step.makers(), list[int](), set[int]()
+    all_held = set(held)
+
+    def needed(at: int) -> list[int]:
+        """The ops that have to run before op `at`, and it, in order."""
+        found, left = {at}, list(step.ops[at].inputs)
+        while left:
+            value = left.pop()
+            made_by = maker.get(value)
+            if made_by is None or value in all_held or made_by in done or made_by in found:
+                continue
+            if made_by < step.num_forward and not step.ops[made_by].can_rerun:
+                all_held.add(value)
+                continue
+            found.add(made_by)
+            left += step.ops[made_by].inputs
+        return sorted(found)
+
+    for at in range(step.num_forward, len(step.ops)):
+        if at not in done:
+            ready = needed(at)
+            done.update(ready)
+            order += ready
+    rerun = {at for at in order if at < step.num_forward}
+    # A value that is held and made again all the same (an op with several results) is not held.
+    read = {v for at in order for v in step.ops[at].inputs} | step.gradients
+    kept = {v for v in all_held if v in read and maker.get(v, len(step.ops)) < step.num_forward}
+    return frozenset(v for v in kept if maker[v] not in rerun or v in held), tuple(order)
+
+
+def timeline(step: JointStep, held: frozenset[int]) -> Timeline:
+    """Returns the order and the bytes of a step that holds `held` from forward to backward."""
+    all_held, order = backward_order(step, held)
+    forward = list(range(step.num_forward))
+    # What nothing reads any more and no one keeps does not run.
+    forward_levels = _levels(step, forward, start=(), keeps=step.results | all_held)
+    states = sum(step.ops[at].state_bytes for at in order if at < step.num_forward)
+    held_bytes = states + sum(step.value_bytes[v] for v in all_held if v not in step.results)
+    backward_levels = _levels(step, list(order), start=tuple(sorted(all_held | step.tangents)), keeps=step.gradients)
+    return Timeline(
+        held=all_held,
+        order=order,
+        forward_levels=tuple(level + states for level in forward_levels),
+        backward_levels=tuple(level + states for level in backward_levels),
+        held_bytes=held_bytes,
+        seconds=sum(step.ops[at].seconds for at in order if at < step.num_forward),
+    )
+
+
+def _levels(
+    step: JointStep, order: Sequence[int], *, start: tuple[int, ...], keeps: frozenset[int] | set[int]
+) -> list[int]:
+    """Returns the bytes while each op of `order` runs, its results and what it reads for the last time included."""
+    starting = set(start)
+    inputs = _stored_inputs(step, order, starting, keeps) if step.fuses else None
+    last: dict[int, int] = {}
+    for position, at in enumerate(order):
+        for value in step.ops[at].inputs if inputs is None else inputs[position]:
+            last[value] = position
+    level = sum(step.value_bytes[v] for v in start)
+    freed: dict[int, list[int]] = {}
+    here = starting.copy()
+    for value, position in last.items():
+        freed.setdefault(position, []).append(value)
+    levels = []
+    for position, at in enumerate(order):
+        op = step.ops[at]
+        gone = []
+        for value in op.outputs:
+            if value in here:
+                continue
+            if inputs is not None and value not in keeps and value not in last:
+                continue  # fused away, or never made
+            here.add(value)
+            level += step.value_bytes[value]
+            if value not in last and value not in keeps:
+                gone.append(value)
+        levels.append(level - (_reused(step, op, freed.get(position, ()), keeps) if step.fuses else 0))
+        for value in (*gone, *freed.get(position, ())):
+            if value in here and value not in keeps:
+                here.discard(value)
+                level -= step.value_bytes[value]
+    return levels
+
+
+def _reused(step: JointStep, op: JointOp, dying: Sequence[int], keeps: frozenset[int] | set[int]) -> int:
+    """Returns the bytes of an elementwise kernel's results that lie where what it reads for the last time lay."""
+    if not op.is_fusible:
+        return 0
+    free = sorted(step.value_bytes[v] for v in dying if v not in keeps)
+    reused = 0
+    for value in op.outputs:
+        if step.value_bytes[value] in free:
+            free.remove(step.value_bytes[value])
+            reused += step.value_bytes[value]
+    return reused
+
+
+def _stored_inputs(
+    step: JointStep, order: Sequence[int], start: set[int], keeps: frozenset[int] | set[int]
+) -> list[tuple[int, ...]]:
+    """Returns for each op the stored values that its kernel reads; values that are fused away are read through."""
+    readers: dict[int, list[int]] = {}
+    for at in order:
+        for value in step.ops[at].inputs:
+            readers.setdefault(value, []).append(at)
+    through: dict[int, tuple[int, ...]] = {}
+    found = []
+    for at in order:
+        op = step.ops[at]
+        reads = tuple(dict.fromkeys(v for value in op.inputs for v in through.get(value, (value,))))
+        found.append(reads)
+        if not op.is_fusible:
+            continue
+        for value in op.outputs:
+            if value in keeps or value in start:
+                continue
+            reading = readers.get(value, ())
+            if len(reading) > 1 and len(reads) > _MOST_READ_TENSORS:
+                continue
+            if all(step.ops[reader].reads_fusible for reader in reading):
+                through[value] = reads
+    return found

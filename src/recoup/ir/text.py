@@ -1,0 +1,55 @@
+"""How values print themselves: rows of names and values, at most 100 columns, readable without colour."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+
+from recoup.ir.decision import Decision, describe_decisions
+
+WIDTH = 100  # columns of printed text
+_BARS = " .:-=+*#%@"
+
+
+def format_rows(rows: Sequence[tuple[str, str]], indent: int = 2) -> str:
+    """Returns the rows as two columns; values that are too long go on below themselves."""
+    width = max(len(name) for name, _ in rows)
+    lines = []
+    for name, value in rows:
+        wrapped = textwrap.wrap(value, WIDTH - indent - width - 2) or [""]
+        lines.append(" " * indent + name.ljust(width) + "  " + wrapped[0])
+        lines += [" " * (indent + width + 2) + rest for rest in wrapped[1:]]
+    return "\n".join(lines)
+
+
+def format_percent(ratio: float) -> str:
+    """Returns a change with its sign: 0.05 is "+5.0 %"."""
+    return f"{100 * ratio:+.1f} %"
+
+
+def format_share(part: float, whole: float) -> str:
+    """Returns a part of a whole in percent; "-" of nothing."""
+    return f"{100 * part / whole:.0f} %" if whole else "-"
+
+
+def format_decisions(decisions: Sequence[Decision]) -> str:
+    """Returns what a plan does, one item a decision."""
+    return "\n".join(
+        textwrap.fill(line, WIDTH, initial_indent="  - ", subsequent_indent="    ")
+        for line in describe_decisions(decisions)
+    )
+
+
+def sparkline(values: Sequence[int], width: int = 72) -> str:
+    """Returns the values as one line of characters, the largest of each column."""
+    if not values:
+        return ""
+    top = max(values) or 1
+    columns = min(width, len(values))
+    line = ""
+    for i in range(columns):
+        chunk = values[
+            i * len(values) // columns : max((i + 1) * len(values) // columns, i * len(values) // columns + 1)
+        ]
+        line += _BARS[round(max(chunk) / top * (len(_BARS) - 1))]
+    return line

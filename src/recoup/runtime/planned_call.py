@@ -1,0 +1,253 @@
+"""How a call of a planned module runs: the patched forward finds what was decided for this call, and runs it so."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from recoup import _torch
+from recoup._pytree import iterate_tensors
+from recoup.ir.decision import (
+    Decision,
+    Loop,
+    Offload,
+    Recompute,
+    Region,
+    Scan,
+)
+from recoup.runtime import execution_context, scan_bytes
+from recoup.runtime.hooks import Hook
+from recoup.runtime.kv_cache import without_cache
+from recoup.runtime.offload.offloaded_saved_tensor import Offloading
+from recoup.runtime.patch import PatchedForward
+from recoup.runtime.rebuild import saved_tensor
+from recoup.runtime.rebuild.lineage import current_recorder
+from recoup.runtime.recompute import region as regions
+from recoup.runtime.recompute.object_state import Places
+from recoup.runtime.recompute.region_step import Member
+from recoup.runtime.recompute.scope import inside_region
+from recoup.runtime.step_log import Counts
+from recoup.runtime.tile.module.tiled import Proofs
+
+
+class StepState:
+    """What the patched forwards of one model share: which call of each path comes next."""
+
+    def __init__(self, *, counts_calls: bool, offloading: Offloading | None = None) -> None:
+        self.counts_calls = counts_calls
+        self.offloading = offloading
+        self.calls: dict[str, int] = {}
+        self.proofs = Proofs()
+        self.counts = Counts()
+        self.unwritten: dict[str, set[int]] = {}
+        self.places: dict[str, Places] = {}
+        self.suspended = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StepState:
+        copied = StepState(counts_calls=self.counts_calls, offloading=copy.deepcopy(self.offloading, memo))
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce__(self) -> Any:
+        return _new_state, (self.counts_calls, self.offloading)
+
+
+def _new_state(counts_calls: bool, offloading: Offloading | None = None) -> StepState:
+    return StepState(counts_calls=counts_calls, offloading=offloading)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What one patched forward does.
+
+    Attributes:
+        decisions: those of its path; one with a call number holds for that call only. Several regions of one call nest,
+            the outermost first.
+        joins: spans that its calls are part of without beginning them, the outermost first. derives_below: a decision
+            inside rederives.
+        records: it is the model itself, and lineage is recorded for rederive decisions somewhere below: the ops that
+            lead to a tensor may lie in other calls than the one that saves it.
+        hooks: how decisions of each class among them change a call.
+        drops_cache: it would fill a key-value cache (`use_cache`), which a replay below it would fill again.
+    """
+
+    path: str
+    decisions: tuple[Decision, ...]
+    joins: tuple[Recompute, ...]
+    derives_below: bool
+    buffers: tuple[str, ...]
+    state: StepState
+    is_root: bool
+    hooks: Mapping[type[Decision], Hook]
+    drops_cache: bool = False
+    records: bool = False
+
+    def decide(self, call: int) -> Decision | None:
+        """Returns the decision for the given call that is not a region, if there is one."""
+        return next((d for d in self.decisions if d.holds(call) and not isinstance(d, Region | Scan)), None)
+
+    def regions(self, call: int, args: Any) -> list[Region]:
+        """Returns the regions that the given call is in or begins, the outermost first.
+
+        A decision's call number is that of the call its span begins with; what it is handed tells whether a later
+        call belongs to it.
+        """
+        inside = [d for d in self.joins if regions.continues(d, d.span, self.path, args)]
+        return inside + [
+            d
+            for d in self.decisions
+            if isinstance(d, Region) and d.holds(call) and not any(d is other for other in inside)
+        ]
+
+    def forward(self, patched: PatchedForward, call: int) -> Callable[..., Any]:
+        """Returns what runs the module's own forward in the given call, its scans in the bytes decided for them."""
+        found = {d.index: d.budget_bytes for d in self.decisions if isinstance(d, Scan) and d.holds(call)}
+        return functools.partial(_run_scans, patched.original, found) if found else patched.original
+
+
+def _run_scans(forward: Callable[..., Any], bytes_of: dict[int, int], /, *args: Any, **kwargs: Any) -> Any:
+    with scan_bytes.ScansIn(bytes_of):
+        return forward(*args, **kwargs)
+
+
+def run_call(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs a call of a patched module: as decided for it, or plainly where no backward will follow."""
+    settings: Settings = patched.settings
+    state = settings.state
+    if state.suspended or not torch.is_grad_enabled() or _torch.inside_transform():
+        return patched.original(*args, **kwargs)
+    if torch.compiler.is_exporting():
+        return patched.original(*args, **kwargs)
+    if settings.drops_cache:
+        args, kwargs = without_cache(patched.module, args, kwargs)
+    if torch.compiler.is_compiling():
+        return _run_compiled(patched, args, kwargs)
+    with execution_context.counting_for(state.counts):
+        return _run_planned(patched, args, kwargs)
+
+
+def _run_planned(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    settings: Settings = patched.settings
+    state = settings.state
+    if settings.is_root:
+        state.calls.clear()
+    call = 0
+    if state.counts_calls:
+        call = state.calls.get(settings.path, 0)
+        state.calls[settings.path] = call + 1
+    decision = settings.decide(call)
+    inside = settings.regions(call, args)
+    if inside:
+        calls = dict(state.calls) if state.counts_calls else None
+        return _Nested(patched, inside, decision, calls, call=call)(*args, **kwargs)
+    forward = settings.forward(patched, call)
+    hook = None if decision is None else settings.hooks[type(decision)]
+    begins_record = settings.records and current_recorder() is None and not inside_region()
+    if begins_record and (hook is None or hook.records):
+        with saved_tensor.rederive(by_default=decision is not None and decision.rederives):
+            _begin_offloading(patched, decision, args, kwargs)
+            return forward(*args, **kwargs)
+    if hook is None:
+        return forward(*args, **kwargs)
+    return hook.run(decision, patched, forward, args, kwargs)
+
+
+def _begin_offloading(patched: PatchedForward, decision: Decision | None, args: Any, kwargs: Any) -> None:
+    """Gives the recorder of a step that just began an offloader, if the plan offloads anything."""
+    recorder, offloading = current_recorder(), patched.settings.state.offloading
+    if recorder is None or offloading is None or patched.module is None:
+        return
+    recorder.offloader = offloading.begin(patched.module, iterate_tensors((args, kwargs)))
+    recorder.offloading = isinstance(decision, Offload)
+
+
+class _Nested:
+    """A call inside regions within regions, from the `depth`-th region on: the forward and every replay run it alike.
+
+    Attributes:
+        member: the `depth`-th region, whose forward is the rest of them; None for the module itself.
+        span: names the span that it is part of. decision: what else was decided for the call.
+        calls: how often each path had been called before, for decisions about single calls inside; None without them.
+    """
+
+    __slots__ = ("begins_chunk", "call", "calls", "decision", "member", "patched", "ran", "span")
+
+    def __init__(
+        self,
+        patched: PatchedForward,
+        inside: list[Region],
+        decision: Decision | None,
+        calls: dict[str, int] | None,
+        depth: int = 0,
+        call: int = 0,
+    ) -> None:
+        self.patched = patched
+        self.call = call
+        self.decision = decision
+        self.calls = calls
+        self.ran = False
+        self.member: Member | None = None
+        self.span: Region | None = None
+        self.begins_chunk: bool | None = None
+        if depth == len(inside):
+            return
+        settings: Settings = patched.settings
+        region = inside[depth]
+        by_default = region.inside == "rederive"
+        chunk = region.chunk if isinstance(region, Loop) else None
+        self.span = region if chunk or len(region.paths) > 1 else None
+        self.begins_chunk = call % chunk == 0 if chunk else None
+        self.member = Member(
+            path=settings.path,
+            module=patched._module,  # type: ignore[arg-type]  # weakly held: called, it returns the module
+            forward=_Nested(patched, inside, decision, calls, depth + 1, call),
+            buffers=settings.buffers,
+            derives=by_default or settings.derives_below,
+            derives_by_default=by_default,
+            offloads=region.offload,
+            keep=region.keep,
+            unwritten=settings.state.unwritten.setdefault(settings.path, set()),
+            places=settings.state.places.setdefault(settings.path, Places()),
+        )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.member is None:
+            return self.run_call(args, kwargs)
+        return regions.run_region(self.member, args, kwargs, span=self.span, begins_chunk=self.begins_chunk)
+
+    def run_call(self, args: Any, kwargs: Any) -> Any:
+        original = self.patched.settings.forward(self.patched, self.call)
+        forward = functools.partial(self._run_again, original)
+        if self.decision is None:
+            return forward(*args, **kwargs)
+        hook = self.patched.settings.hooks[type(self.decision)]
+        return hook.run(self.decision, self.patched, forward, args, kwargs)
+
+    def _run_again(self, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module's own forward, in a replay with the numbers that calls inside had the first time."""
+        if self.calls is None or not self.ran:
+            self.ran = True
+            return original(*args, **kwargs)
+        calls = self.patched.settings.state.calls
+        current = dict(calls)
+        calls.clear()
+        calls.update(self.calls)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            calls.clear()
+            calls.update(current)
+
+
+def _run_compiled(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Under torch.compile regions are torch's own (Dynamo knows them); rederive is left to the compiler."""
+    if not any(d.is_region and d.holds(0) for d in patched.settings.decisions):
+        return patched.original(*args, **kwargs)
+    from torch.utils.checkpoint import checkpoint
+
+    return checkpoint(patched.original, *args, use_reentrant=False, **kwargs)

@@ -1,0 +1,82 @@
+"""Whether a short chain of recorded ops leads from kept tensors to a value, and which tensors it starts from."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+from recoup.runtime.rebuild import shortcuts
+from recoup.runtime.rebuild.cheap_ops import op_facts
+from recoup.runtime.rebuild.kept import Kept, Source
+from recoup.runtime.rebuild.lineage import Made, Value
+
+MAX_OPS = 14  # of one chain: more than any block's cheap ops, so that a search ends
+MAX_TRAFFIC_RATIO = 40.0  # bytes that a chain may move for each byte it rebuilds: backward waits for them
+
+
+def _is_there(tensor: torch.Tensor) -> bool:
+    """Whether the storage has its memory: FSDP takes a unit's parameters away when its forward ends.
+
+    What is there when a tensor is saved is there when its unit runs backward: it belongs to the same unit, or stays.
+    Not so under ZeRO-3, which marks its parameters and gathers each for its own module only.
+    """
+    if hasattr(tensor, "ds_id"):
+        return False
+    return tensor.untyped_storage().nbytes() > 0 or tensor.numel() == 0
+
+
+class _Search:
+    """Looks for a chain from kept tensors to a value, within a bound on ops and on bytes moved."""
+
+    __slots__ = ("ops", "seen", "sources", "traffic_bytes")
+
+    def __init__(self, traffic_bytes: float) -> None:
+        self.ops = MAX_OPS
+        self.traffic_bytes = traffic_bytes
+        self.seen: set[int] = set()
+        self.sources: list[Source] = []
+
+    def reach(self, value: Value) -> bool:
+        if id(value) in self.seen:
+            return True
+        if value.constant is not None:
+            return value.constant._version == value.constant_version and _is_there(value.constant)
+        kept = value.alive()
+        if kept is not None:
+            if isinstance(kept, Kept) and not _is_there(kept.tensor):
+                return False
+            self.sources.append(kept)
+            self.seen.add(id(value))
+            return True
+        made = value.made
+        if made is None:
+            return False
+        self.ops -= 1
+        self.traffic_bytes -= made.traffic_bytes
+        if self.ops < 0 or self.traffic_bytes < 0:
+            return False
+        self.seen.add(id(value))
+        if not all(self.reach(read.value) for read in made.reads):
+            return False
+        if made.outputs and value.output == 0 and shortcuts.has_shortcut(op_facts(made.function), made.args):
+            self._hold_side_results(made)
+        return True
+
+    def _hold_side_results(self, made: Made) -> None:
+        """Has the op's other results held for as long as the first may be asked for, if they are kept at all."""
+        values = [ref() for ref in made.outputs[1:]]
+        kept = [k for k in (value.alive() for value in values if value is not None) if k is not None]
+        if len(kept) == len(values):
+            self.sources += kept
+            made.side_results = tuple(weakref.ref(k) for k in kept)
+
+
+def find_sources(value: Value, num_bytes: int) -> list[Source] | None:
+    """Returns the kept tensors that a chain to `value` starts from; None where no chain is short enough.
+
+    Args:
+        num_bytes: of the saved tensor that would be rebuilt, which bounds the bytes that its chain may move.
+    """
+    search = _Search(MAX_TRAFFIC_RATIO * num_bytes)
+    return search.sources if search.reach(value) else None

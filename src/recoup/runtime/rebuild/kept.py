@@ -1,0 +1,131 @@
+"""Saved tensors that are kept: as they are, as a view of one that is kept, or in a smaller dtype."""
+
+from __future__ import annotations
+
+import torch
+
+from recoup import _torch
+from recoup.runtime import execution_context
+from recoup.runtime.offload.offloaded_saved_tensor import KeptElsewhere
+from recoup.runtime.rebuild.lineage import Geometry, geometry_of
+
+CHANGED = (
+    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+    "[{tensor}] is {versions}. It was saved, or is what a saved tensor is rederived from; clone it before changing it."
+)
+
+
+def changed_since(what: str) -> RuntimeError:
+    """Returns autograd's error for a tensor that was changed in place and cannot be rebuilt from any more."""
+    return RuntimeError(CHANGED.format(tensor=what, versions="overwritten since"))
+
+
+class Kept:
+    """A saved tensor that is kept as it is."""
+
+    __slots__ = ("__weakref__", "copy", "is_source", "tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        # With its node it would be a cycle: a saved output is held by the node that made it.
+        self.tensor = tensor if tensor.grad_fn is None else _torch.detach_past_modes(tensor)
+        self.version = tensor._version
+        self.is_source = False
+        self.copy: torch.Tensor | None = None
+        execution_context.kept(tensor)
+
+    def unpack(self) -> torch.Tensor:
+        """Returns the tensor; raises if it was changed in place since it was saved, as autograd would."""
+        if self.tensor._version != self.version:
+            check_version(self.tensor, self.version)
+        return self.tensor
+
+    def contents(self) -> torch.Tensor:
+        """Returns what something is rebuilt from."""
+        return self.unpack() if self.copy is None else self.copy
+
+    def rescue(self) -> None:
+        """Called before it is overwritten: copies the storage if something is to be rebuilt from it."""
+        if self.is_source and self.copy is None:
+            size, stride, offset, _ = geometry_of(self.tensor)
+            num_elements = self.tensor.untyped_storage().nbytes() // self.tensor.element_size()
+            whole = self.tensor.detach().as_strided((num_elements,), (1,), 0)  # `set_` is refused by fake tensors
+            self.copy = whole.clone().as_strided(size, stride, offset)
+
+    def is_rescued(self) -> bool:
+        """Whether it holds what was saved, whatever was written since."""
+        return self.copy is not None
+
+    def is_current(self) -> bool:
+        """Whether it still holds what was saved."""
+        return self.copy is not None or self.tensor._version == self.version
+
+
+class KeptView:
+    """A saved tensor that lies over the same storage as one that is kept."""
+
+    __slots__ = ("geometry", "kept")
+
+    def __init__(self, kept: Kept, geometry: Geometry) -> None:
+        self.kept = kept
+        self.geometry = geometry
+
+    def unpack(self) -> torch.Tensor:
+        """Returns the tensor; raises if it was changed in place since it was saved."""
+        return laid(self.kept.unpack(), self.geometry)
+
+
+class KeptCompact:
+    """A tensor whose values fit a smaller dtype: a random mask of zeros and ones, the indices of a max-pooling."""
+
+    __slots__ = ("__weakref__", "base", "narrow")
+
+    def __init__(self, narrow: torch.Tensor, base: Geometry) -> None:
+        self.narrow = narrow
+        self.base = base
+        execution_context.kept(narrow)
+
+    def contents(self) -> torch.Tensor:
+        """Returns it in its own dtype and layout."""
+        size, stride, _, dtype = self.base
+        wide = torch.empty_strided(size, stride, dtype=dtype, device=self.narrow.device)
+        return wide.copy_(self.narrow)
+
+    def rescue(self) -> None:
+        """Nothing to do: nobody else can write to it."""
+
+    def is_rescued(self) -> bool:
+        """Always."""
+        return True
+
+    def is_current(self) -> bool:
+        """Always: nobody else holds it."""
+        return True
+
+
+Source = Kept | KeptCompact | KeptElsewhere
+
+
+def check_version(tensor: torch.Tensor, version: int) -> None:
+    """Raises autograd's error if the tensor was changed in place since it was at `version`."""
+    if tensor._version != version:
+        versions = f"at version {tensor._version}; expected version {version}"
+        raise RuntimeError(CHANGED.format(tensor=f"{tensor.dtype} {list(tensor.shape)}", versions=versions))
+
+
+def laid(tensor: torch.Tensor, geometry: Geometry) -> torch.Tensor:
+    """Returns the storage of `tensor` seen with another geometry."""
+    size, stride, offset, dtype = geometry
+    if tensor.dtype != dtype:  # the same bytes read otherwise (`view_as_real`): the whole storage, however it lies
+        unit = max(tensor.dtype.itemsize, dtype.itemsize)
+        num = tensor.untyped_storage().nbytes() // unit * unit // tensor.dtype.itemsize
+        tensor = tensor.as_strided((num,), (1,), 0).view(dtype)
+    if tensor.size() == size and tensor.stride() == stride and tensor.storage_offset() == offset:
+        return tensor
+    return tensor.as_strided(size, stride, offset)
+
+
+def on_device(source: Source) -> torch.Tensor | None:
+    """Returns the tensor that a source keeps on the device, None if it was moved away."""
+    if isinstance(source, KeptElsewhere):
+        return None
+    return source.narrow if isinstance(source, KeptCompact) else source.tensor

@@ -1,0 +1,133 @@
+"""One call inside a region: its module, its inputs and the state that its second forward starts from."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from recoup.errors import ReplayError
+from recoup.runtime.recompute.ambient import Ambient
+from recoup.runtime.recompute.bindings import Bindings, storage_of
+from recoup.runtime.recompute.inputs import Inputs
+from recoup.runtime.recompute.module_state import COPIED_BYTES, AttributeState, walk
+from recoup.runtime.recompute.object_state import Places
+from recoup.runtime.recompute.rng_state import AutocastState, RandomState, StreamState, statistics_buffers
+from recoup.runtime.recompute.saved_outputs import Kept
+
+
+class Step:
+    """One call inside a frame: what to run, on what, in which state."""
+
+    __slots__ = (
+        "ambient",
+        "attributes",
+        "autocast",
+        "bindings",
+        "forward",
+        "given",
+        "inputs",
+        "kept",
+        "objects",
+        "random",
+        "streams",
+    )
+
+    def __init__(
+        self,
+        member: Member,
+        args: Any,
+        kwargs: Any,
+        previous: list[torch.Tensor | None],
+        *,
+        has_attributes: bool = True,
+    ) -> None:
+        self.forward = member.forward
+        self.kept = Kept(member.keep)
+        modules = walk(member.module()) if has_attributes else []
+        self.inputs = Inputs(member.path, args, kwargs, previous, offloads=member.offloads)
+        self.random = RandomState(self.inputs.tensors)
+        self.autocast = AutocastState(t.device.type for t in self.inputs.tensors)
+        written = (*member.buffers, *statistics_buffers(modules)) if has_attributes else ()
+        self.attributes = AttributeState(modules, self.inputs.others, written)
+        self.streams = StreamState([*self.inputs.others, *self.attributes.others])
+        self.objects = member.places.note(modules, self.attributes.others) if has_attributes else None
+        self.bindings = Bindings(modules)
+        self.given = {storage_of(t) for t in self.inputs.tensors}
+        self.ambient = Ambient()
+        self.inputs.forget()
+
+    def settle(self) -> None:
+        """Forgets what the forward, which is over now, did not change."""
+        self.random.settle()
+        self.attributes.settle()
+        if self.objects is not None:
+            self.objects.settle()
+
+    def check(self, path: str) -> None:
+        """Raises if something was changed in place that the second forward would read."""
+        self.bindings.check(path)
+        self.inputs.check()
+        what = self.attributes.changed() or (self.objects.changed() if self.objects is not None else "")
+        if what:
+            raise ReplayError(
+                f"Region `{path}`: its tensor `{what}` was changed in place since its forward began, after it or being "
+                f"larger than {COPIED_BYTES} bytes, so a second forward would read other values. Name it in the "
+                "decision's `buffers` (`recoup.plan` does), bind a new tensor instead (`self.x = self.x + ...`), or "
+                "leave this module out of the plan.",
+                code="E203",
+            )
+
+    @contextlib.contextmanager
+    def state(self, *, with_attributes: bool) -> Iterator[None]:
+        """Puts back, inside the block, what the first forward began with."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.random.replayed())
+            stack.enter_context(self.autocast.replayed())
+            stack.enter_context(self.streams.replayed())
+            if with_attributes:
+                stack.enter_context(self.bindings.replayed())
+                stack.enter_context(self.attributes.replayed())
+                if self.objects is not None:
+                    stack.enter_context(self.objects.replayed())
+            stack.enter_context(self.ambient.replayed())
+            yield
+
+
+class Member:
+    """A module whose call is a region, or part of one: fixed when the plan is applied.
+
+    Attributes:
+        path: for messages. module: weakly held. forward: what runs. buffers: names of those its forward changes.
+        derives: whether the replay may rederive; derives_by_default: outside of deeper decisions.
+        offloads: whether its inputs go to the host. keep: labels of ops whose results stay, see `saved_outputs`.
+        places: where its modules keep state besides their attributes; all calls share it.
+        unwritten: positions, among the tensors saved, of those known to be left unwritten; all calls share it.
+    """
+
+    def __init__(
+        self,
+        *,
+        path: str,
+        module: Callable[[], torch.nn.Module],
+        forward: Callable[..., Any],
+        buffers: tuple[str, ...],
+        derives: bool,
+        derives_by_default: bool,
+        offloads: bool = False,
+        keep: tuple[str, ...] = (),
+        unwritten: set[int] | None = None,
+        places: Places | None = None,
+    ) -> None:
+        self.path = path
+        self.places = Places() if places is None else places
+        self.unwritten = set() if unwritten is None else unwritten
+        self.module = module
+        self.forward = forward
+        self.buffers = buffers
+        self.derives = derives
+        self.derives_by_default = derives_by_default
+        self.offloads = offloads
+        self.keep = keep

@@ -1,0 +1,115 @@
+"""Compiled steps within a budget: peaks, gradients, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import recoup
+from recoup.ir.compiled_plan import CompiledPlan
+from tests.compiled.models import Residual
+
+AOT = {"backend": "aot_eager"}
+
+
+def fitted(model: nn.Module, batch: Any, budget: str, **options: Any) -> Any:
+    torch.manual_seed(1)
+    return recoup.fit(model, batch, budget=budget, compiled={**AOT, **options}, timed=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_peaks_are_within_budgets_and_as_predicted(dropout: float) -> None:
+    torch.manual_seed(0)
+    model, batch = Residual(dropout=dropout), torch.randn(512, 32)
+    peaks = []
+    for budget in ("70%", "40%"):
+        found = fitted(model, batch, budget)
+        evidence = found.evidence
+        assert evidence.ok and evidence.gradients_equal and evidence.rng_equal
+        assert evidence.peak_bytes <= evidence.budget_bytes
+        assert abs(evidence.predicted_peak_bytes / evidence.peak_bytes - 1) < 0.03
+        peaks.append(evidence.peak_bytes)
+        assert CompiledPlan.from_json(found.plan.to_json()) == found.plan
+        assert found.plan.graphs[0].rerun
+        found.applied.remove()
+    assert peaks[1] < peaks[0]
+    assert model._compiled_call_impl is None
+
+
+@pytest.mark.slow
+def test_training_goes_on_with_the_compiled_model() -> None:
+    torch.manual_seed(0)
+    model, batch = Residual(num_blocks=3, dropout=0.1), torch.randn(256, 32)
+    twin = Residual(num_blocks=3, dropout=0.1)
+    twin.load_state_dict(model.state_dict())
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    fitted(model, batch, "60%")
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    for trained in (model, twin):
+        torch.manual_seed(2)
+        optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
+        for _ in range(2):
+            for part in batch.chunk(2):  # accumulated, of another size than planned
+                trained(part).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.slow
+def test_a_graph_break_leaves_two_graphs_under_one_budget() -> None:
+    class Halves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = Residual(num_blocks=3), Residual(num_blocks=3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x + self.first(x)
+            torch._dynamo.graph_break()
+            loss: torch.Tensor = self.second(y)
+            return loss
+
+    torch.manual_seed(0)
+    found = fitted(Halves(), torch.randn(512, 32), "50%")
+    assert found.evidence.ok and len(found.plan.graphs) == 2
+
+
+@pytest.mark.slow
+def test_too_small_a_budget_names_the_smallest_that_works() -> None:
+    model, batch = Residual(num_blocks=3), torch.randn(128, 32)
+    with pytest.raises(recoup.InfeasibleBudget, match="smallest reachable peak") as caught:
+        fitted(model, batch, "10%")
+    assert caught.value.minimum_bytes > caught.value.budget_bytes
+    assert model._compiled_call_impl is None
+
+
+@pytest.mark.slow
+def test_compile_without_a_batch() -> None:
+    torch.manual_seed(0)
+    model, batch = Residual(num_blocks=3), torch.randn(256, 32)
+    model(batch).backward()
+    plain = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    handle = recoup.compile(model, budget="400KiB", compiled=AOT)
+    model(batch).backward()
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), plain, strict=True) if p.grad is not None)
+    handle.remove()
+
+
+def test_bad_input_is_refused_before_anything_is_compiled() -> None:
+    model, batch = Residual(num_blocks=1), torch.randn(4, 32)
+    for options, said in (
+        ({"backend": "eager"}, "inductor or aot_eager"),
+        ({"backends": "inductor"}, "no option of torch.compile"),
+        ({"mode": "reduce-overhead"}, "CUDA graphs"),
+        ({"backend": "aot_eager", "mode": "default"}, "inductor's"),
+    ):
+        with pytest.raises(recoup.UsageError, match=said):
+            recoup.fit(model, batch, budget="50%", compiled=options)
+    with pytest.raises(recoup.UsageError, match="has no meaning"):
+        recoup.fit(model, batch, budget="50%", compiled=True, keep=["norms"])

@@ -1,0 +1,96 @@
+"""Orders and levels of compiled steps, on graphs small enough to work out by hand."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+from recoup.compiled.combine import combinations, combined
+from recoup.compiled.frontier import choices, undominated
+from recoup.compiled.schedule import JointOp, JointStep, backward_order, timeline
+
+
+def chain(num: int, *, nbytes: int = 1000) -> JointStep:
+    """A chain y_i = f(y_{i-1}) whose backward reads every y_i: values 0..num-1, gradients num..2 num - 1."""
+    forward = [JointOp(inputs=(i - 1,) if i else (), outputs=(i,), seconds=1.0) for i in range(num)]
+    backward = []
+    for k, i in enumerate(reversed(range(num))):
+        before = (num + k - 1,) if k else ()
+        backward.append(JointOp(inputs=(i, *before), outputs=(num + k,)))
+    return JointStep(
+        value_bytes=(nbytes,) * (2 * num),
+        ops=(*forward, *backward),
+        num_forward=num,
+        results=frozenset({num - 1}),
+        gradients=frozenset({2 * num - 1}),
+    )
+
+
+def test_rebuilds_run_right_before_they_are_needed() -> None:
+    step = chain(4)
+    held, order = backward_order(step, frozenset({1, 3}))
+    assert held == {1, 3}
+    # Backward of 3, then 2 is made from 1, backward of 2 and 1, then 0, and its backward.
+    assert order == (4, 2, 5, 6, 0, 7)
+
+
+def test_what_cannot_run_again_is_held() -> None:
+    ops = list(chain(3).ops)
+    ops[1] = JointOp(inputs=(0,), outputs=(1,), seconds=1.0, can_rerun=False)
+    step = JointStep(
+        value_bytes=(1000,) * 6, ops=tuple(ops), num_forward=3, results=frozenset({2}), gradients=frozenset({5})
+    )
+    held, order = backward_order(step, frozenset({2}))
+    assert 1 in held and 1 not in order
+
+
+def test_levels_of_a_chain() -> None:
+    made = timeline(chain(4), frozenset({0, 1, 2, 3}))
+    assert made.forward_levels == (1000, 2000, 3000, 4000)
+    assert made.backward_levels == (5000, 5000, 4000, 3000)
+    assert made.held_bytes == 3000  # the result is the caller's
+    assert made.seconds == 0
+
+
+def test_elementwise_values_are_not_stored_where_kernels_are_fused() -> None:
+    ops = (
+        JointOp(inputs=(), outputs=(0,)),
+        JointOp(inputs=(0,), outputs=(1,), is_fusible=True, reads_fusible=True),
+        JointOp(inputs=(1,), outputs=(2,), reads_fusible=True),
+    )
+    bare = {"value_bytes": (100, 100, 1), "ops": ops, "num_forward": 3, "gradients": frozenset[int]()}
+    separate = timeline(JointStep(**bare, results=frozenset({2})), frozenset())
+    fused = timeline(JointStep(**bare, results=frozenset({2}), fuses=True), frozenset())
+    assert separate.forward_peak_bytes == 200
+    assert fused.forward_peak_bytes == 101
+
+
+def test_choices_fall_in_peak_and_rise_in_seconds() -> None:
+    found = choices(chain(24))
+    assert len(found) > 4
+    for one, other in itertools.pairwise(found):
+        assert one.peak_bytes > other.peak_bytes and one.seconds < other.seconds
+    # A chain of n in about 2 sqrt(n) (Chen et al. 2016): all of 24 and their gradients, against a third and less.
+    assert found[-1].peak_bytes <= 0.5 * found[0].peak_bytes
+
+
+def test_choices_beat_random_ones() -> None:
+    step = chain(12)
+    found = choices(step)
+    rng = random.Random(0)
+    for _ in range(300):
+        made = timeline(step, frozenset(v for v in range(12) if rng.random() < rng.random()))
+        least = min((c.seconds for c in found if c.peak_bytes <= made.peak_bytes), default=None)
+        assert least is None or least <= made.seconds + 2  # of 12: segments end at waists only
+
+
+def test_one_budget_over_several_graphs() -> None:
+    steps = {"a": chain(8), "b": chain(8, nbytes=4000)}
+    calls = ("a", "b", "a")
+    options = {name: choices(step) for name, step in steps.items()}
+    found = combinations(steps, calls, options)
+    assert found == sorted(found, key=lambda c: -c.peak_bytes)
+    fastest = combined(steps, calls, {name: o[0] for name, o in options.items()})
+    assert found[0].peak_bytes <= fastest.peak_bytes and found[0].seconds == 0
+    assert found[-1].peak_bytes < 0.75 * fastest.peak_bytes
+    assert undominated(list(options["a"])) == options["a"]

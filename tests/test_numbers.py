@@ -1,0 +1,52 @@
+"""Every number at the top of a file says what it counts, and why it is what it is."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent / "src" / "recoup"
+# A word of these in a number's name says what it counts.
+UNITS = """
+    BLOCKS BYTES CALLS CELLS CHARACTERS COLLECTIONS COPIES DEPTH ELEMENTS EPS EVALUATIONS EXAMPLES FACTOR
+    FEMTOSECONDS FLOPS HEADS HZ KINDS LABELS LEAVES LOOKS LOOPS MOVES NAMES NUMBER OBJECTS OPS PARTS PIECES PIXELS
+    PLACES PLANS POINTS RATIO RECOUNTS REPAIRS ROUNDS ROWS RUNGS RUNS SECONDS SEED SHARE SIZE SIZES STATES STEPS
+    TAPES TENSORS TOKEN TOKENS TRIES TURNS UNITS VERSION WIDTH
+"""
+MOST_NUMBERS = 165  # of all files together: a new one has to be worth it
+
+
+def _is_number(value: ast.expr) -> bool:
+    if isinstance(value, ast.BinOp):
+        return _is_number(value.left) and _is_number(value.right)
+    if isinstance(value, ast.UnaryOp):
+        return _is_number(value.operand)
+    return isinstance(value, ast.Constant) and type(value.value) in (int, float)
+
+
+def _numbers(path: Path) -> Iterator[tuple[str, str]]:
+    """Yields the name of each number and what stands beside, above or below it in words."""
+    text = path.read_text()
+    lines = text.splitlines()
+    body = ast.parse(text).body
+    for i, node in enumerate(body):
+        if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None or not _is_number(node.value):
+            continue
+        target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0]
+        after = body[i + 1] if i + 1 < len(body) else None
+        is_below = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+        _, _, beside = lines[node.lineno - 1].partition("  # ")
+        above = lines[node.lineno - 2]
+        yield ast.unparse(target), beside or (above if above.startswith("#") else "") or ("below" if is_below else "")
+
+
+def test_numbers_have_units_and_reasons() -> None:
+    num_numbers = 0
+    for path in sorted(ROOT.rglob("*.py")):
+        for name, why in _numbers(path):
+            num_numbers += 1
+            where = f"{path.relative_to(ROOT)}: {name}"
+            assert set(name.strip("_").upper().split("_")) & set(UNITS.split()), f"{where} does not say what it counts"
+            assert why, f"{where} has no reason beside it"
+    assert num_numbers <= MOST_NUMBERS
