@@ -17,11 +17,13 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from bench.methods import wrapped
 from recoup.capture.capture import capture
+from recoup.cost.host_overhead import REPLAY_OVERHEAD_SECONDS, host_seconds
 from recoup.errors import StepError
+from recoup.ir.decision import Recompute
+from recoup.ir.trace import Trace
 from recoup.planner.driver import Planner
 from recoup.selective.layers import find_layers
 from recoup.solver.baselines import baselines
-from recoup.solver.build import REGION_OVERHEAD_SECONDS
 from recoup.solver.decisions import to_decisions
 
 _ATEN = torch.ops.aten
@@ -131,13 +133,14 @@ _POLICIES: dict[str, Callable[[], Any]] = {
 
 
 def _simulate(planner: Planner, name: str, paths: Sequence[str], contexts: Callable[[], Any] | None) -> Method:
-    """Returns what the step costs; each region is charged the host time that recoup's are charged."""
-    model, num_calls = planner.spec.model, 0
+    """Simulates a method; its regions are charged the host time that recoup's are, by the same formula.
+
+    Operator lists watch every op of a region's forward, as recoup does where a region keeps results.
+    """
+    model = planner.spec.model
 
     def wrap(forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
-            nonlocal num_calls
-            num_calls += 1
             # No random stream is kept: its 5 KB would count against the method, and fake tensors draw no numbers.
             options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
             if contexts is not None:
@@ -153,5 +156,11 @@ def _simulate(planner: Planner, name: str, paths: Sequence[str], contexts: Calla
     found = planner.candidate((), priced)
     flops = sum(priced.trace.signatures[o.signature].flops for o in priced.trace.ops if o.phase != "optimizer")
     plain = sum(planner.trace.signatures[o.signature].flops for o in planner.trace.ops if o.phase != "optimizer")
-    seconds = found.step_seconds + num_calls * REGION_OVERHEAD_SECONDS
-    return Method(name, found.peak_bytes, seconds, flops - plain)
+    regions = [Recompute(path=path, keep=() if contexts is None else ("by list",)) for path in paths]
+    host = sum(host_seconds(regions, priced.trace, plain=planner.trace))
+    host += (_num_kernels(priced.trace) - _num_kernels(planner.trace)) * REPLAY_OVERHEAD_SECONDS
+    return Method(name, found.peak_bytes, found.step_seconds + host, flops - plain)
+
+
+def _num_kernels(trace: Trace) -> int:
+    return sum(o.phase != "optimizer" and not trace.signatures[o.signature].is_view for o in trace.ops)

@@ -32,7 +32,7 @@ from recoup.capture.step import Objective
 from recoup.cost.devices import get_device
 from recoup.cost.roofline import RooflineCost
 from recoup.evidence.memory import measure_peak
-from recoup.evidence.verify import StepBench
+from recoup.evidence.step_bench import StepBench
 from recoup.ir.decision import Rederive, Tile
 from recoup.planner.driver import Planner
 from recoup.planner.incumbents import Candidate

@@ -35,7 +35,7 @@ from bench.measuring import metered, timed, to_host
 from bench.methods import METHODS, Subject, memory_budget
 from bench.peers import line, versions
 from recoup.capture.step import Objective
-from recoup.evidence.verify import StepBench
+from recoup.evidence.step_bench import StepBench
 from recoup.ir.plan import Plan
 
 BUDGETS = (80, 60, 40, 30)

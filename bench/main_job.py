@@ -27,7 +27,8 @@ from torch.utils.checkpoint import checkpoint
 from recoup import InfeasibleBudget
 from recoup.capture.step import Objective
 from recoup.evidence.memory import measure_peak
-from recoup.evidence.verify import StepBench, verify_plan
+from recoup.evidence.step_bench import StepBench
+from recoup.evidence.verify import verify_plan
 from recoup.planner.driver import Planner, plan_for_budget
 from recoup.planner.incumbents import Candidate
 from recoup.planner.request import planner_for

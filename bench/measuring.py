@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from recoup.evidence.gradients import StepResult, compare
 from recoup.evidence.memory import measure_peak
-from recoup.evidence.verify import StepBench
+from recoup.evidence.step_bench import StepBench
 
 Enter = Callable[[], contextlib.AbstractContextManager[Any]]
 Shapes = dict[tuple[str, str], int]

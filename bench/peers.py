@@ -35,7 +35,7 @@ from bench.workloads import WORKLOADS
 from recoup.capture.step import Objective
 from recoup.cli.allocator import keep_freed_memory
 from recoup.evidence.gradients import StepResult
-from recoup.evidence.verify import StepBench
+from recoup.evidence.step_bench import StepBench
 from recoup.ir.plan import Plan
 
 BUDGETS = ("85%", "70%", "60%", "50%", "45%", "40%", "35%", "30%", "25%", "floor")  # recoup alone, to fill in its curve

@@ -30,7 +30,7 @@ from recoup.capture.step import Objective
 from recoup.cli.allocator import keep_freed_memory
 from recoup.cost.flops import kind
 from recoup.evidence.memory import measure_peak
-from recoup.evidence.verify import StepBench
+from recoup.evidence.step_bench import StepBench
 from recoup.ir.decision import Decision, Rederive
 from recoup.runtime.apply import apply_decisions
 from recoup.targets.resolve import resolve_target

@@ -18,7 +18,7 @@ from bench.points import at_equal_time, cells, nearly_free
 from torch import nn
 
 from recoup.capture.step import Objective
-from recoup.evidence.verify import StepBench
+from recoup.evidence.step_bench import StepBench
 
 
 def _row(method: str, peak: int, flops: int, time: float, ours: dict[str, Any] | None = None) -> dict[str, Any]:

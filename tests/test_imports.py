@@ -127,7 +127,6 @@ def test_torch_only_where_it_is_needed(path: Path) -> None:
 MOST_LINES = 400
 LONGER = {
     "_torch.py": "every private torch API: one file to read when torch changes",
-    "api.py": "to be split by function",
 }
 
 
@@ -183,3 +182,10 @@ def test_the_architecture_page_names_every_room_in_order() -> None:
             assert path.stem in {*ORDER, "__init__"}, f"{path.name} is no room"
     for name in inside:
         assert any((ROOT / room / name / "__init__.py").exists() for room in ORDER), f"{name}/ is in no room"
+
+
+def test_files_that_pages_and_docstrings_name_exist() -> None:
+    here = ROOT.parent.parent
+    for page in [here / "README.md", *sorted((here / "docs").glob("*.md")), *FILES]:
+        for name in re.findall(r"`([\w/]+\.py)`", page.read_text()):
+            assert (here / name).exists() or any(ROOT.rglob(name)), f"{page.name} names {name}"

@@ -13,7 +13,7 @@ from torch import nn
 import recoup
 from recoup.capture.step import Objective
 from recoup.evidence.memory import measure_peak
-from recoup.evidence.verify import StepBench
+from recoup.evidence.step_bench import StepBench
 from recoup.runtime.apply import apply_decisions
 from tests.models import ConvNet, Stack
 

@@ -29,7 +29,7 @@ Build = Callable[[Sequence[Any]], Any]
 
 
 def open_nest(nest: Any) -> tuple[Iterable[Any], Build] | None:
-    """Returns what a container holds, and how to make one like it of other contents; None if it is a leaf."""
+    """Returns a container's contents and a function that makes one like it of others; None if it is a leaf."""
     kind = type(nest)
     if kind is tuple or kind is list:
         return nest, kind

@@ -44,7 +44,7 @@ _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 class Reached:
-    """What was found, each with a name that says where.
+    """The objects that were found, each with a name that says where.
 
     Attributes:
         tensors: leaf and other tensors. containers: lists, dicts (attribute dictionaries among them), sets, deques.

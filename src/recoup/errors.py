@@ -82,7 +82,7 @@ class StepError(UsageError):
 
 
 class ConflictError(UsageError):
-    """Somebody else's activation checkpointing is already on in this model."""
+    """Activation checkpointing by another library is already on in this model."""
 
     code = "E103"
 

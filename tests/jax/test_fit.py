@@ -174,7 +174,7 @@ def test_the_command_plans_a_function_of_a_file(tmp_path: Path, capsys: pytest.C
     file = tmp_path / "model.py"
     file.write_text(
         "import jax, jax.numpy as jnp\n"
-        "def loss(w, x):\n    for _ in range(12):\n        x = jnp.tanh(x @ w)\n    return x.sum()\n"
+        "def loss(w, x):\n    for _ in range(6):\n        x = jnp.tanh(x @ w)\n    return x.sum()\n"
         "def small():\n"
         "    s = jax.ShapeDtypeStruct\n"
         "    return {'step': loss, 'args': (s((32, 32), jnp.float32), s((512, 32), jnp.float32))}\n"

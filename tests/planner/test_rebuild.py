@@ -55,6 +55,36 @@ def test_fit_reaches_budgets_that_regions_cannot(name: str) -> None:
     assert abs(fit.evidence.peak_bytes - fit.plan.predicted.peak_bytes) <= 0.01 * fit.plan.budget_bytes
 
 
+def flat_chain() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(layer for _ in range(16) for layer in (nn.Linear(32, 32), nn.ReLU())))
+
+
+def test_a_flat_chain_peaks_where_it_was_predicted() -> None:
+    net, batch = flat_chain(), torch.randn(256, 32)  # the first weight is read, and not saved by anybody
+    assert net[0].weight._version > 0
+    plan = recoup.plan(net, batch, budget="65%", cost=FlopsCost(), actions=("rebuild",))
+    evidence = recoup.verify(net, plan, batch, timed=False)
+    assert evidence.ok and evidence.exact
+    assert evidence.peak_bytes == plan.predicted.peak_bytes
+
+
+@pytest.mark.parametrize("version", [0, 1])
+def test_a_weight_that_nobody_saved_is_noticed_when_it_changes(version: int) -> None:
+    net, batch = flat_chain(), torch.randn(256, 32)
+    net[0].weight = nn.Parameter(torch.randn(32, 32) / 6)
+    with torch.no_grad():
+        for _ in range(version):
+            net[0].weight.mul_(1.0)
+    plan = recoup.plan(net, batch, budget="65%", cost=FlopsCost(), actions=("rebuild",))
+    with recoup.apply(net, plan):
+        out = net(batch).mean()
+        with torch.no_grad():
+            net[0].weight.add_(1.0)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.backward()
+
+
 def test_a_plan_by_tensor_survives_its_file(tmp_path: Path) -> None:
     model, batch, plan = small_plan()
     plain = gradients(model, batch)

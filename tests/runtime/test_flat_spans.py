@@ -33,7 +33,7 @@ def test_a_flat_chain_fits_into_less(
 ) -> None:
     model = make(activation)
     batch = torch.randn(256, 32) if make is chain else torch.randn(8, 3, 12, 12)
-    curve = recoup.frontier(model, batch, num_points=4, actions=("recompute",))
+    curve = recoup.frontier(model, batch, num_points=4)
     least, plain = curve.points[0], curve.points[-1]
     assert least.peak_bytes < 0.8 * plain.peak_bytes
     assert make is convolutions or any(d.span for point in curve.points for d in point.plan.regions)

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from recoup.solver.held import Op, Segment, cheapest, hull
+from recoup.solver.held import Op, Segment, cheapest, hull, trade_offs
 from recoup.solver.min_cut import FlowNetwork
 from recoup.solver.waists import crossing_bytes, waists
 
@@ -148,3 +148,20 @@ def test_waists_of_residual_layers_lie_between_their_halves() -> None:
 def test_dense_connections_have_no_waist() -> None:
     ops = [Op(inputs=tuple(range(i)), outputs=(i,), seconds=1.0) for i in range(1, 8)]
     assert waists(ops, [1] * 8, [7]) == []
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_trade_offs_hold_all_corners_and_nothing_that_another_beats(seed: int) -> None:
+    segment = _segment(random.Random(seed))
+    found = [(h.nbytes, h.seconds) for h in trade_offs(segment, most=1000)]
+    assert found == sorted(set(found), key=lambda f: (-f[0], f[1]))
+    assert [seconds for _, seconds in found] == sorted(seconds for _, seconds in found)
+    assert {(h.nbytes, h.seconds) for h in hull(segment, most=1000)} <= set(found)
+    for held in trade_offs(segment, most=1000):  # what is held or rebuilt is all that backward and the rebuilds read
+        made = {v for i in held.rerun for v in segment.ops[i].outputs} | set(held.values)
+        makers = {v for op in segment.ops for v in op.outputs}
+        read = set(segment.reads) | {v for i in held.rerun for v in segment.ops[i].inputs}
+        assert read & makers <= made
+        assert held.nbytes == sum(segment.value_bytes[v] or 0 for v in held.values)
+        assert all(segment.value_bytes[v] is not None for v in held.values)
+    assert len(trade_offs(segment, most=3)) <= max(3, min(len(found), 3))

@@ -1,1 +1,1 @@
-"""What a priced trace says: memory over the step, the module table, the profile; no torch."""
+"""Views of a priced trace: memory over the step, the module table, the profile; no torch."""

@@ -72,7 +72,7 @@ def _by_list(op: Any, short: str) -> Kernel:
 
 
 def _as_if_unknown(op: Any) -> Kernel:
-    """Returns what runs where autocast does not know the op: its parts may be known."""
+    """Returns a kernel for an op that autocast does not list: its parts if it is a composite, else the op as it is."""
     if _torch.is_composite(op):
         return _torch.composite(op)  # type: ignore[no-any-return]
 

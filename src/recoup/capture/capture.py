@@ -279,7 +279,7 @@ def dialect_of(spec: StepSpec, device: str) -> contextlib.AbstractContextManager
 
 
 def tracker_of(spec: StepSpec, device: str, island: Island | None, mode: Any = None) -> Tracker:
-    """Returns what follows the ops of a step, on fake tensors of a mode if there is an island."""
+    """Returns the tracker of a step's ops, on fake tensors of a mode if there is an island."""
     is_elsewhere = spec.capability is not None and device == "cpu" and island is not None
     return Tracker(
         island=island,

@@ -1,4 +1,4 @@
-"""What the storages of a step are: the model's own, gradients, what the optimizer holds."""
+"""Categories of a step's storages: the model's own, gradients, the optimizer's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from recoup.ir.trace import Category
 
 
 def categories_of(before: Snapshot) -> dict[int, tuple[Category, str]]:
-    """Returns what the tensors that a step can reach are, by their storages' address: it may touch them or not."""
+    """Returns category and name of the tensors that a step can reach, by their storages' address."""
     found: dict[int, tuple[Category, str]] = {}
     for name, tensor in before.tensors.named().items():
         if tensor.layout is torch.strided:

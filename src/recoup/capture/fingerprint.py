@@ -1,4 +1,4 @@
-"""What makes a model the one a plan was made for: module paths, classes, parameter shapes and dtypes."""
+"""Identity of the model that a plan is for: module paths, classes, parameter shapes and dtypes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from recoup.ir.plan import Plan
 
 
 def structure_of(model: nn.Module) -> dict[str, str]:
-    """Returns what the fingerprint is made of: a line for each module and parameter, by path."""
+    """Returns the parts of the fingerprint: a line for each module and parameter, by path."""
     lines = {path or "(model)": type(module).__name__ for path, module in model.named_modules()}
     for path, parameter in model.named_parameters():
         dtype = str(parameter.dtype).removeprefix("torch.")

@@ -23,7 +23,7 @@ UNKNOWN = object()  # the op's result is not known
 
 
 class Island:
-    """What is known of the values of one captured step's tensors.
+    """Known values of one captured step's tensors.
 
     Args:
         device: of the step's tensors.
@@ -35,7 +35,7 @@ class Island:
         self._contents: dict[int, tuple[weakref.ref[Any], torch.UntypedStorage]] = {}
 
     def admit(self, host: torch.Tensor) -> torch.Tensor:
-        """Returns what stands for a real host tensor in the step; call under the fake mode."""
+        """Returns the fake tensor of a real host tensor; call under the fake mode."""
         if self._is_host:
             return host
         fake = torch.empty_strided(host.size(), host.stride(), dtype=host.dtype, device=self._device)

@@ -1,4 +1,4 @@
-"""What is alive after so many calls of a module: the beginning of a forward, and no more of it."""
+"""Bytes alive after some calls of a module: only the beginning of a forward is run."""
 
 from __future__ import annotations
 

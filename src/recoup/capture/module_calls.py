@@ -16,7 +16,7 @@ from recoup.runtime.tile.loss.lazy_logits import is_lazy
 
 
 class CallRecord:
-    """What becomes an `ir.trace.Call`."""
+    """A call while it is recorded; becomes an `ir.trace.Call`."""
 
     def __init__(self, path: str, index: int, kind: str, parent: int, first_op: int) -> None:
         self.path = path

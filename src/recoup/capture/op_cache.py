@@ -92,7 +92,7 @@ class FakeResults:
         return None if self._mode is None else self._mode()
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Returns what `func(*args, **kwargs)` returns under fake tensors."""
+        """Returns the result of `func(*args, **kwargs)` under fake tensors."""
         try:
             key = func, torch.get_default_dtype(), _key(args), _key(kwargs.items()) if kwargs else None
         except _NotKept:

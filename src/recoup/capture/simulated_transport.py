@@ -1,4 +1,4 @@
-"""What offload moves in a captured step: a transport that notes each copy, and moves data only where there is any."""
+"""The transport of captured steps: it records each copy, and moves data only where there is any."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a training step can change, as it is at one moment: to be put back after a trial, whatever happened.
+"""Snapshot of all that a training step can change, restored after a trial whatever happened.
 
 [Note: what is noted]
 1. Containers and attributes cost a shallow copy. Objects stay the ones they are: a list is given its items back.
@@ -88,7 +88,7 @@ class Snapshot:
         return watch
 
     def changes(self) -> dict[str, Any]:
-        """Returns what differs now, by name: tensors' values, and in words what attributes and containers hold."""
+        """Returns the differences since the snapshot, by name: of tensors' values, and in words of other objects."""
         found: dict[str, Any] = dict(self.tensors.changes())
         for name, container, held in self._containers:
             found.update(_differences(name, container, held, skips_forward=id(container) in self._forwards))

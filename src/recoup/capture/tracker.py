@@ -55,7 +55,7 @@ class StorageRecord:
 
 
 class OpRecord:
-    """What becomes an `ir.trace.Op`."""
+    """An op while it is recorded; becomes an `ir.trace.Op`."""
 
     __slots__ = ("call", "inputs", "origin", "outputs", "phase", "replayed", "signature")
 
@@ -79,7 +79,7 @@ class OpRecord:
 
 
 class Bridge(Protocol):
-    """What stands for calls that are not run; see `folding`."""
+    """Replaces calls that are not run; see `folding`."""
 
     def takes(self, node: Any, func: Any, tensors: list[torch.Tensor], out: Any) -> bool:
         """Whether an op of backward is part of what a left-out call stands for, and so not recorded."""

@@ -50,7 +50,7 @@ def print_error(error: BaseException, *, hint: str = "") -> None:
 
 
 def hint_for(error: RecoupError) -> str:
-    """Returns what to try, where the message itself does not say it all."""
+    """Returns a hint, where the message itself does not say it all."""
     if isinstance(error, InfeasibleBudget):
         return "`recoup frontier TARGET` shows every budget that can be reached, and what each costs in time"
     return ""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from recoup.cli import options
+from recoup.cli import jax_steps, options
 from recoup.cli.allocator import keep_freed_memory
 from recoup.cli.console import print_data, print_json, say, showing_progress
 from recoup.cli.report import check_writable, write_html
@@ -37,6 +37,10 @@ def fit(
 ) -> None:
     """Fit a training step into a budget, and prove it: same gradients, measured peak, measured time."""
     check_writable(html, "--html")
+    if target.startswith(jax_steps.PREFIX):
+        jax_steps.check_options(batch=batch, seq=seq, image=image, dtype=dtype, optimizer=optimizer)
+        jax_steps.fit(target, budget, device=device, actions=actions, out=out, html=html, json=json, quiet=quiet)
+        return
     request = options.check_request(
         target,
         batch=batch,

@@ -20,8 +20,8 @@ def frontier(
 ) -> None:
     """Show the whole curve of memory against time, from the smallest reachable peak to the unplanned step."""
     if target.startswith(jax_steps.PREFIX):
-        jax_steps.check_options(batch=batch, seq=seq, image=image, dtype=dtype, optimizer=optimizer, actions=actions)
-        jax_steps.frontier(target, device=device, json=json, quiet=quiet)
+        jax_steps.check_options(batch=batch, seq=seq, image=image, dtype=dtype, optimizer=optimizer)
+        jax_steps.frontier(target, device=device, actions=actions, json=json, quiet=quiet)
         return
     request = options.check_request(
         target, batch=batch, seq=seq, image=image, dtype=dtype, optimizer=optimizer, device=device, actions=actions

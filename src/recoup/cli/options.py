@@ -53,7 +53,7 @@ Out = Annotated[Path | None, typer.Option(help="Also write the plan here, as JSO
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What was asked, checked as far as it can be without torch."""
+    """The options given, checked as far as is possible without torch."""
 
     text: str
     batch: int | None
@@ -81,7 +81,7 @@ class Request:
         )
 
     def keywords(self, target: Target) -> dict[str, Any]:
-        """Returns what every function of the API takes: the step, the optimizer, and the device if one was named."""
+        """Returns the keywords common to the API's functions: step, optimizer, and the device if one was named."""
         keywords: dict[str, Any] = {**target.step, "optimizer": target.optimizer}
         if self.optimizer is not None:
             import torch
@@ -120,7 +120,7 @@ def check_request(
     fsdp: int | None = None,
     runs: bool = False,
 ) -> Request:
-    """Returns what was asked.
+    """Returns the checked options.
 
     Args:
         text: the TARGET. runs: whether steps will be run, for which the device has to be here.

@@ -23,10 +23,8 @@ def plan(
 ) -> None:
     """Find the fastest plan inside a budget; nothing is allocated, and the device need not be there."""
     if target.startswith(jax_steps.PREFIX):
-        jax_steps.check_options(
-            batch=batch, seq=seq, image=image, dtype=dtype, optimizer=optimizer, actions=actions, fsdp=fsdp
-        )
-        jax_steps.plan(target, budget, device=device, out=out, json=json, quiet=quiet)
+        jax_steps.check_options(batch=batch, seq=seq, image=image, dtype=dtype, optimizer=optimizer, fsdp=fsdp)
+        jax_steps.plan(target, budget, device=device, actions=actions, out=out, json=json, quiet=quiet)
         return
     request = options.check_request(
         target,

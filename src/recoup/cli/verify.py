@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from recoup.cli import options
+from recoup.cli import jax_steps, options
 from recoup.cli.allocator import keep_freed_memory
 from recoup.cli.console import print_data, print_json, showing_progress
 from recoup.ir.plan import Plan
@@ -26,6 +26,10 @@ def verify(
     quiet: options.Quiet = False,
 ) -> None:
     """Run the plain and the planned step side by side and compare gradients, memory and time."""
+    if target.startswith(jax_steps.PREFIX):
+        jax_steps.check_options(batch=batch, seq=seq, image=image, dtype=dtype, optimizer=optimizer, device=device)
+        jax_steps.verify(target, plan, json=json, quiet=quiet)
+        return
     made = Plan.load(plan)
     request = options.check_request(
         target, batch=batch, seq=seq, image=image, dtype=dtype, optimizer=optimizer, device=device, runs=True

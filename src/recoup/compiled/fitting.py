@@ -27,7 +27,7 @@ from recoup.errors import InfeasibleBudget, StepError, UsageError
 from recoup.evidence.gradients import Comparison, StepResult, compare, on_host
 from recoup.evidence.memory import measure_peak, meter_name
 from recoup.evidence.speed import time_ratio
-from recoup.evidence.verify import StepBench
+from recoup.evidence.step_bench import StepBench
 from recoup.ir.compiled_plan import CompiledGraph, CompiledPlan
 from recoup.ir.evidence import Evidence
 from recoup.units import format_bytes, parse_budget
@@ -225,8 +225,8 @@ class CompiledFitting:
 
     def _compare(self, call: Any) -> Comparison:
         """Compares with the compiled plain step; where bits differ, by how far that one is from eager's."""
-        plain, eager = self._result(self._plain), self._result(None)
-        planned = self._result(call)
+        # Eager first: the first step is watched by a dispatch mode, under which compiled code would run op by op.
+        eager, plain, planned = self._result(None), self._result(self._plain), self._result(call)
         own = compare(eager, plain, bound=1.0)
         comparison = compare(plain, planned)
         if comparison.gradients_equal and comparison.loss_equal:

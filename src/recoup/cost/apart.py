@@ -25,7 +25,7 @@ _SILENT_SECONDS = 120.0  # without a line: it hangs
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What a worker is asked: to measure `signatures` on `device` under `flags`, for about `seconds`."""
+    """A worker's task: to measure `signatures` on `device` under `flags`, for about `seconds`."""
 
     device: str
     flags: KernelFlags
@@ -35,7 +35,7 @@ class Request:
 
 @dataclasses.dataclass(slots=True)
 class Found:
-    """What came back.
+    """A worker's answer.
 
     Attributes:
         measured: by position: None for ops that cannot be run alone, nothing for those there was no time for.

@@ -1,4 +1,4 @@
-"""What was measured, kept on disk: one JSON file for each device, thread count, torch version and kernel flags.
+"""Measurements on disk: one JSON file for each device, thread count, torch version and kernel flags.
 
 The file is in the user's cache directory (`XDG_CACHE_HOME`, else `~/.cache`, then `recoup`); `RECOUP_CACHE_DIR`
 overrides it. It may be deleted at any time. A directory that cannot be written to only means measuring again.
@@ -19,7 +19,7 @@ _VERSION = 8  # of what is measured and how: another number finds nothing of old
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """What one op took when run alone.
+    """Measurement of one op run alone.
 
     Attributes:
         seconds, spread_seconds: the least of its runs, and how far their median lies above it.
@@ -50,7 +50,7 @@ def cache_path(device_name: str, *, threads: int, torch_version: str, flags: str
 
 
 def load(path: Path | None) -> dict[str, Measurement | None]:
-    """Returns what the file holds; nothing if there is none or it cannot be read."""
+    """Returns the file's measurements; none if it is missing or cannot be read."""
     if path is None:
         return {}
     try:

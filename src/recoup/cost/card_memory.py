@@ -1,4 +1,4 @@
-"""What a training step takes from a card: the allocator run over the step's allocations. No torch.
+"""Memory that a training step needs of a card: the allocator simulated over the step's allocations. No torch.
 
 A trace says which storage lives when; the simulated caching allocator says what that comes to on a card, where blocks
 are rounded, left uncut and fragmented. *Allocated* is what `torch.cuda.max_memory_allocated` tells; *needed* the
@@ -24,7 +24,7 @@ HiddenBlocks = Callable[[Signature, int], Sequence[int]]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CardNeed:
-    """What a step takes from a card.
+    """Memory that a step needs of a card.
 
     Attributes:
         allocated_bytes: at the peak, as `max_memory_allocated`. reserved_bytes: at most, if the card has plenty.
@@ -55,7 +55,7 @@ class CardMemory:
         self._optimizer = self._events(plain, plain_workspace, first, len(plain.ops))
 
     def need(self, trace: Trace, workspace: Sequence[int], *, expandable: bool = False) -> CardNeed:
-        """Returns what the step takes if the card has plenty.
+        """Returns the memory of the step on a card that has plenty.
 
         Args:
             workspace: hidden bytes of each op. expandable: with `expandable_segments:True`.

@@ -1,4 +1,4 @@
-"""What CUDA kernels take from the allocator while they run, beside their results. No torch.
+"""Workspace that CUDA kernels take from the allocator while they run. No torch.
 
 For a card that is not here nothing can be metered, so the sizes are worked out as the kernels do: copies of arguments
 that a kernel wants contiguous, accumulators of attention's backward, partial sums of reductions that are split over

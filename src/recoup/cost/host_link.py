@@ -1,4 +1,4 @@
-"""What copies to the host and back cost: a link that fills up, and the time that does not hide behind compute.
+"""Cost of copies to the host and back: a link that fills up, and the time that does not hide behind compute.
 
 Copies run one after the other, beside compute where the device has copy engines. The step waits where it needs a
 storage that is not back yet, and where too many are on their way out: those keep their memory. Without copy engines (a

@@ -1,4 +1,4 @@
-"""What a plan takes on the host besides its kernels: bookkeeping that solver and simulation charge alike.
+"""Host time of a plan besides its kernels: bookkeeping that solver and simulation charge alike.
 
 Measured in steps of tenths of a second, whose kernels drive the interpreter's data out of the cache. On a CPU it adds
 to the kernels. A GPU works beside the host: there each phase takes as long as the slower of the two, and what the host

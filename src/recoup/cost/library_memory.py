@@ -1,4 +1,4 @@
-"""What CUDA libraries keep of this machine's card once a step runs."""
+"""Bytes that CUDA libraries keep of this machine's card once a step runs."""
 
 from __future__ import annotations
 

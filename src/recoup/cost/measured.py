@@ -103,7 +103,7 @@ class MeasuredCost:
         return dataclasses.replace(trace, storages=tuple(storages))
 
     def measurement(self, signature: Signature) -> Measurement | None:
-        """Returns what is known of an op from runs on this device, None if it was not run."""
+        """Returns the measurement of an op on this device, None if it was not run."""
         return self._known.get(_key(signature))
 
     def _measure(self, missing: list[Signature]) -> None:
@@ -180,8 +180,8 @@ def measure_ops(signatures: Sequence[Signature], arena: Arena, deadline: float) 
             if time.perf_counter() > deadline:
                 break
             needed_bytes = extent_bytes((signature.args, tuple(v for _, v in signature.kwargs)))
-            if needed_bytes + 3 * signature.output_bytes > available_bytes(device) // 2:
-                continue
+            if needed_bytes + 2 * signature.output_bytes > available_bytes(device) + arena.num_bytes:
+                continue  # its arguments, what it returns, and as much to work in
             try:
                 call = make_call(signature, device, arena)
                 if call is None:

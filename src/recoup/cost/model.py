@@ -1,4 +1,4 @@
-"""What a cost model gives: seconds and hidden workspace for each op of a trace, and the name of its source."""
+"""The contract of a cost model: seconds and workspace for each op of a trace, and the name of its source."""
 
 from __future__ import annotations
 

@@ -43,6 +43,11 @@ class Arena:
         self._used_bytes = 0
         self._pools: dict[torch.dtype, torch.Tensor] = {}
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the block, which the next op uses again."""
+        return self._block.numel()
+
     def reset(self, needed_bytes: int) -> None:
         """Forgets the tensors handed out, and makes room for `needed_bytes` of new ones."""
         self._used_bytes = 0
@@ -66,7 +71,7 @@ class Arena:
 
 
 def aligned(num_bytes: int) -> int:
-    """Returns what `num_bytes` take in an arena."""
+    """Returns the bytes that `num_bytes` take in an arena."""
     return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 

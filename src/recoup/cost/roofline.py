@@ -32,7 +32,7 @@ class RooflineCost:
         )
 
     def workspace_bytes(self, signature: Signature) -> int:
-        """Returns what one op takes beside its results while it runs."""
+        """Returns one op's workspace in bytes."""
         return hidden_bytes(signature, self.device) if self.device.dialect == "cuda" else 0
 
     def seconds(self, signature: Signature) -> float:

@@ -16,7 +16,7 @@ from recoup.capture.snapshot import Snapshot, random_state
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What a step left behind.
+    """Results of a step.
 
     `buffers` are the tensors whose values it changed, `attributes` what it changed in anything else that it can reach,
     in words. `random_state` is torch's CPU stream, the device's, python's, numpy's.

@@ -16,7 +16,7 @@ from recoup.capture.optimizer import OptimizerLike
 from recoup.capture.snapshot import untouched
 from recoup.capture.step import Objective
 from recoup.evidence.memory import meter_name
-from recoup.evidence.verify import StepBench
+from recoup.evidence.step_bench import StepBench
 from recoup.ir.plan import Plan
 from recoup.ir.report import TIMELINE_POINTS, MeasuredTimeline
 from recoup.runtime.apply import apply_decisions, plain

@@ -3,7 +3,7 @@
 Both start from the same weights, buffers, attributes and random streams. One planned step keeps what regions drop and
 compares every replay with it (`replay_audit.py`); one plain and one planned step are run under the meter and compared
 value by value (with an optimizer, whose step counts too, they are metered apart); time is taken over interleaved pairs.
-Nothing of the model changes: weights, buffers, `.grad`s, flags and streams are put back.
+The model's whole state is put back.
 
 [Note: memory of a verification] A plan is proved where the plain step does not fit:
 1. What has to be kept for a comparison is one copy of the gradients. It is gone before an optimizer steps, and a copy
@@ -26,11 +26,11 @@ import torch
 from torch import nn
 
 from recoup._allocation import available_bytes, is_allocation_failure
-from recoup._pytree import first_half, iterate_tensors, num_rows
-from recoup.capture.optimizer import OptimizerLike, OptimizerStep, prepare_optimizer
-from recoup.capture.snapshot import Snapshot, parameters_outside, untouched
-from recoup.capture.step import Objective, leaves_of
-from recoup.errors import RecoupError, StepError, StepOutOfMemory, UsageError
+from recoup._pytree import first_half, num_rows
+from recoup.capture.optimizer import OptimizerLike
+from recoup.capture.snapshot import untouched
+from recoup.capture.step import Objective
+from recoup.errors import RecoupError, StepOutOfMemory, UsageError
 from recoup.evidence.gradients import (
     NOISE_FACTOR,
     Comparison,
@@ -39,130 +39,20 @@ from recoup.evidence.gradients import (
     on_host,
     rounding_bound,
     rounding_noise,
-    take_result,
 )
 from recoup.evidence.memory import measure_peak, meter_name, storage_bytes
-from recoup.evidence.replay_audit import MOVED_BYTES, Audit
+from recoup.evidence.replay_audit import Audit
 from recoup.evidence.speed import time_ratio
+from recoup.evidence.step_bench import StepBench
 from recoup.ir.evidence import Evidence
 from recoup.ir.plan import Plan
-from recoup.runtime import execution_context, scan_bytes
+from recoup.runtime import execution_context
 from recoup.runtime.apply import apply_decisions, find_patches, plain
-from recoup.runtime.offload.saved_tensor import offload
 from recoup.runtime.offload.transport import Transport, make_transport
+from recoup.runtime.step_log import StepLog
 from recoup.units import format_bytes
 
 _Result = TypeVar("_Result")
-
-
-class StepBench:
-    """A model in a fixed state, on which steps are run and taken back."""
-
-    def __init__(self, model: nn.Module, batch: Any, objective: Objective, optimizer: OptimizerLike | None) -> None:
-        self.model = model
-        self.batch = batch
-        self.objective = objective
-        self.device = next(model.parameters()).device
-        self._before = Snapshot(model, batch, objective.functions)
-        self._outside = parameters_outside(model, self._before)
-        self._is_watched = False
-        self._optimizes = optimizer is not None
-        self.optimizer: OptimizerStep | None = None
-        if optimizer is not None:
-            parameters = [p for p in model.parameters() if isinstance(p, nn.Parameter)]
-            with self.optimizing():
-                new_of: dict[int, Any] = {id(p): p for p in [*parameters, *self._outside.values()]}
-                self.optimizer = prepare_optimizer(optimizer, new_of, parameters, foreach=False)
-
-    @property
-    def trainable_bytes(self) -> int:
-        """Bytes of the gradients of one step."""
-        return storage_bytes(p for p in self.model.parameters() if p.requires_grad)
-
-    @contextlib.contextmanager
-    def optimizing(self) -> Iterator[None]:
-        """Has `restore` put back, inside the block and at its end, weights that an optimizer changes."""
-        changed = [p for p in [*self.model.parameters(), *self._outside.values()] if self._optimizes]
-        with self._before.tensors.copied(p for p in changed if p.requires_grad):
-            try:
-                yield
-            finally:
-                self.restore()
-
-    def restore(self) -> None:
-        """Puts everything that a step can reach back; no tensor has a gradient then."""
-        self._before.restore()
-        torch.clear_autocast_cache()  # inside the user's autocast it holds casts of weights as they were
-        self._before.tensors.clear_gradients()
-        self.objective.prepare(self.model)
-
-    def held_bytes(self) -> int:
-        """Returns the bytes that are there before a step: weights, buffers, optimizer state, batch."""
-        state = list(self.optimizer.state_tensors()) if self.optimizer is not None else []
-        tensors = [*self.model.parameters(), *self.model.buffers(), *iterate_tensors(self.batch), *state]
-        tensors += self._before.tensors.touched()
-        estimated_bytes = self.optimizer.estimated_bytes if self.optimizer is not None else 0
-        estimated_bytes += self.trainable_bytes if self.objective.accumulates else 0
-        return storage_bytes(t for t in tensors if t.device.type == self.device.type) + estimated_bytes
-
-    def step(
-        self,
-        *,
-        take: bool = False,
-        times: float | None = None,
-        aside: Transport | None = None,
-        meter: Callable[[Callable[[], Any]], Any] = lambda run: run(),
-    ) -> StepResult | None:
-        """Runs one training step; with `take`, returns what it left behind (and runs no optimizer step).
-
-        The first with `take` is watched: what it writes is copied before, and so is put back after any other step too.
-
-        Args:
-            times: the loss is multiplied by it before backward. aside: where saved tensors are moved to.
-            meter: calls forward and backward.
-        """
-        losses: list[torch.Tensor] = []
-        with self._before.watching() if take and not self._is_watched else contextlib.nullcontext():
-            meter(lambda: losses.append(self._loss_after_backward(times, aside)))
-        loss = losses.pop()
-        if take:
-            self._is_watched = True
-            return take_result(self.model, loss, self._before, self._outside)
-        del loss
-        self.step_optimizer()
-        return None
-
-    def step_optimizer(self) -> None:
-        """Steps the optimizer, if there is one."""
-        if self.optimizer is None:
-            return
-        try:
-            self.optimizer.step(self._again)
-        except Exception as error:  # the user's optimizer may raise anything
-            if isinstance(error, RecoupError) or is_allocation_failure(error):
-                raise
-            raise StepError(
-                f"The step of {type(self.optimizer.optimizer).__name__} failed on this model's gradients: "
-                f"{type(error).__name__}: {error}. Build it from the parameters it is for, and pass that as optimizer=."
-            ) from error
-
-    def _again(self) -> torch.Tensor:
-        self._before.tensors.clear_gradients()
-        self.objective.prepare(self.model)
-        return self._loss_after_backward()
-
-    def _loss_after_backward(self, times: float | None = None, aside: Transport | None = None) -> torch.Tensor:
-        moving: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-        if aside is not None:
-            moving = offload(self.model, transport=aside, min_bytes=MOVED_BYTES)
-        with torch.enable_grad():
-            with moving:
-                loss = self.objective.run(self.model, self.batch)
-                loss = loss if times is None else loss * times
-            for leaf in leaves_of(loss) if not self._is_watched else ():
-                self._before.tensors.add("a tensor that the loss reaches", leaf)
-            loss.backward()  # type: ignore[no-untyped-call]
-        return loss.detach()
 
 
 def verify_plan(
@@ -192,6 +82,8 @@ def verify_plan(
         )
     with untouched(model, batch, objective.functions), _in_place(model, plan):
         verification: _Verification | None = None
+        device = next(model.parameters()).device
+        room_bytes = available_bytes(device) + storage_bytes(model.parameters())
         try:
             verification = _Verification(StepBench(model, batch, objective, optimizer), plan)
             return verification.run(max_seconds if timed else None)
@@ -199,13 +91,11 @@ def verify_plan(
             if isinstance(error, RecoupError) or not is_allocation_failure(error):
                 raise
             needed = plan.predicted.peak_bytes + storage_bytes(p for p in model.parameters() if p.requires_grad)
-            device = next(model.parameters()).device
-            held = verification.bench.held_bytes() if verification is not None else storage_bytes(model.parameters())
             raise StepOutOfMemory(
                 f"Verifying {type(model).__name__} ran out of memory. It needs the planned peak, "
                 f"{format_bytes(plan.predicted.peak_bytes)}, and a copy of the gradients: {format_bytes(needed)}. "
-                f"{format_bytes(available_bytes(device) + held)} are there for it on {device} (weights included). Use "
-                "a smaller budget or batch, or `plan` and `apply` without evidence."
+                f"{format_bytes(room_bytes)} were there for it on {device} (weights included). Use a smaller budget "
+                "or batch, or `plan` and `apply` without evidence."
             ) from error
         finally:
             if verification is not None:
@@ -245,7 +135,7 @@ class _Verification:
             with bench.optimizing(), plain(bench.model):
                 bench.restore()
                 self._plain_fits = self._attempt(lambda: self._metered(bench.step, planned=False)) is not None
-        comparison, counters = self._compare(audit)
+        comparison, ran = self._compare(audit)
         ratio = spread = None
         with bench.optimizing():
             if True not in self._peaks:
@@ -266,8 +156,8 @@ class _Verification:
             same_gradient_set=comparison.same_gradient_set,
             time_ratio=ratio,
             time_spread=spread,
-            num_regions_replayed=counters[0],
-            num_rederived=counters[1],
+            num_regions_replayed=ran.num_replays,
+            num_rederived=ran.num_rederived,
             differences=(*([str(audit.first)] if audit.first is not None else []), *comparison.differences),
             meter=meter_name(bench.device),
             notes=tuple(self._notes),
@@ -277,14 +167,14 @@ class _Verification:
             loss_error=comparison.loss_error,
             offloaded_bytes=self._moved,
             predicted_offloaded_bytes=plan.predicted.offloaded_bytes,
-            num_scan_evaluations=counters[2],
+            num_scan_evaluations=ran.num_scan_evaluations,
             predicted_scan_evaluations=plan.predicted.num_scan_evaluations,
             regions_diverged=tuple(dict.fromkeys(d.region for d in audit.divergences)),
             plain_repeats=comparison.plain_repeats,
         )
 
     def _attempt(self, run: Callable[[], _Result]) -> _Result | None:
-        """Returns what `run` does, None if there is no memory for it; nothing of it is left then."""
+        """Returns the result of `run`; None if there is no memory for it, with nothing of it left."""
         try:
             return run()
         except Exception as error:
@@ -318,16 +208,16 @@ class _Verification:
         found = self._attempt(lambda: run(None)) if in_memory else None
         return run(self._aside) if found is None else found
 
-    def _compare(self, audit: Audit) -> tuple[Comparison, tuple[int, int, int]]:
+    def _compare(self, audit: Audit) -> tuple[Comparison, StepLog]:
         """Compares one plain and one planned step; returns also what the planned one ran twice."""
         whole = self.bench.batch
         plain_result = self._plain_result()
         noise = 0.0
         if self._tiles:
             noise = rounding_noise(plain_result, self._result(planned=False, times=NOISE_FACTOR))
-        before = (*execution_context.counters(), scan_bytes.num_evaluations())
+        before = execution_context.thread_log()
         planned_result = self._result(planned=True)
-        after = (*execution_context.counters(), scan_bytes.num_evaluations())
+        ran = execution_context.thread_log() - before
         bound = rounding_bound(plain_result, audit.coarsest, noise) if self._tiles else 0.0
         comparison = compare(plain_result, planned_result, bound=bound)
         del planned_result
@@ -342,7 +232,7 @@ class _Verification:
                 bound = rounding_bound(plain_result, audit.coarsest, again.max_gradient_error)
                 comparison = dataclasses.replace(comparison, plain_repeats=False, error_bound=bound)
         self.bench.batch = whole
-        return comparison, (after[0] - before[0], after[1] - before[1], after[2] - before[2])
+        return comparison, ran
 
     def _plain_result(self) -> StepResult:
         """Returns a plain step's result, its gradients in host memory: on a part of the batch where no more fits."""

@@ -1,4 +1,4 @@
-"""What a plan does that an export cannot say, in words."""
+"""Names the parts of a plan that an export cannot express."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def regions_of(plan: Plan, *, target: str) -> tuple[Region, ...]:
 
 
 def left_out(plan: Plan) -> tuple[str, ...]:
-    """Returns what only recoup's engine can do of the plan."""
+    """Returns the parts of a plan that only recoup's engine can run."""
     rederives = [d for d in plan.decisions if d.rederives]
     others = sorted({d.verb for d in plan.decisions if not isinstance(d, Save | Rederive | Region | Scan | TileModule)})
     sentences = []

@@ -45,7 +45,7 @@ class TrainingStep(nn.Module):
         self.context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns what `training_step` returns."""
+        """Runs `training_step` and returns its result."""
         with self.context():
             return type(self.module).training_step(self.module, *args, **kwargs)
 

@@ -12,6 +12,7 @@ from recoup import _torch
 from recoup._pytree import iterate_tensors
 from recoup.evidence.memory import peak_on_cuda, storage_bytes
 from recoup.runtime import execution_context
+from recoup.runtime.step_log import StepLog
 
 
 class StepMeter:
@@ -27,7 +28,7 @@ class StepMeter:
         self.num_rederived = 0
         self._profiler: Any = None
         self._held_bytes = 0
-        self._counters = (0, 0)
+        self._before = StepLog()
         self._device = torch.device("cpu")
 
     @property
@@ -38,7 +39,7 @@ class StepMeter:
     def start(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, batch: Any = None) -> None:
         """Begins; what is there now (weights, gradients, optimizer state, `batch`) counts as held."""
         self._device = next(model.parameters()).device
-        self._counters = execution_context.counters()
+        self._before = execution_context.thread_log()
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
             self._profiler = True
@@ -68,5 +69,5 @@ class StepMeter:
                 peak = max(peak, level)
             self.peak_bytes = self._held_bytes + peak
         self._profiler = None
-        after = execution_context.counters()
-        self.num_replays, self.num_rederived = after[0] - self._counters[0], after[1] - self._counters[1]
+        ran = execution_context.thread_log() - self._before
+        self.num_replays, self.num_rederived = ran.num_replays, ran.num_rederived

@@ -11,7 +11,7 @@ import dataclasses
 import inspect
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,13 +38,14 @@ def fit(
     *,
     budget: int | str,
     data_collator: Callable[[list[Any]], Any] | None = None,
+    actions: Sequence[str] | None = None,
     timed: bool = False,
 ) -> api.Fit:
     """Plans for the steps that a `Trainer` with these arguments will run, changes the model and proves it.
 
     The batch is the `per_device_train_batch_size` longest of the first 1000 examples, collated; precision and optimizer
     are those of `args`. With gradient accumulation the gradients are there from the start of a forward, so their bytes
-    are taken off the budget.
+    are taken off the budget. `actions` are those of `recoup.fit`.
 
     Raises:
         ConflictError: if `args` turn on another activation checkpointing. What `recoup.fit` raises.
@@ -64,7 +65,7 @@ def fit(
     model.train()
     autocast = autocast_forward(model, _autocast_dtype(model, args), finish=convert_to_fp32)
     with _trainers_cache(model, args), autocast:
-        found = api.fit(model, batch, budget=target, optimizer=optimizer, timed=timed)
+        found = api.fit(model, batch, budget=target, optimizer=optimizer, actions=actions, timed=timed)
     if not held:
         return found
     note = f"planned for {format_bytes(held)} less than the budget: gradients accumulate over several batches"
@@ -105,7 +106,7 @@ def _with_num_items(model: nn.Module, batch: Any) -> Any:
 
 
 def _autocast_dtype(model: nn.Module, args: TrainingArguments) -> torch.dtype | None:
-    """Returns what a Trainer's forward runs in; on a CPU accelerate runs fp16 in full precision."""
+    """Returns the autocast dtype of a Trainer's forward; on a CPU accelerate runs fp16 in full precision."""
     if args.bf16:
         return torch.bfloat16
     return torch.float16 if args.fp16 and next(model.parameters()).device.type != "cpu" else None

@@ -59,7 +59,7 @@ def watch(
 
 
 class Guard:
-    """What has been weighed so far, and the last batch: shapes alone, and integers' values.
+    """Sizes seen so far, and the last batch: shapes alone, and integers' values.
 
     Attributes:
         weighed: shapes of batches that are known to fit. how: a plan that fits is put in place, in a message.
@@ -124,7 +124,7 @@ class Guard:
         self.weighed.append(shapes)
 
     def explain(self) -> str:
-        """Returns what held the memory by module, and what would fit."""
+        """Returns the memory held by module, and the plan that would fit."""
         if self.batch is None:
             return "Out of memory before the model ran on a batch in training: its weights alone do not fit."
         self.inside = True
@@ -157,7 +157,7 @@ class Guard:
         )
 
     def _advice(self) -> str:
-        """Returns what to do: which plan fits the budget, or how much is needed."""
+        """Returns advice: the plan that fits the budget, or the bytes that are needed."""
         if find_patches(self.model):
             return "Remove the plan (`.remove()`), and call recoup.fit on the largest batch that will come."
         self.inside = True

@@ -1,4 +1,4 @@
-"""What `verify` measured: plain data, JSON, independent of torch."""
+"""Measurements of `verify`: plain data, JSON, independent of torch."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from recoup.units import format_bytes, format_seconds
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Price:
-    """What one kind of choice is worth: the plan against the same plan without it, both simulated.
+    """Price of one kind of choice: the plan against the same plan without it, both simulated.
 
     Attributes:
         choice: in model terms, e.g. `recompute model.layers.0-7`.

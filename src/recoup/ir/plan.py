@@ -1,4 +1,4 @@
-"""What each call does: plain data, JSON, independent of torch."""
+"""Plans: decisions and their prediction; plain data, JSON, independent of torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SCHEMA = "recoup-plan/2"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What the simulated step costs.
+    """Predicted cost of the step, simulated.
 
     Attributes:
         peak_bytes: peak of the whole step, everything counted. plain_peak_bytes: the same without a plan.

@@ -1,4 +1,4 @@
-"""What `profile` and `frontier` tell: plain data, JSON, independent of torch."""
+"""Results of `profile` and `frontier`: plain data, JSON, independent of torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a report shows: plain data, JSON, independent of torch.
+"""Contents of a report: plain data, JSON, independent of torch.
 
 Everything here says whether it was predicted or measured, so that no page can mix them up.
 """

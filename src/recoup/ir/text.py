@@ -33,7 +33,7 @@ def format_share(part: float, whole: float) -> str:
 
 
 def format_decisions(decisions: Sequence[Decision]) -> str:
-    """Returns what a plan does, one item a decision."""
+    """Returns decisions in words, one item each."""
     return "\n".join(
         textwrap.fill(line, WIDTH, initial_indent="  - ", subsequent_indent="    ")
         for line in describe_decisions(decisions)

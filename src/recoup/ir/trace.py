@@ -1,4 +1,4 @@
-"""What one captured training step tells: calls, ops, storages with lifetimes, saved tensors.
+"""A captured training step: calls, ops, storages with lifetimes, saved tensors.
 
 Time is counted in ops: the op at position `i` of `Trace.ops` happens at time `i`. A storage is alive *during* every
 op `i` with `alloc_op <= i <= free_op`. `alloc_op == -1` means it was there before the step, `free_op == len(ops)`
@@ -193,7 +193,7 @@ class Trace:
         return sum(op.phase in ("forward", "loss") for op in self.ops)
 
     def held_storages(self) -> list[Storage]:
-        """Returns what autograd holds when backward begins, parameters and batch left out."""
+        """Returns the storages that autograd holds when backward begins, parameters and batch left out."""
         begin = self.num_forward_ops
         return [s for s in self.storages if s.category == "saved" and s.alloc_op < begin <= s.free_op]
 

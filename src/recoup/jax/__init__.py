@@ -19,6 +19,7 @@ from recoup.jax.api import JaxFrontier, JaxPoint, apply, fit, frontier, plan, pr
 from recoup.jax.evidence import JaxEvidence, verify
 from recoup.jax.inspection import JaxProfile, Residual, residuals
 from recoup.jax.jax_plan import JaxPlan
+from recoup.jax.page import format_html
 
 __all__ = [
     "JaxEvidence",
@@ -29,6 +30,7 @@ __all__ = [
     "Residual",
     "apply",
     "fit",
+    "format_html",
     "frontier",
     "plan",
     "profile",

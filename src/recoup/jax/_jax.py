@@ -57,17 +57,24 @@ def is_unspecified(sharding: Any) -> bool:
     return type(sharding).__name__ in ("UnspecifiedValue", "NoneType")
 
 
-def compiled_memory(function: Any, *args: Any, keep_remat: bool = True) -> Any:
-    """Returns what the compiler says of a jitted function's memory: an object with `temp_size_in_bytes` and others.
+def compiled(function: Any, *args: Any) -> Any:
+    """Returns a jitted function, compiled; on a CPU, XLA has to leave recomputation as it is.
 
     Args:
         function: what `jax.jit` returns. args: arrays or `jax.ShapeDtypeStruct`s; nothing is allocated.
-        keep_remat: on a CPU, whether XLA has to leave recomputation as it is; by default its pipeline removes it again.
     """
-    options = None
-    if keep_remat and jax.default_backend() == "cpu":
-        options = {"xla_disable_hlo_passes": "cse_barrier_expander"}
-    return function.lower(*args).compile(compiler_options=options).memory_analysis()
+    options = {"xla_disable_hlo_passes": "cse_barrier_expander"} if jax.default_backend() == "cpu" else None
+    return function.lower(*args).compile(compiler_options=options)
+
+
+def is_on_host(aval: Any) -> bool:
+    """Whether a value lies in host memory. `aval.memory_space` has no public name."""
+    return getattr(getattr(aval, "memory_space", None), "name", "") == "Host"
+
+
+def has_pinned_host() -> bool:
+    """Whether the default backend has the memory that values are offloaded to."""
+    return any(memory.kind == "pinned_host" for memory in jax.devices()[0].addressable_memories())
 
 
 def is_inexact(dtype: Any) -> bool:

@@ -8,18 +8,22 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from recoup.errors import UsageError
+from recoup.errors import InfeasibleBudget, UsageError
+from recoup.jax._jax import has_pinned_host
+from recoup.jax.compiled import compiled_bytes
 from recoup.jax.cost import costs_for
 from recoup.jax.flops import nbytes
 from recoup.jax.inspection import JaxProfile, profile_of
 from recoup.jax.jax_plan import JaxPlan
 from recoup.jax.planner import Candidate, Planner
 from recoup.jax.rebuild import run
-from recoup.jax.trace import Step, trace
+from recoup.jax.trace import Step, on_one_device, trace
 from recoup.jax.writing import check_fingerprint, infeasible, write_plan
-from recoup.units import check_budget, parse_budget
+from recoup.units import check_budget, format_bytes, parse_budget
 
 Loss = Callable[..., Any]
+ACTIONS = ("recompute", "offload")
+_MAX_COMPILED_PLANS = 4  # compiled at most for one plan
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,21 +70,31 @@ def planner_for(
     has_aux: bool = False,
     optimizer: Any = None,
     device: str | None = None,
+    actions: Sequence[str] = ACTIONS[:1],
 ) -> Planner:
     """Returns what answers every budget of a step; the arguments are those of `plan`."""
     costs = costs_for(device)
+    unknown = sorted(set(actions) - set(ACTIONS))
+    if unknown or "recompute" not in actions:
+        raise UsageError(f"actions={tuple(actions)!r}: a JAX step's are recompute, and offload beside it.")
+    if "offload" in actions and device is None:
+        raise UsageError(
+            "actions has offload, and no device is named: what a copy to the host takes is its link's matter. Set "
+            "device, for instance h100-sxm."
+        )
     traced = trace(step, args, argnums, has_aux=has_aux)
-    return Planner(traced, costs, state_bytes=_state_bytes(traced, args, argnums, optimizer))
+    local = on_one_device(step, args, argnums, has_aux=has_aux, traced=traced)
+    state_bytes = _state_bytes(traced, optimizer)
+    return Planner(local, costs, state_bytes=state_bytes, offload="offload" in actions, whole=traced)
 
 
-def _state_bytes(step: Step, args: Sequence[Any], argnums: int | Sequence[int], optimizer: Any) -> int:
+def _state_bytes(step: Step, optimizer: Any) -> int:
     if optimizer is None:
         return 0
     if not hasattr(optimizer, "init"):
         raise UsageError(
             f"optimizer={optimizer!r} has no `init`. Give an optax optimizer, for instance optax.adam(1e-3)."
         )
-    del args, argnums
     chosen = [jax.ShapeDtypeStruct(step.avals[p].shape, step.avals[p].dtype) for p in step.differentiated]
     sharded = sum(step.shard_bytes[p] for p in step.differentiated)
     whole = sum(nbytes(step.avals[p]) for p in step.differentiated)
@@ -96,6 +110,8 @@ def plan(
     has_aux: bool = False,
     optimizer: Any = None,
     device: str | None = None,
+    actions: Sequence[str] = ACTIONS[:1],
+    confirm: bool = False,
 ) -> JaxPlan:
     """Finds the fastest way to run a step's loss and gradients inside a number of bytes; nothing is allocated.
 
@@ -107,21 +123,54 @@ def plan(
         argnums: which arguments gradients are asked of, as in `jax.grad`.
         optimizer: an optax optimizer, whose state counts.
         device: a name of recoup's table of devices ("h100-sxm") whose rates price the seconds; None: FLOPs alone.
+        actions: "recompute", and "offload" to hold values in the host's memory (`pinned_host`) too: copied both ways,
+            no copy hidden behind work. Needs a device.
+        confirm: compile what is found, here, and plan again for fewer simulated bytes while that takes more than the
+            budget.
 
     Raises:
-        UsageError: for a budget, arguments or device that cannot be used. InfeasibleBudget: if no plan fits.
+        UsageError: for a budget, arguments or device that cannot be used. InfeasibleBudget: if no plan fits, or with
+            `confirm` none that was compiled.
     """
     check_budget(budget)
-    planner = planner_for(step, args, argnums=argnums, has_aux=has_aux, optimizer=optimizer, device=device)
-    return _plan(planner, budget)
+    planner = planner_for(
+        step, args, argnums=argnums, has_aux=has_aux, optimizer=optimizer, device=device, actions=actions
+    )
+    return _plan(planner, budget, confirm=confirm)
 
 
-def _plan(planner: Planner, budget: int | str) -> JaxPlan:
+def _plan(planner: Planner, budget: int | str, *, confirm: bool = False) -> JaxPlan:
     budget_bytes = parse_budget(budget, plain_peak_bytes=planner.peak_bytes(planner.plain))
     found = planner.best(budget_bytes)
     if found is None:
         raise infeasible(planner, budget_bytes)
+    if confirm:
+        found = _confirmed(planner, found, budget_bytes)
     return write_plan(planner, found, budget_bytes=budget_bytes, budget_text=str(budget))
+
+
+def _confirmed(planner: Planner, found: Candidate, budget_bytes: int) -> Candidate:
+    """Returns a candidate that fits compiled: while one does not, the next is asked for with so many bytes less."""
+    compiled_peaks: list[int] = []
+    while len(compiled_peaks) < _MAX_COMPILED_PLANS:
+        peak = planner.fixed_bytes + compiled_bytes(planner, found)
+        if peak <= budget_bytes:
+            return found
+        compiled_peaks.append(peak)
+        leaner = planner.best(planner.peak_bytes(found) - (peak - budget_bytes))
+        if leaner is None and found is planner.leanest():
+            break
+        found = planner.leanest() if leaner is None else leaner
+    smallest = min(compiled_peaks)
+    raise InfeasibleBudget(
+        f"Budget {format_bytes(budget_bytes)}: plans of `{planner.step.name}` fit it simulated, and not compiled here: "
+        f"{format_bytes(smallest)} is the smallest of {len(compiled_peaks)} tried. Use a budget >= "
+        f"{format_bytes(smallest)} ({smallest} bytes), or plan without confirm for another backend.",
+        budget_bytes=budget_bytes,
+        minimum_bytes=smallest,
+        phase="backward",
+        tensors=(),
+    )
 
 
 def apply(step: Loss, plan: JaxPlan) -> Loss:
@@ -129,7 +178,16 @@ def apply(step: Loss, plan: JaxPlan) -> Loss:
 
     It is traced when it is called, as `jax.jit` would; on arguments of other shapes than it was planned for it raises
     PlanMismatch.
+
+    Raises:
+        UsageError: if the plan offloads and the default backend has no `pinned_host` memory.
     """
+    offloads = any(part.offloaded for segment in plan.segments for part in segment.walk())
+    if offloads and not has_pinned_host():
+        raise UsageError(
+            f"The plan holds values in pinned_host memory, which the backend `{jax.default_backend()}` has not. Plan "
+            "without offload."
+        )
 
     @functools.wraps(step)
     def planned(*args: Any) -> Any:
@@ -148,13 +206,24 @@ def fit(
     has_aux: bool = False,
     optimizer: Any = None,
     device: str | None = None,
+    actions: Sequence[str] = ACTIONS[:1],
+    confirm: bool = False,
 ) -> tuple[Loss, JaxPlan]:
     """Plans a step and applies the plan; the arguments are those of `plan`.
 
     Returns:
         The planned step, to be used as the plain one was: `jax.jit(jax.grad(planned))`; and its plan.
     """
-    made = plan(step, *args, budget=budget, argnums=argnums, has_aux=has_aux, optimizer=optimizer, device=device)
+    made = plan(
+        step,
+        *args,
+        budget=budget,
+        argnums=argnums,
+        has_aux=has_aux,
+        optimizer=optimizer,
+        device=device,
+        actions=actions,
+    )
     return apply(step, made), made
 
 
@@ -166,9 +235,12 @@ def frontier(
     has_aux: bool = False,
     optimizer: Any = None,
     device: str | None = None,
+    actions: Sequence[str] = ACTIONS[:1],
 ) -> JaxFrontier:
     """Returns the curve of bytes and time; the other arguments are those of `plan`."""
-    planner = planner_for(step, args, argnums=argnums, has_aux=has_aux, optimizer=optimizer, device=device)
+    planner = planner_for(
+        step, args, argnums=argnums, has_aux=has_aux, optimizer=optimizer, device=device, actions=actions
+    )
     points = [_point(planner, candidate) for candidate in planner.curve(num_points)]
     return JaxFrontier(planner, points)
 

@@ -6,8 +6,8 @@ import dataclasses
 from typing import Any
 
 from recoup.cost.devices import Device, get_device
-from recoup.jax._jax import open_jaxpr
-from recoup.jax.flops import bytes_moved, eqn_flops, sub_jaxprs
+from recoup.jax._jax import is_on_host, open_jaxpr
+from recoup.jax.flops import array_bytes, bytes_moved, eqn_flops, sub_jaxprs
 
 NOMINAL_FLOPS = 1e12
 """FLOP/s where no device is named. Plans do not depend on it: everything is as many FLOPs as it is."""
@@ -38,6 +38,8 @@ class Costs:
             return max(inside) * (int(eqn.params["length"]) if eqn.primitive.name == "scan" else 1)
         if eqn.primitive.name in _VIEWS:
             return 0.0
+        if eqn.primitive.name == "device_put" and any(is_on_host(v.aval) for v in (*eqn.invars, *eqn.outvars)):
+            return array_bytes(eqn.outvars[0].aval) / self.device.copy_bytes
         moving = bytes_moved(eqn) / (self.device.bandwidth_bytes * self.device.bandwidth_fraction)
         if eqn.primitive.name not in ("dot_general", "conv_general_dilated"):
             return moving

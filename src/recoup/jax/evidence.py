@@ -11,11 +11,14 @@ from typing import Any
 import numpy as np
 
 import jax
-from recoup.jax._jax import compiled_memory
+from recoup.jax._jax import compiled
+from recoup.jax.compiled import kept_for_backward
+from recoup.jax.inspection import Residual
 from recoup.jax.jax_plan import JaxPlan
 from recoup.jax.rebuild import run
 from recoup.jax.trace import gradient_function, trace
 from recoup.jax.writing import check_fingerprint
+from recoup.units import format_bytes
 
 _NOISE_FACTOR = 1.1  # no power of two: gradients of a loss multiplied by it are rounded anew
 
@@ -27,6 +30,8 @@ class JaxEvidence:
     Attributes:
         predicted_temporary_bytes, plain_temporary_bytes: simulated on the jaxpr, of the planned and the plain step.
         temporary_bytes, baseline_temporary_bytes: what the compiler allocates. compiler: which one, with which flags.
+        predicted_saved_bytes: what forward keeps for backward, arguments left out, as planned.
+        compiled_residuals: what the compiler's program keeps.
         peak_bytes: with arguments, outputs and the optimizer's state. budget_bytes: the plan's.
         loss_equal, gradients_equal: bit for bit, jitted; None where no values were given.
         eager_gradients_equal: bit for bit, each op dispatched alone (`jax.disable_jit`).
@@ -41,6 +46,8 @@ class JaxEvidence:
     temporary_bytes: int
     baseline_temporary_bytes: int
     compiler: str
+    predicted_saved_bytes: int
+    compiled_residuals: tuple[Residual, ...]
     peak_bytes: int
     budget_bytes: int
     loss_equal: bool | None = None
@@ -54,6 +61,11 @@ class JaxEvidence:
     notes: tuple[str, ...] = ()
 
     @property
+    def saved_bytes(self) -> int:
+        """What the compiler's program keeps for backward."""
+        return sum(r.nbytes for r in self.compiled_residuals)
+
+    @property
     def within_budget(self) -> bool:
         """Whether the compiled step fits the plan's budget."""
         return self.peak_bytes <= self.budget_bytes
@@ -63,6 +75,17 @@ class JaxEvidence:
         """Whether it fits, and every gradient is plain's, up to what jit itself changes."""
         exact = self.gradients_equal is not False or self.max_gradient_error <= self.error_bound
         return self.within_budget and exact and self.max_eager_error <= self.error_bound
+
+    @property
+    def verdict(self) -> str:
+        """One line: whether the plan holds, and if not, what does not."""
+        if self.is_ok:
+            compared = (
+                "its gradients are plain's" if self.gradients_equal is not None else "no values were given to run"
+            )
+            return f"OK: compiled it fits its budget, {compared}"
+        over = f"{format_bytes(self.peak_bytes)} compiled, budget {format_bytes(self.budget_bytes)}"
+        return f"NOT OK: {'gradients differ' if self.within_budget else over}"
 
     def to_json(self) -> dict[str, Any]:
         """Returns plain JSON data."""
@@ -88,7 +111,8 @@ def verify(
     Args:
         step: the loss function, not planned. plan: made for it. *args: as for `recoup.jax.plan`; with
             `jax.ShapeDtypeStruct`s among them nothing runs, and only what is compiled is compared.
-        eager: whether to compare op by op too, which takes long for long loops.
+        eager: whether to compare op by op too, which takes long for long loops, and is left out where a plan offloads:
+            memory spaces are jit's.
         time_pairs: how many pairs of jitted runs to time; 0: none.
 
     Raises:
@@ -102,7 +126,8 @@ def verify(
     arrays = traced.arrays_of(args)
     jitted = jax.jit(plain), jax.jit(planned)
     structs = [a if isinstance(a, jax.ShapeDtypeStruct) else _struct(a) for a in arrays]
-    baseline, found = (compiled_memory(f, *structs) for f in jitted)
+    programs = [compiled(f, *structs) for f in jitted]
+    baseline, found = (program.memory_analysis() for program in programs)
     others = plan.predicted.peak_bytes - plan.temporary_bytes
     is_cpu = jax.default_backend() == "cpu"
     flags = ", --xla_disable_hlo_passes=cse_barrier_expander" if is_cpu else ""
@@ -114,6 +139,8 @@ def verify(
         compiler=f"XLA, {jax.default_backend()}{flags}",
         peak_bytes=others + int(found.temp_size_in_bytes),
         budget_bytes=plan.budget_bytes,
+        predicted_saved_bytes=plan.predicted.saved_bytes,
+        compiled_residuals=kept_for_backward(programs[1].as_text()),
         notes=(
             ("Without that flag XLA's CPU pipeline merges what runs again with its first run and saves nothing.",)
             if is_cpu and plan.temporary_bytes < plan.plain_temporary_bytes
@@ -122,7 +149,10 @@ def verify(
     )
     if any(isinstance(a, jax.ShapeDtypeStruct) for a in arrays):
         return evidence
-    return _with_values(evidence, jitted, (plain, planned, scaled), arrays, eager=eager, time_pairs=time_pairs)
+    offloads = any(part.offloaded for segment in plan.segments for part in segment.walk())
+    return _with_values(
+        evidence, jitted, (plain, planned, scaled), arrays, eager=eager and not offloads, time_pairs=time_pairs
+    )
 
 
 def _struct(array: Any) -> jax.ShapeDtypeStruct:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from recoup.jax._jax import open_jaxpr
+from recoup.jax._jax import is_on_host, open_jaxpr
 
 
 def words(text: str) -> frozenset[str]:
@@ -26,7 +26,12 @@ _REDUCTIONS = ("reduce_", "argmax", "argmin", "scatter", "select_and_scatter", "
 
 
 def nbytes(aval: Any) -> int:
-    """Returns the bytes of a value; 0 for what is no array (tokens, references)."""
+    """Returns the bytes of a value on the device; 0 for what is no array (tokens, references) or lies on the host."""
+    return 0 if is_on_host(aval) else array_bytes(aval)
+
+
+def array_bytes(aval: Any) -> int:
+    """Returns the bytes of a value, wherever it lies."""
     shape, dtype = getattr(aval, "shape", None), getattr(aval, "dtype", None)
     if shape is None or dtype is None:
         return 0

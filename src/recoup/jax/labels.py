@@ -10,13 +10,14 @@ from recoup.jax.cost import Costs
 from recoup.jax.layout import Segment
 from recoup.jax.linear import reads_of
 from recoup.jax.program import Program
-from recoup.solver.held import Held, Op, cheapest, trade_offs
+from recoup.solver.held import Held, Op, cheapest, hull, trade_offs
 from recoup.solver.held import Segment as HeldProblem
 from recoup.solver.waists import waists
 
 # A waist is the narrowest place until so many times the bytes that cross it are made, on either side. Finer where
 # coarser segments would change the order of sums.
 _REACHES = (2, 1)
+_STRIDES = (1, 2, 4)
 
 
 def held_problem(program: Program, first: int, last: int, active: Collection[int], costs: Costs) -> HeldProblem:
@@ -120,14 +121,50 @@ def ways(
     ]
 
 
-def in_segments(
-    program: Program, places: Sequence[int], active: Collection[int], costs: Costs, price: float
-) -> tuple[Segment, ...]:
-    """Returns segments between `places`, each run again around what is cheapest to hold at one price per byte."""
+def thinned(program: Program, places: list[int], active: Collection[int], *, exact: bool) -> list[list[int]]:
+    """Returns coarser places to cut at: all, every second, every fourth, loops' ends kept.
+
+    Args:
+        program: the program. places: as `cuts` returns them. active: values that carry a derivative.
+        exact: only those that leave gradients their bits.
+    """
+    loops = {p for u in program.units if is_loop(program, u.index, active) for p in (u.index, u.index + 1)}
     found = []
-    for first, last in itertools.pairwise(places):
-        held = None
-        if may_run_again(program, first, last):
-            held = cheapest(held_problem(program, first, last, active, costs), price)
-        found.append(Segment(first=first, last=last) if held is None else recomputed(program, first, last, held))
-    return tuple(found)
+    for stride in _STRIDES:
+        kept = [p for i, p in enumerate(places) if i % stride == 0 or p in loops or p == places[-1]]
+        if not exact or _keeping_sums(program, kept, active) == kept:
+            found.append(kept)
+    return [f for i, f in enumerate(found) if f not in found[:i]]
+
+
+def uniform(
+    program: Program, places: Sequence[int], active: Collection[int], costs: Costs, *, most: int
+) -> list[tuple[Segment, ...]]:
+    """Returns layouts with one price per held byte throughout, most bytes first.
+
+    Each holds what is cheapest at the price of a corner of the whole program's hull.
+    """
+    num_units = len(program.units)
+    corners = hull(held_problem(program, 0, num_units, active, costs), most=most)
+    prices = [(b.seconds - a.seconds) / (a.nbytes - b.nbytes) for a, b in itertools.pairwise(corners)]
+    prices.append(2 * (prices[-1] if prices else 1.0))
+    problems = [
+        held_problem(program, first, last, active, costs) if may_run_again(program, first, last) else None
+        for first, last in itertools.pairwise(places)
+    ]
+
+    def layout(price: float) -> tuple[Segment, ...]:
+        found = []
+        for (first, last), problem in zip(itertools.pairwise(places), problems, strict=True):
+            held = cheapest(problem, price) if problem is not None else None
+            plain = Segment(first=first, last=last)
+            found.append(plain if held is None else recomputed(program, first, last, held))
+        return tuple(found)
+
+    return list(dict.fromkeys(map(layout, prices)))
+
+
+def holding_everything(program: Program) -> Segment:
+    """Returns the whole program as one segment that holds all it makes; JAX keeps of it what backward reads."""
+    names = (program.name(v) for unit in program.units for v in unit.outputs if program.nbytes(v))
+    return Segment(first=0, last=len(program.units), recompute=True, held=tuple(dict.fromkeys(names)))

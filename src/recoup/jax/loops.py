@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection
 
 from recoup.jax.cost import Costs
-from recoup.jax.labels import cuts, held_problem, in_segments, is_loop, ways
+from recoup.jax.labels import cuts, is_loop, thinned, uniform, ways
 from recoup.jax.layout import Piece, Scan, Segment
 from recoup.jax.program import Program
-from recoup.solver.held import hull
 
-_LAYOUTS, _PRICES, _CHUNKS = 24, 3, 3
+_LAYOUTS, _PRICES, _CHUNKS = 24, 6, 3
 
 
 def body_ways(
@@ -21,12 +19,9 @@ def body_ways(
     num_units = len(program.units)
     found = ways(program, 0, num_units, active, costs, most=most)
     places = cuts(program, 0, num_units, active, exact=exact)
-    if len(places) > 2:
-        corners = hull(held_problem(program, 0, num_units, active, costs), most=_PRICES)
-        steps = itertools.pairwise(corners)
-        prices = [(b.seconds - a.seconds) / (a.nbytes - b.nbytes) for a, b in steps]
-        prices.append(2 * (prices[-1] if prices else 1.0))
-        found += [in_segments(program, places, active, costs, p) for p in prices]
+    for cut in thinned(program, places, active, exact=exact):
+        if len(cut) > 2:
+            found += uniform(program, cut, active, costs, most=_PRICES)
     inner = [u.index for u in program.units if is_loop(program, u.index, active)]
     return list(dict.fromkeys(_with_inner_loops(program, layout, inner, active, costs) for layout in found))
 

@@ -52,10 +52,11 @@ class Options:
 
     Args:
         step: traced. costs: seconds of equations. exact: only ways that leave gradients their bits.
+        offload: whether what is held may be held in host memory.
     """
 
-    def __init__(self, step: Step, costs: Costs, *, exact: bool) -> None:
-        self._step, self._costs, self._exact = step, costs, exact
+    def __init__(self, step: Step, costs: Costs, *, exact: bool, offload: bool = False) -> None:
+        self._step, self._costs, self._exact, self._offload = step, costs, exact, offload
         self._program = step.program
         self._there = {*step.program.inputs, *(v for v, _ in step.program.consts)}
         self._known: dict[Hashable, list[_Way]] = {}
@@ -125,6 +126,8 @@ class Options:
         if last == first + 1 and is_loop(program, first, active):
             return self._loop_ways(first)
         segments = [way for (way,) in ways(program, first, last, active, self._costs, most=_LAYOUTS)]
+        if self._offload:
+            segments += [offloaded(way) for way in segments if way.held]
         key = self._structure(first, last)
         prices = self._known.get(key)
         if prices is None:
@@ -141,6 +144,8 @@ class Options:
         if not may_run_again(body, 0, len(body.units)):
             return result
         layouts = body_ways(body, active, self._costs, exact=self._exact)
+        if self._offload:
+            layouts += [tuple(map(offloaded, found)) for found in layouts if any(segment.held for segment in found)]
         whole = [whole_scan(unit, num_steps, layout) for layout in layouts[1:]]
         result += [(s, self._price(s)) for s in whole]
         hull = _pareto(result)
@@ -191,6 +196,11 @@ class Options:
             key.append((unit.kind, _parameters(unit.eqn), operands, tuple(number(v) for v in unit.outputs)))
         shapes = tuple((n, str(program.avals[v])) for v, n in numbers.items())
         return tuple(key), shapes, tuple(numbers.get(v) for v in program.leaving(first, last))
+
+
+def offloaded(segment: Segment) -> Segment:
+    """Returns the segment with what it holds held in host memory."""
+    return dataclasses.replace(segment, offloaded=segment.held)
 
 
 def _parameters(eqn: Any) -> Hashable:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import jax
 from recoup.jax.cost import Costs
 from recoup.jax.flops import eqn_flops, nbytes
-from recoup.jax.labels import cuts
+from recoup.jax.labels import cuts, holding_everything, is_loop, may_run_again, thinned, uniform
 from recoup.jax.layout import Layout, Segment
 from recoup.jax.options import Line, Options
 from recoup.jax.rebuild import run
@@ -17,6 +17,8 @@ from recoup.jax.trace import Step, gradient_function
 from recoup.solver.frontier import Solution, Solver
 
 _MAX_ROUNDS = 8  # of asking the solver
+_MAX_PRICED_PLANS = 8  # that treat all units alike
+_MAX_UNITS = 4_000  # traced for one budget beside what the solver asks for
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -39,10 +41,15 @@ class Planner:
 
     Args:
         step: traced. costs: seconds of equations. state_bytes: there beside the step: the optimizer's state.
+        offload: whether values may be held in host memory.
+        whole: the step on all devices, where `step` is what one of them runs.
     """
 
-    def __init__(self, step: Step, costs: Costs, *, state_bytes: int = 0) -> None:
-        self.step, self.costs, self.state_bytes = step, costs, state_bytes
+    def __init__(
+        self, step: Step, costs: Costs, *, state_bytes: int = 0, offload: bool = False, whole: Step | None = None
+    ) -> None:
+        self.whole = step if whole is None else whole
+        self.step, self.costs, self.state_bytes, self._offload = step, costs, state_bytes, offload
         self._known: dict[Layout, Candidate] = {}
         self.plain = self.simulate((Segment(first=0, last=len(step.program.units)),))
         self._solved: dict[bool, tuple[Line, Solver]] = {}
@@ -101,7 +108,8 @@ class Planner:
 
     def _solver(self, *, exact: bool) -> tuple[Line, Solver]:
         if exact not in self._solved:
-            line = Options(self.step, self.costs, exact=exact).line(self.fixed_bytes)
+            options = Options(self.step, self.costs, exact=exact, offload=self._offload)
+            line = options.line(self.fixed_bytes)
             self._solved[exact] = line, Solver(line.problem, actions=("recompute",))
         return self._solved[exact]
 
@@ -136,11 +144,50 @@ class Planner:
                 break
             step = asked - over
             asked = step if low < step < high else (low + high) // 2
+        self._search_uniform(budget_bytes, exact=exact)
         if self.best_known(budget_bytes) is None:
             self._try(line, solver.leanest(), exact=exact)
 
+    def _search_uniform(self, budget_bytes: int, *, exact: bool) -> None:
+        """Simulates layouts with one price per held byte, and mixtures of the two between which the budget lies.
+
+        The solver adds up segments priced alone; what fuses or is freed across their ends only a simulation sees.
+        Steps with loops are left out: `Options` has such layouts of their bodies.
+        """
+        program, active = self.step.program, self.step.active
+        if any(is_loop(program, unit.index, active) for unit in program.units):
+            return
+        left = _MAX_UNITS // len(program.units)
+        if left < 4:
+            return  # too long a step to search so
+        if may_run_again(program, 0, len(program.units)):
+            everything = self._judge((holding_everything(program),), exact=True)
+            if everything.seconds <= self.plain.seconds and self.peak_bytes(everything) <= budget_bytes:
+                return
+        places = cuts(program, 0, len(program.units), active, exact=exact)
+        for cut in thinned(program, places, active, exact=exact):
+            layouts = uniform(program, cut, active, self.costs, most=_MAX_PRICED_PLANS)
+
+            def fits(layout: Layout) -> bool:
+                return self.peak_bytes(self._judge(layout, exact=exact)) <= budget_bytes
+
+            # From most bytes to fewest, the first that fits; then as many segments of the one before it as fit.
+            over, under = -1, len(layouts) - 1
+            while under - over > 1 and left > 0:
+                left -= 1
+                middle = (over + under) // 2
+                over, under = (over, middle) if fits(layouts[middle]) else (middle, under)
+            fat, lean = layouts[max(over, 0)], layouts[under]
+            few, many = 0, len(lean)
+            while many - few > 1 and left > 0:
+                left -= 1
+                middle = (few + many) // 2
+                few, many = (few, middle) if fits((*lean[:middle], *fat[middle:])) else (middle, many)
+
     def _try(self, line: Line, solution: Solution, *, exact: bool) -> Candidate:
-        layout = line.layout(solution.choice)
+        return self._judge(line.layout(solution.choice), exact=exact)
+
+    def _judge(self, layout: Layout, *, exact: bool) -> Candidate:
         if not exact and layout not in self._known:
             self.inexact.add(layout)
         return self.simulate(layout)

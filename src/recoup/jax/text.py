@@ -62,7 +62,10 @@ def describe(segments: Sequence[Segment], depth: int = 0) -> Iterator[str]:
         where = f"{indent}units {segment.first}-{segment.last - 1}"
         if segment.recompute:
             held = ", ".join(segment.held[:6]) + (f" and {len(segment.held) - 6} more" if len(segment.held) > 6 else "")
-            yield f"{where} run again" + (f", held: {held}" if held else ", nothing held inside")
+            kept = (
+                f", held{' in host memory' if segment.offloaded else ''}: {held}" if held else ", nothing held inside"
+            )
+            yield f"{where} run again{kept}"
             yield from describe(segment.parts, depth + 1)
         elif not segment.scans:
             yield f"{where} saved by JAX"
@@ -144,10 +147,16 @@ def format_evidence(evidence: Any) -> str:
             f"{format_bytes(e.temporary_bytes)}, plain {format_bytes(e.baseline_temporary_bytes)} ({e.compiler})",
         ),
         ("peak, compiled", f"{format_bytes(e.peak_bytes)} of a budget of {format_bytes(e.budget_bytes)}"),
+        (
+            "kept for backward",
+            f"planned {format_bytes(e.predicted_saved_bytes)}, compiled {format_bytes(e.saved_bytes)} in "
+            f"{len(e.compiled_residuals)} values",
+        ),
         ("loss", exact(e.loss_equal, e.loss_error, e.error_bound)),
         ("gradients, op by op", exact(e.eager_gradients_equal, e.max_eager_error, e.error_bound)),
         ("gradients, jitted", exact(e.gradients_equal, e.max_gradient_error, e.error_bound)),
     ]
     if e.time_ratio is not None:
         lines.append(("time over plain", f"{e.time_ratio:.3f} (median of pairs)"))
-    return rows(lines) + "".join(f"\nnote: {note}" for note in e.notes)
+    table = f"\nkept for backward by the compiler\n{residual_table(e.compiled_residuals, 6)}"
+    return rows(lines) + table + "".join(f"\nnote: {note}" for note in e.notes)

@@ -174,6 +174,34 @@ def _trace(
     )
 
 
+def on_one_device(
+    step: Callable[..., Any], args: Sequence[Any], argnums: int | Sequence[int], *, has_aux: bool, traced: Step
+) -> Step:
+    """Returns a step as one device runs it: on its shard of what no gradient is asked of (the batch), weights whole.
+
+    It is `traced` itself where nothing such is sharded, where the step maps over shards itself (`shard_map`), or where
+    on a shard it does not do the same ops.
+    """
+    leaves, structure = jax.tree.flatten(tuple(args))
+    arrays = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
+    chosen = {arrays[p] for p in traced.differentiated}
+    local = list(leaves)
+    for i in arrays:
+        sharding = getattr(leaves[i], "sharding", None)
+        if i not in chosen and sharding is not None and hasattr(sharding, "shard_shape"):
+            shape = tuple(sharding.shard_shape(tuple(leaves[i].shape)))
+            if shape != tuple(leaves[i].shape):
+                local[i] = jax.ShapeDtypeStruct(shape, leaves[i].dtype)
+    kinds = [unit.kind for unit in traced.program.units]
+    if all(a is b for a, b in zip(local, leaves, strict=True)) or "shard_map" in kinds:
+        return traced
+    try:
+        found = trace(step, jax.tree.unflatten(structure, local), argnums, has_aux=has_aux)
+    except StepError:
+        return traced
+    return found if [unit.kind for unit in found.program.units] == kinds else traced
+
+
 def _check_result(name: str, shape: Any, *, has_aux: bool) -> None:
     loss = shape[0] if has_aux and isinstance(shape, (tuple, list)) and len(shape) == 2 else shape
     leaves = jax.tree.leaves(loss)

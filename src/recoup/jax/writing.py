@@ -10,7 +10,7 @@ import jax
 import recoup
 from recoup.errors import InfeasibleBudget, PlanMismatch
 from recoup.ir.plan import Prediction
-from recoup.jax.flops import sub_jaxprs
+from recoup.jax.flops import nbytes, sub_jaxprs
 from recoup.jax.jax_plan import JaxPlan
 from recoup.jax.planner import Candidate, Planner
 from recoup.jax.program import Program
@@ -21,13 +21,18 @@ from recoup.units import format_bytes
 
 def fingerprint(program: Program) -> str:
     """Returns a short text that is the same for the same trace, in any process."""
-    digest = hashlib.sha256(repr([str(program.avals[v]) for v in program.inputs]).encode())
+    digest = hashlib.sha256(repr([_type(program.avals[v]) for v in program.inputs]).encode())
     for unit in program.units:
         operands = tuple(o if isinstance(o, int) else "literal" for o in unit.operands)
-        shapes = tuple(str(v.aval) for v in unit.eqn.outvars)
+        shapes = tuple(_type(v.aval) for v in unit.eqn.outvars)
         inside = (unit.eqn.params.get("length"), *_kinds(unit.eqn))
         digest.update(repr((unit.kind, operands, unit.outputs, shapes, inside)).encode())
     return digest.hexdigest()[:16]
+
+
+def _type(aval: Any) -> str:
+    """Returns dtype and shape; where a value lies is no matter of the trace."""
+    return f"{getattr(aval, 'dtype', aval)}{list(getattr(aval, 'shape', ()))}"
 
 
 def _kinds(eqn: Any) -> Iterator[str]:
@@ -70,7 +75,7 @@ def write_plan(planner: Planner, candidate: Candidate, *, budget_bytes: int, bud
     step = planner.step
     return JaxPlan(
         step_name=step.name,
-        fingerprint=fingerprint(step.program),
+        fingerprint=fingerprint(planner.whole.program),
         segments=candidate.layout,
         names=held_names(step.program, candidate),
         budget_bytes=budget_bytes,
@@ -110,8 +115,13 @@ def _notes(planner: Planner, candidate: Candidate) -> Iterator[str]:
             yield f"The `while` loop of unit {unit.index} runs as it is: JAX has no reverse derivative of it."
         if unit.kind in ("checkpoint", "remat2", "remat"):
             yield f"The step's own `jax.checkpoint` (unit {unit.index}) is kept as it is, its policy too."
-    if step.shard_bytes and sum(step.shard_bytes) < sum(a.size * a.dtype.itemsize for a in step.avals):
-        yield "Arguments are sharded: all bytes are those on one device."
+    if sum(planner.whole.shard_bytes) < sum(nbytes(a) for a in planner.whole.avals):
+        temporaries = (
+            "temporaries count whole."
+            if step is planner.whole
+            else "temporaries too, weights that it gathers for an op left out."
+        )
+        yield f"Arguments are sharded: their bytes and gradients' are those on one device; {temporaries}"
 
 
 def infeasible(planner: Planner, budget_bytes: int) -> InfeasibleBudget:

@@ -54,7 +54,7 @@ def explain(planner: Planner, candidate: Candidate, *, budget_bytes: int, step_b
 
 
 def trade(first: Candidate, second: Candidate) -> Trade:
-    """Returns what lies between two plans for one step."""
+    """Returns the difference between two plans for one step."""
     return Trade(
         from_bytes=first.peak_bytes,
         to_bytes=second.peak_bytes,

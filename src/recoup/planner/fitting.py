@@ -210,6 +210,6 @@ class Fitting:
 
 
 def _reason(error: ReplayError) -> str:
-    """Returns what happened, without what to do about it."""
+    """Returns the first sentences of a message, without its advice."""
     text: str = error.args[0]
     return text.partition(". ")[0]

@@ -145,7 +145,7 @@ def _item_bytes(signature: Signature) -> int:
 
 
 def _facts(name: str) -> OpFacts | None:
-    """Returns what is known of an overload by its name, "aten.mm.default"."""
+    """Returns the facts about an overload by its name, "aten.mm.default"."""
     namespace, _, rest = name.partition(".")
     packet, _, overload = rest.partition(".")
     found = getattr(getattr(getattr(torch.ops, namespace), packet, None), overload or "default", None)

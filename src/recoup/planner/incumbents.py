@@ -1,4 +1,4 @@
-"""What was simulated so far, and which of it fits, is the fastest, has the smallest peak."""
+"""Candidates simulated so far: those that fit, the fastest, the one with the smallest peak."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Judge(Protocol):
     num_simulated_ops: int
 
     def simulate(self, chosen: tuple[Decision, ...]) -> Candidate:
-        """Returns what the step costs with `chosen` applied."""
+        """Returns the simulated step with `chosen` applied."""
 
 
 class Incumbents:

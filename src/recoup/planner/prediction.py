@@ -17,7 +17,7 @@ from recoup.units import format_bytes
 
 
 def prediction_of(simulator: Simulator, candidate: Candidate, card: tuple[int, int] = (0, 0)) -> Prediction:
-    """Returns what the plan's prediction says."""
+    """Returns the prediction that a plan states."""
     plain = simulator.plain
     return Prediction(
         peak_bytes=candidate.peak_bytes,
@@ -120,7 +120,7 @@ def write_plan(
 
 
 def _tile_notes(simulator: Simulator, candidate: Candidate) -> list[str]:
-    """Returns what each action gives by itself, and what tiles cost in exactness."""
+    """Returns notes on a tiled plan: the peak of each action by itself, and what tiles cost in exactness."""
     if not is_tiled(candidate.decisions):
         return []
     tile = tuple(d for d in candidate.decisions if isinstance(d, Tile))

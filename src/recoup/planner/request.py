@@ -91,7 +91,7 @@ def planner_for(
 
 
 def free_bytes_on(name: str, entry: Device | None) -> int:
-    """Returns what `budget="auto"` stands for: what is free on the device, less a margin."""
+    """Returns the bytes that `budget="auto"` means: those free on the device, less a margin."""
     if entry is not None:
         return (
             entry.memory_bytes - entry.context_bytes
@@ -118,7 +118,7 @@ def fitting_for(
     cost: CostModel | None,
     keep: Iterable[str],
 ) -> Fitting:
-    """Returns what plans for a budget, again without what turns out not to run twice."""
+    """Returns a planner for one budget that plans again without modules that turn out not to run twice."""
     if not isinstance(model, nn.Module):
         raise UsageError(f"model must be a torch.nn.Module; got {type(model).__name__}.")
     kept = paths_below(model, keep)

@@ -1,4 +1,4 @@
-"""What a step costs under a set of decisions: the decisions applied, the step captured under fake tensors and priced.
+"""Simulates a step under decisions: applies them, captures the step under fake tensors, prices it.
 
 This is the judge of every plan: the engine itself runs, only without data.
 """
@@ -85,7 +85,7 @@ class Simulator:
         return priced if self.link is None else with_copies(priced, self.link)
 
     def simulate(self, chosen: tuple[Decision, ...]) -> Candidate:
-        """Returns what the step costs with `chosen` applied, by running it under fake tensors."""
+        """Runs the step with `chosen` applied under fake tensors and returns its cost."""
         if not chosen:
             return self.plain
         found = self.simulated.get(chosen)
@@ -129,7 +129,7 @@ class Simulator:
         return max((levels[i] for i in at), default=0), sum(priced.op_seconds[i] for i in at)
 
     def candidate(self, chosen: tuple[Decision, ...], priced: PricedTrace) -> Candidate:
-        """Returns what a captured and priced step with `chosen` says."""
+        """Returns the candidate of a captured and priced step with `chosen`."""
         trace = priced.trace
         levels = trace.levels(priced.op_workspace_bytes)
         at = max(range(len(levels)), key=levels.__getitem__)

@@ -1,4 +1,4 @@
-"""What strategies know of the step they plan for."""
+"""The step that strategies plan for: its simulator, its scans and loop, its views."""
 
 from __future__ import annotations
 

@@ -181,7 +181,7 @@ class ViewMaker:
 
 
 def _seconds_of_tiles(problem: Problem) -> float:
-    """Returns what the tiled modules' second forwards take: a solver counts them, and so does the step."""
+    """Returns the seconds of the tiled modules' second forwards, which the solver counts as the step does."""
 
     def seconds(part: Leaf | Block) -> float:
         if isinstance(part, Leaf):

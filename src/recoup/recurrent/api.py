@@ -22,8 +22,9 @@ from recoup.recurrent.schedules.actions import Schedule
 from recoup.recurrent.schedules.chunks import chunk_schedule, default_chunk
 from recoup.recurrent.schedules.treeverse import treeverse_schedule
 from recoup.recurrent.schedules.weighted import weighted_treeverse
-from recoup.runtime import scan_bytes
+from recoup.runtime import execution_context, scan_bytes
 from recoup.runtime.rebuild.lineage import current_recorder
+from recoup.runtime.step_log import Counts
 from recoup.units import check_budget, parse_budget
 
 _TAPES_IN_PROBE = 6  # two, and what running a step needs besides, by experience
@@ -109,6 +110,7 @@ def scan(
     recorder = current_recorder()
     derives = rederive if rederive is not None else recorder is not None and recorder.deriving
     autocast = _Autocast()
+    counts = execution_context.current_counts()
     extra = list(captured)
 
     def begun(*, holds_unread: bool) -> Loop:
@@ -144,7 +146,7 @@ def scan(
         except StillRead:  # what the first steps left unread, a later one reads: nothing is left out then
             loop = begun(holds_unread=True)
     if planned is not None:
-        scan_bytes.count_evaluations(loop.evaluations)
+        scan_bytes.count_evaluations(loop.evaluations, counts)
     if report is not None:
         report.evaluations = loop.evaluations
     start = [t for t in loop.start if t.requires_grad]
@@ -152,7 +154,7 @@ def scan(
     results = [t.detach() for t in loop.outputs.results]
     if not needed:
         return loop.finish(None), loop.outputs.nest(results)
-    run = _Run(loop, autocast, report, results, planned is not None)
+    run = _Run(loop, autocast, report, results, planned is not None, counts)
     found = list(_Scan.apply(run, *needed))  # type: ignore[no-untyped-call]
     run.results = []
     return loop.finish(found[len(results) :]), loop.outputs.nest(found[: len(results)])
@@ -160,13 +162,14 @@ def scan(
 
 @dataclasses.dataclass(slots=True)
 class _Run:
-    """What the autograd node of a scan holds."""
+    """State that the autograd node of a scan holds."""
 
     loop: Loop
     autocast: _Autocast
     report: ScanReport | None
     results: list[torch.Tensor]
     is_planned: bool
+    counts: tuple[Counts, ...]
 
 
 class _Scan(torch.autograd.Function):
@@ -208,7 +211,7 @@ class _Scan(torch.autograd.Function):
                     code="E205",
                 ) from None
         if run.is_planned:
-            scan_bytes.count_evaluations(loop.evaluations - before)
+            scan_bytes.count_evaluations(loop.evaluations - before, run.counts)
         if run.report is not None:
             run.report.evaluations = loop.evaluations
         of_start = [g for g, t in zip(starts, loop.start, strict=True) if t.requires_grad]

@@ -21,12 +21,14 @@ _NUM_BLOCK_SIZES = 3  # sizes of blocks, each twice the last: larger ones only l
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepBytes:
-    """What one step takes.
+    """Sizes of one step.
 
     Attributes:
-        state: a held state. tape: a taped step, the state it comes to included. in_row: a taped step that another
-            follows, so that of the state it comes to only that is held what the next one's tape keeps. working: the
-            most that running a step forward or backward needs besides its tape and held states.
+        state: bytes of a held state.
+        tape: bytes of a taped step, its final state included.
+        in_row: bytes of a taped step that another taped step follows. Smaller than `tape`: of the state between them
+            only what the next step's graph saved stays.
+        working: most bytes that a step's forward or backward needs besides its tape and held states.
     """
 
     state: int
@@ -70,7 +72,7 @@ def schedule_in_bytes(
 
 
 def cost_of(schedule: Schedule, costs: tuple[float, ...] | None) -> float:
-    """Returns what a schedule's evaluations cost in all: their number where all are equal."""
+    """Returns the total cost of a schedule's evaluations: their number where all are equal."""
     return schedule.evaluations if costs is None else total_cost(schedule, costs)
 
 
@@ -97,7 +99,7 @@ def _in_room(num_steps: int, room: int, step: StepBytes, costs: tuple[float, ...
 
 
 def _units(room: int, state_bytes: int, tape_bytes: int, end_bytes: int) -> tuple[int, int, int, float]:
-    """Returns what a state, a tape and a row's end take in units, and the unit's bytes, with little lost to rounding.
+    """Returns the sizes of a state, a tape and a row's end in units, and the unit's bytes; little is lost to rounding.
 
     A row of one tape always fits: its units are at most those of the room.
     """

@@ -1,4 +1,4 @@
-"""What a step function can get at: modules, tensors, random streams, and the places where it may keep state.
+"""Finds what a step function can reach: modules, tensors, random streams, and places where it may keep state.
 
 A step is called with a state and an input, but it closes over modules and more. They are found by looking where Python
 keeps such things: bound objects, closure cells, defaults, `functools.partial`, globals a function names, attributes.
@@ -34,7 +34,7 @@ class Place:
         self.name = name
 
     def get(self) -> Any:
-        """Returns what is there now, `ABSENT` if nothing is."""
+        """Returns the present contents, `ABSENT` if there are none."""
         if isinstance(self._owner, dict):
             return self._owner.get(self._key, ABSENT)
         try:
@@ -53,7 +53,7 @@ class Place:
 
 
 class Reached:
-    """What was found.
+    """The objects that were found.
 
     Attributes:
         modules: with all their submodules. tensors: other tensors that a step may read, by name. streams: explicit

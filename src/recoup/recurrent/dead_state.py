@@ -75,7 +75,7 @@ class UnreadPlace:
         self.name = place.name
 
     def get(self) -> Any:
-        """Returns what is there now, `DROPPED` if that is an `Unread`."""
+        """Returns the present contents, `DROPPED` if they are an `Unread`."""
         value = self._place.get()
         return DROPPED if value is UNREAD else value
 

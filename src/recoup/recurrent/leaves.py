@@ -88,7 +88,7 @@ def is_differentiable(tensor: torch.Tensor) -> bool:
 
 
 def checked(result: Any) -> tuple[Any, Any]:
-    """Returns what a step returned if it is a pair; raises UsageError."""
+    """Returns a step's result if it is a pair; raises UsageError otherwise."""
     if not isinstance(result, tuple) or len(result) != 2:
         raise UsageError(
             f"recoup.recurrent.scan: `step(state, x)` must return a pair `(state, y)`; got {type(result).__name__}."

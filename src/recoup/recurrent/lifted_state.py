@@ -26,7 +26,7 @@ _COLLECTS = (
 
 
 class _Seen:
-    """What was at a place at one moment."""
+    """The contents of a place at one moment."""
 
     __slots__ = ("copy", "items", "place", "value", "version")
 
@@ -55,7 +55,7 @@ class _Seen:
         return True
 
     def then(self) -> Any:
-        """Returns what was there, from the copy if it was changed in place since."""
+        """Returns those contents, from the copy if they were changed in place since."""
         if isinstance(self.value, list):
             return list(self.items)
         if isinstance(self.value, torch.Tensor) and self.copy is not None and self._was_overwritten():
@@ -154,7 +154,7 @@ class Carried:
                 place.put(value)
 
     def read(self, *, whole: bool = False) -> list[Any]:
-        """Returns what is at the places now, also what is not held if `whole`."""
+        """Returns the present contents of the places; with `whole`, also those that are not held."""
         if whole or True not in self.unread:
             return [place.get() for place in self.places]
         return [DROPPED if unread else place.get() for place, unread in zip(self.places, self.unread, strict=True)]

@@ -137,7 +137,7 @@ class Loop(ProbedSteps):
             start = self._tapes[-1].stop
 
     def shared_tape_bytes(self) -> int:
-        """Returns what the backward of a tape of several steps takes more than that of a single one's, at most.
+        """Returns at most how many bytes more the backward of a tape of several steps needs than that of one step.
 
         A second copy of the gradients of captured tensors, and the gradients of several steps' inputs.
         """

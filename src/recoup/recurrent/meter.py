@@ -1,4 +1,4 @@
-"""What one step takes: the bytes of its state and of its tape, and the working memory of its forward and backward.
+"""Memory of one step: the bytes of its state and of its tape, and the workspace of its forward and backward.
 
 Storages that are made while the meter is on are followed from birth to death, as in `capture/tracker.py`, on the real
 step. What a kernel allocates and frees within itself is not seen.
@@ -56,7 +56,7 @@ class StepMeter(_torch.dispatch_mode_class()):  # type: ignore[misc]
 
     @property
     def level_bytes(self) -> int:
-        """What is alive now of what was made since the meter was entered."""
+        """Bytes alive now of what was allocated since the meter was entered."""
         self._bury()
         return self._level
 

@@ -1,4 +1,4 @@
-"""What the steps of a loop return besides the state: stacked over time, or reduced while the loop runs."""
+"""Outputs of a loop's steps besides the state: stacked over time, or reduced while the loop runs."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Outputs:
         return gradients
 
     def scaled(self, gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Returns what every step gets of the results' gradients, where that is the same."""
+        """Returns the gradients of each step's outputs, where they are the same for all steps."""
         if self.mode == "mean":
             return [None if g is None else g / self._num_steps for g in gradients]
         return gradients

@@ -220,7 +220,7 @@ class ProbedSteps(Steps):
 
 
 def _maker(like: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Returns what makes zeros in the layout of a tensor, without holding that."""
+    """Returns a function that makes zeros in a tensor's layout, without holding the tensor."""
     size, stride, dtype, device = like.size(), like.stride(), like.dtype, like.device
     return lambda: torch.empty_strided(size, stride, dtype=dtype, device=device).zero_()
 

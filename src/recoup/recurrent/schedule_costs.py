@@ -1,4 +1,4 @@
-"""What a scan's schedules cost in evaluations, from all steps taped down: an estimate for planning, quickly made.
+"""Estimated evaluations of a scan's schedules by bytes, from all steps taped downwards; for planning.
 
 The schedule itself is computed when the scan runs (`choose.py`). Here long loops are taken in blocks of steps and
 memory in few units, so that a dozen budgets take milliseconds.

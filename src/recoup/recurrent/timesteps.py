@@ -34,7 +34,7 @@ _REWRITE = (
 
 
 class Timesteps:
-    """What `checkpoint_timesteps` returns: `remove()` puts the module back as it was."""
+    """Handle of `checkpoint_timesteps`: `remove()` restores the module."""
 
     def __init__(self, path: str, module: nn.Module, chunk: int) -> None:
         self.path = path
@@ -302,7 +302,7 @@ class _Group:
 
 
 def _plain_value(value: Any) -> Any:
-    """Returns what a place held, without a graph."""
+    """Returns a place's contents, detached."""
     tensors, template = flatten(value)
     return rebuild(template, [_leaf(t.detach(), t.requires_grad) for t in tensors])
 

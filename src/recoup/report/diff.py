@@ -13,7 +13,7 @@ _REPLAY = " in the replay of "
 
 
 def diff_plans(a: Plan, b: Plan) -> dict[str, Any]:
-    """Returns what differs as plain data.
+    """Returns the differences as plain data.
 
     Returns:
         `figures`: name -> [a, b] where they differ. `changes`: path -> [what a does, what b does], for each path that
@@ -51,7 +51,7 @@ def _key(decision: Decision) -> tuple[str, int | None]:
 
 
 def action_at(plan: Plan, path: str, call: int | None) -> str:
-    """Returns what `plan` does at a path, in words; inherited where no decision names it."""
+    """Returns the action of `plan` at a path, in words; inherited where no decision names it."""
     own = [d for d in plan.decisions if d.path == path and d.call in (None, call)]
     words = [decision.words() for decision in own]
     joined = next((d for d in plan.decisions if path in d.paths[1:]), None)

@@ -126,7 +126,7 @@ def _charts(report: Report) -> list[dict[str, Any]]:
 
 
 def _chart_data(timeline: Timeline, max_seconds: float) -> dict[str, Any]:
-    """Returns what the page's script needs for its read-out: KiB, microseconds."""
+    """Returns the data of the page's script for its read-out: KiB, microseconds."""
     return {
         "t": [round(s * 1e6) for s in timeline.seconds],
         "end": round(timeline.duration_seconds * 1e6),

@@ -1,1 +1,1 @@
-"""What runs in training: patched forwards, regions, rederived saved tensors."""
+"""Code that runs in training: patched forwards, regions, rederived saved tensors."""

@@ -14,7 +14,7 @@ from recoup.runtime.recompute.scope import inside_region
 
 
 def run_under(decision: Decision, patched: PatchedForward, forward: Any, args: Any, kwargs: Any) -> Any:
-    """Returns what `forward` returns, run under the decision."""
+    """Runs `forward` under the decision and returns its result."""
     with ambient(decision):
         return forward(*args, **kwargs)
 

@@ -62,12 +62,12 @@ class Applied:
 
     @property
     def log(self) -> StepLog:
-        """What ran since the plan was applied: `applied.log - before` is what one step did, on whatever thread."""
+        """Counts of events since the plan was applied, on all threads: `applied.log - before` is one step's."""
         return self._state.counts.log
 
     @property
     def moves(self) -> Moves | None:
-        """What was moved to the host and back since the plan was applied; None if it offloads nothing."""
+        """Bytes moved to the host and back since the plan was applied; None if it offloads nothing."""
         return self._state.offloading.moves if self._state.offloading is not None else None
 
     @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Somebody else's activation checkpointing: found and named before a plan is made or applied."""
+"""Finds activation checkpointing by other libraries, before a plan is made or applied."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the engine is doing on this thread, for those who watch (capture) and for users' own code."""
+"""State of the engine on this thread, for observers (capture, `verify`) and for users' own code."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any, Protocol
 
 import torch
 
-from recoup.runtime.step_log import Counts, Event
+from recoup.runtime.step_log import Counts, Event, StepLog
 
 
 class Observer(Protocol):
-    """Somebody who is told what becomes of saved tensors."""
+    """Is notified of each saved tensor: kept or rederived."""
 
     def saved(self, tensor: torch.Tensor) -> None:
         """The tensor is kept as it is."""
@@ -30,7 +30,7 @@ class Original(Protocol):
 
 
 class Auditor(Protocol):
-    """Somebody who compares replays with first forwards."""
+    """Compares replays with first forwards."""
 
     def keep(self, tensor: torch.Tensor) -> Original | None:
         """Returns a handle on a tensor that a region saves, or None."""
@@ -95,7 +95,7 @@ class left_as_found:
 
 
 def current_counts() -> tuple[Counts, ...]:
-    """Returns what is counted to on this thread: the plan's that runs here, if one does, and the thread's own.
+    """Returns the counts that events on this thread are added to: the running plan's, if any, and the thread's own.
 
     Who counts in backward keeps it from forward on: that may be another thread.
     """
@@ -127,15 +127,20 @@ class counting_for(counting_to):
         super().__init__(here if counts in here else (counts, _activity.own))
 
 
-def count(event: Event, counts: tuple[Counts, ...]) -> None:
-    """Counts one event."""
+def count(event: Event, counts: tuple[Counts, ...], number: int = 1) -> None:
+    """Adds a number of events to all of these counts."""
     for each in counts:
-        each.add(event)
+        each.add(event, number)
+
+
+def thread_log() -> StepLog:
+    """Returns the counts of this thread's forwards so far, and of their backwards, under whatever plan."""
+    return _activity.own.log
 
 
 def counters() -> tuple[int, int]:
     """Returns how many regions of this thread's forwards were replayed and saved tensors rebuilt so far."""
-    log = _activity.own.log
+    log = thread_log()
     return log.num_replays, log.num_rederived
 
 
@@ -156,7 +161,7 @@ def is_in_tile() -> bool:
 
 def tile_counters() -> tuple[int, int]:
     """Returns how many losses and modules ran over tiles, and tiled heads' logits whole, by this thread's forwards."""
-    log = _activity.own.log
+    log = thread_log()
     return log.num_tiled, log.num_logits_made
 
 
@@ -174,7 +179,7 @@ def rederived(tensor: torch.Tensor, sources: list[torch.Tensor]) -> None:
 
 
 def observer() -> Observer | None:
-    """Returns who is told what becomes of saved tensors, None if nobody is."""
+    """Returns this thread's observer of saved tensors, None if there is none."""
     return _activity.observer
 
 

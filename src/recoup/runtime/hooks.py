@@ -26,7 +26,7 @@ def as_they_are(modules: Modules, decisions: Sequence[Decision]) -> Sequence[Dec
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Hook:
-    """What a class of decisions does to a call.
+    """How decisions of one class run a call.
 
     Attributes:
         run: (decision, patched forward, the module's own forward with what else was decided, args, kwargs) -> output.

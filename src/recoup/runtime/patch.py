@@ -51,7 +51,7 @@ class PatchedForward:
         return module
 
     def original(self, *args: Any, **kwargs: Any) -> Any:
-        """What forward was before."""
+        """The forward that was in place before."""
         if self.previous is not None:
             return self.previous(*args, **kwargs)
         return class_forward(self.module)(*args, **kwargs)

@@ -36,7 +36,7 @@ from recoup.runtime.tile.module.tiled import Proofs
 
 
 class StepState:
-    """What the patched forwards of one model share: which call of each path comes next."""
+    """State that the patched forwards of one model share, such as how often each path was called in this step."""
 
     def __init__(self, *, counts_calls: bool, offloading: Offloading | None = None) -> None:
         self.counts_calls = counts_calls
@@ -63,7 +63,7 @@ def _new_state(counts_calls: bool, offloading: Offloading | None = None) -> Step
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What one patched forward does.
+    """The decisions about one module, fixed when the plan is applied.
 
     Attributes:
         decisions: those of its path; one with a call number holds for that call only. Several regions of one call nest,
@@ -105,7 +105,7 @@ class Settings:
         ]
 
     def forward(self, patched: PatchedForward, call: int) -> Callable[..., Any]:
-        """Returns what runs the module's own forward in the given call, its scans in the bytes decided for them."""
+        """Returns the module's own forward for the given call, with its scans limited to the bytes decided for them."""
         found = {d.index: d.budget_bytes for d in self.decisions if isinstance(d, Scan) and d.holds(call)}
         return functools.partial(_run_scans, patched.original, found) if found else patched.original
 

@@ -14,13 +14,14 @@ from types import TracebackType
 from typing import Any, Protocol, runtime_checkable
 
 from recoup.runtime import execution_context
+from recoup.runtime.step_log import Counts
 
 ALL_TAPED_BYTES = 1 << 60  # bytes: more than the steps of any loop
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepOfScan:
-    """What a scan's schedule is chosen from, in bytes of one step.
+    """Sizes that a scan's schedule is chosen by, in bytes of one step.
 
     Attributes:
         num_steps: T. state_bytes: a held state. tape_bytes: a taped step. in_row_bytes: one that another taped step
@@ -51,7 +52,7 @@ class Recording(Protocol):
 
 @dataclasses.dataclass(slots=True)
 class ScanCounts:
-    """What the scans of one captured step did.
+    """Counts of the scans of one captured step.
 
     Attributes:
         num_evaluations: of steps, by scans whose bytes a plan decided. num_tapes: whose backward ran, a call of
@@ -65,13 +66,13 @@ class ScanCounts:
 
 
 class Watcher(Protocol):
-    """Somebody who is told of the scans that a plan may decide about."""
+    """Is notified of the scans that a plan may decide about."""
 
     def begun(self, *, is_free: bool) -> None:
         """A scan begins in the call at hand; `is_free`: without a schedule of its own."""
 
     def measured(self, found: StepOfScan) -> None:
-        """What a step of that scan takes."""
+        """Sizes of a step of that scan."""
 
     def ended(self) -> None:
         """Its first forward is over."""
@@ -86,16 +87,7 @@ class _Scans(threading.local):
         self.counts: ScanCounts | None = None
 
 
-class _Total:
-    """Step evaluations so far, of all threads: a GPU's backward runs on a thread of its own."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.num_evaluations = 0
-
-
 _scans = _Scans()
-_total = _Total()
 
 
 class ScansIn:
@@ -174,13 +166,16 @@ def inside(*, is_first: bool = False) -> Iterator[None]:
             _scans.watcher.ended()
 
 
-def count_evaluations(number: int) -> None:
-    """Counts step evaluations of a scan whose bytes a plan decided."""
-    with _total.lock:
-        _total.num_evaluations += number
-    counts = _counts_of_capture()
-    if counts is not None:
-        counts.num_evaluations += number
+def count_evaluations(number: int, counts: tuple[Counts, ...]) -> None:
+    """Counts step evaluations of a scan whose bytes a plan decided.
+
+    Args:
+        counts: those of the thread that ran the scan's forward.
+    """
+    execution_context.count("num_scan_evaluations", counts, number)
+    captured = _counts_of_capture()
+    if captured is not None:
+        captured.num_evaluations += number
 
 
 def count_tape() -> None:
@@ -188,11 +183,6 @@ def count_tape() -> None:
     counts = _counts_of_capture()
     if counts is not None:
         counts.num_tapes += 1
-
-
-def num_evaluations() -> int:
-    """Returns how many step evaluations plans' scans made so far."""
-    return _total.num_evaluations
 
 
 @contextlib.contextmanager

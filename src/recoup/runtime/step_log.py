@@ -1,4 +1,4 @@
-"""What recoup did while steps ran, counted for one plan on whatever thread it happens.
+"""Counts of recoup's events while steps run, for one plan, on all threads.
 
 On a GPU backward runs on a thread of autograd's own. So who will count there (a region's frame, a saved tensor that is
 rebuilt) takes the counts it adds to with it, from the thread that runs forward.
@@ -10,22 +10,24 @@ import dataclasses
 import threading
 from typing import Literal
 
-Event = Literal["num_replays", "num_rederived", "num_tiled", "num_logits_made"]
+Event = Literal["num_replays", "num_rederived", "num_tiled", "num_logits_made", "num_scan_evaluations"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepLog:
-    """What ran so far; the difference of two logs is what ran between them.
+    """Counts of events so far; the difference of two logs is the events between them.
 
     Attributes:
         num_replays: regions whose forward ran a second time. num_rederived: saved tensors that were rebuilt.
         num_tiled: losses and modules run over tiles. num_logits_made: tiled heads whose logits were made whole.
+        num_scan_evaluations: of steps, by scans whose bytes a plan decides, forward and backward together.
     """
 
     num_replays: int = 0
     num_rederived: int = 0
     num_tiled: int = 0
     num_logits_made: int = 0
+    num_scan_evaluations: int = 0
 
     def __sub__(self, before: StepLog) -> StepLog:
         names = [field.name for field in dataclasses.fields(self)]
@@ -41,13 +43,13 @@ class Counts:
         self._lock = threading.Lock()
         self._numbers: dict[Event, int] = {}
 
-    def add(self, event: Event) -> None:
-        """Counts one."""
+    def add(self, event: Event, number: int = 1) -> None:
+        """Counts events."""
         with self._lock:
-            self._numbers[event] = self._numbers.get(event, 0) + 1
+            self._numbers[event] = self._numbers.get(event, 0) + number
 
     @property
     def log(self) -> StepLog:
-        """What was counted so far."""
+        """The counts so far."""
         with self._lock:
             return StepLog(**self._numbers)

@@ -36,7 +36,7 @@ _TOLERANCE_SHARE = 0.01  # of the planned bytes: a step is estimated
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Sight:
-    """What is seen of a step when its forward begins, in bytes."""
+    """Sizes of a step, seen when its forward begins, in bytes."""
 
     batch: int
     gradients: int
@@ -50,7 +50,7 @@ class _Sight:
 
 
 class _Graph:
-    """What one forward left for backward; `alive` dies with it.
+    """Saved tensors of one forward; `alive` dies with them.
 
     Attributes:
         saved_bytes: that autograd keeps, 0 once a backward has let them go.
@@ -319,7 +319,7 @@ class StepWatch:
 
 
 def _unwatching() -> StepWatch:
-    """Returns what stands for a watch in a copy of its model: the copy's training is not the plan's."""
+    """Returns the replacement of a watch in a copy of its model: the copy's training is not the plan's."""
     watch = object.__new__(StepWatch)
     watch._removers, watch._counting = [], None
     return watch

@@ -1,4 +1,4 @@
-"""Who will still ask for something and who is gone, known without keeping them alive and without a finaliser.
+"""Objects that will still ask for a result, tracked without keeping them alive and without a finaliser.
 
 A finaliser (`__del__`, a weak reference's callback) written in Python is where a signal handler may run: what it
 raises, a `KeyboardInterrupt`, is printed and lost, and the rest of the finaliser does not happen. Here the callback is
@@ -13,7 +13,7 @@ from typing import Any
 
 
 class Ticket(weakref.ref):  # type: ignore[type-arg]
-    """One who waits: since which turn, and what is held for them."""
+    """One object that waits: its turn, and the result held for it."""
 
     __slots__ = ("held", "turn")
     held: Any
@@ -21,7 +21,7 @@ class Ticket(weakref.ref):  # type: ignore[type-arg]
 
 
 class Waiting:
-    """Those who will ask for one thing, and that thing for as long as it is held for one of them."""
+    """The objects that will ask for one result, and the result while it is held for one of them."""
 
     __slots__ = ("_result", "_tickets")
 
@@ -41,16 +41,16 @@ class Waiting:
         return ticket
 
     def serve(self, ticket: Ticket) -> None:
-        """Strikes one off; also one who was served before."""
+        """Removes a ticket; does nothing if it was served before."""
         self._tickets.discard(ticket)
         ticket.held = None
 
     def result(self) -> Any | None:
-        """Returns what is held, None if nothing is."""
+        """Returns the held result, None if there is none."""
         return None if self._result is None else self._result()
 
     def hold(self, result: Any, *, since: int | None = None) -> None:
-        """Holds the result for those who wait; with `since`, for those whose turn is that or later."""
+        """Holds the result for all that wait, or for those whose turn is `since` or later."""
         found = False
         for ticket in tuple(self._tickets):
             if since is None or ticket.turn >= since:

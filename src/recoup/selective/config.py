@@ -1,4 +1,4 @@
-"""What is wanted of activation checkpointing, as plain data that refuses bad values."""
+"""Configuration of activation checkpointing: plain data that refuses bad values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STRATEGIES = ("none", "full", "selective", "sequential", "budget")
 
 @dataclasses.dataclass
 class CheckpointConfig:
-    """What to recompute in backward.
+    """Choice of what to recompute in backward.
 
     Attributes:
         enabled: False leaves every model as it is.

@@ -1,4 +1,4 @@
-"""What `MemoryProfiler` measured: plain data, a table, JSON."""
+"""Measurements of `MemoryProfiler`: plain data, a table, JSON."""
 
 from __future__ import annotations
 

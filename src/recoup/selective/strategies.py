@@ -18,7 +18,7 @@ from recoup.selective.profile_report import ProfileReport
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
-    """What becomes a region: paths of consecutive layers, each group one region. `warnings`: what to tell."""
+    """Paths of consecutive layers that become regions, each group one region. `warnings`: sentences for the user."""
 
     groups: tuple[tuple[str, ...], ...]
     warnings: tuple[str, ...]

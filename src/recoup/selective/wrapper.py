@@ -83,7 +83,7 @@ class CheckpointWrapper(nn.Module):
         return wrapped
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns what the wrapped module returns."""
+        """Runs the wrapped module."""
         return self.module(*args, **kwargs)
 
     def unwrap(self) -> nn.Module:

@@ -1,4 +1,4 @@
-"""What people do by hand: nothing, every repeated block, every k-th, sqrt(n) segments.
+"""Checkpointing by hand: nothing, every repeated block, every k-th, sqrt(n) segments.
 
 They are choices like any other, priced by the same rules, so that the solver can be held against them. "The repeated
 blocks" are the siblings of one class that together save the most: a transformer's layers, a ResNet's stages.

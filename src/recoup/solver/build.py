@@ -36,7 +36,7 @@ _FEMTOSECONDS = 1e15  # in a second: whole numbers of them add up alike in any o
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Numbers:
-    """What one captured variant says, by segment."""
+    """Numbers of one captured variant, by segment."""
 
     fixed_bytes: int
     saved: _Array
@@ -148,7 +148,7 @@ def build_problem(
 
 
 def measure(priced: PricedTrace, segments: Sequence[Interval]) -> Numbers:
-    """Returns what a captured step says of each interval of its forward, backward's share of it included."""
+    """Returns a captured step's numbers for each interval of its forward, backward's share included."""
     trace = priced.trace
     levels = np.asarray(trace.levels(priced.op_workspace_bytes), dtype=np.int64)
     num = len(segments)
@@ -246,7 +246,7 @@ class _Lookup:
         return self.seconds(first, last) + num_ops * REPLAY_OVERHEAD_SECONDS + int(end - begin) * CALL_OVERHEAD_SECONDS
 
     def keep_seconds(self, first: int, last: int) -> float:
-        """Returns what it takes to watch ops [first, last) for results to keep."""
+        """Returns the seconds of watching ops [first, last) for results to keep."""
         return int(self._num_ran[last] - self._num_ran[first]) * KEEP_OVERHEAD_SECONDS
 
     def let_go(self, first: int, last: int) -> _Array:

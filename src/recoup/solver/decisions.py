@@ -30,7 +30,7 @@ def decisions(problem: Problem, choice: Choice) -> tuple[Decision, ...]:
 
 
 def to_decisions(line: Line, choice: Choice) -> tuple[Decision, ...]:
-    """Returns what `decisions` does, for a problem that is laid out already."""
+    """Same as `decisions`, for a problem that is laid out already."""
     preference: dict[_Key, Ambient] = {}
     # How many calls each region covers, by the call it begins with; with nested spans there may be several of one
     # call, the outermost first.

@@ -148,7 +148,7 @@ def trade_offs(segment: Segment, *, most: int = 24) -> list[Held]:
 
 
 class _Evaluation:
-    """What choices come to, without a cut."""
+    """What choices come to, without a cut; infinite seconds where what may not run again would have to."""
 
     def __init__(self, segment: Segment) -> None:
         self._segment = segment
@@ -167,11 +167,12 @@ class _Evaluation:
             elif maker[value] not in rerun:
                 rerun.add(maker[value])
                 waiting += [v for v in segment.ops[maker[value]].inputs if v in maker]
+        seconds = math.fsum(segment.ops[i].seconds for i in rerun)
         return Held(
             values=tuple(sorted(read)),
             rerun=tuple(sorted(rerun)),
             nbytes=sum(segment.value_bytes[v] or 0 for v in read),
-            seconds=math.fsum(segment.ops[i].seconds for i in rerun),
+            seconds=seconds if all(segment.ops[i].can_rerun for i in rerun) else math.inf,
         )
 
     def path(self, begin: Held, end: Held) -> Iterator[Held]:
@@ -180,7 +181,9 @@ class _Evaluation:
         here, values = begin, set(begin.values)
         differing = set(begin.values) ^ set(end.values)
         while differing:
-            ways = [(v, self.of(values ^ {v})) for v in sorted(differing)]
+            ways = [(v, held) for v in sorted(differing) if (held := self.of(values ^ {v})).seconds < math.inf]
+            if not ways:
+                return
             value, here = min(ways, key=lambda way: self._slope(here, way[1], sign))
             values ^= {value}
             differing.discard(value)

@@ -72,5 +72,5 @@ def _rows(trace: Trace, first: int, last: int) -> tuple[int, int] | None:
 
 
 def tile_bytes(peak_bytes: int) -> int:
-    """Returns what a tile may take when nothing else is known: a small share of the plain step's peak."""
+    """Returns the default bytes of a tile: a small share of the plain step's peak."""
     return int(peak_bytes * _TILE_SHARE)

@@ -1,4 +1,4 @@
-"""What a choice costs, by walking it: the reference that every algorithm here is judged by.
+"""Cost of a choice, by walking it: the reference that every algorithm here is judged by.
 
 - Forward: `level` starts at the fixed bytes. A leaf with option o peaks at `level + o.forward_bytes` and leaves
   `o.saved_bytes`. A region peaks at `level + forward_bytes` and leaves its `saved_bytes`.
@@ -33,7 +33,7 @@ def evaluate(problem: Problem, choice: Choice) -> tuple[int, float, int]:
 
 
 def evaluate_line(line: Line, choice: Choice) -> tuple[int, float, int]:
-    """Returns what `evaluate` does, for a problem that is laid out already."""
+    """Same as `evaluate`, for a problem that is laid out already."""
     peak, seconds, flops = _walk(line, choice, 0, len(line.leaves))
     problem = line.problem
     return max(problem.fixed_bytes + peak, problem.optimizer_peak_bytes), seconds, flops

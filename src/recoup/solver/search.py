@@ -178,7 +178,7 @@ class Search:
         return opening, closing
 
     def _links(self, call: Call) -> Links | None:
-        """Returns what links the parts of a call, None if nothing does."""
+        """Returns the coupling of a call's parts, None if there is none."""
         if id(call) in self._links_of:
             return self._links_of[id(call)]
         reaches = self._reaches(call, self._longest_span) if self._spans and "recompute" in self._actions else {}

@@ -254,7 +254,7 @@ def _named(keeps: Sequence[Keep]) -> dict[tuple[str, ...], Keep]:
 
 
 def _joined(before: dict[tuple[str, ...], Keep], keeps: Sequence[Keep]) -> dict[tuple[str, ...], Keep]:
-    """Returns what calls that follow each other keep together: of a span all keep the same ops."""
+    """Returns the ops that consecutive calls keep together: all calls of a span keep the same ops."""
     after = _named(keeps)
     found = {}
     for labels, a in before.items():

@@ -1,4 +1,4 @@
-"""What a step of a choice does: how a leaf runs, what a region keeps, what a call moves to the host. Plain data."""
+"""Steps of a choice as plain data: how a leaf runs, what a region keeps, what a call moves to the host."""
 
 from __future__ import annotations
 

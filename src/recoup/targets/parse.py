@@ -33,7 +33,7 @@ class HubTarget:
 
 
 def parse_target(text: str) -> FileTarget | HubTarget:
-    """Returns what the text names.
+    """Parses a TARGET.
 
     Raises:
         TargetError: if it is neither form, or the file is not there.

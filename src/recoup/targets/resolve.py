@@ -60,7 +60,7 @@ def resolve_target(
     dtype: str | None = None,
     device: str = "cpu",
 ) -> Target:
-    """Returns what the TARGET names, ready for a training step.
+    """Returns the TARGET's model and batch, ready for a training step.
 
     Args:
         text: `FILE.py[:FUNCTION]` or `hf:MODEL_TYPE?key=value&key=value`.

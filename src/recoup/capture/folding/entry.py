@@ -1,4 +1,4 @@
-"""What a call of a loop finds: its arguments and its modules' state, described so that two calls can be compared."""
+"""Arguments and module state at the start of a loop's call, described so that two calls can be compared."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SKIPPED = (frozenset(nn.Module().__dict__) | {"forward"}) - {"training"}
 
 @dataclasses.dataclass(slots=True)
 class Entry:
-    """What a call finds: a description of all but the tensors' identity, the values of real tensors, the tensors."""
+    """State at the start of a call: a description without tensors' identity, values of real tensors, the tensors."""
 
     description: Any
     values: Any
@@ -44,7 +44,7 @@ class Finder:
         self._seen: list[weakref.ref[torch.Tensor]] = []
 
     def enter(self, args: Any, kwargs: Any) -> Entry:
-        """Returns what a call is handed and finds, before it runs."""
+        """Returns the arguments and module state of a call, before it runs."""
         tensors: list[torch.Tensor] = []
         seen: dict[int, int] = {}
         state = self.state()

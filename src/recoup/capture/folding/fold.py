@@ -177,7 +177,7 @@ class Folding:
 
 
 class _FoldedForward:
-    """What a folded module's forward is for the time of a capture."""
+    """A folded module's forward during a capture."""
 
     def __init__(self, loop: Loop, module: nn.Module) -> None:
         self._loop = loop

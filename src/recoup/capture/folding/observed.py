@@ -1,4 +1,4 @@
-"""What a call of a loop that ran has done: noted so that the calls after it can be stood for."""
+"""Observes the calls of a loop that are executed, so that later calls can be replaced by marks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(slots=True)
 class Block:
-    """What a call of a loop is in the recording: ranges of ops, storages and the like, [first, last).
+    """A call of a loop in the recording: its ranges of ops, saves, links and calls, [first, last).
 
     Attributes:
         folded: its ops are not there: one mark stands for them.
@@ -56,13 +56,13 @@ class Block:
 
 
 class Unknown(Value):
-    """What a result of a folded call might be rebuilt from is not known: nobody may ask."""
+    """The value of a folded call's result: its lineage is unknown, and asking for it fails the folding."""
 
     __slots__ = ("folding",)
     folding: Folding
 
     def alive(self) -> Any | None:
-        """Returns what keeps it; a question that only ops that are compared may ask."""
+        """Returns the object that keeps it; fails the folding unless calls are being compared."""
         found = super().alive()
         if found is None and not self.folding.comparing:
             self.folding.failed = "a tensor might be rebuilt from what a folded call made"
@@ -71,7 +71,7 @@ class Unknown(Value):
 
 @dataclasses.dataclass(slots=True)
 class Before:
-    """What a call found, kept without its tensors.
+    """State before a call, kept without its tensors.
 
     Attributes:
         tensors: weak references. edges: see `edge_of`. gradients: how to make one of each that may get one.
@@ -116,7 +116,7 @@ class Observer:
         self._finder = finder
 
     def note(self, entry: Entry) -> Before:
-        """Returns what is to be compared after the call, without holding a tensor."""
+        """Returns the state to be compared after the call, without holding a tensor."""
         recorder = current_recorder()
         is_static = [static for _, static, _ in entry.description[1]]
         return Before(
@@ -141,7 +141,7 @@ class Observer:
     def surface(
         self, entry: Entry, before: Before, output: Any, node: int, first_storage: int, block: Block
     ) -> Surface:
-        """Returns what was seen of a call that ran.
+        """Returns the surface of a call that ran.
 
         Raises:
             Irregular: if no other call could be stood for by it.

@@ -1,4 +1,4 @@
-"""What the executed calls of a folded loop did, each relative to itself.
+"""Patterns of a folded loop: what its executed calls recorded, each relative to itself.
 
 A storage that a call makes is named by the call and a number, one that is made between two calls by the call before.
 A call's recording is *relative*: what it touches is one of its own storages, one of a call (or gap) so many calls away,

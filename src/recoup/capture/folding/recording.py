@@ -1,4 +1,4 @@
-"""What the executed calls of a folded loop did, read off the trace between their marks."""
+"""Reads the patterns of a folded loop's executed calls off the recording."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ class Recording:
     # -- relative recordings ------------------------------------------------------------------------------------
 
     def pattern_of(self, kind: str, path: str, index: int) -> Pattern:
-        """Returns what a call of the index' class does, from the two calls executed before folded ones."""
+        """Returns the pattern of a call, from the two calls of its class executed before folded ones."""
         zone, first = self.place_of(path, index)
         assert zone is not None
         known = self.patterns.get((kind, path, first))
@@ -268,7 +268,7 @@ class Recording:
         )
 
     def kind_of(self, signature: int) -> Any:
-        """Returns what ops outside of calls have in common from step to step: all but the numbers they are given."""
+        """Returns the part of ops outside of calls that is equal from step to step: all but numeric arguments."""
         found = self.tracker.signatures[signature]
         return found.name, len(found.args), found.flops, found.bytes_moved, found.output_bytes
 

@@ -1,4 +1,4 @@
-"""What can be seen of a call from outside: enough to tell two calls alike, and to stand for one that is not run."""
+"""A call as seen from outside: enough to compare two calls, and to replace one that is not run."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Result:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Lineage:
-    """What the recorder of a rederive plan knows after a call that it did not before.
+    """Changes of a rederive plan's recorder over a call.
 
     Attributes:
         turns: how many saved tensors it counted. inputs, results: those that are kept from this call on.
@@ -61,7 +61,7 @@ class Lineage:
 
 @dataclasses.dataclass(slots=True)
 class Surface:
-    """What can be seen of a call from outside, enough to stand for it."""
+    """A call as seen from outside, enough to replace it."""
 
     description: Any
     values: Any
@@ -81,7 +81,7 @@ class Surface:
         return bool(self.description == description and (values == self.values or not self.looks_at_values))
 
     def looks(self) -> Any:
-        """Returns what must be the same for two calls to be alike."""
+        """Returns the parts that are equal for calls that are alike."""
         return (
             self.description,
             self.values if self.looks_at_values else None,
@@ -96,7 +96,7 @@ class Surface:
 
 
 def traits_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Returns what ops can see of a tensor, but for its values.
+    """Returns a tensor's metadata as ops see it.
 
     Raises:
         Unlike: if it is of a kind that cannot be made anew.
@@ -118,7 +118,7 @@ def values_of(tensor: torch.Tensor) -> Any:
 
 
 def describe(value: Any, tensors: list[torch.Tensor], seen: dict[int, int], depth: int = 0) -> Any:
-    """Returns what a value is, with each distinct tensor as its number; the tensors are added to the list."""
+    """Returns a description of a value, each distinct tensor by its number; the tensors are added to the list."""
     kind = type(value)
     if kind in PLAIN_TYPES:
         return kind, value if kind is not slice else (value.start, value.stop, value.step)

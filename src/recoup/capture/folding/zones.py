@@ -33,7 +33,7 @@ class Counted(BaseException):
 
 @dataclasses.dataclass
 class FoldingMemory:
-    """What is known of a step's loops, from one capture to the next.
+    """A step's loops as earlier captures found them.
 
     Attributes:
         num_calls: of each module path that may be folded. excluded: paths whose calls are not alike.

@@ -73,7 +73,7 @@ def read_decision(data: Any, known: Sequence[type[Decision]] = DECISIONS) -> Dec
 
 
 def describe_decisions(decisions: Sequence[Decision]) -> list[str]:
-    """Returns what the decisions do, one line an action."""
+    """Returns decisions in words, one line an action."""
     if not decisions:
         return ["nothing is changed"]
     root = next((type(d) for d in decisions if d.path == "" and isinstance(d, Save | Rederive)), Save)

@@ -1,4 +1,4 @@
-"""What all decisions share: which call, how a decision checks itself, and how it is said and written.
+"""The base of all decisions: the call it is for, its checks, its words, its JSON.
 
 A decision is one action for one call of a module. Each action is a frozen dataclass of its own that derives from
 `Decision`: it has the fields that action needs and no others, refuses values out of range, and knows its words.
@@ -120,7 +120,7 @@ class Decision(metaclass=_Named):
     # -- words -----------------------------------------------------------------------------------------------------
 
     def words(self) -> str:
-        """Returns what it does, without where: "recompute through layers.3"."""
+        """Returns the action in words, without its place: "recompute through layers.3"."""
         return self.verb
 
     @classmethod
@@ -130,7 +130,7 @@ class Decision(metaclass=_Named):
 
     @classmethod
     def describe(cls, members: Sequence[Self]) -> list[str]:
-        """Returns what decisions of this class do, in lines for people; equal layers are said once."""
+        """Returns decisions of this class in words, equal layers in one line."""
         return [f"{cls.verb} {text}" for text in grouped([d.path or "(the model)" for d in members])]
 
     # -- JSON ------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ _MAX_KINDS = 6  # of ops named in one sentence
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OpMark:
-    """What is done at one op of the forward.
+    """The choice at one op of the forward.
 
     Attributes:
         path: dotted path of the module whose own code dispatches the op ("" is the model). call: which call of that

@@ -52,7 +52,7 @@ class Region(Decision):
         return dataclasses.replace(self, path=paths[self.path], buffers=buffers)
 
     def words(self) -> str:
-        """Returns what it does, without where."""
+        """Returns the action in words, without its place."""
         how = self._reach("")
         how += " (rederiving inside)" if self.inside == "rederive" else ""
         how += f", keeping {', '.join(self.keep)}" if self.keep else ""

@@ -32,7 +32,7 @@ class Scan(Decision):
         self.require_at_least(1, "budget_bytes")
 
     def words(self) -> str:
-        """Returns what it does, without where."""
+        """Returns the action in words, without its place."""
         return f"scan {self.index} in {format_bytes(self.budget_bytes)}"
 
     @classmethod

@@ -1,1 +1,1 @@
-"""What can be proposed: one file an action."""
+"""Strategies that propose decisions: one file an action."""

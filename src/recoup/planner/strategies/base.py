@@ -1,7 +1,7 @@
-"""What a strategy is: it proposes decisions, is told what each costs, and proposes again until it has no better idea.
+"""The contract of a strategy: it proposes decisions, is sent the cost of each, and proposes again until it is done.
 
 A strategy never simulates and never selects; the one loop that does is `planner.budget_search`. To add an action, write
-a file here and one line in `strategies/__init__.py`.
+a file here and one line in `registry.py`.
 """
 
 from __future__ import annotations

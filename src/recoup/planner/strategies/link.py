@@ -40,7 +40,7 @@ def find_link(cost: CostModel, *, device: torch.device, dialect: str) -> Link:
 
 @functools.cache
 def measured_link(device: torch.device) -> Link:
-    """Returns what copies through the transport that plans use there reach, by the median of a few."""
+    """Returns the bandwidth of the transport that plans use there, the median of a few copies."""
     transport = make_transport(device, "auto")
     flat = torch.ones(_TRIED_BYTES, dtype=torch.uint8, device=device)
     out, back = [], []

@@ -75,7 +75,7 @@ class ScanFinder:
 
 
 class ScanPlans:
-    """What is known of a step's scans, and candidates that differ in their bytes.
+    """A step's scans, and candidates that differ in their bytes.
 
     Attributes:
         trace: of the step with all steps of all scans taped, each scan folded into the call that runs it.
@@ -162,7 +162,7 @@ class ScanPlans:
         )
 
     def _seconds(self, scan: FoundScan) -> float:
-        """Returns what an evaluation of one step takes again."""
+        """Returns the seconds of one more evaluation of a step."""
         assert scan.step is not None
         return sum(self._plain.op_seconds[scan.first_op : scan.last_op]) / scan.step.num_steps
 
@@ -219,7 +219,7 @@ class ScanPlans:
         return candidate.step_seconds + self._extra_seconds(wanted) - self._extra_seconds(at)
 
     def _bytes(self, candidate: Candidate) -> int:
-        """Returns what a candidate's scans may take, all together."""
+        """Returns the bytes that a candidate's scans may take together."""
         return min(sum(d.budget_bytes for d in split_scans(candidate.decisions)[0]), sum(self._path[0]))
 
     def _extra_seconds(self, total_bytes: int) -> float:
@@ -251,7 +251,7 @@ def _needed_bytes(step: StepOfScan) -> int:
 
 
 def _taped_bytes(step: StepOfScan) -> int:
-    """Returns what lets a scan tape all its steps, and lets them share graphs."""
+    """Returns the bytes in which a scan tapes all its steps and lets them share graphs."""
     return max(_needed_bytes(step) + step.shared_bytes, int(step.shared_bytes / SHARED_TAPES_SHARE) + 1)
 
 

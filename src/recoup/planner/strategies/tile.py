@@ -43,15 +43,15 @@ def find_tiled_head(spec: StepSpec, plain: Trace, *, peak_bytes: int) -> TiledHe
     for head in (*found, *_with_adapters(found)):
         tokens = head.tile_tokens(tile_bytes(peak_bytes))
         decision = TileLoss(path=head.path, tile_tokens=tokens)
-        tiled, made = execution_context.tile_counters()
+        before = execution_context.thread_log()
         try:
             applied = apply_decisions(spec.model, (decision,))
         except UsageError:
             continue  # the module around two products is no head with adapters
         with applied:
             trace = capture(spec)
-        tiled_now, made_now = execution_context.tile_counters()
-        if trace.source == "fake" and tiled_now > tiled and made_now == made:
+        ran = execution_context.thread_log() - before
+        if trace.source == "fake" and ran.num_tiled and not ran.num_logits_made:
             return TiledHead(head=head, decision=decision, trace=trace)
     return None
 
@@ -82,7 +82,7 @@ class TiledModules:
     refused: dict[str, str]
 
     def decisions(self, kinds: Sequence[TileKind]) -> tuple[Decision, ...]:
-        """Returns what tiles every call of some kinds, each tile taking what the call is given."""
+        """Returns decisions that tile every call of some kinds, each tile taking the bytes of the call's input."""
         found = []
         for kind in kinds:
             tokens = kind.tile_tokens(self.tokens[kind.paths[0]])

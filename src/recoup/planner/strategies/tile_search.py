@@ -53,7 +53,7 @@ class TileStrategy(Strategy):
 
     @property
     def found(self) -> _Found:
-        """What can be tiled, and its views."""
+        """The heads and modules that can be tiled, and the views with them."""
         if self._found is None:
             self._found = _Found(self._step)
         return self._found
@@ -108,7 +108,7 @@ class TileStrategy(Strategy):
 
 
 class _Found:
-    """What can be tiled in a step.
+    """The heads and modules of a step that can be tiled.
 
     Attributes:
         head: the head of a language model. modules: position-wise ones.

@@ -1,8 +1,17 @@
-"""What a schedule is: a sequence of actions on a loop of steps, and a simulator that checks one.
+"""Schedules: sequences of actions on a loop of steps, and a simulator that checks one.
 
 A loop has steps `0 .. T-1` and states `0 .. T`: step `t` turns state `t` into state `t + 1`. The *current state* is the
 one the loop stands at. A step is *evaluated* either plainly or taped, that is with its autograd graph; its backward
 needs the tape. Which states and tapes are held in the meantime is what schedules differ in.
+
+[Note: schedules]
+1. The loop stands at state 0, which is held. It must do the backward of steps T-1, ..., 0, in this order.
+2. "advance" and "tape" begin at the current state and move it to the end of the steps that they evaluate.
+3. "backward" of a step needs its tape and lets it go. "load" needs the state to be held.
+4. Cost is the number of step evaluations, plain and taped alike; memory is the most states and tapes held at once.
+
+Example: T = 3 with room for one state and one tape: advance 0-1, save 1, advance 1-2, tape 2, backward 2; load 1,
+tape 1, backward 1; load 0, tape 0, backward 0. Five evaluations instead of three, one tape at a time instead of three.
 """
 
 from __future__ import annotations
@@ -50,7 +59,7 @@ class Schedule:
 
 
 def packed(actions: Iterator[Action]) -> Callable[[], Iterator[Action]]:
-    """Returns what makes the same actions again, from twelve bytes each."""
+    """Returns a function that yields the same actions again, stored in twelve bytes each."""
     kinds = get_args(Kind)
     codes = {kind: code for code, kind in enumerate(kinds)}
     rows = np.array([(codes[kind], start, stop) for kind, start, stop in actions], dtype=np.int32).reshape(-1, 3)
@@ -82,7 +91,7 @@ def merged(actions: Iterator[Action]) -> Iterator[Action]:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation:
-    """What a schedule does when it is followed.
+    """Cost and memory of a schedule.
 
     Attributes:
         evaluations: step evaluations. taped: how many of them taped. weighted: evaluations weighted by cost.

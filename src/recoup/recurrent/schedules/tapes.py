@@ -119,7 +119,7 @@ class Table:
         return total if total < _NEVER_EVALUATIONS else -1
 
     def choice(self, n: int, m: int) -> int:
-        """Returns what to do first with `n` steps and `m` units."""
+        """Returns the first choice for `n` steps and `m` units."""
         return int(self._choices[n, m])
 
     def continues(self, n: int, m: int) -> bool:

@@ -210,5 +210,5 @@ def _actions(table: _Table, leaf: Callable[[int, int], Iterator[Action]]) -> Ite
 
 @functools.lru_cache(maxsize=64)
 def total_cost(schedule: Schedule, costs: tuple[float, ...]) -> float:
-    """Returns what the evaluations of a schedule cost in all."""
+    """Returns the total cost of a schedule's evaluations."""
     return simulate(schedule.actions(), schedule.num_steps, step_costs=list(costs)).weighted

@@ -19,7 +19,7 @@ from recoup.runtime.step_log import Counts
 
 
 class HeldState:
-    """What the patched forwards of one model share.
+    """State that the patched forwards of one model share.
 
     Attributes:
         warned: a step that went another way was told of. counts: what steps do.
@@ -44,7 +44,7 @@ class HeldState:
 
 @dataclasses.dataclass(frozen=True)
 class HeldSettings:
-    """What one patched forward does: the model's begins the recorder, all tell it whose ops come next."""
+    """A patched forward's part: the model's own starts the recorder, each tells it which module's ops come next."""
 
     path: str
     state: HeldState

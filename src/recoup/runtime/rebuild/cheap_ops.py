@@ -125,7 +125,7 @@ OPAQUE, CHEAP, IN_PLACE, VIEW, WRITES = range(5)
 
 
 class OpFacts:
-    """What the recorder must know of an overload, found once.
+    """Facts about an overload that the recorder needs, computed once.
 
     Attributes:
         kind: OPAQUE, CHEAP, IN_PLACE (a cheap op written over its first argument), VIEW or WRITES (anything else that

@@ -40,7 +40,7 @@ class Kept:
         return self.tensor
 
     def contents(self) -> torch.Tensor:
-        """Returns what something is rebuilt from."""
+        """Returns the contents as they were saved, to rebuild others from."""
         return self.unpack() if self.copy is None else self.copy
 
     def rescue(self) -> None:

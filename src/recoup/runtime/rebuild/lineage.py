@@ -1,12 +1,19 @@
 """Which cheap op made which storage: the record that lets a saved tensor be rebuilt instead of kept.
 
-While a `Recorder` is on the dispatch-mode stack, every cheap op leaves a `Made` behind: the op, its scalars, and the
-`Value`s it read. Values stand for the contents of a storage at one moment; views are geometry over a value, so no view
-op needs a record, and an op that writes into a storage gives that storage a new value. Nothing here holds a tensor
-alive: a value knows its contents only while somebody else keeps them (`Kept`), or because they are a parameter.
+[Note: lineage]
+1. A `Value` is the contents of one storage at one moment. An op that writes into a storage gives it a new value.
+2. While a `Recorder` is on the dispatch-mode stack, each cheap op leaves a `Made`: the overload, its scalars, and the
+   values that it read, each with the geometry of the view it read.
+3. A view is geometry over a value. View ops leave no record.
+4. The record holds no tensor. A value knows its contents only while they are kept elsewhere (`Kept`), or if they are a
+   parameter's.
+5. The record is made anew in every step, from the arguments that the kernels got: no rebuilt tensor can rest on a
+   stale scalar, eps or shape.
 
-Because the record is made anew in every step from the very arguments the kernels got, a rebuilt tensor can never rest
-on a stale scalar, eps or shape.
+Example: `y = gelu(x).view(4, -1)`, with x kept because gelu itself saves it. The storage of gelu's result gets a value
+whose `made` is gelu's overload, reading the value of x; `y` is that value with another geometry. When a matmul saves
+`y`, autograd gets a `Rederived` instead: the value, y's geometry, and x's `Kept`. If `x.add_(1)` runs before backward,
+x's storage has a new value, and unpacking raises as autograd would.
 """
 
 from __future__ import annotations
@@ -80,7 +87,7 @@ class Value:
         return None if self.waiting is None else self.waiting.result()
 
     def alive(self) -> Any | None:
-        """Returns what keeps these contents now, None if nobody does or it was overwritten."""
+        """Returns the object that keeps these contents now; None if there is none or it was overwritten."""
         kept = self.kept() if self.kept is not None else None
         return kept if kept is not None and kept.is_current() else None
 
@@ -119,7 +126,7 @@ class Made:
 
 
 class Surroundings:
-    """What the recorded ops ran under, below the recorder: the user's dispatch modes and flags of kernels."""
+    """The user's dispatch modes and kernel flags that the recorded ops ran under."""
 
     __slots__ = ("_is_cheap", "flags", "modes")
 
@@ -189,7 +196,7 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
         self._outer = None
 
     def surroundings(self) -> Surroundings:
-        """Returns what the ops recorded now run under."""
+        """Returns the surroundings of the ops recorded now."""
         modes = _torch.user_modes_below(self)
         if modes != self._surroundings.modes:
             self._surroundings = Surroundings(modes, is_cheap=self.is_cheap)
@@ -297,7 +304,7 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
         return Read(self.value_of(tensor), geometry_of(tensor))
 
     def pack(self, tensor: torch.Tensor, value: Value) -> Any | None:
-        """Returns what autograd gets instead of a saved tensor that nobody keeps yet; None: it is rederived or kept."""
+        """Returns a replacement for a saved tensor that is not kept yet; None: it is rederived or kept."""
         return None
 
     def _attach(self, made: Made, out: Any, has_side_results: bool) -> None:

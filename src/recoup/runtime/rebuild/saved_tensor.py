@@ -34,7 +34,7 @@ MIN_BYTES = 4096  # smaller saved tensors are kept: a rebuild takes some 100 us 
 
 
 def pack(tensor: torch.Tensor) -> Any:
-    """What autograd gets instead of `tensor`: `Kept`, a view of one, `Rederived`, or, offloaded, `Returning`."""
+    """Returns the object that autograd saves in place of `tensor`: `Kept`, `KeptView`, `Rederived` or `Returning`."""
     with _torch.past_function_modes():
         return _pack(tensor)
 
@@ -134,7 +134,7 @@ def _compact_indices(value: Value, tensor: torch.Tensor) -> KeptCompact:
 
 
 def unpack(packed: Any) -> torch.Tensor:
-    """What autograd gets back in backward."""
+    """Returns the tensor that `pack` was given, kept or rebuilt."""
     with _torch.past_function_modes():
         result: torch.Tensor = packed.unpack()
     return result

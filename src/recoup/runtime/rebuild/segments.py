@@ -332,6 +332,9 @@ class _Frame:
 
 def keep(value: Value, tensor: torch.Tensor) -> Source:
     """Keeps a tensor's contents for who rebuilds from them; a random mask of zeros and ones as bytes."""
-    kept: Source = compact_mask(value, tensor) if value.random_mask else Kept(tensor)
+    if value.random_mask:
+        kept: Source = compact_mask(value, tensor)
+    else:  # ops are recorded below autograd, where a view does not count changes in place together with its base
+        kept = Kept(tensor if tensor.grad_fn is None else _torch.alias_below_autograd(tensor))
     value.kept = weakref.ref(kept)
     return kept

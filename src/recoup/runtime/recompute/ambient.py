@@ -1,4 +1,4 @@
-"""What surrounded a forward and may be gone when it is run again: context variables, modes, flags, global hooks.
+"""State around a forward that may differ in its replay: context variables, modes, flags, global hooks.
 
 `sdpa_kernel`, a `TorchFunctionMode`, `torch.device` as a context, `parametrize.cached()`, a `contextvars.ContextVar`:
 each may be on around the forward only, or around backward only. The replay runs under what was on when its region was

@@ -136,7 +136,7 @@ class Bindings:
 
 
 def storage_of(tensor: torch.Tensor) -> int | None:
-    """Returns what names the tensor's storage, None if it has none of its own (sparse, or a wrapper of others)."""
+    """Returns the identity of the tensor's storage, None if it has none of its own (sparse, or a wrapper of others)."""
     if tensor.layout is not torch.strided:
         return None
     try:

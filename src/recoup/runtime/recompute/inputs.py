@@ -1,4 +1,4 @@
-"""What a region was called with, kept so that it can be called again.
+"""A region's arguments, kept for its replay.
 
 Tensors are kept through autograd (`_SaveInputs`), so hooks around the region see them; lists and dicts are copied, so
 what the forward writes into them is not there the second time. An iterator is copied where Python can copy one (of a

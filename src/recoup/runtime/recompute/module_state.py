@@ -1,4 +1,4 @@
-"""What modules and argument objects hold besides parameters: as the forward found it, for its second run.
+"""State of modules and argument objects besides parameters, restored for the replay as the first forward found it.
 
 Flags, hooks, lists, buffers, membrane potentials, caches: whatever is in the `__dict__` of a module of the region, or
 of an object among its arguments (a key-value cache), is noted when the region is entered and put back around the
@@ -42,7 +42,7 @@ _FUNCTIONS = (
 
 
 def walk(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Returns what `named_modules` does, in one quick pass: it is called for every region of every step."""
+    """Returns the same as `named_modules`, faster: it is called for every region of every step."""
     found: dict[nn.Module, str] = {}
     stack = [("", module)]
     while stack:

@@ -39,7 +39,7 @@ class _Place:
         self.last = read()
 
     def now(self) -> Any:
-        """Returns what is there: the very same copy as the last time if nothing has changed."""
+        """Returns a copy of the state; the same object as last time if nothing has changed."""
         found = self.read()
         if not is_same(found, self.last):
             self.last = found
@@ -91,7 +91,7 @@ class Places:
 
 
 class ObjectState:
-    """What was in some places at one moment."""
+    """Contents of some places at one moment."""
 
     __slots__ = ("_forget", "_held", "_only_read", "_streams", "_tensors")
 

@@ -1,18 +1,24 @@
 """The action *recompute*: a region keeps its inputs and runs its forward again in backward.
 
-The first forward runs under saved-tensor hooks that keep nothing but numbered `Slot`s. The first slot that backward
-asks for replays the forward from the kept inputs; the k-th tensor saved in the replay fills the k-th slot, and the
-replay stops at the last one. Inputs are saved through autograd (`inputs.py`), so hooks around the region, a
-region around the region, or a user's own, see them: regions nest, and an input can be rederived. The replay saves
-through `saved_tensor.pack`, so a region may hold only what cheap ops cannot rebuild.
+[Note: regions]
+1. The first forward runs under saved-tensor hooks that keep nothing but numbered `Slot`s (`frame.py`).
+2. The first slot that backward unpacks replays the forward from the kept inputs. The k-th tensor that the replay saves
+   fills the k-th slot; the replay stops when the last slot is filled.
+3. Inputs are saved through autograd (`inputs.py`), so the saved-tensor hooks around a region see them: those of an
+   outer region, which makes slots of them, or a user's own. So regions nest, and an input can be rederived.
+4. A region inside a region is opened in the outer region's first forward and in each replay of it, so that both save
+   the same tensors in the same order. A replay opens frames of its own.
+5. The replay saves through `saved_tensor.pack`: with rederive inside, it keeps only what cheap ops cannot rebuild.
+6. A *span* is one region over consecutive calls. A call joins the open span if its first argument is the very tensor
+   that the call before returned; no user code changes. Its calls may be regions and spans again.
+7. A *chunk* is one region over consecutive calls of one module, as a loop over time makes them. Outputs of one call
+   that the next one takes are not kept. The module's attributes are noted when the chunk begins; the replay runs the
+   calls in a row, so state passes from call to call as it did.
 
-A *span* is one region over several calls that follow each other, each one's first argument being exactly what the one
-before returned. No user code changes: a call joins the open span when it is handed that very tensor. The calls of a
-span may be regions and spans again: the first forward opens them too, so that it and the replay save alike.
-
-A *chunk* is one region over several calls of the same module, as a loop over time makes them. What a call is handed of
-the outputs of the call before is not kept, and the module's attributes are noted once, when the chunk begins: its
-replay runs the calls in a row, and state goes from call to call as it did.
+Example: `outer` computes `relu(inner(x))`, `inner` saves a and b, both are regions. The first forward makes slots
+outer: [x as an input of inner, result of relu], inner: [a, b], and keeps x alone. Backward of relu unpacks outer's
+second slot: outer is replayed, which runs inner again and fills both of outer's slots. Backward of inner unpacks a:
+inner is replayed from x, which is outer's first slot, filled by now. So inner ran three times, outer twice.
 
 Compared with `torch.utils.checkpoint` (non-reentrant, whose slot-filling idea this follows): rederive inside, spans,
 buffers and foreign random streams handled, errors that name the module.

@@ -1,8 +1,8 @@
-"""What a second run of a forward must find as the first one found it, and leave as it was.
+"""Random streams, autocast and statistics: restored for a replay, and put back after it.
 
 Random number streams (torch CPU and device, python's, numpy's, explicit generators) and autocast. Each is taken when a
 region is entered and put in place around its replay; afterwards everything is as before the replay. What modules and
-arguments hold is in `attributes.py`.
+arguments hold is in `module_state.py`.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class _NumpyStream:
         self._state: Any = None
 
     def state(self) -> Any:
-        """Returns what `numpy.random.get_state` does, the very same if nothing moved; None without NumPy."""
+        """Returns `numpy.random.get_state()`, the same object if the stream did not move; None without NumPy."""
         numpy = sys.modules.get("numpy")
         if numpy is None:
             return None

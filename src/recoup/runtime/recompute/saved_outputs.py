@@ -21,7 +21,7 @@ from recoup.runtime.recompute.rng_state import version_of
 
 
 class Kept:
-    """What one call of a region keeps.
+    """Results that one call of a region keeps.
 
     Attributes:
         labels: of the ops whose results are kept.

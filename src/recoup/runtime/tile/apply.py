@@ -93,7 +93,7 @@ def prepare_tiles(modules: Mapping[str, nn.Module], decisions: Sequence[Decision
 def run_module_call(
     decision: TileModule, patched: PatchedForward, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Returns what a position-wise module gives over tiles; its own output where its call does not allow it."""
+    """Returns a position-wise module's output, computed over tiles where the call allows it."""
     if not is_tileable(args, kwargs):
         return patched.original(*args, **kwargs)
     proofs: Proofs = patched.settings.state.proofs

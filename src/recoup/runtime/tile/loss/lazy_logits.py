@@ -28,7 +28,7 @@ from recoup.runtime.tile.loss.math import LossSpec, Step, wide
 
 
 class Head:
-    """What the logits come from, shared by all that is made of them.
+    """Sources of the logits, shared by all lazy tensors made of them.
 
     Attributes:
         hidden: (..., H), as the head was given it. weight: (V, H). bias: (V,). tile_tokens: rows of a tile.
@@ -167,7 +167,7 @@ def derive(
     bias: torch.Tensor | None = None,
     more: tuple[tuple[torch.Tensor, Head], ...] | None = None,
 ) -> LazyLogits:
-    """Returns what an op makes of `source`.
+    """Applies an op to `source` and returns its result.
 
     Args:
         rows: the hidden states of the result. step: what happens to the values. make: the op on real logits.

@@ -1,4 +1,4 @@
-"""What may be done to logits that are not there: questions about them, and ops that the tiled loss can follow."""
+"""Ops on lazy logits that need no values: queries of metadata, and ops that the tiled loss can follow."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _derive(lazy: LazyLogits, rows: torch.Tensor, step: Any, make: Callable[[tor
 def _move(
     lazy: LazyLogits, move: Callable[[torch.Tensor], torch.Tensor], make: Callable[[torch.Tensor], torch.Tensor]
 ) -> Any:
-    """Returns what an op makes that only picks or arranges tokens: it is done to the rows of every product."""
+    """Applies an op that only selects or reorders tokens, to the rows of every product."""
     from recoup.runtime.tile.loss.lazy_logits import derive
 
     return derive(lazy, move(lazy.rows), None, make, more=tuple((move(rows), head) for rows, head in lazy.more))

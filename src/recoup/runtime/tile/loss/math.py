@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 Step = tuple[str, Any]
-"""What happens to logits before the loss: ("mul", c), ("div", c), ("tanh", None) or ("to", dtype)."""
+"""An op between logits and loss: ("mul", c), ("div", c), ("tanh", None) or ("to", dtype)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ _NUM_PARTS = 8  # of a tile, whose log-softmax is taken one by one
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """Returns what the loss of logits of this dtype is computed in."""
+    """Returns the dtype in which the loss of logits of this dtype is computed."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 

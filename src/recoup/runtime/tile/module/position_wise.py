@@ -26,7 +26,7 @@ from recoup.runtime.tile.module.position_wise_ops import Judge, MixesPositions
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
-    """What running a function under fake tensors told.
+    """Result of running a function under fake tensors.
 
     Attributes:
         reason: why it is not position-wise; "" if it is.
@@ -93,7 +93,7 @@ def _stand_in(tensor: torch.Tensor, leading: tuple[int, ...]) -> torch.Tensor:
 
 
 def _judge_graph(output: torch.Tensor, given: list[torch.Tensor], first: int) -> tuple[str, tuple[torch.Tensor, ...]]:
-    """Returns what in the graph rules tiles out ("" if nothing), and the leaves that are not among `given`."""
+    """Returns why the graph rules tiles out ("" if it does not), and the leaves that are not among `given`."""
     leaves: list[torch.Tensor] = []
     for node in graph_nodes(output):
         if isinstance(node, torch.autograd.function.BackwardCFunction):

@@ -82,7 +82,7 @@ def tensors_of(nest: Any) -> list[torch.Tensor]:
 
 
 def run_tiles(tiling: Tiling, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Returns what the forward gives, run over tiles; differentiable.
+    """Runs the forward over tiles and returns its output; differentiable.
 
     Args:
         leaves: the parameters that it reads.

@@ -164,7 +164,7 @@ def _same(held: Any, copy: Any) -> bool:
 
 
 class Proofs:
-    """What was proved of the tiled modules of a plan, or of one module: names of parameters, by shape and mode."""
+    """Proofs about the tiled modules of a plan, or about one module: names of parameters, by shape and mode."""
 
     def __init__(self) -> None:
         self._leaves: dict[Any, tuple[str, ...]] = {}
@@ -172,7 +172,7 @@ class Proofs:
     def run(
         self, path: str, module: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any, rows: int
     ) -> torch.Tensor:
-        """Returns what a module's forward gives, run over tiles.
+        """Runs a module's forward over tiles and returns its output.
 
         Args:
             run: the forward. rows: positions of a tile.
@@ -208,7 +208,7 @@ class Proofs:
 
 
 def _mode_of(tiling: Tiling, module: nn.Module, parameters: dict[str, nn.Parameter]) -> Any:
-    """Returns what a proof holds for: shapes, flags, plain arguments, what needs gradients, autocast."""
+    """Returns the key of a proof: shapes, flags, plain arguments, which tensors need gradients, autocast."""
     tensors = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in tiling.tensors)
     device = tiling.tensors[0].device.type
     autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)

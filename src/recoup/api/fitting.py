@@ -1,10 +1,10 @@
-"""The public functions: each reads like its line in the README; this file wires the stages together."""
+"""The public functions that make one plan and put it in place: plan, apply, verify, fit."""
 
 from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, overload
 
 import torch
@@ -13,50 +13,24 @@ from torch import nn
 from recoup import progress
 from recoup._allocation import return_freed_memory
 from recoup._interrupts import heard
-from recoup.analysis.profile import make_profile
 from recoup.capture.fingerprint import refuse_other_model
 from recoup.capture.optimizer import OptimizerLike
 from recoup.capture.step import Loss, StepFunction, make_objective
 from recoup.compiled.api import fit_compiled
 from recoup.compiled.fitting import CompiledFit
-from recoup.cost.devices import get_device
 from recoup.cost.model import CostModel
-from recoup.cost.roofline import RooflineCost
-from recoup.errors import InexactWarning, InfeasibleBudget, UsageError
+from recoup.errors import InexactWarning, UsageError
 from recoup.evidence.verify import verify_plan
 from recoup.ir import html
 from recoup.ir.evidence import Evidence
-from recoup.ir.explanation import Explanation, Trade
 from recoup.ir.plan import Plan
-from recoup.ir.profile import FrontierPoint, Profile
-from recoup.ir.text import format_decisions, format_percent, format_share
-from recoup.planner.curve import frontier_points, largest_size
-from recoup.planner.driver import Planner, is_on_meta, plan_for_budget
-from recoup.planner.explain import explain as explain_plan
-from recoup.planner.explain import trade
-from recoup.planner.request import fitting_for, free_bytes_on, planner_for
+from recoup.ir.text import format_decisions
+from recoup.planner.driver import is_on_meta
+from recoup.planner.request import fitting_for
 from recoup.runtime.apply import Applied, apply_decisions, find_patches, plain
 from recoup.runtime.conflicts import refuse_conflicts, refuse_wrapped
-from recoup.runtime.execution_context import is_recomputing
 from recoup.runtime.offload.transport import Transport
-from recoup.runtime.rebuild.saved_tensor import rederive
-from recoup.units import check_budget, format_bytes, parse_bytes
-
-__all__ = [
-    "Applied",
-    "Fit",
-    "Frontier",
-    "apply",
-    "explain",
-    "fit",
-    "frontier",
-    "is_recomputing",
-    "max_batch",
-    "plan",
-    "profile",
-    "rederive",
-    "verify",
-]
+from recoup.units import check_budget, format_bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -359,248 +333,6 @@ def fit(
         )
     applied.watch(made)
     return Fit(plan=made, applied=applied, evidence=evidence)
-
-
-@heard()
-def profile(
-    model: nn.Module,
-    batch: Any = None,
-    *,
-    loss: Loss | None = None,
-    step: StepFunction | None = None,
-    inputs: Any = None,
-    targets: Any = None,
-    autocast: torch.dtype | None = None,
-    scaler: Any = None,
-    accumulate: int = 1,
-    optimizer: OptimizerLike | None = None,
-    device: str | torch.device | None = None,
-    cost: CostModel | None = None,
-) -> Profile:
-    """Returns where the memory and time of one unplanned step go; nothing of the model changes.
-
-    Args and errors are those of `plan`.
-    """
-    objective, batch = make_objective(
-        batch,
-        loss=loss,
-        step=step,
-        inputs=inputs,
-        targets=targets,
-        autocast=autocast,
-        scaler=scaler,
-        accumulate=accumulate,
-    )
-    planner, _, _ = planner_for(
-        model, batch, objective=objective, optimizer=optimizer, device=device, actions=(), cost=cost
-    )
-    return make_profile(planner.priced)
-
-
-class Frontier:
-    """The curve of bytes against time: every point a plan, more bytes never slower among plans with equal bits.
-
-    Tiles round differently: unless they were asked for in `actions`, they are in points below all others only.
-    """
-
-    def __init__(self, planner: Planner, device: str, points: tuple[FrontierPoint, ...], free_bytes: int) -> None:
-        self._planner = planner
-        self._device = device
-        self._free_bytes = free_bytes
-        self.points = points
-
-    @property
-    def planner(self) -> Planner:
-        """The planner behind the curve, for reports: the captured steps and the simulator."""
-        return self._planner
-
-    def explain(self, budget: int | str) -> Explanation:
-        """Returns why the plan for a budget is what it is: each kind of choice priced, and the budgets beside it.
-
-        Raises:
-            InfeasibleBudget: as `plan`.
-        """
-        made = self.plan(budget)
-        candidate = self._planner.simulate(made.decisions)
-        return explain_plan(self._planner, candidate, budget_bytes=made.budget_bytes)
-
-    def buys(self, budget: int | str, more: int | str) -> Trade:
-        """Returns what `more` bytes on top of a budget would buy: the two plans, and the seconds between them.
-
-        Args:
-            budget: the bytes there are. more: bytes on top of them, as a number or as text ("2GiB").
-        """
-        first = self.plan(budget)
-        second = self.plan(first.budget_bytes + parse_bytes(more))
-        return trade(self._planner.simulate(first.decisions), self._planner.simulate(second.decisions))
-
-    def free(self, wanted: int | str) -> Plan:
-        """Returns the cheapest plan whose peak is at least `wanted` bytes below the plain step's.
-
-        Raises:
-            InfeasibleBudget: if no plan frees as much.
-        """
-        return self.plan(self._planner.plain.peak_bytes - parse_bytes(wanted))
-
-    def plan(self, budget: int | str) -> Plan:
-        """Returns the plan for a budget, without capturing again."""
-        check_budget(budget)
-        made, _ = plan_for_budget(self._planner, budget=budget, free_bytes=self._free_bytes, device=self._device)
-        return made
-
-    def __repr__(self) -> str:
-        sizes = [format_bytes(p.peak_bytes) for p in (self.points[:1] + self.points[-1:])]
-        return f"<Frontier: {len(self.points)} plans, {' to '.join(sizes)}>"
-
-    def _repr_html_(self) -> str:
-        plain = self._planner.plain
-        rows = [
-            (
-                format_bytes(p.peak_bytes),
-                format_share(p.peak_bytes, plain.peak_bytes),
-                format_percent(p.extra_time_ratio),
-            )
-            for p in self.points
-        ]
-        title = f"{len(self.points)} plans on {self._device}"
-        return html.card(title, html.table(("peak", "of plain", "time"), rows), html.text(str(self), "as text"))
-
-    def __str__(self) -> str:
-        from recoup.report.text import format_frontier
-
-        return format_frontier(self.points)
-
-
-@heard()
-def frontier(
-    model: nn.Module,
-    batch: Any = None,
-    *,
-    loss: Loss | None = None,
-    step: StepFunction | None = None,
-    inputs: Any = None,
-    targets: Any = None,
-    autocast: torch.dtype | None = None,
-    scaler: Any = None,
-    accumulate: int = 1,
-    optimizer: OptimizerLike | None = None,
-    device: str | torch.device | None = None,
-    actions: Sequence[str] | None = None,
-    cost: CostModel | None = None,
-    num_points: int = 10,
-) -> Frontier:
-    """Returns the whole curve from the smallest reachable peak to the plain step.
-
-    Args and errors are those of `plan`; each of about `num_points` points is a simulated plan.
-    """
-    objective, batch = make_objective(
-        batch,
-        loss=loss,
-        step=step,
-        inputs=inputs,
-        targets=targets,
-        autocast=autocast,
-        scaler=scaler,
-        accumulate=accumulate,
-    )
-    planner, name, entry = planner_for(
-        model, batch, objective=objective, optimizer=optimizer, device=device, actions=actions, cost=cost
-    )
-    points = frontier_points(planner, num_points=num_points, device=name)
-    return Frontier(planner, name, points, free_bytes_on(name, entry))
-
-
-def explain(
-    model: nn.Module,
-    batch: Any = None,
-    *,
-    budget: int | str,
-    loss: Loss | None = None,
-    step: StepFunction | None = None,
-    inputs: Any = None,
-    targets: Any = None,
-    autocast: torch.dtype | None = None,
-    scaler: Any = None,
-    accumulate: int = 1,
-    optimizer: OptimizerLike | None = None,
-    device: str | torch.device | None = None,
-    actions: Sequence[str] | None = None,
-    cost: CostModel | None = None,
-) -> Explanation:
-    """Returns why the plan for a budget is what it is: what sets its peak, what each kind of choice is worth (the plan
-    against the same plan without it, both simulated), and what a little less and a little more memory would cost.
-
-    Args and errors are those of `plan`.
-    """
-    check_budget(budget)
-    objective, batch = make_objective(
-        batch,
-        loss=loss,
-        step=step,
-        inputs=inputs,
-        targets=targets,
-        autocast=autocast,
-        scaler=scaler,
-        accumulate=accumulate,
-    )
-    planner, name, entry = planner_for(
-        model, batch, objective=objective, optimizer=optimizer, device=device, actions=actions, cost=cost
-    )
-    return Frontier(planner, name, (), free_bytes_on(name, entry)).explain(budget)
-
-
-@heard()
-def max_batch(
-    model: nn.Module,
-    make_batch: Callable[[int], Any],
-    *,
-    budget: int | str,
-    loss: Loss | None = None,
-    step: StepFunction | None = None,
-    autocast: torch.dtype | None = None,
-    accumulate: int = 1,
-    optimizer: OptimizerLike | None = None,
-    device: str | torch.device | None = None,
-    actions: Sequence[str] | None = None,
-    limit: int = 1 << 16,
-) -> int:
-    """Returns the largest size whose step fits the budget under some plan: simulated, so the next size does not.
-
-    Args:
-        make_batch: returns a batch of the given size (of examples, tokens, pixels: whatever grows).
-        budget: absolute bytes or `"auto"`; a percentage has no meaning here. limit: the largest size tried.
-
-    Raises:
-        UsageError: for a percentage. InfeasibleBudget: if even size 1 does not fit.
-    """
-    check_budget(budget)
-    if isinstance(budget, str) and budget.strip().endswith("%"):
-        raise UsageError("max_batch needs a budget in bytes ('8GiB'); a percentage of what changes with the batch.")
-    errors: list[InfeasibleBudget] = []
-
-    here = device in (None, "cpu")
-
-    def fits(size: int, *, metered: bool = not here) -> bool:
-        objective, batch = make_objective(
-            make_batch(size), loss=loss, step=step, autocast=autocast, accumulate=accumulate
-        )
-        planner, name, entry = planner_for(
-            model,
-            batch,
-            objective=objective,
-            optimizer=optimizer,
-            device=device,
-            actions=actions,
-            cost=None if metered else RooflineCost(get_device("cpu-generic")),
-        )
-        try:
-            plan_for_budget(planner, budget=budget, free_bytes=free_bytes_on(name, entry), device=name)
-        except InfeasibleBudget as error:
-            errors.append(error)
-            return False
-        return True
-
-    return largest_size(fits, errors, limit=limit, is_metered_last=here)
 
 
 def suspended(model: nn.Module) -> Any:

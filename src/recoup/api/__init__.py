@@ -1,0 +1,26 @@
+"""The public functions: each reads like its line in the README; these files wire the stages together."""
+
+from __future__ import annotations
+
+from recoup.api.curves import Frontier, explain, frontier, max_batch, profile
+from recoup.api.fitting import Fit, apply, fit, plan, suspended, verify
+from recoup.runtime.apply import Applied
+from recoup.runtime.execution_context import is_recomputing
+from recoup.runtime.rebuild.saved_tensor import rederive
+
+__all__ = [
+    "Applied",
+    "Fit",
+    "Frontier",
+    "apply",
+    "explain",
+    "fit",
+    "frontier",
+    "is_recomputing",
+    "max_batch",
+    "plan",
+    "profile",
+    "rederive",
+    "suspended",
+    "verify",
+]
