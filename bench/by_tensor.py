@@ -18,10 +18,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import recoup
 from bench.functional_models import FUNCTIONAL, checkpointed
+from bench.more_functional_models import MORE_FUNCTIONAL
 from recoup.errors import InfeasibleBudget
 from recoup.evidence.memory import measure_peak, storage_bytes
 
 NUM_PAIRS = 7
+MODELS = FUNCTIONAL | MORE_FUNCTIONAL
 CPU = torch.device("cpu")
 
 
@@ -63,7 +65,7 @@ def planned(model: nn.Module, batch: tuple[Tensor, ...], budget: int) -> recoup.
 
 
 def row(name: str) -> str:
-    made = FUNCTIONAL[name]
+    made = MODELS[name]
     plain, by_hand, ours = made.make(), made.make(checkpointed), made.make()
     torch.manual_seed(1)
     batch = made.batch()
@@ -91,7 +93,7 @@ def main() -> None:
     torch.set_num_threads(1)
     print("| model | plain | by hand: peak | FLOPs | time | recoup there: peak | FLOPs | time | floor | bits |")
     print("|---|---|---|---|---|---|---|---|---|---|")
-    for name in sys.argv[1:] or FUNCTIONAL:
+    for name in sys.argv[1:] or MODELS:
         print(row(name), flush=True)
 
 

@@ -33,6 +33,26 @@ def wrong_batch():
 
 def no_dict():
     return 3
+
+def given(**more):
+    return {"model": torch.nn.Linear(4, 4), "batch": torch.randn(2, 4), **more}
+
+def two_losses(): return given(loss=lambda o, b: o.sum(), step=lambda m, b: m(b).sum())
+def a_number(): return given(loss=3)
+def a_word(): return given(autocast="bf16", loss=lambda o, b: o.sum())
+def nothing_to_add(): return given(accumulate=0)
+def no_scaler(): return given(scaler=2.0)
+def targets_alone(): return given(targets=torch.ones(2))
+def unknown_key(): return given(model_name="x")
+def no_module(): return given(model="gpt2")
+def a_loader(): return given(batch=torch.utils.data.DataLoader(torch.randn(8, 4)))
+def lazy(): return given(model=torch.nn.LazyLinear(4))
+def no_batch(): return {"model": torch.nn.Linear(4, 4)}
+def raises(): raise ValueError("no data here")
+def frozen(): return given(model=torch.nn.Linear(4, 4).requires_grad_(False))
+def talks():
+    print("made by the target")
+    return given(loss=lambda o, b: o.sum())
 """
 
 
@@ -58,6 +78,34 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         ("{source}:no_parameters", ["--budget", "60%"], "has no parameters"),
         ("{source}:wrong_batch", ["--budget", "60%"], "failed on this batch"),
         ("{source}:no_dict", ["--budget", "60%"], "must return a dict"),
+        ("{source}:two_losses", ["--budget", "60%"], "not both"),
+        ("{source}:a_number", ["--budget", "60%"], "function of"),
+        ("{source}:a_word", ["--budget", "60%"], "torch.bfloat16"),
+        ("{source}:nothing_to_add", ["--budget", "60%"], "micro-batches"),
+        ("{source}:no_scaler", ["--budget", "60%"], "GradScaler"),
+        ("{source}:targets_alone", ["--budget", "60%"], "needs inputs"),
+        ("{source}:unknown_key", ["--budget", "60%"], "'model_name'"),
+        ("{source}:no_module", ["--budget", "60%"], "torch.nn.Module"),
+        ("{source}:a_loader", ["--budget", "60%"], "next(iter(loader))"),
+        ("{source}:lazy", ["--budget", "60%"], "lazy module"),
+        ("{source}:no_batch", ["--budget", "60%"], "without 'batch'"),
+        ("{source}:raises", ["--budget", "60%"], "no data here"),
+        ("{source}:frozen", ["--budget", "60%"], "unfreeze"),
+        ("{source}:targett", ["--budget", "60%"], "Did you mean"),
+        ("{source}", ["--budget", "60"], "bytes or per cent"),
+        ("{source}", ["--budget", "0%"], "positive"),
+        ("{source}", ["--budget=-1GiB"], "-1GiB"),
+        ("{source}", ["--budget", "60%", "--batch", "4"], "no parameter 'batch'"),
+        ("{source}", ["--budget", "60%", "--batch", "0"], "--batch"),
+        ("{source}", ["--budget", "60%", "--optimizer", "adamww"], "Did you mean adamw"),
+        ("{source}", ["--budget", "60%", "--dtype", "int8"], "--dtype"),
+        ("{source}", ["--budget", "60%", "--fsdp", "8"], "--device"),
+        ("{source}", ["--budget", "60%", "--device", "cuda"], "there is none"),
+        ("{source}", ["--budget", "60%", "--out", "/nowhere/plan.json"], "no folder"),
+        ("{source}", [], "--budget"),
+        ("hf:gpt2?n_layers_=2", ["--budget", "60%"], "n_layer"),
+        ("hf:gpt2?n_layer=two", ["--budget", "60%"], "two"),
+        ("jax:missing.py:loss", ["--budget", "60%"], "missing.py"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_2(target: str, options: list[str], message: str, source, capsys) -> None:
@@ -67,6 +115,15 @@ def test_bad_input_is_one_line_and_exit_2(target: str, options: list[str], messa
     errors = [line for line in captured.err.splitlines() if line and not line.startswith("hint:")]
     assert len(errors) == 1, captured.err
     assert message in errors[0]
+
+
+def test_errors_are_json_where_json_was_asked_for_and_targets_do_not_talk_on_stdout(source: str, capsys) -> None:
+    assert run(["plan", f"{source}:no_batch", "--budget", "60%", "--json", "--quiet"]) == 2
+    assert json.loads(capsys.readouterr().out)["error"]["code"] == "E101"
+    assert run(["profile", f"{source}:talks", "--json", "--quiet"]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["model_class"] == "Linear"
+    assert "made by the target" in captured.err
 
 
 def test_an_impossible_budget_is_exit_3(source: str, capsys) -> None:

@@ -47,6 +47,7 @@ _HOMES = {
     "explain": "recoup.api",
     "fit": "recoup.api",
     "frontier": "recoup.api",
+    "hold": "recoup.runtime.rebuild.hold",
     "is_recomputing": "recoup.runtime.execution_context",
     "max_batch": "recoup.api",
     "offload": "recoup.runtime.offload.saved_tensor",
@@ -99,6 +100,7 @@ if TYPE_CHECKING:
     from recoup.runtime.apply import Applied as Applied
     from recoup.runtime.execution_context import is_recomputing as is_recomputing
     from recoup.runtime.offload.saved_tensor import offload as offload
+    from recoup.runtime.rebuild.hold import hold as hold
     from recoup.runtime.rebuild.saved_tensor import rederive as rederive
     from recoup.runtime.tile.loss.cross_entropy import tiled_cross_entropy as tiled_cross_entropy
     from recoup.runtime.tile.module.tiled import tiled as tiled

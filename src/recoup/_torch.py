@@ -724,7 +724,12 @@ def is_sharded_parameter(tensor: torch.Tensor) -> bool:
 
 def is_fsdp_unit(module: Any) -> bool:
     """Whether `fully_shard` was called on the module itself; by name, for importing FSDP is slow (torch 2.11, 2.13)."""
-    return any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
+    return is_fsdp_unit_type(type(module))
+
+
+def is_fsdp_unit_type(kind: type[Any]) -> bool:
+    """Whether modules of a class are units of `fully_shard`. Freed by: as `is_fsdp_unit`."""
+    return any(base.__name__ == "FSDPModule" for base in kind.__mro__)
 
 
 def sparse_parts(tensor: torch.Tensor) -> list[torch.Tensor]:

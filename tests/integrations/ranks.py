@@ -27,7 +27,7 @@ from recoup.cost.sharding import ShardedCost
 from recoup.errors import PlanMismatch
 from recoup.evidence.memory import measure_peak, storage_bytes
 from recoup.integrations import distributed
-from recoup.ir.decision import Decision, Recompute, Rederive, TileLoss
+from recoup.ir.decision import Decision, Rebuild, Recompute, Rederive, TileLoss
 from recoup.ir.plan import Plan, Prediction
 from recoup.planner.simulator import Simulator
 from recoup.runtime import execution_context
@@ -70,6 +70,7 @@ PLANS = {
     "regions": tuple(Recompute(path=f"layers.{i}") for i in range(DEPTH)),
     "span": (Recompute(path="layers.0", span=("layers.1",), inside="rederive"),),
     "rederive": (Rederive(path=""),),
+    "rebuild": (Rebuild(path=""),),
 }
 
 

@@ -66,7 +66,10 @@ def test_a_decision_is_read_back_from_its_json(decision: Decision) -> None:
         ({"action": "save", "path": "a", "span": ["b"]}, "it has no field 'span'; its fields are path, call."),
         ({"action": "forget", "path": "a"}, "unknown action 'forget'; known are recompute, loop"),
         ({"path": "a"}, "unknown action None"),
-        ({"action": "rebuild", "path": "", "marks": [{"path": ""}]}, "a mark has the fields begins_segment, call"),
+        (
+            {"action": "rebuild", "path": "", "marks": [{"path": ""}]},
+            "a mark has the fields begins_piece, begins_segment",
+        ),
         ({"action": "rebuild", "path": "", "marks": 3}, "marks must be a list"),
         ({"action": "rebuild", "path": "layers"}, "it is about the whole step"),
         (

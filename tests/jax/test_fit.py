@@ -185,7 +185,7 @@ def test_the_command_plans_a_function_of_a_file(tmp_path: Path, capsys: pytest.C
     assert "Plan for loss" in capsys.readouterr().out
     assert recoup.jax.JaxPlan.load(out).step_name == "loss"
     assert run(["profile", f"jax:{file}:small", "--json", "-q"]) == 0
-    assert run(["plan", f"jax:{file}:small", "--budget", "10", "-q"]) == 3
+    assert run(["plan", f"jax:{file}:small", "--budget", "1KiB", "-q"]) == 3
     assert run(["plan", f"jax:{file}:small", "--budget", "90%", "--batch", "3", "-q"]) == 2
     with pytest.raises(TargetError, match="returns int"):
         resolve(f"jax:{file}:wrong")

@@ -197,7 +197,7 @@ def test_what_is_changed_in_place_after_it_was_saved_raises_as_in_autograd() -> 
 def test_equal_layers_are_cut_once(monkeypatch: pytest.MonkeyPatch) -> None:
     from recoup.capture.capture import StepSpec, capture
     from recoup.planner.held_view import held_view
-    from recoup.solver import segments
+    from recoup.solver import segment_labels, segments
 
     torch.manual_seed(0)
     model = ParameterTransformer(lambda piece, *args: piece(*args), width=32, num_layers=6)
@@ -207,8 +207,10 @@ def test_equal_layers_are_cut_once(monkeypatch: pytest.MonkeyPatch) -> None:
     view = held_view(priced)
     assert view is not None
     cut: list[object] = []
-    real = segments.hull
-    monkeypatch.setattr(segments, "hull", lambda segment, **options: cut.append(segment) or real(segment, **options))
+    real = segment_labels.hull
+    monkeypatch.setattr(
+        segment_labels, "hull", lambda segment, **options: cut.append(segment) or real(segment, **options)
+    )
     solver = segments.SegmentSolver(view.problem)
     assert solver.leanest() is not None
     assert len(cut) < len(view.problem.places) * 6

@@ -10,6 +10,7 @@ from torch import nn
 
 WIDTH = 16
 ROWS = 48
+ATTENTION = 8  # the kind of step that runs it
 
 
 class Child(nn.Module):
@@ -73,7 +74,7 @@ class Program(nn.Module):
             return y.mul_(0.7)
         if kind == 7:
             return torch.cat([a[:, : WIDTH // 2], b[:, WIDTH // 2 :].flip(1)], dim=1)
-        if kind == 8:
+        if kind == ATTENTION:
             heads = a.view(1, ROWS, 4, WIDTH // 4).transpose(1, 2)
             return F.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2).reshape(ROWS, WIDTH)
         if kind == 9:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import random
+import threading
 import warnings
 
 import pytest
@@ -14,8 +15,8 @@ from torch import nn
 from recoup.evidence.gradients import equal_values
 from recoup.ir.decision import OpMark, Rebuild
 from recoup.runtime.apply import apply_decisions
-from recoup.runtime.rebuild import segments
-from tests.runtime.random_programs import ROWS, WIDTH, Program
+from recoup.runtime.rebuild import held_recorder
+from tests.runtime.random_programs import ATTENTION, ROWS, WIDTH, Program
 
 NUM = int(os.environ.get("RECOUP_FUZZ", "24"))
 
@@ -23,18 +24,35 @@ NUM = int(os.environ.get("RECOUP_FUZZ", "24"))
 def ops_of(model: nn.Module, x: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> list[OpMark]:
     """Returns the addresses of all ops of a step."""
     found: list[OpMark] = []
-    real = segments.HeldRecorder.before_op
+    real = held_recorder.HeldRecorder.before_op
 
-    def before_op(self: segments.HeldRecorder, name: str) -> bool:
+    def before_op(self: held_recorder.HeldRecorder, name: str) -> OpMark | None:
         frame = self._frames[-1]
         found.append(OpMark(path=frame.path, call=self._calls[frame.path] - 1, ordinal=frame.ordinal, op=name))
         return real(self, name)
 
     with monkeypatch.context() as patch:
-        patch.setattr(segments.HeldRecorder, "before_op", before_op)
+        patch.setattr(held_recorder.HeldRecorder, "before_op", before_op)
         with apply_decisions(model, [Rebuild(path="")]):
             model(x)
     return found
+
+
+def backward(loss: torch.Tensor, model: Program, x: torch.Tensor, kind: int) -> None:
+    """Runs backward once, twice, on another thread, or through its own gradients."""
+    if kind == 2:
+        loss.backward(retain_graph=True)
+        loss.backward()
+    elif kind == 3:
+        thread = threading.Thread(target=loss.backward)
+        thread.start()
+        thread.join()
+    elif kind == 4 and all(step != ATTENTION for step, _ in model.steps):  # which has no second derivative
+        wanted = [p for p in (x, *model.parameters()) if p.requires_grad]
+        first = torch.autograd.grad(loss, wanted, create_graph=True, allow_unused=True)
+        (loss + 1e-3 * sum(g.pow(2).sum() for g in first if g is not None)).backward()
+    else:
+        loss.backward()
 
 
 def train(seed: int, plan: Rebuild | None, num_steps: int = 3) -> list[torch.Tensor]:
@@ -45,8 +63,9 @@ def train(seed: int, plan: Rebuild | None, num_steps: int = 3) -> list[torch.Ten
     applied = apply_decisions(model, [] if plan is None else [plan])
     found = []
     for _ in range(num_steps):
-        loss = model(x)
-        loss.backward()
+        with torch.autocast("cpu", torch.bfloat16, enabled=seed % 5 == 1):
+            loss = model(x)
+        backward(loss, model, x, seed % 5)
         found.append(loss.detach())
         with torch.no_grad():
             for p in model.parameters():
@@ -59,16 +78,21 @@ def train(seed: int, plan: Rebuild | None, num_steps: int = 3) -> list[torch.Ten
 
 @pytest.mark.parametrize("seed", range(NUM))
 def test_random_programs_under_random_plans(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segments, "MIN_BYTES", 0)
+    monkeypatch.setattr(held_recorder, "MIN_BYTES", 0)
     torch.manual_seed(seed)
     addresses = ops_of(Program(seed), torch.randn(ROWS, WIDTH, requires_grad=True), monkeypatch)
     plain = train(seed, None)
     rng = random.Random(seed)
     for share in (0.0, 0.1, 0.4):
-        starts = rng.choice([0.0, 0.03, 0.2])
+        starts, pieces = rng.choice([0.0, 0.03, 0.2]), rng.choice([0.0, 0.1, 0.3])
         marks = tuple(
             dataclasses.replace(
-                a, holds=rng.random() < share, begins_segment=rng.random() < starts, saves=rng.random() < 0.2
+                a,
+                holds=rng.random() < share,
+                begins_segment=rng.random() < starts,
+                saves=rng.random() < 0.2,
+                begins_piece=rng.random() < pieces,
+                is_joint=rng.random() < 0.3,
             )
             for a in addresses
         )

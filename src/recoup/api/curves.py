@@ -47,7 +47,18 @@ def profile(
 ) -> Profile:
     """Returns where the memory and time of one unplanned step go; nothing of the model changes.
 
-    Args and errors are those of `plan`.
+    Args:
+        model, batch, loss, step, inputs, targets, autocast, scaler, accumulate, optimizer: the training step, as for
+            `plan`.
+        device, cost: as for `plan`.
+
+    Raises:
+        UsageError, StepError, ConflictError: as `plan`.
+
+    Example:
+        >>> model, x = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(8)]), torch.randn(256, 64)
+        >>> recoup.profile(model, x, device="a100-80gb").phase
+        'backward'
     """
     objective, batch = make_objective(
         batch,
@@ -159,7 +170,19 @@ def frontier(
 ) -> Frontier:
     """Returns the whole curve from the smallest reachable peak to the plain step.
 
-    Args and errors are those of `plan`; each of about `num_points` points is a simulated plan.
+    Args:
+        model, batch, loss, step, inputs, targets, autocast, scaler, accumulate, optimizer: the training step, as for
+            `plan`.
+        device, actions, cost: as for `plan`. num_points: about so many points, each a simulated plan.
+
+    Raises:
+        UsageError, StepError, ConflictError: as `plan`.
+
+    Example:
+        >>> model, x = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(8)]), torch.randn(256, 64)
+        >>> curve = recoup.frontier(model, x, device="a100-80gb", num_points=3)
+        >>> curve.points[0].peak_bytes < curve.points[-1].peak_bytes
+        True
     """
     objective, batch = make_objective(
         batch,
@@ -198,7 +221,18 @@ def explain(
     """Returns why the plan for a budget is what it is: what sets its peak, what each kind of choice is worth (the plan
     against the same plan without it, both simulated), and what a little less and a little more memory would cost.
 
-    Args and errors are those of `plan`.
+    Args:
+        model, batch, loss, step, inputs, targets, autocast, scaler, accumulate, optimizer: the training step, as for
+            `plan`.
+        budget, device, actions, cost: as for `plan`.
+
+    Raises:
+        UsageError, StepError, ConflictError, InfeasibleBudget: as `plan`.
+
+    Example:
+        >>> model, x = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(8)]), torch.randn(256, 64)
+        >>> print(recoup.explain(model, x, budget="99%", device="a100-80gb"))  # doctest: +ELLIPSIS
+        Peak ...
     """
     check_budget(budget)
     objective, batch = make_objective(
@@ -235,11 +269,17 @@ def max_batch(
     """Returns the largest size whose step fits the budget under some plan: simulated, so the next size does not.
 
     Args:
+        model, loss, step, autocast, accumulate, optimizer, device, actions: as for `plan`.
         make_batch: returns a batch of the given size (of examples, tokens, pixels: whatever grows).
         budget: absolute bytes or `"auto"`; a percentage has no meaning here. limit: the largest size tried.
 
     Raises:
         UsageError: for a percentage. InfeasibleBudget: if even size 1 does not fit.
+
+    Example:
+        >>> model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(8)])
+        >>> recoup.max_batch(model, lambda n: torch.randn(n, 64), budget="32MiB", device="a100-80gb", limit=64)
+        64
     """
     check_budget(budget)
     if isinstance(budget, str) and budget.strip().endswith("%"):

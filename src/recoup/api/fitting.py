@@ -107,6 +107,13 @@ def plan(
     Raises:
         UsageError: for input that cannot be used. StepError: if the step fails. ConflictError: if activation
             checkpointing is on already. InfeasibleBudget: with the smallest reachable peak.
+
+    Example:
+        >>> model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(8)])
+        >>> x, y = torch.randn(256, 64), torch.randn(256, 64)
+        >>> made = recoup.plan(model, inputs=x, targets=y, loss=torch.nn.MSELoss(), budget="90%", device="a100-80gb")
+        >>> made.predicted.peak_bytes <= made.budget_bytes
+        True
     """
     check_budget(budget)
     objective, batch = make_objective(
@@ -136,11 +143,19 @@ def apply(model: nn.Module, plan: Plan, *, transport: Transport | str = "auto") 
     """Changes `model` in place to run as `plan` says; returns the handle that undoes it.
 
     Args:
+        model: the model that the plan was made for, or one of the same structure. plan: from `plan`, or read by
+            `Plan.load`.
         transport: how a plan that offloads moves tensors, see `recoup.offload`; "auto" is "cuda" on a GPU, else "disk".
 
     Raises:
         PlanMismatch: if the plan was made for another model; says what differs. ConflictError: if activation
             checkpointing is on already. The model is unchanged then.
+
+    Example:
+        >>> model, x = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(8)]), torch.randn(256, 64)
+        >>> made = recoup.plan(model, x, budget="90%", device="a100-80gb")
+        >>> with recoup.apply(model, made):
+        ...     model(x).mean().backward()
     """
     refuse_wrapped(model)
     refuse_other_model(model, plan)
@@ -169,11 +184,19 @@ def verify(
     """Runs plain and planned steps from the same state and compares values, memory and time; changes nothing.
 
     Args:
+        model, batch, loss, step, inputs, targets, autocast, scaler, accumulate, optimizer: the training step, as for
+            `plan`.
         plan: in place on the model already, or not (then it is for the duration).
         timed: also time interleaved pairs of steps.
 
     Raises:
-        UsageError: if the model is on `meta`.
+        UsageError: if the model is on `meta`. StepOutOfMemory: if there is no memory for it; says how much is needed.
+
+    Example:
+        >>> model, x = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(8)]), torch.randn(256, 64)
+        >>> made = recoup.plan(model, x, budget="90%")
+        >>> recoup.verify(model, made, x, timed=False).gradients_equal
+        True
     """
     objective, batch = make_objective(
         batch,
@@ -264,6 +287,11 @@ def fit(
     plain step that does not fit is run with its saved tensors in host memory, or in a temporary file for a CPU's.
 
     Args:
+        model, batch, loss, step, inputs, targets, autocast, scaler, accumulate, optimizer: the training step, as for
+            `plan`.
+        budget: peak bytes of the whole step, measured: an int, `"8GiB"`, `"60%"` of the plain step's peak, `"min"` (the
+            smallest reachable) or `"auto"` (what is free).
+        device, actions: as for `plan`; the step is run on the model's own device.
         timed: also time interleaved pairs of steps. keep: as for `plan`: modules whose forward is to run once.
         apply_failed: leave a plan in place whose evidence is not ok; otherwise nothing is in place then, a warning
             (E300) says what differed, and `fit.evidence` has all of it.
@@ -274,6 +302,13 @@ def fit(
 
     Raises:
         What `plan` and `verify` raise; the model is unchanged then.
+
+    Example:
+        >>> model, x = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(8)]), torch.randn(256, 64)
+        >>> fit = recoup.fit(model, x, step=lambda model, x: model(x).square().mean(), budget="90%", timed=False)
+        >>> fit.evidence.ok
+        True
+        >>> fit.applied.remove()
     """
     check_budget(budget)
     if is_on_meta(model):

@@ -58,7 +58,16 @@ def hint_for(error: RecoupError) -> str:
 
 @contextlib.contextmanager
 def showing_progress(*, quiet: bool) -> Iterator[None]:
-    """Shows what is being done: a spinner on a terminal, else a line for what comes after two silent seconds."""
+    """Shows what is being done: a spinner on a terminal, else a line for what comes after two silent seconds.
+
+    What the target's own code prints inside goes to stderr: stdout is for the result.
+    """
+    with contextlib.redirect_stdout(sys.stderr), _showing(quiet=quiet):
+        yield
+
+
+@contextlib.contextmanager
+def _showing(*, quiet: bool) -> Iterator[None]:
     if quiet:
         yield
         return

@@ -15,7 +15,7 @@ import typer
 from recoup import __version__
 from recoup.cli.advise import advise
 from recoup.cli.bench import bench
-from recoup.cli.console import hint_for, print_error
+from recoup.cli.console import hint_for, print_error, print_json
 from recoup.cli.diff import diff
 from recoup.cli.estimate import estimate
 from recoup.cli.explain import explain
@@ -72,6 +72,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
     try:
         status = typer.main.get_command(app).main(args=arguments, prog_name="recoup", standalone_mode=False)
     except RecoupError as error:
+        if "--json" in arguments:
+            print_json({"error": {"code": error.code, "message": str(error), "hint": hint_for(error)}})
         print_error(error, hint=hint_for(error))
         return error.exit_code
     except _ClickException as error:

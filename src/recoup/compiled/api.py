@@ -77,6 +77,7 @@ def compile(  # as torch.compile
     corrects and proves, and divides one budget among several graphs.
 
     Args:
+        model: the bare model, on its device.
         budget: peak bytes of the step, without an optimizer's state: an int or "8GiB".
         compiled: as for `fit`.
 
@@ -85,6 +86,12 @@ def compile(  # as torch.compile
 
     Raises:
         UsageError: for input that cannot be used. ConflictError: if activation checkpointing is on.
+
+    Example:
+        >>> model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(8)])
+        >>> handle = recoup.compile(model, budget="8MiB", compiled={"backend": "aot_eager"})
+        >>> model(torch.randn(256, 64)).mean().backward()
+        >>> handle.remove()
     """
     budget_bytes, options = parse_bytes(budget), CompileOptions.of(compiled)
     _refuse(model)

@@ -11,7 +11,8 @@ import dataclasses
 
 from recoup.compiled.schedule import JointStep, Timeline, timeline
 from recoup.solver.held import Op
-from recoup.solver.segments import Choice, HeldProblem, SegmentSolver
+from recoup.solver.segment_labels import HeldProblem
+from recoup.solver.segments import Choice, SegmentSolver
 from recoup.solver.waists import waists
 
 _NUM_PLANS = 24  # targets between the least peak and all held: the next finer one changes a few percent

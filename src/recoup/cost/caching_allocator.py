@@ -61,13 +61,18 @@ class _Pool:
 class CachingAllocator:
     """Allocates sizes as PyTorch would on one stream.
 
+    Args:
+        limit_bytes: of what may be reserved. expandable: with expandable segments. ascending: whether a new segment
+            lies above those before it, which decides between free blocks of one size; the driver does not say.
+
     Attributes:
         allocated_bytes, reserved_bytes: as `torch.cuda.memory_allocated` and `memory_reserved` tell; with `peak_`, the
             most they were since `reset_peaks`.
     """
 
-    def __init__(self, *, limit_bytes: int | None = None, expandable: bool = False) -> None:
+    def __init__(self, *, limit_bytes: int | None = None, expandable: bool = False, ascending: bool = False) -> None:
         self.limit_bytes = limit_bytes
+        self.ascending = ascending
         self.expandable = expandable
         self.allocated_bytes = self.peak_allocated_bytes = 0
         self.reserved_bytes = self.peak_reserved_bytes = 0
@@ -168,7 +173,10 @@ class CachingAllocator:
         return Block(self._place(wanted), wanted, pool)
 
     def _place(self, nbytes: int) -> int:
-        """Returns the address of a new segment: below those before, which decides between blocks of one size."""
+        """Returns the address of a new segment."""
+        if self.ascending:
+            self._next_address += nbytes + _STEP
+            return self._next_address - nbytes
         self._next_address -= nbytes + _STEP
         return self._next_address
 

@@ -8,16 +8,18 @@ smallest limit under which a few steps run, cached memory given back where that 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 
 from recoup.cost.caching_allocator import Block, CachingAllocator, OutOfCard
 from recoup.cost.devices import CUBLASLT_BYTES
-from recoup.cost.flops import kind
-from recoup.ir.trace import Signature, Trace
+from recoup.cost.flops import kind, op_name
+from recoup.ir.trace import Signature, TensorSpec, Trace
 
 _NUM_STEPS = 3  # gradients and workspaces are new in the first; after two more nothing moves
 _PRECISION_BYTES = 4 << 20  # to which the smallest limit is found: two of the allocator's small segments
 _MARGIN_FACTOR = 1.01  # factor on the need: other histories of a process leave blocks elsewhere
+_UNCUT_FACTOR = 1.001  # factor on what is allocated: an uncut block counts up to 1 MiB more, by where it happens to lie
 HiddenBlocks = Callable[[Signature, int], Sequence[int]]
 """Returns the bytes of blocks that an op holds beside its results, from its signature and their sum as priced."""
 
@@ -60,32 +62,51 @@ class CardMemory:
         Args:
             workspace: hidden bytes of each op. expandable: with `expandable_segments:True`.
         """
-        allocator = CachingAllocator(expandable=expandable)
-        self._run(allocator, self._step(trace, workspace))
-        return CardNeed(allocated_bytes=allocator.peak_allocated_bytes, reserved_bytes=allocator.peak_reserved_bytes)
+        return self._need(self._step(trace, workspace), expandable=expandable)
 
     def needed_bytes(self, trace: Trace, workspace: Sequence[int], *, expandable: bool = False) -> int:
         """Returns the smallest limit, in bytes reserved, under which the step runs.
 
-        Where blocks lie depends on what the process did before. Two histories are tried, a process under the limit
-        from its first step on and one that had plenty in it, and the worse one
-        counts, with `_MARGIN_FACTOR` for others.
+        Where blocks lie depends on what the process did before, and on where the driver puts segments. So several
+        histories are tried: a process under the limit from its first step on and one that had plenty in it, with and
+        without a block of the largest weight's size that was let go before (weights that were tied, cast or moved leave
+        such), and segments that ascend and descend. The worst counts, with `_MARGIN_FACTOR` for others.
         """
         step = self._step(trace, workspace)
-        plenty = self.need(trace, workspace, expandable=expandable)
-        worst = plenty.allocated_bytes
-        for had_plenty in (False, True):
-            low, high = worst - 1, max(plenty.reserved_bytes, worst)
+        plenty = self._need(step, expandable=expandable)
+        worst, most = plenty.allocated_bytes, 2 * plenty.reserved_bytes
+        largest = max(self._there, default=0)
+
+        def runs(limit_bytes: int, had_plenty: bool, cached_bytes: int, ascending: bool) -> bool:
+            first = None if had_plenty else limit_bytes
+            allocator = CachingAllocator(limit_bytes=first, expandable=expandable, ascending=ascending)
+            try:
+                later = limit_bytes if had_plenty else None
+                self._run(allocator, step, later_limit_bytes=later, cached_bytes=cached_bytes)
+            except OutOfCard:
+                return False
+            return True
+
+        for history in itertools.product((False, True), (0, largest), (False,) if expandable else (False, True)):
+            if runs(worst, *history):
+                continue
+            low, high = worst, most
             while high - low > _PRECISION_BYTES:
                 middle = (low + high) // 2
-                allocator = CachingAllocator(limit_bytes=None if had_plenty else middle, expandable=expandable)
-                try:
-                    self._run(allocator, step, later_limit_bytes=middle)
-                    high = middle
-                except OutOfCard:
-                    low = middle
+                low, high = (low, middle) if runs(middle, *history) else (middle, high)
             worst = high
         return int(worst * _MARGIN_FACTOR)
+
+    def _need(self, step: list[tuple[int, int]], *, expandable: bool) -> CardNeed:
+        found = []
+        for ascending in (False,) if expandable else (False, True):
+            allocator = CachingAllocator(expandable=expandable, ascending=ascending)
+            self._run(allocator, step)
+            found.append(allocator)
+        return CardNeed(
+            allocated_bytes=int(max(a.peak_allocated_bytes for a in found) * _UNCUT_FACTOR),
+            reserved_bytes=max(a.peak_reserved_bytes for a in found),
+        )
 
     def _step(self, trace: Trace, workspace: Sequence[int]) -> list[tuple[int, int]]:
         last = next((i for i, o in enumerate(trace.ops) if o.phase == "optimizer"), len(trace.ops))
@@ -93,7 +114,7 @@ class CardMemory:
 
     def _events(self, trace: Trace, workspace: Sequence[int], first: int, last: int) -> list[tuple[int, int]]:
         """Returns (storage, bytes) as allocated, (storage, 0) as freed, (-1, bytes) for blocks of an op held together
-        until (-2, 0), (-3, thread) where a thread multiplies matrices for the first time."""
+        until (-2, 0), (-3, thread) where a thread asks for cuBLAS's workspace, (-4, thread) for cuBLASLt's."""
         born: dict[int, list[int]] = {}
         died: dict[int, list[int]] = {}
         takes_over = _sums_in_place(trace)
@@ -105,18 +126,20 @@ class CardMemory:
             if storage.nbytes and first <= storage.alloc_op < last:
                 if index not in takes_over:
                     born.setdefault(storage.alloc_op, []).append(index)
-                if index not in taken:
+                # A gradient that is there at the end is there for the optimizer, whoever lets go of it in a capture.
+                if index not in taken and not (storage.category == "gradient" and storage.free_op >= last - 1):
                     died.setdefault(storage.free_op, []).append(block_of[index])
-        multiplies = [kind(s.name) in ("matmul", "convolution") for s in trace.signatures]
+        workspaces = [_workspaces(s) for s in trace.signatures]
         events: list[tuple[int, int]] = []
-        started: set[bool] = set()
+        started: set[tuple[bool, bool]] = set()
         for i in range(first, last):
             op = trace.ops[i]
             backward = op.phase == "backward"
             events += [(index, trace.storages[index].nbytes) for index in born.get(i, ())]
-            if op.signature >= 0 and multiplies[op.signature] and backward not in started:
-                started.add(backward)
-                events.append((-3, int(backward)))
+            for is_lt in workspaces[op.signature] if op.signature >= 0 else ():
+                if (backward, is_lt) not in started:
+                    started.add((backward, is_lt))
+                    events.append((-3 - is_lt, int(backward)))
             if op.signature >= 0 and workspace[i]:
                 events += [(-1, nbytes) for nbytes in self._hidden(trace.signatures[op.signature], workspace[i])]
                 events.append((-2, 0))
@@ -124,11 +147,18 @@ class CardMemory:
         return events
 
     def _run(
-        self, allocator: CachingAllocator, step: list[tuple[int, int]], *, later_limit_bytes: int | None = None
+        self,
+        allocator: CachingAllocator,
+        step: list[tuple[int, int]],
+        *,
+        later_limit_bytes: int | None = None,
+        cached_bytes: int = 0,
     ) -> None:
         for nbytes in self._there:
             allocator.allocate(nbytes)
-        threads: set[int] = set()
+        if cached_bytes:
+            allocator.free(allocator.allocate(cached_bytes))
+        threads: set[tuple[int, int]] = set()
         for number in range(_NUM_STEPS):
             live: dict[int, Block] = {}
             self._play(allocator, step, live, threads)
@@ -144,7 +174,11 @@ class CardMemory:
                 allocator.limit_bytes = later_limit_bytes
 
     def _play(
-        self, allocator: CachingAllocator, events: list[tuple[int, int]], live: dict[int, Block], threads: set[int]
+        self,
+        allocator: CachingAllocator,
+        events: list[tuple[int, int]],
+        live: dict[int, Block],
+        threads: set[tuple[int, int]],
     ) -> None:
         hidden: list[Block] = []
         for index, nbytes in events:
@@ -159,11 +193,17 @@ class CardMemory:
                 for block in hidden:
                     allocator.free(block)
                 hidden.clear()
-            elif nbytes not in threads and self._thread_bytes:
-                if not threads:
-                    allocator.allocate(CUBLASLT_BYTES)
-                threads.add(nbytes)
-                allocator.allocate(self._thread_bytes)
+            elif (index, nbytes) not in threads and self._thread_bytes:
+                threads.add((index, nbytes))
+                allocator.allocate(self._thread_bytes if index == -3 else CUBLASLT_BYTES)
+
+
+def _workspaces(signature: Signature) -> tuple[bool, ...]:
+    """Returns which workspaces an op asks for: False for cuBLAS's, True for cuBLASLt's, which adds a bias by itself."""
+    if kind(signature.name) not in ("matmul", "convolution"):
+        return ()
+    bias = signature.args[0] if op_name(signature.name) == "addmm" and signature.args else None
+    return (False, True) if isinstance(bias, TensorSpec) and len(bias.shape) == 1 else (False,)
 
 
 def _sums_in_place(trace: Trace) -> dict[int, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -213,6 +213,25 @@ def equal_values(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 _SMALL_SHARE = 1e-3  # of the norm of all gradients: errors of smaller ones are relative to that
 _CHUNK_ELEMENTS = 1 << 20  # a norm in double precision takes no copy of a whole gradient
+
+
+def pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yields views of about `_CHUNK_ELEMENTS` elements of a dense tensor; equal shapes give equal pieces."""
+    if tensor.numel() <= _CHUNK_ELEMENTS:
+        yield tensor
+        return
+    dim = max(range(tensor.dim()), key=lambda d: tensor.shape[d])
+    yield from torch.split(tensor, max(tensor.shape[dim] * _CHUNK_ELEMENTS // tensor.numel(), 1), dim)
+
+
+def in_host_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a contiguous copy in host memory of a dense tensor; takes little of the device whatever its strides."""
+    if tensor.device.type == "cpu":
+        return tensor.contiguous()
+    host = torch.empty(tensor.shape, dtype=tensor.dtype)
+    for to, piece in zip(pieces(host), pieces(tensor), strict=True):
+        to.copy_(piece)
+    return host
 
 
 def _norm_of_all(gradients: dict[str, torch.Tensor | None]) -> float:

@@ -17,7 +17,7 @@ from torch import nn
 
 from recoup import _torch
 from recoup._interrupts import let_in
-from recoup.evidence.gradients import equal_values
+from recoup.evidence.gradients import equal_values, in_host_memory, pieces
 from recoup.runtime import execution_context
 from recoup.runtime.offload.transport import Transport
 from recoup.runtime.recompute.uninitialised import Uninitialised
@@ -65,7 +65,8 @@ class _Original:
         if audit.aside is not None and tensor.nbytes >= MOVED_BYTES and tensor.layout is torch.strided:
             self.shape, self.dtype = tensor.shape, tensor.dtype
             with torch.no_grad(), _torch.without_dispatch_modes():
-                self._handle = audit.aside.put(here.contiguous().reshape(-1).view(torch.uint8))
+                host = in_host_memory(here)
+                self._handle = audit.aside.put(host.reshape(-1).view(torch.uint8))
             self.tensor = None
         self.order = audit.num_kept
         self.op, self.module = audit.origin(tensor)
@@ -84,11 +85,9 @@ class _Original:
             return  # changed in place since: the plain step would refuse it
         self.audit.num_compared += 1
         with torch.no_grad(), _torch.without_dispatch_modes():
-            first = self._contents()
-            if equal_values(first, again):
+            largest = self._largest_difference(again)
+            if largest is None:
                 return
-            wide = torch.complex128 if again.is_complex() else torch.float64
-            largest = float((first.to(wide) - again.to(wide)).abs().nan_to_num(float("inf")).max())
         self.audit.divergences.append(
             Divergence(
                 order=self.order,
@@ -100,6 +99,20 @@ class _Original:
                 largest=largest,
             )
         )
+
+    def _largest_difference(self, again: torch.Tensor) -> float | None:
+        """Returns by how much values differ at most; None if bits are equal. In pieces, as the device may be full."""
+        first = self._contents()
+        if first.layout is not torch.strided:
+            return None if equal_values(first, again) else float("nan")
+        found: float | None = None
+        wide = torch.complex128 if again.is_complex() else torch.float64
+        for one, other in zip(pieces(first), pieces(again), strict=True):
+            other = other.to(one.device)
+            if not equal_values(one, other):
+                by = float((one.to(wide) - other.to(wide)).abs().nan_to_num(float("inf")).max())
+                found = by if found is None else max(found, by)
+        return found
 
 
 class Audit(_torch.dispatch_mode_class()):  # type: ignore[misc]

@@ -19,7 +19,7 @@ from recoup.evidence.gradients import (
     StepResult,
     take_result,
 )
-from recoup.evidence.memory import storage_bytes
+from recoup.evidence.memory import release_unused, storage_bytes
 from recoup.evidence.replay_audit import MOVED_BYTES
 from recoup.runtime.offload.saved_tensor import offload
 from recoup.runtime.offload.transport import Transport
@@ -33,6 +33,7 @@ class StepBench:
         self.batch = batch
         self.objective = objective
         self.device = next(model.parameters()).device
+        release_unused(self.device)
         self._before = Snapshot(model, batch, objective.functions)
         self._outside = parameters_outside(model, self._before)
         self._is_watched = False
@@ -65,6 +66,7 @@ class StepBench:
         torch.clear_autocast_cache()  # inside the user's autocast it holds casts of weights as they were
         self._before.tensors.clear_gradients()
         self.objective.prepare(self.model)
+        release_unused(self.device)
 
     def held_bytes(self) -> int:
         """Returns the bytes that are there before a step: weights, buffers, optimizer state, batch."""

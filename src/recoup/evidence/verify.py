@@ -22,7 +22,6 @@ import gc
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
 
 from recoup._allocation import available_bytes, is_allocation_failure
@@ -180,10 +179,8 @@ class _Verification:
         except Exception as error:
             if not is_allocation_failure(error):
                 raise
-        self.bench.restore()
         gc.collect()
-        if self.bench.device.type == "cuda":
-            torch.cuda.empty_cache()
+        self.bench.restore()
         return None
 
     def _metered(self, run: Callable[[], Any], *, planned: bool) -> int:

@@ -44,6 +44,11 @@ def watch(
     Raises:
         BatchTooLarge: from a forward in training whose step would not fit, before it runs.
         StepOutOfMemory: instead of torch's out-of-memory error.
+
+    Example:
+        >>> model = torch.nn.Linear(64, 64)
+        >>> with recoup.watch(model, budget="1GiB"):
+        ...     model(torch.randn(256, 64)).mean().backward()
     """
     guard = Guard(model, parse_bytes(budget), loss, optimizer)
     hook = model.register_forward_pre_hook(guard.before_forward, with_kwargs=True, prepend=True)

@@ -126,11 +126,12 @@ class Planner(Simulator):
         smallest = self.smallest()
         largest = ", ".join(f"{name} {format_bytes(size)}" for name, size in smallest.tensors[:3])
         share = format_share(smallest.peak_bytes, self.plain.peak_bytes)
+        libraries = f" Libraries (cuBLAS) take {format_bytes(self.fixed_bytes)} of it." if self.fixed_bytes else ""
         return InfeasibleBudget(
             f"Budget {format_bytes(budget_bytes)} is below the smallest reachable peak "
             f"{format_bytes(smallest.peak_bytes)} ({share} of plain), which is in the {smallest.phase} (largest there: "
-            f"{largest}). Use a budget of at least {format_at_least(smallest.peak_bytes)} (or 'min'), a smaller batch, "
-            "or a leaner optimizer or dtype.",
+            f"{largest}).{libraries} Use a budget of at least {format_at_least(smallest.peak_bytes)} (or 'min'), a "
+            "smaller batch, or a leaner optimizer or dtype.",
             budget_bytes=budget_bytes,
             minimum_bytes=smallest.peak_bytes,
             phase=smallest.phase,
@@ -147,11 +148,15 @@ class Planner(Simulator):
         card: tuple[int, int] = (0, 0),
     ) -> Plan:
         """Returns the plan for people and for disk; `card` as `needed_bytes` says."""
-        notes = (
-            ()
-            if not candidate.decisions
-            else tuple(f"{action} was not tried: {why}" for action, why in self.why_not_tried().items())
-        )
+        notes: tuple[str, ...] = ()
+        if budget_text.strip().endswith("%") and self.fixed_bytes:
+            rest = format_bytes(self.plain.peak_bytes - self.fixed_bytes)
+            notes += (
+                f"{budget_text} is of the {rest} of the plain peak that libraries leave; they take "
+                f"{format_bytes(self.fixed_bytes)} whatever the plan (cuBLAS)",
+            )
+        if candidate.decisions:
+            notes += tuple(f"{action} was not tried: {why}" for action, why in self.why_not_tried().items())
         return write_plan(
             self,
             candidate,

@@ -7,6 +7,7 @@ place makes a new one. `solver/segments.py` chooses; the applied plan simulated 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import torch
@@ -15,13 +16,13 @@ from recoup.cost.host_overhead import REPLAY_OVERHEAD_SECONDS
 from recoup.cost.model import PricedTrace
 from recoup.ir.decision import OpMark, Rebuild
 from recoup.ir.trace import Signature, TensorSpec, Trace
-from recoup.runtime.rebuild.cheap_ops import IN_PLACE, OpFacts, op_facts
+from recoup.runtime.rebuild.cheap_ops import DETACH, HOLD, OpFacts, op_facts
 from recoup.runtime.rebuild.saved_tensor import MIN_BYTES
-from recoup.runtime.rebuild.segments import DETACH
 from recoup.solver.build import measure
 from recoup.solver.held import Op
 from recoup.solver.intervals import Interval
-from recoup.solver.segments import Choice, HeldProblem
+from recoup.solver.segment_labels import HeldProblem
+from recoup.solver.segments import Choice
 from recoup.solver.waists import waists
 
 _MOST_PLACES = 96  # where a segment may end; the search is quadratic in them
@@ -45,6 +46,10 @@ class HeldView:
                 marks.setdefault(first, {}).update(begins_segment=True, saves=saves)
             for value in label.held or ():
                 marks.setdefault(self.maker[value], {})["holds"] = True
+            for begin, joints in label.pieces:
+                marks.setdefault(begin, {})["begins_piece"] = True
+                for value in joints:
+                    marks.setdefault(self.maker[value], {})["is_joint"] = True
         return Rebuild(
             path="",
             marks=tuple(dataclasses.replace(self.addresses[at], **marks[at]) for at in sorted(marks)),
@@ -69,16 +74,20 @@ def held_view(priced: PricedTrace, *, kept_paths: frozenset[str] = frozenset()) 
     versions: dict[int, list[tuple[int, int]]] = {}
     value_bytes: list[int] = []
 
+    released: list[int] = []
+
     def new_value(storage: int, at: int, *, is_mask: bool) -> int:
         nbytes = trace.storages[storage].nbytes
         if is_mask:  # zeros and ones, held as bytes
             nbytes //= _item_bytes(trace.signatures[trace.ops[at].signature])
         value_bytes.append(nbytes if nbytes >= MIN_BYTES else 0)
+        released.append(trace.storages[storage].released_op)
         value_of[storage] = len(value_bytes) - 1
         versions.setdefault(storage, []).append((at, value_of[storage]))
         return value_of[storage]
 
     ops = []
+    dear: set[int] = set()  # what `recoup.hold` marks
     for at in positions:
         op = trace.ops[at]
         signature = trace.signatures[op.signature]
@@ -86,12 +95,15 @@ def held_view(priced: PricedTrace, *, kept_paths: frozenset[str] = frozenset()) 
         inputs = tuple(value_of[s] for s in op.inputs if s in value_of)
         fresh = [s for s in op.outputs if trace.storages[s].alloc_op == at]
         written = [s for s in op.outputs if s in op.inputs] if not signature.is_view else []
+        writes_known = bool(written) and all(s in value_of for s in written)
+        if signature.name == HOLD:
+            dear.update(inputs)
         is_mask = facts is not None and facts.is_random_mask
         outputs = tuple(new_value(s, at, is_mask=is_mask) for s in (*fresh, *written))
         can_rerun = (
             facts is not None
             and trace.calls[op.call].path not in kept_paths
-            and (facts.can_rerun or (facts.kind == IN_PLACE and bool(written)))
+            and (facts.can_rerun or (facts.can_rewrite and writes_known))
         )
         ops.append(
             Op(
@@ -101,6 +113,8 @@ def held_view(priced: PricedTrace, *, kept_paths: frozenset[str] = frozenset()) 
                 can_rerun=can_rerun,
             )
         )
+    if dear:
+        ops = [dataclasses.replace(op, can_rerun=op.can_rerun and dear.isdisjoint(op.outputs)) for op in ops]
     saves: list[list[int]] = [[] for _ in positions]
     after_bytes = 0
     for index, storage in enumerate(trace.storages):
@@ -125,7 +139,9 @@ def held_view(priced: PricedTrace, *, kept_paths: frozenset[str] = frozenset()) 
     problem = HeldProblem(
         ops=tuple(ops),
         value_bytes=tuple(value_bytes),
+        released=tuple(released),
         saves=tuple(map(tuple, saves)),
+        bare_bytes=_bare_bytes(priced, num_ops),
         places=tuple(places),
         saved_bytes=tuple(int(b) for b in numbers.saved[:num]),
         forward_bytes=tuple(int(b) for b in numbers.forward[:num]),
@@ -136,6 +152,19 @@ def held_view(priced: PricedTrace, *, kept_paths: frozenset[str] = frozenset()) 
     )
     maker = {v: i for i, op in enumerate(ops) for v in op.outputs}
     return HeldView(problem=problem, addresses=tuple(_addresses(trace, num_ops)), maker=maker)
+
+
+def _bare_bytes(priced: PricedTrace, num_ops: int) -> tuple[int, ...]:
+    """Returns for each op of the model's forward the bytes alive if autograd kept nothing, above what always is."""
+    change = [0] * (num_ops + 1)
+    for storage in priced.trace.storages:
+        if 0 <= storage.alloc_op < num_ops:
+            # What is too small to be rebuilt stays where autograd saves it.
+            last = storage.free_op if storage.nbytes < MIN_BYTES else storage.released_op
+            change[storage.alloc_op] += storage.nbytes
+            change[min(last + 1, num_ops)] -= storage.nbytes
+    alive = itertools.accumulate(change[:num_ops])
+    return tuple(a + w for a, w in zip(alive, priced.op_workspace_bytes, strict=False))
 
 
 def _item_bytes(signature: Signature) -> int:

@@ -55,7 +55,11 @@ _activity = _Activity()
 def is_recomputing() -> bool:
     """Whether this thread runs something a second time: a region's replay or a rederived tensor.
 
-    For counters and logs in a model's forward that must happen once a step.
+    For counters and logs in a model's forward that must happen once a step. Raises nothing.
+
+    Example:
+        >>> recoup.is_recomputing()
+        False
     """
     return _activity.replaying._is_owned()  # type: ignore[attr-defined,no-any-return]
 

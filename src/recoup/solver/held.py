@@ -63,37 +63,53 @@ class Held:
     seconds: float
 
 
-def cheapest(segment: Segment, seconds_per_byte: float) -> Held | None:
-    """Returns the choice with the least `seconds + seconds_per_byte * bytes`; of equals, one that runs least again.
+class Cuts:
+    """The minimum cuts of one segment: its graph is built once, a price only changes what holding a value costs."""
 
-    None if a value that backward reads can neither be held nor rebuilt.
-    """
-    num_values, num_ops = len(segment.value_bytes), len(segment.ops)
-    source, sink = num_values + num_ops, num_values + num_ops + 1
-    maker = {v: i for i, op in enumerate(segment.ops) for v in op.outputs}
-    network = FlowNetwork(num_values + num_ops + 2)
-    for value in sorted(segment.reads):
-        if value in maker:
-            network.add_edge(source, value, math.inf)
-    for value, made_by in maker.items():
-        nbytes = segment.value_bytes[value]
-        network.add_edge(value, num_values + made_by, math.inf if nbytes is None else seconds_per_byte * nbytes)
-    for i, op in enumerate(segment.ops):
-        network.add_edge(num_values + i, sink, op.seconds if op.can_rerun else math.inf)
-        for value in dict.fromkeys(op.inputs):
-            if value in maker:
-                network.add_edge(num_values + i, value, math.inf)
-    side = network.source_side(source, sink)
-    if side is None:
-        return None
-    values = tuple(v for v in sorted(maker) if side[v] and not side[num_values + maker[v]])
-    rerun = tuple(i for i in range(num_ops) if side[num_values + i])
-    return Held(
-        values=values,
-        rerun=rerun,
-        nbytes=sum(segment.value_bytes[v] or 0 for v in values),
-        seconds=math.fsum(segment.ops[i].seconds for i in rerun),
-    )
+    def __init__(self, segment: Segment) -> None:
+        self._segment = segment
+        num_values, num_ops = len(segment.value_bytes), len(segment.ops)
+        self._source, self._sink = num_values + num_ops, num_values + num_ops + 1
+        self._maker = {v: i for i, op in enumerate(segment.ops) for v in op.outputs}
+        self._network = FlowNetwork(num_values + num_ops + 2)
+        self._priced: list[tuple[int, int]] = []  # edges that a price is for, and its bytes
+        for edge, (value, made_by) in enumerate(self._maker.items()):
+            nbytes = segment.value_bytes[value]
+            if nbytes is not None:
+                self._priced.append((edge, nbytes))
+            self._network.add_edge(value, num_values + made_by, math.inf)
+        for value in sorted(segment.reads & self._maker.keys()):
+            self._network.add_edge(self._source, value, math.inf)
+        for i, op in enumerate(segment.ops):
+            self._network.add_edge(num_values + i, self._sink, op.seconds if op.can_rerun else math.inf)
+            for value in dict.fromkeys(op.inputs):
+                if value in self._maker:
+                    self._network.add_edge(num_values + i, value, math.inf)
+
+    def cheapest(self, seconds_per_byte: float) -> Held | None:
+        """Returns the choice with the least `seconds + seconds_per_byte * bytes`; of equals, one that runs least again.
+
+        None if a value that backward reads can neither be held nor rebuilt.
+        """
+        segment = self._segment
+        network = self._network.priced([(edge, seconds_per_byte * nbytes) for edge, nbytes in self._priced])
+        side = network.source_side(self._source, self._sink)
+        if side is None:
+            return None
+        num_values = len(segment.value_bytes)
+        values = tuple(v for v in sorted(self._maker) if side[v] and not side[num_values + self._maker[v]])
+        rerun = tuple(i for i in range(len(segment.ops)) if side[num_values + i])
+        return Held(
+            values=values,
+            rerun=rerun,
+            nbytes=sum(segment.value_bytes[v] or 0 for v in values),
+            seconds=math.fsum(segment.ops[i].seconds for i in rerun),
+        )
+
+
+def cheapest(segment: Segment, seconds_per_byte: float) -> Held | None:
+    """Returns a segment's best choice for one price (`Cuts.cheapest`)."""
+    return Cuts(segment).cheapest(seconds_per_byte)
 
 
 def hull(segment: Segment, *, most: int = 24) -> list[Held]:
@@ -105,8 +121,9 @@ def hull(segment: Segment, *, most: int = 24) -> list[Held]:
     every_byte = sum(b for b in segment.value_bytes if b) or 1
     step = min((op.seconds for op in segment.ops if op.seconds > 0), default=1.0)
     # Low and high enough that no byte outweighs an op, and no op a byte.
-    first = cheapest(segment, step / every_byte / 2)
-    last = cheapest(segment, 2 * (total or 1.0))
+    cuts = Cuts(segment)
+    first = cuts.cheapest(step / every_byte / 2)
+    last = cuts.cheapest(2 * (total or 1.0))
     if first is None or last is None:
         return []
     found = [first]
@@ -116,7 +133,7 @@ def hull(segment: Segment, *, most: int = 24) -> list[Held]:
         while gaps and len(found) < most:
             gaps.sort(key=_area)
             left, right = gaps.pop()
-            middle = cheapest(segment, (right.seconds - left.seconds) / (left.nbytes - right.nbytes))
+            middle = cuts.cheapest((right.seconds - left.seconds) / (left.nbytes - right.nbytes))
             if middle is not None and right.nbytes < middle.nbytes < left.nbytes:
                 found.append(middle)
                 gaps += [(left, middle), (middle, right)]

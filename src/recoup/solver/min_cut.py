@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 
 
 class FlowNetwork:
@@ -29,6 +30,14 @@ class FlowNetwork:
             self._edges_of[node].append(len(self._head))
             self._head.append(other)
             self._room.append(room)
+
+    def priced(self, edges: Sequence[tuple[int, float]]) -> FlowNetwork:
+        """Returns a copy in which some edges (by the number they were added as) have other capacities."""
+        copied = FlowNetwork(0)
+        copied._edges_of, copied._head, copied._room = self._edges_of, self._head, self._room.copy()
+        for number, capacity in edges:
+            copied._room[2 * number] = capacity
+        return copied
 
     def source_side(self, source: int, sink: int) -> list[bool] | None:
         """Returns for each node whether it lies on the source's side of a minimum cut, the smallest such side.

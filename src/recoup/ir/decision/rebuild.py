@@ -24,6 +24,8 @@ class OpMark:
             count. op: its name, "aten.mm.default": where another op stands there, the mark means nothing.
         holds: its results are held for backward. begins_segment: a new segment begins with it.
         saves: with `begins_segment`, all that autograd saves in the segment is held; nothing of it is rebuilt.
+        begins_piece: a new piece of the segment begins with it: the segment is rebuilt once to what its pieces start
+            from, then piece by piece. is_joint: its results are held for the pieces from the first rebuild on.
     """
 
     path: str
@@ -33,6 +35,8 @@ class OpMark:
     holds: bool = False
     begins_segment: bool = False
     saves: bool = False
+    begins_piece: bool = False
+    is_joint: bool = False
 
     def __post_init__(self) -> None:
         kind: Any = type(self)  # hashable, which mypy does not see of a class
@@ -94,6 +98,8 @@ class Rebuild(Decision):
         for decision in members:
             num = decision.num_segments
             what = f"{num} segment{'s' * (num != 1)}"
+            num_pieces = sum(m.begins_piece for m in decision.marks)
+            what += f", some of them in {num_pieces} pieces" if num_pieces else ""
             lines.append(f"rebuild by running ops again, in {what}")
             ops: dict[str, dict[str, None]] = {}
             for mark in decision.marks:

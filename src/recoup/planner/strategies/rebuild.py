@@ -6,7 +6,7 @@ import functools
 from typing import ClassVar, Self
 
 from recoup.planner.held_view import HeldView, held_view
-from recoup.planner.incumbents import Incumbents
+from recoup.planner.incumbents import CLOSE_SHARE, Incumbents
 from recoup.planner.repair import MOST_REPAIRS
 from recoup.planner.step import PlannedStep
 from recoup.planner.strategies.base import Proposals, Strategy
@@ -16,16 +16,14 @@ from recoup.solver.segments import SegmentSolver
 class RebuildStrategy(Strategy):
     """Asks for the fastest segments within the budget, and repairs by what the simulation says.
 
-    Plans by tensor are proposed where they were asked for by name, and otherwise where calls of modules alone find
-    nothing that fits.
+    A rival of regions: it is asked only for what is faster, by its own reckoning, than what fits already.
     """
 
     actions: ClassVar[tuple[str, ...]] = ("rebuild",)
 
-    def __init__(self, step: PlannedStep, *, was_asked_for: bool) -> None:
+    def __init__(self, step: PlannedStep) -> None:
         self._step = step
         self._fixed_bytes = step.simulator.fixed_bytes
-        self.is_fallback = not was_asked_for
 
     @classmethod
     def make(cls, step: PlannedStep) -> Self | None:
@@ -33,7 +31,7 @@ class RebuildStrategy(Strategy):
         was_asked_for = "rebuild" in step.actions
         if step.scans is not None or not (was_asked_for or {"rederive", "recompute"} <= set(step.actions)):
             return None
-        return cls(step, was_asked_for=was_asked_for)
+        return cls(step)
 
     @functools.cached_property
     def _view(self) -> HeldView | None:
@@ -41,7 +39,7 @@ class RebuildStrategy(Strategy):
 
     @functools.cached_property
     def _solver(self) -> SegmentSolver | None:
-        return None if self._view is None else SegmentSolver(self._view.problem)
+        return None if self._view is None else SegmentSolver(self._view.problem, in_pieces=True)
 
     def why_not_tried(self) -> dict[str, str]:
         """Says so where the trace does not tell the model's ops from others."""
@@ -51,10 +49,11 @@ class RebuildStrategy(Strategy):
         """Yields the solver's answers for the budget, each repaired by the gap of the one before."""
         if self._view is None or self._solver is None:
             return
+        plain = self._step.simulator.plain
         target, has_fitted = budget_bytes, False
         for _ in range(MOST_REPAIRS):
             choice = self._solver.solve(target - self._fixed_bytes)
-            if choice is None:
+            if choice is None or plain.step_seconds + choice.extra_seconds >= incumbents.seconds(budget_bytes):
                 return
             candidate = yield (self._view.decide(choice),)
             gap = candidate.peak_bytes - budget_bytes
@@ -62,6 +61,8 @@ class RebuildStrategy(Strategy):
                 return
             if gap > 0:
                 target = min(target, choice.peak_bytes + self._fixed_bytes) - gap
+            elif candidate.peak_bytes >= CLOSE_SHARE * budget_bytes:
+                return
             else:
                 has_fitted, target = True, target - gap
 

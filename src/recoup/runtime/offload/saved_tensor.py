@@ -159,6 +159,12 @@ def offload(
 
     Raises:
         UsageError: if the transport is not known.
+
+    Example:
+        >>> model, x = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(8)]), torch.randn(256, 64)
+        >>> with recoup.offload(model, min_bytes=1024):
+        ...     loss = model(x).mean()
+        >>> loss.backward()
     """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     chosen = make_transport(device, transport, host="inline")

@@ -7,14 +7,15 @@ import warnings
 from typing import Any
 
 import torch
+from torch import nn
 
 from recoup import _torch
 from recoup.ir.decision import Rebuild
 from recoup.runtime import execution_context
 from recoup.runtime.patch import PatchedForward
+from recoup.runtime.rebuild.held_recorder import HeldRecorder, marks_of
 from recoup.runtime.rebuild.lineage import current_recorder
 from recoup.runtime.rebuild.saved_tensor import pack, unpack
-from recoup.runtime.rebuild.segments import HeldRecorder, marks_of
 from recoup.runtime.step_log import Counts
 
 
@@ -33,6 +34,14 @@ class HeldState:
         self.counts = Counts()
         self.suspended = False
         self.warned = False
+        self._units: dict[type[nn.Module], bool] = {}
+
+    def is_unit(self, kind: type[nn.Module]) -> bool:
+        """Whether modules of a class are sharded by themselves (`fully_shard` changes a module's class)."""
+        found = self._units.get(kind)
+        if found is None:
+            found = self._units[kind] = _torch.is_fsdp_unit_type(kind)
+        return found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HeldState:
         copied = memo[id(self)] = HeldState(self.decision)
@@ -54,15 +63,22 @@ def run_held(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, A
     """Runs a forward under a plan by tensor."""
     settings: HeldSettings = patched.settings
     state = settings.state
-    if state.suspended or _torch.inside_transform() or torch.compiler.is_compiling() or torch.compiler.is_exporting():
+    if torch.compiler.is_compiling():
         return patched.original(*args, **kwargs)
     recorder = current_recorder()
     if isinstance(recorder, HeldRecorder):
+        is_unit = state.is_unit(type(patched.module))
+        if is_unit:  # FSDP2 has its parameters there in its own forward and backward only
+            recorder.begin_segment()
         recorder.enter(settings.path)
         try:
             return patched.original(*args, **kwargs)
         finally:
             recorder.leave()
+            if is_unit:
+                recorder.begin_segment()
+    if state.suspended or _torch.inside_transform() or torch.compiler.is_exporting():
+        return patched.original(*args, **kwargs)
     if settings.path or recorder is not None:
         return patched.original(*args, **kwargs)
     recorder = HeldRecorder(state.marks)

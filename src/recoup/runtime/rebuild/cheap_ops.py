@@ -121,7 +121,9 @@ SILENT_WRITERS = {
 # Their schemas say that they write: they tell the allocator who reads, or mark the tensor.
 _WRITES_NOTHING = frozenset({"record_stream", "requires_grad_", "retain_grad"})
 
+HOLD = "aten.alias.default"  # what `recoup.hold` dispatches; no torch function does so by itself
 OPAQUE, CHEAP, IN_PLACE, VIEW, WRITES = range(5)
+DETACH = "aten.detach.default"  # not counted: where fake tensors are kept, the engine dispatches some of its own
 
 
 class OpFacts:
@@ -131,23 +133,28 @@ class OpFacts:
         kind: OPAQUE, CHEAP, IN_PLACE (a cheap op written over its first argument), VIEW or WRITES (anything else that
             changes an argument).
         label: the name as traces have it, "aten.mm.default".
-        function: the overload to run again (for IN_PLACE the functional one).
+        overload: itself. function: the overload to run again (for IN_PLACE the functional one).
         over: the in-place overload that computes what `function` does, if there is one. commutes: the two tensors it
             reads may change places.
         pooled_dims: how many dimensions a max-pooling with indices pools, 0 for other ops.
         can_rerun: it computes new tensors from its arguments alone, dear or cheap: run again it gives the same bits.
+        can_rewrite: it changes its first argument alone, and does so again on a copy.
+        is_counted: it has a number among the ops of a module's call.
         written: positions of positional arguments that are changed. written_names: of keyword ones.
     """
 
     __slots__ = (
         "can_rerun",
+        "can_rewrite",
         "commutes",
         "function",
         "is_batch_norm",
+        "is_counted",
         "is_random_mask",
         "kind",
         "label",
         "over",
+        "overload",
         "pooled_dims",
         "written",
         "written_names",
@@ -172,7 +179,8 @@ class OpFacts:
         self.pooled_dims = _MAX_POOLS.get(name, 0)
         self.is_random_mask = name == "bernoulli_"
         self.label = f"{schema.name.replace('::', '.')}.{overload._overloadname}"
-        self.function = overload
+        self.is_counted = self.label != DETACH and namespace != "prim"
+        self.function = self.overload = overload
         self.over = _in_place(name, overload) if namespace == "aten" and name in _OVER else None
         self.commutes = name in _COMMUTES
         if self.is_batch_norm and namespace == "aten":
@@ -189,9 +197,19 @@ class OpFacts:
             self.kind = CHEAP
         else:
             self.kind = OPAQUE
+        self.can_rewrite = (
+            self.kind in (IN_PLACE, WRITES)
+            and self.written == (0,)
+            and not self.written_names
+            and name not in _CHANGES_SIZE
+            and _can_rerun(name, namespace, overload)
+        )
         self.can_rerun = self.kind == CHEAP or (self.kind == OPAQUE and _can_rerun(name, namespace, overload))
 
 
+_CHANGES_SIZE = frozenset(
+    ["resize_", "resize_as_", "set_", "t_", "transpose_", "squeeze_", "unsqueeze_", "as_strided_"]
+)
 _EFFECTS = frozenset(["c10d", "_c10d_functional", "_dtensor", "prim", "profiler"])
 _UNINITIALISED = ("empty", "new_empty")
 _NOT_AGAIN = (torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output)

@@ -333,15 +333,7 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
 
     def _write(self, facts: OpFacts, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs an op that changes arguments and gives the changed storages new values."""
-        made = None
-        target = args[0] if facts.kind == IN_PLACE else None
-        if (
-            isinstance(target, torch.Tensor)
-            and not self.paused
-            and target.numel() * target.dtype.itemsize == target.untyped_storage().nbytes()
-            and all(a.dtype == target.dtype for a in args if isinstance(a, torch.Tensor))
-        ):
-            made = self._made(facts, args, kwargs)
+        made, base = (None, None) if self.paused else self._rewriting(facts, args, kwargs)
         written = [args[i] for i in facts.written if i < len(args)]
         written += [kwargs[name] for name in facts.written_names if name in kwargs]
         for item in written:
@@ -353,18 +345,29 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
             for tensor in item if isinstance(item, (list, tuple)) else (item,):
                 if not isinstance(tensor, torch.Tensor):
                     continue
-                if made is None and self._existing(tensor) is None and not facts.is_random_mask:
-                    continue
                 value = Value()
                 if made is not None:
                     value.made = made
-                    value.base = geometry_of(tensor)
+                    value.base = base
                     made.traffic_bytes += tensor.numel() * tensor.dtype.itemsize
                 elif facts.is_random_mask and tensor.nbytes == tensor.untyped_storage().nbytes():
                     value.random_mask = True
                     value.base = geometry_of(tensor)
                 self._replace(tensor, value)
         return out
+
+    def _rewriting(
+        self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Made | None, Geometry | None]:
+        """Returns how to make what an op is about to write into a storage again, and what geometry that has."""
+        target = args[0] if facts.kind == IN_PLACE else None
+        if (
+            isinstance(target, torch.Tensor)
+            and target.numel() * target.dtype.itemsize == target.untyped_storage().nbytes()
+            and all(a.dtype == target.dtype for a in args if isinstance(a, torch.Tensor))
+        ):
+            return self._made(facts, args, kwargs), geometry_of(target)
+        return None, None
 
     def _rescue(self, tensor: torch.Tensor) -> None:
         """Copies what is about to be overwritten, if something is to be rebuilt from it: plain would have kept that."""

@@ -72,6 +72,7 @@ def _pack(tensor: torch.Tensor) -> Any:
         made is not None
         and num_bytes >= MIN_BYTES
         and recorder.deriving
+        and recorder.is_cheap
         and value.base is not None
         and value.base[3] == tensor.dtype
     ):
@@ -150,12 +151,14 @@ def rederive(*, by_default: bool = True) -> Iterator[None]:
     Args:
         by_default: False only records and keeps, for an applied plan whose decisions turn it on further in.
 
+    Raises:
+        ReplayError: in backward, if something that a tensor would be rebuilt from was changed in place since.
+
     Example:
-        ```python
-        with recoup.rederive():
-            loss = model(inputs)
-        loss.backward()
-        ```
+        >>> model, x = torch.nn.Sequential(torch.nn.LayerNorm(64), torch.nn.Linear(64, 1)), torch.randn(256, 64)
+        >>> with recoup.rederive():
+        ...     loss = model(x).mean()
+        >>> loss.backward()
     """
     if _torch.inside_transform():  # torch.func refuses saved-tensor hooks; it runs as plain autograd
         yield

@@ -61,6 +61,10 @@ def tiled_cross_entropy(
 
     Raises:
         UsageError: if shapes, dtypes or options do not go together. Labels out of range raise what `gather` raises.
+
+    Example:
+        >>> hidden, weight = torch.randn(8, 128, 64, requires_grad=True), torch.randn(1000, 64)
+        >>> recoup.tiled_cross_entropy(hidden, weight, torch.randint(0, 1000, (8, 128)), num_tiles=4).backward()
     """
     steps: list[Step] = []
     if logit_scale is not None:

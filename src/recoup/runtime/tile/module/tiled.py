@@ -55,6 +55,11 @@ def tiled(
     Raises:
         UsageError: if it is not position-wise, with the op that is not; if it draws random numbers, or changes a
             buffer, an attribute or an input; if the arguments hold no tensor of two or more dimensions.
+
+    Example:
+        >>> layer, x = torch.nn.Linear(64, 256), torch.randn(8, 128, 64)
+        >>> recoup.tiled(layer, x, num_tiles=4).shape
+        torch.Size([8, 128, 256])
     """
     if (num_tiles is None) == (tile_tokens is None):
         raise UsageError(f"Give one of num_tiles and tile_tokens; got {num_tiles} and {tile_tokens}. {_WHERE}")

@@ -1,0 +1,218 @@
+"""The record of a step under a plan by tensor: every op that can run again, and the results that the plan holds."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from recoup import _torch
+from recoup.ir.decision import OpMark
+from recoup.runtime import execution_context
+from recoup.runtime.rebuild.cheap_ops import HOLD, OPAQUE, VIEW, OpFacts, op_facts
+from recoup.runtime.rebuild.kept import Kept, Source, laid, on_device
+from recoup.runtime.rebuild.lineage import Geometry, Made, Read, Recorder, Value, geometry_of
+from recoup.runtime.rebuild.saved_tensor import MIN_BYTES, compact_mask
+from recoup.runtime.rebuild.segments import Rebuilt, Segment
+
+
+@_torch.without_dynamo_wrapper
+class HeldRecorder(Recorder):
+    """Records every op that can run again, and holds the results that a plan names.
+
+    Attributes:
+        segment: the one that ops run in now.
+        num_ops: counted so far. lost: marks that met another op, in words.
+    """
+
+    is_cheap = False
+
+    def __init__(self, marks: dict[tuple[str, int], dict[int, OpMark]]) -> None:
+        super().__init__()
+        self.segment = Segment()
+        self._around: Segment | None = None
+        self._marks = marks
+        self._held: list[Source] = []  # until forward ends: then those that something is rebuilt from stay
+        self._leaves: dict[Value, Source] = {}
+        self._calls: dict[str, int] = {}
+        self._frames: list[_Frame] = []
+        self.num_ops = 0
+        self.lost: list[str] = []
+
+    def enter(self, path: str) -> None:
+        """Begins a call of the module at `path`: ops are its own until `leave`."""
+        call = self._calls.get(path, 0)
+        self._calls[path] = call + 1
+        self._frames.append(_Frame(path, self._marks.get((path, call))))
+
+    def leave(self) -> None:
+        """Ends the innermost call."""
+        self._frames.pop()
+
+    def begin_segment(self, *, in_pieces: bool = False) -> None:
+        """Ends the segment that ops ran in; the next op is the first of another."""
+        self._around = Segment() if in_pieces else None
+        self._leaves.clear()
+        self.segment = Segment(self._around)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if self.paused or _torch.is_higher_order(func):
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        kwargs = kwargs or {}
+        facts = op_facts(func)
+        mark = self.before_op(facts.label) if facts.is_counted else None
+        if facts.can_rerun and not facts.is_batch_norm:
+            made = self._made(facts, args, kwargs)
+            out = func(*args, **kwargs)
+            if made is not None:
+                self._attach(made, out, has_side_results=facts.kind == OPAQUE or facts.pooled_dims > 0)
+        elif facts.kind in (OPAQUE, VIEW):
+            out = func(*args, **kwargs)
+            if facts.label == HOLD and self.deriving:
+                self.hold(out)
+        else:
+            out = super().__torch_dispatch__(func, types, args, kwargs)
+        if mark is not None:
+            if mark.holds:
+                self.hold(out)
+            elif mark.is_joint:
+                self.join(out)
+        return out
+
+    def _read(self, tensor: torch.Tensor) -> Read:
+        value = self.value_of(tensor)
+        if value.made is None and value.constant is None:
+            self.read_leaf(value, tensor)
+        return Read(value, geometry_of(tensor))
+
+    def _attach_one(self, made: Made, tensor: torch.Tensor, position: int) -> Value:
+        found = self._existing(tensor)  # an op may return a view without its schema saying so
+        return super()._attach_one(made, tensor, position) if found is None else found
+
+    def _rewriting(
+        self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Made | None, Geometry | None]:
+        """Any op in place runs again on a copy of the storage that it wrote over or wrote a part of."""
+        made, base = super()._rewriting(facts, args, kwargs)
+        target = args[0] if args else None
+        if made is not None or not facts.can_rewrite or not isinstance(target, torch.Tensor):
+            return made, base
+        old = self._existing(target)
+        if old is None or old.made is None or old.base is None or old.base[3] != target.dtype:
+            return None, None
+        made = self._made(facts, (target, *args[1:]), kwargs)
+        if made is not None:
+            made.function = Rewriting(facts.overload, made.reads[0].geometry)
+            made.reads[0].geometry = old.base
+        return made, old.base
+
+    def pack(self, tensor: torch.Tensor, value: Value) -> Rebuilt | None:
+        """Returns a `Rebuilt` where what is held leads to the tensor, None where it has to be kept."""
+        if value.made is None or value.base is None or value.base[3] != tensor.dtype:
+            return None
+        if tensor.nbytes < MIN_BYTES or not self.deriving:
+            return None
+        sources = self.segment.reach(value)
+        if sources is None:
+            return None
+        execution_context.rederived(tensor, [t for t in map(on_device, sources) if t is not None])
+        return Rebuilt(value, geometry_of(tensor), self.segment, self.surroundings())
+
+    def before_op(self, name: str) -> OpMark | None:
+        """Counts an op of the innermost call; returns what the plan says of it."""
+        if not self._frames:
+            return None
+        self.num_ops += 1
+        frame = self._frames[-1]
+        ordinal, frame.ordinal = frame.ordinal, frame.ordinal + 1
+        mark = frame.marks.get(ordinal) if frame.marks is not None else None
+        if mark is None:
+            return None
+        if mark.op != name:
+            self.lost.append(f"`{frame.path}`: op {ordinal} is {name}, was {mark.op}")
+            return mark
+        if mark.begins_segment:
+            self.begin_segment(in_pieces=mark.begins_piece)
+            self.deriving = not mark.saves
+        elif mark.begins_piece:
+            self.segment = Segment(self._around)
+        return mark
+
+    def hold(self, out: Any) -> None:
+        """Holds the results of an op."""
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
+                value = self.value_of(tensor)
+                kept = value.alive()
+                if value.constant is None and kept is None:
+                    kept = keep(value, tensor)
+                if kept is not None:
+                    self._held.append(kept)
+
+    def join(self, out: Any) -> None:
+        """Notes that the results of an op are held for the pieces of the segment once it is rebuilt."""
+        if self._around is not None:
+            for tensor in out if isinstance(out, (tuple, list)) else (out,):
+                if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
+                    self._around.joints.add(self.value_of(tensor))
+
+    def read_leaf(self, value: Value, tensor: torch.Tensor) -> None:
+        """Holds, to the end of the segment at least, what an op reads and no op was seen to make."""
+        base = tensor._base
+        if base is not None and _torch.is_sharded_parameter(base):  # FSDP1's weights are views of what it takes away
+            value.constant, value.constant_version = base, base._version
+        elif value not in self._leaves:
+            self._leaves[value] = value.alive() or keep(value, tensor)
+
+
+class Rewriting:
+    """Runs an op in place again, on a copy of the storage that it wrote to.
+
+    Args:
+        op: the overload. part: geometry of what it writes over.
+    """
+
+    __slots__ = ("op", "part")
+
+    def __init__(self, op: Any, part: Geometry) -> None:
+        self.op = op
+        self.part = part
+
+    def __call__(self, whole: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Returns the whole storage after the op."""
+        copied = torch.empty_strided(whole.size(), whole.stride(), dtype=whole.dtype, device=whole.device).copy_(whole)
+        self.op(laid(copied, self.part), *args, **kwargs)
+        return copied
+
+
+def marks_of(marks: Sequence[OpMark]) -> dict[tuple[str, int], dict[int, OpMark]]:
+    """Returns marks by module path and call, then by ordinal."""
+    found: dict[tuple[str, int], dict[int, OpMark]] = {}
+    for mark in marks:
+        found.setdefault((mark.path, mark.call), {})[mark.ordinal] = mark
+    return found
+
+
+class _Frame:
+    """One call that runs now: which of its own ops comes next."""
+
+    __slots__ = ("marks", "ordinal", "path")
+
+    def __init__(self, path: str, marks: dict[int, OpMark] | None) -> None:
+        self.path = path
+        self.marks = marks
+        self.ordinal = 0
+
+
+def keep(value: Value, tensor: torch.Tensor) -> Source:
+    """Keeps a tensor's contents for who rebuilds from them; a random mask of zeros and ones as bytes."""
+    if value.random_mask:
+        kept: Source = compact_mask(value, tensor)
+    else:  # ops are recorded below autograd, where a view does not count changes in place together with its base
+        kept = Kept(tensor if tensor.grad_fn is None else _torch.alias_below_autograd(tensor))
+    value.kept = weakref.ref(kept)
+    return kept

@@ -1,0 +1,262 @@
+"""The ways to run one segment of a forward: what it holds, what runs again, and the bytes that takes.
+
+A segment of intervals [i, j) has a few *labels*, the corners of its hull of (held bytes, seconds run again) by minimum
+cut (`held.py`); for one interval the first is to save what autograd saves. Equal segments are cut once.
+
+A *nested* label rebuilds the segment in pieces: its first rebuild runs the ops up to what the pieces start from and
+holds that, then each piece is rebuilt from it when backward gets there. So backward never has more than one piece
+there, and every op before the last piece runs twice again.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import itertools
+
+from recoup.solver.held import Held, Op, Segment, hull
+
+_LABELS = 5  # of a segment beside saving
+_MOST_OPS = 800  # of a segment that is run again: longer ones would have to hold all of it at once
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class HeldProblem:
+    """A forward by its ops, and what the plain step says of its intervals.
+
+    Attributes:
+        ops: in forward order. value_bytes: of each value; 0: held anyway.
+        saves: for each op the values that autograd saves with it.
+        places: the ops that intervals begin with, the first op included.
+        saved_bytes, forward_bytes, backward_bytes, gradient_bytes: of each interval: what it leaves saved, its peaks in
+            forward and backward above the level before it, and the gradients that exist while its backward runs.
+        fixed_bytes: there all the time. after_bytes: peak of what follows the model (the loss), above `fixed + held`.
+        bare_bytes: for each op the bytes alive above `fixed_bytes` if autograd kept nothing, its workspace included.
+        released: for each value the last op at which its storage would be alive then: the model's own code has it until
+            there. Without these two forward's peak is bounded by what a segment holds and its ops need besides.
+    """
+
+    ops: tuple[Op, ...]
+    value_bytes: tuple[int, ...]
+    saves: tuple[tuple[int, ...], ...]
+    places: tuple[int, ...]
+    saved_bytes: tuple[int, ...]
+    forward_bytes: tuple[int, ...]
+    backward_bytes: tuple[int, ...]
+    gradient_bytes: tuple[int, ...]
+    fixed_bytes: int
+    after_bytes: int = 0
+    bare_bytes: tuple[int, ...] = ()
+    released: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Label:
+    """One way to run a segment.
+
+    Attributes:
+        held: values held (None: what autograd saves, nothing is run again). held_bytes: theirs, with those of earlier
+            segments that this one needs. forward_bytes, backward_bytes: peaks above what segments before it hold.
+        seconds: run again.
+        pieces: if it is nested, the first op of each piece and the values held for it once the first rebuild has run.
+    """
+
+    held: tuple[int, ...] | None
+    held_bytes: int
+    forward_bytes: int
+    backward_bytes: int
+    seconds: float
+    pieces: tuple[tuple[int, tuple[int, ...]], ...] = ()
+
+
+class LabelMaker:
+    """Makes the labels of the segments of one problem, each once."""
+
+    def __init__(self, problem: HeldProblem) -> None:
+        self.problem = problem
+        self._maker = {v: i for i, op in enumerate(problem.ops) for v in op.outputs}
+        self._ends = (*problem.places[1:], len(problem.ops))
+        self._readers: dict[int, list[int]] = {}
+        for i, op in enumerate(problem.ops):
+            for value in op.inputs:
+                self._readers.setdefault(value, []).append(self._interval(i))
+        self._first_saved: dict[int, int] = {}
+        for i, values in enumerate(problem.saves):
+            for value in values:
+                self._first_saved.setdefault(value, i)
+        bare = problem.bare_bytes
+        # Where each interval's forward is fullest if nothing is held, and its last op.
+        self._watched = [
+            (max(range(first, end), key=bare.__getitem__) if bare else first, end - 1)
+            for first, end in zip(problem.places, self._ends, strict=True)
+        ]
+        self._hulls: dict[Segment, list[Held]] = {}
+        self._labels: dict[tuple[int, int], list[Label]] = {}
+        self._nested: dict[tuple[int, int], list[Label]] = {}
+
+    def labels(self, i: int, j: int) -> list[Label]:
+        """Returns the labels of the segment of intervals [i, j), that of saving first (if it is one interval)."""
+        found = self._labels.get((i, j))
+        if found is None:
+            found = self._labels[i, j] = self._make_labels(i, j)
+        return found
+
+    def nested(self, i: int, j: int) -> list[Label]:
+        """Returns labels that rebuild the segment of intervals [i, j) in equal pieces."""
+        found = self._nested.get((i, j))
+        if found is None:
+            num = j - i
+            lengths = {1, round(num**0.5), -(-num // 2)} if num > 1 else set()
+            found = self._nested[i, j] = []
+            for length in sorted(lengths):
+                made = self._in_pieces(i, j, [*range(i, j, length), j])
+                if made is not None:
+                    found.append(made)
+        return found
+
+    def backward_bytes(self, i: int, j: int) -> int:
+        """Returns the peak of backward through intervals [i, j) above what is held before, all rebuilt at once."""
+        problem = self.problem
+        most, saved = 0, 0
+        for r in range(i, j):
+            most = max(most, saved + problem.backward_bytes[r] + problem.gradient_bytes[r])
+            saved += problem.saved_bytes[r]
+        return most
+
+    def _forward_bytes(self, i: int, j: int, charged: list[int]) -> int:
+        """Returns the peak of forward through intervals [i, j) above what earlier segments hold.
+
+        Args:
+            charged: values that this segment holds. What autograd would have saved before it and is alive anyway counts
+                as held by those.
+        """
+        problem = self.problem
+        if not problem.bare_bytes:
+            inside = zip(problem.forward_bytes[i:j], problem.saved_bytes[i:j], strict=True)
+            return sum(problem.value_bytes[v] for v in charged) + max(0, *(f - s for f, s in inside))
+        sizes, released, own = problem.value_bytes, problem.released, set(charged)
+        earlier = [
+            v
+            for v, at in self._first_saved.items()
+            if at < problem.places[i] <= released[v] and v not in own and v in self._maker
+        ]
+        most = 0
+        for at in itertools.chain.from_iterable(self._watched[i:j]):
+            bare = problem.bare_bytes[at] - sum(sizes[v] for v in earlier if released[v] >= at)
+            most = max(most, bare + sum(sizes[v] for v in charged if self._maker[v] <= at and released[v] < at))
+        return most
+
+    def _make_labels(self, i: int, j: int) -> list[Label]:
+        problem = self.problem
+        first, last = problem.places[i], self._ends[j - 1]
+        backward = self.backward_bytes(i, j)
+        labels = []
+        if j == i + 1:
+            labels.append(
+                Label(
+                    held=None,
+                    held_bytes=problem.saved_bytes[i],
+                    forward_bytes=problem.forward_bytes[i],
+                    backward_bytes=backward,
+                    seconds=0.0,
+                )
+            )
+        if last - first > _MOST_OPS:
+            return labels
+        made = {v for op in problem.ops[first:last] for v in op.outputs}
+        saved = dict.fromkeys(v for at in range(first, last) for v in problem.saves[at])
+        outside = [v for v in saved if v not in made and v in self._maker]
+        local: dict[int, int] = {}
+        for op in problem.ops[first:last]:
+            for value in (*op.inputs, *op.outputs):
+                local.setdefault(value, len(local))
+        names = list(local)
+        segment = Segment(
+            value_bytes=tuple(problem.value_bytes[v] if v in made else 0 for v in names),
+            ops=tuple(
+                dataclasses.replace(
+                    op, inputs=tuple(local[v] for v in op.inputs), outputs=tuple(local[v] for v in op.outputs)
+                )
+                for op in problem.ops[first:last]
+            ),
+            reads=frozenset(local[v] for v in saved if v in made),
+        )
+        for held in self._hull(segment):
+            values = [names[v] for v in held.values]
+            needed = dict.fromkeys([*outside, *self._read_from_before([first + at for at in held.rerun], made)])
+            charged = [*values, *(v for v in needed if self._is_charged(v, i, j))]
+            labels.append(
+                Label(
+                    held=tuple(sorted({*values, *needed})),
+                    held_bytes=sum(problem.value_bytes[v] for v in charged),
+                    forward_bytes=self._forward_bytes(i, j, charged),
+                    backward_bytes=backward + sum(problem.value_bytes[v] for v in charged if v not in saved),
+                    seconds=held.seconds,
+                )
+            )
+        return labels
+
+    def _in_pieces(self, i: int, j: int, places: list[int]) -> Label | None:
+        """Returns the label that rebuilds [i, j) in pieces between `places`, each holding as little as it can."""
+        problem = self.problem
+        first, last = problem.places[i], self._ends[j - 1]
+        sizes = problem.value_bytes
+        made = {v for op in problem.ops[first:last] for v in op.outputs}
+        pieces: list[tuple[int, Label]] = []
+        for start, end in itertools.pairwise(places):
+            labels = [label for label in self.labels(start, end) if label.held is not None]
+            if not labels:
+                return None
+            pieces.append((start, min(labels, key=lambda label: label.held_bytes)))
+        wanted = {v for _, label in pieces for v in label.held or ()}
+        inside = [v for v in wanted if v in made]
+        # The first rebuild: every op that leads to what the pieces start from; what cannot run again is held.
+        held = {v for v in wanted if v not in made}
+        rerun: set[int] = set()
+        stack = list(inside)
+        while stack:
+            value = stack.pop()
+            at = self._maker.get(value)
+            if at is None or at in rerun or value in held:
+                continue
+            if value not in made or not problem.ops[at].can_rerun:
+                held.add(value)
+                continue
+            rerun.add(at)
+            stack.extend(problem.ops[at].inputs)
+        saved = {v for at in range(first, last) for v in problem.saves[at]}
+        charged = [v for v in held if v in made or self._is_charged(v, i, j)]
+        backward, so_far = 0, sum(sizes[v] for v in charged if v not in saved)
+        for _, label in pieces:
+            own = sum(sizes[v] for v in label.held or () if v in made and v not in held)
+            backward = max(backward, so_far + label.backward_bytes)
+            so_far += own
+        return Label(
+            held=tuple(sorted(held)),
+            held_bytes=sum(sizes[v] for v in charged),
+            forward_bytes=self._forward_bytes(i, j, charged),
+            backward_bytes=backward,
+            seconds=sum(problem.ops[at].seconds for at in rerun) + sum(label.seconds for _, label in pieces),
+            pieces=tuple(
+                (problem.places[start], tuple(v for v in label.held or () if v not in held)) for start, label in pieces
+            ),
+        )
+
+    def _read_from_before(self, ops: list[int], made: set[int]) -> list[int]:
+        """Returns what these ops read that earlier segments made."""
+        return [v for at in ops for v in self.problem.ops[at].inputs if v not in made and v in self._maker]
+
+    def _is_charged(self, value: int, i: int, j: int) -> bool:
+        """Whether a segment pays for a value that an earlier one made: not again for one that many of them read."""
+        maker = self._interval(self._maker[value])
+        later = sorted({r for r in self._readers.get(value, ()) if r > maker})
+        return len(later) <= 2 or i <= later[0] < j
+
+    def _interval(self, op: int) -> int:
+        return bisect.bisect_right(self.problem.places, op) - 1
+
+    def _hull(self, segment: Segment) -> list[Held]:
+        found = self._hulls.get(segment)
+        if found is None:
+            found = self._hulls[segment] = hull(segment, most=_LABELS)
+        return found
