@@ -21,6 +21,7 @@ ORDER = (
     "_pytree",
     "_reachable",
     "_storages",
+    "_interrupts",
     "_allocation",
     "cost",
     "solver",

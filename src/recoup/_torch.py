@@ -146,6 +146,23 @@ def fake_tensor_mode() -> Any:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+@contextlib.contextmanager
+def no_backward_left() -> Iterator[None]:
+    """Has an exception out of a backward leave no tensors in autograd's queue (torch 2.11, 2.13).
+
+    The engine keeps what it had not run, until a node that is older than those comes to this thread's queue: here is
+    one. Freed by: an engine that empties the queue when a backward raises.
+    """
+    with torch.inference_mode(False), torch.enable_grad(), without_dispatch_modes():
+        older = torch.zeros((), requires_grad=True).clone()
+    try:
+        yield
+    except BaseException:
+        with torch.inference_mode(False), without_dispatch_modes():
+            older.backward()  # type: ignore[no-untyped-call]
+        raise
+
+
 def fake_empty_like(tensor: torch.Tensor, device: str) -> torch.Tensor:
     """Returns a tensor of the same shape, strides and dtype of the fake mode that is on, past the others (torch 2.13).
 
@@ -297,7 +314,12 @@ def dispatch_mode_class() -> type[Any]:
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class OwnMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-        pass
+        supports_higher_order_operators = True
+
+        @classmethod
+        def ignore_compile_internals(cls) -> bool:
+            """Compiled code stays compiled: else Dynamo would skip it, and `torch.cond`, for good."""
+            return True
 
     return OwnMode
 

@@ -219,8 +219,7 @@ def test_disk_sees_changed_bytes() -> None:
 def test_dropped_blocks_are_used_again() -> None:
     transport = DiskTransport()
     for _ in range(5):
-        handle = transport.put(torch.zeros(1000, dtype=torch.uint8))
-        transport.drop(handle)
+        transport.put(torch.zeros(1000, dtype=torch.uint8))
     assert transport._end == 1000
     transport.close()
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from recoup._interrupts import heard
 from recoup.analysis.profile import make_profile
 from recoup.capture.optimizer import OptimizerLike
 from recoup.capture.step import Loss, StepFunction, make_objective
@@ -28,6 +29,7 @@ from recoup.planner.request import free_bytes_on, planner_for
 from recoup.units import check_budget, format_bytes, parse_bytes
 
 
+@heard()
 def profile(
     model: nn.Module,
     batch: Any = None,
@@ -148,6 +150,7 @@ class Frontier:
         return format_frontier(self.points)
 
 
+@heard()
 def frontier(
     model: nn.Module,
     batch: Any = None,
@@ -248,6 +251,7 @@ def explain(
     return Frontier(planner, name, (), free_bytes_on(name, entry)).explain(budget)
 
 
+@heard()
 def max_batch(
     model: nn.Module,
     make_batch: Callable[[int], Any],

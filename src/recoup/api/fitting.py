@@ -12,6 +12,7 @@ from torch import nn
 
 from recoup import progress
 from recoup._allocation import return_freed_memory
+from recoup._interrupts import heard
 from recoup.capture.fingerprint import refuse_other_model
 from recoup.capture.optimizer import OptimizerLike
 from recoup.capture.step import Loss, StepFunction, make_objective
@@ -61,6 +62,7 @@ class Fit:
         return format_fit(self.plan, self.evidence)
 
 
+@heard()
 def plan(
     model: nn.Module,
     batch: Any = None,
@@ -163,6 +165,7 @@ def apply(model: nn.Module, plan: Plan, *, transport: Transport | str = "auto") 
     return applied
 
 
+@heard()
 def verify(
     model: nn.Module,
     plan: Plan,
@@ -255,6 +258,7 @@ def fit(
 ) -> CompiledFit: ...
 
 
+@heard()
 def fit(
     model: nn.Module,
     batch: Any = None,

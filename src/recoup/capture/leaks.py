@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 
 from recoup import _torch
+from recoup._interrupts import heard, under_modes
 from recoup.capture.tracker import Tracker
 from recoup.errors import InternalError
 
@@ -28,6 +29,8 @@ _CLIMBED = (tuple, frozenset, functools.partial, types.MethodType, types.Builtin
 T = TypeVar("T")
 
 
+@heard()
+@under_modes()
 def run_on_fakes(body: Callable[[Any, list[Tracker]], T], *, is_thorough: bool) -> tuple[T, list[str]]:
     """Runs `body` with a new fake mode, and leaves no fake tensor behind, whatever happens.
 

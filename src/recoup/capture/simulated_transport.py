@@ -79,9 +79,5 @@ class SimulatedTransport:
             self._tracker.storages[index].label = "offloaded tensor back"
         return back
 
-    def drop(self, handle: Any) -> None:
-        """See `runtime.offload.transport.Transport`."""
-        handle.back = handle.bytes_there = None
-
     def close(self) -> None:
         """See `runtime.offload.transport.Transport`."""

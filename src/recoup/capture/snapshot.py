@@ -14,9 +14,7 @@ import collections
 import contextlib
 import copy
 import random
-import signal
 import sys
-import threading
 import types
 import warnings
 from collections.abc import Iterator
@@ -26,9 +24,11 @@ import torch
 from torch import nn
 
 from recoup import _torch
+from recoup._interrupts import heard, postponed, under_modes
 from recoup._reachable import Reached, roots_of, slots_of
 from recoup.capture.tensor_notes import CopyBeforeWrite, TensorNotes
 from recoup.errors import UsageError
+from recoup.runtime import execution_context
 from recoup.runtime.recompute.rng_state import StreamState
 
 _ABSENT = object()
@@ -260,33 +260,15 @@ def set_random_state(state: tuple[Any, ...]) -> None:
 @contextlib.contextmanager
 def untouched(model: nn.Module, batch: Any = None, loss: Any = None, others: Any = ()) -> Iterator[Snapshot]:
     """Restores at the end what a step that is given these can change."""
-    before = Snapshot(model, batch, loss, others)
-    try:
-        with before.guarded():
-            yield before
-    finally:
-        with _uninterrupted():
-            try:
-                before.restore()
-            except (
-                BaseException
-            ):  # an exception that a thread or a signal handler raised in it: it is done all the same
-                before.restore()
-                raise
-
-
-@contextlib.contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Has Ctrl-C wait until the block is over."""
-    handler = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(handler):
-        yield
-        return
-    pressed: list[Any] = []
-    signal.signal(signal.SIGINT, lambda *event: pressed.append(event))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-        if pressed:
-            handler(*pressed[0])
+    with heard(), under_modes(), execution_context.left_as_found():
+        before = Snapshot(model, batch, loss, others)
+        try:
+            with _torch.no_backward_left(), before.guarded():
+                yield before
+        finally:
+            with postponed():
+                try:
+                    before.restore()
+                except BaseException:  # one that a thread or a signal handler raised in it: it is done all the same
+                    before.restore()
+                    raise

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from recoup._interrupts import let_in
 from recoup._pytree import iterate_tensors
 from recoup.errors import StepError, UsageError
 
@@ -151,6 +152,7 @@ def make_objective(
 
 def call_model(model: nn.Module, batch: Any) -> Any:
     """Returns `model(**batch)` for a dict, `model(*batch)` for a tuple or list, `model(batch)` for anything else."""
+    let_in()
     if isinstance(batch, Mapping):
         return model(**batch)
     if isinstance(batch, (tuple, list)) and not hasattr(batch, "_fields"):

@@ -163,8 +163,6 @@ class CopyBeforeWrite(_torch.dispatch_mode_class()):  # type: ignore[misc]
         super().__init__()
         self._notes = notes
 
-    supports_higher_order_operators = True
-
     def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         for tensor in _flat((*args, *kwargs.values())):

@@ -10,12 +10,13 @@ from __future__ import annotations
 import bisect
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
 
 from recoup import _torch
+from recoup._interrupts import let_in
 from recoup._storages import dense_parts
 from recoup.capture.island import UNKNOWN, Island
 from recoup.capture.op_cache import FakeResults
@@ -116,7 +117,7 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         self.ops: list[OpRecord] = []
-        self.storages: list[StorageRecord] = []
+        self._storages: list[StorageRecord] = []
         self.signatures: list[Signature] = []
         self.phase: Phase = "forward"
         self.draws_on_host = False
@@ -147,20 +148,26 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
         self._node_calls: list[int] = []
         self._backward_origin = (-1, -1)
 
-        def died(handle: _Handle) -> None:
+        self._died: list[_Handle] = []  # since the last op; storages die without Python, see `runtime.waiting`
+
+    @property
+    def storages(self) -> list[StorageRecord]:
+        """The storages in order, with all that died so far."""
+        self._bury()
+        return self._storages
+
+    @storages.setter
+    def storages(self, storages: list[StorageRecord]) -> None:
+        self._storages, self._died = storages, []  # who dies later has no record among these
+
+    def _bury(self) -> None:
+        last_op = len(self.ops) - 1
+        while self._died:
+            handle = self._died.pop()
             if self._handles.get(handle.address) is handle:
                 del self._handles[handle.address]
-            record = self.storages[handle.index]
-            record.free_op = max(len(self.ops) - 1, record.alloc_op)
-
-        self._died: Callable[[_Handle], None] = died
-
-    supports_higher_order_operators = True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Compiled regions stay compiled while this mode is on."""
-        return True
+            record = self._storages[handle.index]
+            record.free_op = max(last_op, record.alloc_op)
 
     @property
     def fake_mode(self) -> Any:
@@ -176,7 +183,7 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
     def add_block(self, nbytes: int, category: Category, label: str) -> None:
         """Registers bytes that are there all the time and belong to no tensor of this run."""
         if nbytes:
-            self.storages.append(StorageRecord(nbytes, category, -1, len(self.storages), label))
+            self._storages.append(StorageRecord(nbytes, category, -1, len(self._storages), label))
 
     def find(self, tensor: torch.Tensor) -> int | None:
         """Returns the index of the tensor's storage if it is known; None for one that has none."""
@@ -202,11 +209,11 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
             nbytes = 0  # a scalar on the host takes nothing of the device
         if alloc_op < 0 and category == "temporary":
             category, label = self.outside.get(address, (category, label))
-        handle = _Handle(storage, self._died)
+        handle = _Handle(storage, self._died.append)
         handle.address = address
-        handle.index = len(self.storages)
+        handle.index = len(self._storages)
         self._handles[address] = handle
-        self.storages.append(StorageRecord(nbytes, category, alloc_op, len(self.storages), label))
+        self._storages.append(StorageRecord(nbytes, category, alloc_op, len(self._storages), label))
         return handle.index
 
     def saved(self, tensor: torch.Tensor) -> None:
@@ -219,7 +226,7 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
             return
         index = self.find(tensor)
         if index is not None and self.phase in ("forward", "loss"):
-            record = self.storages[index]
+            record = self._storages[index]
             self.save_ops.append((len(self.ops), self.call))
             packing_op = self._packing_op(tensor)
             self.saves.append((len(self.ops), self.call, index, packing_op))
@@ -238,7 +245,7 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
         """Returns the op that saves `tensor` now: an input is packed before its op is dispatched, an output after."""
         index = self.find(tensor)
         last = len(self.ops) - 1
-        if index is None or self.storages[index].alloc_op != last:
+        if index is None or self._storages[index].alloc_op != last:
             return last + 1
         # Fresh from the last op: its own result, unless another call has begun, whose first op takes it as an input.
         return last if last < 0 or self.ops[last].call == self.call else last + 1
@@ -301,8 +308,9 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
         return self._results.run(func, args, kwargs) if any(map(_torch.is_fake, tensors)) else func(*args, **kwargs)
 
     def _record(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor], out: Any) -> None:
+        let_in()  # not where a question about a tensor is answered, which must not raise
         index = len(self.ops)
-        self.marks.append((len(self.storages), self.num_rederived))
+        self.marks.append((len(self._storages), self.num_rederived))
         inputs = tuple(
             self._index(part, "temporary", -1, "made before the step") for t in tensors for part in dense_parts(t)
         )
@@ -312,6 +320,7 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
         call, origin = self._origin(index)
         new = tuple(self._index(part, "temporary", index, name) for t in outputs for part in dense_parts(t))
         signature = self._signature(func, args, kwargs, out)
+        self._bury()
         self.ops.append(OpRecord(signature, call, origin, self.phase, execution_context.is_recomputing(), inputs, new))
         facts = op_facts(func)
         if facts.written or facts.written_names:
@@ -327,8 +336,9 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
     def mark(self) -> int:
         """Notes where ops are left out, as an op of its own; returns its index."""
         index = len(self.ops)
-        self.marks.append((len(self.storages), self.num_rederived))
+        self.marks.append((len(self._storages), self.num_rederived))
         call, origin = self._origin(index)
+        self._bury()
         self.ops.append(OpRecord(-1, call, origin, self.phase, False, (), ()))
         return index
 

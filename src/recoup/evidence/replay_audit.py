@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from recoup import _torch
+from recoup._interrupts import let_in
 from recoup.evidence.gradients import equal_values, in_host_memory, pieces
 from recoup.runtime import execution_context
 from recoup.runtime.offload.transport import Transport
@@ -75,7 +76,7 @@ class _Original:
             return self.tensor
         assert self.audit.aside is not None
         flat = self.audit.aside.get(self._handle)
-        self.audit.aside.drop(self._handle)
+        self._handle = None
         return flat.view(self.dtype).reshape(self.shape)
 
     def compare(self, again: torch.Tensor, region: str) -> None:
@@ -153,12 +154,12 @@ class Audit(_torch.dispatch_mode_class()):  # type: ignore[misc]
         here = self._modules[-1] if self._modules else ""
         return self._makers.get(_address(tensor), ("", here))
 
-    supports_higher_order_operators = True
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _torch.is_higher_order(func):
             return func(*args, **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
+        if func.namespace != "prim":  # such questions must not raise
+            let_in()
         if not execution_context.is_recomputing():
             self._uninitialised.note(func, args, kwargs or {}, out)
             here = self._modules[-1] if self._modules else ""

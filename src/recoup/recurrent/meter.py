@@ -14,6 +14,12 @@ import torch
 from recoup import _torch
 
 
+class _Handle(weakref.ref):  # type: ignore[type-arg]
+    __slots__ = ("key", "size")
+    key: int
+    size: int
+
+
 class StepMeter(_torch.dispatch_mode_class()):  # type: ignore[misc]
     """Follows storages through one taped step and its backward.
 
@@ -30,7 +36,8 @@ class StepMeter(_torch.dispatch_mode_class()):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
         self.state_bytes = self.tape_bytes = self.in_row_bytes = self.forward_bytes = self.backward_bytes = 0
-        self._live: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._live: dict[int, _Handle] = {}
+        self._died: list[_Handle] = []  # not yet told; storages die without Python, see `runtime.waiting`
         self._entered: list[tuple[int, Any]] = []
         self._states: list[tuple[int, Any]] = []
         self._may_go: dict[int, int] = {}
@@ -38,6 +45,7 @@ class StepMeter(_torch.dispatch_mode_class()):  # type: ignore[misc]
 
     def __enter__(self) -> StepMeter:
         self._live.clear()
+        self._died.clear()
         self._level = self._peak = 0
         super().__enter__()
         return self
@@ -49,12 +57,20 @@ class StepMeter(_torch.dispatch_mode_class()):  # type: ignore[misc]
     @property
     def level_bytes(self) -> int:
         """Bytes alive now of what was allocated since the meter was entered."""
+        self._bury()
         return self._level
+
+    def _bury(self) -> None:
+        while self._died:
+            handle = self._died.pop()
+            if self._live.get(handle.key) is handle:
+                del self._live[handle.key]
+                self._level -= handle.size
 
     def entered(self, state: list[torch.Tensor]) -> None:
         """Called before the step with the copies it starts from."""
         self._entered = self._names(state)
-        self._before = self._level
+        self._before = self.level_bytes
 
     def taped(self, states: list[torch.Tensor], excluded: list[torch.Tensor]) -> None:
         """Called after the step's forward with what it came to and the captured tensors."""
@@ -68,7 +84,7 @@ class StepMeter(_torch.dispatch_mode_class()):  # type: ignore[misc]
     def lightened(self) -> None:
         """Called when the tape holds nothing but its graph."""
         kept = {key: ref().nbytes() for key, ref in self._entered if self._is_alive(key, ref)}
-        self.tape_bytes = max(self._level - sum(kept.values()), 1)
+        self.tape_bytes = max(self.level_bytes - sum(kept.values()), 1)
 
     def parted(self) -> None:
         """Called when copies have taken the place of the state the step came to; begins to meter the backward."""
@@ -77,7 +93,7 @@ class StepMeter(_torch.dispatch_mode_class()):  # type: ignore[misc]
         kept |= {key for (key, _), before in pairs if self._is_alive(*before)}
         gone = sum(size for key, size in self._may_go.items() if key not in kept)
         self.in_row_bytes = max(self.tape_bytes - gone, 1)
-        self._before = self._peak = self._level
+        self._before = self._peak = self.level_bytes
 
     def working_bytes(self) -> int:
         """Returns the most that running a step needs besides its tape.
@@ -89,10 +105,12 @@ class StepMeter(_torch.dispatch_mode_class()):  # type: ignore[misc]
         return max(forward_bytes, self.backward_bytes + self.state_bytes)
 
     def _names(self, tensors: list[torch.Tensor]) -> list[tuple[int, Any]]:
+        self._bury()
         keys = (t.untyped_storage()._cdata if t.layout is torch.strided else 0 for t in tensors)
         return [(key, self._live.get(key)) for key in keys]
 
     def _is_alive(self, key: int, ref: Any) -> bool:
+        self._bury()
         return ref is not None and self._live.get(key) is ref
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -103,6 +121,7 @@ class StepMeter(_torch.dispatch_mode_class()):  # type: ignore[misc]
         return out
 
     def _follow(self, storage: torch.UntypedStorage, args: Any) -> None:
+        self._bury()
         key = storage._cdata
         known = self._live.get(key)
         if known is not None and known() is storage:
@@ -112,13 +131,9 @@ class StepMeter(_torch.dispatch_mode_class()):  # type: ignore[misc]
             if is_strided and argument.untyped_storage()._cdata == key:
                 return
         size = storage.nbytes()
-
-        def died(ref: Any, self: StepMeter = self, key: int = key, size: int = size) -> None:
-            if self._live.get(key) is ref:
-                del self._live[key]
-                self._level -= size
-
-        self._live[key] = weakref.ref(storage, died)
+        handle = _Handle(storage, self._died.append)
+        handle.key, handle.size = key, size
+        self._live[key] = handle
         self._level += size
         self._peak = max(self._peak, self._level)
 

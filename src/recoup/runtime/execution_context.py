@@ -39,12 +39,12 @@ class Auditor(Protocol):
 class _Activity(threading.local):
     observer: Observer | None = None
     auditor: Auditor | None = None
-    recomputing = 0
     tiles = 0
     stand_in: Any = None
     stands_for: str = ""
 
     def __init__(self) -> None:
+        self.replaying = threading.RLock()  # held while this thread runs something a second time, as often as it does
         self.own = Counts()
         self.counts: tuple[Counts, ...] = (self.own,)
 
@@ -61,19 +61,16 @@ def is_recomputing() -> bool:
         >>> recoup.is_recomputing()
         False
     """
-    return _activity.recomputing > 0
+    return _activity.replaying._is_owned()  # type: ignore[attr-defined,no-any-return]
 
 
-class recomputing:
-    """Context manager that marks everything inside as a second run; a class, as it is entered once a rebuilt tensor."""
+def recomputing() -> contextlib.AbstractContextManager[Any]:
+    """Returns a context manager that marks everything inside as a second run.
 
-    __slots__ = ()
-
-    def __enter__(self) -> None:
-        _activity.recomputing += 1
-
-    def __exit__(self, *exc: Any) -> None:
-        _activity.recomputing -= 1
+    A lock that no other thread sees: it is entered and left without Python, so that Ctrl-C cannot come in between and
+    leave the mark behind.
+    """
+    return _activity.replaying
 
 
 class first_run:
@@ -82,10 +79,23 @@ class first_run:
     __slots__ = ("_before",)
 
     def __enter__(self) -> None:
-        self._before, _activity.recomputing = _activity.recomputing, 0
+        self._before, _activity.replaying = _activity.replaying, threading.RLock()
 
     def __exit__(self, *exc: Any) -> None:
-        _activity.recomputing = self._before
+        _activity.replaying = self._before
+
+
+class left_as_found:
+    """Context manager that puts all this back at its end, also what an interrupted context manager did not."""
+
+    __slots__ = ("_before",)
+
+    def __enter__(self) -> None:
+        self._before = dict(vars(_activity))
+
+    def __exit__(self, *exc: Any) -> None:
+        vars(_activity).clear()
+        vars(_activity).update(self._before)
 
 
 def current_counts() -> tuple[Counts, ...]:

@@ -2,12 +2,13 @@
 
 A finaliser (`__del__`, a weak reference's callback) written in Python is where a signal handler may run: what it
 raises, a `KeyboardInterrupt`, is printed and lost, and the rest of the finaliser does not happen. Here the callback is
-`set.discard`: no Python runs when somebody who waited dies, and a result that was held for them goes with them.
+`set.discard` or `list.append`: no Python runs when somebody dies, and a result that was held for them goes with them.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 
@@ -56,3 +57,26 @@ class Waiting:
                 ticket.held = result
                 found = True
         self._result = weakref.ref(result) if found else None
+
+
+class Gone:
+    """What was left by those who died since it was last asked."""
+
+    __slots__ = ("_died", "_tickets")
+
+    def __init__(self) -> None:
+        self._died: list[Ticket] = []
+        self._tickets: set[Ticket] = set()
+
+    def watch(self, who: Any, left: Any) -> None:
+        """Notes that `left` is what `who`, which is held weakly, will leave."""
+        ticket = Ticket(who, self._died.append)
+        ticket.held = left
+        self._tickets.add(ticket)
+
+    def take(self) -> Iterator[Any]:
+        """Yields what was left, each once."""
+        while self._died:
+            ticket = self._died.pop()
+            self._tickets.discard(ticket)
+            yield ticket.held

@@ -55,8 +55,7 @@ def measured_link(device: torch.device) -> Link:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         back.append(time.perf_counter() - began)
-        del returned
-        transport.drop(handle)
+        del returned, handle
     transport.close()
     where = "pinned host memory" if device.type == "cuda" else "a file in the temporary directory"
     return Link(

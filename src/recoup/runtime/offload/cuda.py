@@ -15,11 +15,21 @@ from collections import deque
 import torch
 
 from recoup.cost.host_link import MAX_BLOCKS_ON_THEIR_WAY
+from recoup.runtime.waiting import Gone
 
 _FINEST_PIECES = 32  # of a block, that its last piece of host memory is at least
 
 
 class _Handle:
+    """Who may ask for a block; its host memory is used again when nobody can."""
+
+    __slots__ = ("__weakref__", "block")
+
+    def __init__(self, block: _Block) -> None:
+        self.block = block
+
+
+class _Block:
     """One block: its pieces of host memory, and the tensors on their way.
 
     Attributes:
@@ -54,50 +64,57 @@ class CudaTransport:
         self._device = torch.device(device)
         self._side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._pool: dict[int, list[torch.Tensor]] = {}
-        self._leaving: deque[_Handle] = deque()
+        self._leaving: deque[_Block] = deque()
+        self._gone = Gone()
 
     def put(self, flat: torch.Tensor) -> _Handle:
         """See `Transport`."""
+        self._take_back()
         stream = torch.cuda.current_stream(self._device)
-        handle = _Handle(flat, [self._piece(size) for size in piece_sizes(flat.numel())], stream)
+        block = _Block(flat, [self._piece(size) for size in piece_sizes(flat.numel())], stream)
         self._side.wait_stream(stream)
-        self._copy(handle, flat, out=True)
-        self._leaving.append(handle)
+        self._copy(block, flat, out=True)
+        self._leaving.append(block)
         while len(self._leaving) > MAX_BLOCKS_ON_THEIR_WAY:
             self._leaving.popleft().settle()
+        handle = _Handle(block)
+        self._gone.watch(handle, block)
         return handle
 
     def prefetch(self, handle: _Handle) -> None:
         """See `Transport`."""
-        if handle.back is not None:
+        block = handle.block
+        if block.back is not None:
             return
+        self._take_back()
         self._settle()
         # Taken on the stream that will read it, after what runs there now has let go of its memory.
-        handle.stream = torch.cuda.current_stream(self._device)
-        handle.back = torch.empty(handle.nbytes, dtype=torch.uint8, device=self._device)
-        self._side.wait_stream(handle.stream)
-        self._copy(handle, handle.back, out=False)
+        block.stream = torch.cuda.current_stream(self._device)
+        block.back = torch.empty(block.nbytes, dtype=torch.uint8, device=self._device)
+        self._side.wait_stream(block.stream)
+        self._copy(block, block.back, out=False)
 
     def get(self, handle: _Handle) -> torch.Tensor:
         """See `Transport`."""
         self.prefetch(handle)
-        back, handle.back = handle.back, None
-        handle.settle()
+        block = handle.block
+        back, block.back = block.back, None
+        block.settle()
         assert back is not None
         return back
 
-    def drop(self, handle: _Handle) -> None:
-        """See `Transport`."""
-        handle.settle()
-        handle.back = None
-        for piece in handle.pieces:
-            self._pool.setdefault(piece.numel(), []).append(piece)
-        handle.pieces = []
-
     def close(self) -> None:
         """See `Transport`; torch keeps pinned memory until the copies from and to it are done."""
+        self._take_back()
         self._settle()
         self._pool.clear()
+
+    def _take_back(self) -> None:
+        for block in self._gone.take():
+            block.settle()
+            block.back = None
+            for piece in block.pieces:
+                self._pool.setdefault(piece.numel(), []).append(piece)
 
     def _settle(self) -> None:
         while self._leaving:
@@ -107,18 +124,18 @@ class CudaTransport:
         spare = self._pool.get(size)
         return spare.pop() if spare else torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
-    def _copy(self, handle: _Handle, flat: torch.Tensor, *, out: bool) -> None:
+    def _copy(self, block: _Block, flat: torch.Tensor, *, out: bool) -> None:
         """Copies a block piece by piece on the side stream, which waits for whoever made or frees it already."""
         begin = 0
         with torch.cuda.stream(self._side):
-            for piece in handle.pieces:
+            for piece in block.pieces:
                 part = flat[begin : begin + piece.numel()]
                 begin += part.numel()
                 if out:
                     piece[: part.numel()].copy_(part, non_blocking=True)
                 else:
                     part.copy_(piece[: part.numel()], non_blocking=True)
-            handle.done = self._side.record_event()
+            block.done = self._side.record_event()
 
 
 def piece_sizes(nbytes: int) -> list[int]:

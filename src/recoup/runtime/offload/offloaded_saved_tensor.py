@@ -144,9 +144,6 @@ class _Block:
                 self._transport.prefetch(block._handle)
             block = block._before() if block._before is not None else None
 
-    def __del__(self) -> None:
-        self._transport.drop(self._handle)
-
 
 class KeptElsewhere:
     """The contents of a storage, kept on the host: a private copy, so writing to the storage does not change it."""

@@ -104,9 +104,6 @@ class _Block:
             self._owner.transport.prefetch(before._handle)
         return storage
 
-    def __del__(self) -> None:
-        self._owner.transport.drop(self._handle)
-
 
 class _Offloaded:
     __slots__ = ("block", "compact", "dtype", "geometry", "original", "version", "waits")

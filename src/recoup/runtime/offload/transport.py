@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import os
 import tempfile
 import threading
 import zlib
@@ -11,6 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from recoup.errors import InternalError, UsageError
+from recoup.runtime.waiting import Gone
 
 
 class Transport(Protocol):
@@ -20,16 +23,17 @@ class Transport(Protocol):
     """
 
     def put(self, flat: torch.Tensor) -> Any:
-        """Copies a flat uint8 tensor away and returns what it is asked for by; may hold the tensor until done."""
+        """Copies a flat uint8 tensor away and returns what it is asked for by; may hold the tensor until done.
+
+        The bytes are forgotten when nobody holds that handle any more. Nothing of a transport's runs then: what takes
+        space outside of Python is taken back at a later call.
+        """
 
     def prefetch(self, handle: Any) -> None:
         """Begins to bring it back."""
 
     def get(self, handle: Any) -> torch.Tensor:
         """Returns the bytes, a new tensor on the device they came from."""
-
-    def drop(self, handle: Any) -> None:
-        """Forgets it."""
 
     def close(self) -> None:
         """Lets go of everything."""
@@ -50,27 +54,43 @@ class InlineTransport:
         host, device = handle
         return torch.empty(len(host), dtype=torch.uint8, device=device).copy_(torch.from_numpy(host))
 
-    def drop(self, handle: Any) -> None:
-        """See `Transport`."""
-        handle.clear()
-
     def close(self) -> None:
         """See `Transport`."""
+
+
+class _File(io.FileIO):
+    """Closes itself without a word, and without Python, when nobody holds it."""
+
+    __del__ = io.FileIO.close
+
+
+class _Extent:
+    """What a disk's handle is: where its bytes lie."""
+
+    __slots__ = ("__weakref__", "checksum", "device", "offset", "size")
+
+    def __init__(self, offset: int, size: int, checksum: int, device: torch.device) -> None:
+        self.offset = offset
+        self.size = size
+        self.checksum = checksum
+        self.device = device
 
 
 class DiskTransport:
     """One file without a name in a directory: the system takes it back however the process ends.
 
-    Every block has a checksum; blocks that were dropped are used again.
+    Every block has a checksum; blocks that nobody asks for any more are used again.
 
     Args:
         directory: on the disk to use; left out: the system's temporary one.
     """
 
     def __init__(self, directory: str | Path | None = None) -> None:
-        self._file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115 - `close` closes it
+        with tempfile.TemporaryFile(dir=directory, buffering=0) as unnamed:
+            self._file = _File(os.dup(unnamed.fileno()), "r+b")
         self._end = 0
         self._free: dict[int, list[int]] = {}
+        self._gone = Gone()
         self._lock = threading.Lock()  # backward runs on a thread of its own on some devices
 
     def put(self, flat: torch.Tensor) -> Any:
@@ -78,6 +98,8 @@ class DiskTransport:
         view = memoryview(flat.detach().cpu().numpy())  # type: ignore[arg-type]
         with self._lock:
             size = len(view)
+            for freed, at in self._gone.take():
+                self._free.setdefault(freed, []).append(at)
             spare = self._free.get(size)
             offset = spare.pop() if spare else self._end
             self._end = max(self._end, offset + size)
@@ -85,42 +107,35 @@ class DiskTransport:
             written = 0
             while written < size:
                 written += self._file.write(view[written:]) or 0
-        return offset, size, zlib.crc32(view), flat.device
+        extent = _Extent(offset, size, zlib.crc32(view), flat.device)
+        self._gone.watch(extent, (size, offset))
+        return extent
 
     def prefetch(self, handle: Any) -> None:
         """See `Transport`."""
 
     def get(self, handle: Any) -> torch.Tensor:
         """See `Transport`."""
-        offset, size, checksum, device = handle
+        offset, size = handle.offset, handle.size
         host = torch.empty(size, dtype=torch.uint8)
         view = memoryview(host.numpy())  # type: ignore[arg-type]
         with self._lock:
             self._file.seek(offset)
             read = 0
             while read < size:
-                count = self._file.readinto(view[read:])  # type: ignore[attr-defined]
+                count = self._file.readinto(view[read:])
                 if not count:
                     break
                 read += count
-        if read != size or zlib.crc32(view) != checksum:
+        if read != size or zlib.crc32(view) != handle.checksum:
             raise InternalError(
                 f"Offloaded bytes came back changed: {read} of {size} bytes read at {offset}, checksum does not match. "
                 "Is the disk full or failing? (recoup.runtime.offload.transport)"
             )
-        return host.to(device)
-
-    def drop(self, handle: Any) -> None:
-        """See `Transport`."""
-        offset, size, _, _ = handle
-        with self._lock:
-            self._free.setdefault(size, []).append(offset)
+        return host.to(handle.device)
 
     def close(self) -> None:
         """See `Transport`."""
-        self._file.close()
-
-    def __del__(self) -> None:
         self._file.close()
 
 
@@ -159,10 +174,6 @@ class DelayedTransport:
         target, handle["back"] = handle["back"], None
         self._wait(handle["host"], target)
         return target  # type: ignore[no-any-return]
-
-    def drop(self, handle: Any) -> None:
-        """See `Transport`."""
-        handle.clear()
 
     def close(self) -> None:
         """See `Transport`."""

@@ -183,11 +183,6 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
     supports_higher_order_operators = True
     is_cheap = True
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Compiled regions stay compiled while this mode is on."""
-        return True
-
     def __enter__(self) -> Recorder:
         self._outer = _current.recorder
         _current.recorder = self

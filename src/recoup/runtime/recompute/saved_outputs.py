@@ -61,13 +61,6 @@ class _Mode(_torch.dispatch_mode_class()):  # type: ignore[misc]
         self._takes = takes
         self._position = -1
 
-    supports_higher_order_operators = True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Compiled parts stay compiled while this mode is on."""
-        return True
-
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if _torch.is_higher_order(func):

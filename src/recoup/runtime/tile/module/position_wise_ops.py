@@ -53,6 +53,9 @@ class Judge(_torch.dispatch_mode_class()):  # type: ignore[misc]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if _torch.is_higher_order(func):
+            self.reason = self.reason or f"`{func}` has branches or loops of its own"
+            raise MixesPositions(self.reason)
         if any(_address(t) not in self._made for t in _written(func, args, kwargs)):
             self._refuse(func, "changes a parameter, a buffer or an input in place")  # before it does
         out = func(*args, **kwargs)
