@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from recoup import _torch
 from recoup.runtime import execution_context
 from recoup.runtime.offload.offloaded_saved_tensor import KeptElsewhere
-from recoup.runtime.rebuild.lineage import Geometry, geometry_of
+from recoup.runtime.rebuild.lineage import Geometry, Value, geometry_of
 
 CHANGED = (
     "one of the variables needed for gradient computation has been modified by an inplace operation: "
@@ -18,6 +19,36 @@ CHANGED = (
 def changed_since(what: str) -> RuntimeError:
     """Returns autograd's error for a tensor that was changed in place and cannot be rebuilt from any more."""
     return RuntimeError(CHANGED.format(tensor=what, versions="overwritten since"))
+
+
+def is_overwritten(value: Value, geometry: Geometry) -> bool:
+    """Whether a part of a storage was written to since it had these contents.
+
+    Autograd's version counter is the whole storage's, but for the results of `unsafe_chunk` and `unsafe_split`, which
+    share memory and no counter: a GRU cell writes over one gate after another's result was saved.
+    """
+    return any(_overlap(written, geometry) for written in value.overwritten)
+
+
+def _overlap(a: Geometry, b: Geometry) -> bool:
+    """Whether two tensors over one storage have an element in common; True where their dtypes differ."""
+    if a == b or a[3] != b[3]:
+        return True
+    if 0 in a[0] or 0 in b[0]:
+        return False
+    last = [
+        offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) for size, stride, offset, _ in (a, b)
+    ]
+    if last[0] < b[2] or last[1] < a[2]:
+        return False
+    seen = np.zeros(max(last) + 1, dtype=bool)
+    _elements(seen, a)[...] = True
+    return bool(_elements(seen, b).any())
+
+
+def _elements(storage: np.ndarray, geometry: Geometry) -> np.ndarray:
+    size, stride, offset, _ = geometry
+    return np.lib.stride_tricks.as_strided(storage[offset:], tuple(size), tuple(stride))  # a bool takes one byte
 
 
 class Kept:

@@ -51,7 +51,8 @@ class Value:
         random_mask: these are zeros and ones drawn by `bernoulli_`.
         waiting: the rederived tensors of this value that will still be asked for, by the turn at which they were
             saved; holds the contents once they were rebuilt for another, if they are wanted soon.
-        overwritten: the storage holds something else by now: what autograd saved of it before may not be used.
+        overwritten: parts of the storage that hold something else by now: what autograd saved of them before may not
+            be used.
     """
 
     __slots__ = (
@@ -79,7 +80,7 @@ class Value:
         self.constant_bytes = b""
         self.constant_storage = 0
         self.random_mask = False
-        self.overwritten = False
+        self.overwritten: tuple[Geometry, ...] = ()
         self.waiting: Waiting | None = None
 
     def rebuilt(self) -> torch.Tensor | None:
@@ -380,7 +381,7 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
         """Gives a storage that was written to its new value."""
         old = self._existing(tensor)
         if old is not None:
-            old.overwritten = True
+            old.overwritten += (geometry_of(tensor),)
             kept = old.alive()
             if kept is None or not kept.is_rescued():  # a write through `.data` leaves the version as it was
                 old.kept = old.constant = None

@@ -12,7 +12,7 @@ from recoup.runtime import execution_context
 from recoup.runtime.offload.offloaded_saved_tensor import KeptElsewhere
 from recoup.runtime.rebuild import shortcuts
 from recoup.runtime.rebuild.cheap_ops import op_facts
-from recoup.runtime.rebuild.kept import CHANGED, Kept, Source, changed_since, check_version, laid
+from recoup.runtime.rebuild.kept import CHANGED, Kept, Source, changed_since, check_version, is_overwritten, laid
 from recoup.runtime.rebuild.lineage import Geometry, Made, Read, Recorder, Value, current_recorder, geometry_of
 from recoup.runtime.recompute.spot_check import read_bytes
 from recoup.runtime.waiting import Waiting
@@ -58,7 +58,7 @@ class Rederived:
 
     def unpack(self) -> torch.Tensor:
         """Runs the chain and returns the tensor."""
-        if self.value.overwritten:
+        if is_overwritten(self.value, self.geometry):
             size, _, _, dtype = self.geometry
             raise changed_since(f"{dtype} {list(size)}")
         if self._under.are_here():

@@ -23,7 +23,7 @@ import torch
 from recoup import _torch
 from recoup.errors import ReplayError
 from recoup.runtime import execution_context
-from recoup.runtime.rebuild.kept import Kept, Source, changed_since, laid
+from recoup.runtime.rebuild.kept import Kept, Source, changed_since, is_overwritten, laid
 from recoup.runtime.rebuild.lineage import Geometry, Made, Read, Surroundings, Value
 from recoup.runtime.rebuild.rederived import constant_contents, fitted, paused
 from recoup.runtime.waiting import Ticket, Waiting
@@ -225,7 +225,7 @@ class Rebuilt:
 
         Under `retain_graph` it may be asked for again, and is rebuilt again.
         """
-        if self.value.overwritten:
+        if is_overwritten(self.value, self.geometry):
             size, _, _, dtype = self.geometry
             raise changed_since(f"{dtype} {list(size)}")
         tensor = self._waiting.result()
