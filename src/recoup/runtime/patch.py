@@ -54,16 +54,15 @@ class PatchedForward:
         """The forward that was in place before."""
         if self.previous is not None:
             return self.previous(*args, **kwargs)
-        module = self._module()  # from here on generation's hot path
-        kind = type(module)
-        if kind is self._kind:
-            return kind.forward(module, *args, **kwargs)  # type: ignore[union-attr]
         return class_forward(self.module)(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's forward the planned way; without gradients what it was before, at once."""
         if torch.is_grad_enabled() and not self.removed:
             return self.runner(self, args, kwargs)
+        module = self._module()  # from here on generation's hot path: `original` without its call
+        if self.previous is None and type(module) is self._kind:
+            return self._kind.forward(module, *args, **kwargs)  # type: ignore[union-attr]
         return self.original(*args, **kwargs)
 
     @property
