@@ -193,7 +193,8 @@ def _contents(value: Value, here: dict[Value, torch.Tensor]) -> torch.Tensor:
         if not has_memory(value.constant):
             raise ReplayError(
                 f"A parameter {list(value.constant.shape)} that saved tensors are rebuilt from was taken away since "
-                "its module's forward. Plan without `rebuild`: actions=('rederive', 'recompute')."
+                "its module's forward. Plan without `rebuild`: actions=('rederive', 'recompute').",
+                code="E203",
             )
         return constant_contents(value)
     found = here.get(value)
