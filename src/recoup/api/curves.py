@@ -56,7 +56,7 @@ def profile(
         UsageError, StepError, ConflictError: as `plan`.
 
     Example:
-        >>> model, x = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(8)]), torch.randn(256, 64)
+        >>> model, x = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(8)]), torch.randn(4096, 64)
         >>> recoup.profile(model, x, device="a100-80gb").phase
         'backward'
     """
@@ -179,7 +179,7 @@ def frontier(
         UsageError, StepError, ConflictError: as `plan`.
 
     Example:
-        >>> model, x = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(8)]), torch.randn(256, 64)
+        >>> model, x = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(8)]), torch.randn(4096, 64)
         >>> curve = recoup.frontier(model, x, device="a100-80gb", num_points=3)
         >>> curve.points[0].peak_bytes < curve.points[-1].peak_bytes
         True
@@ -230,7 +230,7 @@ def explain(
         UsageError, StepError, ConflictError, InfeasibleBudget: as `plan`.
 
     Example:
-        >>> model, x = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(8)]), torch.randn(256, 64)
+        >>> model, x = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(8)]), torch.randn(4096, 64)
         >>> print(recoup.explain(model, x, budget="99%", device="a100-80gb"))  # doctest: +ELLIPSIS
         Peak ...
     """

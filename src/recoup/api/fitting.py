@@ -110,7 +110,7 @@ def plan(
 
     Example:
         >>> model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(8)])
-        >>> x, y = torch.randn(256, 64), torch.randn(256, 64)
+        >>> x, y = torch.randn(4096, 64), torch.randn(4096, 64)
         >>> made = recoup.plan(model, inputs=x, targets=y, loss=torch.nn.MSELoss(), budget="90%", device="a100-80gb")
         >>> made.predicted.peak_bytes <= made.budget_bytes
         True
@@ -152,7 +152,7 @@ def apply(model: nn.Module, plan: Plan, *, transport: Transport | str = "auto") 
             checkpointing is on already. The model is unchanged then.
 
     Example:
-        >>> model, x = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(8)]), torch.randn(256, 64)
+        >>> model, x = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(8)]), torch.randn(4096, 64)
         >>> made = recoup.plan(model, x, budget="90%", device="a100-80gb")
         >>> with recoup.apply(model, made):
         ...     model(x).mean().backward()
@@ -193,7 +193,7 @@ def verify(
         UsageError: if the model is on `meta`. StepOutOfMemory: if there is no memory for it; says how much is needed.
 
     Example:
-        >>> model, x = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(8)]), torch.randn(256, 64)
+        >>> model, x = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(8)]), torch.randn(4096, 64)
         >>> made = recoup.plan(model, x, budget="90%")
         >>> recoup.verify(model, made, x, timed=False).gradients_equal
         True
@@ -304,7 +304,7 @@ def fit(
         What `plan` and `verify` raise; the model is unchanged then.
 
     Example:
-        >>> model, x = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(8)]), torch.randn(256, 64)
+        >>> model, x = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(8)]), torch.randn(4096, 64)
         >>> fit = recoup.fit(model, x, step=lambda model, x: model(x).square().mean(), budget="90%", timed=False)
         >>> fit.evidence.ok
         True

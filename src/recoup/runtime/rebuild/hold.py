@@ -17,10 +17,12 @@ def hold(tensor: torch.Tensor) -> torch.Tensor:
     Returns:
         The same values in the same memory: a view. Gradients pass through.
 
+    Raises nothing.
+
     Example:
-        ```python
-        chosen = recoup.hold(scores.topk(2).indices)
-        ```
+        >>> scores = torch.randn(8, 100)
+        >>> recoup.hold(scores.topk(2).indices).shape
+        torch.Size([8, 2])
     """
     held: torch.Tensor = torch.ops.aten.alias.default(tensor)
     return held
