@@ -107,6 +107,7 @@ def _num_ops_run(spec: StepSpec, monkeypatch: pytest.MonkeyPatch, known: Trace |
     return count
 
 
+@pytest.mark.slow
 def test_longer_loops_run_no_more_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     model = REGULAR["same input"]()  # nothing is done between its calls
     specs = [_spec(model, steps=steps) for steps in (80, 160)]
@@ -120,6 +121,7 @@ def test_longer_loops_run_no_more_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     assert once == twice
 
 
+@pytest.mark.slow
 def test_the_number_of_steps_may_change() -> None:
     model = REGULAR["gru"]()
     memory = FoldingMemory()
@@ -131,6 +133,7 @@ def test_the_number_of_steps_may_change() -> None:
         _equal(capture(again), capture(_spec(model, steps=steps, folds=False)))
 
 
+@pytest.mark.slow
 def test_the_model_is_left_as_it_was() -> None:
     for name in ("neuron", "gru", "mask"):
         model = REGULAR[name]()

@@ -36,6 +36,7 @@ def test_a_fitted_step_holds_its_budget_and_its_gradients(name: str) -> None:
     assert "run again" in str(plan)
 
 
+@pytest.mark.slow
 def test_op_by_op_gradients_are_bit_equal() -> None:
     def loss(params: Any, x: jax.Array) -> jax.Array:
         for w in params:

@@ -98,6 +98,7 @@ def notes(model: nn.Module, batch: torch.Tensor, actions: tuple[str, ...] | None
     return [note for note in plan.notes if "was not tried" in note]
 
 
+@pytest.mark.slow
 def test_what_was_asked_for_and_not_tried_is_said() -> None:
     torch.manual_seed(0)
     model, x = Unrolled(), torch.randn(256, 8)

@@ -141,6 +141,7 @@ def test_a_scan_is_found_with_what_its_steps_take(planned: tuple[Model, torch.Te
     assert freed == sorted(freed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"chunk": 4}, {"slots": 3}, {"budget": "40%"}], ids=str)
 def test_a_scan_with_a_schedule_of_its_own_keeps_it(options: dict[str, Any]) -> None:
     model, x = make_model(**options)
@@ -222,6 +223,7 @@ def test_two_scans_of_one_call_and_one_inside_of_it() -> None:
     assert "scan 1 of (the model)" in str(plan)
 
 
+@pytest.mark.slow
 def test_calls_of_one_module_are_told_apart() -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:
@@ -283,6 +285,7 @@ def test_a_larger_batch_than_the_plans_takes_what_it_needs() -> None:
         assert _evaluations(model, torch.cat([x, x], dim=1)) > 2 * T  # one taped step at a time, and no error
 
 
+@pytest.mark.slow
 def test_a_scan_inside_of_a_scan_runs_by_its_own_schedule() -> None:
     class Nested(nn.Module):
         def __init__(self) -> None:
@@ -372,6 +375,7 @@ def test_no_schedule_by_hand_is_faster() -> None:
         assert found.step_seconds <= 1.02 * min(fitting)
 
 
+@pytest.mark.slow
 def test_unroll_is_a_scan_too() -> None:
     class Spiking(nn.Module):
         def __init__(self) -> None:

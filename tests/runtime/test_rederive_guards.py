@@ -496,7 +496,8 @@ def live_tensors() -> int:
     return sum(issubclass(type(o), Tensor) for o in gc.get_objects())
 
 
-@pytest.mark.parametrize("make", [transformer, pytest.param(cnn, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [transformer, cnn])
 @pytest.mark.parametrize("graph", ["freed", "retained", "never_differentiated"])
 def test_no_leak_without_the_collector(make: Callable[[], tuple[nn.Module, Tensor]], graph: str, no_gc: None) -> None:
     model, batch = make()
@@ -644,10 +645,9 @@ def test_with_regions(plan: str, make: Callable[[], tuple[nn.Module, Tensor]], a
         assert after[1] == before[1]
 
 
-@pytest.mark.parametrize("make", [transformer, pytest.param(cnn, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "plan", ["nested_span", *(pytest.param(p, marks=pytest.mark.slow) for p in ("nested", "spans", "both"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [transformer, cnn])
+@pytest.mark.parametrize("plan", ["nested_span", "nested", "spans", "both"])
 def test_no_leak_with_regions(plan: str, make: Callable[[], tuple[nn.Module, Tensor]], no_gc: None) -> None:
     model, batch = make()
     counts = []

@@ -31,6 +31,7 @@ def test_regions(name: str, inside: str) -> None:
     assert execution_context.counters()[0] - before >= 5 * len(paths)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*took a step that its plan was not made for")  # some change their ways by step
 @pytest.mark.parametrize("name", STATEFUL)
 def test_plans_at_a_tight_budget(name: str) -> None:

@@ -115,6 +115,7 @@ def build() -> nn.Module:
     return Net(Attention, depth=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", WAYS)
 def test_what_a_forward_keeps_is_never_fake(how: str) -> None:
     Attention.how = how

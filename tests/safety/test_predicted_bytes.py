@@ -81,6 +81,7 @@ OPAQUE: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPAQUE)
 def test_kernels_with_a_workspace_of_their_own(name: str) -> None:
     torch.manual_seed(0)

@@ -68,6 +68,7 @@ CASES: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 @pytest.mark.parametrize("name", CASES)
 def test_sparse_tensors_are_followed(name: str) -> None:

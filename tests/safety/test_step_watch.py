@@ -101,6 +101,7 @@ CAUSES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", CAUSES)
 def test_the_likely_cause_is_said(kind: str) -> None:
     run, words, made = CAUSES[kind]

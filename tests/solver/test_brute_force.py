@@ -31,6 +31,7 @@ def curve_by_brute_force(line: Line) -> list[tuple[int, float]] | None:
     return curve
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 10**9), num_blocks=st.integers(1, 8), group_share=st.sampled_from([0.0, 0.2, 0.4]))
 def test_every_budget_is_solved_exactly(seed: int, num_blocks: int, group_share: float) -> None:
