@@ -5,7 +5,7 @@ from pathlib import Path
 
 project = "recoup"
 author = "The recoup authors"
-copyright = "The recoup authors"  # noqa: A001  # Sphinx asks for this name
+copyright = "The recoup authors"  # Sphinx asks for this name
 release = re.search(r'__version__ = "(.*)"', (Path(__file__).parents[1] / "src/recoup/__init__.py").read_text())[1]
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 html_theme = "furo"
