@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from recoup._interrupts import heard
 from recoup.analysis.profile import make_profile
 from recoup.capture.optimizer import OptimizerLike
 from recoup.capture.step import Loss, StepFunction, make_objective
@@ -26,10 +25,11 @@ from recoup.planner.driver import Planner, plan_for_budget
 from recoup.planner.explain import explain as explain_plan
 from recoup.planner.explain import trade
 from recoup.planner.request import free_bytes_on, planner_for
+from recoup.runtime.apply import all_or_nothing
 from recoup.units import check_budget, format_bytes, parse_bytes
 
 
-@heard()
+@all_or_nothing
 def profile(
     model: nn.Module,
     batch: Any = None,
@@ -150,7 +150,7 @@ class Frontier:
         return format_frontier(self.points)
 
 
-@heard()
+@all_or_nothing
 def frontier(
     model: nn.Module,
     batch: Any = None,
@@ -251,7 +251,7 @@ def explain(
     return Frontier(planner, name, (), free_bytes_on(name, entry)).explain(budget)
 
 
-@heard()
+@all_or_nothing
 def max_batch(
     model: nn.Module,
     make_batch: Callable[[int], Any],

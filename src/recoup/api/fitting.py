@@ -12,7 +12,6 @@ from torch import nn
 
 from recoup import progress
 from recoup._allocation import return_freed_memory
-from recoup._interrupts import heard
 from recoup.capture.fingerprint import refuse_other_model
 from recoup.capture.optimizer import OptimizerLike
 from recoup.capture.step import Loss, StepFunction, make_objective
@@ -27,7 +26,7 @@ from recoup.ir.plan import Plan
 from recoup.ir.text import format_decisions
 from recoup.planner.driver import is_on_meta
 from recoup.planner.request import fitting_for
-from recoup.runtime.apply import Applied, apply_decisions, find_patches, plain
+from recoup.runtime.apply import Applied, all_or_nothing, apply_decisions, find_patches, plain
 from recoup.runtime.conflicts import refuse_conflicts, refuse_wrapped
 from recoup.runtime.offload.transport import Transport
 from recoup.units import check_budget, format_bytes
@@ -62,7 +61,7 @@ class Fit:
         return format_fit(self.plan, self.evidence)
 
 
-@heard()
+@all_or_nothing
 def plan(
     model: nn.Module,
     batch: Any = None,
@@ -165,7 +164,7 @@ def apply(model: nn.Module, plan: Plan, *, transport: Transport | str = "auto") 
     return applied
 
 
-@heard()
+@all_or_nothing
 def verify(
     model: nn.Module,
     plan: Plan,
@@ -258,7 +257,7 @@ def fit(
 ) -> CompiledFit: ...
 
 
-@heard()
+@all_or_nothing
 def fit(
     model: nn.Module,
     batch: Any = None,

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import nn
 
+from recoup._interrupts import heard
 from recoup.errors import PlanMismatch
 from recoup.ir.decision import (
     Decision,
@@ -23,12 +26,15 @@ from recoup.runtime.hooks import HOOKS, Hook
 from recoup.runtime.kv_cache import caching_paths
 from recoup.runtime.offload.offloaded_saved_tensor import Moves, Offloading
 from recoup.runtime.offload.transport import Transport
-from recoup.runtime.patch import PatchedForward, find_patch, patch, unpatch
+from recoup.runtime.patch import PatchedForward, Runner, find_patch, patch_all, unpatch
 from recoup.runtime.planned_call import Settings, StepState, run_call
 from recoup.runtime.rebuild.apply_held import HeldSettings, HeldState, run_held
 from recoup.runtime.recompute.rng_state import statistics_buffers
 from recoup.runtime.step_log import StepLog
 from recoup.runtime.step_watch import StepWatch
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 class Applied:
@@ -134,13 +140,13 @@ def apply_decisions(
         counts_calls=any(d.call is not None or isinstance(d, Loop) for d in decisions),
         offloading=Offloading(transport) if offloads else None,
     )
-    patches: list[PatchedForward] = []
     paths = dict.fromkeys([*by_path, *joins])
     caching = caching_paths(modules, [d.path for d in decisions if d.is_region])
     paths.update(dict.fromkeys(caching))
     records = offloads or any(isinstance(d, Rederive) or (d.path == "" and isinstance(d, Save)) for d in decisions)
     if state.counts_calls or joins or records:
         paths.setdefault("", None)
+    wanted: list[tuple[nn.Module, Runner, Settings]] = []
     for path in paths:
         prefix = f"{path}." if path else ""
         settings = Settings(
@@ -155,8 +161,8 @@ def apply_decisions(
             drops_cache=path in caching,
             records=records and path == "",
         )
-        patches.append(patch(modules[path], run_call, settings))
-    return Applied(model, patches, state)
+        wanted.append((modules[path], run_call, settings))
+    return Applied(model, patch_all(wanted), state)
 
 
 def _apply_rebuild(model: nn.Module, decision: Rebuild, decisions: Sequence[Decision]) -> Applied:
@@ -168,12 +174,12 @@ def _apply_rebuild(model: nn.Module, decision: Rebuild, decisions: Sequence[Deci
             f"`{other.path}`. Make a plan with one or the other."
         )
     state = HeldState(decision)
-    patches = [
-        patch(module, run_held, HeldSettings(path=path, state=state))
+    wanted = [
+        (module, run_held, HeldSettings(path=path, state=state))
         for path, module in model.named_modules()
         if not isinstance(module, torch.jit.ScriptModule)  # what runs inside belongs to the call around it
     ]
-    return Applied(model, patches, state)
+    return Applied(model, patch_all(wanted), state)
 
 
 def _derives_below(decisions: Sequence[Decision], paths: Sequence[str]) -> bool:
@@ -195,6 +201,29 @@ def find_patches(model: nn.Module) -> list[PatchedForward]:
     """Returns the patched forwards of a plan that is in place on `model`."""
     found = map(find_patch, model.modules())
     return [f for f in found if f is not None and f.runner in (run_call, run_held)]
+
+
+def all_or_nothing(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Has a function of a model leave no plan in place that was not there before, if it fails; Ctrl-C ends it.
+
+    An exception may come between any two lines: also where a plan was applied and nobody has its handle yet, or where
+    it is taken off.
+    """
+
+    @functools.wraps(function)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        given = [m for m in (*args[:1], kwargs.get("model")) if isinstance(m, nn.Module)]
+        before = {id(patched) for model in given for patched in find_patches(model)}
+        try:
+            with heard():
+                return function(*args, **kwargs)
+        except BaseException:
+            for patched in [p for model in given for p in find_patches(model)]:
+                if id(patched) not in before:
+                    unpatch(patched)
+            raise
+
+    return run
 
 
 @contextlib.contextmanager

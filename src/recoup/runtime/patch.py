@@ -12,7 +12,7 @@ import copy
 import inspect
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -137,10 +137,17 @@ def class_forward(module: nn.Module) -> Callable[..., Any]:
     raise AttributeError(f"{kind.__name__} has no forward")
 
 
-def patch(module: nn.Module, runner: Runner, settings: Any) -> PatchedForward:
-    """Puts a `PatchedForward` in place and returns it."""
-    patched = PatchedForward(module, runner, settings, module.__dict__.get("forward"))
-    module.__dict__["forward"] = patched
+def patch_all(wanted: Iterable[tuple[nn.Module, Runner, Any]]) -> list[PatchedForward]:
+    """Puts a `PatchedForward` in place on each module, with its runner and settings: on all, or on none if it fails."""
+    patched: list[PatchedForward] = []
+    try:
+        for module, runner, settings in wanted:
+            patched.append(PatchedForward(module, runner, settings, module.__dict__.get("forward")))
+            module.__dict__["forward"] = patched[-1]
+    except BaseException:
+        while patched:
+            unpatch(patched.pop())
+        raise
     return patched
 
 

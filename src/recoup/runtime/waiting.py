@@ -18,6 +18,8 @@ class Ticket(weakref.ref):  # type: ignore[type-arg]
     __slots__ = ("held", "turn")
     held: Any
     turn: int
+    __hash__ = object.__hash__  # a weak reference's own fails if it was not asked before its object died
+    __eq__ = object.__eq__
 
 
 class Waiting:

@@ -22,7 +22,7 @@ from recoup import _torch
 from recoup.errors import UsageError
 from recoup.runtime.conflicts import refuse_conflicts
 from recoup.runtime.kv_cache import caching_paths, without_cache
-from recoup.runtime.patch import PatchedForward, patch, unpatch
+from recoup.runtime.patch import PatchedForward, patch_all, unpatch
 from recoup.runtime.recompute.rng_state import statistics_buffers
 
 Policy = Callable[..., CheckpointPolicy]
@@ -210,5 +210,6 @@ def checkpoint_ops(model: nn.Module, policy: Any, *, paths: Sequence[str]) -> Ap
             )
     refuse_conflicts(model)
     caching = sorted(caching_paths(modules, list(paths)))
-    patches = [patch(modules[path], _run_without_cache, _OpSettings(path, None)) for path in caching]
-    return AppliedOps([*patches, *(patch(modules[path], _run, _OpSettings(path, found)) for path in paths)])
+    wanted = [(modules[path], _run_without_cache, _OpSettings(path, None)) for path in caching]
+    wanted += [(modules[path], _run, _OpSettings(path, found)) for path in paths]
+    return AppliedOps(patch_all(wanted))
