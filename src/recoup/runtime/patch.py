@@ -54,6 +54,9 @@ class PatchedForward:
         """The forward that was in place before."""
         if self.previous is not None:
             return self.previous(*args, **kwargs)
+        module = self._module()
+        if type(module) is self._kind:
+            return self._kind.forward(module, *args, **kwargs)  # type: ignore[union-attr]
         return class_forward(self.module)(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
