@@ -27,7 +27,7 @@ from recoup.runtime import execution_context
 from tests.safety.helpers import fakes_left
 
 ROOT = str(Path(recoup.__file__).parent)
-NUM_QUICK, NUM_SLOW, NUM_SIGNALS = 6, 50, 8  # points of a function
+NUM_QUICK, NUM_SLOW, NUM_SIGNALS = 6, 30, 8  # points of a function
 
 
 class Injected(KeyboardInterrupt):
