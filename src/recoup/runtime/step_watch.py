@@ -66,21 +66,24 @@ class _Alive:
 
 
 class _Counter:
-    """Adds up the storages that autograd and the engine keep in one forward, each once."""
+    """The storages that autograd and the engine keep in one forward, each once, as long as they live."""
 
     def __init__(self, others: Iterable[torch.Tensor]) -> None:
-        self._seen = {t.untyped_storage()._cdata for t in others if t.layout is torch.strided}
-        self.total_bytes = 0
+        self._others = {t.untyped_storage()._cdata for t in others if t.layout is torch.strided}
+        self._kept: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self.precisions: dict[str, None] = {}
 
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of those that are still there."""
+        return sum(storage.nbytes() for kept in self._kept.values() if (storage := kept()) is not None)
+
     def saved(self, tensor: torch.Tensor) -> None:
-        """A tensor is kept."""
-        if tensor.layout is not torch.strided:
-            return
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self._seen:
-            self._seen.add(storage._cdata)
-            self.total_bytes += storage.nbytes()
+        """A tensor is kept, for a while at least: a plan by tensor lets go of some when their segment ends."""
+        if tensor.layout is torch.strided:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._others:
+                self._kept[storage._cdata] = weakref.ref(storage)
 
     def rederived(self, tensor: torch.Tensor, sources: list[torch.Tensor]) -> None:
         """A tensor is not kept."""
