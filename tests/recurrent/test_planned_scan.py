@@ -360,7 +360,7 @@ def test_explain_and_frontier() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(reason="2.06 % at one share since searches are limited by work, not seconds", strict=True)
+@pytest.mark.xfail(reason="2.06 % at one share since searches are limited by work; 108 s", run=False)
 def test_no_schedule_by_hand_is_faster() -> None:
     model, x = make_model()
     planner = planner_for(model, x)
