@@ -12,13 +12,14 @@ DEMO := "hf:gpt2?n_layer=6,n_embd=384,n_head=6,vocab_size=16384" --batch 4 --seq
 # The CUDA build of torch over a stub of the driver: everything of a GPU but values and times.
 STUB ?= ../shared/cuda_stub
 
-.PHONY: docs gpu-accept help setup demo test test-quick check check-cuda format bench bench-quick bench-gpu hazards fuzz clean
+.PHONY: docs interrupts gpu-accept help setup demo test test-quick check check-cuda format bench bench-quick bench-gpu hazards fuzz clean
 
 help:
 	@echo "make demo        fit a GPT-2 into 60 % of its memory on this CPU, with proof"
 	@echo "make test        all tests          make test-quick  without the slow ones"
 	@echo "make check       ruff and mypy      make format      rewrite the files as ruff wants them"
 	@echo "make check-cuda  what is of a GPU on a stub of one (5 GB the first time; no GPU needed, STUB=FOLDER for another kit)"
+	@echo "make interrupts  exceptions and Ctrl-C inside fit, plan, profile, verify leave nothing (POINTS=200 for more)"
 	@echo "make docs        the manual, as pages in docs/_build"
 	@echo "make hazards     rewrite docs/hazards.md    make fuzz    1,000 random modules under random plans"
 	@echo "make bench       all benchmarks, goes on where it was stopped (TIME=1: only time the peers' rows again)"
@@ -76,6 +77,10 @@ $(PEERS): $(STAMP)
 $(MANUAL): $(STAMP)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group docs
 	@touch $@
+
+# Exceptions at sampled lines and Ctrl-C at sampled moments inside fit, plan, profile and verify.
+interrupts: $(STAMP)
+	RECOUP_POINTS=$(or $(POINTS),12) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/safety/test_interrupts.py
 
 docs: $(MANUAL)
 	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going -b html docs docs/_build
