@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from recoup.api.curves import Frontier, explain, frontier, max_batch, profile
-from recoup.api.fitting import Fit, apply, fit, plan, suspended, verify
+from recoup.api.fitting import Fit, apply, fit, plan, verify
 from recoup.runtime.apply import Applied
 from recoup.runtime.execution_context import is_recomputing
 from recoup.runtime.rebuild.saved_tensor import rederive
@@ -21,6 +21,5 @@ __all__ = [
     "plan",
     "profile",
     "rederive",
-    "suspended",
     "verify",
 ]

@@ -26,7 +26,7 @@ from recoup.ir.plan import Plan
 from recoup.ir.text import format_decisions
 from recoup.planner.driver import is_on_meta
 from recoup.planner.request import fitting_for
-from recoup.runtime.apply import Applied, all_or_nothing, apply_decisions, find_patches, plain
+from recoup.runtime.apply import Applied, all_or_nothing, apply_decisions, find_patches
 from recoup.runtime.conflicts import refuse_conflicts, refuse_wrapped
 from recoup.runtime.offload.transport import Transport
 from recoup.units import check_budget, format_bytes
@@ -367,8 +367,3 @@ def fit(
         )
     applied.watch(made)
     return Fit(plan=made, applied=applied, evidence=evidence)
-
-
-def suspended(model: nn.Module) -> Any:
-    """Returns a context in which the model runs without the plan that is in place on it."""
-    return plain(model)

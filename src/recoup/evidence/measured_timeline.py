@@ -29,7 +29,7 @@ def measure_timelines(
     plan: Plan | None,
     batch: Any,
     *,
-    objective: Objective = Objective(),  # noqa: B008
+    objective: Objective = Objective(),
     optimizer: OptimizerLike | None = None,
 ) -> tuple[MeasuredTimeline | None, MeasuredTimeline | None]:
     """Returns the measured memory of one plain and one planned step; the model is put back.

@@ -59,7 +59,7 @@ def verify_plan(
     plan: Plan,
     batch: Any,
     *,
-    objective: Objective = Objective(),  # noqa: B008
+    objective: Objective = Objective(),
     optimizer: OptimizerLike | None = None,
     timed: bool = True,
     max_seconds: float = 30.0,

@@ -53,7 +53,7 @@ class Trials:
         model: nn.Module,
         batch: Any,
         *,
-        objective: Objective = Objective(),  # noqa: B008
+        objective: Objective = Objective(),
         optimizer: OptimizerLike | None = None,
     ) -> None:
         if is_on_meta(model):

@@ -58,7 +58,7 @@ def validate(
     model: nn.Module,
     batch: Any,
     *,
-    objective: Objective = Objective(),  # noqa: B008
+    objective: Objective = Objective(),
     strategies: Sequence[str] = STRATEGIES,
 ) -> Validation:
     """Runs the gates; nothing of the model changes.
