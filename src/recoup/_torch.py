@@ -654,6 +654,11 @@ def timed_memory_events(profiler: Any, prefix: str) -> tuple[list[tuple[int, int
     return changes, marks
 
 
+def compiled_backwards(profiler: Any) -> tuple[list[tuple[int, int]], list[tuple[str, int, int]]]:
+    """Returns `timed_memory_events` with a mark for the backward of each compiled graph (torch 2.13)."""
+    return timed_memory_events(profiler, "autograd::engine::evaluate_function: CompiledFunctionBackward")
+
+
 def cuda_is_initialized() -> bool:
     """Whether this process has touched CUDA; `torch.cuda.is_initialized` is public but untyped (torch 2.11, 2.13)."""
     return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]

@@ -11,9 +11,11 @@ from recoup.cli import jax_steps, options
 from recoup.cli.allocator import keep_freed_memory
 from recoup.cli.console import print_data, print_json, say, showing_progress
 from recoup.cli.report import check_writable, write_html
+from recoup.errors import UsageError
 
 if TYPE_CHECKING:
     from recoup.api import Fit
+    from recoup.compiled.fitting import CompiledFit
     from recoup.ir.report import Report
     from recoup.targets.resolve import Target
 
@@ -32,11 +34,16 @@ def fit(
     html: Annotated[
         Path | None, typer.Option(help="Also write a report here, one offline page", dir_okay=False)
     ] = None,
+    compiled: Annotated[
+        bool, typer.Option("--compiled", help="Compile the model (torch.compile, inductor) and plan the compiled step")
+    ] = False,
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
     """Fit a training step into a budget, and prove it: same gradients, measured peak, measured time."""
     check_writable(html, "--html")
+    if compiled and (html is not None or target.startswith(jax_steps.PREFIX)):
+        raise UsageError("--compiled has no page yet and is for PyTorch models: leave out --html and jax: targets.")
     if target.startswith(jax_steps.PREFIX):
         jax_steps.check_options(batch=batch, seq=seq, image=image, dtype=dtype, optimizer=optimizer)
         jax_steps.fit(target, budget, device=device, actions=actions, out=out, html=html, json=json, quiet=quiet)
@@ -60,8 +67,13 @@ def fit(
         from recoup import api  # with it comes torch
 
         keywords = request.planning_keywords(found)
-        done = api.fit(found.model, found.batch, budget=budget, **keywords)
-        shown = _report(done, found, keywords) if html is not None else None
+        done: Fit | CompiledFit
+        shown = None
+        if compiled:
+            done = api.fit(found.model, found.batch, budget=budget, compiled=True, **keywords)
+        else:
+            done = api.fit(found.model, found.batch, budget=budget, **keywords)
+            shown = _report(done, found, keywords) if html is not None else None
     if json:
         print_json({"plan": done.plan.to_json(), "evidence": done.evidence.to_json()})
     else:
