@@ -30,7 +30,7 @@ def test_commands_name_commands_options_and_files_that_are_there() -> None:
             command.make_context(words[1], words[2:])
             seen += 1
             for word in words[2:]:
-                if word.startswith("examples/") or word.startswith("jax:examples/"):
+                if word.startswith(("examples/", "jax:examples/")):
                     assert (HERE / word.removeprefix("jax:").partition(":")[0]).exists(), typed
         elif words[:1] == ["make"]:
             assert f"\n{words[1]}:" in makefile, typed
@@ -50,7 +50,7 @@ def test_blocks_of_python_take_no_name_that_nobody_makes() -> None:
 def test_a_page_says_status_and_needs(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(
-        "Say `recoup plan x.py` (exit 2), or `make bench` (hours), `python -m bench.gpu` (GPU); `recoup fit` is a name.\n"
+        "`recoup plan x.py` (exit 2), `make bench` (hours), `python -m bench.gpu` (GPU); `recoup fit` is a name.\n"
         "```\nrecoup profile a.py   # exit 3\n$ make gpu   # on a GPU\nout put\npip install b\n```\n"
         "```python\nprint(1)\n```\n```python\nprint(model)\n```\n"
     )

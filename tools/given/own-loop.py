@@ -29,5 +29,11 @@ def compute_loss(model, batch):
     return criterion(model(batch[0]), batch[1])
 
 
+def dice(logits, masks):
+    """Returns one minus the overlap."""
+    overlap = (logits.sigmoid() * masks).sum()
+    return 1 - 2 * overlap / (logits.sigmoid().sum() + masks.sum())
+
+
 model = Net()
 optimizer = torch.optim.SGD(model.parameters())
