@@ -6,9 +6,9 @@ What is typed:
 
 - each line of a fenced block without a language that begins with a program (`recoup`, `make`, `python`, `git`, `pip`),
   after a `$ ` or not; and each `inline code` of prose that does;
-- each `python` block: a block that needs nothing from outside runs as a program of its own. The others of a page are
-  fragments and run in one namespace in their order, after `tools/given/PAGE.py`, which makes the names they take from
-  the reader (a model, a batch).
+- each `python` block: a block that needs nothing from outside runs as it stands. Any other is a fragment and runs after
+  `tools/given/PAGE.py`, which makes the names that the page takes from the reader (a model, a batch), and after the
+  imports and functions of the fragments before it.
 
 What a page says of a command stands in the comment behind it, or for inline code in the brackets behind it:
 
@@ -31,6 +31,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,9 +56,10 @@ class Typed(NamedTuple):
 
 
 def read_page(page: Path) -> Iterator[Typed]:
-    """Yields what a page tells the reader to type, in the order of the page, fragments of Python last and as one."""
+    """Yields what a page tells the reader to type, in the order of the page."""
     text, name = page.read_text(), page.relative_to(HERE).as_posix()
-    fragments: list[str] = []
+    given = HERE / "tools" / "given" / f"{page.stem}.py"
+    before = given.read_text() if given.exists() else ""
     seen: set[str] = set()
     for match in re.finditer(f"{_FENCE.pattern}|{_INLINE.pattern}", text, re.MULTILINE | re.DOTALL):
         place = f"{name}:{text.count(chr(10), 0, match.start()) + 1}"
@@ -73,14 +75,14 @@ def read_page(page: Path) -> Iterator[Typed]:
                     seen.add(command.strip())
                     yield _command(place, command.strip(), remark)
         elif language.strip() == "python":
+            block = textwrap.dedent(block)
             if missing_names(block):
-                fragments.append(block)
+                yield Typed(place, f"{before}\n{block}", 0, "", is_python=True)
+                lasting = (ast.Import, ast.ImportFrom, ast.FunctionDef)
+                defined = [ast.unparse(node) for node in ast.parse(block).body if isinstance(node, lasting)]
+                before = "\n".join([before, *defined])
             else:
                 yield Typed(place, block, 0, "", is_python=True)
-    if fragments:
-        given = HERE / "tools" / "given" / f"{page.stem}.py"
-        parts = ([given.read_text()] if given.exists() else []) + fragments
-        yield Typed(f"{name}: fragments", "\n".join(parts), 0, "", is_python=True)
 
 
 def _command(place: str, command: str, remark: str) -> Typed:
@@ -163,7 +165,7 @@ def main() -> int:
     try:
         environment = {} if asked.list else make_clone(root / "recoup")
         for typed in (t for page in chosen for t in read_page(page)):
-            shown = typed.text.strip().splitlines()[0][:110] if typed.is_python else typed.text
+            shown = typed.text.strip().splitlines()[-1][:110] if typed.is_python else typed.text
             if asked.list or typed.needs not in allowed:
                 counts["not typed"] += 1
                 print(f"{typed.needs or 'here':>11}          {typed.place:<34} {shown}", flush=True)

@@ -26,8 +26,9 @@ def category_levels(priced: PricedTrace) -> dict[str, Level]:
     trace = priced.trace
     num_ops = len(trace.ops)
     change = {c: np.zeros(num_ops + 2, dtype=np.int64) for c in CATEGORIES}
-    for storage in trace.storages:
-        level = change[shown_category(storage, trace)]
+    read_again = {i for op in trace.ops[trace.num_forward_ops :] for i in op.inputs}
+    for index, storage in enumerate(trace.storages):
+        level = change[_shown_category(storage, trace, index in read_again)]
         level[max(storage.alloc_op, 0)] += storage.nbytes
         level[min(storage.free_op, num_ops) + 1] -= storage.nbytes
     levels = {c: np.cumsum(change[c])[:num_ops] for c in CATEGORIES}
@@ -35,17 +36,17 @@ def category_levels(priced: PricedTrace) -> dict[str, Level]:
     return levels
 
 
-def shown_category(storage: Storage, trace: Trace) -> str:
+def _shown_category(storage: Storage, trace: Trace, is_read_again: bool) -> str:
     """Returns the category that reports give a storage.
 
-    What autograd does not hold itself is told apart by when it lives: "kept" was made in forward and is there in
+    What autograd does not hold itself is told apart by when it lives: "kept" was made in forward and is read in
     backward (a region or a plan by tensor keeps it to run ops again from it), "rebuilt" was made by ops that ran again
     and is there after them.
     """
     if storage.category != "temporary" or storage.alloc_op < 0:
         return storage.category
     if storage.alloc_op < trace.num_forward_ops:
-        return "kept" if storage.free_op > trace.num_forward_ops else "temporary"
+        return "kept" if is_read_again and storage.free_op > trace.num_forward_ops else "temporary"
     ends_in_replay = storage.free_op < len(trace.ops) and trace.ops[storage.free_op].replayed
     return "rebuilt" if trace.ops[storage.alloc_op].replayed and not ends_in_replay else "temporary"
 
