@@ -82,6 +82,12 @@ def tiled_log_probs_and_entropy(
 
     Raises:
         UsageError: if shapes, dtypes or options do not go together.
+
+    Example:
+        >>> hidden, weight = torch.randn(2, 16, 64, requires_grad=True), torch.randn(1000, 64)
+        >>> labels = torch.randint(0, 1000, (2, 16))
+        >>> logps, entropy = recoup.tiled_log_probs_and_entropy(hidden, weight, labels)
+        >>> (logps - 0.01 * entropy).mean().backward()
     """
     where = "tiled_log_probs_and_entropy"
     check(labels.dim() == hidden.dim() - 1, where, f"labels must have one entry a token; got {list(labels.shape)}")
@@ -98,6 +104,13 @@ def tiled_entropy(hidden: torch.Tensor, weight: torch.Tensor, **head: Unpack[Hea
 
     Args:
         hidden, weight, **head: as for `tiled_log_probs`.
+
+    Raises:
+        UsageError: if shapes, dtypes or options do not go together.
+
+    Example:
+        >>> hidden, weight = torch.randn(2, 16, 64, requires_grad=True), torch.randn(1000, 64)
+        >>> recoup.tiled_entropy(hidden, weight, num_tiles=2).mean().backward()
     """
     return _run(head_input("tiled_entropy", hidden, weight, **head), entropy).view(hidden.shape[:-1])
 
@@ -107,6 +120,13 @@ def tiled_logsumexp(hidden: torch.Tensor, weight: torch.Tensor, **head: Unpack[H
 
     Args:
         hidden, weight, **head: as for `tiled_log_probs`.
+
+    Raises:
+        UsageError: if shapes, dtypes or options do not go together.
+
+    Example:
+        >>> hidden, weight = torch.randn(2, 16, 64, requires_grad=True), torch.randn(1000, 64)
+        >>> z_loss = 1e-4 * recoup.tiled_logsumexp(hidden, weight).square().mean()
     """
     return _run(head_input("tiled_logsumexp", hidden, weight, **head), logsumexp).view(hidden.shape[:-1])
 
@@ -189,6 +209,11 @@ def tiled_soft_cross_entropy(
 
     Raises:
         UsageError: if shapes, dtypes or options do not go together, or the targets ask for gradients.
+
+    Example:
+        >>> hidden, weight = torch.randn(2, 16, 64, requires_grad=True), torch.randn(1000, 64)
+        >>> targets = torch.randn(2, 16, 1000).softmax(-1)
+        >>> recoup.tiled_soft_cross_entropy(hidden, weight, targets).backward()
     """
     where = "tiled_soft_cross_entropy"
     ready = head_input(where, hidden, weight, **head)
@@ -219,6 +244,11 @@ def tiled_topk_distillation(
 
     Raises:
         UsageError: if shapes, dtypes or options do not go together, or `log_probs` asks for gradients.
+
+    Example:
+        >>> hidden, weight = torch.randn(2, 16, 64, requires_grad=True), torch.randn(1000, 64)
+        >>> best, indices = torch.randn(2, 16, 1000).log_softmax(-1).topk(8)
+        >>> recoup.tiled_topk_distillation(hidden, weight, indices, best).backward()
     """
     where = "tiled_topk_distillation"
     ready = head_input(where, hidden, weight, **head)
