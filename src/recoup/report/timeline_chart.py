@@ -71,10 +71,10 @@ def draw_timeline(
         ("budget", budget_bytes or 0, "budget", "end"),
     ):
         if 0 < size <= frame.y_max:
-            y, x = frame.y(size), frame.left + 4 if anchor == "start" else frame.width - frame.right - 3
-            parts.append(f'<path class="{kind}" d="M{frame.left} {y:.1f}H{frame.width - frame.right}"/>')
+            level, side = frame.y(size), frame.left + 4 if anchor == "start" else frame.width - frame.right - 3
+            parts.append(f'<path class="{kind}" d="M{frame.left} {level:.1f}H{frame.width - frame.right}"/>')
             words = f"{words} {format_bytes(size, unit)}"
-            parts.append(text(x, y - 5, words, anchor=anchor, kind=f"over {kind}-text"))
+            parts.append(text(side, level - 5, words, anchor=anchor, kind=f"over {kind}-text"))
     x, y = frame.x(timeline.peak_seconds), frame.y(timeline.peak_bytes)
     parts.append(f'<circle class="peak" cx="{x:.1f}" cy="{y:.1f}" r="4.5"/>')
     anchor = "start" if x < frame.width * (0.6 if wide else 0.38) else "end"
