@@ -20,7 +20,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from torch import nn
 
-from recoup import _interrupts, _torch
+from recoup import _interrupts, _torch, progress
 from recoup.runtime import execution_context, scan_bytes
 from recoup.runtime.apply import find_patches
 from recoup.runtime.patch import PatchedForward, unpatch
@@ -43,7 +43,7 @@ def all_or_nothing(function: Callable[_P, _R]) -> Callable[_P, _R]:
         given = [m for m in (*args[:1], kwargs.get("model")) if isinstance(m, nn.Module)]
         before = _Process(given)
         try:
-            with _interrupts.heard():
+            with _interrupts.heard(), progress.showing_in_notebook():
                 return function(*args, **kwargs)
         except BaseException:
             try:
