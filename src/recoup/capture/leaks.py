@@ -73,12 +73,12 @@ def _forget_locals(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-def _take_back(left: weakref.ref[Any], *, is_strict: bool) -> list[str]:
+def _take_back(held: weakref.ref[Any], *, is_strict: bool) -> list[str]:
     """Takes the mode's fake tensors from all who hold them; returns in words who did."""
     found: list[str] = []
     torch.clear_autocast_cache()
     gc.collect(1)  # what the capture itself left in cycles is all young: a full collection looks at all of a process
-    mode = left()
+    mode = held()
     if mode is None or not _fakes_of(mode):
         return found
     gc.collect()

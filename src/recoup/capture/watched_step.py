@@ -22,7 +22,7 @@ from recoup.capture.tracker import Tracker
 from recoup.errors import RecoupError, StepError
 from recoup.runtime import execution_context
 
-_NEVER = 1 << 30  # collections of the young generation before one of the middle
+_NEVER_COLLECTIONS = 1 << 30  # of the young generation before one of the middle
 
 
 class Unfollowable(Exception):
@@ -131,7 +131,7 @@ def few_full_collections() -> Iterator[None]:
     So what was made in the block is still in its two young generations at the end: `gc.collect(1)` finds it.
     """
     young, middle, old = gc.get_threshold()
-    gc.set_threshold(young, _NEVER, old)
+    gc.set_threshold(young, _NEVER_COLLECTIONS, old)
     try:
         yield
     finally:
