@@ -72,8 +72,8 @@ def fit(
         if compiled:
             done = api.fit(found.model, found.batch, budget=budget, compiled=True, **keywords)
         else:
-            done = api.fit(found.model, found.batch, budget=budget, **keywords)
-            shown = _report(done, found, keywords) if html is not None else None
+            done = plain = api.fit(found.model, found.batch, budget=budget, **keywords)
+            shown = _report(plain, found, keywords) if html is not None else None
     if json:
         print_json({"plan": done.plan.to_json(), "evidence": done.evidence.to_json()})
     else:

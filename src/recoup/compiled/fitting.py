@@ -46,7 +46,11 @@ class CompiledModel:
         self.model = model
         self.calls = calls
         self._before = {module: _torch.compiled_call(module) for module in calls}
-        for module, call in calls.items():
+        self.put()
+
+    def put(self) -> None:
+        """Puts the compiled calls in place."""
+        for module, call in self.calls.items():
             _torch.set_compiled_call(module, call)
 
     def remove(self) -> None:
@@ -236,7 +240,7 @@ class CompiledFitting:
     def _run(self, call: Calls) -> None:
         self.bench.restore()
         try:
-            with calling(call), warnings.catch_warnings():
+            with calling(call), _torch.compiling_again(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of what torch reads of its own tensors while it compiles
                 self.bench.step()
         except torch._dynamo.exc.TorchDynamoException as error:

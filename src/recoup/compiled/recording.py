@@ -240,18 +240,11 @@ def _compiled(
         kind = (type(module), tuple((name, p.shape, p.dtype) for name, p in module.named_parameters()))
         if kind not in alike:
             alike[kind] = torch.compile(
-                _call_of(module), backend=backend, dynamic=options.dynamic, fullgraph=options.fullgraph
+                # Dynamo counts what it compiles, and takes for dynamic what it saw change, by a code's name.
+                _torch.own_module_call(f"compiled_{type(module).__name__}_{uuid.uuid4().hex[:12]}"),
+                backend=backend,
+                dynamic=options.dynamic,
+                fullgraph=options.fullgraph,
             )
         calls[module] = functools.partial(alike[kind], module)
     return calls
-
-
-def _call_of(module: nn.Module) -> Any:
-    """Returns a function of a module and its arguments that calls it; modules of one kind are compiled as one."""
-
-    def call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        return _torch.call_past_compiled(module, *args, **kwargs)
-
-    # Dynamo counts what it compiles, and takes sizes for dynamic that it saw change, by a code's name: one of its own.
-    call.__code__ = call.__code__.replace(co_name=f"compiled_{type(module).__name__}_{uuid.uuid4().hex[:12]}")
-    return call

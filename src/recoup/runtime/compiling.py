@@ -9,7 +9,7 @@ import torch
 from recoup.errors import OtherStepWarning
 
 
-@torch.compiler.assume_constant_result  # Dynamo runs it while it traces, and leaves no graph break
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # run while Dynamo traces: no graph break
 def tell_compiled(action: str, model_class: str, path: str) -> None:
     """Warns that an action of the plan in place is left out of the graph that is being compiled."""
     warnings.warn(
