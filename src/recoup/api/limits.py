@@ -18,7 +18,7 @@ from recoup.ir.lengths import TokenLimits
 from recoup.planner.driver import plan_for_budget
 from recoup.planner.largest import largest_size
 from recoup.planner.request import free_bytes_on, planner_for
-from recoup.runtime.apply import all_or_nothing
+from recoup.runtime.as_found import all_or_nothing
 from recoup.units import check_budget
 
 _SHORTER = (4, 16)  # times shorter than the longest sequence: the lengths that are tried where none are named

@@ -28,7 +28,6 @@ from recoup._interrupts import heard, postponed, under_modes
 from recoup._reachable import Reached, roots_of, slots_of
 from recoup.capture.tensor_notes import CopyBeforeWrite, TensorNotes
 from recoup.errors import UsageError
-from recoup.runtime import execution_context
 from recoup.runtime.recompute.rng_state import StreamState
 
 _ABSENT = object()
@@ -260,15 +259,15 @@ def set_random_state(state: tuple[Any, ...]) -> None:
 @contextlib.contextmanager
 def untouched(model: nn.Module, batch: Any = None, loss: Any = None, others: Any = ()) -> Iterator[Snapshot]:
     """Restores at the end what a step that is given these can change."""
-    with heard(), under_modes(), execution_context.left_as_found():
+    with heard(), under_modes():
         before = Snapshot(model, batch, loss, others)
         try:
-            with _torch.no_backward_left(), before.guarded():
-                yield before
-        finally:
-            with postponed():
-                try:
+            try:
+                with _torch.no_backward_left(), before.guarded():
+                    yield before
+            finally:
+                with postponed():
                     before.restore()
-                except BaseException:  # one that a thread or a signal handler raised in it: it is done all the same
-                    before.restore()
-                    raise
+        except BaseException:  # it may have come in that `finally`
+            before.restore()
+            raise
