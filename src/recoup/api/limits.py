@@ -121,7 +121,7 @@ def max_tokens(
     """Returns the longest sequence that fits the budget alone, and the most examples of shorter ones.
 
     Every answer is planned and simulated and so is the next size, which does not fit: `multiple_of` tokens more, or one
-    example more.
+    example more (unless that is over the limit).
 
     Args:
         model, loss, step, autocast, accumulate, optimizer, device, actions, cost: as for `plan`.
@@ -160,7 +160,7 @@ def max_tokens(
         guess = max(longest // length, 1)
         found = search.largest(lambda n, length=length: make_batch(n, length), limit=limit // length, first=guess)  # type: ignore[misc]
         batches.append((length, found))
-    return TokenLimits(longest_tokens=longest, multiple_of=multiple_of, batches=tuple(batches))
+    return TokenLimits(longest_tokens=longest, multiple_of=multiple_of, limit_tokens=limit, batches=tuple(batches))
 
 
 def _shorter(longest: int, multiple_of: int) -> list[int]:
