@@ -57,6 +57,13 @@ _HOMES = {
     "rederive": "recoup.runtime.rebuild.saved_tensor",
     "tiled": "recoup.runtime.tile.module.tiled",
     "tiled_cross_entropy": "recoup.runtime.tile.loss.cross_entropy",
+    "tiled_entropy": "recoup.runtime.tile.loss.token_losses",
+    "tiled_kl": "recoup.runtime.tile.loss.token_losses",
+    "tiled_log_probs": "recoup.runtime.tile.loss.token_losses",
+    "tiled_log_probs_and_entropy": "recoup.runtime.tile.loss.token_losses",
+    "tiled_logsumexp": "recoup.runtime.tile.loss.token_losses",
+    "tiled_soft_cross_entropy": "recoup.runtime.tile.loss.token_losses",
+    "tiled_topk_distillation": "recoup.runtime.tile.loss.token_losses",
     "verify": "recoup.api",
     "watch": "recoup.integrations.watch",
 }
@@ -103,6 +110,13 @@ if TYPE_CHECKING:
     from recoup.runtime.rebuild.hold import hold as hold
     from recoup.runtime.rebuild.saved_tensor import rederive as rederive
     from recoup.runtime.tile.loss.cross_entropy import tiled_cross_entropy as tiled_cross_entropy
+    from recoup.runtime.tile.loss.token_losses import tiled_entropy as tiled_entropy
+    from recoup.runtime.tile.loss.token_losses import tiled_kl as tiled_kl
+    from recoup.runtime.tile.loss.token_losses import tiled_log_probs as tiled_log_probs
+    from recoup.runtime.tile.loss.token_losses import tiled_log_probs_and_entropy as tiled_log_probs_and_entropy
+    from recoup.runtime.tile.loss.token_losses import tiled_logsumexp as tiled_logsumexp
+    from recoup.runtime.tile.loss.token_losses import tiled_soft_cross_entropy as tiled_soft_cross_entropy
+    from recoup.runtime.tile.loss.token_losses import tiled_topk_distillation as tiled_topk_distillation
     from recoup.runtime.tile.module.tiled import tiled as tiled
     from recoup.selective.checkpointer import SelectiveCheckpointer as SelectiveCheckpointer
     from recoup.selective.config import CheckpointConfig as CheckpointConfig

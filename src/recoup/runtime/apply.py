@@ -10,6 +10,7 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import nn
 
+from recoup import progress
 from recoup._interrupts import heard
 from recoup.errors import PlanMismatch
 from recoup.ir.decision import (
@@ -215,7 +216,7 @@ def all_or_nothing(function: Callable[_P, _R]) -> Callable[_P, _R]:
         given = [m for m in (*args[:1], kwargs.get("model")) if isinstance(m, nn.Module)]
         before = {id(patched) for model in given for patched in find_patches(model)}
         try:
-            with heard():
+            with heard(), progress.showing_in_notebook():
                 return function(*args, **kwargs)
         except BaseException:
             for patched in [p for model in given for p in find_patches(model)]:

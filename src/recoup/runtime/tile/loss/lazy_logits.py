@@ -246,7 +246,7 @@ def _cross_entropy(
         rows, matrix = rows.to(head.autocast), matrix.to(head.autocast)
         bias = bias.to(head.autocast) if bias is not None else None
         more = [(added.to(head.autocast), weight.to(head.autocast)) for added, weight in more]
-    loss = head.when_backward_begins(tiled_loss(rows, matrix, bias, target, spec, more))
+    loss = head.when_backward_begins(tiled_loss(rows, matrix, bias, [target], spec, more))
     in_autocast = torch.is_autocast_enabled(rows.device.type)
     return loss.to(wide(lazy.dtype) if in_autocast else lazy.dtype)
 
