@@ -60,7 +60,7 @@ class StepSpec:
         keep: paths of modules whose forward runs once: no region and no tile has them, or what is around them, in it.
         folding: what captures of this step learn of its loops, for the next; None: they are captured in full.
         keepers: in words, what was found to keep tensors of a forward outside of the model.
-        known_state: what the step can reach, while it is known to be as it was; see `in_a_row`.
+        known_state: what the step can reach, if captures come in a row and nobody else runs in between.
     """
 
     model: nn.Module
@@ -74,16 +74,6 @@ class StepSpec:
     folding: FoldingMemory | None = dataclasses.field(default_factory=FoldingMemory, compare=False)
     keepers: list[str] = dataclasses.field(default_factory=list, compare=False)
     known_state: KnownState = dataclasses.field(default_factory=KnownState, compare=False)
-
-    @contextlib.contextmanager
-    def in_a_row(self) -> Iterator[None]:
-        """Has captures inside the block look once at what the step can reach: nobody else runs in between."""
-        with self.known_state.kept():
-            yield
-
-    def note_state(self) -> None:
-        """Looks at what the step can reach, before a plan is applied, if captures come in a row."""
-        self.known_state.note(self.model, self.batch, self.objective.functions)
 
 
 def capture(spec: StepSpec, *, known: Trace | None = None) -> Trace:

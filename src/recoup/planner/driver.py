@@ -91,12 +91,12 @@ class Planner(Simulator):
 
     def fit(self, budget_bytes: int) -> Candidate | None:
         """Returns the fastest plan found whose simulated peak is at most the budget, None if there is none."""
-        with self.spec.in_a_row():
+        with self.spec.known_state.kept():
             return self._search.fit(budget_bytes)
 
     def smallest(self) -> Candidate:
         """Returns the plan with the smallest simulated peak that was found."""
-        with self.spec.in_a_row():
+        with self.spec.known_state.kept():
             return self._search.smallest()
 
     @property
