@@ -25,7 +25,7 @@ from recoup.planner.driver import Planner, plan_for_budget
 from recoup.planner.explain import explain as explain_plan
 from recoup.planner.explain import trade
 from recoup.planner.request import free_bytes_on, planner_for
-from recoup.runtime.apply import all_or_nothing
+from recoup.runtime.as_found import all_or_nothing
 from recoup.units import check_budget, format_bytes, parse_bytes
 
 

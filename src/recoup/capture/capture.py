@@ -92,11 +92,14 @@ def capture(spec: StepSpec, *, known: Trace | None = None) -> Trace:
             "that holds the weights."
         )
     on_meta = _is_on_meta(spec.model)
-    try:
-        return _capture_fake(spec, known)
-    except (Unfollowable, StepError) as error:
-        # An op may run and have no fake kernel, or one that is pickier: the real step decides.
-        reason = error.reason if isinstance(error, Failed) else str(error)
+    if known is not None and known.source == "real":
+        reason = known.reason  # what fake tensors could not follow is the user's, and still there
+    else:
+        try:
+            return _capture_fake(spec, known)
+        except (Unfollowable, StepError) as error:
+            # An op may run and have no fake kernel, or one that is pickier: the real step decides.
+            reason = error.reason if isinstance(error, Failed) else str(error)
     if on_meta:
         raise StepError(
             f"The step cannot be followed without data ({reason}), and the model has none (it is on `meta`). Build "

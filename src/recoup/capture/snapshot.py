@@ -29,7 +29,6 @@ from recoup._interrupts import heard, postponed, under_modes
 from recoup._reachable import Reached, roots_of, slots_of
 from recoup.capture.tensor_notes import CopyBeforeWrite, TensorNotes
 from recoup.errors import UsageError
-from recoup.runtime import execution_context
 from recoup.runtime.recompute.rng_state import StreamState
 
 _ABSENT = object()
@@ -304,17 +303,18 @@ def untouched(
     Args:
         known: a snapshot of just that, if everything is known to be as it was then.
     """
-    with heard(), under_modes(), execution_context.left_as_found():
+    with heard(), under_modes():
         before = Snapshot(model, batch, loss, others) if known is None else known
         try:
-            with _torch.no_backward_left(), before.guarded():
-                yield before
+            try:
+                with _torch.no_backward_left(), before.guarded():
+                    yield before
+            finally:
+                with postponed():
+                    before.restore()
+        except BaseException:  # it may have come in that `finally`
+            before.restore()
+            raise
         finally:
-            with postponed():
-                try:
-                    before.restore()
-                except BaseException:  # one that a thread or a signal handler raised in it: it is done all the same
-                    before.restore()
-                    raise
-                if known is not None:
-                    known.tensors.forget_run()
+            if known is not None:
+                known.tensors.forget_run()
