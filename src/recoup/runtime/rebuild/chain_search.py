@@ -41,7 +41,8 @@ class _Search:
         if id(value) in self.seen:
             return True
         if value.constant is not None:
-            return value.constant._version == value.constant_version and _is_there(value.constant)
+            tensor = value.constant.tensor
+            return tensor._version == value.constant.version and _is_there(tensor)
         kept = value.alive()
         if kept is not None:
             if isinstance(kept, Kept) and not _is_there(kept.tensor):

@@ -242,12 +242,14 @@ def _in_place(name: str, overload: Any) -> Any | None:
     return getattr(packet, overload._overloadname, None) if packet is not None else None
 
 
-_facts: dict[Any, OpFacts] = {}  # a cache of pure facts about overloads, never invalid
+_facts: dict[int, OpFacts] = {}  # a cache of pure facts about overloads, never invalid: each is held by its facts
+known_facts = _facts.get
+"""The facts of the overload with this `id`, None if nobody asked before: an overload's own hash runs Python."""
 
 
 def op_facts(overload: Any) -> OpFacts:
     """Returns the facts of an overload."""
-    facts = _facts.get(overload)
+    facts = _facts.get(id(overload))
     if facts is None:
-        facts = _facts[overload] = OpFacts(overload)
+        facts = _facts[id(overload)] = OpFacts(overload)
     return facts

@@ -66,7 +66,8 @@ class Segment:
                 continue
             seen.add(current)
             if current.constant is not None:
-                if current.constant._version != current.constant_version or not has_memory(current.constant):
+                parameter = current.constant.tensor
+                if parameter._version != current.constant.version or not has_memory(parameter):
                     return None
                 continue
             kept = current.alive()
@@ -190,9 +191,9 @@ def _decoded(items: Any, here: dict[Value, torch.Tensor]) -> list[Any]:
 
 def _contents(value: Value, here: dict[Value, torch.Tensor]) -> torch.Tensor:
     if value.constant is not None:
-        if not has_memory(value.constant):
+        if not has_memory(value.constant.tensor):
             raise ReplayError(
-                f"A parameter {list(value.constant.shape)} that saved tensors are rebuilt from was taken away since "
+                f"A parameter {list(value.constant.tensor.shape)} that saved tensors are rebuilt from was taken away since "
                 "its module's forward. Plan without `rebuild`: actions=('rederive', 'recompute').",
                 code="E203",
             )
@@ -218,15 +219,18 @@ class Rebuilt:
         self.value = value
         self.geometry = geometry
         self.segment = segment
-        self._waiting = segment.pending.setdefault(value, Waiting())
-        self._ticket = self._waiting.add(self)
+        waiting = segment.pending.get(value)
+        if waiting is None:
+            waiting = segment.pending[value] = Waiting()
+        self._waiting = waiting
+        self._ticket = waiting.add(self)
 
     def unpack(self) -> torch.Tensor:
         """Returns the tensor; raises if it was changed in place since it was saved, as autograd would.
 
         Under `retain_graph` it may be asked for again, and is rebuilt again.
         """
-        if is_overwritten(self.value, self.geometry):
+        if self.value.overwritten and is_overwritten(self.value, self.geometry):
             size, _, _, dtype = self.geometry
             raise changed_since(f"{dtype} {list(size)}")
         tensor = self._waiting.result()

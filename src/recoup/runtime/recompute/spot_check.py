@@ -46,7 +46,8 @@ def _read(tensor: torch.Tensor) -> bytes:
 
 def read_bytes(tensor: torch.Tensor) -> bytes:
     """Returns bytes from the start, the middle and the end; none of what is not plain host memory."""
-    if type(tensor) not in (torch.Tensor, nn.Parameter) or not tensor.is_cpu:
+    kind = type(tensor)
+    if (kind is not nn.Parameter and kind is not torch.Tensor) or not tensor.is_cpu:
         return b""
     if tensor.dtype not in _SAMPLED or tensor.layout is not torch.strided:
         return b""
