@@ -13,7 +13,7 @@ from recoup.ir.decision import OpMark
 from recoup.runtime import execution_context
 from recoup.runtime.rebuild.cheap_ops import HOLD, OPAQUE, VIEW, OpFacts, known_facts, op_facts
 from recoup.runtime.rebuild.kept import Kept, Source, laid, on_device
-from recoup.runtime.rebuild.lineage import Constant, Geometry, Made, Read, Recorder, Value, geometry_of
+from recoup.runtime.rebuild.lineage import Constant, Geometry, Made, Recorder, Value, geometry_of
 from recoup.runtime.rebuild.saved_tensor import MIN_BYTES, compact_mask
 from recoup.runtime.rebuild.segments import Rebuilt, Segment
 
@@ -89,12 +89,6 @@ class HeldRecorder(Recorder):
             elif mark.is_joint:
                 self.join(out)
         return out
-
-    def _read(self, tensor: torch.Tensor) -> Read:
-        value = self._values.get(weakref.ref(tensor.untyped_storage())) or self.value_of(tensor)
-        if value.made is None and value.constant is None:
-            self.read_leaf(value, tensor)
-        return Read(value, (tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype))
 
     def _attach_one(self, made: Made, tensor: torch.Tensor, position: int) -> Value:
         storage = tensor.untyped_storage()

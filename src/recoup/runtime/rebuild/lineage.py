@@ -34,6 +34,7 @@ from recoup.runtime.waiting import Waiting
 
 Geometry = tuple[Any, Any, Any, torch.dtype]  # size, stride, storage offset, dtype
 _STRIDED = torch.strided
+_NESTS = frozenset([list, tuple])
 _PLAIN = frozenset([int, float, bool, type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format])
 
 
@@ -269,15 +270,17 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
         recorded = self._encode(args, reads)
         if recorded is None:
             return None
+        self._num_made += 1
+        if not kwargs:
+            is_flat = len(reads) < 2 or not any(type(a) in _NESTS for a in recorded)
+            return Made(facts.function, recorded, kwargs, reads, is_flat, self._num_made)
         recorded_kwargs = {}
         for key, item in kwargs.items():
             encoded = self._encode((item,), reads)
             if encoded is None:
                 return None
             recorded_kwargs[key] = encoded[0]
-        self._num_made += 1
-        is_flat = not kwargs and (not reads or [a for a in recorded if type(a) is Read] == reads)
-        return Made(facts.function, recorded, recorded_kwargs, reads, is_flat, self._num_made)
+        return Made(facts.function, recorded, recorded_kwargs, reads, False, self._num_made)
 
     def _encode(self, items: Iterable[Any], reads: list[Read]) -> tuple[Any, ...] | None:
         """Returns `items` with tensors replaced by reads, or None if one of them cannot be recorded."""
@@ -289,9 +292,15 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
             elif kind is torch.Tensor or isinstance(item, torch.Tensor):
                 if item.layout is not _STRIDED or item.is_neg() or item.is_conj():
                     return None
-                read = self._read(item)
-                if read.value.base is not None and read.value.base[3] != item.dtype:
+                value = self._values.get(weakref.ref(item.untyped_storage()))
+                if value is None:
+                    value = self.value_of(item)
+                if value.made is None and value.constant is None:
+                    self.read_leaf(value, item)
+                base, dtype = value.base, item.dtype
+                if base is not None and base[3] is not dtype:
                     return None  # the same bytes read as another dtype
+                read = Read(value, (item.size(), item.stride(), item.storage_offset(), dtype))
                 reads.append(read)
                 result.append(read)
             elif isinstance(item, (list, tuple)):
@@ -303,9 +312,8 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
                 result.append(item)
         return tuple(result)
 
-    def _read(self, tensor: torch.Tensor) -> Read:
-        """Returns a tensor argument of an op that is recorded."""
-        return Read(self.value_of(tensor), geometry_of(tensor))
+    def read_leaf(self, value: Value, tensor: torch.Tensor) -> None:
+        """Takes note of an argument of a recorded op that no op was seen to make."""
 
     def pack(self, tensor: torch.Tensor, value: Value) -> Any | None:
         """Returns a replacement for a saved tensor that is not kept yet; None: it is rederived or kept."""

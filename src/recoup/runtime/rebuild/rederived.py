@@ -239,7 +239,7 @@ class _Rebuild:
 
 def fitted(tensor: torch.Tensor, base: Geometry) -> torch.Tensor:
     """Returns the tensor laid out as the first time."""
-    if geometry_of(tensor) == base:
+    if (tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype) == base:
         return tensor
     size, stride, _, dtype = base
     return torch.empty_strided(size, stride, dtype=dtype, device=tensor.device).copy_(tensor)

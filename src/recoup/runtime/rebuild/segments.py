@@ -144,12 +144,14 @@ class Segment:
         for order in sorted(ops):
             made, values = ops[order]
             args = _decoded(made.args, here)
-            kwargs = {key: _decoded((item,), here)[0] for key, item in made.kwargs.items()}
-            out = made.function(*args, **kwargs)
-            del args, kwargs
+            if made.kwargs:
+                out = made.function(*args, **{key: _decoded((item,), here)[0] for key, item in made.kwargs.items()})
+            else:
+                out = made.function(*args)
+            del args
             for value in values:
                 assert value.base is not None
-                tensor = fitted(out[value.output] if isinstance(out, (tuple, list)) else out, value.base)
+                tensor = fitted(out if type(out) is torch.Tensor else _result(out, value.output), value.base)
                 here[value] = tensor
                 if value in wanted:
                     found[value] = tensor
@@ -164,7 +166,8 @@ class Segment:
                     here.pop(value, None)
         for value in wanted:
             if value not in found:  # kept by somebody by now
-                found[value] = _contents(value, here)
+                contents = _contents(value, here)
+                found[value] = contents if value.base is None else laid(contents, value.base)
             self.pending[value].hold(found[value])
         return found
 
@@ -180,13 +183,24 @@ def _decoded(items: Any, here: dict[Value, torch.Tensor]) -> list[Any]:
     """Returns an op's recorded arguments with tensors in the place of reads."""
     decoded: list[Any] = []
     for item in items:
-        if isinstance(item, Read):
-            decoded.append(laid(_contents(item.value, here), item.geometry))
+        if type(item) is Read:
+            value, geometry = item.value, item.geometry
+            found = here.get(value)
+            if found is None:
+                decoded.append(laid(_contents(value, here), geometry))
+            else:  # rebuilt, so that it lies as it did
+                decoded.append(found if geometry == value.base else laid(found, geometry))
         elif isinstance(item, (list, tuple)):
             decoded.append(_decoded(item, here))
         else:
             decoded.append(item)
     return decoded
+
+
+def _result(out: Any, position: int) -> torch.Tensor:
+    """Returns one of the results of an op."""
+    result: torch.Tensor = out[position] if isinstance(out, (tuple, list)) else out
+    return result
 
 
 def _contents(value: Value, here: dict[Value, torch.Tensor]) -> torch.Tensor:

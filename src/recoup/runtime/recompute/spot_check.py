@@ -59,15 +59,15 @@ def read_bytes(tensor: torch.Tensor) -> bytes:
     if not size:
         return b""
     start = tensor.data_ptr()
+    if size > 3 * _SAMPLE_BYTES and tensor.is_contiguous():
+        middle = start + size // 16 * 8
+        return (
+            _string_at(start, _SAMPLE_BYTES)
+            + _string_at(middle, _SAMPLE_BYTES)
+            + _string_at(start + size - _SAMPLE_BYTES, _SAMPLE_BYTES)
+        )
     if not tensor.is_contiguous():
         width = tensor.element_size()
         last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) * width
         return _string_at(start, width) + _string_at(start + last, width)
-    if size <= 3 * _SAMPLE_BYTES:
-        return _string_at(start, size)
-    middle = start + size // 16 * 8
-    return (
-        _string_at(start, _SAMPLE_BYTES)
-        + _string_at(middle, _SAMPLE_BYTES)
-        + _string_at(start + size - _SAMPLE_BYTES, _SAMPLE_BYTES)
-    )
+    return _string_at(start, size)
