@@ -219,7 +219,7 @@ def measure(name: str, rounds: int = _ROUNDS) -> dict[str, dict[str, float]]:
         events[kind] = applied.log - before
         num_again[kind] = len(ops.again)
         with torch.no_grad():
-            laps = [_microseconds(lambda: [f(*a, **k) for f, a, k in ops.again])[0] for _ in range(9)]  # noqa: B023
+            laps = [_microseconds(lambda: [f(*a, **k) for f, a, k in ops.again])[0] for _ in range(9)]
         again[kind] = statistics.median(laps)
         models[kind].zero_grad()
     found: dict[str, dict[str, float]] = {}
@@ -251,8 +251,8 @@ def measure(name: str, rounds: int = _ROUNDS) -> dict[str, dict[str, float]]:
 def table(found: dict[str, dict[str, dict[str, float]]]) -> str:
     """Returns the figures as Markdown."""
     lines = [
-        "| model | plan | step, of plain's | of checkpoint's | peak, of checkpoint's | forward, an op | rebuilt tensors | "
-        "backward, each | regions | each | its ops |",
+        "| model | plan | step, of plain's | of checkpoint's | peak, of checkpoint's | forward, an op | "
+        "rebuilt tensors | backward, each | regions | each | its ops |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, kinds in found.items():
@@ -294,7 +294,9 @@ def main() -> None:
         profile(*arguments.profile)
         return
     found = {name: measure(name) for name in arguments.models}
-    print(f"{platform.processor() or platform.machine()}, torch {torch.__version__}, Python {platform.python_version()}")
+    print(
+        f"{platform.processor() or platform.machine()}, torch {torch.__version__}, Python {platform.python_version()}"
+    )
     print(table(found))
     if arguments.json:
         machine = {"machine": platform.platform(), "torch": torch.__version__, "python": platform.python_version()}

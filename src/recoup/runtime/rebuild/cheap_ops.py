@@ -131,7 +131,7 @@ class OpFacts:
 
     Attributes:
         kind: OPAQUE, CHEAP, IN_PLACE (a cheap op written over its first argument), VIEW or WRITES (anything else that
-            changes an argument).
+            changes an argument). is_inert: OPAQUE or VIEW.
         label: the name as traces have it, "aten.mm.default".
         overload: itself. function: the overload to run again (for IN_PLACE the functional one).
         over: the in-place overload that computes what `function` does, if there is one. commutes: the two tensors it
@@ -150,6 +150,7 @@ class OpFacts:
         "function",
         "is_batch_norm",
         "is_counted",
+        "is_inert",
         "is_random_mask",
         "kind",
         "label",
@@ -197,6 +198,7 @@ class OpFacts:
             self.kind = CHEAP
         else:
             self.kind = OPAQUE
+        self.is_inert = self.kind in (OPAQUE, VIEW)
         self.can_rewrite = (
             self.kind in (IN_PLACE, WRITES)
             and self.written == (0,)

@@ -11,7 +11,7 @@ import torch
 from recoup import _torch
 from recoup.ir.decision import OpMark
 from recoup.runtime import execution_context
-from recoup.runtime.rebuild.cheap_ops import HOLD, OPAQUE, VIEW, OpFacts, known_facts, op_facts
+from recoup.runtime.rebuild.cheap_ops import HOLD, OPAQUE, OpFacts, known_facts, op_facts
 from recoup.runtime.rebuild.kept import Kept, Source, laid, on_device
 from recoup.runtime.rebuild.lineage import Constant, Geometry, Made, Recorder, Value, geometry_of
 from recoup.runtime.rebuild.saved_tensor import MIN_BYTES, compact_mask
@@ -68,7 +68,6 @@ class HeldRecorder(Recorder):
         mark = self.before_op(facts.label) if facts.is_counted else None
         if not kwargs:
             kwargs = {}
-        kind = facts.kind
         if facts.can_rerun and not facts.is_batch_norm:
             made = self._made(facts, args, kwargs)
             out = func(*args, **kwargs)
@@ -76,8 +75,8 @@ class HeldRecorder(Recorder):
                 if type(out) is torch.Tensor:
                     self._attach_one(made, out, 0)
                 else:
-                    self._attach(made, out, has_side_results=kind == OPAQUE or facts.pooled_dims > 0)
-        elif kind == OPAQUE or kind == VIEW:  # noqa: PLR1714  # run for each op
+                    self._attach(made, out, has_side_results=facts.kind == OPAQUE or facts.pooled_dims > 0)
+        elif facts.is_inert:
             out = func(*args, **kwargs)
             if facts.label == HOLD and self.deriving:
                 self.hold(out)

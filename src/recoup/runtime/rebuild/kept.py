@@ -92,7 +92,7 @@ class Kept:
 
 
 class KeptConstant:
-    """A parameter, or a view of one, that autograd saves: kept as it is. No chain starts from it: they know parameters."""
+    """A parameter or a view of one that autograd saves. Chains know parameters, so that none starts from it."""
 
     __slots__ = ("_tensor", "_version")
 

@@ -28,13 +28,12 @@ import torch
 from torch import nn
 
 from recoup import _torch
-from recoup.runtime.rebuild.cheap_ops import CHEAP, IN_PLACE, OPAQUE, VIEW, OpFacts, known_facts, op_facts
+from recoup.runtime.rebuild.cheap_ops import CHEAP, IN_PLACE, OpFacts, known_facts, op_facts
 from recoup.runtime.recompute.spot_check import read_bytes
 from recoup.runtime.waiting import Waiting
 
 Geometry = tuple[Any, Any, Any, torch.dtype]  # size, stride, storage offset, dtype
 _STRIDED = torch.strided
-_NESTS = frozenset([list, tuple])
 _PLAIN = frozenset([int, float, bool, type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format])
 
 
@@ -115,6 +114,7 @@ class Made:
 
     outputs: tuple[weakref.ref[Value], ...] = ()
     side_results: tuple[weakref.ref[Any], ...] = ()
+    _traffic_bytes = -1
 
     def __init__(self, function: Any, args: Any, kwargs: Any, reads: list[Read], is_flat: bool, order: int) -> None:
         self.function = function
@@ -127,9 +127,11 @@ class Made:
 
     @property
     def traffic_bytes(self) -> int:
-        """Bytes read and written."""
-        laid = [read.geometry for read in self.reads] + self.written
-        return sum(size.numel() * dtype.itemsize for size, _, _, dtype in laid)
+        """Bytes read and written, of the op that has returned."""
+        if self._traffic_bytes < 0:
+            laid = [read.geometry for read in self.reads] + self.written
+            self._traffic_bytes = sum(size.numel() * dtype.itemsize for size, _, _, dtype in laid)
+        return self._traffic_bytes
 
 
 class Surroundings:
@@ -243,11 +245,10 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
             if _torch.is_higher_order(func):
                 return func(*args, **(kwargs or {}))
             facts = op_facts(func)
-        kind = facts.kind
-        if kind == OPAQUE or kind == VIEW or (kind == CHEAP and self.paused):  # noqa: PLR1714  # run for each op
-            return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
-        if kind == CHEAP:
+        if facts.is_inert or (self.paused and facts.kind == CHEAP):
+            return func(*args, **kwargs)
+        if facts.kind == CHEAP:
             made = self._made(facts, args, kwargs)
             statistics: list[torch.Tensor] = []
             if facts.is_batch_norm and len(args) > 5 and args[5]:  # it updates them, though its schema does not say so
@@ -272,15 +273,12 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
             return None
         self._num_made += 1
         if not kwargs:
-            is_flat = len(reads) < 2 or not any(type(a) in _NESTS for a in recorded)
+            is_flat = len([a for a in recorded if type(a) is Read]) == len(reads)
             return Made(facts.function, recorded, kwargs, reads, is_flat, self._num_made)
-        recorded_kwargs = {}
-        for key, item in kwargs.items():
-            encoded = self._encode((item,), reads)
-            if encoded is None:
-                return None
-            recorded_kwargs[key] = encoded[0]
-        return Made(facts.function, recorded, recorded_kwargs, reads, False, self._num_made)
+        values = self._encode(kwargs.values(), reads)
+        if values is None:
+            return None
+        return Made(facts.function, recorded, dict(zip(kwargs, values, strict=True)), reads, False, self._num_made)
 
     def _encode(self, items: Iterable[Any], reads: list[Read]) -> tuple[Any, ...] | None:
         """Returns `items` with tensors replaced by reads, or None if one of them cannot be recorded."""
@@ -313,7 +311,7 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
         return tuple(result)
 
     def read_leaf(self, value: Value, tensor: torch.Tensor) -> None:
-        """Takes note of an argument of a recorded op that no op was seen to make."""
+        """Called for what a recorded op reads and no op was seen to make."""
 
     def pack(self, tensor: torch.Tensor, value: Value) -> Any | None:
         """Returns a replacement for a saved tensor that is not kept yet; None: it is rederived or kept."""
@@ -337,11 +335,10 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
     def _attach_one(self, made: Made, tensor: torch.Tensor, position: int) -> Value:
         value = Value()
         value.made = made
-        if position:
-            value.output = position
+        value.output = position
         value.base = base = geometry_of(tensor)
         made.written.append(base)
-        self._values[weakref.ref(tensor.untyped_storage(), self._values.pop)] = value
+        self._set(tensor.untyped_storage(), value)
         return value
 
     def _write(self, facts: OpFacts, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

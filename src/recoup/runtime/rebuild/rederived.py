@@ -13,7 +13,7 @@ from recoup.runtime.offload.offloaded_saved_tensor import KeptElsewhere
 from recoup.runtime.rebuild import shortcuts
 from recoup.runtime.rebuild.cheap_ops import op_facts
 from recoup.runtime.rebuild.kept import CHANGED, Kept, Source, changed_since, check_version, is_overwritten, laid
-from recoup.runtime.rebuild.lineage import Geometry, Made, Read, Recorder, Value, current_recorder, geometry_of
+from recoup.runtime.rebuild.lineage import Geometry, Made, Read, Recorder, Value, current_recorder
 from recoup.runtime.recompute.spot_check import read_bytes
 from recoup.runtime.waiting import Waiting
 

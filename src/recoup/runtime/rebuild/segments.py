@@ -58,11 +58,11 @@ class Segment:
         """
         found: dict[int, Source] = {}
         seen: set[Value] = set()
-        around = self.around
+        around, reached = self.around, self._reached
         stack = [value]
         while stack:
             current = stack.pop()
-            if current in seen or current in self._reached:
+            if current in seen or current in reached:
                 continue
             seen.add(current)
             if current.constant is not None:
@@ -70,11 +70,11 @@ class Segment:
                 if parameter._version != current.constant.version or not has_memory(parameter):
                     return None
                 continue
-            kept = current.alive()
-            if kept is not None:
+            if current.kept is not None and (kept := current.alive()) is not None:
                 found[id(kept)] = kept
                 continue
-            if current.made is None:
+            made = current.made
+            if made is None:
                 return None
             if around is not None and current in around.joints:
                 further = around.reach(current)
@@ -83,7 +83,8 @@ class Segment:
                 found.update((id(source), source) for source in further)
                 self.starts[current] = around.pending.setdefault(current, Waiting()).add(self)
                 continue
-            stack.extend(read.value for read in current.made.reads)
+            for read in made.reads:
+                stack.append(read.value)
         self._reached |= seen
         self.sources.update(found)
         for source in found.values():
@@ -205,9 +206,10 @@ def _result(out: Any, position: int) -> torch.Tensor:
 
 def _contents(value: Value, here: dict[Value, torch.Tensor]) -> torch.Tensor:
     if value.constant is not None:
-        if not has_memory(value.constant.tensor):
+        parameter = value.constant.tensor
+        if not has_memory(parameter):
             raise ReplayError(
-                f"A parameter {list(value.constant.tensor.shape)} that saved tensors are rebuilt from was taken away since "
+                f"A parameter {list(parameter.shape)} that saved tensors are rebuilt from was taken away since "
                 "its module's forward. Plan without `rebuild`: actions=('rederive', 'recompute').",
                 code="E203",
             )

@@ -51,14 +51,12 @@ def read_bytes(tensor: torch.Tensor) -> bytes:
         return b""
     if tensor.dtype not in _SAMPLED or tensor.layout is not torch.strided:
         return b""
-    if _torch.is_wrapped(tensor) or tensor._is_zerotensor():  # inside `torch.func` transforms: no memory of its own
+    try:
+        start, size = tensor.data_ptr(), tensor.nbytes
+    except RuntimeError:  # inside `torch.func` transforms: no memory of its own
         return b""
-    if not tensor.untyped_storage().nbytes():  # FSDP takes a unit's memory away
+    if not start or not size or not tensor.untyped_storage().nbytes():  # FSDP takes a unit's memory away
         return b""
-    size = tensor.nbytes
-    if not size:
-        return b""
-    start = tensor.data_ptr()
     if size > 3 * _SAMPLE_BYTES and tensor.is_contiguous():
         middle = start + size // 16 * 8
         return (
