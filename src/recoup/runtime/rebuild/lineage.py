@@ -80,8 +80,7 @@ class Value:
 class Constant:
     """A parameter, or what FSDP1 makes weights views of: its contents are there in backward if nobody changed them.
 
-    Attributes:
-        version, storage: when it was read. sample: a few of its bytes then.
+    `version`, `storage` and `sample`, a few of its bytes, are those when it was read.
     """
 
     __slots__ = ("sample", "storage", "tensor", "version")
@@ -107,9 +106,9 @@ class Made:
     """One cheap op: what to call again, on what.
 
     `args` and `kwargs` are the op's own with tensors replaced by `Read`s. `written`: geometries of what it writes.
-    `outputs`: the values of all its results, where there are several. `side_results`: what
-    keeps all but the first of them, if that helps to rebuild the first (`shortcuts.py`). `is_flat`: reads are among
-    `args` themselves, none in a list or in `kwargs`. `order`: how many ops were recorded before it.
+    `outputs`: the values of all its results, where there are several. `side_results`: what keeps all but the first of
+    them, if that helps to rebuild the first (`shortcuts.py`). `is_flat`: reads are among `args` themselves, none in a
+    list or in `kwargs`. `order`: how many ops were recorded before it, `traffic_bytes`: that it reads and writes.
     """
 
     outputs: tuple[weakref.ref[Value], ...] = ()
@@ -127,7 +126,7 @@ class Made:
 
     @property
     def traffic_bytes(self) -> int:
-        """Bytes read and written, of the op that has returned."""
+        """Once it has returned."""
         if self._traffic_bytes < 0:
             laid = [read.geometry for read in self.reads] + self.written
             self._traffic_bytes = sum(size.numel() * dtype.itemsize for size, _, _, dtype in laid)
