@@ -12,7 +12,7 @@ DEMO := "hf:gpt2?n_layer=6,n_embd=384,n_head=6,vocab_size=16384" --batch 4 --seq
 # The CUDA build of torch over a stub of the driver: everything of a GPU but values and times.
 STUB ?= ../shared/cuda_stub
 
-.PHONY: docs interrupts gpu-accept help setup demo test test-quick check check-cuda format bench bench-quick bench-gpu hazards fuzz clean
+.PHONY: axe docs docs-commands interrupts gpu-accept help setup demo test test-quick check check-cuda format bench bench-quick bench-gpu hazards fuzz clean
 
 help:
 	@echo "make demo        fit a GPT-2 into 60 % of its memory on this CPU, with proof"
@@ -21,6 +21,8 @@ help:
 	@echo "make check-cuda  what is of a GPU on a stub of one (5 GB the first time; no GPU needed, STUB=FOLDER for another kit)"
 	@echo "make interrupts  exceptions and Ctrl-C inside fit, plan, profile, verify leave nothing (POINTS=200 for more)"
 	@echo "make docs        the manual, as pages in docs/_build"
+	@echo "make axe         fetch axe-core (npm), for the tests of the report in a browser"
+	@echo "make docs-commands  types every command of the manual in a fresh clone (LONG=1: also those that take hours)"
 	@echo "make hazards     rewrite docs/hazards.md    make fuzz    1,000 random modules under random plans"
 	@echo "make bench       all benchmarks, goes on where it was stopped (TIME=1: only time the peers' rows again)"
 	@echo "make bench-quick what does not wobble in them, exit status 1 if broken"
@@ -84,6 +86,13 @@ interrupts: $(STAMP)
 
 docs: $(MANUAL)
 	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going -b html docs docs/_build
+
+# The accessibility checker that tests/report/test_browser.py runs over the report, where it is there.
+axe:
+	mkdir -p build && cd build && tar xzf $$(npm pack --silent axe-core@4) package/axe.min.js
+
+docs-commands: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python tools/type_pages.py $(if $(LONG),--long)
 
 gpu-accept: $(STAMP)
 	$(BIN)/python -m bench.gpu_accept

@@ -685,7 +685,8 @@ def table(outcomes: list[tuple[str, str, str]]) -> str:
     lines = [
         "# Hazards",
         "",
-        f"Written by `make hazards` (torch {torch.__version__}, CPU). {len(outcomes)} ways in which activation",
+        f"Written by `make hazards` (minutes; torch {torch.__version__}, CPU). {len(outcomes)} ways in which "
+        "activation",
         "checkpointing goes wrong for people, each run with `torch.utils.checkpoint(use_reentrant=False)` and with",
         "recoup on the same modules and compared bit for bit with the same step without checkpointing: loss,",
         'gradients, buffers, attributes, the next random numbers. "Refused, as plain": the step without checkpointing',

@@ -43,6 +43,7 @@ _HOMES = {
     "ReversibleSequential": "recoup.selective.reversible",
     "SelectiveCheckpointer": "recoup.selective.checkpointer",
     "apply": "recoup.api",
+    "contrastive": "recoup.runtime.contrastive",
     "compile": "recoup.compiled.api",
     "explain": "recoup.api",
     "fit": "recoup.api",
@@ -50,6 +51,8 @@ _HOMES = {
     "hold": "recoup.runtime.rebuild.hold",
     "is_recomputing": "recoup.runtime.execution_context",
     "max_batch": "recoup.api",
+    "max_tokens": "recoup.api",
+    "TokenLimits": "recoup.ir.lengths",
     "offload": "recoup.runtime.offload.saved_tensor",
     "plan": "recoup.api",
     "profile": "recoup.api",
@@ -57,6 +60,13 @@ _HOMES = {
     "rederive": "recoup.runtime.rebuild.saved_tensor",
     "tiled": "recoup.runtime.tile.module.tiled",
     "tiled_cross_entropy": "recoup.runtime.tile.loss.cross_entropy",
+    "tiled_entropy": "recoup.runtime.tile.loss.token_losses",
+    "tiled_kl": "recoup.runtime.tile.loss.token_losses",
+    "tiled_log_probs": "recoup.runtime.tile.loss.token_losses",
+    "tiled_log_probs_and_entropy": "recoup.runtime.tile.loss.token_losses",
+    "tiled_logsumexp": "recoup.runtime.tile.loss.token_losses",
+    "tiled_soft_cross_entropy": "recoup.runtime.tile.loss.token_losses",
+    "tiled_topk_distillation": "recoup.runtime.tile.loss.token_losses",
     "verify": "recoup.api",
     "watch": "recoup.integrations.watch",
 }
@@ -70,6 +80,7 @@ if TYPE_CHECKING:
     from recoup.api import fit as fit
     from recoup.api import frontier as frontier
     from recoup.api import max_batch as max_batch
+    from recoup.api import max_tokens as max_tokens
     from recoup.api import plan as plan
     from recoup.api import profile as profile
     from recoup.api import verify as verify
@@ -93,16 +104,25 @@ if TYPE_CHECKING:
     from recoup.ir.evidence import Evidence as Evidence
     from recoup.ir.explanation import Explanation as Explanation
     from recoup.ir.explanation import Trade as Trade
+    from recoup.ir.lengths import TokenLimits as TokenLimits
     from recoup.ir.plan import Plan as Plan
     from recoup.ir.plan import Prediction as Prediction
     from recoup.ir.profile import FrontierPoint as FrontierPoint
     from recoup.ir.profile import Profile as Profile
     from recoup.runtime.apply import Applied as Applied
+    from recoup.runtime.contrastive import contrastive as contrastive
     from recoup.runtime.execution_context import is_recomputing as is_recomputing
     from recoup.runtime.offload.saved_tensor import offload as offload
     from recoup.runtime.rebuild.hold import hold as hold
     from recoup.runtime.rebuild.saved_tensor import rederive as rederive
     from recoup.runtime.tile.loss.cross_entropy import tiled_cross_entropy as tiled_cross_entropy
+    from recoup.runtime.tile.loss.token_losses import tiled_entropy as tiled_entropy
+    from recoup.runtime.tile.loss.token_losses import tiled_kl as tiled_kl
+    from recoup.runtime.tile.loss.token_losses import tiled_log_probs as tiled_log_probs
+    from recoup.runtime.tile.loss.token_losses import tiled_log_probs_and_entropy as tiled_log_probs_and_entropy
+    from recoup.runtime.tile.loss.token_losses import tiled_logsumexp as tiled_logsumexp
+    from recoup.runtime.tile.loss.token_losses import tiled_soft_cross_entropy as tiled_soft_cross_entropy
+    from recoup.runtime.tile.loss.token_losses import tiled_topk_distillation as tiled_topk_distillation
     from recoup.runtime.tile.module.tiled import tiled as tiled
     from recoup.selective.checkpointer import SelectiveCheckpointer as SelectiveCheckpointer
     from recoup.selective.config import CheckpointConfig as CheckpointConfig

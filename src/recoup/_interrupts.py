@@ -51,12 +51,12 @@ class _Pressed:
             self.events.append(event)
 
 
-_pressed: contextvars.ContextVar[_Pressed | None] = contextvars.ContextVar("recoup_pressed", default=None)
+waiting: contextvars.ContextVar[_Pressed | None] = contextvars.ContextVar("recoup_pressed", default=None)
 
 
 def let_in() -> None:
     """Has an interrupt that waits end what runs now."""
-    pressed = _pressed.get()
+    pressed = waiting.get()
     if pressed is not None and pressed.events:
         pressed.handler(*pressed.events.pop())
 
@@ -64,7 +64,7 @@ def let_in() -> None:
 @contextlib.contextmanager
 def under_modes() -> Iterator[None]:
     """Has Ctrl-C wait for `let_in`, inside of `heard`."""
-    pressed = _pressed.get()
+    pressed = waiting.get()
     if pressed is None:
         yield
         return
@@ -80,17 +80,17 @@ def under_modes() -> Iterator[None]:
 def _waiting() -> Iterator[None]:
     handler = signal.getsignal(signal.SIGINT)
     is_main = threading.current_thread() is threading.main_thread()
-    if _pressed.get() is not None or not is_main or not callable(handler):
+    if waiting.get() is not None or not is_main or not callable(handler):
         yield
         return
     pressed = _Pressed(handler)
-    token = _pressed.set(pressed)
+    token = waiting.set(pressed)
     signal.signal(signal.SIGINT, pressed)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, handler)
-        _pressed.reset(token)
+        waiting.reset(token)
         if pressed.events:
             handler(*pressed.events.pop())
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import threading
 import warnings
@@ -211,15 +212,9 @@ def fake_device(tensor: Any) -> torch.device:
     return device
 
 
-class _OwnHooks(threading.local):
-    def __init__(self) -> None:
-        self.pairs: list[tuple[Any, Any]] = []
-
-
-_own_hooks = _OwnHooks()
 _plain_disable = torch.autograd.graph.disable_saved_tensors_hooks
 _hooks_lock = threading.Lock()
-_num_hooks_on = [0]
+_hooks_on: list[tuple[int, Any]] = []  # thread and hooks, of all that are on, outermost first
 
 
 class saved_tensors_hooks(torch.autograd.graph.saved_tensors_hooks):
@@ -233,44 +228,48 @@ class saved_tensors_hooks(torch.autograd.graph.saved_tensors_hooks):
 
     def __enter__(self) -> None:
         with _hooks_lock:
-            _num_hooks_on[0] += 1
+            _hooks_on.append((threading.get_ident(), self))
             torch.autograd.graph.disable_saved_tensors_hooks = _disable_around_ours
         try:
             super().__enter__()  # type: ignore[no-untyped-call]
         except BaseException:
-            self._count_off()
+            _take_off([self])
             raise
-        _own_hooks.pairs.append((self.pack_hook, self.unpack_hook))
 
     def __exit__(self, *args: object) -> None:
-        _own_hooks.pairs.pop()
         super().__exit__(*args)  # type: ignore[no-untyped-call]
-        self._count_off()
+        _take_off([self])
 
-    @staticmethod
-    def _count_off() -> None:
-        with _hooks_lock:
-            _num_hooks_on[0] -= 1
-            if not _num_hooks_on[0]:
-                torch.autograd.graph.disable_saved_tensors_hooks = _plain_disable
+
+def _own_hooks() -> list[Any]:
+    """Returns this thread's hooks that are on, outermost first."""
+    here = threading.get_ident()
+    return [hooks for thread, hooks in _hooks_on.copy() if thread == here]
+
+
+def _take_off(gone: list[Any]) -> None:
+    with _hooks_lock:
+        _hooks_on[:] = [entry for entry in _hooks_on if not any(entry[1] is hooks for hooks in gone)]
+        if not _hooks_on:
+            torch.autograd.graph.disable_saved_tensors_hooks = _plain_disable
 
 
 @contextlib.contextmanager
 def _disable_around_ours(error_message: str) -> Iterator[None]:
     graph = torch._C._autograd
-    taken: list[tuple[Any, Any]] = []
-    for pair in reversed(_own_hooks.pairs):
+    taken: list[Any] = []
+    for hooks in reversed(_own_hooks()):
         top = graph._top_saved_tensors_default_hooks(True)
-        if top is None or top[0] is not pair[0]:
+        if top is None or top[0] is not hooks.pack_hook:
             break
         graph._pop_saved_tensors_default_hooks()
-        taken.append(pair)
+        taken.append(hooks)
     try:
         with _plain_disable(error_message):
             yield
     finally:
-        for pair in reversed(taken):
-            graph._push_saved_tensors_default_hooks(*pair)
+        for hooks in reversed(taken):
+            graph._push_saved_tensors_default_hooks(hooks.pack_hook, hooks.unpack_hook)
 
 
 def is_higher_order(func: Any) -> bool:
@@ -669,8 +668,6 @@ def quiet_fake_errors() -> Iterator[None]:
 
     Freed by: fake tensors that only raise.
     """
-    import logging
-
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -1212,3 +1209,113 @@ def flop_formula(target: Any) -> Any | None:
     from torch.utils.flop_counter import flop_registry
 
     return flop_registry.get(getattr(target, "_overloadpacket", None))
+
+
+def _stack_of_modes() -> tuple[Any, ...]:
+    return tuple(map(torch._C._get_dispatch_stack_at, range(torch._C._len_torch_dispatch_stack())))
+
+
+def _set_stack_of_modes(modes: tuple[Any, ...]) -> None:
+    for mode in reversed(_stack_of_modes()):
+        torch._C._pop_torch_dispatch_stack(getattr(mode, "_mode_key", None))
+    for mode in modes:
+        torch._C._push_on_torch_dispatch_stack(mode)
+
+
+def _set_function_modes(modes: tuple[Any, ...]) -> None:
+    for _ in range(torch._C._len_torch_function_stack()):
+        torch._C._pop_torch_function_stack()
+    for mode in modes:
+        torch._C._push_on_torch_function_stack(mode)
+
+
+def _set_saved_tensors_hooks(top: Any) -> None:
+    graph = torch._C._autograd
+    while (now := graph._top_saved_tensors_default_hooks(True)) is not None and now != top:
+        graph._pop_saved_tensors_default_hooks()
+
+
+def _set_refusal_of_hooks(message: str | None) -> None:
+    graph = torch._C._autograd
+    graph._saved_tensors_hooks_enable() if message is None else graph._saved_tensors_hooks_disable(message)
+
+
+def _autocast_nesting() -> int:
+    depth = torch.autocast_increment_nesting()
+    torch.autocast_decrement_nesting()
+    return depth
+
+
+def _set_autocast_nesting(depth: int) -> None:
+    torch.clear_autocast_cache()
+    for _ in range(_autocast_nesting() - depth):
+        torch.autocast_decrement_nesting()
+
+
+def _stop_profiler(was_on: bool) -> None:
+    if not was_on:
+        torch._C._autograd._disable_profiler()
+        torch.autograd.profiler._run_on_profiler_stop()  # type: ignore[no-untyped-call]
+
+
+def _attribute(owner: Any, name: str) -> tuple[Any, Any]:
+    return functools.partial(getattr, owner, name), functools.partial(setattr, owner, name)
+
+
+def _of_device(get: Any, change: Any) -> Iterator[tuple[Any, Any]]:
+    for device_type in ("cpu", "cuda"):
+        yield functools.partial(get, device_type), functools.partial(change, device_type)
+
+
+@functools.cache
+def _thread_settings() -> tuple[tuple[Any, Any], ...]:
+    """Returns how to read and how to set each thing that a context manager of torch or of this file sets."""
+    from torch.utils import _python_dispatch
+
+    graph = torch._C._autograd
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    mode_flags = [name for name in vars(_python_dispatch) if name.startswith("_is_in_") and name.endswith(_MODE_FLAGS)]
+    return (
+        (graph._profiler_enabled, _stop_profiler),
+        (_stack_of_modes, _set_stack_of_modes),
+        *(_attribute(_python_dispatch, name) for name in mode_flags),
+        (lambda: user_modes()[0], _set_function_modes),
+        (torch._C._get_torch_function_state, torch._C._set_torch_function_state),  # type: ignore[attr-defined]
+        (
+            lambda: (_own_hooks(), torch.autograd.graph.disable_saved_tensors_hooks),
+            lambda noted: _take_off([h for h in _own_hooks() if h not in noted[0]]),
+        ),
+        (lambda: graph._top_saved_tensors_default_hooks(True), _set_saved_tensors_hooks),
+        (graph._saved_tensors_hooks_get_disabled_error_message, _set_refusal_of_hooks),
+        (torch.is_grad_enabled, torch._C._set_grad_enabled),
+        *_of_device(torch.is_autocast_enabled, torch.set_autocast_enabled),
+        *_of_device(torch.get_autocast_dtype, torch.set_autocast_dtype),
+        (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
+        (_autocast_nesting, _set_autocast_nesting),
+        _attribute(torch.amp.autocast_mode.autocast, "__init__"),
+        (global_forward_hooks, _put_global_forward_hooks),
+        _attribute(parametrize, "_cache_enabled"),
+        _attribute(parametrize, "_cache"),
+        (lambda: logger.level, logger.setLevel),
+        *_FLAGS,
+    )
+
+
+_MODE_FLAGS = ("torch_dispatch_mode", "mode_without_ignore_compile_internals")
+
+
+def thread_settings() -> tuple[Any, ...]:
+    """Returns what torch's context managers set, on this thread and in torch's modules, as it is now (torch 2.13).
+
+    An exception may come between `__enter__` and the block, or between the block and `__exit__`: then nobody leaves it.
+    Guards that live in C++ and generators end when they are forgotten; what is here does not.
+    Freed by: context managers of torch that do.
+    """
+    return tuple([get() for get, _ in _thread_settings()])
+
+
+def restore_thread_settings(settings: tuple[Any, ...]) -> None:
+    """Has everything as `thread_settings` returned it. Freed by: as that."""
+    for (get, change), wanted in zip(_thread_settings(), settings, strict=True):
+        if get() != wanted:
+            change(wanted)

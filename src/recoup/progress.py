@@ -1,17 +1,23 @@
-"""Says what is being done, to whoever listens; silent otherwise. No torch."""
+"""Says what is being done, to whoever listens: a command line, a notebook's output, the logger "recoup". No torch."""
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
+import logging
+import sys
+import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 Listener = Callable[[str], None]
 _listener: contextvars.ContextVar[Listener | None] = contextvars.ContextVar("recoup_progress", default=None)
+_logger = logging.getLogger("recoup")  # of a library: what it says is shown where the user set a handler and INFO
 
 
 def advance(text: str) -> None:
-    """Tells the listener what is being done now."""
+    """Tells the listener what is being done now; the logger "recoup" always, with level INFO."""
+    _logger.info("%s", text)
     listener = _listener.get()
     if listener is not None:
         listener(text)
@@ -25,3 +31,37 @@ def listening(listener: Listener) -> Iterator[None]:
         yield
     finally:
         _listener.reset(token)
+
+
+@contextlib.contextmanager
+def showing_in_notebook() -> Iterator[None]:
+    """Shows what is being done as one line of a notebook's output that changes and is empty afterwards.
+
+    Elsewhere, and where somebody listens already, nothing happens.
+    """
+    handle = _notebook_line() if _listener.get() is None else None
+    if handle is None:
+        yield
+        return
+    begun = time.monotonic()
+
+    def show(text: str) -> None:
+        handle.update({"text/plain": text}, raw=True)
+
+    try:
+        with listening(lambda text: show(f"recoup: {text} ({time.monotonic() - begun:.0f} s)")):
+            yield
+    finally:
+        show("")
+
+
+def _notebook_line() -> Any:
+    """Returns a handle of an output that can be changed, None outside of a notebook; imports nothing that is not there.
+
+    Seen with IPython 9: a kernel's shell has the attribute `kernel`, a terminal's does not.
+    """
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    if ipython is None or getattr(shell, "kernel", None) is None:
+        return None
+    return ipython.display.display({"text/plain": "recoup"}, raw=True, display_id=True)

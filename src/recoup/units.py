@@ -56,6 +56,14 @@ def parse_bytes(text: str | int) -> int:
     return value
 
 
+def byte_unit(num_bytes: float) -> tuple[int, str]:
+    """Returns the unit that suits a scale up to `num_bytes`, as (bytes, name): that of `format_bytes`."""
+    for size, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if num_bytes >= size:
+            return size, name
+    return 1, "B"
+
+
 def parse_budget(
     budget: str | int,
     *,
@@ -126,16 +134,15 @@ def format_at_least(num_bytes: int) -> str:
     return f"{-(-num_bytes // unit)}{name}"
 
 
-def format_bytes(num_bytes: int | float) -> str:
-    """Returns e.g. `"7.41 GiB"`, `"512.0 MiB"`, `"3 B"`."""
-    size = abs(num_bytes)
-    if size >= GIB:
-        return f"{num_bytes / GIB:.2f} GiB"
-    if size >= MIB:
-        return f"{num_bytes / MIB:.1f} MiB"
-    if size >= KIB:
-        return f"{num_bytes / KIB:.1f} KiB"
-    return f"{int(num_bytes)} B"
+def format_bytes(num_bytes: int | float, unit: tuple[int, str] | None = None) -> str:
+    """Returns e.g. `"7.41 GiB"`, `"512.0 MiB"`, `"3 B"`.
+
+    Args:
+        unit: (bytes, name) to write it in, as `byte_unit` gives it; the one that suits the number if left out.
+    """
+    size, name = unit or byte_unit(abs(num_bytes))
+    digits = {1: 0, KIB: 1, MIB: 1}.get(size, 2)
+    return f"{num_bytes / size:.{digits}f} {name}"
 
 
 def format_seconds(seconds: float) -> str:

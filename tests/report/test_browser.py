@@ -43,14 +43,14 @@ const visible = () => [...document.querySelectorAll("#tree tbody tr")].filter((r
 const head = (key) => document.querySelector(`#tree th[data-key=${key}]`);
 const saw = {};
 saw.start = visible();
-head("freed").querySelector("button").click();
-saw.sort = [head("freed").getAttribute("aria-sort"), visible()];
-saw.freed = [...document.querySelectorAll("#tree tbody tr")].filter((r) => +r.dataset.d === 1)
-  .map((r) => +r.cells[4].dataset.v);
-head("freed").querySelector("button").click();
-saw.up = head("freed").getAttribute("aria-sort");
-head("freed").querySelector("button").click();
-saw.unsorted = [head("freed").getAttribute("aria-sort"), visible()];
+head("fall").querySelector("button").click();
+saw.sort = [head("fall").getAttribute("aria-sort"), visible()];
+saw.fall = [...document.querySelectorAll("#tree tbody tr")].filter((r) => +r.dataset.d === 1)
+  .map((r) => +r.cells[6].dataset.v);
+head("fall").querySelector("button").click();
+saw.up = head("fall").getAttribute("aria-sort");
+head("fall").querySelector("button").click();
+saw.unsorted = [head("fall").getAttribute("aria-sort"), visible()];
 document.getElementById("fold").click();
 saw.folded = visible();
 const turn = [...document.querySelectorAll("#tree .turn")][1];
@@ -64,6 +64,7 @@ find.value = "gelu"; find.dispatchEvent(new Event("input"));
 saw.found = visible();
 find.value = ""; find.dispatchEvent(new Event("input"));
 saw.again = visible().length;
+document.querySelector('svg.wide a[href="#plan-1"]').dispatchEvent(new MouseEvent("click", { bubbles: true }));
 const figure = document.querySelector(".chart"), slider = figure.querySelector("input");
 saw.peak = figure.querySelector("output").textContent;
 slider.value = 0; slider.dispatchEvent(new Event("input"));
@@ -75,7 +76,10 @@ saw.hover = figure.querySelector("output").textContent;
 saw.cursor = svg.querySelector(".cursor").getAttribute("visibility");
 saw.wide = svg.classList.contains("wide");
 saw.overflow = document.documentElement.scrollWidth > innerWidth;
-const tell = () => {
+const tell = async () => {
+  saw.plan = [...document.querySelectorAll(".point")].map((p) => p.open);
+  document.querySelectorAll("details").forEach((d) => { d.open = true; });
+  if (window.axe) saw.axe = (await axe.run()).violations.map((v) => [v.id, v.nodes[0].html, v.nodes[0].failureSummary]);
   saw.errors = seen;
   saw.resources = performance.getEntriesByType("resource").map((e) => e.name);
   const pre = document.createElement("pre");
@@ -87,18 +91,30 @@ addEventListener("load", () => setTimeout(tell, 200));  // what was blocked is t
 """
 
 
-def drive(tmp_path: Path, *, width: int, extra: str = "") -> tuple[dict[str, Any], dict[str, Any], str]:
+def _axe() -> str:
+    """Returns axe-core as a script, "" where `make axe` has not fetched it."""
+    path = Path(__file__).parents[2] / "build" / "package" / "axe.min.js"
+    if not path.exists():
+        return ""
+    source = path.read_text().replace("</script>", "<\\/script>")
+    return f"<script>{source}</script>"
+
+
+def drive(
+    tmp_path: Path, *, width: int, extra: str = "", is_dark: bool = False
+) -> tuple[dict[str, Any], dict[str, Any], str]:
     """Returns what the page saw, Chromium's network log, and its own log."""
     assert CHROMIUM is not None
     page = format_html(small_report()[0])
     page = (
         page.replace("<head>", f"<head>{CATCH}", 1)
-        .replace("</body>", f"{DRIVE}</body>")
+        .replace("</body>", f"{_axe()}{DRIVE}</body>")
         .replace("<main>", f"<main>{extra}", 1)
     )
     path, log = tmp_path / "page.html", tmp_path / "net.json"
     path.write_text(page)
     command = [CHROMIUM, *FLAGS, f"--window-size={width},900", f"--user-data-dir={tmp_path / 'profile'}"]
+    command += ["--blink-settings=preferredColorScheme=0"] if is_dark else []
     command += ["--enable-logging=stderr", f"--log-net-log={log}", "--dump-dom", path.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     found = re.search(r'<pre id="saw">(.*?)</pre>', done.stdout, re.DOTALL)
@@ -114,7 +130,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict
 def test_sorting_orders_siblings_and_comes_back(seen: Any) -> None:
     saw = seen[0]
     assert saw["sort"][0] == "descending"
-    assert saw["freed"] == sorted(saw["freed"], reverse=True) and len(set(saw["freed"])) > 1
+    assert saw["fall"] == sorted(saw["fall"], reverse=True) and len(set(saw["fall"])) > 1
     assert saw["sort"][1] != saw["start"] and sorted(saw["sort"][1]) == sorted(saw["start"])
     assert saw["up"] == "ascending"
     assert saw["unsorted"] == [None, saw["start"]]
@@ -122,11 +138,15 @@ def test_sorting_orders_siblings_and_comes_back(seen: Any) -> None:
 
 def test_folding_hides_and_shows_what_is_below(seen: Any) -> None:
     saw = seen[0]
-    assert saw["folded"] == ["(model)", "0", "1", "2", "3", "head"]
+    assert saw["folded"] == ["(model)", *(f"layers.{i}" for i in range(4)), "head", "(outside)"]
     assert saw["turned"][:2] == ["false", "true"]
-    assert saw["turned"][2] == ["(model)", "0", "norm", "up", "act", "drop", "down", "1", "2", "3", "head"]
-    assert saw["all"] == saw["again"] == 4 * 6 + 2
-    assert saw["found"] == ["(model)", "0", "act", "1", "act", "2", "act", "3", "act"]
+    assert saw["turned"][2] == [
+        "(model)",
+        *("layers.0", *(f"layers.0.{name}" for name in ("norm", "up", "act", "drop", "down"))),
+        *("layers.1", "layers.2", "layers.3", "head", "(outside)"),
+    ]
+    assert saw["all"] == saw["again"] == 4 * 6 + 3
+    assert saw["found"] == ["(model)", *(path for i in range(4) for path in (f"layers.{i}", f"layers.{i}.act"))]
 
 
 def test_a_moment_can_be_read_by_slider_and_pointer(seen: Any) -> None:
@@ -138,6 +158,18 @@ def test_a_moment_can_be_read_by_slider_and_pointer(seen: Any) -> None:
     assert saw["first"][0].startswith("0 us, forward") and saw["first"][0] == saw["first"][1]
     assert saw["hover"] not in (saw["peak"], saw["first"][0]) and saw["cursor"] == "visible"
     assert saw["wide"] and not saw["overflow"]
+
+
+def test_a_point_of_the_curve_opens_its_plan(seen: Any) -> None:
+    assert seen[0]["plan"][:3] == [False, True, False]
+
+
+@pytest.mark.skipif(not _axe(), reason="axe-core is not here (make axe)")
+@pytest.mark.parametrize("width", [1400, 500])
+@pytest.mark.parametrize("is_dark", [False, True])
+def test_axe_finds_nothing(tmp_path: Path, width: int, is_dark: bool) -> None:
+    saw, _, _ = drive(tmp_path, width=width, is_dark=is_dark)
+    assert saw["axe"] == []
 
 
 def test_no_error_and_no_request(seen: Any) -> None:

@@ -84,7 +84,7 @@ def test_added_products_exactly_in_float64(reduction: str) -> None:
     inputs = (hidden, weight, bias, a, b)
     upstream = torch.rand(23, dtype=torch.float64) if reduction == "none" else torch.tensor(1.7, dtype=torch.float64)
     spec = LossSpec(steps=(), ignore_index=-100, label_smoothing=0.1, reduction=reduction, tile_tokens=7)
-    found = tiled_loss(hidden, weight, bias, labels, spec, [(a, b)])
+    found = tiled_loss(hidden, weight, bias, [labels], spec, [(a, b)])
     logits = hidden @ weight.t() + bias + a @ b.t()
     wanted = nn.functional.cross_entropy(logits, labels, reduction=reduction, label_smoothing=0.1)
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)

@@ -20,19 +20,18 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import recoup
+from recoup import _torch
 from recoup.runtime import execution_context
 from tests.safety.helpers import fakes_left
 
 ROOT = str(Path(recoup.__file__).parent)
-NUM_QUICK, NUM_SIGNALS = 6, 8  # points of a function
-NUM_SLOW = int(os.environ.get("RECOUP_POINTS", "12"))
-pytestmark = pytest.mark.skipif(
-    "RECOUP_POINTS" not in os.environ,
-    reason="`make interrupts` runs these in a process of their own: what one breaks, others in its process would show",
-)
+NUM_SIGNALS = 8
+NUM_POINTS = int(os.environ.get("RECOUP_POINTS", "12"))  # of a function
+# Between entering and leaving a context manager, and in what puts things back.
+CRITICAL = {"start", "measure_peak", "untouched", "postponed", "_take_off", "__exit__", "unpatch", "restore"}
+many = pytest.mark.skipif("RECOUP_POINTS" not in os.environ, reason="`make interrupts` runs these: minutes")
 
 
 class Injected(KeyboardInterrupt):
@@ -91,12 +90,15 @@ class Training:
 def process_state() -> list[Any]:
     return [
         torch.is_grad_enabled(),
-        len(_get_current_dispatch_mode_stack()),
         gc.isenabled(),
         gc.get_threshold(),
         execution_context.observer(),
         execution_context.is_recomputing(),
         execution_context.stand_in_transport(),
+        _torch.thread_settings(),
+        torch.autograd.profiler._is_profiler_enabled,
+        list(warnings.filters),
+        os.environ.get("KINETO_LOG_LEVEL"),
         signal.getsignal(signal.SIGINT),
         threading.active_count(),
     ]
@@ -187,37 +189,52 @@ def check(training: Training, states: list[list[Any]], where: str) -> None:
         assert same(training.state(), expected), f"step {i + 1} is not plain's, {where}"
 
 
-def run_points(name: str, reference: Any, num_points: int, seed: int) -> None:
-    plan, states, counted = reference
+def lines_of(name: str, reference: Any) -> Counter[Line]:
+    plan, _, counted = reference
     if name not in counted:
         counted[name] = count_lines(name, plan)
-    rng = random.Random(seed)
-    lines = sorted(counted[name], key=lambda line: (line[0].co_filename, line[1]))
-    for target in rng.sample(lines, num_points):
-        time = rng.randint(1, counted[name][target])
-        where = f"{target[0].co_filename.removeprefix(ROOT)}:{target[1]}, time {time} in {name}"
-        training = Training()
-        call = calls(training, plan)[name]
-        try:
-            with warnings.catch_warnings(), Lines(target, time) as events:
-                warnings.simplefilter("ignore")
-                call()
-            assert not events.has_raised, f"Ctrl-C did not end it, {where}"
-        except Injected as error:
-            error.__traceback__ = None
-        check(training, states, f"after {where}")
+    return counted[name]
 
 
-def test_an_exception_at_a_line_leaves_nothing(reference: Any) -> None:
-    run_points("verify", reference, NUM_QUICK, seed=1)
+def run_point(name: str, reference: Any, target: Line, time: int) -> None:
+    plan, states, _ = reference
+    where = f"{target[0].co_filename.removeprefix(ROOT)}:{target[1]}, time {time} in {name}"
+    training = Training()
+    call = calls(training, plan)[name]
+    try:
+        with warnings.catch_warnings(), Lines(target, time) as events:
+            call()
+        assert not events.has_raised, f"Ctrl-C did not end it, {where}"
+    except Injected as error:
+        error.__traceback__ = None
+    check(training, states, f"after {where}")
 
 
+def sampled(lines: list[Line], num: int, seed: int) -> list[Line]:
+    in_order = sorted(lines, key=lambda line: (line[0].co_filename, line[1], line[0].co_name))
+    return random.Random(seed).sample(in_order, min(num, len(in_order)))
+
+
+def test_an_exception_where_things_are_put_back_leaves_nothing(reference: Any) -> None:
+    counts = lines_of("verify", reference)
+    lines = [line for line in counts if line[0].co_name in CRITICAL]
+    # A profiler that was on already, or is to be left: what measured next failed.
+    profiler = [line for line in lines if line[0].co_name in ("start", "measure_peak")]
+    for target in [*sampled(profiler, 3, seed=4), *sampled(lines, 3, seed=1)]:
+        run_point("verify", reference, target, counts[target])
+    run_point("verify", reference, max(profiler, key=lambda line: line[1]), 1)
+
+
+@many
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["fit", "plan", "profile", "verify"])
 def test_an_exception_at_many_lines_leaves_nothing(name: str, reference: Any) -> None:
-    run_points(name, reference, NUM_SLOW, seed=2)
+    counts, rng = lines_of(name, reference), random.Random(2)
+    for target in sampled(list(counts), NUM_POINTS, seed=2):
+        run_point(name, reference, target, rng.randint(1, counts[target]))
 
 
+@many
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["fit", "verify"])
 def test_an_interrupt_by_signal_leaves_nothing(name: str, reference: Any) -> None:

@@ -66,14 +66,15 @@ def test_bench_prints_each_strategy_and_size(source: str, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize(
-    ("budget", "words"), [("1GiB", "do not need"), ("70%", "Yes: the plain step peaks"), ("1KiB", "No: Budget 1.0 KiB")]
+    ("budget", "words"),
+    [("1GiB", "not needed"), ("70%", "needed: the plain step peaks"), ("1KiB", "none reaches it: Budget 1.0 KiB")],
 )
 def test_advice_comes_from_the_numbers(
     source: str, capsys: pytest.CaptureFixture[str], budget: str, words: str
 ) -> None:
     assert run(["advise", source, "--budget", budget, "-q", "--device", "cpu-generic"]) == 0
     text = capsys.readouterr().out.strip()
-    assert words in text and "\n" not in text
+    assert words in text and 2 <= len(text.splitlines()) <= 5
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from recoup.analysis.timeline import find_peak
 from recoup.cost.model import PricedTrace
 from recoup.ir.decision import Decision, Recompute, Region, Scan
 from recoup.ir.report import ModuleRow
@@ -13,12 +14,14 @@ _NOBODY = ("", -1)  # the loss outside the model
 
 
 def module_rows(
-    plain: PricedTrace, planned: PricedTrace | None, decisions: Sequence[Decision]
+    plain: PricedTrace, planned: PricedTrace | None, decisions: Sequence[Decision], *, fixed_bytes: int = 0
 ) -> tuple[ModuleRow, ...]:
     """Returns the module tree with what each call keeps, with and without the plan, and what that costs.
 
-    A storage counts for the first call that saves it. A second run counts for the region that runs (a span's for its
-    first call), a rederived tensor for the call that needed it.
+    A storage counts for the first call that saves it, at the peak else for the call that made it; a parameter and its
+    gradient for the module that has it. What belongs to no call (the loss, the batch, the optimizer's state,
+    `fixed_bytes` of the device's libraries) is one row more: so the bytes at the peak add up to the peak. A second run
+    counts for the region that runs (a span's for its first call), a rederived tensor for the call that needed it.
     """
     trace = plain.trace
     num = len(trace.calls)
@@ -32,9 +35,13 @@ def module_rows(
     saved = trace.with_children([before.get((c.path, c.index), 0) for c in trace.calls])
     kept = trace.with_children([after.get((c.path, c.index), 0) for c in trace.calls])
     extra, forward = trace.with_children(extra), trace.with_children(forward)
+    plain_peak = _alive_at_peak(plain, None, fixed_bytes)
+    peak = _alive_at_peak(planned, plain, fixed_bytes) if planned is not None else plain_peak
+    by_call = [
+        trace.with_children([found.get((c.path, c.index), 0) for c in trace.calls]) for found in (plain_peak, peak)
+    ]
     depth = trace.depths()
     actions = _actions(trace, decisions)
-    in_loss = before.get(_NOBODY, 0), after.get(_NOBODY, 0)
     rows = tuple(
         ModuleRow(
             path=call.path,
@@ -45,26 +52,30 @@ def module_rows(
             is_decided=actions[i][1],
             plain_saved_bytes=saved[i],
             saved_bytes=kept[i],
+            plain_peak_bytes=by_call[0][i],
+            peak_bytes=by_call[1][i],
             extra_seconds=extra[i],
             forward_seconds=forward[i],
         )
         for i, call in enumerate(trace.calls)
     )
-    if not any(in_loss):
-        return rows
-    loss = ModuleRow(
-        path="(loss)",
+    in_calls = {(c.path, c.index) for c in trace.calls}
+    rest = [sum(size for key, size in found.items() if key not in in_calls) for found in (plain_peak, peak)]
+    outside = ModuleRow(
+        path="(outside)",
         call=0,
-        kind="outside the model",
+        kind="loss, batch, optimizer",
         depth=0,
         action="save",
         is_decided=False,
-        plain_saved_bytes=in_loss[0],
-        saved_bytes=in_loss[1],
+        plain_saved_bytes=before.get(_NOBODY, 0),
+        saved_bytes=after.get(_NOBODY, 0),
+        plain_peak_bytes=rest[0],
+        peak_bytes=rest[1],
         extra_seconds=0.0,
         forward_seconds=sum(s for s, o in zip(plain.op_seconds, trace.ops, strict=True) if o.phase == "loss"),
     )
-    return (*rows, loss)
+    return (*rows, outside)
 
 
 def _held(trace: Trace) -> dict[tuple[str, int], int]:
@@ -75,6 +86,32 @@ def _held(trace: Trace) -> dict[tuple[str, int], int]:
         key = (trace.calls[owner].path, trace.calls[owner].index) if owner >= 0 else _NOBODY
         held[key] = held.get(key, 0) + storage.nbytes
     return held
+
+
+def _alive_at_peak(priced: PricedTrace, plain: PricedTrace | None, fixed_bytes: int) -> dict[tuple[str, int], int]:
+    """Returns bytes alive at the step's peak, by the call they belong to."""
+    priced, peak = find_peak(priced, plain)
+    trace = priced.trace
+    paths = {call.path for call in trace.calls}
+    alive = {_NOBODY: fixed_bytes}
+
+    def key_of(index: int) -> tuple[str, int]:
+        return (trace.calls[index].path, trace.calls[index].index) if index >= 0 else _NOBODY
+
+    for storage in trace.storages:
+        if not storage.alloc_op <= peak <= storage.free_op:
+            continue
+        if storage.alloc_op >= 0 and storage.category != "gradient":
+            owner = next((i for i in storage.saved_by if i >= 0), trace.ops[storage.alloc_op].call)
+            key = key_of(owner)
+        else:
+            path = storage.label.removeprefix("gradient of ").rpartition(".")[0]
+            named = storage.category in ("parameter", "buffer", "gradient") and path in paths
+            key = (path, 0) if named else _NOBODY
+        alive[key] = alive.get(key, 0) + storage.nbytes
+    key = key_of(trace.ops[peak].call)
+    alive[key] = alive.get(key, 0) + priced.op_workspace_bytes[peak]
+    return alive
 
 
 def _extra_seconds(trace: Trace, planned: PricedTrace, decisions: Sequence[Decision]) -> list[float]:

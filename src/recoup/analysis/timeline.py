@@ -10,9 +10,12 @@ import numpy as np
 from recoup.cost.model import PricedTrace
 from recoup.ir.labels import group_labels
 from recoup.ir.report import TIMELINE_POINTS, Timeline
-from recoup.ir.trace import Trace
+from recoup.ir.trace import Storage, Trace
 
-CATEGORIES = ("parameter", "buffer", "library", "optimizer", "batch", "gradient", "saved", "temporary")
+CATEGORIES = (
+    *("parameter", "buffer", "library", "optimizer", "batch", "gradient"),
+    *("saved", "kept", "rebuilt", "temporary"),
+)
 _NUM_TENSORS = 8  # named in the chart, the largest: more would not be read
 Level = np.ndarray[tuple[int], np.dtype[np.int64]]
 """Bytes during each op, (num_ops,)."""
@@ -23,12 +26,29 @@ def category_levels(priced: PricedTrace) -> dict[str, Level]:
     trace = priced.trace
     num_ops = len(trace.ops)
     change = {c: np.zeros(num_ops + 2, dtype=np.int64) for c in CATEGORIES}
-    for storage in trace.storages:
-        change[storage.category][max(storage.alloc_op, 0)] += storage.nbytes
-        change[storage.category][min(storage.free_op, num_ops) + 1] -= storage.nbytes
+    read_again = {i for op in trace.ops[trace.num_forward_ops :] for i in op.inputs}
+    for index, storage in enumerate(trace.storages):
+        level = change[_shown_category(storage, trace, index in read_again)]
+        level[max(storage.alloc_op, 0)] += storage.nbytes
+        level[min(storage.free_op, num_ops) + 1] -= storage.nbytes
     levels = {c: np.cumsum(change[c])[:num_ops] for c in CATEGORIES}
     levels["temporary"] = levels["temporary"] + np.asarray(priced.op_workspace_bytes, dtype=np.int64)
     return levels
+
+
+def _shown_category(storage: Storage, trace: Trace, is_read_again: bool) -> str:
+    """Returns the category that reports give a storage.
+
+    What autograd does not hold itself is told apart by when it lives: "kept" was made in forward and is read in
+    backward (a region or a plan by tensor keeps it to run ops again from it), "rebuilt" was made by ops that ran again
+    and is there after them.
+    """
+    if storage.category != "temporary" or storage.alloc_op < 0:
+        return storage.category
+    if storage.alloc_op < trace.num_forward_ops:
+        return "kept" if is_read_again and storage.free_op > trace.num_forward_ops else "temporary"
+    ends_in_replay = storage.free_op < len(trace.ops) and trace.ops[storage.free_op].replayed
+    return "rebuilt" if trace.ops[storage.alloc_op].replayed and not ends_in_replay else "temporary"
 
 
 def op_phase(trace: Trace, index: int) -> str:
@@ -44,17 +64,7 @@ def make_timeline(priced: PricedTrace, *, plain: PricedTrace | None = None, fixe
         plain: the plain step, whose optimizer part follows where `priced` was captured without one (no plan changes
             it). fixed_bytes: what the device takes whatever the step does; shown as "library".
     """
-    trace = priced.trace
-    levels = category_levels(priced)
-    seconds = np.asarray(priced.op_seconds)
-    phases = [op_phase(trace, i) for i in range(len(trace.ops))]
-    if plain is not None and "optimizer" not in phases:
-        at = [i for i, o in enumerate(plain.trace.ops) if o.phase == "optimizer"]
-        if at:
-            rest = category_levels(plain)
-            levels = {c: np.concatenate([levels[c], rest[c][at]]) for c in CATEGORIES}
-            seconds = np.concatenate([seconds, np.asarray(plain.op_seconds)[at]])
-            phases += ["optimizer"] * len(at)
+    levels, seconds, phases = _whole_step(priced, plain)
     levels["library"] = levels["library"] + fixed_bytes
     total = np.sum([levels[c] for c in CATEGORIES], axis=0)
     begins = np.concatenate([[0.0], np.cumsum(seconds)])
@@ -69,8 +79,34 @@ def make_timeline(priced: PricedTrace, *, plain: PricedTrace | None = None, fixe
         peak_bytes=int(total[peak]),
         phase=phases[peak],
         at_peak=tuple((c, int(levels[c][peak])) for c in CATEGORIES if levels[c][peak]),
-        tensors=_tensors(priced, plain, peak),
+        tensors=_tensors(priced, plain),
     )
+
+
+def find_peak(priced: PricedTrace, plain: PricedTrace | None) -> tuple[PricedTrace, int]:
+    """Returns the op at which the step's memory peaks, and the step it is an op of: `plain` in the optimizer's part."""
+    levels, _, _ = _whole_step(priced, plain)
+    peak = int(np.sum([levels[c] for c in CATEGORIES], axis=0).argmax())
+    num_ops = len(priced.trace.ops)
+    if peak < num_ops or plain is None:
+        return priced, peak
+    return plain, peak - num_ops + next(i for i, o in enumerate(plain.trace.ops) if o.phase == "optimizer")
+
+
+def _whole_step(priced: PricedTrace, plain: PricedTrace | None) -> tuple[dict[str, Level], np.ndarray, list[str]]:  # type: ignore[type-arg]
+    """Returns levels, seconds and phase of each op, the optimizer's part taken from `plain` where `priced` has none."""
+    trace = priced.trace
+    levels = category_levels(priced)
+    seconds = np.asarray(priced.op_seconds)
+    phases = [op_phase(trace, i) for i in range(len(trace.ops))]
+    if plain is not None and "optimizer" not in phases:
+        at = [i for i, o in enumerate(plain.trace.ops) if o.phase == "optimizer"]
+        if at:
+            rest = category_levels(plain)
+            levels = {c: np.concatenate([levels[c], rest[c][at]]) for c in CATEGORIES}
+            seconds = np.concatenate([seconds, np.asarray(plain.op_seconds)[at]])
+            phases += ["optimizer"] * len(at)
+    return levels, seconds, phases
 
 
 def _columns(begins: np.ndarray, peak: int) -> list[int]:  # type: ignore[type-arg]
@@ -98,12 +134,9 @@ def _merge_phases(phases: Sequence[str], begins: np.ndarray) -> tuple[tuple[str,
     return tuple(merged)
 
 
-def _tensors(priced: PricedTrace, plain: PricedTrace | None, peak: int) -> tuple[tuple[str, int], ...]:
+def _tensors(priced: PricedTrace, plain: PricedTrace | None) -> tuple[tuple[str, int], ...]:
+    priced, peak = find_peak(priced, plain)
     trace = priced.trace
-    if peak >= len(trace.ops) and plain is not None:  # in the optimizer's part
-        offset = next(i for i, o in enumerate(plain.trace.ops) if o.phase == "optimizer")
-        peak += offset - len(trace.ops)
-        priced, trace = plain, plain.trace
     alive = [(s.label, s.nbytes) for s in trace.storages if s.alloc_op <= peak <= s.free_op]
     workspace = priced.op_workspace_bytes[peak]
     if workspace:

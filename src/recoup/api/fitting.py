@@ -26,7 +26,8 @@ from recoup.ir.plan import Plan
 from recoup.ir.text import format_decisions
 from recoup.planner.driver import is_on_meta
 from recoup.planner.request import fitting_for
-from recoup.runtime.apply import Applied, all_or_nothing, apply_decisions, find_patches
+from recoup.runtime.apply import Applied, apply_decisions, find_patches
+from recoup.runtime.as_found import all_or_nothing
 from recoup.runtime.conflicts import refuse_conflicts, refuse_wrapped
 from recoup.runtime.offload.transport import Transport
 from recoup.units import check_budget, format_bytes

@@ -21,6 +21,7 @@ import torch
 from recoup import _torch
 from recoup._interrupts import heard, under_modes
 from recoup.capture.tracker import Tracker
+from recoup.capture.watched_step import few_full_collections
 from recoup.errors import InternalError
 
 _MAX_ROUNDS = 6  # who held the first leaked tensors may be held by others, and those again
@@ -45,19 +46,22 @@ def run_on_fakes(body: Callable[[Any, list[Tracker]], T], *, is_thorough: bool) 
         InternalError: if a fake tensor is held where nothing can take it away.
     """
     mode = _torch.fake_tensor_mode()
+    left = weakref.ref(mode)  # each of its tensors holds it
     trackers: list[Tracker] = []
-    try:
-        result = body(mode, trackers)
-    except BaseException as error:
-        _forget_locals(error)
-        _take_back(mode, is_strict=False)
-        raise
-    torch.clear_autocast_cache()  # inside the user's autocast it holds casts of fake weights
-    left = weakref.ref(mode)
-    del mode
-    mode = left()  # each of its tensors holds it
-    is_suspect = mode is not None and (is_thorough or any(t.holds_fakes() for t in trackers))
-    return result, _take_back(mode, is_strict=True) if is_suspect else []
+    with few_full_collections():
+        try:
+            result = body(mode, trackers)
+        except BaseException as error:
+            _forget_locals(error)
+            del mode
+            trackers.clear()
+            _take_back(left, is_strict=False)
+            raise
+        torch.clear_autocast_cache()  # inside the user's autocast it holds casts of fake weights
+        del mode
+        is_suspect = left() is not None and (is_thorough or any(t.holds_fakes() for t in trackers))
+        trackers.clear()
+        return result, _take_back(left, is_strict=True) if is_suspect else []
 
 
 def _forget_locals(error: BaseException | None) -> None:
@@ -69,11 +73,13 @@ def _forget_locals(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-def _take_back(mode: Any, *, is_strict: bool) -> list[str]:
+def _take_back(held: weakref.ref[Any], *, is_strict: bool) -> list[str]:
     """Takes the mode's fake tensors from all who hold them; returns in words who did."""
     found: list[str] = []
     torch.clear_autocast_cache()
-    if not _fakes_of(mode):
+    gc.collect(1)  # what the capture itself left in cycles is all young: a full collection looks at all of a process
+    mode = held()
+    if mode is None or not _fakes_of(mode):
         return found
     gc.collect()
     for _ in range(_MAX_ROUNDS):  # who held the first may have been held by others

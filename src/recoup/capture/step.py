@@ -135,10 +135,11 @@ def make_objective(
         raise UsageError("targets=... needs inputs=...: loss(model(inputs), targets) is the step then.")
     elif batch is None:
         raise UsageError("There is no batch: give one, or inputs=... and targets=....")
-    if hasattr(batch, "batch_sampler") or (isinstance(batch, Iterator) and not isinstance(batch, torch.Tensor)):
-        raise UsageError(
-            f"The batch is a {type(batch).__name__}; recoup takes one batch of it: batch = next(iter(loader))."
-        )
+    for given in (inputs, targets) if is_paired else (batch,):
+        if hasattr(given, "batch_sampler") or (isinstance(given, Iterator) and not isinstance(given, torch.Tensor)):
+            raise UsageError(
+                f"The batch is a {type(given).__name__}; recoup takes one batch of it: batch = next(iter(loader))."
+            )
     scale = 1.0
     if scaler is not None:
         if not hasattr(scaler, "get_scale"):

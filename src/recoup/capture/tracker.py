@@ -20,7 +20,6 @@ from recoup._interrupts import let_in
 from recoup._storages import dense_parts
 from recoup.capture.island import UNKNOWN, Island
 from recoup.capture.op_cache import FakeResults
-from recoup.cost.signature import make_signature, signature_key
 from recoup.ir.trace import Category, Copy, Phase, Signature
 from recoup.runtime import execution_context
 from recoup.runtime.rebuild.cheap_ops import SILENT_WRITERS, op_facts
@@ -344,16 +343,16 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
 
     def _signature(self, func: Any, args: Any, kwargs: Any, out: Any) -> int:
         known = self._results.key
-        signature = self._signature_of.get(known) if known is not None else None
-        if signature is None:
-            key = signature_key(func, args, kwargs, home=self._device_type)
-            signature = self._keys.get(key)
-            if signature is None:
-                signature = self._keys[key] = len(self.signatures)
-                self.signatures.append(make_signature(func, args, kwargs, out, home=self._device_type))
+        index = self._signature_of.get(known) if known is not None else None
+        if index is None:
+            key, signature = self._results.signature(func, args, kwargs, out, self._device_type)
+            index = self._keys.get(key)
+            if index is None:
+                index = self._keys[key] = len(self.signatures)
+                self.signatures.append(signature)
             if known is not None:
-                self._signature_of[known] = signature
-        return signature
+                self._signature_of[known] = index
+        return index
 
     def _note_writes(self, facts: Any, index: int, args: Any, kwargs: Any) -> None:
         written = [args[i] for i in facts.written if i < len(args)]

@@ -22,7 +22,7 @@ from recoup.capture.tracker import Tracker
 from recoup.errors import RecoupError, StepError
 from recoup.runtime import execution_context
 
-_OLD_COLLECTIONS = 1000  # collections of the middle generation before one of the old
+_NEVER_COLLECTIONS = 1 << 30  # of the young generation before one of the middle
 
 
 class Unfollowable(Exception):
@@ -126,9 +126,12 @@ def saving(tracker: Tracker) -> Iterator[None]:
 
 @contextlib.contextmanager
 def few_full_collections() -> Iterator[None]:
-    """Has Python's collector look at what is old but rarely: records pile up that are in no cycle."""
+    """Has Python's collector look but rarely at what has outlived its first look, and records of ours are in no cycle.
+
+    So what was made in the block is still in its two young generations at the end: `gc.collect(1)` finds it.
+    """
     young, middle, old = gc.get_threshold()
-    gc.set_threshold(young, middle, max(old, _OLD_COLLECTIONS))
+    gc.set_threshold(young, _NEVER_COLLECTIONS, old)
     try:
         yield
     finally:

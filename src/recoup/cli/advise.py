@@ -18,7 +18,7 @@ def advise(
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Say in one paragraph whether you need activation checkpointing at all, and which."""
+    """Say in five lines whether you need activation checkpointing at all, and which."""
     request = options.check_request(
         target, batch=batch, seq=seq, image=image, dtype=dtype, optimizer=optimizer, device=device, budget=budget
     )

@@ -9,7 +9,9 @@ from recoup.analysis.module_table import module_rows
 from recoup.analysis.profile import make_profile
 from recoup.analysis.timeline import make_timeline
 from recoup.api import Frontier
+from recoup.cost.devices import DEVICES
 from recoup.cost.model import PricedTrace
+from recoup.ir.decision import describe_decisions
 from recoup.ir.evidence import Evidence
 from recoup.ir.plan import Plan
 from recoup.ir.report import CurvePoint, MeasuredTimeline, Report
@@ -37,8 +39,10 @@ def make_report(
     planned = planner.simulate_priced(plan.decisions) if plan is not None and plan.decisions else None
     decisions = plan.decisions if plan is not None else ()
     fixed = planner.fixed_bytes
+    device = plan.device if plan is not None else planner.trace.device
     report = Report(
-        title=f"{planner.trace.model_class} on {plan.device if plan is not None else planner.trace.device}",
+        capacity_bytes=DEVICES[device].memory_bytes if device in DEVICES else 0,
+        title=f"{planner.trace.model_class} on {device}",
         profile=make_profile(plain),
         plain=make_timeline(plain, fixed_bytes=fixed),
         planned=make_timeline(planned, plain=plain, fixed_bytes=fixed) if planned is not None else None,
@@ -51,11 +55,12 @@ def make_report(
                 extra_time_ratio=p.extra_time_ratio,
                 num_regions=len(p.plan.regions),
                 recomputed_flops=p.recomputed_flops,
+                words=tuple(describe_decisions(p.plan.decisions)),
             )
             for p in curve.points
         ),
         baselines=tuple(_baselines(planner)),
-        rows=module_rows(plain, planned, decisions),
+        rows=module_rows(plain, planned, decisions, fixed_bytes=fixed),
         plan=plan,
         evidence=evidence,
     )
@@ -75,4 +80,5 @@ def _baselines(planner: Planner) -> Any:
             extra_time_ratio=candidate.step_seconds / planner.plain.step_seconds - 1,
             num_regions=sum(d.is_region for d in candidate.decisions),
             recomputed_flops=candidate.recomputed_flops,
+            words=tuple(describe_decisions(candidate.decisions)),
         )

@@ -6,7 +6,7 @@ import dataclasses
 import textwrap
 from typing import Any
 
-from recoup.ir.text import WIDTH
+from recoup.ir.text import width
 from recoup.units import format_bytes, format_seconds
 
 
@@ -114,7 +114,7 @@ class Explanation:
                 f"  {format_bytes(price.freed_peak_bytes):>13}  {format_bytes(price.freed_saved_bytes):>12}  "
                 f"{format_seconds(cost_seconds):>12}  {rate:>12}  "
             )
-            wrapped = textwrap.wrap(price.choice, WIDTH - len(head)) or [""]
+            wrapped = textwrap.wrap(price.choice, width() - len(head)) or [""]
             lines.append(head + wrapped[0])
             lines += [" " * len(head) + rest for rest in wrapped[1:]]
         if not self.prices:
@@ -126,5 +126,6 @@ class Explanation:
         more = "buys nothing: this is the plain step" if self.more is None else str(self.more)
         lines.append(f"{step} more: {more}")
         return "\n".join(
-            textwrap.fill(line, WIDTH, subsequent_indent="  ") if line[:1] not in (" ", "") else line for line in lines
+            textwrap.fill(line, width(), subsequent_indent="  ") if line[:1] not in (" ", "") else line
+            for line in lines
         )

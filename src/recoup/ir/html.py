@@ -12,7 +12,7 @@ from recoup.units import format_bytes
 
 _WIDTH, _HEIGHT = 640, 120  # of a chart, in CSS pixels
 _TEXT = "font-family: system-ui, sans-serif; font-size: 13px; line-height: 1.4"
-_COLORS = ("#3b6fb6", "#c2571a", "#3f8f5b", "#8a5fb0", "#b5963a", "#6f7a86", "#a84a6b", "#4aa0a8")
+_COLORS = ("#3b6fb6", "#c2571a", "#3f8f5b", "#8a5fb0", "#b5963a", "#6f7a86", "#a84a6b", "#4aa0a8", "#d9a441", "#5a4fcf")
 
 
 def card(title: str, *parts: str) -> str:

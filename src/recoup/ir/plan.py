@@ -13,7 +13,7 @@ from recoup.errors import UsageError
 from recoup.ir import html
 from recoup.ir.decision import DECISIONS, Decision, Region, read_decision
 from recoup.ir.fields import read_fields, shown
-from recoup.ir.text import WIDTH, format_decisions, format_percent, format_rows, format_share
+from recoup.ir.text import format_decisions, format_percent, format_rows, format_share, width
 from recoup.units import format_bytes, format_flops, format_seconds
 
 SCHEMA = "recoup-plan/2"
@@ -210,5 +210,7 @@ class Plan:
             rows.append(("all-gathers", f"{predicted.num_all_gathers} a step on each rank, as without a plan"))
         head = f"Plan for {self.model_class} on {self.device}"
         does = format_decisions(self.decisions)
-        notes = "".join("\n" + textwrap.fill(f"note: {note}", WIDTH, subsequent_indent="      ") for note in self.notes)
+        notes = "".join(
+            "\n" + textwrap.fill(f"note: {note}", width(), subsequent_indent="      ") for note in self.notes
+        )
         return f"{head}\n{format_rows(rows)}\n{does}{notes}"

@@ -9,7 +9,7 @@ from typing import Any
 from recoup.ir import html
 from recoup.ir.advice import advise
 from recoup.ir.plan import Plan
-from recoup.ir.text import WIDTH, format_rows, format_share, sparkline
+from recoup.ir.text import format_rows, format_share, sparkline, width
 from recoup.units import format_bytes, format_flops, format_seconds
 
 
@@ -108,36 +108,37 @@ def format_profile(profile: Profile, *, max_rows: int = 24) -> str:
         for category, size in profile.at_peak
     ]
     totals = [sum(values) for values in zip(*(series for _, series in profile.timeline), strict=True)]
+    columns = width() - 28  # what is left beside the chart's name
     lines = [
         f"Profile of {profile.model_class} on {profile.device}",
         format_rows(rows),
         "  alive at the peak",
         format_rows(at_peak),
-        f"  memory over the step |{sparkline(totals)}|",
-        f"  {'':<21}{_phase_marks(profile, len(totals))}",
+        f"  memory over the step |{sparkline(totals, columns)}|",
+        f"  {'':<21}{_phase_marks(profile, len(totals), columns)}",
         "",
         f"  {'saved':>11} {'forward':>9} {'backward':>9}  module",
     ]
     shown = _interesting(profile, max_rows)
     for row in profile.rows:
         if id(row) in shown:
-            name = "  " * row.depth + (row.path.rsplit(".", 1)[-1] or profile.model_class)
+            name = row.path or profile.model_class
             name += f" ({row.kind})" + (f" call {row.call}" if row.call else "")
             lines.append(
                 f"  {format_bytes(row.saved_bytes):>11} {format_seconds(row.forward_seconds):>9} "
-                f"{format_seconds(row.backward_seconds):>9}  {name}"[:WIDTH]
+                f"{format_seconds(row.backward_seconds):>9}  {name}"[: width()]
             )
     left = len(profile.rows) - len(shown)
     if left > 0:
         lines.append(f"  {'':>31}  ... and {left} smaller calls (--json has all)")
     for sentence in advise(profile):
-        lines.append(textwrap.fill(f"  {sentence}", WIDTH, subsequent_indent="  "))
+        lines.append(textwrap.fill(f"  {sentence}", width(), subsequent_indent="  "))
     return "\n".join(lines)
 
 
-def _phase_marks(profile: Profile, num_points: int, width: int = 72) -> str:
+def _phase_marks(profile: Profile, num_points: int, columns: int) -> str:
     """Returns a line under the sparkline that says where each phase begins."""
-    columns = min(width, num_points)
+    columns = min(columns, num_points)
     marks = [" "] * (columns + 12)
     for phase, first, _ in profile.phases:
         if phase == "loss" or not num_points:

@@ -63,6 +63,8 @@ class ModuleRow:
     Attributes:
         action: what the plan does with it; `is_decided`: the plan names it, else it inherits.
         plain_saved_bytes: held for backward by it and everything inside, without a plan. saved_bytes: with it.
+        plain_peak_bytes, peak_bytes: its part of what is alive at the peak of the step, without and with the plan.
+        count: how many equal calls this is the sum of.
         extra_seconds: time of what runs twice for it and everything inside (predicted).
     """
 
@@ -74,19 +76,27 @@ class ModuleRow:
     is_decided: bool
     plain_saved_bytes: int
     saved_bytes: int
+    plain_peak_bytes: int
+    peak_bytes: int
     extra_seconds: float
     forward_seconds: float
+    count: int = 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CurvePoint:
-    """A plan on the picture of bytes against time; `name` is "" for the frontier's own points."""
+    """A plan on the picture of bytes against time; `name` is "" for the frontier's own points.
+
+    Attributes:
+        words: the plan, a line a decision.
+    """
 
     name: str
     peak_bytes: int
     extra_time_ratio: float
     num_regions: int
     recomputed_flops: int
+    words: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,10 +106,12 @@ class Report:
     Attributes:
         profile: of the plain step. plain, planned: predicted timelines. measured_plain, measured_planned: measured.
         frontier: plans from the smallest peak up. baselines: what people do by hand. Both simulated.
+        capacity_bytes: what a program can have of the device, 0 where that is not known.
         rows: the module tree in call order. plan, evidence: None where there is none.
     """
 
     title: str
+    capacity_bytes: int = 0
     profile: Profile | None = None
     plain: Timeline | None = None
     planned: Timeline | None = None

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import shutil
 import textwrap
 from collections.abc import Sequence
 
 from recoup.ir.decision import Decision, describe_decisions
 
-WIDTH = 100  # columns of printed text
+_WIDTH = 100  # columns of printed text, where there is room
 _BARS = " .:-=+*#%@"
+
+
+def width() -> int:
+    """Returns the columns of printed text: 100, or those of a narrower terminal (or of `COLUMNS`)."""
+    return max(40, min(_WIDTH, shutil.get_terminal_size((_WIDTH, 24)).columns))
 
 
 def format_rows(rows: Sequence[tuple[str, str]], indent: int = 2) -> str:
     """Returns the rows as two columns; values that are too long go on below themselves."""
-    width = max(len(name) for name, _ in rows)
+    longest = max(len(name) for name, _ in rows)
     lines = []
     for name, value in rows:
-        wrapped = textwrap.wrap(value, WIDTH - indent - width - 2) or [""]
-        lines.append(" " * indent + name.ljust(width) + "  " + wrapped[0])
-        lines += [" " * (indent + width + 2) + rest for rest in wrapped[1:]]
+        wrapped = textwrap.wrap(value, width() - indent - longest - 2) or [""]
+        lines.append(" " * indent + name.ljust(longest) + "  " + wrapped[0])
+        lines += [" " * (indent + longest + 2) + rest for rest in wrapped[1:]]
     return "\n".join(lines)
 
 
@@ -35,17 +41,17 @@ def format_share(part: float, whole: float) -> str:
 def format_decisions(decisions: Sequence[Decision]) -> str:
     """Returns decisions in words, one item each."""
     return "\n".join(
-        textwrap.fill(line, WIDTH, initial_indent="  - ", subsequent_indent="    ")
+        textwrap.fill(line, width(), initial_indent="  - ", subsequent_indent="    ")
         for line in describe_decisions(decisions)
     )
 
 
-def sparkline(values: Sequence[int], width: int = 72) -> str:
+def sparkline(values: Sequence[int], columns: int = 72) -> str:
     """Returns the values as one line of characters, the largest of each column."""
     if not values:
         return ""
     top = max(values) or 1
-    columns = min(width, len(values))
+    columns = min(columns, len(values))
     line = ""
     for i in range(columns):
         chunk = values[

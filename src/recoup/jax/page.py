@@ -16,7 +16,7 @@ from recoup.jax.text import format_evidence, format_plan
 from recoup.jax.trace import on_one_device, trace
 from recoup.jax.writing import check_fingerprint
 from recoup.report import svg
-from recoup.units import format_bytes
+from recoup.units import byte_unit, format_bytes
 
 _STYLE = """:root{color-scheme:light dark;--ink:light-dark(#1b1b1f,#e6e6ea);--dim:light-dark(#6b6b76,#9a9aa6);
 --plain:light-dark(#c2570c,#f0a05a);--planned:light-dark(#1d5fbf,#7ab0ff);--line:light-dark(#ddd,#444)}
@@ -80,7 +80,7 @@ def _timelines(plain: Sequence[int], planned: Sequence[int]) -> str:
     """Returns both curves of bytes, each over its own ops."""
     most = max(*plain, *planned, 1)
     frame = svg.Frame(width=900, height=260, x_max=1.0, y_max=float(most))
-    unit, name = svg.byte_unit(most)
+    unit, name = byte_unit(most)
     drawn = [svg.axes(frame, x_unit=(1.0, ""), y_unit=(unit, name), x_name="share of the ops", y_name=name)]
     for kind, values in (("plain", plain), ("planned", planned)):
         xs = [i / max(len(values), 1) for i in range(len(values))]

@@ -5,15 +5,21 @@ from __future__ import annotations
 from html import escape
 
 from recoup.ir.report import Report
-from recoup.report.svg import Frame, axes, byte_unit, text
+from recoup.report.svg import Frame, axes, text
 from recoup.units import format_bytes
 
 _CHARACTER_PIXELS = 7.2  # width of one character of the chart's text
 _Box = tuple[float, float, float, float]
 
 
-def draw_frontier(report: Report, *, wide: bool) -> str:
-    """Returns the chart as an `<svg>` element, "" where there is no curve."""
+def draw_frontier(report: Report, *, unit: tuple[int, str], wide: bool) -> str:
+    """Returns the chart as an `<svg>` element, "" where there is no curve.
+
+    Each plan is a link to `#plan-NUMBER`: those of the curve in their order, then those made by hand.
+
+    Args:
+        unit: of bytes, the page's. wide: for a page, else for a phone.
+    """
     if not report.frontier:
         return ""
     points = [(p.peak_bytes, 100 * p.extra_time_ratio) for p in (*report.frontier, *report.baselines)]
@@ -36,7 +42,6 @@ def draw_frontier(report: Report, *, wide: bool) -> str:
         y_max=top * 1.18,
         left=58 if wide else 40,
     )
-    unit = byte_unit(right)
     parts = [
         axes(frame, x_unit=unit, y_unit=(1.0, "%"), x_name=f"peak of the step ({unit[1]})", y_name="extra time (%)")
     ]
@@ -44,7 +49,9 @@ def draw_frontier(report: Report, *, wide: bool) -> str:
     if plan is not None:
         x = frame.x(plan.budget_bytes)
         parts.append(f'<path class="budget" d="M{x:.1f} {frame.top}V{frame.height - frame.bottom}"/>')
-        parts.append(_label(frame, taken, x, frame.top + 8, f"budget {format_bytes(plan.budget_bytes)}", "budget-text"))
+        parts.append(
+            _label(frame, taken, x, frame.top + 8, f"budget {format_bytes(plan.budget_bytes, unit)}", "budget-text")
+        )
     curve = "".join(
         f"{'L' if i else 'M'}{frame.x(p.peak_bytes):.1f} {frame.y(100 * p.extra_time_ratio):.1f}"
         for i, p in enumerate(report.frontier)
@@ -52,7 +59,7 @@ def draw_frontier(report: Report, *, wide: bool) -> str:
     parts.append(f'<path class="curve" d="{curve}"/>')
     marks: list[tuple[float, float, str, str, str]] = []
     for p in report.frontier:
-        marks.append((p.peak_bytes, 100 * p.extra_time_ratio, "dot", "", f"{p.num_regions} regions"))
+        marks.append((p.peak_bytes, 100 * p.extra_time_ratio, "dot", "", "plan"))
     for p in report.baselines:
         marks.append((p.peak_bytes, 100 * p.extra_time_ratio, "hand", p.name, f"by hand: {p.name}"))
     if plan is not None:
@@ -64,18 +71,22 @@ def draw_frontier(report: Report, *, wide: bool) -> str:
         ratio = 100 * (evidence.time_ratio - 1)
         marks.append((evidence.peak_bytes, ratio, "real", "measured", "measured"))
     shapes = []
-    for peak, extra, kind, _, title in marks:
+    for number, (peak, extra, kind, _, title) in enumerate(marks):
         x, y = frame.x(peak), frame.y(extra)
         taken.append((x - 6, y - 6, x + 6, y + 6))
-        hint = f"<title>{escape(title)}: {format_bytes(peak)}, {extra:+.1f} % time</title>"
-        shapes.append(f'<path class="{kind}" d="{_shape(kind, x, y)}">{hint}</path>')
+        hint = f"{escape(title)}: {format_bytes(peak, unit)}, {extra:+.1f} % time"
+        shape = f'<path class="{kind}" d="{_shape(kind, x, y)}"><title>{hint}</title></path>'
+        if kind in ("dot", "hand"):
+            area = f'<circle class="touch" cx="{x:.1f}" cy="{y:.1f}" r="11"/>'
+            shape = f'<a href="#plan-{number}" aria-label="{hint}">{area}{shape}</a>'
+        shapes.append(shape)
     for peak, extra, _, words, _ in marks:
         if words:
             parts.append(_label(frame, taken, frame.x(peak), frame.y(extra), words, "over"))
     parts += shapes  # over the labels' outlines
     label = "Predicted extra time against the peak of the step; the same numbers are in the table below"
     return (
-        f'<svg class="{"wide" if wide else "narrow"}" viewBox="0 0 {frame.width} {frame.height}" role="img" '
+        f'<svg class="{"wide" if wide else "narrow"}" viewBox="0 0 {frame.width} {frame.height}" role="group" '
         f'aria-label="{label}">{"".join(parts)}</svg>'
     )
 

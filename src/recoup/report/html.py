@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from functools import cache
+from functools import cache, partial
 from importlib.resources import files
 from typing import Any
 
@@ -12,9 +12,10 @@ import jinja2
 from recoup.ir.advice import advise
 from recoup.ir.decision import describe_decisions
 from recoup.ir.report import ModuleRow, Report, Timeline
+from recoup.report.folded_rows import fold_rows
 from recoup.report.frontier_chart import draw_frontier
 from recoup.report.timeline_chart import draw_timeline
-from recoup.units import format_bytes, format_flops, format_seconds
+from recoup.units import byte_unit, format_bytes, format_flops, format_seconds
 
 CATEGORY_NAMES = {
     "parameter": "parameters",
@@ -23,7 +24,9 @@ CATEGORY_NAMES = {
     "optimizer": "optimizer state",
     "batch": "batch",
     "gradient": "gradients",
-    "saved": "saved for backward",
+    "saved": "saved by autograd",
+    "kept": "kept to run again from",
+    "rebuilt": "rebuilt in backward",
     "temporary": "temporary",
 }
 _MAX_ROWS = 3000  # of the module table: a browser opens a page of more with delay
@@ -36,7 +39,8 @@ def format_html(report: Report) -> str:
         report: whatever parts it has are shown; a report made from a plan alone has words and predictions only.
     """
     charts = _charts(report)
-    rows = _shown_rows(report.rows)
+    rows = _shown_rows(fold_rows(report.rows))
+    unit = byte_unit(_largest(report))
     return (
         _environment()
         .get_template("report.html")
@@ -48,16 +52,18 @@ def format_html(report: Report) -> str:
             share=_share,
             max_seconds=max((c["data"]["max"] for c in charts), default=0) / 1e6 or 1.0,
             data=json.dumps([chart["data"] for chart in charts], separators=(",", ":")),
-            frontier_wide=draw_frontier(report, wide=True),
-            frontier_narrow=draw_frontier(report, wide=False),
-            cards=_cards(report),
+            frontier_wide=draw_frontier(report, unit=unit, wide=True),
+            frontier_narrow=draw_frontier(report, unit=unit, wide=False),
+            cards=_cards(report, unit),
+            fall=_fall(report),
+            in_unit=partial(format_bytes, unit=unit),
             verdict=_verdict(report),
             evidence=_evidence(report),
             words=describe_decisions(report.plan.decisions) if report.plan is not None else [],
             figures=_figures(report),
             advice=advise(report.profile) if report.profile is not None else [],
             rows=rows,
-            num_left_out=len(report.rows) - len(rows),
+            num_left_out=len(fold_rows(report.rows)) - len(rows),
             total_saved=max((row.plain_saved_bytes for row in rows), default=0) or 1,
         )
         .replace("\n\n", "\n")
@@ -88,6 +94,23 @@ def _percent(ratio: float) -> str:
     return f"{100 * ratio:+.1f} %"
 
 
+def _largest(report: Report) -> int:
+    """Returns the largest peak on the page, whose unit all of its cards and axes have."""
+    steps = (report.plain, report.planned, report.measured_plain, report.measured_planned)
+    peaks = [step.peak_bytes for step in steps if step is not None]
+    if report.plan is not None:
+        peaks += [report.plan.predicted.plain_peak_bytes, report.plan.budget_bytes]
+    return max(peaks, default=0)
+
+
+def _fall(report: Report) -> list[tuple[str, int, int]]:
+    """Returns (category, bytes at the plain peak, at the planned one): both columns add up to the peaks."""
+    if report.plain is None or report.planned is None:
+        return []
+    plain, planned = dict(report.plain.at_peak), dict(report.planned.at_peak)
+    return [(c, plain.get(c, 0), planned.get(c, 0)) for c in CATEGORY_NAMES if c in plain or c in planned]
+
+
 def _charts(report: Report) -> list[dict[str, Any]]:
     drawn: list[tuple[str, Timeline, Any]] = []
     if report.plain is not None:
@@ -98,6 +121,10 @@ def _charts(report: Report) -> list[dict[str, Any]]:
         return []
     max_seconds = max(t.duration_seconds for _, t, _ in drawn)
     tops = [t.peak_bytes for _, t, _ in drawn] + [m.peak_bytes for _, _, m in drawn if m is not None]
+    unit = byte_unit(_largest(report))
+    top = max(tops)
+    if top < report.capacity_bytes <= 1.6 * top:  # else the line is far above the chart
+        top = report.capacity_bytes
     charts = []
     for name, timeline, measured in drawn:
         svgs = [
@@ -107,7 +134,9 @@ def _charts(report: Report) -> list[dict[str, Any]]:
                 name=name,
                 budget_bytes=report.plan.budget_bytes if report.plan is not None else None,
                 max_seconds=max_seconds,
-                max_bytes=max(tops),
+                capacity_bytes=report.capacity_bytes,
+                max_bytes=top,
+                unit=unit,
                 wide=wide,
             )
             for wide in (True, False)
@@ -138,7 +167,7 @@ def _chart_data(timeline: Timeline, max_seconds: float) -> dict[str, Any]:
     }
 
 
-def _shown_rows(rows: tuple[ModuleRow, ...]) -> list[ModuleRow]:
+def _shown_rows(rows: list[ModuleRow]) -> list[ModuleRow]:
     """Returns the rows down to the depth at which there are not too many."""
     depth = max((row.depth for row in rows), default=0)
     while depth > 1 and sum(row.depth <= depth for row in rows) > _MAX_ROWS:
@@ -160,7 +189,7 @@ def _verdict(report: Report) -> tuple[str, str]:
     return "none", "Predicted: within the budget. Not measured."
 
 
-def _cards(report: Report) -> list[tuple[str, str, str, str]]:
+def _cards(report: Report, unit: tuple[int, str]) -> list[tuple[str, str, str, str]]:
     """Returns (kind, name, value, remark) of the figures at the top; kind is "measured" or "predicted"."""
     plan, evidence = report.plan, report.evidence
     cards: list[tuple[str, str, str, str]] = []
@@ -168,19 +197,19 @@ def _cards(report: Report) -> list[tuple[str, str, str, str]]:
     if plain_bytes is None and report.plain is not None:
         plain_bytes = report.plain.peak_bytes
     if evidence is not None and evidence.baseline_peak_bytes is not None:
-        cards.append(("measured", "Plain peak", format_bytes(evidence.baseline_peak_bytes), "without a plan"))
+        cards.append(("measured", "Plain peak", format_bytes(evidence.baseline_peak_bytes, unit), "without a plan"))
         plain_bytes = evidence.baseline_peak_bytes
     elif plain_bytes is not None:
-        cards.append(("predicted", "Plain peak", format_bytes(plain_bytes), "without a plan"))
+        cards.append(("predicted", "Plain peak", format_bytes(plain_bytes, unit), "without a plan"))
     if plan is not None:
         peak = evidence.peak_bytes if evidence is not None else plan.predicted.peak_bytes
         remark = (
-            f"{100 * peak / plain_bytes:.0f} % of plain, budget {format_bytes(plan.budget_bytes)}"
+            f"{100 * peak / plain_bytes:.0f} % of plain, budget {format_bytes(plan.budget_bytes, unit)}"
             if plain_bytes
             else ""
         )
         kind = "measured" if evidence is not None else "predicted"
-        cards.append((kind, "Planned peak", format_bytes(peak), remark))
+        cards.append((kind, "Planned peak", format_bytes(peak, unit), remark))
         if evidence is not None and evidence.time_ratio is not None:
             remark = f"+- {100 * (evidence.time_spread or 0):.1f} %, median of pairs"
             cards.append(("measured", "Extra time", _percent(evidence.time_ratio - 1), remark))
@@ -196,7 +225,9 @@ def _cards(report: Report) -> list[tuple[str, str, str, str]]:
             cards.append(("predicted", "Run twice", format_flops(plan.predicted.recomputed_flops), remark))
     elif report.profile is not None:
         profile = report.profile
-        cards.append(("predicted", "Held for backward", format_bytes(profile.saved_bytes), "when backward begins"))
+        cards.append(
+            ("predicted", "Held for backward", format_bytes(profile.saved_bytes, unit), "when backward begins")
+        )
         cards.append(("predicted", "Step", format_seconds(profile.step_seconds), profile.cost_source))
         cards.append(
             ("predicted", "FLOPs", format_flops(profile.plain_flops), f"{profile.num_parameters:,} parameters")

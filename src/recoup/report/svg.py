@@ -7,8 +7,6 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from recoup.units import GIB, KIB, MIB, TIB
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
@@ -34,14 +32,6 @@ class Frame:
         """Returns where `value` is down."""
         span = self.y_max - self.y_min or 1.0
         return self.height - self.bottom - (value - self.y_min) / span * (self.height - self.top - self.bottom)
-
-
-def byte_unit(num_bytes: float) -> tuple[int, str]:
-    """Returns the unit that suits a scale up to `num_bytes`, as (bytes, name)."""
-    for size, name in ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
-        if num_bytes >= 0.9 * size:
-            return size, name
-    return 1, "B"
 
 
 def second_unit(seconds: float) -> tuple[float, str]:

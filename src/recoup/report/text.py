@@ -8,13 +8,15 @@ from collections.abc import Sequence
 from recoup.ir.evidence import Evidence
 from recoup.ir.plan import Plan
 from recoup.ir.profile import FrontierPoint
-from recoup.ir.text import WIDTH, format_decisions, format_percent, format_share
+from recoup.ir.text import format_decisions, format_percent, format_share, width
 from recoup.units import format_bytes, format_flops
 
 
 def format_fit(plan: Plan, evidence: Evidence) -> str:
     """Returns the table a person reads at a glance: the plan in words, the evidence, the verdict."""
-    notes = "".join("\n" + textwrap.fill(f"  note: {note}", WIDTH, subsequent_indent="        ") for note in plan.notes)
+    notes = "".join(
+        "\n" + textwrap.fill(f"  note: {note}", width(), subsequent_indent="        ") for note in plan.notes
+    )
     return (
         f"{plan.model_class} on {plan.device}, budget {plan.budget_text}\n{format_decisions(plan.decisions)}\n"
         f"{evidence}{notes}\n{evidence.verdict}"

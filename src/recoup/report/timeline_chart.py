@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 
 from recoup.ir.report import MeasuredTimeline, Timeline
-from recoup.report.svg import Frame, area, axes, byte_unit, second_unit, steps, text
+from recoup.report.svg import Frame, area, axes, second_unit, steps, text
 from recoup.units import format_bytes
 
 _MEASURED_PHASES = {"forward": ("forward", "loss"), "backward": ("backward", "replay"), "optimizer": ("optimizer",)}
@@ -17,15 +17,18 @@ def draw_timeline(
     *,
     name: str,
     budget_bytes: int | None,
+    capacity_bytes: int,
     max_seconds: float,
     max_bytes: int,
+    unit: tuple[int, str],
     wide: bool,
 ) -> str:
     """Returns one chart as an `<svg>` element.
 
     Args:
-        name: "plain" or "planned", for the accessible name. max_seconds, max_bytes: the scale, so that two charts
-            compare. wide: for a page, else for a phone.
+        name: "plain" or "planned", for the accessible name. capacity_bytes: of the device; drawn where the scale
+            reaches it. max_seconds, max_bytes: the scale, so that two charts compare. unit: of bytes, the page's.
+            wide: for a page, else for a phone.
     """
     frame = Frame(
         width=1040 if wide else 350,
@@ -34,7 +37,7 @@ def draw_timeline(
         y_max=max_bytes * 1.08,
         left=58 if wide else 46,
     )
-    x_unit, y_unit = second_unit(max_seconds), byte_unit(max_bytes)
+    x_unit, y_unit = second_unit(max_seconds), unit
     parts = [
         axes(
             frame,
@@ -63,17 +66,21 @@ def draw_timeline(
             end=timeline.duration_seconds,
         )
         parts.append(f'<path class="halo" d="{shape}"/><path class="measured" d="{shape}"/>')
-    if budget_bytes is not None and budget_bytes <= frame.y_max:
-        y = frame.y(budget_bytes)
-        parts.append(f'<path class="budget" d="M{frame.left} {y:.1f}H{frame.width - frame.right}"/>')
-        words = f"budget {format_bytes(budget_bytes)}"
-        parts.append(text(frame.width - frame.right - 3, y - 5, words, anchor="end", kind="over budget-text"))
+    for kind, size, words, anchor in (
+        ("capacity", capacity_bytes, "device", "start"),
+        ("budget", budget_bytes or 0, "budget", "end"),
+    ):
+        if 0 < size <= frame.y_max:
+            level, side = frame.y(size), frame.left + 4 if anchor == "start" else frame.width - frame.right - 3
+            parts.append(f'<path class="{kind}" d="M{frame.left} {level:.1f}H{frame.width - frame.right}"/>')
+            words = f"{words} {format_bytes(size, unit)}"
+            parts.append(text(side, level - 5, words, anchor=anchor, kind=f"over {kind}-text"))
     x, y = frame.x(timeline.peak_seconds), frame.y(timeline.peak_bytes)
     parts.append(f'<circle class="peak" cx="{x:.1f}" cy="{y:.1f}" r="4.5"/>')
     anchor = "start" if x < frame.width * (0.6 if wide else 0.38) else "end"
     offset = 8 if anchor == "start" else -8
     parts.append(
-        text(x + offset, y - 6, f"peak {format_bytes(timeline.peak_bytes)}", anchor=anchor, kind="over strong")
+        text(x + offset, y - 6, f"peak {format_bytes(timeline.peak_bytes, unit)}", anchor=anchor, kind="over strong")
     )
     parts.append(f'<path class="cursor" d="M0 {frame.top}V{frame.height - frame.bottom}" visibility="hidden"/>')
     label = (

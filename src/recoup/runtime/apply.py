@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import ParamSpec, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
 
-from recoup._interrupts import heard
 from recoup.errors import PlanMismatch
 from recoup.ir.decision import (
     Decision,
@@ -32,9 +29,6 @@ from recoup.runtime.rebuild.apply_held import HeldSettings, HeldState, run_held
 from recoup.runtime.recompute.rng_state import statistics_buffers
 from recoup.runtime.step_log import StepLog
 from recoup.runtime.step_watch import StepWatch
-
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
 
 
 class Applied:
@@ -201,29 +195,6 @@ def find_patches(model: nn.Module) -> list[PatchedForward]:
     """Returns the patched forwards of a plan that is in place on `model`."""
     found = map(find_patch, model.modules())
     return [f for f in found if f is not None and f.runner in (run_call, run_held)]
-
-
-def all_or_nothing(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Has a function of a model leave no plan in place that was not there before, if it fails; Ctrl-C ends it.
-
-    An exception may come between any two lines: also where a plan was applied and nobody has its handle yet, or where
-    it is taken off.
-    """
-
-    @functools.wraps(function)
-    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        given = [m for m in (*args[:1], kwargs.get("model")) if isinstance(m, nn.Module)]
-        before = {id(patched) for model in given for patched in find_patches(model)}
-        try:
-            with heard():
-                return function(*args, **kwargs)
-        except BaseException:
-            for patched in [p for model in given for p in find_patches(model)]:
-                if id(patched) not in before:
-                    unpatch(patched)
-            raise
-
-    return run
 
 
 @contextlib.contextmanager

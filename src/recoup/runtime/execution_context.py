@@ -85,17 +85,9 @@ class first_run:
         _activity.replaying = self._before
 
 
-class left_as_found:
-    """Context manager that puts all this back at its end, also what an interrupted context manager did not."""
-
-    __slots__ = ("_before",)
-
-    def __enter__(self) -> None:
-        self._before = dict(vars(_activity))
-
-    def __exit__(self, *exc: Any) -> None:
-        vars(_activity).clear()
-        vars(_activity).update(self._before)
+def stop_recomputing() -> None:
+    """Has this thread run nothing a second time, whoever said so and was stopped before it could take it back."""
+    _activity.replaying = threading.RLock()
 
 
 def current_counts() -> tuple[Counts, ...]:

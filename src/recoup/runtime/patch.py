@@ -168,13 +168,13 @@ def unpatch(patched: PatchedForward) -> None:
 
     A module that was replaced in the model, and is gone, has nothing left to restore.
     """
-    patched.removed = True
     module = patched._module()
     if module is not None and module.__dict__.get("forward") is patched:
         if patched.previous is None:
             del module.__dict__["forward"]
         else:
             module.__dict__["forward"] = patched.previous
+    patched.removed = True  # last: what is marked is looked for no more, and this may be interrupted
 
 
 def repatch(patched: PatchedForward) -> None:

@@ -52,6 +52,17 @@
     show(chart.peak);
   });
 
+  // A point of the curve is a link to its plan, which opens.
+  const open = () => {
+    const plan = /^#plan-\d+$/.test(location.hash) && document.querySelector(location.hash);
+    if (!plan) return;
+    plan.open = true;
+    plan.querySelector("summary").focus({ preventScroll: true });
+  };
+  addEventListener("hashchange", open);
+  document.querySelectorAll("svg a").forEach((link) => link.addEventListener("click", () => setTimeout(open)));
+  open();
+
   // The module tree: rows in call order with a depth each; sorting orders siblings, folding hides what is below.
   const table = document.getElementById("tree");
   if (!table) return;
@@ -69,11 +80,7 @@
     nodes.push(node);
     stack.push(node);
   }
-  const label = (node) => {
-    const names = [];
-    for (let n = node; n.row; n = n.parent) names.unshift(n.name.split(" ")[0]);
-    return names.join(".");
-  };
+  const label = (node) => node.row.cells[0].querySelector(".path").textContent;
   for (const node of nodes) {
     const head = node.row.cells[0];
     if (!node.children.length) { head.className = "leaf"; continue; }

@@ -18,7 +18,7 @@ from recoup.ir.decision import Decision, Tile, TileLoss, TileModule
 from recoup.runtime.ambient import run_under
 from recoup.runtime.patch import PatchedForward
 from recoup.runtime.recompute.scope import inside_region
-from recoup.runtime.tile.loss.cross_entropy import default_tile_tokens
+from recoup.runtime.tile.loss.arguments import default_tile_tokens
 from recoup.runtime.tile.loss.lazy_logits import Head, lazy_logits
 from recoup.runtime.tile.module.tiled import Proofs, is_tileable, refuse_hooks
 

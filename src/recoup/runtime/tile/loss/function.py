@@ -17,37 +17,39 @@ import torch
 
 from recoup import _torch
 from recoup.errors import UsageError
-from recoup.runtime.tile.loss.math import LossSpec, Tile, wide
+from recoup.runtime.tile.loss.math import Spec, Step, Tile, wide
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 """Rows, (N, R), and a weight, (V, R)."""
 
-# Shapes: N tokens, H hidden, V classes, T tokens of a tile.
+# Shapes: N tokens, H hidden, V classes, T tokens of a tile, K numbers a token.
 
 
 def tiled_loss(
     hidden_NH: torch.Tensor,
     weight_VH: torch.Tensor,
     bias_V: torch.Tensor | None,
-    labels_N: torch.Tensor,
-    spec: LossSpec,
+    others: Sequence[torch.Tensor],
+    spec: Spec,
     more: Sequence[Pair] = (),
 ) -> torch.Tensor:
-    """Returns the loss: a scalar, or (N,) for reduction "none"; in the dtype that it is computed in.
+    """Returns the loss: a scalar, or (N,) or (N, K) for reduction "none"; in the dtype that it is computed in.
 
     Args:
+        others: what the loss reads beside the logits, none of which gets a gradient; the first `spec.num_cut` have a
+            row a token and are cut with them (labels), the others go whole to each tile.
         more: (rows, weight) of products that are added to the head's: of a low-rank adapter, (N, R) and (V, R).
     """
-    flat = [tensor for pair in more for tensor in pair]
+    flat = [*others, *(tensor for pair in more for tensor in pair)]
     with torch.autocast(hidden_NH.device.type, enabled=False):
         if spec.reduction != "none" and hidden_NH.dtype != torch.float16:
-            return _ForwardGradient.apply(hidden_NH, weight_VH, bias_V, labels_N, spec, *flat)  # type: ignore[no-any-return, no-untyped-call]
-        each = dataclasses.replace(spec, reduction="none")
-        rows_N = _Recomputed.apply(hidden_NH, weight_VH, bias_V, labels_N, each, *flat)  # type: ignore[no-untyped-call]
+            return _ForwardGradient.apply(hidden_NH, weight_VH, bias_V, spec, len(others), *flat)  # type: ignore[no-any-return, no-untyped-call]
+        each = dataclasses.replace(spec, reduction="none")  # type: ignore[type-var]
+        rows_N = _Recomputed.apply(hidden_NH, weight_VH, bias_V, each, len(others), *flat)  # type: ignore[no-untyped-call]
         if spec.reduction == "none":
             return rows_N  # type: ignore[no-any-return, no-untyped-call]
         total = rows_N.sum()
-        return total / (labels_N != spec.ignore_index).sum() if spec.reduction == "mean" else total  # type: ignore[no-any-return, no-untyped-call]
+        return total / spec.counts(others).sum() if spec.reduction == "mean" else total  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Gradients:
@@ -92,7 +94,8 @@ def _all_gradients(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, more: S
     """Returns where the gradients of the head's product, and of those added to it, are gathered."""
     needs = ctx.needs_input_grad
     found = [_Gradients(hidden, weight, (needs[0], needs[1], needs[2]))]
-    found += [_Gradients(*pair, (needs[5 + 2 * i], needs[6 + 2 * i], False)) for i, pair in enumerate(more)]
+    first = len(needs) - 2 * len(more)
+    found += [_Gradients(*pair, (needs[first + 2 * i], needs[first + 2 * i + 1], False)) for i, pair in enumerate(more)]
     return found
 
 
@@ -106,16 +109,20 @@ def _tiles(
     hidden_NH: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    labels_N: torch.Tensor,
-    spec: LossSpec,
+    others: Sequence[torch.Tensor],
+    spec: Spec,
     more: Sequence[Pair],
+    *,
+    needs_gradient: bool = True,
 ) -> Iterator[tuple[int, torch.Tensor, Tile]]:
     for start in range(0, len(hidden_NH), spec.tile_tokens):
-        hidden_TH = hidden_NH[start : start + spec.tile_tokens]
+        end = start + spec.tile_tokens
+        hidden_TH = hidden_NH[start:end]
         output_TV = torch.mm(hidden_TH, weight.t()) if bias is None else torch.addmm(bias, hidden_TH, weight.t())
         for rows_NR, weight_VR in more:
-            output_TV.addmm_(rows_NR[start : start + spec.tile_tokens], weight_VR.t())
-        tile = Tile(output_TV, labels_N[start : start + spec.tile_tokens], spec)
+            output_TV.addmm_(rows_NR[start:end], weight_VR.t())
+        cut = [other[start:end] if i < spec.num_cut else other for i, other in enumerate(others)]
+        tile = spec.tile(output_TV, cut, needs_gradient=needs_gradient)
         del output_TV
         yield start, hidden_TH, tile
         del tile
@@ -128,25 +135,27 @@ class _ForwardGradient(torch.autograd.Function):
         hidden: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        labels: torch.Tensor,
-        spec: LossSpec,
+        spec: Spec,
+        num_others: int,
         *flat: torch.Tensor,
     ) -> torch.Tensor:
-        more = _pairs(flat)
+        others, more = flat[:num_others], _pairs(flat[num_others:])
         gradients = _all_gradients(ctx, hidden, weight, more)
+        needs_gradient = any(g.any for g in gradients)
         all_rows = [hidden, *(rows for rows, _ in more)]
-        dtype = _loss_dtype(hidden.dtype, spec)
+        dtype = _loss_dtype(hidden.dtype, spec.steps)
         scale = torch.ones((), dtype=dtype, device=hidden.device)
         if spec.reduction == "mean":
-            scale = scale / (labels != spec.ignore_index).sum()
+            scale = scale / spec.counts(others).sum()
         total = torch.zeros((), dtype=dtype, device=hidden.device)
-        for start, _, tile in _tiles(hidden, weight, bias, labels, spec, more):
+        for start, _, tile in _tiles(hidden, weight, bias, others, spec, more, needs_gradient=needs_gradient):
             total = total + tile.rows().sum()
-            if any(g.any for g in gradients):
+            if needs_gradient:
                 _add(gradients, all_rows, tile.gradient(scale), start)
             del tile
         ctx.save_for_backward(*_in_order(gradients))
-        return total * scale if spec.reduction == "sum" else total / (labels != spec.ignore_index).sum()
+        ctx.num_others = num_others
+        return total * scale if spec.reduction == "sum" else total / spec.counts(others).sum()
 
     @staticmethod
     def backward(ctx: Any, upstream: torch.Tensor) -> Any:
@@ -159,7 +168,7 @@ class _ForwardGradient(torch.autograd.Function):
                 factor = upstream.to(wide(gradient.dtype))
                 gradient = gradient.mul_(factor) if in_place else gradient * factor
             scaled.append(gradient)
-        return (*scaled[:3], None, None, *scaled[3:])
+        return (*scaled[:3], None, None, *[None] * ctx.num_others, *scaled[3:])
 
 
 class _Recomputed(torch.autograd.Function):
@@ -169,15 +178,16 @@ class _Recomputed(torch.autograd.Function):
         hidden: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        labels: torch.Tensor,
-        spec: LossSpec,
+        spec: Spec,
+        num_others: int,
         *flat: torch.Tensor,
     ) -> torch.Tensor:
-        more = _pairs(flat)
-        ctx.save_for_backward(hidden, weight, bias, labels, *flat)
-        ctx.spec = spec
-        rows = torch.zeros(len(hidden), dtype=_loss_dtype(hidden.dtype, spec), device=hidden.device)
-        for start, hidden_TH, tile in _tiles(hidden, weight, bias, labels, spec, more):
+        others, more = flat[:num_others], _pairs(flat[num_others:])
+        ctx.save_for_backward(hidden, weight, bias, *flat)
+        ctx.spec, ctx.num_others = spec, num_others
+        shape = (len(hidden), spec.num_columns) if spec.num_columns else (len(hidden),)
+        rows = torch.zeros(shape, dtype=_loss_dtype(hidden.dtype, spec.steps), device=hidden.device)
+        for start, hidden_TH, tile in _tiles(hidden, weight, bias, others, spec, more, needs_gradient=False):
             rows[start : start + len(hidden_TH)] = tile.rows()
             del tile
         return rows
@@ -185,17 +195,17 @@ class _Recomputed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream_N: torch.Tensor) -> Any:
         _refuse_second_derivative()
-        hidden, weight, bias, labels, *flat = ctx.saved_tensors
-        more = _pairs(flat)
+        hidden, weight, bias, *flat = ctx.saved_tensors
+        others, more = flat[: ctx.num_others], _pairs(flat[ctx.num_others :])
         gradients = _all_gradients(ctx, hidden, weight, more)
         all_rows = [hidden, *(rows for rows, _ in more)]
         with torch.autocast(hidden.device.type, enabled=False):
-            for start, hidden_TH, tile in _tiles(hidden, weight, bias, labels, ctx.spec, more):
+            for start, hidden_TH, tile in _tiles(hidden, weight, bias, others, ctx.spec, more):
                 tile.rows()
                 _add(gradients, all_rows, tile.gradient(upstream_N[start : start + len(hidden_TH)]), start)
                 del tile
         found = _in_order(gradients)
-        return (*found[:3], None, None, *found[3:])
+        return (*found[:3], None, None, *[None] * ctx.num_others, *found[3:])
 
 
 def _in_order(all_gradients: Sequence[_Gradients]) -> list[torch.Tensor | None]:
@@ -204,8 +214,8 @@ def _in_order(all_gradients: Sequence[_Gradients]) -> list[torch.Tensor | None]:
     return [*first, *(gradient for rows, weight, _ in others for gradient in (rows, weight))]
 
 
-def _loss_dtype(dtype: torch.dtype, spec: LossSpec) -> torch.dtype:
-    for kind, value in spec.steps:
+def _loss_dtype(dtype: torch.dtype, steps: Sequence[Step]) -> torch.dtype:
+    for kind, value in steps:
         if kind == "to":
             dtype = value
     return wide(dtype)

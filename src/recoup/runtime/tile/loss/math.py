@@ -8,7 +8,8 @@ a moment. Low precision adds its own copy, soft-capping what tanh needs.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -16,9 +17,50 @@ Step = tuple[str, Any]
 """An op between logits and loss: ("mul", c), ("div", c), ("tanh", None) or ("to", dtype)."""
 
 
+class Tile(Protocol):
+    """A tile's logits on their way to a loss and back. T tokens, V classes, K numbers a token."""
+
+    def rows(self) -> torch.Tensor:
+        """Returns the loss of each token, (T,) or (T, K)."""
+
+    def gradient(self, scale_T: torch.Tensor) -> torch.Tensor:
+        """Returns the gradient of the head's output, (T, V); the last thing asked of a tile.
+
+        Args:
+            scale_T: gradient of what `rows` returned, or one number for all of it.
+        """
+
+
+class Spec(Protocol):
+    """How a tile becomes its loss: a frozen dataclass.
+
+    Attributes:
+        steps: from the head's output to the logits. reduction: "mean" over the tokens that count, "sum" or "none".
+        tile_tokens: rows of a tile. num_cut: how many of the tensors beside the logits have a row a token.
+        num_columns: numbers a token, K; 0 for a plain (N,).
+    """
+
+    @property
+    def steps(self) -> tuple[Step, ...]: ...  # noqa: D102
+    @property
+    def reduction(self) -> str: ...  # noqa: D102
+    @property
+    def tile_tokens(self) -> int: ...  # noqa: D102
+    @property
+    def num_cut(self) -> int: ...  # noqa: D102
+    @property
+    def num_columns(self) -> int: ...  # noqa: D102
+
+    def counts(self, others: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Returns which tokens count, (N,) of bool; `others` as given to `tiled_loss`."""
+
+    def tile(self, output_TV: torch.Tensor, others: Sequence[torch.Tensor], *, needs_gradient: bool) -> Tile:
+        """Returns the tile of the head's output, which may be overwritten."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LossSpec:
-    """How the loss of a tile is taken.
+    """How the cross entropy of a tile is taken.
 
     Attributes:
         steps: from the head's output to the logits. ignore_index: labels that count for nothing.
@@ -32,6 +74,16 @@ class LossSpec:
     z_loss: float = 0.0
     reduction: str = "mean"
     tile_tokens: int = 1024
+    num_cut: ClassVar[int] = 1  # the labels
+    num_columns: ClassVar[int] = 0
+
+    def counts(self, others: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Returns which labels are not ignored."""
+        return others[0] != self.ignore_index
+
+    def tile(self, output_TV: torch.Tensor, others: Sequence[torch.Tensor], *, needs_gradient: bool) -> Tile:
+        """Returns the cross entropy of a tile, taken where its logits lie."""
+        return CrossEntropyTile(output_TV, others[0], self)
 
 
 _NUM_PARTS = 8  # of a tile, whose log-softmax is taken one by one
@@ -58,7 +110,7 @@ def _log_softmax_in_place(logits_TV: torch.Tensor) -> torch.Tensor:
     return logits_TV
 
 
-class Tile:
+class CrossEntropyTile:
     """The logits of one tile; `rows` takes the loss, `gradient` turns them into the gradient of the head's output.
 
     Shapes: T tokens, V classes. The tensor handed in is overwritten.

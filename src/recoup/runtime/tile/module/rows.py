@@ -13,8 +13,7 @@ height; matmul kernels may choose another blocking for another height. Sums over
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,9 +22,9 @@ from recoup import _torch
 from recoup._pytree import iterate_tensors, map_tensors
 from recoup.errors import ReplayError, UsageError
 from recoup.runtime import execution_context
-from recoup.runtime.rebuild.lineage import current_recorder
 from recoup.runtime.recompute.inputs import Inputs
 from recoup.runtime.recompute.rng_state import AutocastState, version_of
+from recoup.runtime.tile.inside import inside_tile
 from recoup.runtime.tile.loss.math import wide
 from recoup.runtime.tile.module.position_wise import graph_nodes
 
@@ -103,7 +102,7 @@ def _forward(tiling: Tiling) -> torch.Tensor:
     tiled_rows = tiling.tiled_rows()
     for start in tiling.starts():
         swaps = {id(t): tiling.cut(rows, start) for t, rows in tiled_rows}
-        with _tile():
+        with inside_tile():
             made_TF = tiling.call(swaps).detach()
         del swaps
         if output_NF is None:
@@ -178,7 +177,7 @@ class _TiledCall:
             swaps[id(tensor)] = cut = tiling.cut(rows, start)
             if target is not None:
                 cuts.append(cut.requires_grad_())
-        with execution_context.recomputing(), _tile(keeps=True):
+        with execution_context.recomputing(), inside_tile(keeps=True):
             made_TF = tiling.call(swaps)
         swaps.clear()
         self._check(made_TF, [*cuts, *sums.tensors])
@@ -260,26 +259,3 @@ class _Tiled(torch.autograd.Function):
         if not _torch.backward_keeps_graph():
             ctx.call = None
         return (None, None, *call.backward(grad))
-
-
-@contextlib.contextmanager
-def _tile(*, keeps: bool = False) -> Iterator[None]:
-    """Runs a tile's forward, seen by nobody around it.
-
-    With grad, also where nothing is kept: under autocast a weight's cast is cached, and one that was made without grad
-    would be found there by whoever uses the weight next.
-    """
-    recorder = current_recorder()
-    if recorder is not None:
-        recorder.paused += 1
-    pack: Callable[[torch.Tensor], Any] = (lambda t: t) if keeps else (lambda t: None)
-    try:
-        with (
-            execution_context.in_tile(),
-            torch.enable_grad(),
-            _torch.saved_tensors_hooks(pack, lambda t: t),
-        ):
-            yield
-    finally:
-        if recorder is not None:
-            recorder.paused -= 1
