@@ -19,7 +19,7 @@ from recoup.compiled.fitting import CompiledFitting
 from recoup.compiled.recording import CompileOptions
 from tests.compiled.models import Residual
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")]
 AOT = {"backend": "aot_eager"}
 
 
@@ -83,15 +83,14 @@ def test_blocks_are_compiled_one_by_one_under_one_budget() -> None:
         recoup.fit(model, batch, budget="60%", compiled={**AOT, "modules": ["layers.*"]})
 
 
-def _num_breaks(model: nn.Module, batch: torch.Tensor, budget: str | None) -> int:
-    """Returns the graph breaks of one compilation, by torch or within a budget."""
-    torch._dynamo.utils.counters.clear()
-    handle = None if budget is None else recoup.compile(model, budget=budget, compiled=AOT)
-    (model if handle is not None else torch.compile(model, backend="aot_eager"))(batch).backward()
-    model.zero_grad()
-    if handle is not None:
-        handle.remove()
-    return sum(torch._dynamo.utils.counters["graph_break"].values())
+class Broken(Residual):
+    """Blocks behind a graph break."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns the mean square of the stream's end."""
+        y = x + self.narrow[0](self.wide[0](x))
+        torch._dynamo.graph_break()
+        return super().forward(y)
 
 
 @pytest.mark.parametrize("name", ["dynamic", "autocast", "accumulate", "graph breaks"])
@@ -101,9 +100,7 @@ def test_ways_to_run_a_step(name: str) -> None:
     options: dict[str, Any] = {"dynamic": True} if name == "dynamic" else {}
     step: dict[str, Any] = {"autocast": {"autocast": torch.bfloat16}, "accumulate": {"accumulate": 2}}.get(name, {})
     if name == "graph breaks":
-        model.register_forward_pre_hook(lambda module, args: torch._dynamo.graph_break())
-    if name == "graph breaks":
-        assert _num_breaks(model, batch, None) >= _num_breaks(model, batch, "64MiB") > 0
+        model = Broken(num_blocks=3, dropout=0.1)
     found = recoup.fit(model, batch, budget="80%", compiled={**AOT, **options}, timed=False, **step)
     evidence = found.evidence
     assert evidence.ok and evidence.gradients_equal and evidence.peak_bytes <= evidence.budget_bytes
