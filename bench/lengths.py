@@ -4,10 +4,13 @@ python -m bench.lengths                 # the table, minutes on one core, no GPU
 python -m bench.lengths --out FILE.md
 
 Method. A recipe is a plan (which layers run again, what is tiled, what goes to the host). Each is simulated by
-recoup's own engine on the device table's H100 for models of three and four layers at three lengths. Peak bytes are `a +
+recoup's own engine on the device table's H100 for models of six and eight layers at three lengths. Peak bytes are `a +
 b * tokens + layers * (c + d * tokens)`: four numbers from four points, and the third length is the check of it (the
 largest error is printed). A card's longest sequence is where that meets its bytes less 0.6 GiB (context and cuBLAS).
 Seconds are quadratic in tokens (attention) and linear in layers.
+
+Full fine-tuning is not in it: with gradients of all weights the peak moves from the first layers' backward to the last
+ones' as models get deeper, so no law from few layers holds for many.
 """
 
 from __future__ import annotations
@@ -24,10 +27,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from recoup.capture.step import make_objective
-from recoup.cost.devices import get_device
-from recoup.cost.model import CostModel
-from recoup.cost.roofline import RooflineCost
-from recoup.cost.sharding import ShardedCost
 from recoup.ir.decision import Decision, Recompute, Rederive, TileLoss, TileModule
 from recoup.planner.request import planner_for
 from recoup.targets.huggingface import build
@@ -42,14 +41,14 @@ _SHAPES = {
     "Qwen3-8B": ("qwen3", 36, {"intermediate_size": 12288, "vocab_size": 151936, "head_dim": 128}),
 }
 _COMMON = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "tie_word_embeddings": False}
+METHODS = ("LoRA", "QLoRA")
 _RANK = 32
-_DEPTHS = (3, 4)  # below, the copies to and from the host that are under way differ with the depth
+_DEPTHS = (6, 8)  # below, fewer copies from the host are under way at a time
 _TILE_TOKENS = 4096
 # (model, method, card in GB) -> tokens, as their authors publish them; shared/asks.md has the threads.
 PUBLISHED = {
     **{("Llama-3.1-8B", "QLoRA", gb): (tokens, "Unsloth") for gb, tokens in zip(
         CARDS_GB, (2972, 21848, 40724, 78475, 153977, 191728, 342733), strict=True)},
-    ("Llama-3.1-8B", "full", 80): (500000, "ALST (2506.13996), optimizer on the host"),
 }  # fmt: skip
 
 
@@ -87,14 +86,13 @@ def make(model: str, method: str, *, layers: int, tokens: int) -> tuple[nn.Modul
     overrides = {**_COMMON, **shape, "num_hidden_layers": layers, "max_position_embeddings": 1 << 23}
     target = HubTarget(model_type=kind, overrides=tuple(overrides.items()))
     made, batch = build(target, batch=1, seq=tokens, image=None, dtype=torch.bfloat16, device="meta")
-    if not method.startswith("full"):
-        made.requires_grad_(False)
-        for layer in made.model.layers:
-            for part in (layer.self_attn, layer.mlp):
-                for name, child in list(part.named_children()):
-                    if isinstance(child, nn.Linear):
-                        setattr(part, name, _Lora(child, quantized=method == "QLoRA"))
-        made.enable_input_require_grads()
+    made.requires_grad_(False)
+    for layer in made.model.layers:
+        for part in (layer.self_attn, layer.mlp):
+            for name, child in list(part.named_children()):
+                if isinstance(child, nn.Linear):
+                    setattr(part, name, _Lora(child, quantized=method == "QLoRA"))
+    made.enable_input_require_grads()
     return made, batch
 
 
@@ -141,14 +139,8 @@ class Law:
         return sum(c * tokens**i for i, c in enumerate(self.seconds))
 
 
-def _cost(method: str) -> CostModel | None:
-    """Returns the costs of one rank under FSDP2 for "full, FSDP 8"; None for one card."""
-    _, _, ranks = method.partition(", FSDP ")
-    return ShardedCost(RooflineCost(get_device("h100-sxm")), world_size=int(ranks)) if ranks else None
-
-
 def laws(model: str, method: str, names: Sequence[str]) -> dict[str, Law]:
-    """Returns the law of each recipe, from simulated steps of three and four layers."""
+    """Returns the law of each recipe, from simulated steps of six and eight layers."""
     found: dict[tuple[str, int, int], tuple[int, float]] = {}
     for layers in _DEPTHS:
         for tokens in LENGTHS:
@@ -173,7 +165,7 @@ def laws(model: str, method: str, names: Sequence[str]) -> dict[str, Law]:
 
         def whole(tokens: int, which: int, name: str = name) -> float:
             one, two = (found[name, layers, tokens][which] for layers in _DEPTHS)
-            return one + (two - one) * (depth - _DEPTHS[0])
+            return one + (two - one) * (depth - _DEPTHS[0]) / (_DEPTHS[1] - _DEPTHS[0])
 
         low, middle, high = LENGTHS
         slope = (whole(high, 0) - whole(middle, 0)) / (high - middle)
@@ -189,14 +181,12 @@ def table(model: str, method: str, names: Sequence[str]) -> str:
     """Returns a Markdown table: a line a card, a column a recipe, the published figure beside them."""
     found = laws(model, method, names)
     depth = _SHAPES[model][1]
-    lines = [f"## {model}, {method}", "", f"| card | {' | '.join(names)} | s/step | host, each rank | published |"]
+    lines = [f"## {model}, {method}", "", f"| card | {' | '.join(names)} | s/step | host | published |"]
     lines.append("|---" * (len(names) + 4) + "|")
     for gb in CARDS_GB:
         lengths = [found[name].longest(gb * GB) for name in names]
         ours = lengths[-1]
-        host_bytes = ours * _COMMON["hidden_size"] * 2 * depth + (
-            8e9 * 12 / int(method.partition(", FSDP ")[2] or 1) if method.startswith("full") else 0
-        )
+        host_bytes = ours * int(_COMMON["hidden_size"]) * 2 * depth
         published = PUBLISHED.get((model, method, gb))
         beside = f"{published[0]:,} ({published[1]})" if published else ""
         shown = " | ".join(f"{n:,}" if n else "-" for n in lengths)
@@ -210,7 +200,7 @@ def main() -> None:
     """Prints the tables, and writes them where `--out` says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(_SHAPES), choices=list(_SHAPES))
-    parser.add_argument("--methods", nargs="+", default=["full", "LoRA", "QLoRA", "full, FSDP 8", "full, FSDP 32"])
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
     parser.add_argument("--recipes", nargs="+", default=list(recipes(1)), choices=list(recipes(1)))
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()

@@ -11,12 +11,13 @@ from recoup.planner.request import planner_for
 
 
 @pytest.mark.slow
-def test_the_law_of_three_and_four_layers_holds_for_six(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_law_of_few_layers_holds_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = {"intermediate_size": 256, "vocab_size": 512}
     monkeypatch.setattr(lengths, "_SHAPES", {"small": ("llama", 6, shape)})
     common = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": False}
     monkeypatch.setattr(lengths, "_COMMON", common)
     monkeypatch.setattr(lengths, "LENGTHS", (4096, 8192, 16384))
+    monkeypatch.setattr(lengths, "_DEPTHS", (2, 4))
     law = lengths.laws("small", "QLoRA", ["recoup"])["recoup"]
     assert law.error < 0.02
     model, batch = lengths.make("small", "QLoRA", layers=6, tokens=32768)
@@ -33,4 +34,3 @@ def test_the_law_of_three_and_four_layers_holds_for_six(monkeypatch: pytest.Monk
     )
     peak = planner.simulate(lengths.recipes(6)["recoup"]).peak_bytes
     assert abs(law.fixed_bytes + law.token_bytes * 32768 - peak) < 0.05 * peak
-    assert law.longest(peak + lengths.RESERVED_BYTES) == pytest.approx(32768, rel=0.1)
