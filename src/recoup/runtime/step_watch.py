@@ -150,7 +150,7 @@ class StepWatch:
 
     def _begin(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         """Before a forward of the model."""
-        if not self._removers or torch.compiler.is_compiling() or not torch.is_grad_enabled() or not model.training:
+        if torch.compiler.is_compiling() or not self._removers or not torch.is_grad_enabled() or not model.training:
             return
         if execution_context.is_recomputing() or execution_context.observer() is not None or _torch.inside_transform():
             return
