@@ -13,7 +13,7 @@ from recoup.ir.decision import OpMark
 from recoup.runtime import execution_context
 from recoup.runtime.rebuild.cheap_ops import HOLD, OPAQUE, VIEW, OpFacts, op_facts
 from recoup.runtime.rebuild.kept import Kept, Source, laid, on_device
-from recoup.runtime.rebuild.lineage import Geometry, Made, Read, Recorder, Value, geometry_of
+from recoup.runtime.rebuild.lineage import Geometry, Made, Read, Recorder, Value, geometry_of, has_history
 from recoup.runtime.rebuild.saved_tensor import MIN_BYTES, compact_mask
 from recoup.runtime.rebuild.segments import Rebuilt, Segment
 
@@ -99,7 +99,7 @@ class HeldRecorder(Recorder):
         """Any op in place runs again on a copy of the storage that it wrote over or wrote a part of."""
         made, base = super()._rewriting(facts, args, kwargs)
         target = args[0] if args else None
-        if made is not None or not facts.can_rewrite or not isinstance(target, torch.Tensor):
+        if made is not None or not facts.can_rewrite or not isinstance(target, torch.Tensor) or not has_history(target):
             return made, base
         old = self._existing(target)
         if old is None or old.made is None or old.base is None or old.base[3] != target.dtype:
@@ -145,7 +145,7 @@ class HeldRecorder(Recorder):
     def hold(self, out: Any) -> None:
         """Holds the results of an op."""
         for tensor in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
+            if isinstance(tensor, torch.Tensor) and has_history(tensor):
                 value = self.value_of(tensor)
                 kept = value.alive()
                 if value.constant is None and kept is None:
@@ -157,7 +157,7 @@ class HeldRecorder(Recorder):
         """Notes that the results of an op are held for the pieces of the segment once it is rebuilt."""
         if self._around is not None:
             for tensor in out if isinstance(out, (tuple, list)) else (out,):
-                if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
+                if isinstance(tensor, torch.Tensor) and has_history(tensor):
                     self._around.joints.add(self.value_of(tensor))
 
     def read_leaf(self, value: Value, tensor: torch.Tensor) -> None:

@@ -284,7 +284,7 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
         result: list[Any] = []
         for item in items:
             if isinstance(item, torch.Tensor):
-                if item.layout is not torch.strided or item.is_neg() or item.is_conj():
+                if not has_history(item) or item.is_neg() or item.is_conj():
                     return None
                 read = self._read(item)
                 if read.value.base is not None and read.value.base[3] != item.dtype:
@@ -309,12 +309,14 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
         return None
 
     def _attach(self, made: Made, out: Any, has_side_results: bool) -> None:
+        """Notes how results were made, of those that can have a history."""
         if isinstance(out, torch.Tensor):
-            self._attach_one(made, out, 0)
+            if has_history(out):
+                self._attach_one(made, out, 0)
             return
         values = []
         for position, tensor in enumerate(out):
-            if not isinstance(tensor, torch.Tensor):
+            if not isinstance(tensor, torch.Tensor) or not has_history(tensor):
                 continue
             if position > 0 and not has_side_results and tensor.numel() * 16 <= out[0].numel():
                 made.traffic_bytes += tensor.numel() * tensor.dtype.itemsize
@@ -335,26 +337,24 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
     def _write(self, facts: OpFacts, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs an op that changes arguments and gives the changed storages new values."""
         made, base = (None, None) if self.paused else self._rewriting(facts, args, kwargs)
-        written = [args[i] for i in facts.written if i < len(args)]
-        written += [kwargs[name] for name in facts.written_names if name in kwargs]
-        for item in written:
-            for tensor in item if isinstance(item, (list, tuple)) else (item,):
-                if isinstance(tensor, torch.Tensor):
-                    self._rescue(tensor)
+        targets = [args[i] for i in facts.written if i < len(args)]
+        targets += [kwargs[name] for name in facts.written_names if name in kwargs]
+        items = [t for target in targets for t in (target if isinstance(target, (list, tuple)) else (target,))]
+        tensors = [t for t in items if isinstance(t, torch.Tensor)]
+        written = [part for t in tensors for part in (_torch.sparse_parts(t) or (t,))]
+        for tensor in written:
+            self._rescue(tensor)
         out = func(*args, **kwargs)
-        for item in written:
-            for tensor in item if isinstance(item, (list, tuple)) else (item,):
-                if not isinstance(tensor, torch.Tensor):
-                    continue
-                value = Value()
-                if made is not None:
-                    value.made = made
-                    value.base = base
-                    made.traffic_bytes += tensor.numel() * tensor.dtype.itemsize
-                elif facts.is_random_mask and tensor.nbytes == tensor.untyped_storage().nbytes():
-                    value.random_mask = True
-                    value.base = geometry_of(tensor)
-                self._replace(tensor, value)
+        for tensor in written:
+            value = Value()
+            if made is not None:
+                value.made = made
+                value.base = base
+                made.traffic_bytes += tensor.numel() * tensor.dtype.itemsize
+            elif facts.is_random_mask and tensor.nbytes == tensor.untyped_storage().nbytes():
+                value.random_mask = True
+                value.base = geometry_of(tensor)
+            self._replace(tensor, value)
         return out
 
     def _rewriting(
@@ -364,6 +364,7 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
         target = args[0] if facts.kind == IN_PLACE else None
         if (
             isinstance(target, torch.Tensor)
+            and has_history(target)
             and target.numel() * target.dtype.itemsize == target.untyped_storage().nbytes()
             and all(a.dtype == target.dtype for a in args if isinstance(a, torch.Tensor))
         ):
@@ -390,3 +391,8 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
             self._values.pop(weakref.ref(storage), None)  # its version counts up only after this
         else:
             self._set(storage, value)
+
+
+def has_history(tensor: torch.Tensor) -> bool:
+    """Whether it can be noted how it was made: sparse ones have no memory of their own, inference ones no version."""
+    return tensor.layout is torch.strided and not tensor.is_inference()
