@@ -71,6 +71,7 @@ class Reached:
         self._around = frozenset(map(id, around))
         self._bound: set[tuple[int, str]] = set()
         self._owned: dict[str, bool] = {}
+        self._slots: dict[type, Any] = {}  # of classes seen; None: its objects are left alone
         todo = collections.deque(roots.items())
         while todo:
             name, item = todo.popleft()
@@ -81,6 +82,10 @@ class Reached:
 
     def __contains__(self, item: Any) -> bool:
         return id(item) in self._seen
+
+    def modules(self) -> list[nn.Module]:
+        """Returns the `nn.Module`s among the objects, in the order they were found."""
+        return [item for item in self._seen.values() if isinstance(item, nn.Module)]
 
     def _look(self, name: str, item: Any) -> Iterator[tuple[str, Any]]:
         if isinstance(item, torch.Tensor):
@@ -107,8 +112,13 @@ class Reached:
         elif type(item).__module__ == "numpy" and hasattr(item, "__array_interface__") and hasattr(item, "flags"):
             if not isinstance(item, _numpy_scalar()):
                 self.arrays.append((name, item))
-        elif not _is_opaque(type(item)):
-            yield from self._look_at_object(name, item)
+        else:
+            kind = type(item)
+            slots = self._slots.get(kind, self)
+            if slots is self:
+                slots = self._slots[kind] = None if _is_opaque(kind) else slots_of(kind)
+            if slots is not None:
+                yield from self._look_at_object(name, item, slots)
 
     def _look_at_tensor(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, Any]]:
         if hasattr(tensor, "ds_id"):  # ZeRO-3 owns it, and hangs its optimizer on it
@@ -187,15 +197,14 @@ class Reached:
                 yield f"{name}.{key}", value
         yield from ((base.__name__, base) for base in kind.__bases__)
 
-    def _look_at_object(self, name: str, item: Any) -> Iterator[tuple[str, Any]]:
+    def _look_at_object(self, name: str, item: Any, slots: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
         attributes = getattr(item, "__dict__", None)
-        if isinstance(item, nn.Module) and any(id(m) in self._around for m in item.modules()):
+        if self._around and isinstance(item, nn.Module) and any(id(m) in self._around for m in item.modules()):
             assert attributes is not None
             for table in _TABLES:
                 self._seen[id(attributes[table])] = attributes[table]
         if type(attributes) is dict:
             yield name, attributes
-        slots = slots_of(type(item))
         if slots:
             self.slotted.append((name, item))
             for slot in slots:
@@ -265,5 +274,10 @@ def _is_users(module_name: str) -> bool:
     if top in sys.stdlib_module_names or top in ("torch", "numpy", "recoup"):
         return False
     path = getattr(sys.modules.get(module_name), "__file__", None) or ""
+    return not path.startswith(_library_folders())
+
+
+@functools.cache
+def _library_folders() -> tuple[str, ...]:
     paths = sysconfig.get_paths()
-    return not any(path.startswith(paths[kind]) for kind in ("stdlib", "purelib", "platlib"))
+    return tuple(paths[kind] for kind in ("stdlib", "purelib", "platlib"))

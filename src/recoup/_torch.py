@@ -395,6 +395,10 @@ def under_modes(modes: tuple[tuple[Any, ...], tuple[Any, ...]]) -> Iterator[None
             push_function(mode)
 
 
+num_function_modes = torch._C._len_torch_function_stack
+"""How many torch-function modes are on (torch 2.11, 2.13). Freed by: as `user_modes`."""
+
+
 def past_function_modes() -> contextlib.AbstractContextManager[Any]:
     """Returns a context in which the user's torch-function modes do not see what we do ourselves (torch 2.11, 2.13).
 
@@ -713,10 +717,12 @@ def is_sharded_parameter(tensor: torch.Tensor) -> bool:
 
     By name, for importing them is slow. Freed by: a public mark on such parameters.
     """
-    if type(tensor) is torch.Tensor:
+    kind = type(tensor)
+    if kind is torch.Tensor:
         return False
-    marked = hasattr(tensor, "ds_id") or hasattr(tensor, "_fsdp_flattened")
-    return marked or any(base.__name__ == "DTensor" for base in type(tensor).__mro__)
+    if "ds_id" in tensor.__dict__ or "_fsdp_flattened" in tensor.__dict__:
+        return True
+    return kind is not torch.nn.Parameter and any(base.__name__ == "DTensor" for base in kind.__mro__)
 
 
 def is_fsdp_unit(module: Any) -> bool:

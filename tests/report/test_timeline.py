@@ -60,3 +60,27 @@ def test_the_optimizers_part_follows_the_planned_step() -> None:
     assert timeline.phases[-1][0] == "optimizer"
     assert "replay" in {phase for phase, _, _ in timeline.phases}
     assert dict(timeline.series)["optimizer"]
+
+
+def test_large_tensors_name_the_line_that_made_them() -> None:
+    import torch
+
+    from recoup import api
+    from recoup.cost.model import FlopsCost
+
+    class Squares(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.ones(128))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = (x * self.scale).exp()  # 128 KiB, made here
+            return (y * y).sum()
+
+    curve = api.frontier(Squares(), torch.randn(256, 128), cost=FlopsCost(), num_points=2)
+    lines = {what: line for what, _, line in make_timeline(curve.planner.priced).tensors}
+    first = Squares.forward.__code__.co_firstlineno
+    # Backward's are said with the forward line whose node made them; what was there before the step has none.
+    made, after = (f"tests/report/test_timeline.py:{first + i}" for i in (1, 2))
+    assert next(line for what, line in lines.items() if what.startswith("exp")) == made
+    assert set(lines.values()) <= {"", made, after} and lines["scale"] == ""

@@ -27,9 +27,9 @@ from recoup.capture.folding import Counted, Folding, FoldingMemory, Irregular, u
 from recoup.capture.island import Island
 from recoup.capture.leaks import run_on_fakes
 from recoup.capture.module_calls import CallRecorder
-from recoup.capture.op_cache import FakeResults, answers_for
+from recoup.capture.op_cache import FakeResults, KeptAnswers, answers_for
 from recoup.capture.optimizer import OptimizerLike, OptimizerStep, ScalarsOfFakes, prepare_optimizer
-from recoup.capture.snapshot import Snapshot, parameters_outside, untouched
+from recoup.capture.snapshot import KnownState, Snapshot, parameters_outside, untouched
 from recoup.capture.step import Objective
 from recoup.capture.trace import build_trace
 from recoup.capture.tracker import Tracker
@@ -60,6 +60,7 @@ class StepSpec:
         keep: paths of modules whose forward runs once: no region and no tile has them, or what is around them, in it.
         folding: what captures of this step learn of its loops, for the next; None: they are captured in full.
         keepers: in words, what was found to keep tensors of a forward outside of the model.
+        known_state: what the step can reach, if captures come in a row and nobody else runs in between.
     """
 
     model: nn.Module
@@ -72,6 +73,7 @@ class StepSpec:
     keep: frozenset[str] = frozenset()
     folding: FoldingMemory | None = dataclasses.field(default_factory=FoldingMemory, compare=False)
     keepers: list[str] = dataclasses.field(default_factory=list, compare=False)
+    known_state: KnownState = dataclasses.field(default_factory=KnownState, compare=False)
 
 
 def capture(spec: StepSpec, *, known: Trace | None = None) -> Trace:
@@ -196,7 +198,8 @@ def _capture_on(
         with mode, fake_parameters(spec.model, device, island) as parameters:
             tracker = tracker_of(spec, device, island, mode)
             trackers.append(tracker)
-            stepper = _fake_optimizer(spec, parameters, old, outside) if known is None else None
+            results = _results_of(spec, device, mode)
+            stepper = _fake_optimizer(spec, parameters, old, outside, results) if known is None else None
             register(spec.model, parameters, tracker)
             tracker.outside = categories_of(before)
             if known is not None:
@@ -283,17 +286,22 @@ def dialect_of(spec: StepSpec, device: str) -> contextlib.AbstractContextManager
 
 def tracker_of(spec: StepSpec, device: str, island: Island | None, mode: Any = None) -> Tracker:
     """Returns the tracker of a step's ops, on fake tensors of a mode if there is an island."""
-    is_elsewhere = spec.capability is not None and device == "cpu" and island is not None
     return Tracker(
         island=island,
         device=device,
         round_bytes=spec.round_bytes,
         dialect=spec.dialect,
-        results=FakeResults(
-            mode,
-            kernels=cuda_results() if is_elsewhere else None,
-            kept=answers_for(spec.capability if is_elsewhere else None),
-        ),
+        results=_results_of(spec, device, mode),
+    )
+
+
+def _results_of(spec: StepSpec, device: str, mode: Any) -> FakeResults:
+    """Returns what answers the ops of a step on fake tensors of a mode; None: of a real one."""
+    is_elsewhere = spec.capability is not None and device == "cpu" and mode is not None
+    return FakeResults(
+        mode,
+        kernels=cuda_results() if is_elsewhere else None,
+        kept=answers_for(spec.capability if is_elsewhere else None),
     )
 
 
@@ -304,7 +312,7 @@ def _is_on_meta(model: nn.Module) -> bool:
 @contextlib.contextmanager
 def untouched_step(spec: StepSpec) -> Iterator[Snapshot]:
     """Restores at the end what the step can reach; no tensor has a gradient inside."""
-    with untouched(spec.model, spec.batch, spec.objective.functions) as before:
+    with untouched(spec.model, spec.batch, spec.objective.functions, known=spec.known_state.snapshot) as before:
         before.tensors.clear_gradients()
         yield before
 
@@ -314,6 +322,7 @@ def _fake_optimizer(
     parameters: dict[str, torch.Tensor],
     old: list[tuple[int, str]],
     outside: dict[str, torch.Tensor],
+    results: FakeResults,
 ) -> OptimizerStep | None:
     """Returns the optimizer over the fake parameters, its state made: a step like all but the first.
 
@@ -325,7 +334,13 @@ def _fake_optimizer(
     wrapped = {path: p for path, p in parameters.items() if isinstance(p, nn.Parameter)}
     new_of: dict[int, Any] = {identity: wrapped[path] for identity, path in old if path in wrapped}
     new_of |= {id(p): p for p in outside.values()}
-    return prepare_optimizer(spec.optimizer, new_of, list(wrapped.values()), foreach=spec.dialect == "cuda")
+    return prepare_optimizer(
+        spec.optimizer,
+        new_of,
+        list(wrapped.values()),
+        foreach=spec.dialect == "cuda",
+        under=lambda: KeptAnswers(results),
+    )
 
 
 def _optimizer_state_bytes(spec: StepSpec) -> tuple[int, tuple[str, ...]]:

@@ -13,6 +13,7 @@ holds for all captures under the same settings of torch.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Mapping
@@ -22,6 +23,8 @@ import torch
 
 from recoup import _torch
 from recoup.cost.kernel_flags import KernelFlags
+from recoup.cost.signature import make_signature, signature_key
+from recoup.ir.trace import Signature
 
 _PLAIN_TYPES = frozenset({bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format})
 _NEVER = object()
@@ -39,7 +42,20 @@ _STEPS = {torch.ops.aten.select.int: 2, torch.ops.aten.select_backward.default: 
 _MOST_OPS = 50_000  # under one setting of torch: an answer is about a kilobyte, so 50 MB
 
 
-def answers_for(capability: tuple[int, int] | None) -> dict[Any, Any]:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Answers:
+    """What is known of ops by their keys.
+
+    Attributes:
+        recipes: how to make their results again. signatures: of ops with a recipe, by key and the step's device type:
+            the key that `signature_key` gives them, and the signature.
+    """
+
+    recipes: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    signatures: dict[Any, tuple[Any, Signature]] = dataclasses.field(default_factory=dict)
+
+
+def answers_for(capability: tuple[int, int] | None) -> Answers:
     """Returns the answers to ops that hold in this process as torch is set now.
 
     Args:
@@ -47,14 +63,15 @@ def answers_for(capability: tuple[int, int] | None) -> dict[Any, Any]:
     """
     threads, mkldnn = torch.get_num_threads(), torch.backends.mkldnn.enabled  # they choose the layout of a convolution
     found = _answers(capability, KernelFlags.current(), _torch.enabled_attention(), threads, mkldnn)
-    if len(found) > _MOST_OPS:
-        found.clear()
+    if len(found.recipes) > _MOST_OPS:
+        found.recipes.clear()
+        found.signatures.clear()
     return found
 
 
 @functools.lru_cache(maxsize=8)
-def _answers(*settings: Any) -> dict[Any, Any]:
-    return {}
+def _answers(*settings: Any) -> Answers:
+    return Answers()
 
 
 class _NotKept(Exception):
@@ -73,16 +90,18 @@ class FakeResults:
         kept: answers of other modes with the same kernels, which this one adds to; left out: none.
     """
 
-    __slots__ = ("_kept", "_kernels", "_mode", "key")
+    __slots__ = ("_kept", "_kernels", "_mode", "_signatures", "key")
 
     def __init__(
         self,
         mode: Any,
         kernels: Mapping[Any, Callable[..., Any]] | None = None,
-        kept: dict[Any, Any] | None = None,
+        kept: Answers | None = None,
     ) -> None:
         self._mode = weakref.ref(mode) if mode is not None else None  # that it is gone tells that no fake is left
-        self._kept: dict[Any, Any] = {} if kept is None else kept
+        kept = Answers() if kept is None else kept
+        self._kept = kept.recipes
+        self._signatures = kept.signatures
         self._kernels = kernels or {}
         self.key: Any = None
 
@@ -90,6 +109,18 @@ class FakeResults:
     def mode(self) -> Any:
         """The mode that the fake tensors belong to."""
         return None if self._mode is None else self._mode()
+
+    def signature(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, home: str
+    ) -> tuple[Any, Signature]:
+        """Returns the signature of the op that ran last and what it is known by, made once for each kept answer."""
+        place = home, self.key
+        found = self._signatures.get(place)
+        if found is None:
+            found = signature_key(func, args, kwargs, home=home), make_signature(func, args, kwargs, out, home=home)
+            if self.key is not None and self._kept.get(self.key, _NEVER) is not _NEVER:
+                self._signatures[place] = found
+        return found
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns the result of `func(*args, **kwargs)` under fake tensors."""
@@ -259,3 +290,20 @@ def _is_same(made: Any, out: Any) -> bool:
         and made.untyped_storage().nbytes() == out.untyped_storage().nbytes()
         and _torch.has_same_dispatch(made, out)
     )
+
+
+class KeptAnswers(_torch.dispatch_mode_class()):  # type: ignore[misc]
+    """Answers ops on fake tensors with what is kept, in front of their mode."""
+
+    def __init__(self, results: FakeResults) -> None:
+        super().__init__()
+        self._results = results
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not _torch.is_higher_order(func) and _has_fake((*args, *(kwargs or {}).values())):
+            return self._results.run(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+def _has_fake(items: Any) -> bool:
+    return any(_torch.is_fake(i) or (isinstance(i, (list, tuple)) and _has_fake(i)) for i in items)

@@ -7,6 +7,7 @@ closures) is left behind. An optimizer that cannot be stepped this way has its s
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -101,7 +102,12 @@ class OptimizerStep:
 
 
 def prepare_optimizer(
-    optimizer: OptimizerLike, new_of: Mapping[int, nn.Parameter], parameters: list[nn.Parameter], *, foreach: bool
+    optimizer: OptimizerLike,
+    new_of: Mapping[int, nn.Parameter],
+    parameters: list[nn.Parameter],
+    *,
+    foreach: bool,
+    under: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
 ) -> OptimizerStep:
     """Returns the optimizer over other parameters with its state made; those are changed by a step, without `.grad`s.
 
@@ -109,6 +115,7 @@ def prepare_optimizer(
         optimizer: an instance (its settings, groups and state are taken over) or a class (its defaults).
         new_of: new parameter by `id` of the old one. parameters: all new ones, for a class.
         foreach: use the multi-tensor implementation where the user left the choice open, as torch does on CUDA.
+        under: what its first step is run in.
 
     Raises:
         UsageError: if none of its parameters is among the old ones.
@@ -118,7 +125,8 @@ def prepare_optimizer(
         raise UsageError(
             f"None of the {type(optimizer).__name__}'s parameters belong to the model. Build it from its parameters()."
         )
-    made = _stepped(optimizer, new_of, parameters, foreach=foreach)
+    with under():
+        made = _stepped(optimizer, new_of, parameters, foreach=foreach)
     if isinstance(made, OptimizerStep):
         return made
     estimate = OptimizerStep(None)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
+import operator
 import random
 import sys
 import types
@@ -201,12 +202,14 @@ def _shallow(container: Any) -> Any:
 def _refill(container: Any, held: Any, *, keeps_forward: bool) -> None:
     """Gives a container what it held back; a plan that was applied since stays (`forward` of a module)."""
     if isinstance(container, dict):
-        if keeps_forward:
+        if _is_as_it_was(container, held):
+            return
+        if keeps_forward and ("forward" in held or "forward" in container):
             held = {k: v for k, v in held.items() if k != "forward"}
             if "forward" in container:
                 held["forward"] = container["forward"]
-        if list(dict.keys(container)) == list(held) and all(v is held[k] for k, v in dict.items(container)):
-            return
+            if _is_as_it_was(container, held):
+                return
         kind: Any = collections.OrderedDict if isinstance(container, collections.OrderedDict) else dict
         kind.clear(container)
         for key, value in held.items():
@@ -215,10 +218,17 @@ def _refill(container: Any, held: Any, *, keeps_forward: bool) -> None:
         if container != held:
             set.clear(container)
             set.update(container, held)
-    elif len(container) != len(held) or any(a is not b for a, b in zip(container, held, strict=True)):
+    elif len(container) != len(held) or not all(map(operator.is_, container, held)):
         kind = list if isinstance(container, list) else collections.deque
         kind.clear(container)
         kind.extend(container, held)
+
+
+def _is_as_it_was(container: Any, held: dict[Any, Any]) -> bool:
+    """Whether a dict has the same objects under the same keys, in the same order."""
+    if dict.__len__(container) != len(held) or not all(map(operator.is_, dict.values(container), held.values())):
+        return False
+    return all(map(operator.is_, dict.keys(container), held)) or list(dict.keys(container)) == list(held)
 
 
 def _differences(name: str, now: Any, before: Any, *, skips_forward: bool = False) -> Iterator[tuple[str, Any]]:
@@ -267,11 +277,45 @@ def set_random_state(state: tuple[Any, ...]) -> None:
         sys.modules["numpy"].random.set_state(numpy)
 
 
+class KnownState:
+    """The snapshot that steps in a row share: each puts everything back, so what the first one found holds for all.
+
+    Attributes:
+        snapshot: None outside of such a row, and before its first step.
+    """
+
+    def __init__(self) -> None:
+        self.snapshot: Snapshot | None = None
+        self._depth = 0
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Shares one snapshot among the steps inside the block."""
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if not self._depth:
+                self.snapshot = None
+
+    def note(self, model: nn.Module, batch: Any, loss: Any) -> None:
+        """Takes the snapshot, if there are steps to share it and none did yet."""
+        if self._depth and self.snapshot is None:
+            self.snapshot = Snapshot(model, batch, loss)
+
+
 @contextlib.contextmanager
-def untouched(model: nn.Module, batch: Any = None, loss: Any = None, others: Any = ()) -> Iterator[Snapshot]:
-    """Restores at the end what a step that is given these can change."""
+def untouched(
+    model: nn.Module, batch: Any = None, loss: Any = None, others: Any = (), *, known: Snapshot | None = None
+) -> Iterator[Snapshot]:
+    """Restores at the end what a step that is given these can change.
+
+    Args:
+        known: a snapshot of just that, if everything is known to be as it was then.
+    """
     with heard(), under_modes():
-        before = Snapshot(model, batch, loss, others)
+        before = Snapshot(model, batch, loss, others) if known is None else known
         try:
             try:
                 with _torch.no_backward_left(), before.guarded():
@@ -282,3 +326,6 @@ def untouched(model: nn.Module, batch: Any = None, loss: Any = None, others: Any
         except BaseException:  # it may have come in that `finally`
             before.restore()
             raise
+        finally:
+            if known is not None:
+                known.tensors.forget_run()

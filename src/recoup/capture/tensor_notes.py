@@ -23,6 +23,7 @@ class TensorNotes:
         self._of_storage: dict[int, list[_Note]] = {}
         for name, tensor in tensors:
             self.add(name, tensor)
+        self._num_first = len(self._notes)
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Notes one more tensor, if it is not noted."""
@@ -74,6 +75,17 @@ class TensorNotes:
         finally:
             self.restore()
             for note in new:
+                note.copy = None
+
+    def forget_run(self) -> None:
+        """Lets go of what a run that was put back has added: notes of tensors that it made, copies of large ones."""
+        for identity in list(self._notes)[self._num_first :]:
+            note = self._notes.pop(identity)
+            if note.alias is not None:
+                self._of_storage[note.tensor.untyped_storage()._cdata].remove(note)
+        for note in self._notes.values():
+            note.is_touched = False
+            if note.tensor.nbytes > COPIED_BYTES:
                 note.copy = None
 
     def restore(self) -> None:

@@ -20,62 +20,12 @@ from recoup._interrupts import let_in
 from recoup._storages import dense_parts
 from recoup.capture.island import UNKNOWN, Island
 from recoup.capture.op_cache import FakeResults
-from recoup.cost.signature import make_signature, signature_key
+from recoup.capture.records import OpRecord, StorageRecord
 from recoup.ir.trace import Category, Copy, Phase, Signature
 from recoup.runtime import execution_context
 from recoup.runtime.rebuild.cheap_ops import SILENT_WRITERS, op_facts
 
 _UNANSWERED = _torch.fake_tensor_errors()
-
-
-class StorageRecord:
-    """What becomes an `ir.trace.Storage`; `released_op` is filled in from a second run that saves nothing."""
-
-    __slots__ = ("alloc_op", "category", "free_op", "label", "nbytes", "order", "released_op", "saved_by", "saved_op")
-
-    def __init__(self, nbytes: int, category: Category, alloc_op: int, order: int, label: str) -> None:
-        self.nbytes = nbytes
-        self.category: Category = category
-        self.alloc_op = alloc_op
-        self.order = order
-        self.label = label
-        self.free_op = -1
-        self.released_op = -1
-        self.saved_op = -1
-        self.saved_by: list[int] = []
-
-    def save(self, op: int, call: int) -> None:
-        """Notes that autograd keeps it for `op` of `call`."""
-        if self.category == "temporary":
-            self.category = "saved"
-        if self.saved_op in (-1, self.alloc_op):  # a later taker keeps it longer than the op that made it
-            self.saved_op = op
-        if not self.saved_by or self.saved_by[-1] != call:
-            self.saved_by.append(call)
-
-
-class OpRecord:
-    """An op while it is recorded; becomes an `ir.trace.Op`."""
-
-    __slots__ = ("call", "inputs", "origin", "outputs", "phase", "replayed", "signature")
-
-    def __init__(
-        self,
-        signature: int,
-        call: int,
-        origin: int,
-        phase: Phase,
-        replayed: bool,
-        inputs: tuple[int, ...],
-        outputs: tuple[int, ...],
-    ) -> None:
-        self.signature = signature
-        self.call = call
-        self.origin = origin
-        self.phase: Phase = phase
-        self.replayed = replayed
-        self.inputs = inputs
-        self.outputs = outputs
 
 
 class Bridge(Protocol):
@@ -344,16 +294,16 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
 
     def _signature(self, func: Any, args: Any, kwargs: Any, out: Any) -> int:
         known = self._results.key
-        signature = self._signature_of.get(known) if known is not None else None
-        if signature is None:
-            key = signature_key(func, args, kwargs, home=self._device_type)
-            signature = self._keys.get(key)
-            if signature is None:
-                signature = self._keys[key] = len(self.signatures)
-                self.signatures.append(make_signature(func, args, kwargs, out, home=self._device_type))
+        index = self._signature_of.get(known) if known is not None else None
+        if index is None:
+            key, signature = self._results.signature(func, args, kwargs, out, self._device_type)
+            index = self._keys.get(key)
+            if index is None:
+                index = self._keys[key] = len(self.signatures)
+                self.signatures.append(signature)
             if known is not None:
-                self._signature_of[known] = signature
-        return signature
+                self._signature_of[known] = index
+        return index
 
     def _note_writes(self, facts: Any, index: int, args: Any, kwargs: Any) -> None:
         written = [args[i] for i in facts.written if i < len(args)]

@@ -91,11 +91,13 @@ class Planner(Simulator):
 
     def fit(self, budget_bytes: int) -> Candidate | None:
         """Returns the fastest plan found whose simulated peak is at most the budget, None if there is none."""
-        return self._search.fit(budget_bytes)
+        with self.spec.known_state.kept():
+            return self._search.fit(budget_bytes)
 
     def smallest(self) -> Candidate:
         """Returns the plan with the smallest simulated peak that was found."""
-        return self._search.smallest()
+        with self.spec.known_state.kept():
+            return self._search.smallest()
 
     @property
     def saving_view(self) -> View:

@@ -129,10 +129,12 @@ class Fitting:
             except BaseException:
                 applied.remove()
                 raise
-            if is_minimum(self.budget) and evidence.peak_bytes > made.budget_bytes:  # the smallest there is
-                made = dataclasses.replace(made, budget_bytes=evidence.peak_bytes)
-                evidence = dataclasses.replace(evidence, budget_bytes=evidence.peak_bytes)
             over = evidence.peak_bytes - made.budget_bytes
+            if over > 0 and is_minimum(self.budget):  # there is no plan for less: what was measured is the minimum
+                words = f"{format_bytes(made.budget_bytes)} and measured {format_bytes(evidence.peak_bytes)}"
+                note = f"the smallest reachable peak was predicted as {words}, which is the budget"
+                made = dataclasses.replace(made, budget_bytes=evidence.peak_bytes, notes=(*made.notes, note))
+                evidence, over = dataclasses.replace(evidence, budget_bytes=evidence.peak_bytes), 0
             if over <= 0 and (evidence.ok or not evidence.plain_repeats):
                 return made, applied, evidence
             if over <= 0:

@@ -79,6 +79,7 @@ class Simulator:
 
     def simulate_priced(self, chosen: tuple[Decision, ...]) -> PricedTrace:
         """Returns the step with `chosen` applied, captured and priced; without the optimizer's part."""
+        self.spec.known_state.note(self.spec.model, self.spec.batch, self.spec.objective.functions)
         with apply_decisions(self.spec.model, chosen, hooks=self.hooks), scan_bytes.counting() as counts:
             priced = self.cost.price(capture(self.spec, known=self.trace))
         priced = _with_counts(priced, counts)

@@ -4,7 +4,7 @@ On a GPU the allocator keeps the peak by itself, and each forward asks for that 
 does. There a step is estimated: the planned peak, and what is there beyond the planned step: bytes that autograd keeps,
 the optimizer's state, gradients when forward begins, outputs that are held during backward, other forwards whose graphs
 are alive. That is counted in the first step, the second, the fourth, the eighth and so on, and in each that looks
-larger from outside than those; the others pay for a look at their arguments.
+larger from outside than those; the others pay for a glance.
 
 It does not see what a backward that is differentiated again keeps.
 """
@@ -31,6 +31,7 @@ from recoup.runtime import execution_context
 from recoup.units import format_bytes
 
 _MAX_LOOKS = 64  # steps that look new: with another shape each time there is no end of them
+_NUM_SIGNS = 4  # parameters that tell whether there are gradients, spread over the model
 _TOLERANCE_SHARE = 0.01  # of the planned bytes: a step is estimated
 
 
@@ -115,6 +116,9 @@ class StepWatch:
         self.num_looked_at = 0
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._parameters = {id(p) for p in model.parameters()}
+        trained = [p for p in model.parameters() if p.requires_grad]
+        self._signs = [weakref.ref(p) for p in trained[:: max(1, len(trained) // _NUM_SIGNS)]]
+        self._glances: set[Any] = set()  # of steps that take no more than one that was looked at
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
         self._num_steps = 0
         self._seen: list[_Sight] = []
@@ -154,15 +158,21 @@ class StepWatch:
             self._ask_allocator()
             return
         batch = list({id(t): t for t in iterate_tensors((args, kwargs))}.values())
+        number, self._num_steps = self._num_steps, self._num_steps + 1
+        has_others = any(g.alive is not None and g.alive() is not None and g.saved_bytes for g in self._graphs)
+        glance = self._glance(batch)
+        if number & (number - 1) and glance in self._glances and not has_others:
+            return
         sight = _Sight(
             batch=sum(t.numel() * t.element_size() for t in batch),
             gradients=sum(p.grad.numel() * p.grad.element_size() for p in model.parameters() if p.grad is not None),
             state=self._state_bytes(),
             precision=str(torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") else "",
         )
-        number, self._num_steps = self._num_steps, self._num_steps + 1
-        is_new = len(self._seen) < _MAX_LOOKS and not any(s.covers(sight) for s in self._seen)
-        has_others = any(g.alive is not None and g.alive() is not None and g.saved_bytes for g in self._graphs)
+        is_covered = any(s.covers(sight) for s in self._seen)
+        is_new = len(self._seen) < _MAX_LOOKS and not is_covered
+        if is_covered and len(self._glances) < _MAX_LOOKS:
+            self._glances.add(glance)
         if number & (number - 1) and not is_new and not has_others:
             return
         if not has_others:
@@ -174,6 +184,13 @@ class StepWatch:
         hooks = _torch.saved_tensors_hooks(self._counter.pack, lambda t: t)
         self._counting.enter_context(hooks)
         self._counting.callback(register_module_forward_pre_hook(self._counter.note_precision).remove)
+
+    def _glance(self, batch: list[torch.Tensor]) -> Any:
+        """Returns what is seen of a step without a walk over the model: steps alike in it are alike."""
+        signs = [p.grad is None if (p := ref()) is not None else object() for ref in self._signs]
+        states = [len(o.state) for ref in self._optimizers if (o := ref()) is not None]
+        autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+        return sum(t.numel() * t.element_size() for t in batch), *signs, *states, autocast
 
     def _stop_counting(self) -> None:
         if self._counting is not None:

@@ -94,7 +94,8 @@ class Search:
         self._known_links: dict[Hashable, Linked] = {}
         self._known_forks: dict[int, tuple[dict[int, list[int]], dict[int, list[int]]]] = {}  # by identity of the call
         self._links_of: dict[int, Links | None] = {}
-        self._known_spans: dict[int, list[tuple[Region, int]]] = {}
+        self._spans_of_call: dict[int, list[tuple[Region, int]]] = {}  # by identity of the first call
+        self._known_spans: dict[tuple[int, ...], list[tuple[Region, int]]] = {}  # by structures of the calls
         self._nothing = empty()
         self.num_thinned = 0
 
@@ -275,16 +276,20 @@ class Search:
 
     def _spans_from(self, call: Call, longest: int) -> list[tuple[Region, int]]:
         """Returns the prices of regions over 1, 2, ... calls from `call` on, `longest` at least, and their leaves."""
-        known = self._known_spans.get(id(call))
+        known = self._spans_of_call.get(id(call))
         if known is None or len(known) < longest:
-            known = self._known_spans[id(call)] = []
-            span, last = Span(), call
-            while last.block.region is not None and len(known) < max(longest, self._longest_span):
-                span.add(last.block.region)
-                known.append((span.region(), last.last - call.first))
-                if last.following is None:
-                    break
+            calls, last = [call], call
+            while last.following is not None and len(calls) < max(longest, self._longest_span):
                 last = last.following
+                if last.block.region is None:
+                    break
+                calls.append(last)
+            # Equal calls in the same order are priced once, wherever they lie.
+            key = tuple(c.structure for c in calls)
+            known = self._known_spans.get(key)
+            if known is None:
+                known = self._known_spans[key] = _spans_over(calls)
+            self._spans_of_call[id(call)] = known
         return known
 
     def _offloads(self, call: Call, after: Front, rederived: _Units) -> list[Front]:
@@ -359,3 +364,14 @@ class Search:
             front = self._best_of([inside.front, linked.fronts[frozenset()]], self._max_inner_points)
             self._linked[key] = front
         return dataclasses.replace(inside, front=front)
+
+
+def _spans_over(calls: Sequence[Call]) -> list[tuple[Region, int]]:
+    """Returns the prices of regions over the first, the first two, ... of some calls, and their leaves."""
+    span, found = Span(), []
+    for call in calls:
+        if call.block.region is None:
+            break
+        span.add(call.block.region)
+        found.append((span.region(), call.last - calls[0].first))
+    return found

@@ -75,7 +75,7 @@ def tiled_log_probs_and_entropy(
     """Returns the log-probability of each token's label and the entropy of its distribution, in one pass over tiles.
 
     Args:
-        hidden, weight, ignore_index, shift, **head: as for `tiled_log_probs`. labels: (...).
+        hidden, weight, ignore_index, shift, head: as for `tiled_log_probs`. labels: (...).
 
     Returns:
         Two tensors of the labels' shape, both 0 where the label is ignored.
@@ -103,7 +103,7 @@ def tiled_entropy(hidden: torch.Tensor, weight: torch.Tensor, **head: Unpack[Hea
     """Returns the entropy, in nats, of each token's distribution: (...).
 
     Args:
-        hidden, weight, **head: as for `tiled_log_probs`.
+        hidden, weight, head: as for `tiled_log_probs`.
 
     Raises:
         UsageError: if shapes, dtypes or options do not go together.
@@ -119,7 +119,7 @@ def tiled_logsumexp(hidden: torch.Tensor, weight: torch.Tensor, **head: Unpack[H
     """Returns the logsumexp of each token's logits: (...); squared and weighted, it is the z-loss of PaLM.
 
     Args:
-        hidden, weight, **head: as for `tiled_log_probs`.
+        hidden, weight, head: as for `tiled_log_probs`.
 
     Raises:
         UsageError: if shapes, dtypes or options do not go together.
@@ -146,7 +146,7 @@ def tiled_kl(
     """Returns the Kullback-Leibler divergence of each token's distribution and a reference's, which is held constant.
 
     Args:
-        hidden, weight, **head: as for `tiled_log_probs`. The temperature divides the reference's logits too.
+        hidden, weight, head: as for `tiled_log_probs`. The temperature divides the reference's logits too.
         reference: the reference's hidden states, (..., R), with `reference_weight` (V, R) and perhaps `reference_bias`
             (V,): then nobody's logits are there, and `logit_scale` and `softcap` hold for both. Without the weight:
             its logits, (..., V).
@@ -204,7 +204,7 @@ def tiled_soft_cross_entropy(
     """Returns the cross entropy against soft targets, `-sum(targets * log_softmax(logits))`.
 
     Args:
-        hidden, weight, **head: as for `tiled_log_probs`. targets: (..., V), weights of the classes; they get no
+        hidden, weight, head: as for `tiled_log_probs`. targets: (..., V), weights of the classes; they get no
             gradient. mask, reduction: as for `tiled_kl`.
 
     Raises:
@@ -237,7 +237,7 @@ def tiled_topk_distillation(
     """Returns KL(teacher || model) where of the teacher only its K best classes a token are known.
 
     Args:
-        hidden, weight, **head: as for `tiled_log_probs`. indices: (..., K), the classes, each once a token.
+        hidden, weight, head: as for `tiled_log_probs`. indices: (..., K), the classes, each once a token.
             log_probs: (..., K), the teacher's log-probabilities of them (at the same temperature); no gradient.
         tail: all other classes count as one, with the probability that is left; if False they count for nothing, and
             both distributions are taken over the K classes alone. mask, reduction: as for `tiled_kl`.
