@@ -28,12 +28,11 @@ import torch
 from torch import nn
 
 from recoup import _torch
-from recoup.runtime.rebuild.cheap_ops import CHEAP, IN_PLACE, OpFacts, known_facts, op_facts
+from recoup.runtime.rebuild.cheap_ops import CHEAP, IN_PLACE, OpFacts, has_history, known_facts, op_facts
 from recoup.runtime.recompute.spot_check import read_bytes
 from recoup.runtime.waiting import Waiting
 
 Geometry = tuple[Any, Any, Any, torch.dtype]  # size, stride, storage offset, dtype
-_STRIDED = torch.strided
 _PLAIN = frozenset([int, float, bool, type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format])
 
 
@@ -348,8 +347,7 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
         targets = [args[i] for i in facts.written if i < len(args)]
         targets += [kwargs[name] for name in facts.written_names if name in kwargs]
         items = [t for target in targets for t in (target if isinstance(target, (list, tuple)) else (target,))]
-        tensors = [t for t in items if isinstance(t, torch.Tensor)]
-        written = [part for t in tensors for part in (_torch.sparse_parts(t) or (t,))]
+        written = [p for t in items if isinstance(t, torch.Tensor) for p in (_torch.sparse_parts(t) or (t,))]
         for tensor in written:
             self._rescue(tensor)
         out = func(*args, **kwargs)
@@ -399,8 +397,3 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
             self._values.pop(weakref.ref(storage), None)  # its version counts up only after this
         else:
             self._set(storage, value)
-
-
-def has_history(tensor: torch.Tensor) -> bool:
-    """Whether it can be noted how it was made: sparse ones have no memory of their own, inference ones no version."""
-    return tensor.layout is _STRIDED and not tensor.is_inference()
