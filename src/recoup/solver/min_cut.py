@@ -52,7 +52,7 @@ class FlowNetwork:
                 return None
 
     def _levels(self, source: int, sink: int) -> list[int]:
-        """Returns how many edges away from the source nodes are, -1 for those out of reach or no nearer than the sink."""
+        """Returns how many edges away from the source nodes are; -1: out of reach, or no nearer than the sink."""
         edges_of, heads, room = self._edges_of, self._head, self._room
         level = [-1] * len(edges_of)
         level[source] = 0
