@@ -12,11 +12,11 @@ DEMO := "hf:gpt2?n_layer=6,n_embd=384,n_head=6,vocab_size=16384" --batch 4 --seq
 # The CUDA build of torch over a stub of the driver: everything of a GPU but values and times.
 STUB ?= ../shared/cuda_stub
 
-.PHONY: axe docs docs-commands interrupts gpu-accept help setup demo test test-quick check check-cuda format bench bench-quick bench-gpu hazards fuzz clean
+.PHONY: axe docs docs-commands interrupts gpu-accept help setup demo test test-thorough test-quick check check-cuda format bench bench-quick bench-gpu hazards fuzz clean
 
 help:
 	@echo "make demo        fit a GPT-2 into 60 % of its memory on this CPU, with proof"
-	@echo "make test        all tests          make test-quick  without the slow ones"
+	@echo "make test        all tests          make test-quick  without the slow ones   make test-thorough  more cases"
 	@echo "make check       ruff and mypy      make format      rewrite the files as ruff wants them"
 	@echo "make check-cuda  what is of a GPU on a stub of one (5 GB the first time; no GPU needed, STUB=FOLDER for another kit)"
 	@echo "make interrupts  exceptions and Ctrl-C inside fit, plan, profile, verify leave nothing (POINTS=200 for more)"
@@ -46,6 +46,9 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(PYTEST)
+
+test-thorough: $(STAMP)
+	RECOUP_THOROUGH=1 $(PYTEST)
 
 test-quick: $(STAMP)
 	$(PYTEST) -m "not slow"

@@ -153,3 +153,116 @@ def conv3d_small() -> dict[str, Any]:
         "batch": torch.randn(2, 1, 40, 40, 40),
         "loss": lambda output, batch: nn.functional.softplus(output).mean(),
     }
+
+
+def unet_tiny() -> dict[str, Any]:
+    """A U-Net of two levels of width 16, eight images of 32 x 32."""
+    images = torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    return {
+        "model": UNet(width=16, levels=2),
+        "batch": images,
+        "loss": lambda output, batch: nn.functional.mse_loss(output, batch),
+    }
+
+
+def resnet_tiny() -> dict[str, Any]:
+    """A ResNet of transformers: three stages of bottlenecks, eight images of 64 x 64."""
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    config = ResNetConfig(embedding_size=16, hidden_sizes=[32, 64, 128], depths=[2, 3, 2], num_labels=10)
+    generator = torch.Generator().manual_seed(0)
+    batch = {
+        "pixel_values": torch.randn(8, 3, 64, 64, generator=generator),
+        "labels": torch.randint(0, 10, (8,), generator=generator),
+    }
+    return {"model": ResNetForImageClassification(config), "batch": batch}
+
+
+def _squares(output: torch.Tensor, batch: Any) -> torch.Tensor:
+    return output.square().mean()
+
+
+class _MixerLayer(nn.Module):
+    """Token mixing and channel mixing (arXiv 2105.01601)."""
+
+    def __init__(self, tokens: int, width: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.over_tokens = nn.Sequential(nn.Linear(tokens, 2 * tokens), nn.GELU(), nn.Linear(2 * tokens, tokens))
+        self.over_channels = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.over_tokens(self.norm1(x).transpose(1, 2)).transpose(1, 2)
+        return x + self.over_channels(self.norm2(x))
+
+
+class _Layers(nn.Module):
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def mixer_tiny() -> dict[str, Any]:
+    """An MLP-Mixer of four layers: 64 tokens of width 64, batch 8."""
+    return {
+        "model": _Layers(*(_MixerLayer(64, 64) for _ in range(4))),
+        "batch": torch.randn(8, 64, 64),
+        "loss": _squares,
+    }
+
+
+class _ConvAttentionLayer(nn.Module):
+    """A depthwise convolution, attention by einsum, and a gated convolution."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.near = nn.Conv1d(width, width, 5, padding=2, groups=width)
+        self.qkv, self.gate, self.norm = (
+            nn.Conv1d(width, 3 * width, 1),
+            nn.Conv1d(width, 2 * width, 1),
+            nn.GroupNorm(4, width),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.near(x)).unflatten(1, (3, 4, -1)).unbind(1)
+        weights = torch.einsum("bhdq,bhdk->bhqk", q, k).mul(q.shape[2] ** -0.5).softmax(-1)
+        x = x + torch.einsum("bhqk,bhdk->bhdq", weights, v).flatten(1, 2)
+        return x + nn.functional.glu(self.gate(self.norm(x)), dim=1)
+
+
+def conv_attention_tiny() -> dict[str, Any]:
+    """Four layers of convolution and attention over 96 positions, width 32, batch 8."""
+    return {
+        "model": _Layers(*(_ConvAttentionLayer(32) for _ in range(4))),
+        "batch": torch.randn(8, 32, 96),
+        "loss": _squares,
+    }
+
+
+class _StateSpaceLayer(nn.Module):
+    """Sums over time, each channel with a decay of its own, gated."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.decay, self.mix = nn.Parameter(torch.randn(width)), nn.Linear(width, 2 * width)
+        self.norm = nn.RMSNorm(width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        steps = torch.arange(x.shape[1], dtype=x.dtype)
+        kernel = torch.exp(-nn.functional.softplus(self.decay)[:, None] * steps)
+        y = torch.cumsum(self.norm(x), 1) * kernel.t()
+        return x + nn.functional.glu(self.mix(y), -1)
+
+
+def state_space_tiny() -> dict[str, Any]:
+    """Six gated layers of decaying sums over 128 steps, width 48, batch 8."""
+    return {
+        "model": _Layers(*(_StateSpaceLayer(48) for _ in range(6))),
+        "batch": torch.randn(8, 128, 48),
+        "loss": _squares,
+    }

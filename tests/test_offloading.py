@@ -20,6 +20,7 @@ from recoup.planner.strategies.registry import DEFAULT_ACTIONS, OPT_IN_ACTIONS
 from recoup.runtime.apply import apply_decisions
 from recoup.solver.frontier import Solver
 from recoup.solver.offload import with_offload
+from tests.thorough import cases
 
 SHARES = (0.75, 0.5, 0.3)
 SAME_TIME = 0.01  # the planner takes plans this close as equally fast
@@ -82,7 +83,8 @@ def seconds(planner: Planner, budget_bytes: int) -> float:
     return float("inf") if candidate is None else candidate.step_seconds
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in MODELS if name != "bert"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", cases(MODELS, ("mlp", "llama")))
 def test_with_all_actions_the_frontier_lies_on_or_below_the_one_without(name: str) -> None:
     without = planner_for(name, ("rederive", "recompute"))
     with_all = planner_for(name, (*DEFAULT_ACTIONS, *OPT_IN_ACTIONS))

@@ -43,6 +43,7 @@ _HOMES = {
     "ReversibleSequential": "recoup.selective.reversible",
     "SelectiveCheckpointer": "recoup.selective.checkpointer",
     "apply": "recoup.api",
+    "contrastive": "recoup.runtime.contrastive",
     "compile": "recoup.compiled.api",
     "explain": "recoup.api",
     "fit": "recoup.api",
@@ -50,6 +51,8 @@ _HOMES = {
     "hold": "recoup.runtime.rebuild.hold",
     "is_recomputing": "recoup.runtime.execution_context",
     "max_batch": "recoup.api",
+    "max_tokens": "recoup.api",
+    "TokenLimits": "recoup.ir.lengths",
     "offload": "recoup.runtime.offload.saved_tensor",
     "plan": "recoup.api",
     "profile": "recoup.api",
@@ -77,6 +80,7 @@ if TYPE_CHECKING:
     from recoup.api import fit as fit
     from recoup.api import frontier as frontier
     from recoup.api import max_batch as max_batch
+    from recoup.api import max_tokens as max_tokens
     from recoup.api import plan as plan
     from recoup.api import profile as profile
     from recoup.api import verify as verify
@@ -100,11 +104,13 @@ if TYPE_CHECKING:
     from recoup.ir.evidence import Evidence as Evidence
     from recoup.ir.explanation import Explanation as Explanation
     from recoup.ir.explanation import Trade as Trade
+    from recoup.ir.lengths import TokenLimits as TokenLimits
     from recoup.ir.plan import Plan as Plan
     from recoup.ir.plan import Prediction as Prediction
     from recoup.ir.profile import FrontierPoint as FrontierPoint
     from recoup.ir.profile import Profile as Profile
     from recoup.runtime.apply import Applied as Applied
+    from recoup.runtime.contrastive import contrastive as contrastive
     from recoup.runtime.execution_context import is_recomputing as is_recomputing
     from recoup.runtime.offload.saved_tensor import offload as offload
     from recoup.runtime.rebuild.hold import hold as hold

@@ -83,6 +83,10 @@ class Reached:
     def __contains__(self, item: Any) -> bool:
         return id(item) in self._seen
 
+    def modules(self) -> list[nn.Module]:
+        """Returns the `nn.Module`s among the objects, in the order they were found."""
+        return [item for item in self._seen.values() if isinstance(item, nn.Module)]
+
     def _look(self, name: str, item: Any) -> Iterator[tuple[str, Any]]:
         if isinstance(item, torch.Tensor):
             yield from self._look_at_tensor(name, item)

@@ -395,6 +395,10 @@ def under_modes(modes: tuple[tuple[Any, ...], tuple[Any, ...]]) -> Iterator[None
             push_function(mode)
 
 
+num_function_modes = torch._C._len_torch_function_stack
+"""How many torch-function modes are on (torch 2.11, 2.13). Freed by: as `user_modes`."""
+
+
 def past_function_modes() -> contextlib.AbstractContextManager[Any]:
     """Returns a context in which the user's torch-function modes do not see what we do ourselves (torch 2.11, 2.13).
 
@@ -653,6 +657,11 @@ def timed_memory_events(profiler: Any, prefix: str) -> tuple[list[tuple[int, int
     return changes, marks
 
 
+def compiled_backwards(profiler: Any) -> tuple[list[tuple[int, int]], list[tuple[str, int, int]]]:
+    """Returns `timed_memory_events` with a mark for the backward of each compiled graph (torch 2.13)."""
+    return timed_memory_events(profiler, "autograd::engine::evaluate_function: CompiledFunctionBackward")
+
+
 def cuda_is_initialized() -> bool:
     """Whether this process has touched CUDA; `torch.cuda.is_initialized` is public but untyped (torch 2.11, 2.13)."""
     return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
@@ -713,10 +722,12 @@ def is_sharded_parameter(tensor: torch.Tensor) -> bool:
 
     By name, for importing them is slow. Freed by: a public mark on such parameters.
     """
-    if type(tensor) is torch.Tensor:
+    kind = type(tensor)
+    if kind is torch.Tensor:
         return False
-    marked = hasattr(tensor, "ds_id") or hasattr(tensor, "_fsdp_flattened")
-    return marked or any(base.__name__ == "DTensor" for base in type(tensor).__mro__)
+    if "ds_id" in tensor.__dict__ or "_fsdp_flattened" in tensor.__dict__:
+        return True
+    return kind is not torch.nn.Parameter and any(base.__name__ == "DTensor" for base in kind.__mro__)
 
 
 def is_fsdp_unit(module: Any) -> bool:
@@ -1158,6 +1169,19 @@ def aot_eager_backend(partition: Any) -> Any:
     )
 
 
+@contextlib.contextmanager
+def compiling_again() -> Iterator[None]:
+    """Has Dynamo compile code that it compiled before for other backends, however often (torch 2.13).
+
+    A frame behind a graph break is compiled for each plan, and after eight Dynamo would run it eagerly without a word.
+    Freed by: a limit that counts by backend.
+    """
+    from torch._dynamo import config
+
+    with config.patch(recompile_limit=1024, accumulated_recompile_limit=4096):
+        yield
+
+
 def compiled_call(module: Any) -> Any | None:
     """Returns what `nn.Module.compile` put in place of a module's call, None if nothing (torch 2.11, 2.13)."""
     return getattr(module, "_compiled_call_impl", None)
@@ -1182,9 +1206,17 @@ def set_compiled_call(module: Any, call: Any | None) -> None:
     module._compiled_call_impl = call
 
 
-def call_past_compiled(module: Any, *args: Any, **kwargs: Any) -> Any:
-    """Calls a module with its hooks, and not what `nn.Module.compile` put in place (torch 2.11, 2.13)."""
-    return module._call_impl(*args, **kwargs)
+def own_module_call(name: str) -> Any:
+    """Returns a function that calls a module with its hooks, past what `nn.Module.compile` put in place (torch 2.13).
+
+    It is `nn.Module._call_impl` by another code of this name, without a frame around it: at a graph break each frame is
+    broken and compiled by itself. Freed by: `nn.Module.compile` that compiles anew each time.
+    """
+    from types import FunctionType
+
+    own = torch.nn.Module._call_impl
+    code = own.__code__.replace(co_name=name, co_filename=__file__)
+    return FunctionType(code, own.__globals__, name, own.__defaults__, own.__closure__)
 
 
 def size_hint(size: Any) -> int:

@@ -20,10 +20,12 @@ from recoup.ir.trace import Trace
 from recoup.planner.driver import Planner
 from recoup.runtime.apply import apply_decisions
 from tests.capture.unrolled import IRREGULAR, REGULAR
+from tests.thorough import cases
 
 _STEPS = 40
 _BATCH = 64  # rows of 16 numbers: enough bytes for a tensor to be worth rederiving
 _QUICK = ("lstm", "neuron", "readout", "same input", "mask")
+_PLANNED = ("gru, stacked", "neuron", "mask", "average", "two loops", "loop in a loop", "deep", "dict", "checkpointed")
 _REDERIVED = ("gru, stacked", "neuron", "same input", "mask", "average")
 _SLOW_IRREGULAR = ("growing", "a context used twice", "second half")
 
@@ -75,7 +77,7 @@ def test_the_trace_is_the_same(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", REGULAR)
+@pytest.mark.parametrize("name", cases(REGULAR, _PLANNED))
 def test_plans_traces_are_the_same(name: str) -> None:
     mixed = (Loop(path=_paths(name), chunk=4, calls=27, inside="rederive"),)
     _check(name, [(Rederive(path=""),), mixed] if name in _REDERIVED else [mixed])

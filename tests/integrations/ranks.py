@@ -346,30 +346,33 @@ def different_plans(rank: int) -> str:
     return message
 
 
-def main(rank: int, port: int, job: str, out: str) -> None:
-    """Entry of each process; rank 0 writes the results to `out`."""
+def table(rank: int) -> dict[str, dict[str, float]]:
+    """Returns the errors of each cell."""
+    return {
+        f"{kind} | {order} | {mode} | {name}": cell(kind, order, mode, name, rank)
+        for kind in WRAPPERS
+        for order in ("before", "after")
+        for mode in MODES
+        for name in PLANS
+    }
+
+
+def collectives(rank: int) -> dict[str, Any]:
+    """Returns the all-gathers that were counted, and what different plans are told."""
+    return {"all_gathers": count_all_gathers(rank), "message": different_plans(rank)}
+
+
+def main(rank: int, port: int, out: str) -> None:
+    """Entry of each process; rank 0 writes the results of all jobs to `out`."""
     warnings.simplefilter("ignore")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=2)
     try:
-        result: Any
-        if job == "table":
-            result = {
-                f"{kind} | {order} | {mode} | {name}": cell(kind, order, mode, name, rank)
-                for kind in WRAPPERS
-                for order in ("before", "after")
-                for mode in MODES
-                for name in PLANS
-            }
-        elif job == "fsdp peaks":
-            result = fsdp_peaks(rank)
-        elif job == "tiled head":
-            result = tiled_head(rank)
-        else:
-            result = {"all_gathers": count_all_gathers(rank), "message": different_plans(rank)}
+        jobs = {"fsdp peaks": fsdp_peaks, "table": table, "tiled head": tiled_head, "collectives": collectives}
+        results = {name: job(rank) for name, job in jobs.items()}
         if rank == 0:
-            torch.save(result, Path(out))
+            torch.save(results, Path(out))
         dist.barrier()
     finally:
         dist.destroy_process_group()

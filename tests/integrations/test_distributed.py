@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,18 +14,20 @@ from recoup.integrations import distributed
 from tests.integrations import ranks
 
 
-def _run(job: str, folder: Path) -> Any:
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What both processes found, by job."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    out = folder / "result.pt"
-    multiprocessing.spawn(ranks.main, (port, job, str(out)), nprocs=2)
+    out = tmp_path_factory.mktemp("ranks") / "results.pt"
+    multiprocessing.spawn(ranks.main, (port, str(out)), nprocs=2)
     return torch.load(out)
 
 
 @pytest.mark.slow
-def test_table(tmp_path: Path) -> None:
-    table = _run("table", tmp_path)
+def test_table(results: Any) -> None:
+    table = results["table"]
     assert len(table) == len(ranks.WRAPPERS) * 2 * len(ranks.MODES) * len(ranks.PLANS)
     for name, errors in table.items():
         low = "bf16" in name  # float64 elsewhere; in bf16 the same wrapper without a plan is the reference
@@ -35,8 +36,8 @@ def test_table(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_collectives_and_plans_across_ranks(tmp_path: Path) -> None:
-    found = _run("collectives", tmp_path)
+def test_collectives_and_plans_across_ranks(results: Any) -> None:
+    found = results["collectives"]
     stated, counted, by_torch = found["all_gathers"]["reshard"]
     assert counted == stated <= by_torch
     _, counted, by_torch = found["all_gathers"]["keep"]
@@ -46,8 +47,8 @@ def test_collectives_and_plans_across_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_predicted_peak_of_a_rank_is_never_exceeded(tmp_path: Path) -> None:
-    found = _run("fsdp peaks", tmp_path)
+def test_the_predicted_peak_of_a_rank_is_never_exceeded(results: Any) -> None:
+    found = results["fsdp peaks"]
     assert set(found) == {"plain", "90%", "75%"}
     for name, values in found.items():
         # Gloo's threads may hold copies for a while after the call that made them: mostly at the lower of the two.
@@ -57,8 +58,8 @@ def test_the_predicted_peak_of_a_rank_is_never_exceeded(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_tiled_head_under_fsdp2(tmp_path: Path) -> None:
-    found = _run("tiled head", tmp_path)
+def test_a_tiled_head_under_fsdp2(results: Any) -> None:
+    found = results["tiled head"]
     for name, values in found.items():
         assert values["counted"] == ([0, 0] if name == "own unit" else [1, 0])  # over tiles, never whole
         assert values["loss"] < 1e-5, (name, values)

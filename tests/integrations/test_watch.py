@@ -28,9 +28,13 @@ def test_a_larger_batch_is_noticed_before_it_runs() -> None:
     fit = recoup.fit(model, _batch(64), budget="70%", timed=False)
     ran = []
     model.head.register_forward_hook(lambda *a: ran.append(1))
-    with recoup.watch(model, budget=fit.plan.budget_bytes):
+    with recoup.watch(model, budget=fit.plan.budget_bytes) as steps:
         model(_batch(64)).backward()
         model(_batch(32)).backward()  # smaller: known to fit
+        model(_batch(64)).backward()
+        assert steps.num_steps == 3 and [b.count for b in steps.batches.values()] == [2, 1]
+        assert 0 < steps.peak_bytes <= fit.plan.budget_bytes
+        assert "[64, 32]" in str(steps) and "3 steps watched" in repr(steps) and "<svg" not in steps._repr_html_()
         ran.clear()
         with pytest.raises(BatchTooLarge, match=r"A batch of \[256, 32\] would peak at .* the budget is") as caught:
             model(_batch(256))

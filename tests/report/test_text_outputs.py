@@ -109,13 +109,19 @@ def test_differences_follow_inheritance_and_spans() -> None:
 def test_the_trace_file_has_lanes_and_counters() -> None:
     report, plain, planned = small_report()
     assert report.plan is not None and report.planned is not None
-    data = json.loads(json.dumps(make_chrome_trace(plain, planned, report.plan.decisions)))
+    measured = (report.measured_plain, report.measured_planned)
+    data = json.loads(json.dumps(make_chrome_trace(plain, planned, report.plan.decisions, measured=measured)))
     events = data["traceEvents"]
     lanes = {e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "thread_name" and e["pid"] == 2}
     assert lanes == {"forward", "replay", "backward", "optimizer", "regions"}
     counters = [e for e in events if e["ph"] == "C" and e["pid"] == 2]
     assert max(sum(e["args"].values()) for e in counters) * 2**20 == pytest.approx(report.planned.peak_bytes, rel=0.01)
     slices = [e for e in events if e["ph"] == "X"]
+    for process, timeline in zip((3, 4), measured, strict=True):
+        assert timeline is not None
+        levels = [e["args"]["measured"] for e in events if e["ph"] == "C" and e["pid"] == process]
+        assert max(levels) * 2**20 == pytest.approx(timeline.peak_bytes, rel=0.01)
+        assert [e["name"] for e in slices if e["pid"] == process] == ["forward", "backward"]
     assert all(e["dur"] >= 0 for e in slices)
     for lane in {(e["pid"], e["tid"]) for e in slices}:  # nested or apart, never across each other
         ends: list[float] = []

@@ -60,3 +60,49 @@ def test_the_optimizers_part_follows_the_planned_step() -> None:
     assert timeline.phases[-1][0] == "optimizer"
     assert "replay" in {phase for phase, _, _ in timeline.phases}
     assert dict(timeline.series)["optimizer"]
+
+
+def test_large_tensors_name_the_line_that_made_them() -> None:
+    import torch
+
+    from recoup import api
+    from recoup.cost.model import FlopsCost
+
+    class Squares(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.ones(128))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = (x * self.scale).exp()  # 128 KiB, made here
+            return (y * y).sum()
+
+    curve = api.frontier(Squares(), torch.randn(256, 128), cost=FlopsCost(), num_points=2)
+    lines = {what: line for what, _, line in make_timeline(curve.planner.priced).tensors}
+    first = Squares.forward.__code__.co_firstlineno
+    # Backward's are said with the forward line whose node made them; what was there before the step has none.
+    made, after = (f"tests/report/test_timeline.py:{first + i}" for i in (1, 2))
+    assert next(line for what, line in lines.items() if what.startswith("exp")) == made
+    assert set(lines.values()) <= {"", made, after} and lines["scale"] == ""
+
+
+def test_on_a_card_the_page_adds_up_to_what_its_allocator_takes() -> None:
+    import torch
+
+    from recoup import api
+    from recoup.cli import report_data
+    from recoup.report.html import format_html
+    from recoup.units import format_bytes
+
+    layers = [torch.nn.Sequential(torch.nn.Linear(256, 1000), torch.nn.GELU(), torch.nn.Linear(1000, 256))] * 3
+    curve = api.frontier(
+        torch.nn.Sequential(*layers), torch.randn(1000, 256), loss=lambda o, b: o.mean(), device="t4", num_points=2
+    )
+    plan = curve.plan("85%")
+    report, _, _ = report_data.make_report(curve, plan=plan)
+    assert report.plain is not None and report.planned is not None and report.capacity_bytes > 2**33
+    peaks = [report.plain.peak_bytes, report.planned.peak_bytes]
+    assert peaks == [plan.predicted.plain_peak_bytes, plan.predicted.peak_bytes]
+    top = [row for row in report.rows if row.depth == 0]
+    assert [sum(r.plain_peak_bytes for r in top), sum(r.peak_bytes for r in top)] == peaks
+    assert f"the device has {format_bytes(report.capacity_bytes, (2**20, 'MiB'))}" in format_html(report)

@@ -79,7 +79,7 @@ class Program(nn.Module):
             return F.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2).reshape(ROWS, WIDTH)
         if kind == 9:
             order = torch.arange(ROWS, device=a.device).roll(choice % ROWS)
-            return torch.zeros_like(a).index_add(0, order, a[order] * b)
+            return torch.zeros_like(a).index_add(0, order, (a[order] * b).to(a.dtype))
         if kind == 10:
             for _ in range(3):
                 a = a + torch.sin(F.linear(a, weight)) / 3

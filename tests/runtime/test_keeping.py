@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-
 import pytest
 import torch
 from torch import nn
@@ -13,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from recoup.capture.capture import StepSpec, capture
 from recoup.ir.decision import Decision, Recompute
 from recoup.runtime.apply import apply_decisions
+from tests.collector import live_tensors, resting
 
 WIDTH = 16
 ALL = ("attention", "matmul:16x48", "matmul:16x16", "matmul:16x64", "matmul:64x16")
@@ -127,13 +126,9 @@ def test_nothing_is_left_behind() -> None:
     model = model_of()
     with apply_decisions(model, decisions(ALL, "save")):
         step(model)
-        gc.collect()
-        before = sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
-        gc.disable()
-        try:
+        with resting():
+            step(model)
+            before = live_tensors()
             for _ in range(3):
                 step(model)
-            after = sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
-        finally:
-            gc.enable()
-    assert after <= before + 1
+            assert live_tensors() == before

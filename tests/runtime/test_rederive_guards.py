@@ -18,18 +18,15 @@ from recoup.ir.decision import Decision, Recompute, Rederive, Save
 from recoup.runtime import execution_context
 from recoup.runtime.apply import apply_decisions
 from recoup.runtime.rebuild.lineage import current_recorder
+from tests.collector import live_tensors, resting
 
 from .test_rederive_ops import assert_same_bits
 
 
 @pytest.fixture
 def no_gc() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    try:
+    with resting():
         yield
-    finally:
-        gc.enable()
 
 
 class Block(nn.Module):
@@ -492,11 +489,6 @@ def test_flops_are_those_of_plain(make: Callable[[], tuple[nn.Module, Tensor]]) 
     assert sum(counts[0].values()) > 0
 
 
-def live_tensors() -> int:
-    return sum(issubclass(type(o), Tensor) for o in gc.get_objects())
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("make", [transformer, cnn])
 @pytest.mark.parametrize("graph", ["freed", "retained", "never_differentiated"])
 def test_no_leak_without_the_collector(make: Callable[[], tuple[nn.Module, Tensor]], graph: str, no_gc: None) -> None:
@@ -645,7 +637,6 @@ def test_with_regions(plan: str, make: Callable[[], tuple[nn.Module, Tensor]], a
         assert after[1] == before[1]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("make", [transformer, cnn])
 @pytest.mark.parametrize("plan", ["nested_span", "nested", "spans", "both"])
 def test_no_leak_with_regions(plan: str, make: Callable[[], tuple[nn.Module, Tensor]], no_gc: None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import inspect
 import math
 
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 import recoup
 from recoup.runtime import execution_context
+from tests.collector import live_tensors, resting
 
 DIM, HEADS, LENGTH, BATCH = 64, 4, 48, 4
 
@@ -72,20 +72,16 @@ def train(steps: int, rederive: bool) -> tuple[list[float], list[int]]:
         losses.append(loss.item())
         del loss
         if step % 20 == 5:
-            live.append(sum(issubclass(type(o), Tensor) for o in gc.get_objects()))
+            live.append(live_tensors())
     return losses, live
 
 
 @pytest.mark.slow
 def test_many_steps_of_a_small_llama() -> None:
-    gc.collect()
-    gc.disable()
-    try:
+    with resting():
         plain, _ = train(60, False)
         before = execution_context.counters()[1]
         mine, live = train(60, True)
-    finally:
-        gc.enable()
     assert execution_context.counters()[1] - before > 60 * 3
     assert mine == plain
     assert len(set(live)) == 1

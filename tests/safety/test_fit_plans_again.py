@@ -145,3 +145,22 @@ def test_keep_leaves_a_module_and_what_is_in_it_alone() -> None:
     kept.applied.remove()
     with pytest.raises(recoup.UsageError, match=r"keep names 'blocks\.9'.*no module there"):
         recoup.plan(model, batch, budget="75%", loss=_loss, keep=["blocks.9"])
+
+
+def test_the_smallest_peak_is_the_measured_one_where_prediction_was_below(monkeypatch: pytest.MonkeyPatch) -> None:
+    import dataclasses
+
+    from recoup.api import fitting
+
+    verify = fitting.verify_plan
+
+    def above(*args: Any, **kwargs: Any) -> Any:
+        evidence = verify(*args, **kwargs)
+        return dataclasses.replace(evidence, peak_bytes=evidence.budget_bytes + 1000)
+
+    monkeypatch.setattr(fitting, "verify_plan", above)
+    model, x = Net(MLP), torch.randn(64, 32)
+    fit = recoup.fit(model, x, loss=lambda o, b: o.mean(), budget="min", timed=False)
+    assert fit.evidence.ok and fit.plan.budget_bytes == fit.evidence.peak_bytes == fit.plan.predicted.peak_bytes + 1000
+    assert any("smallest reachable peak was predicted" in note for note in fit.plan.notes)
+    assert find_patches(model)

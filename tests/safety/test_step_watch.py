@@ -67,12 +67,17 @@ def _planned(model: nn.Module, budget: str = "60%", **kwargs: Any) -> recoup.Fit
     return recoup.fit(model, _batch(), budget=budget, loss=_loss, timed=False, **kwargs)
 
 
-def test_the_planned_step_is_silent_and_a_longer_batch_warns_once() -> None:
+def test_the_planned_step_is_silent_and_a_longer_batch_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Net()
     fitted = _planned(model)
     assert _warned(lambda: [_step(model, _batch()) for _ in range(5)] and None) == []
     watch = fitted.applied._watch
     assert watch is not None and 0 < watch.peak_bytes <= fitted.plan.budget_bytes
+    walks: list[int] = []  # over the parameters and the optimizers: a step like those before costs none
+    monkeypatch.setattr(watch, "_state_bytes", lambda: walks.append(watch._num_steps) or 0)
+    for _ in range(3):
+        _step(model, _batch())
+    assert walks == [] and watch._num_steps == 8
     messages = _warned(lambda: [_step(model, _batch(2 * ROWS)) for _ in range(3)] and None)
     assert len(messages) == 1
     assert "over the plan's budget of" in messages[0] and "its batch has 2 times the planned one's bytes" in messages[0]

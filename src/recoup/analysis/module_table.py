@@ -14,14 +14,19 @@ _NOBODY = ("", -1)  # the loss outside the model
 
 
 def module_rows(
-    plain: PricedTrace, planned: PricedTrace | None, decisions: Sequence[Decision], *, fixed_bytes: int = 0
+    plain: PricedTrace,
+    planned: PricedTrace | None,
+    decisions: Sequence[Decision],
+    *,
+    fixed_bytes: tuple[int, ...] = (0, 0),
 ) -> tuple[ModuleRow, ...]:
     """Returns the module tree with what each call keeps, with and without the plan, and what that costs.
 
     A storage counts for the first call that saves it, at the peak else for the call that made it; a parameter and its
     gradient for the module that has it. What belongs to no call (the loss, the batch, the optimizer's state,
-    `fixed_bytes` of the device's libraries) is one row more: so the bytes at the peak add up to the peak. A second run
-    counts for the region that runs (a span's for its first call), a rederived tensor for the call that needed it.
+    `fixed_bytes` of the device without and with the plan) is one row more: so the bytes at the peak add up to the peak.
+    A second run counts for the region that runs (a span's for its first call), a rederived tensor for the call that
+    needed it.
     """
     trace = plain.trace
     num = len(trace.calls)
@@ -35,8 +40,8 @@ def module_rows(
     saved = trace.with_children([before.get((c.path, c.index), 0) for c in trace.calls])
     kept = trace.with_children([after.get((c.path, c.index), 0) for c in trace.calls])
     extra, forward = trace.with_children(extra), trace.with_children(forward)
-    plain_peak = _alive_at_peak(plain, None, fixed_bytes)
-    peak = _alive_at_peak(planned, plain, fixed_bytes) if planned is not None else plain_peak
+    plain_peak = _alive_at_peak(plain, None, fixed_bytes[0])
+    peak = _alive_at_peak(planned, plain, fixed_bytes[1]) if planned is not None else plain_peak
     by_call = [
         trace.with_children([found.get((c.path, c.index), 0) for c in trace.calls]) for found in (plain_peak, peak)
     ]

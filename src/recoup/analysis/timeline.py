@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from recoup.cost.model import PricedTrace
-from recoup.ir.labels import group_labels
+from recoup.ir.labels import group_labels, without_numbers
 from recoup.ir.report import TIMELINE_POINTS, Timeline
 from recoup.ir.trace import Storage, Trace
 
@@ -134,11 +134,14 @@ def _merge_phases(phases: Sequence[str], begins: np.ndarray) -> tuple[tuple[str,
     return tuple(merged)
 
 
-def _tensors(priced: PricedTrace, plain: PricedTrace | None) -> tuple[tuple[str, int], ...]:
+def _tensors(priced: PricedTrace, plain: PricedTrace | None) -> tuple[tuple[str, int, str], ...]:
     priced, peak = find_peak(priced, plain)
     trace = priced.trace
-    alive = [(s.label, s.nbytes) for s in trace.storages if s.alloc_op <= peak <= s.free_op]
+    there = [s for s in trace.storages if s.alloc_op <= peak <= s.free_op]
+    alive = [(s.label, s.nbytes) for s in there]
+    lines = {without_numbers(s.label): s.source for s in reversed(there)}
     workspace = priced.op_workspace_bytes[peak]
     if workspace:
         alive.append((f"workspace of {trace.signatures[trace.ops[peak].signature].name}", workspace))
-    return tuple(group_labels(alive)[:_NUM_TENSORS])
+    named = group_labels(alive)[:_NUM_TENSORS]
+    return tuple((what, size, lines.get(what.rpartition(" (x")[0] or what, "")) for what, size in named)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from recoup.api.curves import Frontier, explain, frontier, max_batch, profile
+from recoup.api.curves import Frontier, explain, frontier, profile
 from recoup.api.fitting import Fit, apply, fit, plan, verify
+from recoup.api.limits import max_batch, max_tokens
 from recoup.runtime.apply import Applied
 from recoup.runtime.execution_context import is_recomputing
 from recoup.runtime.rebuild.saved_tensor import rederive
@@ -18,6 +19,7 @@ __all__ = [
     "frontier",
     "is_recomputing",
     "max_batch",
+    "max_tokens",
     "plan",
     "profile",
     "rederive",

@@ -1,8 +1,8 @@
-"""The public functions that look at many budgets: profile, frontier, explain, max_batch."""
+"""The public functions that look at many budgets: profile, frontier, explain."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,16 +11,13 @@ from torch import nn
 from recoup.analysis.profile import make_profile
 from recoup.capture.optimizer import OptimizerLike
 from recoup.capture.step import Loss, StepFunction, make_objective
-from recoup.cost.devices import get_device
 from recoup.cost.model import CostModel
-from recoup.cost.roofline import RooflineCost
-from recoup.errors import InfeasibleBudget, UsageError
 from recoup.ir import html
 from recoup.ir.explanation import Explanation, Trade
 from recoup.ir.plan import Plan
 from recoup.ir.profile import FrontierPoint, Profile
 from recoup.ir.text import format_percent, format_share
-from recoup.planner.curve import frontier_points, largest_size
+from recoup.planner.curve import frontier_points
 from recoup.planner.driver import Planner, plan_for_budget
 from recoup.planner.explain import explain as explain_plan
 from recoup.planner.explain import trade
@@ -249,63 +246,3 @@ def explain(
         model, batch, objective=objective, optimizer=optimizer, device=device, actions=actions, cost=cost
     )
     return Frontier(planner, name, (), free_bytes_on(name, entry)).explain(budget)
-
-
-@all_or_nothing
-def max_batch(
-    model: nn.Module,
-    make_batch: Callable[[int], Any],
-    *,
-    budget: int | str,
-    loss: Loss | None = None,
-    step: StepFunction | None = None,
-    autocast: torch.dtype | None = None,
-    accumulate: int = 1,
-    optimizer: OptimizerLike | None = None,
-    device: str | torch.device | None = None,
-    actions: Sequence[str] | None = None,
-    limit: int = 1 << 16,
-) -> int:
-    """Returns the largest size whose step fits the budget under some plan: simulated, so the next size does not.
-
-    Args:
-        model, loss, step, autocast, accumulate, optimizer, device, actions: as for `plan`.
-        make_batch: returns a batch of the given size (of examples, tokens, pixels: whatever grows).
-        budget: absolute bytes or `"auto"`; a percentage has no meaning here. limit: the largest size tried.
-
-    Raises:
-        UsageError: for a percentage. InfeasibleBudget: if even size 1 does not fit.
-
-    Example:
-        >>> model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(8)])
-        >>> recoup.max_batch(model, lambda n: torch.randn(n, 64), budget="32MiB", device="a100-80gb", limit=64)
-        64
-    """
-    check_budget(budget)
-    if isinstance(budget, str) and budget.strip().endswith("%"):
-        raise UsageError("max_batch needs a budget in bytes ('8GiB'); a percentage of what changes with the batch.")
-    errors: list[InfeasibleBudget] = []
-
-    here = device in (None, "cpu")
-
-    def fits(size: int, *, metered: bool = not here) -> bool:
-        objective, batch = make_objective(
-            make_batch(size), loss=loss, step=step, autocast=autocast, accumulate=accumulate
-        )
-        planner, name, entry = planner_for(
-            model,
-            batch,
-            objective=objective,
-            optimizer=optimizer,
-            device=device,
-            actions=actions,
-            cost=None if metered else RooflineCost(get_device("cpu-generic")),
-        )
-        try:
-            plan_for_budget(planner, budget=budget, free_bytes=free_bytes_on(name, entry), device=name)
-        except InfeasibleBudget as error:
-            errors.append(error)
-            return False
-        return True
-
-    return largest_size(fits, errors, limit=limit, is_metered_last=here)

@@ -7,7 +7,8 @@ import bisect
 from torch import nn
 
 from recoup.capture.module_calls import CallRecord, CallRecorder
-from recoup.capture.tracker import StorageRecord, Tracker
+from recoup.capture.records import StorageRecord
+from recoup.capture.tracker import Tracker
 from recoup.ir.labels import paths_around
 from recoup.ir.trace import Call, Op, Storage, Trace
 
@@ -82,6 +83,7 @@ def build_trace(
                 saved_op=r.saved_op,
                 saved_by=tuple(r.saved_by),
                 label=_label(r, tracker, recorder.calls),
+                source=_source(r, tracker),
             )
             for r in tracker.storages
         ),
@@ -174,6 +176,15 @@ def _set_released(tracker: Tracker, released: Tracker | None, calls: list[CallRe
     for record in records:
         if record.saved_by and record.alloc_op >= 0:
             record.released_op = min(record.free_op, owner_end.get(record.alloc_op, record.alloc_op))
+
+
+def _source(record: StorageRecord, tracker: Tracker) -> str:
+    """Returns the line that made a storage; in backward, the line of the forward op whose node made it."""
+    if record.source or record.alloc_op < 0:
+        return record.source
+    origin = tracker.ops[record.alloc_op].origin
+    made = tracker.ops[origin].outputs if origin >= 0 else ()
+    return next((tracker.storages[i].source for i in made if tracker.storages[i].source), "")
 
 
 def _label(record: StorageRecord, tracker: Tracker, calls: list[CallRecord]) -> str:

@@ -20,61 +20,12 @@ from recoup._interrupts import let_in
 from recoup._storages import dense_parts
 from recoup.capture.island import UNKNOWN, Island
 from recoup.capture.op_cache import FakeResults
+from recoup.capture.records import OpRecord, StorageRecord
 from recoup.ir.trace import Category, Copy, Phase, Signature
 from recoup.runtime import execution_context
 from recoup.runtime.rebuild.cheap_ops import SILENT_WRITERS, op_facts
 
 _UNANSWERED = _torch.fake_tensor_errors()
-
-
-class StorageRecord:
-    """What becomes an `ir.trace.Storage`; `released_op` is filled in from a second run that saves nothing."""
-
-    __slots__ = ("alloc_op", "category", "free_op", "label", "nbytes", "order", "released_op", "saved_by", "saved_op")
-
-    def __init__(self, nbytes: int, category: Category, alloc_op: int, order: int, label: str) -> None:
-        self.nbytes = nbytes
-        self.category: Category = category
-        self.alloc_op = alloc_op
-        self.order = order
-        self.label = label
-        self.free_op = -1
-        self.released_op = -1
-        self.saved_op = -1
-        self.saved_by: list[int] = []
-
-    def save(self, op: int, call: int) -> None:
-        """Notes that autograd keeps it for `op` of `call`."""
-        if self.category == "temporary":
-            self.category = "saved"
-        if self.saved_op in (-1, self.alloc_op):  # a later taker keeps it longer than the op that made it
-            self.saved_op = op
-        if not self.saved_by or self.saved_by[-1] != call:
-            self.saved_by.append(call)
-
-
-class OpRecord:
-    """An op while it is recorded; becomes an `ir.trace.Op`."""
-
-    __slots__ = ("call", "inputs", "origin", "outputs", "phase", "replayed", "signature")
-
-    def __init__(
-        self,
-        signature: int,
-        call: int,
-        origin: int,
-        phase: Phase,
-        replayed: bool,
-        inputs: tuple[int, ...],
-        outputs: tuple[int, ...],
-    ) -> None:
-        self.signature = signature
-        self.call = call
-        self.origin = origin
-        self.phase: Phase = phase
-        self.replayed = replayed
-        self.inputs = inputs
-        self.outputs = outputs
 
 
 class Bridge(Protocol):

@@ -21,6 +21,7 @@ from recoup.cli.estimate import estimate
 from recoup.cli.explain import explain
 from recoup.cli.export import export
 from recoup.cli.fit import fit
+from recoup.cli.fit_length import fit_length
 from recoup.cli.frontier import frontier
 from recoup.cli.gen_tests import gen_tests
 from recoup.cli.plan import plan
@@ -41,7 +42,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 _COMMANDS = (
-    *(fit, plan, explain, profile, frontier, verify, report, show, diff, export),
+    *(fit, plan, fit_length, explain, profile, frontier, verify, report, show, diff, export),
     *(advise, validate, gen_tests, bench, estimate),
 )
 for _command in _COMMANDS:

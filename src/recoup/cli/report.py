@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json as json_module
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,6 +14,10 @@ from recoup.cli.console import print_data, print_json, say, showing_progress
 from recoup.errors import UsageError
 from recoup.ir.plan import Plan
 from recoup.ir.report import Report
+
+if TYPE_CHECKING:  # at run time with torch
+    from recoup.cost.model import PricedTrace
+    from recoup.ir.decision import Decision
 
 TargetOrPlan = Annotated[
     str, typer.Argument(metavar="TARGET", help="FILE.py[:FUNCTION], hf:MODEL_TYPE?key=value, or a plan file (.json)")
@@ -71,11 +76,7 @@ def report(
         made = curve.plan(budget) if given is None and budget is not None else given
         shown, plain, planned = report_data.make_report(curve, plan=made)
         if trace is not None:
-            from recoup.report.chrome_trace import make_chrome_trace
-
-            data = make_chrome_trace(plain, planned, made.decisions if made is not None else ())
-            trace.write_text(json_module.dumps(data))
-            say(f"trace written to {trace}: open it in ui.perfetto.dev", quiet=quiet)
+            write_trace(trace, plain, planned, made.decisions if made is not None else (), quiet=quiet)
     if json:
         print_json(shown.to_json())
     if out is not None and out.suffix.lower() in (".html", ".htm"):
@@ -97,6 +98,23 @@ def write_html(shown: Report, out: Path, *, quiet: bool) -> None:
 
     out.write_text(format_html(shown), encoding="utf-8")
     say(f"report written to {out}", quiet=quiet)
+
+
+def write_trace(
+    path: Path,
+    plain: PricedTrace,
+    planned: PricedTrace | None,
+    decisions: Sequence[Decision],
+    *,
+    measured: Report | None = None,
+    quiet: bool,
+) -> None:
+    """Writes the trace file; with what was measured, if there is a report of it."""
+    from recoup.report.chrome_trace import make_chrome_trace
+
+    seen = (measured.measured_plain, measured.measured_planned) if measured is not None else (None, None)
+    path.write_text(json_module.dumps(make_chrome_trace(plain, planned, decisions, measured=seen)))
+    say(f"trace written to {path}: open it in ui.perfetto.dev", quiet=quiet)
 
 
 def check_writable(path: Path | None, option: str) -> None:

@@ -38,14 +38,19 @@ def make_report(
     progress.advance("drawing the report")
     planned = planner.simulate_priced(plan.decisions) if plan is not None and plan.decisions else None
     decisions = plan.decisions if plan is not None else ()
-    fixed = planner.fixed_bytes
+    # What is predicted beyond the tensors: libraries' workspaces and, on a card, what its allocator rounds up.
+    most = planner.plain.peak_bytes, planner.simulate(decisions).peak_bytes if planned is not None else 0
+    fixed = tuple(
+        max(0, size - make_timeline(step, plain=plain).peak_bytes) if step is not None else 0
+        for size, step in zip(most, (plain, planned), strict=True)
+    )
     device = plan.device if plan is not None else planner.trace.device
     report = Report(
         capacity_bytes=DEVICES[device].memory_bytes if device in DEVICES else 0,
         title=f"{planner.trace.model_class} on {device}",
         profile=make_profile(plain),
-        plain=make_timeline(plain, fixed_bytes=fixed),
-        planned=make_timeline(planned, plain=plain, fixed_bytes=fixed) if planned is not None else None,
+        plain=make_timeline(plain, fixed_bytes=fixed[0]),
+        planned=make_timeline(planned, plain=plain, fixed_bytes=fixed[1]) if planned is not None else None,
         measured_plain=measured[0],
         measured_planned=measured[1],
         frontier=tuple(

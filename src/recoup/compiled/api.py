@@ -55,9 +55,9 @@ def fit_compiled(
             done = fitting.fit(budget, free_bytes=free_bytes_on(str(device), None), timed=timed)
         finally:
             fitting.bench.restore()
+    if done.evidence.ok or apply_failed:
+        done.applied.put()  # what was put in place before was taken off with all else that the measurements changed
     if not done.evidence.ok:
-        if not apply_failed:
-            done.applied.remove()
         differs = next(iter(done.evidence.differences), "the measured peak is over the budget")
         warnings.warn(
             f"{type(model).__name__}, compiled within {format_bytes(done.plan.budget_bytes)}, does not do what "

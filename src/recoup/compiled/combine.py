@@ -1,8 +1,9 @@
 """One budget over all graphs of a compiled step: which choice each graph gets.
 
 Forward runs the calls of graphs in order, backward in reverse. A call's level is that of all calls before it: what
-they hold, and what they return (the next one's input); in backward also the gradients of those after it. Graphs that
-are equal are compiled once, so they share a choice.
+they hold, and what they return (the next one's input); in backward also the gradients of those after it. Where the
+levels of a step that ran are known, those are taken, eager code between calls included, and changed by what a choice
+holds more or less than that step's. Graphs that are equal are compiled once, so they share a choice.
 """
 
 from __future__ import annotations
@@ -22,12 +23,58 @@ class Combination:
     seconds: float
 
 
-def combined(steps: Mapping[str, JointStep], calls: Sequence[str], chosen: Mapping[str, Timeline]) -> Combination:
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StepLevels:
+    """Bytes above those before the step, as they were metered while a step ran by `chosen`.
+
+    Attributes:
+        forward, backward: for each call, in forward's order, when its forward and its backward begin.
+        between: for n from 0 the highest level outside of calls while n of them hold what backward reads.
+    """
+
+    chosen: Mapping[str, Timeline]
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+    between: tuple[int, ...]
+
+
+def combined(
+    steps: Mapping[str, JointStep],
+    calls: Sequence[str],
+    chosen: Mapping[str, Timeline],
+    levels: StepLevels | None = None,
+) -> Combination:
     """Returns the peak and seconds of a choice for each graph.
 
     Args:
-        steps: by graph. calls: graphs in the order in which forward calls them.
+        steps: by graph. calls: graphs in the order in which forward calls them. levels: of a step that ran.
     """
+    peak = _estimated(steps, calls, chosen) if levels is None else _shifted(steps, calls, chosen, levels)
+    return Combination(chosen=dict(chosen), peak_bytes=peak, seconds=sum(chosen[name].seconds for name in calls))
+
+
+def _shifted(
+    steps: Mapping[str, JointStep], calls: Sequence[str], chosen: Mapping[str, Timeline], levels: StepLevels
+) -> int:
+    """Returns the peak from the levels of a step that ran otherwise."""
+    more, peak = 0, levels.between[0]
+    for i, name in enumerate(calls):
+        made, ran = chosen[name], levels.chosen[name]
+        peak = max(peak, levels.forward[i] + more + made.forward_peak_bytes)
+        given = ran.held_bytes + sum(steps[name].value_bytes[v] for v in _kept_results(steps[name], ran))
+        given += sum(steps[name].value_bytes[v] for v in steps[name].tangents)
+        peak = max(peak, levels.backward[i] - given + more + made.backward_peak_bytes)
+        more += made.held_bytes - ran.held_bytes
+        peak = max(peak, levels.between[i + 1] + more)
+    return peak
+
+
+def _kept_results(step: JointStep, made: Timeline) -> frozenset[int]:
+    """Returns what a call returns and holds for its backward as well."""
+    return made.held & step.results
+
+
+def _estimated(steps: Mapping[str, JointStep], calls: Sequence[str], chosen: Mapping[str, Timeline]) -> int:
     before = peak = 0
     for name in calls:
         peak = max(peak, before + chosen[name].forward_peak_bytes)
@@ -38,7 +85,7 @@ def combined(steps: Mapping[str, JointStep], calls: Sequence[str], chosen: Mappi
         before -= made.held_bytes + _returned(step, len(calls))
         peak = max(peak, before + made.backward_peak_bytes + gradients)
         gradients += sum(step.value_bytes[v] for v in step.gradients)
-    return Combination(chosen=dict(chosen), peak_bytes=peak, seconds=sum(chosen[name].seconds for name in calls))
+    return peak
 
 
 def _returned(step: JointStep, num_calls: int) -> int:
@@ -47,7 +94,10 @@ def _returned(step: JointStep, num_calls: int) -> int:
 
 
 def combinations(
-    steps: Mapping[str, JointStep], calls: Sequence[str], options: Mapping[str, Sequence[Timeline]]
+    steps: Mapping[str, JointStep],
+    calls: Sequence[str],
+    options: Mapping[str, Sequence[Timeline]],
+    levels: StepLevels | None = None,
 ) -> list[Combination]:
     """Returns combinations by falling peak and rising seconds.
 
@@ -58,7 +108,7 @@ def combinations(
     at = dict.fromkeys(options, 0)
 
     def now() -> Combination:
-        return combined(steps, calls, {name: options[name][i] for name, i in at.items()})
+        return combined(steps, calls, {name: options[name][i] for name, i in at.items()}, levels)
 
     found = [now()]
     while True:
@@ -74,8 +124,10 @@ def combinations(
                     best = (*rank, name, later)
         if best is None:
             break
-        at[best[2]] = best[3]
-        found.append(now())
+        *_, name, last = best
+        while at[name] < last:  # what lies between saves less for its seconds, but may be all that a budget needs
+            at[name] += 1
+            found.append(now())
     kept: list[Combination] = []
     for made in sorted(found, key=lambda c: (c.peak_bytes, c.seconds)):
         if not kept or made.seconds < kept[-1].seconds:

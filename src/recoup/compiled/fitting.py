@@ -20,9 +20,12 @@ from torch import nn
 from recoup import _torch, progress
 from recoup.capture.optimizer import OptimizerLike
 from recoup.capture.step import Objective
-from recoup.compiled.combine import Combination, combinations, combined
+from recoup.compiled.combine import Combination, StepLevels, combinations, combined
 from recoup.compiled.frontier import choices
-from recoup.compiled.recording import CompileOptions, Division, Recording
+from recoup.compiled.levels import meter_levels
+from recoup.compiled.recording import Calls, CompileOptions, Division, Recorded, Recording
+from recoup.compiled.schedule import timeline
+from recoup.cost.measured import MeasuredCost
 from recoup.errors import InfeasibleBudget, StepError, UsageError
 from recoup.evidence.gradients import Comparison, StepResult, compare, on_host, rounding_bound
 from recoup.evidence.memory import measure_peak, meter_name
@@ -39,22 +42,37 @@ _TIMED_SECONDS = 20.0  # interleaved pairs end then
 class CompiledModel:
     """A model compiled in place by a plan; `remove` has it run as before."""
 
-    def __init__(self, model: nn.Module, call: Any) -> None:
+    def __init__(self, model: nn.Module, calls: Calls) -> None:
         self.model = model
-        self.call = call
-        self._before = _torch.compiled_call(model)
-        _torch.set_compiled_call(model, call)
+        self.calls = calls
+        self._before = {module: _torch.compiled_call(module) for module in calls}
+        self.put()
+
+    def put(self) -> None:
+        """Puts the compiled calls in place."""
+        for module, call in self.calls.items():
+            _torch.set_compiled_call(module, call)
 
     def remove(self) -> None:
-        """Takes the compiled call off; what was there before is there again."""
-        if _torch.compiled_call(self.model) is self.call:
-            _torch.set_compiled_call(self.model, self._before)
+        """Takes the compiled calls off; what was before is there again."""
+        for module, call in self.calls.items():
+            if _torch.compiled_call(module) is call:
+                _torch.set_compiled_call(module, self._before[module])
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
         """Runs the model as before inside the block."""
-        with _torch.calling(self.model, self._before):
+        with calling(self._before):
             yield
+
+
+@contextlib.contextmanager
+def calling(calls: Calls) -> Iterator[None]:
+    """Has modules called by these calls inside the block."""
+    with contextlib.ExitStack() as stack:
+        for module, call in calls.items():
+            stack.enter_context(_torch.calling(module, call))
+        yield
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,55 +107,102 @@ class CompiledFitting:
         self.options = options
         self.bench = StepBench(model, batch, objective, optimizer)
         self.recording = Recording(options)
-        self._plain: Any = None
+        self.plain_peak_bytes = 0
+        self._plain: Calls = {}
+        self._levels: StepLevels | None = None
+        self.torch_choice = self.last_choice = Combination(chosen={}, peak_bytes=0, seconds=0.0)
         self._notes: list[str] = []
         self._calls: tuple[str, ...] = ()
+        self._found: list[Combination] = []
+        self._measured: dict[int, tuple[Calls, int]] = {}
 
-    def fit(self, budget: int | str, *, free_bytes: int | None, timed: bool) -> CompiledFit:
-        """Returns the model compiled in place, with plan and evidence."""
+    def record(self) -> int:
+        """Compiles the step as torch does, once; keeps its graphs, and returns its measured peak in bytes."""
+        if self._plain:
+            return self.plain_peak_bytes
         bench, model = self.bench, self.model
         with bench.optimizing():
-            held_bytes = bench.held_bytes()
+            self._held_bytes = bench.held_bytes()
             progress.advance("compiling the step as torch does")
-            self._plain = self.recording.compile(model)
+            plain = self.recording.compile(model)
             # The first step compiles.
-            self._run(self._plain)
+            self._run(plain)
             self.recording.calls.clear()
-            plain_peak = self._peak(self._plain, held_bytes)
+            self.plain_peak_bytes = self._peak(plain)
         calls = self._calls = tuple(self.recording.calls)
         if not calls:
             raise UsageError(
                 f"torch.compile found no graph with a backward in {type(model).__name__}: nothing to plan. Check "
                 "TORCH_LOGS=graph_breaks, or plan the eager step (`compiled=False`)."
             )
+        for name in dict.fromkeys(calls):
+            self.recording.graphs[name] = self._metered(self.recording.graphs[name])
+        steps = {name: self.recording.graphs[name].view.step for name in dict.fromkeys(calls)}
+        chosen = {name: self.recording.graphs[name].torch_choice for name in steps}
+        if self.bench.device.type == "cpu":
+            with self.bench.optimizing(), calling(plain):
+                self._levels = meter_levels(self.bench.step, calls=calls, chosen=chosen)
+        self.torch_choice = combined(steps, calls, chosen, self._levels)
+        self._plain = plain
+        self._correction = self.plain_peak_bytes - self.torch_choice.peak_bytes
+        return self.plain_peak_bytes
+
+    def _metered(self, graph: Recorded) -> Recorded:
+        """Returns a graph whose kernels have the workspace that each has when it runs alone on this device."""
+        step, signatures = graph.view.step, graph.view.signatures
+        cost = MeasuredCost(self.bench.device)
+        known = [i for i, signature in enumerate(signatures) if signature is not None]
+        ops, sizes = list(step.ops), list(step.value_bytes)
+        for i, found in zip(known, cost.measured([s for s in signatures if s is not None]), strict=True):
+            if found is not None:
+                ops[i] = dataclasses.replace(ops[i], workspace_bytes=found.workspace_bytes)
+                if found.extra_output_bytes and ops[i].outputs:
+                    sizes[ops[i].outputs[0]] += found.extra_output_bytes
+        step = dataclasses.replace(step, ops=tuple(ops), value_bytes=tuple(sizes))
+        return Recorded(
+            view=dataclasses.replace(graph.view, step=step), torch_choice=timeline(step, graph.torch_choice.held)
+        )
+
+    def combinations(self) -> list[Combination]:
+        """Returns what may be chosen, by falling peak and rising seconds; computed once."""
+        if not self._found:
+            progress.advance("planning compiled graphs")
+            steps = {name: self.recording.graphs[name].view.step for name in dict.fromkeys(self._calls)}
+            options = {name: [*choices(step), self.recording.graphs[name].torch_choice] for name, step in steps.items()}
+            self._found = combinations(steps, self._calls, options, self._levels)
+        return self._found
+
+    def flops(self, made: Combination) -> int:
+        """Returns the FLOPs of a step by a choice: of its graphs, with what runs again."""
+        total = 0
+        for name in self._calls:
+            ops = self.recording.graphs[name].view.step.ops
+            num_forward = self.recording.graphs[name].view.step.num_forward
+            total += sum(op.flops for op in ops[:num_forward]) + sum(ops[at].flops for at in made.chosen[name].order)
+        return total
+
+    def fit(self, budget: int | str, *, free_bytes: int | None, timed: bool) -> CompiledFit:
+        """Returns the model compiled in place, with plan and evidence; may be called for one budget after another."""
+        plain_peak, model = self.record(), self.model
+        self._notes = []
         budget_bytes = parse_budget(budget, plain_peak_bytes=plain_peak, free_bytes=free_bytes)
-        steps = {name: r.view.step for name, r in self.recording.graphs.items() if name in calls}
-        torch_choice = combined(steps, calls, {name: self.recording.graphs[name].torch_choice for name in steps})
         if plain_peak <= budget_bytes:
             self._notes.append("the step as torch compiles it is within the budget")
-            return self._prove(torch_choice, self._plain, plain_peak, plain_peak, plain_peak, budget_bytes, timed)
-        progress.advance("planning compiled graphs")
-        options = {name: [*choices(step), self.recording.graphs[name].torch_choice] for name, step in steps.items()}
-        found = combinations(steps, calls, options)
-        correction = plain_peak - torch_choice.peak_bytes
-        measured: dict[int, int] = {}
+            return self._prove(self.torch_choice, self._plain, plain_peak, plain_peak, budget_bytes, timed)
+        found, measured = self.combinations(), self._measured
         for _ in range(_MOST_PLANS):
-            at = self._next(found, measured, correction, budget_bytes)
+            at = self._next(found, budget_bytes)
             if at is None:
                 break
-            predicted = found[at].peak_bytes + correction
-            progress.advance(f"compiling the step for {format_bytes(predicted)}")
-            division = Division(self.options, dict(found[at].chosen), budget_bytes, above=correction)
-            call = division.compile(model)
-            with bench.optimizing():
-                self._run(call)
-                measured[at] = self._peak(call, held_bytes)
-            if division.new:
-                self._notes.append(f"{len(division.new)} graphs were other ones when compiled again")
-            if measured[at] <= budget_bytes:
-                return self._prove(found[at], call, plain_peak, measured[at], predicted, budget_bytes, timed)
-            correction = max(correction, measured[at] - found[at].peak_bytes)
-        least = min([found[-1].peak_bytes + correction, plain_peak, *measured.values()])
+            predicted = found[at].peak_bytes + self._correction
+            if at not in measured:
+                progress.advance(f"compiling the step for {format_bytes(predicted)}")
+                measured[at] = self._compiled(found[at], budget_bytes)
+            call, peak = measured[at]
+            if peak <= budget_bytes:
+                return self._prove(found[at], call, peak, predicted, budget_bytes, timed)
+            self._correction = max(self._correction, peak - found[at].peak_bytes)
+        least = min([found[-1].peak_bytes + self._correction, plain_peak, *(peak for _, peak in measured.values())])
         raise InfeasibleBudget(
             f"Budget {format_bytes(budget_bytes)} is below the smallest reachable peak {format_bytes(least)} "
             f"({least} bytes) of {type(model).__name__} compiled by {self.options.backend}: "
@@ -148,19 +213,34 @@ class CompiledFitting:
             tensors=(),
         )
 
-    @staticmethod
-    def _next(found: list[Combination], measured: dict[int, int], correction: int, budget_bytes: int) -> int | None:
-        """Returns the fastest choice that was not measured and is predicted to fit; None if there is none."""
-        fitting = [i for i, c in enumerate(found) if i not in measured and c.peak_bytes + correction <= budget_bytes]
+    def _compiled(self, made: Combination, budget_bytes: int) -> tuple[Calls, int]:
+        """Returns the call that is compiled by a choice, and its measured peak."""
+        division = Division(self.options, dict(made.chosen), budget_bytes, above=self._correction)
+        call = division.compile(self.model)
+        with self.bench.optimizing():
+            self._run(call)
+            peak = self._peak(call)
+        if division.new:
+            self._notes.append(f"{len(division.new)} graphs were other ones when compiled again")
+        return call, peak
+
+    def _next(self, found: list[Combination], budget_bytes: int) -> int | None:
+        """Returns the fastest choice that is measured, or predicted, to fit; None if there is none."""
+        measured = self._measured
+        fitting = [
+            i
+            for i, c in enumerate(found)
+            if (measured[i][1] if i in measured else c.peak_bytes + self._correction) <= budget_bytes
+        ]
         if fitting:
             return min(fitting, key=lambda i: (found[i].seconds, i))
         least = len(found) - 1  # predictions may be too high: the smallest is worth a try
         return least if least not in measured else None
 
-    def _run(self, call: Any) -> None:
+    def _run(self, call: Calls) -> None:
         self.bench.restore()
         try:
-            with _torch.calling(self.model, call), warnings.catch_warnings():
+            with calling(call), _torch.compiling_again(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of what torch reads of its own tensors while it compiles
                 self.bench.step()
         except torch._dynamo.exc.TorchDynamoException as error:
@@ -171,16 +251,16 @@ class CompiledFitting:
         finally:
             self.bench.restore()
 
-    def _peak(self, call: Any, held_bytes: int) -> int:
+    def _peak(self, call: Calls) -> int:
         self.bench.restore()
-        with _torch.calling(self.model, call):
-            peak = measure_peak(self.bench.step, device=self.bench.device, held_bytes=held_bytes)
+        with calling(call):
+            peak = measure_peak(self.bench.step, device=self.bench.device, held_bytes=self._held_bytes)
         self.bench.restore()
         return peak
 
-    def _result(self, call: Any) -> StepResult:
+    def _result(self, call: Calls) -> StepResult:
         self.bench.restore()
-        with _torch.calling(self.model, call):
+        with calling(call):
             result = self.bench.step(take=True)
         assert result is not None
         result = on_host(result)
@@ -188,9 +268,10 @@ class CompiledFitting:
         return result
 
     def _prove(
-        self, made: Combination, call: Any, plain_peak: int, peak: int, predicted: int, budget_bytes: int, timed: bool
+        self, made: Combination, call: Calls, peak: int, predicted: int, budget_bytes: int, timed: bool
     ) -> CompiledFit:
         """Returns the fit with its evidence: compiled plain beside compiled planned, and both beside eager."""
+        self.last_choice = made
         progress.advance("comparing compiled steps")
         comparison = self._compare(call)
         ratio = spread = None
@@ -199,7 +280,7 @@ class CompiledFitting:
                 ratio, spread = self._time(call)
         evidence = Evidence(
             peak_bytes=peak,
-            baseline_peak_bytes=plain_peak,
+            baseline_peak_bytes=self.plain_peak_bytes,
             predicted_peak_bytes=predicted,
             budget_bytes=budget_bytes,
             gradients_equal=comparison.gradients_equal,
@@ -219,15 +300,15 @@ class CompiledFitting:
             loss_error=comparison.loss_error,
         )
         return CompiledFit(
-            plan=self._plan(made, plain_peak, predicted, budget_bytes, is_torch=call is self._plain),
+            plan=self._plan(made, predicted, budget_bytes, is_torch=call is self._plain),
             applied=CompiledModel(self.model, call),
             evidence=evidence,
         )
 
-    def _compare(self, call: Any) -> Comparison:
+    def _compare(self, call: Calls) -> Comparison:
         """Compares with the compiled plain step; where bits differ, by how far that one is from eager's."""
         # Eager first: the first step is watched by a dispatch mode, under which compiled code would run op by op.
-        eager, plain, planned = self._result(None), self._result(self._plain), self._result(call)
+        eager, plain, planned = self._result(dict.fromkeys(self._plain)), self._result(self._plain), self._result(call)
         own = compare(eager, plain, bound=1.0)
         comparison = compare(plain, planned)
         if comparison.gradients_equal and comparison.loss_equal:
@@ -245,10 +326,10 @@ class CompiledFitting:
         )
         return comparison
 
-    def _time(self, call: Any) -> tuple[float, float]:
-        def runner(of: Any) -> Any:
+    def _time(self, call: Calls) -> tuple[float, float]:
+        def runner(of: Calls) -> Any:
             def run() -> None:
-                with _torch.calling(self.model, of):
+                with calling(of):
                     self.bench.step()
 
             return run
@@ -261,9 +342,7 @@ class CompiledFitting:
             before=self.bench.restore,
         )
 
-    def _plan(
-        self, made: Combination, plain_peak: int, predicted: int, budget_bytes: int, *, is_torch: bool
-    ) -> CompiledPlan:
+    def _plan(self, made: Combination, predicted: int, budget_bytes: int, *, is_torch: bool) -> CompiledPlan:
         graphs = []
         for name in dict.fromkeys(self._calls):
             view, chosen = self.recording.graphs[name].view, made.chosen.get(name)
@@ -288,7 +367,7 @@ class CompiledFitting:
             torch_version=torch.__version__,
             budget_bytes=budget_bytes,
             predicted_peak_bytes=predicted,
-            plain_peak_bytes=plain_peak,
+            plain_peak_bytes=self.plain_peak_bytes,
             graphs=tuple(graphs),
             notes=tuple(self._notes),
         )

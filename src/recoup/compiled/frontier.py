@@ -2,25 +2,32 @@
 
 Forward is cut at narrow waists; segments and what each holds are chosen by `solver/segments.py`, for targets from the
 least to all. Each choice is then run through `timeline`, whose peak is the one that counts. What is left are choices
-that no other beats in both peak and seconds.
+that no other beats in peak, held bytes and seconds.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
 
 from recoup.compiled.schedule import JointStep, Timeline, timeline
-from recoup.solver.held import Op
+from recoup.solver.held import Op, Segment, hull
 from recoup.solver.segment_labels import HeldProblem
 from recoup.solver.segments import Choice, SegmentSolver
 from recoup.solver.waists import waists
 
 _NUM_PLANS = 24  # targets between the least peak and all held: the next finer one changes a few percent
+_SQUEEZES = 400  # simulations, each of some milliseconds, that may lower the smallest peak
+_SQUEEZE_SHARE = 0.97  # of its peak that a choice is brought below in one round
+_GAP_SHARE = 0.04  # of a peak that two neighbours on the curve are apart before choices between them are looked for
+_PARTS = 4  # that a gap is divided into
+_CUTS = 8  # corners of the hull of held bytes and seconds, of a graph as a whole
 _MIN_BYTES = 512  # smaller values cost nothing to hold
 
 
 def choices(step: JointStep, *, num_targets: int = _NUM_PLANS) -> list[Timeline]:
-    """Returns timelines by falling peak and rising seconds; the first holds all that backward reads, or runs faster."""
+    """Returns timelines by falling peak; the first holds all that backward reads, or runs faster."""
     problem = held_problem(step)
     solver = SegmentSolver(problem)
     found = {t.held: t for t in [timeline(step, frozenset(step.reads()))]}
@@ -34,14 +41,79 @@ def choices(step: JointStep, *, num_targets: int = _NUM_PLANS) -> list[Timeline]
             if choice is not None:
                 made = timeline(step, _held_by(problem, choice))
                 found.setdefault(made.held, made)
+        for made in _squeezed(step, min(found.values(), key=lambda t: t.peak_bytes)):
+            found.setdefault(made.held, made)
+        for made in list(_between(step, undominated(list(found.values())))):
+            found.setdefault(made.held, made)
+    for held in hull(_whole_forward(step), most=_CUTS):
+        made = timeline(step, frozenset(held.values))
+        found.setdefault(made.held, made)
     return undominated(list(found.values()))
 
 
+def _whole_forward(step: JointStep) -> Segment:
+    """Returns a graph as one segment: what it holds counts where other graphs' calls are between its own two."""
+    return Segment(
+        value_bytes=step.value_bytes,
+        ops=tuple(
+            Op(inputs=op.inputs, outputs=op.outputs, seconds=op.seconds, can_rerun=op.can_rerun)
+            for op in step.ops[: step.num_forward]
+        ),
+        reads=frozenset(step.reads()),
+    )
+
+
+def _squeezed(step: JointStep, made: Timeline) -> Iterator[Timeline]:
+    """Yields choices of lower and lower peak: one value after the other is held no longer, or held instead of rebuilt.
+
+    What is minimised is how far all levels together are above a target somewhat below the peak, so that equal layers,
+    which peak alike, are lowered one by one.
+    """
+    maker, tries = step.makers(), _SQUEEZES
+    while tries:
+        target = made.peak_bytes * _SQUEEZE_SHARE
+        excess = _excess(made, target)
+        rebuilt = {v for at in made.order if at < step.num_forward for v in step.ops[at].outputs}
+        able = [v for v in made.held if step.ops[maker[v]].can_rerun] + [v for v in rebuilt if v not in made.held]
+        improved = False
+        for value in sorted(able, key=lambda v: (-step.value_bytes[v], v)):
+            if not tries or step.value_bytes[value] < _MIN_BYTES:
+                break
+            tries -= 1
+            tried = timeline(step, made.held ^ {value})
+            lower = _excess(tried, target)
+            if lower < excess:
+                made, excess, improved = tried, lower, True
+                if tried.peak_bytes <= target:
+                    break
+        if not improved:
+            return
+        yield made
+
+
+def _excess(made: Timeline, target: float) -> float:
+    return sum(level - target for level in (*made.forward_levels, *made.backward_levels) if level > target)
+
+
+def _between(step: JointStep, curve: Sequence[Timeline]) -> Iterator[Timeline]:
+    """Yields choices between those of a curve that are far from each other: of what one holds more, a part."""
+    for high, low in itertools.pairwise(curve):
+        if low.peak_bytes > high.peak_bytes * (1 - _GAP_SHARE):
+            continue
+        more = sorted(high.held - low.held, key=lambda v: (step.makers()[v], v))
+        if not more:
+            continue
+        for i in range(1, _PARTS):
+            part = more[: len(more) * i // _PARTS]
+            yield timeline(step, low.held | frozenset(part))
+            yield timeline(step, low.held | frozenset(more) - frozenset(part))
+
+
 def undominated(timelines: list[Timeline]) -> list[Timeline]:
-    """Returns those that no other beats in peak and seconds, by falling peak."""
+    """Returns those that no other beats in peak, held bytes and seconds, by falling peak."""
     kept: list[Timeline] = []
-    for made in sorted(timelines, key=lambda t: (t.peak_bytes, t.seconds)):
-        if not kept or made.seconds < kept[-1].seconds:
+    for made in sorted(timelines, key=lambda t: (t.peak_bytes, t.seconds, t.held_bytes)):
+        if not any(k.seconds <= made.seconds and k.held_bytes <= made.held_bytes for k in kept):
             kept.append(made)
     return kept[::-1]
 

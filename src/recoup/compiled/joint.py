@@ -10,12 +10,16 @@ from torch.utils import _pytree as pytree
 
 from recoup import _torch
 from recoup.compiled.schedule import JointOp, JointStep
+from recoup.cost.signature import make_signature
+from recoup.ir.trace import Signature
 
 _FLOPS_PER_SECOND = 5e10  # of a product; with the next two only ratios count: a choice is by the least sum
 _BYTES_PER_SECOND = 1e10  # of an op that moves what it reads and writes through memory
 _FUSED_BYTES_PER_SECOND = 4e10  # of one that runs inside of another kernel
 _NOT_AGAIN = ("_c10d_functional", "c10d", "c10d_functional", "fsdp")
 _FUSIBLE = ("convert_element_type", "full", "iota", "where", "clone", "_to_copy", "constant_pad_nd", "embedding")
+# The position of the flag that says if it trains, None if it does; running statistics are at 3 and 4.
+_STATISTICS = {"_native_batch_norm_legit_functional": 5, "_batch_norm_with_update_functional": None}
 _REDUCTIONS = ("sum", "mean", "var", "var_mean", "amax", "amin", "max", "min", "prod", "any", "all", "argmax", "argmin")
 
 
@@ -25,13 +29,14 @@ class JointView:
 
     Attributes:
         step: plain data. nodes: the graph's node of each op. holders: of each value that can be held the node to hold.
-        values: by a node's name the value that it is, or looks at.
+        values: by a node's name the value that it is, or looks at. signatures: of each op that is a kernel of its own.
     """
 
     step: JointStep
     nodes: tuple[Any, ...]
     holders: dict[int, Any]
     values: dict[str, int]
+    signatures: tuple[Signature | None, ...]
 
 
 def view_joint_graph(module: Any, *, num_forward_results: int, fuses: bool) -> JointView:
@@ -66,7 +71,7 @@ def view_joint_graph(module: Any, *, num_forward_results: int, fuses: bool) -> J
             made.update(value(t) for t in _tensors(node))
         elif _is_mutable(node) and node.args and isinstance(node.args[0], torch.fx.Node):
             changed.update(value(t) for t in _tensors(node.args[0]))
-    ops, nodes = [], []
+    ops, nodes, signatures = [], [], []
     for node in (*forward, *backward):
         inputs = tuple(dict.fromkeys(value(t) for n in node.all_input_nodes for t in _tensors(n)))
         outputs = tuple(v for v in dict.fromkeys(value(t) for t in _tensors(node)) if v not in made)
@@ -75,13 +80,15 @@ def view_joint_graph(module: Any, *, num_forward_results: int, fuses: bool) -> J
             at = values[node.name] = value(tensor)
             if isinstance(node.meta.get("val"), torch.Tensor) and at not in holders and _covers(tensor):
                 holders[at] = node
+        read = {value(t) for n in _read_for_results(node) for t in _tensors(n)}
         is_random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
         ops.append(
             JointOp(
                 inputs=inputs,
                 outputs=outputs,
                 seconds=_seconds(node, outputs, inputs, value_bytes, fuses=fuses),
-                can_rerun=_can_rerun(node, is_random) and not changed & set(inputs),
+                flops=_flops(node) or 0,
+                can_rerun=_can_rerun(node, is_random) and not changed & read,
                 is_fusible=_is_fusible(node),
                 reads_fusible=_is_fusible(node) or _name(node) in _REDUCTIONS,
                 is_random=is_random,
@@ -89,6 +96,8 @@ def view_joint_graph(module: Any, *, num_forward_results: int, fuses: bool) -> J
             )
         )
         nodes.append(node)
+        is_kernel = not _is_fusible(node) and not (fuses and _name(node) in _REDUCTIONS)
+        signatures.append(_signature(node) if is_kernel else None)
     step = JointStep(
         value_bytes=tuple(value_bytes),
         ops=tuple(ops),
@@ -98,7 +107,7 @@ def view_joint_graph(module: Any, *, num_forward_results: int, fuses: bool) -> J
         tangents=frozenset(value(t) for n in tangents for t in _tensors(n)),
         fuses=fuses,
     )
-    return JointView(step=step, nodes=tuple(nodes), holders=holders, values=values)
+    return JointView(step=step, nodes=tuple(nodes), holders=holders, values=values, signatures=tuple(signatures))
 
 
 def _divide(graph: Any, results: list[Any], tangents: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -151,6 +160,33 @@ def _can_rerun(node: Any, is_random: bool) -> bool:
     return not isinstance(target, torch._ops.HigherOrderOperator)
 
 
+def _read_for_results(node: Any) -> list[Any]:
+    """Returns the nodes that what backward needs of a node depends on: all that it reads, but for running statistics.
+
+    Batch normalisation in training reads those only to make the next ones, which no backward asks for.
+    """
+    flag = _STATISTICS.get(_name(node), -1)
+    trains = flag is None or (flag >= 0 and node.args[flag] is True)
+    return [n for n in node.all_input_nodes if not (trains and n in node.args[3:5])]
+
+
+def _signature(node: Any) -> Signature | None:
+    """Returns an op's signature, symbolic sizes by their hints; None if it is no op of aten."""
+    if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "aten":
+        return None
+
+    def plain(item: Any) -> Any:
+        item = item.meta.get("val") if isinstance(item, torch.fx.Node) else item
+        if isinstance(item, torch.Tensor) and item.layout is torch.strided:
+            sizes, strides = ([_torch.size_hint(n) for n in ns] for ns in (item.shape, item.stride()))
+            return torch.empty_strided(sizes, strides, dtype=item.dtype, device="meta")
+        return _torch.size_hint(item) if isinstance(item, torch.SymInt) else item
+
+    args, kwargs = pytree.tree_map(plain, (tuple(node.args), dict(node.kwargs)))
+    outputs = pytree.tree_map(plain, node.meta.get("val"))
+    return make_signature(node.target, args, kwargs, outputs)
+
+
 def _generator_bytes(node: Any) -> int:
     """Returns the bytes of the state of the generator that an op draws from."""
     device = next((t.device for t in _tensors(node)), torch.device("cpu"))
@@ -174,11 +210,18 @@ def _seconds(
     """Returns an estimate for running an op again: its FLOPs, or the bytes it moves. Views take none."""
     if not outputs:
         return 0.0
-    formula = _torch.flop_formula(node.target)
-    if formula is not None:
-        args, kwargs = pytree.tree_map_only(torch.fx.Node, lambda n: n.meta.get("val"), (node.args, node.kwargs))
-        flops = _torch.size_hint(formula(*args, **kwargs, out_val=node.meta.get("val")))
+    flops = _flops(node)
+    if flops is not None:
         return flops / _FLOPS_PER_SECOND
     if fuses and _is_fusible(node):
         return sum(value_bytes[v] for v in outputs) / _FUSED_BYTES_PER_SECOND
     return sum(value_bytes[v] for v in (*outputs, *inputs)) / _BYTES_PER_SECOND
+
+
+def _flops(node: Any) -> int | None:
+    """Returns the FLOPs of a product or a convolution, None for other ops."""
+    formula = _torch.flop_formula(node.target)
+    if formula is None:
+        return None
+    args, kwargs = pytree.tree_map_only(torch.fx.Node, lambda n: n.meta.get("val"), (node.args, node.kwargs))
+    return _torch.size_hint(formula(*args, **kwargs, out_val=node.meta.get("val")))

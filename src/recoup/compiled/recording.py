@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
+import functools
 import hashlib
+import uuid
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,11 +17,14 @@ from torch import nn
 from recoup import _torch, progress
 from recoup.compiled.frontier import choices
 from recoup.compiled.joint import JointView, view_joint_graph
+from recoup.compiled.levels import CALL_MARK
 from recoup.compiled.partition import partition
 from recoup.compiled.schedule import Timeline, timeline
 from recoup.errors import OverBudgetWarning, UsageError
 from recoup.units import format_bytes
 
+Calls = dict[nn.Module, Any]
+"""What stands in place of the call of each module that is compiled; None: its own."""
 BACKENDS = ("inductor", "aot_eager")
 
 
@@ -28,6 +34,8 @@ class CompileOptions:
 
     Attributes:
         backend: one of `BACKENDS`. dynamic, fullgraph, mode, options: as for `torch.compile`.
+        modules: dotted paths of modules that are compiled one by one, `*` and `?` as in file names; none: those inside
+            the model that are compiled in place already, else the model as a whole.
     """
 
     backend: str = "inductor"
@@ -35,6 +43,7 @@ class CompileOptions:
     fullgraph: bool = False
     mode: str | None = None
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    modules: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
@@ -62,7 +71,27 @@ class CompileOptions:
         unknown = sorted(given.keys() - set(known))
         if unknown:
             raise UsageError(f"compiled={{{unknown[0]!r}: ...}} is no option of torch.compile. Known: {known}.")
+        if isinstance(given.get("modules"), list):
+            given["modules"] = tuple(given["modules"])
         return CompileOptions(**{k: v for k, v in given.items() if v is not None})
+
+    def find_modules(self, model: nn.Module) -> list[nn.Module]:
+        """Returns the modules to compile, in order of definition.
+
+        Raises:
+            UsageError: for a pattern that no module has.
+        """
+        inside = {path: module for path, module in model.named_modules() if path}
+        for pattern in self.modules:
+            if not fnmatch.filter(inside, pattern):
+                raise UsageError(
+                    f"compiled={{'modules': ...}}: no module of {type(model).__name__} is called {pattern!r}. Take "
+                    "paths as `model.named_modules()` has them."
+                )
+        found = [m for path, m in inside.items() if any(fnmatch.fnmatchcase(path, p) for p in self.modules)]
+        if not found and _torch.compiled_call(model) is None:
+            found = [m for m in inside.values() if _torch.compiled_call(m) is not None]
+        return found or [model]
 
     @property
     def fuses(self) -> bool:
@@ -86,8 +115,8 @@ class Recording:
         self.graphs: dict[str, Recorded] = {}
         self.calls: list[str] = []
 
-    def compile(self, model: nn.Module) -> Any:
-        """Returns a compiled call of the model; `calls` grows with each graph that is called."""
+    def compile(self, model: nn.Module) -> Calls:
+        """Returns compiled calls; `calls` grows with each graph that is called."""
         return _compiled(model, self.options, self.divide, key="recoup recording", called=self._called)
 
     def _called(self, name: str) -> None:
@@ -124,8 +153,8 @@ class Division:
         self.above = above
         self.new: list[str] = []
 
-    def compile(self, model: nn.Module) -> Any:
-        """Returns a compiled call of the model."""
+    def compile(self, model: nn.Module) -> Calls:
+        """Returns compiled calls of the model, or of modules inside."""
         key = hashlib.sha256(repr([(n, sorted(t.held)) for n, t in self.chosen.items()]).encode()).hexdigest()
         return _compiled(model, self.options, self.divide, key=f"recoup {key}", called=None)
 
@@ -175,8 +204,8 @@ def _compiled(
     *,
     key: str,
     called: Callable[[str], None] | None,
-) -> Any:
-    """Returns a callable that calls the model compiled, its own forward and hooks; every one compiles anew."""
+) -> Calls:
+    """Returns callables that call modules compiled, their own forward and hooks; every one compiles anew."""
     last: list[str] = []
 
     def partition_joint(module: Any, inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -200,13 +229,22 @@ def _compiled(
 
         def counted(*args: Any) -> Any:
             called(name)
-            return run(*args)
+            with torch.profiler.record_function(CALL_MARK):
+                return run(*args)
 
         return counted
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return _torch.call_past_compiled(model, *args, **kwargs)
-
-    # Dynamo counts what it compiles by code: a code of its own, and it compiles again without others being forgotten.
-    call.__code__ = call.__code__.replace(co_name=f"compiled_{type(model).__name__}")
-    return torch.compile(call, backend=backend, dynamic=options.dynamic, fullgraph=options.fullgraph)
+    alike: dict[Any, Any] = {}
+    calls: Calls = {}
+    for module in options.find_modules(model):
+        kind = (type(module), tuple((name, p.shape, p.dtype) for name, p in module.named_parameters()))
+        if kind not in alike:
+            alike[kind] = torch.compile(
+                # Dynamo counts what it compiles, and takes for dynamic what it saw change, by a code's name.
+                _torch.own_module_call(f"compiled_{type(module).__name__}_{uuid.uuid4().hex[:12]}"),
+                backend=backend,
+                dynamic=options.dynamic,
+                fullgraph=options.fullgraph,
+            )
+        calls[module] = functools.partial(alike[kind], module)
+    return calls

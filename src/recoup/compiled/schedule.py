@@ -26,7 +26,8 @@ class JointOp:
         seconds: what running it again takes. can_rerun: whether backward may run it again. is_fusible: whether a
             compiler makes its result inside of the kernel that reads it; reads_fusible: whether its kernel can do that
             with what it reads. is_random: whether it draws random numbers.
-        state_bytes: of the generator, kept for an op that draws the same numbers again.
+        state_bytes: of the generator, kept for an op that draws the same numbers again. workspace_bytes: that its
+            kernel has while it runs, beside what it reads and makes. flops: of matrix products and convolutions.
     """
 
     inputs: tuple[int, ...]
@@ -37,6 +38,8 @@ class JointOp:
     reads_fusible: bool = False
     is_random: bool = False
     state_bytes: int = 0
+    workspace_bytes: int = 0
+    flops: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,7 +195,8 @@ def _levels(
             level += step.value_bytes[value]
             if value not in last and value not in keeps:
                 gone.append(value)
-        levels.append(level - (_reused(step, op, freed.get(position, ()), keeps) if step.fuses else 0))
+        reused = _reused(step, op, freed.get(position, ()), keeps) if step.fuses else 0
+        levels.append(level + op.workspace_bytes - reused)
         for value in (*gone, *freed.get(position, ())):
             if value in here and value not in keeps:
                 here.discard(value)

@@ -102,6 +102,12 @@ class MeasuredCost:
             storages[index] = dataclasses.replace(storages[index], nbytes=storages[index].nbytes + extra_bytes)
         return dataclasses.replace(trace, storages=tuple(storages))
 
+    def measured(self, signatures: Sequence[Signature]) -> list[Measurement | None]:
+        """Returns the measurement of each op, run now unless it is known; None for small ones and what cannot run."""
+        larger = {_key(s): s for s in signatures if not _is_small(s)}
+        self._measure([s for key, s in larger.items() if key not in self._known])
+        return [self._known.get(_key(s)) if _key(s) in larger else None for s in signatures]
+
     def measurement(self, signature: Signature) -> Measurement | None:
         """Returns the measurement of an op on this device, None if it was not run."""
         return self._known.get(_key(signature))

@@ -26,6 +26,7 @@ from recoup.cost.devices import get_device
 from recoup.cost.roofline import RooflineCost
 from recoup.errors import BatchTooLarge, InfeasibleBudget, RecoupError, StepOutOfMemory
 from recoup.integrations.distributed import unwrap
+from recoup.integrations.watched_steps import WatchedSteps
 from recoup.runtime.apply import find_patches, plain
 from recoup.units import format_bytes, parse_bytes
 
@@ -33,8 +34,8 @@ from recoup.units import format_bytes, parse_bytes
 @contextlib.contextmanager
 def watch(
     model: nn.Module, *, budget: int | str, loss: Loss | None = None, optimizer: OptimizerLike | None = None
-) -> Iterator[None]:
-    """Watches the training steps of `model` inside the block.
+) -> Iterator[WatchedSteps]:
+    """Watches the training steps of `model` inside the block; gives what ran so far, to print or to look at.
 
     Args:
         model: with a plan in place or without. budget: bytes of one step, an int or `"8GiB"`.
@@ -47,13 +48,15 @@ def watch(
 
     Example:
         >>> model = torch.nn.Linear(64, 64)
-        >>> with recoup.watch(model, budget="1GiB"):
+        >>> with recoup.watch(model, budget="1GiB") as steps:
         ...     model(torch.randn(256, 64)).mean().backward()
+        >>> steps.num_steps
+        1
     """
     guard = Guard(model, parse_bytes(budget), loss, optimizer)
     hook = model.register_forward_pre_hook(guard.before_forward, with_kwargs=True, prepend=True)
     try:
-        yield
+        yield guard.steps
     except (MemoryError, RuntimeError, OSError) as error:
         if isinstance(error, RecoupError) or not is_allocation_failure(error):
             raise
@@ -67,7 +70,8 @@ class Guard:
     """Sizes seen so far, and the last batch: shapes alone, and integers' values.
 
     Attributes:
-        weighed: shapes of batches that are known to fit. how: a plan that fits is put in place, in a message.
+        weighed: shapes of batches that are known to fit. steps: what ran so far. how: a plan that fits is put in
+            place, in a message.
     """
 
     def __init__(
@@ -86,6 +90,8 @@ class Guard:
         self.optimizer = optimizer
         self.how = how.format(budget_bytes=budget_bytes)
         self.weighed: list[list[tuple[int, ...]]] = [] if weighed is None else weighed
+        self.steps = WatchedSteps(budget_bytes)
+        self._bounds: list[tuple[list[tuple[int, ...]], int]] = []
         self.batch: Any = None
         self.inside = False
 
@@ -109,6 +115,8 @@ class Guard:
             return
         shapes = [tuple(t.shape) for t in iterate_tensors([args, kwargs])]
         if any(_covers(known, shapes) for known in self.weighed):
+            bounds = [size for known, size in self._bounds if _covers(known, shapes)]
+            self.steps.add(shapes, min(bounds, default=self.budget_bytes))
             return
         self.batch = map_tensors(_without_data, kwargs if kwargs and not args else args)
         if args and kwargs:
@@ -127,6 +135,8 @@ class Guard:
                 f"{format_bytes(self.budget_bytes)}. It was not run. {advice}"
             )
         self.weighed.append(shapes)
+        self._bounds.append((shapes, peak_bytes))
+        self.steps.add(shapes, peak_bytes)
 
     def explain(self) -> str:
         """Returns the memory held by module, and the plan that would fit."""

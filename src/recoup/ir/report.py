@@ -24,7 +24,7 @@ class Timeline:
         series: (category, bytes alive at each point), in stacking order; each point is the largest moment in it.
         phases: (phase, begin, end) in seconds; the phases of a planned step include "replay".
         peak_seconds: when the peak is. phase: which phase that is. at_peak: (category, bytes) alive there.
-        tensors: the largest alive there, as (what, bytes).
+        tensors: the largest alive there, as (what, bytes, "file:line" of the code that made it or "").
     """
 
     seconds: tuple[float, ...]
@@ -35,7 +35,7 @@ class Timeline:
     peak_bytes: int
     phase: str
     at_peak: tuple[tuple[str, int], ...]
-    tensors: tuple[tuple[str, int], ...]
+    tensors: tuple[tuple[str, int, str], ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -79,7 +79,8 @@ class Storage:
         saved_op: the forward op with which autograd first keeps it as an input (or as the result, if it never is an
             input), -1 if it never does.
         saved_by: calls that save a tensor in it, in order of first saving (may hold -1 for the loss).
-        label: for people: the parameter's path, or op and call that made it.
+        label: for people: the parameter's path, or op and call that made it. source: "file:line" of the code that made
+            it, "" where that is not known or it is small.
     """
 
     nbytes: int
@@ -90,6 +91,7 @@ class Storage:
     saved_op: int
     saved_by: tuple[int, ...]
     label: str
+    source: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

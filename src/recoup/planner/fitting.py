@@ -22,7 +22,7 @@ from recoup.ir.plan import Plan
 from recoup.planner.driver import Planner, plan_for_budget
 from recoup.planner.strategies.registry import DEFAULT_ACTIONS
 from recoup.runtime.apply import Applied, apply_decisions
-from recoup.units import format_bytes
+from recoup.units import format_bytes, is_minimum
 
 _MAX_OVER_PLANS = 4  # plans that measured above the budget
 _MAX_LEFT_OUT_KINDS = 12  # kinds of modules that turn out not to run twice, before no region is tried at all
@@ -127,6 +127,11 @@ class Fitting:
                 applied.remove()
                 raise
             over = evidence.peak_bytes - made.budget_bytes
+            if over > 0 and is_minimum(self.budget):  # there is no plan for less: what was measured is the minimum
+                words = f"{format_bytes(made.budget_bytes)} and measured {format_bytes(evidence.peak_bytes)}"
+                note = f"the smallest reachable peak was predicted as {words}, which is the budget"
+                made = dataclasses.replace(made, budget_bytes=evidence.peak_bytes, notes=(*made.notes, note))
+                evidence, over = dataclasses.replace(evidence, budget_bytes=evidence.peak_bytes), 0
             if over <= 0 and (evidence.ok or not evidence.plain_repeats):
                 return made, applied, evidence
             if over <= 0:

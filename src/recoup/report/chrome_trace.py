@@ -1,6 +1,7 @@
 """A step as a Chrome trace, for Perfetto or chrome://tracing: lanes of calls, memory as counters.
 
-Predicted time, in microseconds, as the trace event format wants it. The plain and the planned step are two processes.
+Time in microseconds, as the trace event format wants it. The plain and the planned step are two processes, predicted;
+what was measured of them are two more, on the clock of the measurement.
 """
 
 from __future__ import annotations
@@ -14,22 +15,31 @@ import numpy as np
 from recoup.analysis.timeline import CATEGORIES, category_levels, op_phase
 from recoup.cost.model import PricedTrace
 from recoup.ir.decision import Decision, Region
+from recoup.ir.report import MeasuredTimeline
 
 _LANES = {"forward": 1, "loss": 1, "replay": 2, "backward": 3, "optimizer": 4, "regions": 5}
 _MAX_COUNTER_POINTS = 4000  # a viewer draws without delay
 
 
 def make_chrome_trace(
-    plain: PricedTrace, planned: PricedTrace | None = None, decisions: Sequence[Decision] = ()
+    plain: PricedTrace,
+    planned: PricedTrace | None = None,
+    decisions: Sequence[Decision] = (),
+    *,
+    measured: tuple[MeasuredTimeline | None, MeasuredTimeline | None] = (None, None),
 ) -> dict[str, Any]:
     """Returns the trace as JSON data.
 
     Args:
         plain: the unplanned step. planned: the step with the plan; decisions: the plan's, for the lane of regions.
+        measured: the plain and the planned step as they ran, where they did.
     """
     events = list(_step(plain, 1, "plain step (predicted)", ()))
     if planned is not None:
         events += _step(planned, 2, "planned step (predicted)", decisions)
+    for process, name, timeline in zip((3, 4), ("plain", "planned"), measured, strict=True):
+        if timeline is not None:
+            events += _measured(timeline, process, f"{name} step (measured: {timeline.meter})")
     return {"displayTimeUnit": "ms", "traceEvents": events, "otherData": {"prices": plain.source}}
 
 
@@ -65,6 +75,18 @@ def _step(priced: PricedTrace, process: int, name: str, decisions: Sequence[Deci
         yield slice_of(_LANES[phase], title, first, last, ops=last - first)
     yield from _regions(priced, decisions, slice_of)
     yield from _counters(priced, process, begins)
+
+
+def _measured(timeline: MeasuredTimeline, process: int, name: str) -> Iterator[dict[str, Any]]:
+    """Yields the phases as they ran, and all memory in MiB."""
+    yield _named(process, None, "process_name", name)
+    yield _named(process, 1, "thread_name", "phases")
+    for phase, begin, end in timeline.phases:
+        about = {"ph": "X", "pid": process, "tid": 1, "name": phase}
+        yield {**about, "ts": round(1e6 * begin, 3), "dur": round(1e6 * (end - begin), 3), "args": {}}
+    for seconds, size in zip(timeline.seconds, timeline.total_bytes, strict=True):
+        about = {"ph": "C", "pid": process, "name": "memory (MiB)"}
+        yield {**about, "ts": round(1e6 * seconds, 3), "args": {"measured": round(size / 2**20, 3)}}
 
 
 def _named(process: int, thread: int | None, kind: str, name: str) -> dict[str, Any]:

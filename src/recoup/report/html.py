@@ -20,7 +20,7 @@ from recoup.units import byte_unit, format_bytes, format_flops, format_seconds
 CATEGORY_NAMES = {
     "parameter": "parameters",
     "buffer": "buffers",
-    "library": "device libraries",
+    "library": "libraries, rounding",
     "optimizer": "optimizer state",
     "batch": "batch",
     "gradient": "gradients",

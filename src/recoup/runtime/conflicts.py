@@ -66,7 +66,13 @@ def refuse_wrapped(model: nn.Module, *, compiled_in_place: bool = False) -> None
         kind = next((name for name in _WRAPPERS if name in names), "")
         what = _WRAPPERS.get(kind, "")
         if not kind and getattr(module, "_compiled_call_impl", None) is not None and not compiled_in_place:
-            kind, what = "compiled in place", "compiled code is not run op by op"
+            kind, what = "compiled in place", "compiled code is not run op by op; fit(..., compiled=True) plans that"
+        if kind == "OptimizedModule" and compiled_in_place:
+            raise ConflictError(
+                f"`{path or type(model).__name__}` is OptimizedModule, what torch.compile returns: it goes on with "
+                "what it compiled before. Pass `model._orig_mod` with compiled=True, which compiles it in place, and "
+                "train that one. (recoup.runtime.conflicts)"
+            )
         if kind:
             raise ConflictError(
                 f"`{path or type(model).__name__}` is {kind}: {what}. Plan and apply on the bare model, then wrap or "

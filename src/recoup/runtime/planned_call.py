@@ -17,10 +17,13 @@ from recoup.ir.decision import (
     Loop,
     Offload,
     Recompute,
+    Rederive,
     Region,
+    Save,
     Scan,
 )
 from recoup.runtime import execution_context, scan_bytes
+from recoup.runtime.compiling import tell_compiled
 from recoup.runtime.hooks import Hook
 from recoup.runtime.kv_cache import without_cache
 from recoup.runtime.offload.offloaded_saved_tensor import Offloading
@@ -245,8 +248,12 @@ class _Nested:
 
 
 def _run_compiled(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Under torch.compile regions are torch's own (Dynamo knows them); rederive is left to the compiler."""
-    if not any(d.is_region and d.holds(0) for d in patched.settings.decisions):
+    """Under torch.compile regions are torch's own (Dynamo knows them), rederive is the compiler's; others are lost."""
+    decisions = patched.settings.decisions
+    for decision in decisions:
+        if not isinstance(decision, Region | Rederive | Save):
+            tell_compiled(decision.action, type(patched.module).__name__, patched.settings.path)
+    if not any(d.is_region and d.holds(0) for d in decisions):
         return patched.original(*args, **kwargs)
     from torch.utils.checkpoint import checkpoint
 

@@ -4,7 +4,7 @@ On a GPU the allocator keeps the peak by itself, and each forward asks for that 
 does. There a step is estimated: the planned peak, and what is there beyond the planned step: bytes that autograd keeps,
 the optimizer's state, gradients when forward begins, outputs that are held during backward, other forwards whose graphs
 are alive. That is counted in the first step, the second, the fourth, the eighth and so on, and in each that looks
-larger from outside than those; the others pay for a look at their arguments.
+larger from outside than those; the others pay for a glance.
 
 It does not see what a backward that is differentiated again keeps.
 """
@@ -115,6 +115,10 @@ class StepWatch:
         self.num_looked_at = 0
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._parameters = {id(p) for p in model.parameters()}
+        trained = [p for p in model.parameters() if p.requires_grad]
+        signs = [trained[0], trained[len(trained) // 2], trained[-1]] if trained else []
+        self._signs = [weakref.ref(p) for p in signs]
+        self._glances: set[Any] = set()  # of steps that take no more than one that was looked at
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
         self._num_steps = 0
         self._seen: list[_Sight] = []
@@ -146,7 +150,7 @@ class StepWatch:
 
     def _begin(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         """Before a forward of the model."""
-        if not self._removers or torch.compiler.is_compiling() or not torch.is_grad_enabled() or not model.training:
+        if torch.compiler.is_compiling() or not self._removers or not torch.is_grad_enabled() or not model.training:
             return
         if execution_context.is_recomputing() or execution_context.observer() is not None or _torch.inside_transform():
             return
@@ -154,15 +158,21 @@ class StepWatch:
             self._ask_allocator()
             return
         batch = list({id(t): t for t in iterate_tensors((args, kwargs))}.values())
+        number, self._num_steps = self._num_steps, self._num_steps + 1
+        has_others = any(g.alive is not None and g.alive() is not None and g.saved_bytes for g in self._graphs)
+        glance = self._glance(batch)
+        if number & (number - 1) and glance in self._glances and not has_others:
+            return
         sight = _Sight(
             batch=sum(t.numel() * t.element_size() for t in batch),
             gradients=sum(p.grad.numel() * p.grad.element_size() for p in model.parameters() if p.grad is not None),
             state=self._state_bytes(),
             precision=str(torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") else "",
         )
-        number, self._num_steps = self._num_steps, self._num_steps + 1
-        is_new = len(self._seen) < _MAX_LOOKS and not any(s.covers(sight) for s in self._seen)
-        has_others = any(g.alive is not None and g.alive() is not None and g.saved_bytes for g in self._graphs)
+        is_covered = any(s.covers(sight) for s in self._seen)
+        is_new = len(self._seen) < _MAX_LOOKS and not is_covered
+        if is_covered and len(self._glances) < _MAX_LOOKS:
+            self._glances.add(glance)
         if number & (number - 1) and not is_new and not has_others:
             return
         if not has_others:
@@ -174,6 +184,13 @@ class StepWatch:
         hooks = torch.autograd.graph.saved_tensors_hooks(self._counter.pack, lambda t: t)
         self._counting.enter_context(hooks)
         self._counting.callback(register_module_forward_pre_hook(self._counter.note_precision).remove)
+
+    def _glance(self, batch: list[torch.Tensor]) -> Any:
+        """Returns what is seen of a step without a walk over the model: steps alike in it are alike."""
+        signs = [p.grad is None if (p := ref()) is not None else object() for ref in self._signs]
+        states = [len(o.state) for ref in self._optimizers if (o := ref()) is not None]
+        autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+        return sum(t.numel() * t.element_size() for t in batch), *signs, *states, autocast
 
     def _stop_counting(self) -> None:
         if self._counting is not None:

@@ -9,6 +9,7 @@ from recoup.solver.tiles import FEWEST_ROWS, SMALLEST_SHARE
 
 _TILE_SHARE = 0.01  # of the plain peak: what a tile may take
 _NUM_HEADS = 2  # whose logits are worth tiles: the two largest, most models have one
+_SCORES = ("aten._log_softmax.", "aten._softmax.", "aten.logsumexp.")
 _WIDE_BYTES = 4  # the loss is taken in float32
 
 
@@ -56,9 +57,9 @@ def heads(trace: Trace, *, peak_bytes: int) -> list[HeadCall]:
 
 
 def _classes(trace: Trace, signature: int) -> int:
-    """Returns over how many classes an op takes a log-softmax, 0 if it takes none."""
+    """Returns over how many classes an op takes a log-softmax or its sum, 0 if it takes none."""
     found = trace.signatures[signature]
-    return int(found.args[0].shape[-1]) if found.name.startswith("aten._log_softmax.") else 0
+    return int(found.args[0].shape[-1]) if found.name.startswith(_SCORES) else 0
 
 
 def _rows(trace: Trace, first: int, last: int) -> tuple[int, int] | None:

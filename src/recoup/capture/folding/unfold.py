@@ -16,7 +16,7 @@ from recoup.capture.folding.patterns import Copied, Key, Pattern, Ref, Segment, 
 from recoup.capture.folding.recording import Recording
 from recoup.capture.folding.zones import Irregular, Zone
 from recoup.capture.module_calls import CallRecord
-from recoup.capture.tracker import OpRecord, StorageRecord
+from recoup.capture.records import OpRecord, StorageRecord
 
 
 def unfold(folding: Folding) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 from recoup import _torch
 from recoup.ir.decision import Rebuild
 from recoup.runtime import execution_context
+from recoup.runtime.compiling import tell_compiled
 from recoup.runtime.patch import PatchedForward
 from recoup.runtime.rebuild.held_recorder import HeldRecorder, marks_of
 from recoup.runtime.rebuild.lineage import current_recorder
@@ -64,6 +65,8 @@ def run_held(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, A
     settings: HeldSettings = patched.settings
     state = settings.state
     if torch.compiler.is_compiling():
+        if not settings.path and torch.is_grad_enabled():
+            tell_compiled(state.decision.action, type(patched.module).__name__, "")
         return patched.original(*args, **kwargs)
     recorder = current_recorder()
     if isinstance(recorder, HeldRecorder):

@@ -21,7 +21,7 @@ def _is_there(tensor: torch.Tensor) -> bool:
     What is there when a tensor is saved is there when its unit runs backward: it belongs to the same unit, or stays.
     Not so under ZeRO-3, which marks its parameters and gathers each for its own module only.
     """
-    if hasattr(tensor, "ds_id"):
+    if type(tensor) is not torch.Tensor and hasattr(tensor, "ds_id"):
         return False
     return tensor.untyped_storage().nbytes() > 0 or tensor.numel() == 0
 
@@ -38,16 +38,16 @@ class _Search:
         self.sources: list[Source] = []
 
     def reach(self, value: Value) -> bool:
-        if id(value) in self.seen:
-            return True
+        """Whether a chain leads to the value; `seen` has those that one does, or is being looked for."""
         if value.constant is not None:
-            return value.constant._version == value.constant_version and _is_there(value.constant)
-        kept = value.alive()
-        if kept is not None:
-            if isinstance(kept, Kept) and not _is_there(kept.tensor):
+            tensor = value.constant.tensor
+            return tensor._version == value.constant.version and _is_there(tensor)
+        seen = self.seen
+        if value.kept is not None and (kept := value.alive()) is not None:
+            if type(kept) is Kept and not _is_there(kept.tensor):
                 return False
             self.sources.append(kept)
-            self.seen.add(id(value))
+            seen.add(id(value))
             return True
         made = value.made
         if made is None:
@@ -56,9 +56,10 @@ class _Search:
         self.traffic_bytes -= made.traffic_bytes
         if self.ops < 0 or self.traffic_bytes < 0:
             return False
-        self.seen.add(id(value))
-        if not all(self.reach(read.value) for read in made.reads):
-            return False
+        seen.add(id(value))
+        for read in made.reads:
+            if id(read.value) not in seen and not self.reach(read.value):
+                return False
         if made.outputs and value.output == 0 and shortcuts.has_shortcut(op_facts(made.function), made.args):
             self._hold_side_results(made)
         return True

@@ -131,7 +131,7 @@ class OpFacts:
 
     Attributes:
         kind: OPAQUE, CHEAP, IN_PLACE (a cheap op written over its first argument), VIEW or WRITES (anything else that
-            changes an argument).
+            changes an argument). is_inert: OPAQUE or VIEW.
         label: the name as traces have it, "aten.mm.default".
         overload: itself. function: the overload to run again (for IN_PLACE the functional one).
         over: the in-place overload that computes what `function` does, if there is one. commutes: the two tensors it
@@ -150,6 +150,7 @@ class OpFacts:
         "function",
         "is_batch_norm",
         "is_counted",
+        "is_inert",
         "is_random_mask",
         "kind",
         "label",
@@ -197,6 +198,7 @@ class OpFacts:
             self.kind = CHEAP
         else:
             self.kind = OPAQUE
+        self.is_inert = self.kind in (OPAQUE, VIEW)
         self.can_rewrite = (
             self.kind in (IN_PLACE, WRITES)
             and self.written == (0,)
@@ -242,12 +244,14 @@ def _in_place(name: str, overload: Any) -> Any | None:
     return getattr(packet, overload._overloadname, None) if packet is not None else None
 
 
-_facts: dict[Any, OpFacts] = {}  # a cache of pure facts about overloads, never invalid
+_facts: dict[int, OpFacts] = {}  # a cache of pure facts about overloads, never invalid: each is held by its facts
+known_facts = _facts.get
+"""The facts of the overload with this `id`, None if nobody asked before: an overload's own hash runs Python."""
 
 
 def op_facts(overload: Any) -> OpFacts:
     """Returns the facts of an overload."""
-    facts = _facts.get(overload)
+    facts = _facts.get(id(overload))
     if facts is None:
-        facts = _facts[overload] = OpFacts(overload)
+        facts = _facts[id(overload)] = OpFacts(overload)
     return facts

@@ -11,9 +11,9 @@ import torch
 from recoup import _torch
 from recoup.ir.decision import OpMark
 from recoup.runtime import execution_context
-from recoup.runtime.rebuild.cheap_ops import HOLD, OPAQUE, VIEW, OpFacts, op_facts
+from recoup.runtime.rebuild.cheap_ops import HOLD, OPAQUE, OpFacts, known_facts, op_facts
 from recoup.runtime.rebuild.kept import Kept, Source, laid, on_device
-from recoup.runtime.rebuild.lineage import Geometry, Made, Read, Recorder, Value, geometry_of
+from recoup.runtime.rebuild.lineage import Constant, Geometry, Made, Recorder, Value, geometry_of
 from recoup.runtime.rebuild.saved_tensor import MIN_BYTES, compact_mask
 from recoup.runtime.rebuild.segments import Rebuilt, Segment
 
@@ -60,17 +60,23 @@ class HeldRecorder(Recorder):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if self.paused or _torch.is_higher_order(func):
+        facts = known_facts(id(func))
+        if facts is None and not _torch.is_higher_order(func):
+            facts = op_facts(func)
+        if self.paused or facts is None:
             return super().__torch_dispatch__(func, types, args, kwargs)
-        kwargs = kwargs or {}
-        facts = op_facts(func)
         mark = self.before_op(facts.label) if facts.is_counted else None
+        if not kwargs:
+            kwargs = {}
         if facts.can_rerun and not facts.is_batch_norm:
             made = self._made(facts, args, kwargs)
             out = func(*args, **kwargs)
             if made is not None:
-                self._attach(made, out, has_side_results=facts.kind == OPAQUE or facts.pooled_dims > 0)
-        elif facts.kind in (OPAQUE, VIEW):
+                if type(out) is torch.Tensor:
+                    self._attach_one(made, out, 0)
+                else:
+                    self._attach(made, out, has_side_results=facts.kind == OPAQUE or facts.pooled_dims > 0)
+        elif facts.is_inert:
             out = func(*args, **kwargs)
             if facts.label == HOLD and self.deriving:
                 self.hold(out)
@@ -83,15 +89,19 @@ class HeldRecorder(Recorder):
                 self.join(out)
         return out
 
-    def _read(self, tensor: torch.Tensor) -> Read:
-        value = self.value_of(tensor)
-        if value.made is None and value.constant is None:
-            self.read_leaf(value, tensor)
-        return Read(value, geometry_of(tensor))
-
     def _attach_one(self, made: Made, tensor: torch.Tensor, position: int) -> Value:
-        found = self._existing(tensor)  # an op may return a view without its schema saying so
-        return super()._attach_one(made, tensor, position) if found is None else found
+        storage = tensor.untyped_storage()
+        found = self._values.get(weakref.ref(storage))
+        if found is not None:  # an op may return a view without its schema saying so
+            return found
+        value = Value()
+        value.made = made
+        if position:
+            value.output = position
+        value.base = base = (tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype)
+        made.written.append(base)
+        self._values[weakref.ref(storage, self._values.pop)] = value
+        return value
 
     def _rewriting(
         self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -119,7 +129,8 @@ class HeldRecorder(Recorder):
         sources = self.segment.reach(value)
         if sources is None:
             return None
-        execution_context.rederived(tensor, [t for t in map(on_device, sources) if t is not None])
+        if execution_context.observer() is not None:
+            execution_context.rederived(tensor, [t for t in map(on_device, sources) if t is not None])
         return Rebuilt(value, geometry_of(tensor), self.segment, self.surroundings())
 
     def before_op(self, name: str) -> OpMark | None:
@@ -128,9 +139,9 @@ class HeldRecorder(Recorder):
             return None
         self.num_ops += 1
         frame = self._frames[-1]
-        ordinal, frame.ordinal = frame.ordinal, frame.ordinal + 1
-        mark = frame.marks.get(ordinal) if frame.marks is not None else None
-        if mark is None:
+        ordinal = frame.ordinal
+        frame.ordinal = ordinal + 1
+        if frame.marks is None or (mark := frame.marks.get(ordinal)) is None:
             return None
         if mark.op != name:
             self.lost.append(f"`{frame.path}`: op {ordinal} is {name}, was {mark.op}")
@@ -164,7 +175,7 @@ class HeldRecorder(Recorder):
         """Holds, to the end of the segment at least, what an op reads and no op was seen to make."""
         base = tensor._base
         if base is not None and _torch.is_sharded_parameter(base):  # FSDP1's weights are views of what it takes away
-            value.constant, value.constant_version = base, base._version
+            value.constant = Constant(base)
         elif value not in self._leaves:
             self._leaves[value] = value.alive() or keep(value, tensor)
 

@@ -91,6 +91,23 @@ class Kept:
         return self.copy is not None or self.tensor._version == self.version
 
 
+class KeptConstant:
+    """A parameter or a view of one that autograd saves. Chains know parameters, so that none starts from it."""
+
+    __slots__ = ("_tensor", "_version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor  # with its node, of which the one that saves it is no part
+        self._version = tensor._version
+        execution_context.kept(tensor)
+
+    def unpack(self) -> torch.Tensor:
+        """Returns the tensor; raises if it was changed in place since it was saved, as autograd would."""
+        if self._tensor._version != self._version:
+            check_version(self._tensor, self._version)
+        return self._tensor
+
+
 class KeptView:
     """A saved tensor that lies over the same storage as one that is kept."""
 

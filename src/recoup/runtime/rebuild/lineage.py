@@ -28,11 +28,13 @@ import torch
 from torch import nn
 
 from recoup import _torch
-from recoup.runtime.rebuild.cheap_ops import CHEAP, IN_PLACE, OPAQUE, VIEW, OpFacts, op_facts
+from recoup.runtime.rebuild.cheap_ops import CHEAP, IN_PLACE, OpFacts, known_facts, op_facts
 from recoup.runtime.recompute.spot_check import read_bytes
 from recoup.runtime.waiting import Waiting
 
 Geometry = tuple[Any, Any, Any, torch.dtype]  # size, stride, storage offset, dtype
+_STRIDED = torch.strided
+_PLAIN = frozenset([int, float, bool, type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format])
 
 
 def geometry_of(tensor: torch.Tensor) -> Geometry:
@@ -47,7 +49,7 @@ class Value:
         made: how a cheap op made it, None if something else did. output: which of that op's results it is.
         base: geometry of the tensor that fills the storage, None while unknown.
         kept: the `Kept` that holds these contents now, if any (weak).
-        constant: a parameter that holds these contents, with `constant_version`, its storage and a few of its bytes.
+        constant: a parameter that holds these contents, if one does.
         random_mask: these are zeros and ones drawn by `bernoulli_`.
         waiting: the rederived tensors of this value that will still be asked for, by the turn at which they were
             saved; holds the contents once they were rebuilt for another, if they are wanted soon.
@@ -55,33 +57,15 @@ class Value:
             be used.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "base",
-        "constant",
-        "constant_bytes",
-        "constant_storage",
-        "constant_version",
-        "kept",
-        "made",
-        "output",
-        "overwritten",
-        "random_mask",
-        "waiting",
-    )
-
-    def __init__(self) -> None:
-        self.made: Made | None = None
-        self.output = 0
-        self.base: Geometry | None = None
-        self.kept: weakref.ref[Any] | None = None
-        self.constant: torch.Tensor | None = None
-        self.constant_version = 0
-        self.constant_bytes = b""
-        self.constant_storage = 0
-        self.random_mask = False
-        self.overwritten: tuple[Geometry, ...] = ()
-        self.waiting: Waiting | None = None
+    # Most stay as they are: one is made for each op, and setting them all took longer than the op's record.
+    made: Made | None = None
+    output = 0
+    base: Geometry | None = None
+    kept: weakref.ref[Any] | None = None
+    constant: Constant | None = None
+    random_mask = False
+    overwritten: tuple[Geometry, ...] = ()
+    waiting: Waiting | None = None
 
     def rebuilt(self) -> torch.Tensor | None:
         """Returns the contents if they were rebuilt and are held for somebody else."""
@@ -91,6 +75,21 @@ class Value:
         """Returns the object that keeps these contents now; None if there is none or it was overwritten."""
         kept = self.kept() if self.kept is not None else None
         return kept if kept is not None and kept.is_current() else None
+
+
+class Constant:
+    """A parameter, or what FSDP1 makes weights views of: its contents are there in backward if nobody changed them.
+
+    `version`, `storage` and `sample`, a few of its bytes, are those when it was read.
+    """
+
+    __slots__ = ("sample", "storage", "tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.version = tensor._version
+        self.sample = read_bytes(tensor)
+        self.storage = tensor.untyped_storage()._cdata
 
 
 class Read:
@@ -106,24 +105,32 @@ class Read:
 class Made:
     """One cheap op: what to call again, on what.
 
-    `args` and `kwargs` are the op's own with tensors replaced by `Read`s. `traffic_bytes`: bytes read and written.
-    `outputs`: the values of all its results, where there are several. `side_results`: what
-    keeps all but the first of them, if that helps to rebuild the first (`shortcuts.py`). `is_flat`: reads are among
-    `args` themselves, none in a list or in `kwargs`. `order`: how many ops were recorded before it.
+    `args` and `kwargs` are the op's own with tensors replaced by `Read`s. `written`: geometries of what it writes.
+    `outputs`: the values of all its results, where there are several. `side_results`: what keeps all but the first of
+    them, if that helps to rebuild the first (`shortcuts.py`). `is_flat`: reads are among `args` themselves, none in a
+    list or in `kwargs`. `order`: how many ops were recorded before it, `traffic_bytes`: that it reads and writes.
     """
 
-    __slots__ = ("args", "function", "is_flat", "kwargs", "order", "outputs", "reads", "side_results", "traffic_bytes")
+    outputs: tuple[weakref.ref[Value], ...] = ()
+    side_results: tuple[weakref.ref[Any], ...] = ()
+    _traffic_bytes = -1
 
-    def __init__(self, function: Any, args: Any, kwargs: Any, reads: list[Read], traffic_bytes: int) -> None:
+    def __init__(self, function: Any, args: Any, kwargs: Any, reads: list[Read], is_flat: bool, order: int) -> None:
         self.function = function
         self.args = args
         self.kwargs = kwargs
         self.reads = reads
-        self.is_flat = not kwargs and sum(type(a) is Read for a in args) == len(reads)
-        self.traffic_bytes = traffic_bytes
-        self.order = 0
-        self.outputs: tuple[weakref.ref[Value], ...] = ()
-        self.side_results: tuple[weakref.ref[Any], ...] = ()
+        self.is_flat = is_flat
+        self.order = order
+        self.written: list[Geometry] = []
+
+    @property
+    def traffic_bytes(self) -> int:
+        """Once it has returned."""
+        if self._traffic_bytes < 0:
+            laid = [read.geometry for read in self.reads] + self.written
+            self._traffic_bytes = sum(size.numel() * dtype.itemsize for size, _, _, dtype in laid)
+        return self._traffic_bytes
 
 
 class Surroundings:
@@ -213,10 +220,7 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
             return known
         value = Value()
         if type(tensor) is not torch.Tensor and isinstance(tensor, nn.Parameter):
-            value.constant = tensor
-            value.constant_version = tensor._version
-            value.constant_bytes = read_bytes(tensor)
-            value.constant_storage = storage._cdata
+            value.constant = Constant(tensor)
         self._set(storage, value)
         return value
 
@@ -235,14 +239,15 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        facts = known_facts(id(func))
+        if facts is None:
+            if _torch.is_higher_order(func):
+                return func(*args, **(kwargs or {}))
+            facts = op_facts(func)
         kwargs = kwargs or {}
-        if _torch.is_higher_order(func):
+        if facts.is_inert or (self.paused and facts.kind == CHEAP):
             return func(*args, **kwargs)
-        facts = op_facts(func)
-        kind = facts.kind
-        if kind in (OPAQUE, VIEW) or (kind == CHEAP and self.paused):
-            return func(*args, **kwargs)
-        if kind == CHEAP:
+        if facts.kind == CHEAP:
             made = self._made(facts, args, kwargs)
             statistics: list[torch.Tensor] = []
             if facts.is_batch_norm and len(args) > 5 and args[5]:  # it updates them, though its schema does not say so
@@ -265,30 +270,34 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
         recorded = self._encode(args, reads)
         if recorded is None:
             return None
-        recorded_kwargs = {}
-        for key, item in kwargs.items():
-            encoded = self._encode((item,), reads)
-            if encoded is None:
-                return None
-            recorded_kwargs[key] = encoded[0]
-        traffic_bytes = 0
-        for read in reads:
-            size, _, _, dtype = read.geometry
-            traffic_bytes += size.numel() * dtype.itemsize
-        made = Made(facts.function, recorded, recorded_kwargs, reads, traffic_bytes)
-        made.order = self._num_made = self._num_made + 1
-        return made
+        self._num_made += 1
+        if not kwargs:
+            is_flat = len([a for a in recorded if type(a) is Read]) == len(reads)
+            return Made(facts.function, recorded, kwargs, reads, is_flat, self._num_made)
+        values = self._encode(kwargs.values(), reads)
+        if values is None:
+            return None
+        return Made(facts.function, recorded, dict(zip(kwargs, values, strict=True)), reads, False, self._num_made)
 
     def _encode(self, items: Iterable[Any], reads: list[Read]) -> tuple[Any, ...] | None:
         """Returns `items` with tensors replaced by reads, or None if one of them cannot be recorded."""
         result: list[Any] = []
         for item in items:
-            if isinstance(item, torch.Tensor):
-                if item.layout is not torch.strided or item.is_neg() or item.is_conj():
+            kind = type(item)
+            if kind in _PLAIN:
+                result.append(item)
+            elif kind is torch.Tensor or isinstance(item, torch.Tensor):
+                if item.layout is not _STRIDED or item.is_neg() or item.is_conj():
                     return None
-                read = self._read(item)
-                if read.value.base is not None and read.value.base[3] != item.dtype:
+                value = self._values.get(weakref.ref(item.untyped_storage()))
+                if value is None:
+                    value = self.value_of(item)
+                if value.made is None and value.constant is None:
+                    self.read_leaf(value, item)
+                base, dtype = value.base, item.dtype
+                if base is not None and base[3] is not dtype:
                     return None  # the same bytes read as another dtype
+                read = Read(value, (item.size(), item.stride(), item.storage_offset(), dtype))
                 reads.append(read)
                 result.append(read)
             elif isinstance(item, (list, tuple)):
@@ -300,9 +309,8 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
                 result.append(item)
         return tuple(result)
 
-    def _read(self, tensor: torch.Tensor) -> Read:
-        """Returns a tensor argument of an op that is recorded."""
-        return Read(self.value_of(tensor), geometry_of(tensor))
+    def read_leaf(self, value: Value, tensor: torch.Tensor) -> None:
+        """Called for what a recorded op reads and no op was seen to make."""
 
     def pack(self, tensor: torch.Tensor, value: Value) -> Any | None:
         """Returns a replacement for a saved tensor that is not kept yet; None: it is rederived or kept."""
@@ -317,7 +325,7 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
             if not isinstance(tensor, torch.Tensor):
                 continue
             if position > 0 and not has_side_results and tensor.numel() * 16 <= out[0].numel():
-                made.traffic_bytes += tensor.numel() * tensor.dtype.itemsize
+                made.written.append(geometry_of(tensor))
                 continue  # a norm's statistics: too small to be worth a rebuild
             values.append(self._attach_one(made, tensor, position))
         if len(values) == len(out):
@@ -328,7 +336,7 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
         value.made = made
         value.output = position
         value.base = base = geometry_of(tensor)
-        made.traffic_bytes += base[0].numel() * base[3].itemsize
+        made.written.append(base)
         self._set(tensor.untyped_storage(), value)
         return value
 
@@ -350,7 +358,7 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
                 if made is not None:
                     value.made = made
                     value.base = base
-                    made.traffic_bytes += tensor.numel() * tensor.dtype.itemsize
+                    made.written.append(geometry_of(tensor))
                 elif facts.is_random_mask and tensor.nbytes == tensor.untyped_storage().nbytes():
                     value.random_mask = True
                     value.base = geometry_of(tensor)

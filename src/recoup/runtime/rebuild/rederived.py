@@ -13,7 +13,7 @@ from recoup.runtime.offload.offloaded_saved_tensor import KeptElsewhere
 from recoup.runtime.rebuild import shortcuts
 from recoup.runtime.rebuild.cheap_ops import op_facts
 from recoup.runtime.rebuild.kept import CHANGED, Kept, Source, changed_since, check_version, is_overwritten, laid
-from recoup.runtime.rebuild.lineage import Geometry, Made, Read, Recorder, Value, current_recorder, geometry_of
+from recoup.runtime.rebuild.lineage import Geometry, Made, Read, Recorder, Value, current_recorder
 from recoup.runtime.recompute.spot_check import read_bytes
 from recoup.runtime.waiting import Waiting
 
@@ -58,7 +58,7 @@ class Rederived:
 
     def unpack(self) -> torch.Tensor:
         """Runs the chain and returns the tensor."""
-        if is_overwritten(self.value, self.geometry):
+        if self.value.overwritten and is_overwritten(self.value, self.geometry):
             size, _, _, dtype = self.geometry
             raise changed_since(f"{dtype} {list(size)}")
         if self._under.are_here():
@@ -98,13 +98,14 @@ def constant_contents(value: Value) -> torch.Tensor:
     """Returns the contents of a parameter; raises if it was changed since, also where its version does not tell."""
     constant = value.constant
     assert constant is not None
-    check_version(constant, value.constant_version)
-    is_elsewhere = constant.untyped_storage()._cdata != value.constant_storage
-    if (is_elsewhere and not _torch.is_sharded_parameter(constant)) or (
-        value.constant_bytes and read_bytes(constant) != value.constant_bytes
+    tensor = constant.tensor
+    check_version(tensor, constant.version)
+    is_elsewhere = tensor.untyped_storage()._cdata != constant.storage
+    if (is_elsewhere and not _torch.is_sharded_parameter(tensor)) or (
+        constant.sample and read_bytes(tensor) != constant.sample
     ):
-        raise RuntimeError(CHANGED.format(tensor=f"{constant.dtype} {list(constant.shape)}", versions=_BY_DATA))
-    return constant.detach()
+        raise RuntimeError(CHANGED.format(tensor=f"{tensor.dtype} {list(tensor.shape)}", versions=_BY_DATA))
+    return tensor.detach()
 
 
 def _one_op(value: Value) -> torch.Tensor | None:
@@ -238,7 +239,7 @@ class _Rebuild:
 
 def fitted(tensor: torch.Tensor, base: Geometry) -> torch.Tensor:
     """Returns the tensor laid out as the first time."""
-    if geometry_of(tensor) == base:
+    if (tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype) == base:
         return tensor
     size, stride, _, dtype = base
     return torch.empty_strided(size, stride, dtype=dtype, device=tensor.device).copy_(tensor)

@@ -26,7 +26,7 @@ from recoup.runtime.offload.offloaded_saved_tensor import KeptElsewhere, Returni
 from recoup.runtime.rebuild import shortcuts
 from recoup.runtime.rebuild.chain_search import find_sources
 from recoup.runtime.rebuild.cheap_ops import op_facts
-from recoup.runtime.rebuild.kept import Kept, KeptCompact, KeptView, Source, on_device
+from recoup.runtime.rebuild.kept import Kept, KeptCompact, KeptConstant, KeptView, Source, on_device
 from recoup.runtime.rebuild.lineage import Made, Recorder, Value, current_recorder, geometry_of
 from recoup.runtime.rebuild.rederived import Rederived, paused
 
@@ -35,8 +35,10 @@ MIN_BYTES = 4096  # smaller saved tensors are kept: a rebuild takes some 100 us 
 
 def pack(tensor: torch.Tensor) -> Any:
     """Returns the object that autograd saves in place of `tensor`: `Kept`, `KeptView`, `Rederived` or `Returning`."""
-    with _torch.past_function_modes():
-        return _pack(tensor)
+    if _torch.num_function_modes():
+        with _torch.past_function_modes():
+            return _pack(tensor)
+    return _pack(tensor)
 
 
 def _pack(tensor: torch.Tensor) -> Any:
@@ -51,7 +53,7 @@ def _pack(tensor: torch.Tensor) -> Any:
         return Kept(tensor)
     value = recorder.value_of(tensor)
     if value.constant is not None:
-        return Kept(tensor)
+        return KeptConstant(tensor)
     recorder.turn += 1
     made = value.made
     num_bytes = tensor.numel() * tensor.dtype.itemsize
@@ -86,7 +88,8 @@ def _pack(tensor: torch.Tensor) -> Any:
             if mask is not None:
                 sources = find_sources(value, num_bytes)
         if sources is not None:
-            execution_context.rederived(tensor, [t for t in map(on_device, sources) if t is not None])
+            if execution_context.observer() is not None:
+                execution_context.rederived(tensor, [t for t in map(on_device, sources) if t is not None])
             return Rederived(value, geometry_of(tensor), sources, recorder)
     if recorder.offloading and recorder.offloader is not None:
         with paused(), execution_context.recomputing(), _torch.below_autocast_and_autograd():
@@ -136,9 +139,10 @@ def _compact_indices(value: Value, tensor: torch.Tensor) -> KeptCompact:
 
 def unpack(packed: Any) -> torch.Tensor:
     """Returns the tensor that `pack` was given, kept or rebuilt."""
-    with _torch.past_function_modes():
-        result: torch.Tensor = packed.unpack()
-    return result
+    if _torch.num_function_modes():
+        with _torch.past_function_modes():
+            return packed.unpack()  # type: ignore[no-any-return]
+    return packed.unpack()  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager

@@ -58,22 +58,23 @@ class Segment:
         """
         found: dict[int, Source] = {}
         seen: set[Value] = set()
-        around = self.around
+        around, reached = self.around, self._reached
         stack = [value]
         while stack:
             current = stack.pop()
-            if current in seen or current in self._reached:
+            if current in seen or current in reached:
                 continue
             seen.add(current)
             if current.constant is not None:
-                if current.constant._version != current.constant_version or not has_memory(current.constant):
+                parameter = current.constant.tensor
+                if parameter._version != current.constant.version or not has_memory(parameter):
                     return None
                 continue
-            kept = current.alive()
-            if kept is not None:
+            if current.kept is not None and (kept := current.alive()) is not None:
                 found[id(kept)] = kept
                 continue
-            if current.made is None:
+            made = current.made
+            if made is None:
                 return None
             if around is not None and current in around.joints:
                 further = around.reach(current)
@@ -82,7 +83,8 @@ class Segment:
                 found.update((id(source), source) for source in further)
                 self.starts[current] = around.pending.setdefault(current, Waiting()).add(self)
                 continue
-            stack.extend(read.value for read in current.made.reads)
+            for read in made.reads:
+                stack.append(read.value)
         self._reached |= seen
         self.sources.update(found)
         for source in found.values():
@@ -143,12 +145,14 @@ class Segment:
         for order in sorted(ops):
             made, values = ops[order]
             args = _decoded(made.args, here)
-            kwargs = {key: _decoded((item,), here)[0] for key, item in made.kwargs.items()}
-            out = made.function(*args, **kwargs)
-            del args, kwargs
+            if made.kwargs:
+                out = made.function(*args, **{key: _decoded((item,), here)[0] for key, item in made.kwargs.items()})
+            else:
+                out = made.function(*args)
+            del args
             for value in values:
                 assert value.base is not None
-                tensor = fitted(out[value.output] if isinstance(out, (tuple, list)) else out, value.base)
+                tensor = fitted(out if type(out) is torch.Tensor else _result(out, value.output), value.base)
                 here[value] = tensor
                 if value in wanted:
                     found[value] = tensor
@@ -163,7 +167,8 @@ class Segment:
                     here.pop(value, None)
         for value in wanted:
             if value not in found:  # kept by somebody by now
-                found[value] = _contents(value, here)
+                contents = _contents(value, here)
+                found[value] = contents if value.base is None else laid(contents, value.base)
             self.pending[value].hold(found[value])
         return found
 
@@ -179,8 +184,13 @@ def _decoded(items: Any, here: dict[Value, torch.Tensor]) -> list[Any]:
     """Returns an op's recorded arguments with tensors in the place of reads."""
     decoded: list[Any] = []
     for item in items:
-        if isinstance(item, Read):
-            decoded.append(laid(_contents(item.value, here), item.geometry))
+        if type(item) is Read:
+            value, geometry = item.value, item.geometry
+            found = here.get(value)
+            if found is None:
+                decoded.append(laid(_contents(value, here), geometry))
+            else:  # rebuilt, so that it lies as it did
+                decoded.append(found if geometry == value.base else laid(found, geometry))
         elif isinstance(item, (list, tuple)):
             decoded.append(_decoded(item, here))
         else:
@@ -188,11 +198,18 @@ def _decoded(items: Any, here: dict[Value, torch.Tensor]) -> list[Any]:
     return decoded
 
 
+def _result(out: Any, position: int) -> torch.Tensor:
+    """Returns one of the results of an op."""
+    result: torch.Tensor = out[position] if isinstance(out, (tuple, list)) else out
+    return result
+
+
 def _contents(value: Value, here: dict[Value, torch.Tensor]) -> torch.Tensor:
     if value.constant is not None:
-        if not has_memory(value.constant):
+        parameter = value.constant.tensor
+        if not has_memory(parameter):
             raise ReplayError(
-                f"A parameter {list(value.constant.shape)} that saved tensors are rebuilt from was taken away since "
+                f"A parameter {list(parameter.shape)} that saved tensors are rebuilt from was taken away since "
                 "its module's forward. Plan without `rebuild`: actions=('rederive', 'recompute').",
                 code="E203",
             )
@@ -218,15 +235,18 @@ class Rebuilt:
         self.value = value
         self.geometry = geometry
         self.segment = segment
-        self._waiting = segment.pending.setdefault(value, Waiting())
-        self._ticket = self._waiting.add(self)
+        waiting = segment.pending.get(value)
+        if waiting is None:
+            waiting = segment.pending[value] = Waiting()
+        self._waiting = waiting
+        self._ticket = waiting.add(self)
 
     def unpack(self) -> torch.Tensor:
         """Returns the tensor; raises if it was changed in place since it was saved, as autograd would.
 
         Under `retain_graph` it may be asked for again, and is rebuilt again.
         """
-        if is_overwritten(self.value, self.geometry):
+        if self.value.overwritten and is_overwritten(self.value, self.geometry):
             size, _, _, dtype = self.geometry
             raise changed_since(f"{dtype} {list(size)}")
         tensor = self._waiting.result()

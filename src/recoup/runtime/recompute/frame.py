@@ -86,12 +86,18 @@ class Frame:
         """Returns which weight a saved tensor is, and how it lies over it; None for an activation or an argument."""
         storage = storage_of(tensor)
         base = tensor if tensor._base is None else tensor._base
-        if storage in self.given or not (storage in self.weights or isinstance(base, torch.nn.Parameter)):
+        if storage in self.given:
+            return None
+        is_weight = type(base) is not torch.Tensor and isinstance(base, torch.nn.Parameter)
+        if not is_weight and storage not in self.weights:
             return None
         return storage, tensor.stride(), tensor.storage_offset()
 
     def _pack(self, tensor: torch.Tensor) -> Slot:
-        with _torch.past_function_modes():
+        if _torch.num_function_modes():
+            with _torch.past_function_modes():
+                slot = Slot(self, tensor)
+        else:
             slot = Slot(self, tensor)
         self.slots.append(weakref.ref(slot))
         return slot
@@ -141,6 +147,8 @@ class Frame:
         roots: list[Any] = []
 
         def fill(tensor: torch.Tensor) -> Any:
+            if not _torch.num_function_modes():
+                return fill_in(tensor)
             with _torch.past_function_modes():
                 return fill_in(tensor)
 

@@ -46,27 +46,26 @@ def _read(tensor: torch.Tensor) -> bytes:
 
 def read_bytes(tensor: torch.Tensor) -> bytes:
     """Returns bytes from the start, the middle and the end; none of what is not plain host memory."""
-    if type(tensor) not in (torch.Tensor, nn.Parameter) or not tensor.is_cpu:
+    kind = type(tensor)
+    if (kind is not nn.Parameter and kind is not torch.Tensor) or not tensor.is_cpu:
         return b""
     if tensor.dtype not in _SAMPLED or tensor.layout is not torch.strided:
         return b""
-    if _torch.is_wrapped(tensor) or tensor._is_zerotensor():  # inside `torch.func` transforms: no memory of its own
+    try:
+        start, size = tensor.data_ptr(), tensor.nbytes
+    except RuntimeError:  # inside `torch.func` transforms: no memory of its own
         return b""
-    if not tensor.untyped_storage().nbytes():  # FSDP takes a unit's memory away
+    if not start or not size or not tensor.untyped_storage().nbytes():  # FSDP takes a unit's memory away
         return b""
-    size = tensor.nbytes
-    if not size:
-        return b""
-    start = tensor.data_ptr()
+    if size > 3 * _SAMPLE_BYTES and tensor.is_contiguous():
+        middle = start + size // 16 * 8
+        return (
+            _string_at(start, _SAMPLE_BYTES)
+            + _string_at(middle, _SAMPLE_BYTES)
+            + _string_at(start + size - _SAMPLE_BYTES, _SAMPLE_BYTES)
+        )
     if not tensor.is_contiguous():
         width = tensor.element_size()
         last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) * width
         return _string_at(start, width) + _string_at(start + last, width)
-    if size <= 3 * _SAMPLE_BYTES:
-        return _string_at(start, size)
-    middle = start + size // 16 * 8
-    return (
-        _string_at(start, _SAMPLE_BYTES)
-        + _string_at(middle, _SAMPLE_BYTES)
-        + _string_at(start + size - _SAMPLE_BYTES, _SAMPLE_BYTES)
-    )
+    return _string_at(start, size)

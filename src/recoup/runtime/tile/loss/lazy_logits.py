@@ -22,7 +22,7 @@ from recoup import _torch
 from recoup._pytree import iterate_tensors, map_tensors
 from recoup.errors import UsageError
 from recoup.runtime import execution_context
-from recoup.runtime.tile.loss import lazy_ops
+from recoup.runtime.tile.loss import lazy_classes, lazy_ops
 from recoup.runtime.tile.loss.function import tiled_loss
 from recoup.runtime.tile.loss.math import LossSpec, Step, wide
 
@@ -96,6 +96,7 @@ class LazyLogits(torch.Tensor):
     bias: torch.Tensor | None
     steps: tuple[Step, ...]
     more: tuple[tuple[torch.Tensor, Head], ...]
+    after: lazy_classes.Classwise | None
     _make: Callable[[], torch.Tensor]
     _real: torch.Tensor | None
     _parent: LazyLogits | None
@@ -109,6 +110,29 @@ class LazyLogits(torch.Tensor):
     def is_made(self) -> bool:
         """Whether it, or what it was made of, has been computed: then changes in place may have touched it."""
         return self._real is not None or (self._parent is not None and self._parent.is_made())
+
+    def follow(self, func: Any) -> lazy_ops.Follow | None:
+        """Returns what an op makes of these values while they are not there, None if it needs them."""
+        found = lazy_classes.OPS.get(func)
+        if found is None and self.after is None:
+            return lazy_ops.OPS.get(func)
+        return found or lazy_classes.AFTER.get(func) or lazy_ops.MOVES.get(func)
+
+    def operands(
+        self,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, list[tuple[torch.Tensor, torch.Tensor]]]:
+        """Returns rows (N, H), weight, bias, and (rows, weight) of the products added; in the head's autocast dtype."""
+        low = self.head.autocast
+
+        def cast(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor if low is None else tensor.to(low)
+
+        def flat(rows: torch.Tensor) -> torch.Tensor:
+            return cast(rows.reshape(-1, rows.shape[-1]))
+
+        more = [(flat(added), cast(other.weight)) for added, other in self.more]
+        bias = None if self.bias is None else cast(self.bias)
+        return flat(self.rows), cast(self.head.weight), bias, more
 
     @classmethod
     def __torch_function__(
@@ -128,8 +152,8 @@ class LazyLogits(torch.Tensor):
                 handle = RemovableHandle(first.head.hooks)
                 first.head.hooks[handle.id] = args[1]
                 return handle
-            elif func in lazy_ops.OPS:
-                made = lazy_ops.OPS[func](first, args[1:], kwargs)
+            elif (follow := first.follow(func)) is not None:
+                made = follow(first, args[1:], kwargs)
                 if made is not None:
                     return made
         if lazy_ops.writes(func, kwargs):
@@ -166,15 +190,20 @@ def derive(
     make: Callable[[torch.Tensor], torch.Tensor],
     bias: torch.Tensor | None = None,
     more: tuple[tuple[torch.Tensor, Head], ...] | None = None,
+    *,
+    after: lazy_classes.Classwise | None = None,
+    dtype: torch.dtype | None = None,
 ) -> LazyLogits:
     """Applies an op to `source` and returns its result.
 
     Args:
         rows: the hidden states of the result. step: what happens to the values. make: the op on real logits.
         bias: replaces the one of `source`. more: (rows, head) of products that are added, in the place of `source`'s.
+        after: what is made of the logits along the classes, in the place of `source`'s. dtype: of the result.
     """
     steps = source.steps if step is None else (*source.steps, step)
-    dtype = step[1] if step is not None and step[0] == "to" else source.dtype
+    if dtype is None:
+        dtype = step[1] if step is not None and step[0] == "to" else source.dtype
 
     def run() -> torch.Tensor:
         with torch.enable_grad():
@@ -183,7 +212,8 @@ def derive(
     bias = source.bias if bias is None else bias
     more = source.more if more is None else more
     requires_grad = source.requires_grad or any(t.requires_grad for r, h in more for t in (r, h.weight))
-    return _new(source.head, rows, bias, steps, dtype, requires_grad, run, source, more)
+    after = source.after if after is None else after
+    return _new(source.head, rows, bias, steps, dtype, requires_grad, run, source, more, after)
 
 
 def _new(
@@ -196,12 +226,13 @@ def _new(
     make: Callable[[], torch.Tensor],
     parent: LazyLogits | None,
     more: tuple[tuple[torch.Tensor, Head], ...],
+    after: lazy_classes.Classwise | None = None,
 ) -> LazyLogits:
     shape = (*rows.shape[:-1], head.weight.shape[0])
     lazy: LazyLogits = _torch.tensor_without_data(LazyLogits, head.hidden, shape, dtype, requires_grad)
     lazy.head, lazy.rows, lazy.bias, lazy.steps = head, rows, bias, steps
     lazy._make, lazy._real, lazy._parent = make, None, parent
-    lazy.more = more
+    lazy.more, lazy.after = more, after
     head.family.append(weakref.ref(lazy))
     return lazy
 
@@ -226,7 +257,13 @@ def _cross_entropy(
 ) -> torch.Tensor | None:
     """Returns the loss over tiles; None where it is asked in a way that tiles do not cover."""
     head = lazy.head
-    fits = lazy.dim() == 2 and target.dim() == 1 and len(target) == len(lazy) and target.dtype == torch.int64
+    fits = (
+        lazy.after is None
+        and lazy.dim() == 2
+        and target.dim() == 1
+        and len(target) == len(lazy)
+        and target.dtype == torch.int64
+    )
     plain = weight is None and size_average is None and reduce is None and reduction in ("mean", "sum", "none")
     if not (fits and plain) or isinstance(target, LazyLogits) or not torch.is_grad_enabled():
         return None
@@ -240,12 +277,7 @@ def _cross_entropy(
         reduction=reduction,
         tile_tokens=head.tile_tokens,
     )
-    rows, matrix, bias = lazy.rows, head.weight, lazy.bias
-    more = [(added, other.weight) for added, other in lazy.more]
-    if head.autocast is not None:
-        rows, matrix = rows.to(head.autocast), matrix.to(head.autocast)
-        bias = bias.to(head.autocast) if bias is not None else None
-        more = [(added.to(head.autocast), weight.to(head.autocast)) for added, weight in more]
+    rows, matrix, bias, more = lazy.operands()
     loss = head.when_backward_begins(tiled_loss(rows, matrix, bias, [target], spec, more))
     in_autocast = torch.is_autocast_enabled(rows.device.type)
     return loss.to(wide(lazy.dtype) if in_autocast else lazy.dtype)

@@ -172,17 +172,22 @@ def _same(lazy: LazyLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     return None if args or kwargs else lazy
 
 
-OPS: dict[Any, Follow] = {
+MOVES: dict[Any, Follow] = {
     torch.Tensor.view: _view,
     torch.Tensor.reshape: _view,
     torch.reshape: _view,
     torch.Tensor.flatten: _flatten,
     torch.flatten: _flatten,
     torch.Tensor.__getitem__: _index,
+    torch.Tensor.contiguous: _same,
+}
+"""Ops that select or reorder tokens, on logits and on whatever is made of them class by class."""
+
+OPS: dict[Any, Follow] = {
+    **MOVES,
     torch.Tensor.to: _to,
     torch.Tensor.float: lambda lazy, args, kwargs: None if args or kwargs else _cast(lazy, torch.float32),
     torch.Tensor.double: lambda lazy, args, kwargs: None if args or kwargs else _cast(lazy, torch.float64),
-    torch.Tensor.contiguous: _same,
     torch.Tensor.mul: _scale("mul"),
     torch.Tensor.__mul__: _scale("mul"),
     torch.Tensor.__rmul__: _scale("mul"),

@@ -1,0 +1,181 @@
+"""Compiled steps within byte budgets, and beside torch's `activation_memory_budget`, on one meter.
+
+    python -m bench.compiled [--backend aot_eager|inductor] [--form whole|blocks] [--settings N] [MODEL ...]
+
+Budgets are shares of the measured peak of the step as torch compiles it. FLOPs are those of the graphs that run, by
+torch's formulas. Rows are kept in `bench/results/compiled-cpu.json` as they are measured; a row that is there is not
+measured again. Writes the tables to `bench/results/compiled-cpu.md`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._functorch import config as functorch_config
+
+from bench.workloads import Workload
+from recoup.capture.snapshot import untouched
+from recoup.compiled.fitting import CompiledFitting
+from recoup.compiled.recording import CompileOptions
+from recoup.errors import InfeasibleBudget
+
+RESULTS = Path(__file__).parent / "results"
+BUDGETS = (80, 60, 45, 35)
+_WIDTH = "hidden_size=64,num_attention_heads=2"
+_TEXT = {"batch": 4, "seq": 128}
+MODELS = {
+    "gpt2": Workload(
+        target="hf:gpt2?n_layer=4,n_embd=64,n_head=2,vocab_size=256", options=_TEXT, layers=("transformer.h.?",)
+    ),
+    "llama": Workload(
+        target=f"hf:llama?num_hidden_layers=4,{_WIDTH},intermediate_size=172,vocab_size=256",
+        options=_TEXT,
+        layers=("model.layers.?",),
+    ),
+    "bert": Workload(
+        target=f"hf:bert?num_hidden_layers=4,{_WIDTH},intermediate_size=256,vocab_size=256",
+        options=_TEXT,
+        layers=("bert.encoder.layer.?",),
+    ),
+    "vit": Workload(
+        target=f"hf:vit?num_hidden_layers=4,{_WIDTH},intermediate_size=256,image_size=64,patch_size=8",
+        options={"batch": 8, "image": 64},
+        layers=("vit.layers.?",),
+    ),
+    "resnet": Workload(target="bench/targets.py:resnet_tiny", layers=("resnet.encoder.stages.?.layers.?",)),
+    "unet": Workload(target="bench/targets.py:unet_tiny", layers=("down.?", "middle", "up.?")),
+    # Named nowhere else:
+    "mixer": Workload(target="bench/targets.py:mixer_tiny", layers=("layers.?",)),
+    "conv-attention": Workload(target="bench/targets.py:conv_attention_tiny", layers=("layers.?",)),
+    "state-space": Workload(target="bench/targets.py:state_space_tiny", layers=("layers.?",)),
+}
+
+
+def rows(name: str, backend: str, form: str, num_settings: int) -> Any:
+    """Yields a model's rows: budgets first, then torch's settings with ours at the peak of each."""
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    workload = MODELS[name]
+    target = workload.resolve()
+    model = target.model
+    objective, batch = target.objective()
+    modules = tuple(workload.find_layers(model)) if form == "blocks" else ()
+    options = CompileOptions.of({"backend": backend, "modules": modules})
+    with untouched(model, batch, objective.functions):
+        fitting = CompiledFitting(model, batch, objective, None, options)
+        try:
+            plain = fitting.record()
+            flops = fitting.flops(fitting.torch_choice)
+            for share in BUDGETS:
+                yield {"budget": share, "plain_bytes": plain} | _fitted(fitting, plain * share // 100, flops)
+            for i in range(num_settings):
+                setting = round(i / max(1, num_settings - 1), 3)
+                with functorch_config.patch(activation_memory_budget=setting):
+                    theirs = CompiledFitting(model, batch, objective, None, options)
+                    peak = theirs.record()
+                their_flops = theirs.flops(theirs.torch_choice) / flops
+                ours = {f"our_{k}": v for k, v in _fitted(fitting, peak, flops).items()}
+                yield {"setting": setting, "plain_bytes": plain, "peak_bytes": peak, "flops": their_flops} | ours
+        finally:
+            fitting.bench.restore()
+
+
+def _fitted(fitting: CompiledFitting, budget_bytes: int, plain_flops: int) -> dict[str, Any]:
+    """Returns what a fit within a budget measured; of one below the floor, the floor."""
+    try:
+        done = fitting.fit(budget_bytes, free_bytes=None, timed=False)
+    except InfeasibleBudget as error:
+        return {"least_bytes": error.minimum_bytes}
+    done.applied.remove()
+    evidence = done.evidence
+    return {
+        "peak_bytes": evidence.peak_bytes,
+        "predicted_bytes": evidence.predicted_peak_bytes,
+        "is_equal": evidence.gradients_equal,
+        "gradient_error": evidence.max_gradient_error,
+        "is_ok": evidence.ok,
+        "flops": fitting.flops(fitting.last_choice) / plain_flops,
+    }
+
+
+def table(results: dict[str, Any]) -> str:
+    """Returns the rows as Markdown."""
+    lines = [
+        f"Compiled steps, torch {torch.__version__}, CPU, one thread, on a machine in use (no times). Peaks in % of "
+        "the compiled plain step's.",
+        "",
+        "| model | backend | graphs | plain | " + " | ".join(f"{b} %" for b in BUDGETS) + " | gradients |",
+        "|---|---|---|---|" + "---|" * len(BUDGETS) + "---|",
+    ]
+    for key, found in results.items():
+        name, backend, form = key.split("/")
+        budgets = {r["budget"]: r for r in found if "budget" in r}
+        if not budgets:
+            continue
+        cells = [_cell(budgets[b]) if b in budgets else "" for b in BUDGETS]
+        made = [r for r in budgets.values() if "peak_bytes" in r]
+        worst = max((r["gradient_error"] for r in made), default=0.0)
+        bits = "" if not made else "bit-equal" if all(r["is_equal"] for r in made) else f"to {worst:.0e}"
+        plain = next(iter(budgets.values()))["plain_bytes"]
+        lines.append(f"| {name} | {backend} | {form} | {plain / 2**20:.2f} MiB | {' | '.join(cells)} | {bits} |")
+    lines += [
+        "",
+        "Beside `activation_memory_budget`: its peak and FLOPs at each setting, ours within that peak. FLOPs in % of "
+        "the step as torch compiles it; `least`: our floor where its peak is below it.",
+        "",
+        "| model | backend | graphs | setting | its peak | its FLOPs | our peak | our FLOPs |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for key, found in results.items():
+        for r in (r for r in found if "setting" in r):
+            plain = r["plain_bytes"]
+            ours = f"least {r['our_least_bytes'] / plain:.1%} | " if "our_least_bytes" in r else ""
+            ours = ours or f"{r['our_peak_bytes'] / plain:.1%} | {r['our_flops']:.1%}"
+            its = f"{r['peak_bytes'] / plain:.1%} | {r['flops']:.1%}"
+            lines.append(f"| {' | '.join(key.split('/'))} | {r['setting']} | {its} | {ours} |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(row: dict[str, Any]) -> str:
+    plain = row["plain_bytes"]
+    if "least_bytes" in row:
+        return f"least {row['least_bytes'] / plain:.1%}"
+    error = row["predicted_bytes"] / row["peak_bytes"] - 1
+    return f"{row['peak_bytes'] / plain:.1%} ({error:+.1%})" + ("" if row["is_ok"] else " NOT OK")
+
+
+def main() -> None:
+    """Measures what is missing, and writes rows and tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", metavar="MODEL")
+    parser.add_argument("--backend", default="aot_eager")
+    parser.add_argument("--form", default="whole", choices=("whole", "blocks"))
+    parser.add_argument("--settings", type=int, default=21, help="of activation_memory_budget, from 0 to 1")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    path = RESULTS / "compiled-cpu.json"
+    results = json.loads(path.read_text()) if path.exists() else {}
+    for name in given.models or MODELS:
+        key = f"{name}/{given.backend}/{given.form}"
+        if len(results.get(key, ())) >= len(BUDGETS) + given.settings:
+            continue
+        found: list[Any] = []
+        began = time.perf_counter()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for row in rows(name, given.backend, given.form, given.settings):
+                found.append(row)
+                print(key, f"{time.perf_counter() - began:.0f} s", json.dumps(row), flush=True)
+                results = (json.loads(path.read_text()) if path.exists() else {}) | {key: found}
+                path.write_text(json.dumps(results, indent=1) + "\n")
+    (RESULTS / "compiled-cpu.md").write_text(table(results))
+
+
+if __name__ == "__main__":
+    main()

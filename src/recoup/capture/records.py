@@ -1,0 +1,95 @@
+"""Ops and storages while a step is recorded; they become those of `ir.trace`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+from recoup.ir.trace import Category, Phase
+
+_LARGE_BYTES = 2**16  # smaller tensors are not looked up: no report names them
+_TORCH, _OURS = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
+_BEGINNINGS = tuple(f"{_OURS}/capture/{name}.py" for name in ("capture", "step", "folding/unfold"))
+
+
+def user_line() -> str:
+    """Returns "file:line" of the code of the step that runs now, "" where none does (backward, an optimizer).
+
+    That is the innermost frame that is neither torch's nor ours; below the frame that began the step lies the caller of
+    recoup, who made nothing. Installed packages are named from the package on, others by their last two folders.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name in _BEGINNINGS:
+            return ""
+        if not name.startswith((_TORCH, _OURS, "<")):
+            _, installed, below = name.rpartition("site-packages/")
+            return f"{below if installed else '/'.join(Path(name).parts[-3:]).removeprefix('//')}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+class StorageRecord:
+    """What becomes an `ir.trace.Storage`; `released_op` is filled in from a second run that saves nothing."""
+
+    __slots__ = (
+        "alloc_op",
+        "category",
+        "free_op",
+        "label",
+        "nbytes",
+        "order",
+        "released_op",
+        "saved_by",
+        "saved_op",
+        "source",
+    )
+
+    def __init__(self, nbytes: int, category: Category, alloc_op: int, order: int, label: str) -> None:
+        self.nbytes = nbytes
+        self.category: Category = category
+        self.alloc_op = alloc_op
+        self.order = order
+        self.label = label
+        self.free_op = -1
+        self.released_op = -1
+        self.saved_op = -1
+        self.saved_by: list[int] = []
+        self.source = user_line() if alloc_op >= 0 and nbytes >= _LARGE_BYTES else ""
+
+    def save(self, op: int, call: int) -> None:
+        """Notes that autograd keeps it for `op` of `call`."""
+        if self.category == "temporary":
+            self.category = "saved"
+        if self.saved_op in (-1, self.alloc_op):  # a later taker keeps it longer than the op that made it
+            self.saved_op = op
+        if not self.saved_by or self.saved_by[-1] != call:
+            self.saved_by.append(call)
+
+
+class OpRecord:
+    """An op while it is recorded; becomes an `ir.trace.Op`."""
+
+    __slots__ = ("call", "inputs", "origin", "outputs", "phase", "replayed", "signature")
+
+    def __init__(
+        self,
+        signature: int,
+        call: int,
+        origin: int,
+        phase: Phase,
+        replayed: bool,
+        inputs: tuple[int, ...],
+        outputs: tuple[int, ...],
+    ) -> None:
+        self.signature = signature
+        self.call = call
+        self.origin = origin
+        self.phase: Phase = phase
+        self.replayed = replayed
+        self.inputs = inputs
+        self.outputs = outputs

@@ -1,0 +1,145 @@
+"""A loss over all pairs of a large batch, its towers run in chunks.
+
+In contrastive training every example of the batch is a negative of every other, so the batch cannot be split into
+micro-batches. But a tower treats each example by itself. So each chunk of a tower's batch is a region (`recompute/`):
+it keeps its inputs and its embeddings, and runs its forward again in backward, in the same random state, where only its
+own activations are there. The loss sees all embeddings at once. GradCache (Gao et al., arXiv 2101.06983) splits a step
+into two passes by hand for this; here it is one graph, so that any loss of the embeddings, with parameters of its own,
+gets the gradients of the undivided step.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from recoup._pytree import map_tensors, num_rows
+from recoup._reachable import Reached
+from recoup.errors import UsageError
+from recoup.runtime.recompute.region import run_region
+from recoup.runtime.recompute.region_step import Member
+
+_WHERE = "(recoup.runtime.contrastive)"
+
+
+def contrastive(
+    loss: Callable[..., torch.Tensor], *towers: tuple[Callable[..., torch.Tensor], Any], chunk_size: int
+) -> torch.Tensor:
+    """Returns `loss(a, b, ...)` of the towers' embeddings of whole batches, keeping one chunk's activations at a time.
+
+    Memory: inputs, embeddings, the loss over all pairs, and the activations of one chunk of one tower. Time: one more
+    forward of the towers. Gradients are those of towers that were run chunk by chunk with everything kept: the same
+    dropout masks, buffers updated once, and the same bits where the kernels are deterministic. They differ from one
+    call on the whole batch by rounding (and by the random numbers that dropout draws for smaller tensors).
+
+    Args:
+        loss: of the embeddings, (N, D) each, one a tower; it may close over parameters of its own (a temperature).
+        *towers: (tower, batch) pairs. tower: a module or function that returns an embedding, a row an example, each
+            from its own example alone. batch: a dict becomes `tower(**batch)`, a tuple or list `tower(*batch)`,
+            anything else `tower(batch)`; tensors with as many rows as the one with most are cut, everything else
+            goes whole to each chunk. A module may be in several towers.
+        chunk_size: examples of a chunk.
+
+    Returns:
+        What `loss` returns; `backward()` is called on it as ever. Under `no_grad` nothing runs twice.
+
+    Raises:
+        UsageError: if a tower's BatchNorm is in training mode, since its statistics are over the batch; if a tower
+            returns something else than a row an example.
+
+    Example:
+        >>> image, text = torch.nn.Linear(8, 4), torch.nn.Linear(6, 4)
+        >>> def loss(a, b):
+        ...     return torch.nn.functional.cross_entropy(a @ b.T, torch.arange(len(a)))
+        >>> recoup.contrastive(loss, (image, torch.randn(32, 8)), (text, torch.randn(32, 6)), chunk_size=8).backward()
+    """
+    if isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1:
+        raise UsageError(f"contrastive: chunk_size must be a whole number of at least 1; got {chunk_size!r}. {_WHERE}")
+    if not towers:
+        raise UsageError(f"contrastive: give at least one (tower, batch) pair. {_WHERE}")
+    members = [_checked(number, tower) for number, tower in enumerate(towers)]
+    embeddings = []
+    for member, (_, batch) in zip(members, towers, strict=True):
+        total = num_rows(batch)
+        if not total:
+            raise UsageError(f"contrastive: the batch of {member.path} holds no tensor with examples. {_WHERE}")
+        embedded = []
+        for start in range(0, total, chunk_size):
+            wanted = min(chunk_size, total - start)
+            args, kwargs = _call(_cut(batch, total, start, wanted))
+            rows = run_region(member, args, kwargs)
+            if not isinstance(rows, torch.Tensor) or rows.dim() == 0 or len(rows) != wanted:
+                found = list(rows.shape) if isinstance(rows, torch.Tensor) else type(rows).__name__
+                raise UsageError(
+                    f"contrastive: {member.path} returned {found} for {wanted} examples; it has to return a tensor "
+                    f"with a row an example. Take the embedding out of the output in a function. {_WHERE}"
+                )
+            embedded.append(rows)
+            del args, kwargs, rows
+        embeddings.append(torch.cat(embedded))
+    return loss(*embeddings)
+
+
+class _Tower(nn.Module):
+    """A tower as one module, whose children are the modules that its function reaches: their state is the region's."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.__dict__["function"] = function
+        for number, module in enumerate(_modules_of(function)):
+            self.add_module(str(number), module)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__dict__["function"](*args, **kwargs)
+
+
+def _checked(number: int, tower: Any) -> Member:
+    """Returns the region of a tower's chunks.
+
+    Raises:
+        UsageError: if it is none, or its result depends on the other examples.
+    """
+    if not isinstance(tower, tuple) or len(tower) != 2 or not callable(tower[0]):
+        raise UsageError(f"contrastive: tower {number} must be a (module or function, batch) pair. {_WHERE}")
+    function = tower[0]
+    path = f"tower {number} ({getattr(function, '__name__', type(function).__name__)})"
+    module = _Tower(function)
+    for name, child in module.named_modules():
+        if isinstance(child, _BatchNorm) and child.training:
+            raise UsageError(
+                f"contrastive: `{name.partition('.')[2] or name}` of {path}, a {type(child).__name__}, is in training "
+                "mode: its statistics are over the batch, so chunks would give another loss. Put it in eval mode, or "
+                f"use GroupNorm or LayerNorm. {_WHERE}"
+            )
+    return Member(
+        path=path, module=lambda: module, forward=module.forward, buffers=(), derives=False, derives_by_default=False
+    )
+
+
+def _modules_of(function: Callable[..., Any]) -> Iterator[nn.Module]:
+    """Yields the modules that a function runs: itself, the one it is a method of, and those it closes over."""
+    if isinstance(function, nn.Module):
+        yield function
+        return
+    owner = getattr(function, "__self__", None)
+    if inspect.ismethod(function) and isinstance(owner, nn.Module):
+        yield owner
+        return
+    found = Reached({"tower": function}).modules()
+    inside = {id(child) for module in found for child in module.modules() if child is not module}
+    yield from (module for module in found if id(module) not in inside)
+
+
+def _cut(batch: Any, total: int, start: int, size: int) -> Any:
+    return map_tensors(lambda t: t[start : start + size] if t.dim() > 0 and len(t) == total else t, batch)
+
+
+def _call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    return (tuple(batch), {}) if isinstance(batch, (tuple, list)) else ((batch,), {})

@@ -1,0 +1,127 @@
+"""Budgets hold however a step is compiled: by blocks, dynamic shapes, autocast, dropout, accumulation, inductor."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import recoup
+from recoup.capture.snapshot import untouched
+from recoup.capture.step import make_objective
+from recoup.cli.main import run
+from recoup.compiled.fitting import CompiledFitting
+from recoup.compiled.recording import CompileOptions
+from tests.compiled.models import Residual
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")]
+AOT = {"backend": "aot_eager"}
+
+
+class Blocks(nn.Module):
+    """Residual blocks, the stream scaled by eager code between them."""
+
+    def __init__(self, num_blocks: int = 4) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Residual(num_blocks=1) for _ in range(num_blocks))
+        for block in self.blocks:
+            block.forward = self._stream(block)  # type: ignore[method-assign]
+
+    @staticmethod
+    def _stream(block: Any) -> Any:
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            y = block.wide[0](block.norms[0](x))
+            return x + block.narrow[0](nn.functional.gelu(y))  # type: ignore[no-any-return]
+
+        return forward
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns the mean square of the stream's end."""
+        for block in self.blocks:
+            x = block(x) * 0.5
+        return x.square().mean()
+
+
+def test_a_lower_budget_never_gives_a_higher_peak() -> None:
+    torch.manual_seed(0)
+    model, batch = Residual(num_blocks=3), torch.randn(256, 32)
+    objective, batch = make_objective(batch)
+    with untouched(model, batch, objective.functions):
+        fitting = CompiledFitting(model, batch, objective, None, CompileOptions.of(AOT))
+        plain = fitting.record()
+        peaks = []
+        for share in range(100, 40, -3):
+            try:
+                done = fitting.fit(plain * share // 100, free_bytes=None, timed=False)
+            except recoup.InfeasibleBudget:
+                break
+            done.applied.remove()
+            assert done.evidence.ok and done.evidence.peak_bytes <= plain * share // 100
+            peaks.append(done.evidence.peak_bytes)
+        fitting.bench.restore()
+    assert len(peaks) > 8
+    assert all(one >= other for one, other in itertools.pairwise(peaks))
+
+
+def test_blocks_are_compiled_one_by_one_under_one_budget() -> None:
+    torch.manual_seed(0)
+    model, batch = Blocks(), torch.randn(256, 32)
+    found = recoup.fit(model, batch, budget="60%", compiled={**AOT, "modules": ["blocks.?"]}, timed=False)
+    evidence = found.evidence
+    assert evidence.ok and evidence.gradients_equal and evidence.peak_bytes <= evidence.budget_bytes
+    assert abs(evidence.predicted_peak_bytes / evidence.peak_bytes - 1) < 0.03
+    assert [g.num_calls for g in found.plan.graphs] == [1, 3]  # equal blocks are one graph; the first's input is data
+    assert model._compiled_call_impl is None and model.blocks[0]._compiled_call_impl is not None
+    found.applied.remove()
+    assert model.blocks[0]._compiled_call_impl is None
+    with pytest.raises(recoup.UsageError, match="no module of Blocks is called 'layers"):
+        recoup.fit(model, batch, budget="60%", compiled={**AOT, "modules": ["layers.*"]})
+
+
+class Broken(Residual):
+    """Blocks behind a graph break."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns the mean square of the stream's end."""
+        y = x + self.narrow[0](self.wide[0](x))
+        torch._dynamo.graph_break()
+        return super().forward(y)
+
+
+@pytest.mark.parametrize("name", ["dynamic", "autocast", "accumulate", "graph breaks"])
+def test_ways_to_run_a_step(name: str) -> None:
+    torch.manual_seed(0)
+    model, batch = Residual(num_blocks=3, dropout=0.1), torch.randn(256, 32)
+    options: dict[str, Any] = {"dynamic": True} if name == "dynamic" else {}
+    step: dict[str, Any] = {"autocast": {"autocast": torch.bfloat16}, "accumulate": {"accumulate": 2}}.get(name, {})
+    if name == "graph breaks":
+        model = Broken(num_blocks=3, dropout=0.1)
+    found = recoup.fit(model, batch, budget="80%", compiled={**AOT, **options}, timed=False, **step)
+    evidence = found.evidence
+    assert evidence.ok and evidence.gradients_equal and evidence.peak_bytes <= evidence.budget_bytes
+    if name == "dynamic":
+        model(torch.randn(128, 32)).backward()  # another size: no error, and within the plan's own bytes
+    found.applied.remove()
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_inductor_by_a_mode() -> None:
+    torch.manual_seed(0)
+    model, batch = Residual(num_blocks=2, dropout=0.1), torch.randn(256, 32)
+    found = recoup.fit(model, batch, budget="85%", compiled={"mode": "max-autotune-no-cudagraphs"}, timed=False)
+    assert found.evidence.ok and found.evidence.peak_bytes <= found.evidence.budget_bytes
+    assert found.evidence.rng_equal
+    found.applied.remove()
+
+
+def test_the_command_line_refuses_a_page_of_a_compiled_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "model.py").write_text("def target(): return {}\n")
+    page = str(tmp_path / "page.html")
+    assert run(["fit", str(tmp_path / "model.py"), "--budget", "50%", "--compiled", "--html", page]) == 2
+    assert "leave out --html" in capsys.readouterr().err
