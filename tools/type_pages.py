@@ -134,8 +134,9 @@ def type_it(typed: Typed, folder: Path, environment: dict[str, str]) -> tuple[in
     """Returns the exit status and what was said last."""
     command = typed.text
     if typed.is_python:
-        (folder / "typed_block.py").write_text(typed.text)
-        command = "python typed_block.py"
+        (folder / "build").mkdir(exist_ok=True)  # which git and ruff leave aside
+        (folder / "build" / "typed_block.py").write_text(typed.text)
+        command = "python build/typed_block.py"
     try:
         done = subprocess.run(
             ["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True,
