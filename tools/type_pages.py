@@ -4,7 +4,7 @@
 
 What is typed:
 
-- each line of a fenced block without a language that begins with a program (`recoup`, `make`, `python`, `git`, `pip`),
+- each line of a fenced block without a language (or `bash`) that begins with a program (`recoup`, `make`, `python`, `git`, `pip`),
   after a `$ ` or not; and each `inline code` of prose that does;
 - each `python` block: a block that needs nothing from outside runs as it stands. Any other is a fragment and runs after
   `tools/given/PAGE.py`, which makes the names that the page takes from the reader (a model, a batch), and after the
@@ -68,7 +68,7 @@ def read_page(page: Path) -> Iterator[Typed]:
             if "..." not in inline and "TARGET" not in inline and inline not in seen:
                 seen.add(inline)
                 yield _command(place, " ".join(inline.split()), "".join(filter(None, remarks)))
-        elif language.strip() in ("", "console"):
+        elif language.strip() in ("", "bash", "console", "sh"):
             for line in block.replace("\\\n", "").splitlines():
                 if re.match(rf"(?:\$ )?{_PROGRAMS} ", line):
                     command, _, remark = line.removeprefix("$ ").partition(" #")
