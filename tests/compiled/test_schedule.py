@@ -65,13 +65,16 @@ def test_elementwise_values_are_not_stored_where_kernels_are_fused() -> None:
     assert fused.forward_peak_bytes == 101
 
 
-def test_choices_fall_in_peak_and_rise_in_seconds() -> None:
+def test_no_choice_beats_another_in_peak_held_bytes_and_seconds() -> None:
     found = choices(chain(24))
-    assert len(found) > 4
-    for one, other in itertools.pairwise(found):
-        assert one.peak_bytes > other.peak_bytes and one.seconds < other.seconds
+    for one, other in itertools.permutations(found, 2):
+        assert one.peak_bytes > other.peak_bytes or one.seconds > other.seconds or one.held_bytes > other.held_bytes
+    # Of a graph that is alone only peak and seconds count.
+    curve = [t for t in found if all(t.peak_bytes < o.peak_bytes for o in found if o.seconds < t.seconds)]
+    assert len(curve) > 4
     # A chain of n in about 2 sqrt(n) (Chen et al. 2016): all of 24 and their gradients, against a third and less.
-    assert found[-1].peak_bytes <= 0.5 * found[0].peak_bytes
+    assert found[-1].peak_bytes <= 0.5 * min(found, key=lambda t: t.seconds).peak_bytes
+    assert found[-1].peak_bytes == min(t.peak_bytes for t in found)
 
 
 def test_choices_beat_random_ones() -> None:
@@ -90,7 +93,7 @@ def test_one_budget_over_several_graphs() -> None:
     options = {name: choices(step) for name, step in steps.items()}
     found = combinations(steps, calls, options)
     assert found == sorted(found, key=lambda c: -c.peak_bytes)
-    fastest = combined(steps, calls, {name: o[0] for name, o in options.items()})
+    fastest = combined(steps, calls, {name: min(o, key=lambda t: t.seconds) for name, o in options.items()})
     assert found[0].peak_bytes <= fastest.peak_bytes and found[0].seconds == 0
     assert found[-1].peak_bytes < 0.75 * fastest.peak_bytes
     assert undominated(list(options["a"])) == options["a"]

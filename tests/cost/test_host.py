@@ -13,15 +13,17 @@ from recoup.capture.step import Objective
 from recoup.cost.host_overhead import (
     CALL_OVERHEAD_SECONDS,
     KEEP_OVERHEAD_SECONDS,
+    REBUILD_OVERHEAD_SECONDS,
     RECORD_OVERHEAD_SECONDS,
     REGION_OVERHEAD_SECONDS,
     REPLAY_OVERHEAD_SECONDS,
+    SEGMENT_OVERHEAD_SECONDS,
     TAPE_OVERHEAD_SECONDS,
     host_seconds,
     step_seconds,
 )
 from recoup.cost.model import price_by_signature
-from recoup.ir.decision import Decision, Recompute, Rederive
+from recoup.ir.decision import Decision, Rebuild, Recompute, Rederive
 from recoup.runtime.apply import apply_decisions
 
 
@@ -71,5 +73,8 @@ def test_steps_of_a_scan_that_run_again_cost_their_ops_alone() -> None:
     again = dataclasses.replace(plain, ops=tuple(dataclasses.replace(o, replayed=True) for o in plain.ops))
     num_again = sum(not views[o.signature] for o in plain.ops)
     assert sum(host_seconds((), again, plain=plain)) == pytest.approx(num_again * REPLAY_OVERHEAD_SECONDS)
+    rebuilding = dataclasses.replace(plain, num_rederived=5)  # with its segment a tensor is rebuilt for less
+    for decision, each in ((Rebuild(path=""), SEGMENT_OVERHEAD_SECONDS), (Rederive(path=""), REBUILD_OVERHEAD_SECONDS)):
+        assert host_seconds((decision,), rebuilding, plain=plain)[1] == pytest.approx(5 * each)
     scanned = host_seconds((), again, plain=plain, num_scan_replayed=num_again, num_scan_tapes=3)
     assert sum(scanned) == pytest.approx(3 * TAPE_OVERHEAD_SECONDS)

@@ -124,7 +124,7 @@ def test_the_planner_finds_the_head_of_a_policy_gradient() -> None:
         model = nn.Sequential(nn.Embedding(4000, 32), nn.Linear(32, 4000))
         ids = torch.zeros(4, 512, dtype=torch.int64)
     logits_bytes = 4 * 512 * 4000 * 4
-    for loss in (_by_example, lambda x, i: -x.log_softmax(-1).gather(-1, i[..., None]).mean()):
+    for loss in (_by_example,):
         step: dict[str, Any] = {"loss": lambda output, batch, loss=loss: loss(output, batch), "device": "a100-80gb"}
         plan = recoup.plan(model, ids, budget="min", actions=("rederive", "tile"), **step)
         assert any(isinstance(d, TileLoss) for d in plan.decisions)

@@ -11,7 +11,7 @@ import bisect
 from collections.abc import Sequence
 
 from recoup.cost.model import PricedTrace
-from recoup.ir.decision import Decision, Region
+from recoup.ir.decision import Decision, Rebuild, Region
 from recoup.ir.trace import Trace
 
 # Calibration, on x86 CPUs: what steps with a plan take beyond their kernels, shared out by what happens in them.
@@ -19,7 +19,10 @@ REGION_OVERHEAD_SECONDS = 150e-6  # of a region: noting and putting back state, 
 CALL_OVERHEAD_SECONDS = 100e-6  # of a module's call in a replay: its hooks, its graph, the checks of what it saves
 REPLAY_OVERHEAD_SECONDS = 15e-6  # of an op in a replay, its kernel aside
 REBUILD_OVERHEAD_SECONDS = 105e-6  # of a rederived tensor: its search and its rebuild, the ops aside
-RECORD_OVERHEAD_SECONDS = 25e-6  # of a forward op that is recorded, so that what it makes can be rebuilt
+# The two below are moved by what `bench.overhead` says of tiny steps (bench/results/overhead-cpu-2026-11-22.md): a
+# tensor of a segment takes about half of what a rederived one does, a record 0.9 of what it took before.
+SEGMENT_OVERHEAD_SECONDS = 50e-6  # of a tensor that is rebuilt with its segment, the ops aside
+RECORD_OVERHEAD_SECONDS = 22e-6  # of a forward op that is recorded, so that what it makes can be rebuilt
 KEEP_OVERHEAD_SECONDS = 60e-6  # of a forward op in a region that keeps results
 TAPE_OVERHEAD_SECONDS = 30e-6  # of a call of autograd's engine for the taped steps of a scan
 # Calibration: GPT-2 small at batch 1 on the stub GPU, CPU time.
@@ -83,7 +86,8 @@ def host_seconds(
     num_replayed = sum(o.replayed and not is_view[o.signature] for o in trace.ops) - num_scan_replayed
     seconds += num_scan_tapes * TAPE_OVERHEAD_SECONDS
     seconds += num_calls * CALL_OVERHEAD_SECONDS + num_replayed * REPLAY_OVERHEAD_SECONDS
-    seconds += trace.num_rederived * REBUILD_OVERHEAD_SECONDS
+    in_segments = any(isinstance(d, Rebuild) for d in chosen)
+    seconds += trace.num_rederived * (SEGMENT_OVERHEAD_SECONDS if in_segments else REBUILD_OVERHEAD_SECONDS)
     recording = 0.0
     if any(d.rederives for d in chosen):
         recording = trace.num_forward_ops * RECORD_OVERHEAD_SECONDS

@@ -31,7 +31,6 @@ from recoup.runtime import execution_context
 from recoup.units import format_bytes
 
 _MAX_LOOKS = 64  # steps that look new: with another shape each time there is no end of them
-_NUM_SIGNS = 4  # parameters that tell whether there are gradients, spread over the model
 _TOLERANCE_SHARE = 0.01  # of the planned bytes: a step is estimated
 
 
@@ -117,7 +116,8 @@ class StepWatch:
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._parameters = {id(p) for p in model.parameters()}
         trained = [p for p in model.parameters() if p.requires_grad]
-        self._signs = [weakref.ref(p) for p in trained[:: max(1, len(trained) // _NUM_SIGNS)]]
+        signs = [trained[0], trained[len(trained) // 2], trained[-1]] if trained else []
+        self._signs = [weakref.ref(p) for p in signs]
         self._glances: set[Any] = set()  # of steps that take no more than one that was looked at
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
         self._num_steps = 0

@@ -45,50 +45,58 @@ class FlowNetwork:
         None if every cut is infinite. The network is used up: its capacities are those left by the flow.
         """
         while True:
-            level = self._levels(source)
+            level = self._levels(source, sink)
             if level[sink] < 0:
                 return [found >= 0 for found in level]
-            next_edge = [0] * len(self._edges_of)
-            while pushed := self._augment(source, sink, level, next_edge):
-                if pushed == math.inf:
-                    return None
+            if not self._block(source, sink, level):
+                return None
 
-    def _levels(self, source: int) -> list[int]:
-        level = [-1] * len(self._edges_of)
+    def _levels(self, source: int, sink: int) -> list[int]:
+        """Returns how many edges away from the source nodes are; -1: out of reach, or no nearer than the sink."""
+        edges_of, heads, room = self._edges_of, self._head, self._room
+        level = [-1] * len(edges_of)
         level[source] = 0
         queue = deque([source])
         while queue:
             node = queue.popleft()
-            for edge in self._edges_of[node]:
-                head = self._head[edge]
-                if self._room[edge] > 0 and level[head] < 0:
-                    level[head] = level[node] + 1
+            above = level[node] + 1
+            for edge in edges_of[node]:
+                head = heads[edge]
+                if level[head] < 0 and room[edge] > 0:
+                    level[head] = above
+                    if head == sink:
+                        return level
                     queue.append(head)
         return level
 
-    def _augment(self, source: int, sink: int, level: list[int], next_edge: list[int]) -> float:
-        """Sends flow along one path that rises level by level; returns how much, 0 if there is none left."""
+    def _block(self, source: int, sink: int, level: list[int]) -> bool:
+        """Sends flow along paths that rise level by level, until there is none left; False if one has no limit."""
+        edges_of, heads, room = self._edges_of, self._head, self._room
+        next_edge = [0] * len(edges_of)
         path: list[int] = []
         node = source
-        while node != sink:
-            edges = self._edges_of[node]
-            while next_edge[node] < len(edges):
-                edge = edges[next_edge[node]]
-                if self._room[edge] > 0 and level[self._head[edge]] == level[node] + 1:
-                    break
+        while True:
+            if node == sink:
+                pushed = min([room[edge] for edge in path])
+                if pushed == math.inf:
+                    return False
+                for edge in path:
+                    room[edge] -= pushed
+                    room[edge ^ 1] += pushed
+                # The next path begins like this one, up to the first edge that is full.
+                full = next(at for at, edge in enumerate(path) if not room[edge] > 0)
+                node = heads[path[full] ^ 1]
+                del path[full:]
+            edges, above = edges_of[node], level[node] + 1
+            at, num_edges = next_edge[node], len(edges)
+            while at < num_edges and not (level[heads[edges[at]]] == above and room[edges[at]] > 0):
+                at += 1
+            next_edge[node] = at
+            if at < num_edges:
+                path.append(edges[at])
+                node = heads[edges[at]]
+            elif path:
+                node = heads[path.pop() ^ 1]
                 next_edge[node] += 1
             else:
-                if not path:
-                    return 0.0
-                edge = path.pop()
-                node = self._head[edge ^ 1]
-                next_edge[node] += 1
-                continue
-            path.append(edge)
-            node = self._head[edge]
-        pushed = min(self._room[edge] for edge in path)
-        if pushed < math.inf:
-            for edge in path:
-                self._room[edge] -= pushed
-                self._room[edge ^ 1] += pushed
-        return pushed
+                return True
