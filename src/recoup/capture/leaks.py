@@ -8,6 +8,7 @@ with them. Python's collector tells which fake tensors are left and who refers t
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import gc
 import traceback
@@ -103,6 +104,9 @@ def _fakes_of(mode: Any) -> list[torch.Tensor]:
 
 def _release(fakes: list[torch.Tensor]) -> list[str]:
     found: list[str] = []
+    for fake in fakes:  # a graph that was never run back and that saves its own results, by a user's hooks, is a cycle
+        with contextlib.suppress(RuntimeError):  # a view: its base is among them
+            fake.detach_()
     mine = {id(f) for f in fakes}
     for other in gc.get_objects():  # what the autograd engine holds is not seen by the collector
         if issubclass(type(other), torch.Tensor) and id(other) not in mine and _has_grad(other, mine):

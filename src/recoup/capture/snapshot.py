@@ -53,6 +53,8 @@ class Snapshot:
         self.tensors = TensorNotes([*found.tensors, *((name, t) for name, t in inside if id(t) not in known)])
         self._streams = StreamState(item for _, item in found.streams)
         self._random = random_state()
+        copies = {id(value): _copy_of_iterator(value) for _, _, _, value in found.once_only}
+        self._iterators = {key: value for key, value in copies.items() if value is not None}
 
     def restore(self) -> None:
         """Puts everything back."""
@@ -108,11 +110,20 @@ class Snapshot:
         found.update({name: bytes(raw) for name, raw, values in self._raw if raw != values})
         return {name.removeprefix("model."): value for name, value in found.items()}
 
+    def renew_iterators(self) -> None:
+        """Has the iterators that can be copied begin where they were, one that is held twice as one."""
+        fresh = {key: _copy_of_iterator(noted) for key, noted in self._iterators.items()}
+        for _, holder, key, value in self._found.once_only:
+            if id(value) in fresh:
+                _set(holder, key, fresh[id(value)])
+
     @contextlib.contextmanager
     def guarded(self) -> Iterator[None]:
         """Has stand-ins where something is that can be used once only; `restore` puts the originals back too."""
+        self.renew_iterators()
         for name, holder, key, value in self._found.once_only:
-            _set(holder, key, _copy_of_iterator(value) or _StandIn(name.removeprefix("model."), value))
+            if id(value) not in self._iterators:
+                _set(holder, key, _StandIn(name.removeprefix("model."), value))
         try:
             yield
         finally:

@@ -63,6 +63,7 @@ class StepBench:
     def restore(self) -> None:
         """Puts everything that a step can reach back; no tensor has a gradient then."""
         self._before.restore()
+        self._before.renew_iterators()
         torch.clear_autocast_cache()  # inside the user's autocast it holds casts of weights as they were
         self._before.tensors.clear_gradients()
         self.objective.prepare(self.model)

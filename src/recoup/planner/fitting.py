@@ -22,7 +22,7 @@ from recoup.ir.plan import Plan
 from recoup.planner.driver import Planner, plan_for_budget
 from recoup.planner.strategies.registry import DEFAULT_ACTIONS
 from recoup.runtime.apply import Applied, apply_decisions
-from recoup.units import format_bytes, is_minimum
+from recoup.units import format_at_least, format_bytes, is_minimum
 
 _MAX_OVER_PLANS = 4  # plans that measured above the budget
 _MAX_LEFT_OUT_KINDS = 12  # kinds of modules that turn out not to run twice, before no region is tried at all
@@ -106,14 +106,17 @@ class Fitting:
             InfeasibleBudget: if no plan is left. What planning and verification raise; nothing is in place then.
         """
         failed: tuple[Plan, Evidence] | None = None
+        measured: Evidence | None = None  # of the last plan that was above the budget
         num_over = 0
         while True:
             try:
                 made = self.plan()
-            except InfeasibleBudget:
-                if failed is None:
+            except InfeasibleBudget as error:
+                if failed is not None:
+                    return failed[0], apply_decisions(self.model, ()), failed[1]
+                if measured is None or self._target_bytes is None:
                     raise
-                return failed[0], apply_decisions(self.model, ()), failed[1]
+                raise self._never_below(measured, error.minimum_bytes - self._target_bytes) from None
             applied = apply_decisions(self.model, made.decisions)
             try:
                 progress.advance("running plain and planned steps")
@@ -142,11 +145,11 @@ class Fitting:
                 applied.remove()
                 continue
             applied.remove()
-            num_over += 1
+            measured, num_over = evidence, num_over + 1
             progress.advance(f"measured {format_bytes(over)} over the budget; planning for less")
             less = (self._target_bytes or made.budget_bytes) - over - made.budget_bytes // 500
             if num_over == _MAX_OVER_PLANS or less <= 0:
-                raise self._never_below(made.budget_bytes, evidence)
+                raise self._never_below(evidence)
             self._target_bytes = less
             note = "planned for less than the budget: an earlier plan measured above it"
             self.notes += [] if note in self.notes else [note]
@@ -201,16 +204,26 @@ class Fitting:
             tensors=error.tensors,
         )
 
-    def _never_below(self, budget_bytes: int, evidence: Evidence) -> InfeasibleBudget:
+    def _never_below(self, evidence: Evidence, missing_bytes: int = 0) -> InfeasibleBudget:
+        """Returns the error of plans that measure above the budget.
+
+        Args:
+            evidence: of the last. missing_bytes: by how much the budget for the next was below the smallest plan.
+        """
         assert self._planner is not None
         smallest = self._planner.smallest()
-        return InfeasibleBudget(
-            f"Budget {format_bytes(budget_bytes)} could not be met: the last plan measured "
-            f"{format_bytes(evidence.peak_bytes)} and there is none below it. Use a larger budget or a smaller batch.",
-            budget_bytes=budget_bytes,
-            minimum_bytes=max(smallest.peak_bytes, evidence.peak_bytes),
-            phase=smallest.phase,
-            tensors=smallest.tensors,
+        minimum = max(smallest.peak_bytes, evidence.peak_bytes, self._budget_bytes + missing_bytes)
+        return self._infeasible(
+            InfeasibleBudget(
+                f"Budget {format_bytes(self._budget_bytes)} could not be met: the last plan measured "
+                f"{format_bytes(evidence.peak_bytes)}, predicted were {format_bytes(evidence.predicted_peak_bytes)}, "
+                f"and there is none below it. Use a budget of at least {format_at_least(minimum)} (or 'min'), or a "
+                "smaller batch.",
+                budget_bytes=self._budget_bytes,
+                minimum_bytes=minimum,
+                phase=smallest.phase,
+                tensors=smallest.tensors,
+            )
         )
 
 

@@ -181,7 +181,7 @@ class StepWatch:
         self._counter = _Counter([*model.parameters(), *model.buffers(), *batch])
         self._counting = contextlib.ExitStack()
         self._counting.enter_context(execution_context.observing(self._counter))
-        hooks = torch.autograd.graph.saved_tensors_hooks(self._counter.pack, lambda t: t)
+        hooks = _torch.saved_tensors_hooks(self._counter.pack, lambda t: t)
         self._counting.enter_context(hooks)
         self._counting.callback(register_module_forward_pre_hook(self._counter.note_precision).remove)
 

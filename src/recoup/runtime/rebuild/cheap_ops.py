@@ -255,3 +255,8 @@ def op_facts(overload: Any) -> OpFacts:
     if facts is None:
         facts = _facts[id(overload)] = OpFacts(overload)
     return facts
+
+
+def has_history(tensor: torch.Tensor) -> bool:
+    """Whether it can be noted how it was made: sparse ones have no memory of their own, inference ones no version."""
+    return tensor.layout is torch.strided and not tensor.is_inference()

@@ -11,7 +11,7 @@ import torch
 from recoup import _torch
 from recoup.ir.decision import OpMark
 from recoup.runtime import execution_context
-from recoup.runtime.rebuild.cheap_ops import HOLD, OPAQUE, OpFacts, known_facts, op_facts
+from recoup.runtime.rebuild.cheap_ops import HOLD, OPAQUE, OpFacts, has_history, known_facts, op_facts
 from recoup.runtime.rebuild.kept import Kept, Source, laid, on_device
 from recoup.runtime.rebuild.lineage import Constant, Geometry, Made, Recorder, Value, geometry_of
 from recoup.runtime.rebuild.saved_tensor import MIN_BYTES, compact_mask
@@ -72,7 +72,7 @@ class HeldRecorder(Recorder):
             made = self._made(facts, args, kwargs)
             out = func(*args, **kwargs)
             if made is not None:
-                if type(out) is torch.Tensor:
+                if type(out) is torch.Tensor and has_history(out):
                     self._attach_one(made, out, 0)
                 else:
                     self._attach(made, out, has_side_results=facts.kind == OPAQUE or facts.pooled_dims > 0)
@@ -109,7 +109,7 @@ class HeldRecorder(Recorder):
         """Any op in place runs again on a copy of the storage that it wrote over or wrote a part of."""
         made, base = super()._rewriting(facts, args, kwargs)
         target = args[0] if args else None
-        if made is not None or not facts.can_rewrite or not isinstance(target, torch.Tensor):
+        if made is not None or not facts.can_rewrite or not isinstance(target, torch.Tensor) or not has_history(target):
             return made, base
         old = self._existing(target)
         if old is None or old.made is None or old.base is None or old.base[3] != target.dtype:
@@ -156,7 +156,7 @@ class HeldRecorder(Recorder):
     def hold(self, out: Any) -> None:
         """Holds the results of an op."""
         for tensor in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
+            if isinstance(tensor, torch.Tensor) and has_history(tensor):
                 value = self.value_of(tensor)
                 kept = value.alive()
                 if value.constant is None and kept is None:
@@ -168,7 +168,7 @@ class HeldRecorder(Recorder):
         """Notes that the results of an op are held for the pieces of the segment once it is rebuilt."""
         if self._around is not None:
             for tensor in out if isinstance(out, (tuple, list)) else (out,):
-                if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
+                if isinstance(tensor, torch.Tensor) and has_history(tensor):
                     self._around.joints.add(self.value_of(tensor))
 
     def read_leaf(self, value: Value, tensor: torch.Tensor) -> None:

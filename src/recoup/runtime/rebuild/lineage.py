@@ -28,12 +28,11 @@ import torch
 from torch import nn
 
 from recoup import _torch
-from recoup.runtime.rebuild.cheap_ops import CHEAP, IN_PLACE, OpFacts, known_facts, op_facts
+from recoup.runtime.rebuild.cheap_ops import CHEAP, IN_PLACE, OpFacts, has_history, known_facts, op_facts
 from recoup.runtime.recompute.spot_check import read_bytes
 from recoup.runtime.waiting import Waiting
 
 Geometry = tuple[Any, Any, Any, torch.dtype]  # size, stride, storage offset, dtype
-_STRIDED = torch.strided
 _PLAIN = frozenset([int, float, bool, type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format])
 
 
@@ -287,7 +286,7 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
             if kind in _PLAIN:
                 result.append(item)
             elif kind is torch.Tensor or isinstance(item, torch.Tensor):
-                if item.layout is not _STRIDED or item.is_neg() or item.is_conj():
+                if not has_history(item) or item.is_neg() or item.is_conj():
                     return None
                 value = self._values.get(weakref.ref(item.untyped_storage()))
                 if value is None:
@@ -317,12 +316,14 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
         return None
 
     def _attach(self, made: Made, out: Any, has_side_results: bool) -> None:
+        """Notes how results were made, of those that can have a history."""
         if isinstance(out, torch.Tensor):
-            self._attach_one(made, out, 0)
+            if has_history(out):
+                self._attach_one(made, out, 0)
             return
         values = []
         for position, tensor in enumerate(out):
-            if not isinstance(tensor, torch.Tensor):
+            if not isinstance(tensor, torch.Tensor) or not has_history(tensor):
                 continue
             if position > 0 and not has_side_results and tensor.numel() * 16 <= out[0].numel():
                 made.written.append(geometry_of(tensor))
@@ -343,26 +344,23 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
     def _write(self, facts: OpFacts, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs an op that changes arguments and gives the changed storages new values."""
         made, base = (None, None) if self.paused else self._rewriting(facts, args, kwargs)
-        written = [args[i] for i in facts.written if i < len(args)]
-        written += [kwargs[name] for name in facts.written_names if name in kwargs]
-        for item in written:
-            for tensor in item if isinstance(item, (list, tuple)) else (item,):
-                if isinstance(tensor, torch.Tensor):
-                    self._rescue(tensor)
+        targets = [args[i] for i in facts.written if i < len(args)]
+        targets += [kwargs[name] for name in facts.written_names if name in kwargs]
+        items = [t for target in targets for t in (target if isinstance(target, (list, tuple)) else (target,))]
+        written = [p for t in items if isinstance(t, torch.Tensor) for p in (_torch.sparse_parts(t) or (t,))]
+        for tensor in written:
+            self._rescue(tensor)
         out = func(*args, **kwargs)
-        for item in written:
-            for tensor in item if isinstance(item, (list, tuple)) else (item,):
-                if not isinstance(tensor, torch.Tensor):
-                    continue
-                value = Value()
-                if made is not None:
-                    value.made = made
-                    value.base = base
-                    made.written.append(geometry_of(tensor))
-                elif facts.is_random_mask and tensor.nbytes == tensor.untyped_storage().nbytes():
-                    value.random_mask = True
-                    value.base = geometry_of(tensor)
-                self._replace(tensor, value)
+        for tensor in written:
+            value = Value()
+            if made is not None:
+                value.made = made
+                value.base = base
+                made.written.append(geometry_of(tensor))
+            elif facts.is_random_mask and tensor.nbytes == tensor.untyped_storage().nbytes():
+                value.random_mask = True
+                value.base = geometry_of(tensor)
+            self._replace(tensor, value)
         return out
 
     def _rewriting(
@@ -372,6 +370,7 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
         target = args[0] if facts.kind == IN_PLACE else None
         if (
             isinstance(target, torch.Tensor)
+            and has_history(target)
             and target.numel() * target.dtype.itemsize == target.untyped_storage().nbytes()
             and all(a.dtype == target.dtype for a in args if isinstance(a, torch.Tensor))
         ):
