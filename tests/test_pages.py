@@ -69,3 +69,13 @@ def test_a_page_says_status_and_needs(tmp_path: Path) -> None:
         ("print(1)", 0, ""),
         ("print(model)", 0, ""),
     ]
+
+
+def test_the_readme_is_one_screen_and_a_half() -> None:
+    assert len((HERE / "README.md").read_text().split()) < 700
+
+
+def test_what_a_citation_says_is_what_the_package_says() -> None:
+    from recoup import __version__
+
+    assert f"version: {__version__}\n" in (HERE / "CITATION.cff").read_text()

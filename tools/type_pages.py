@@ -4,8 +4,8 @@
 
 What is typed:
 
-- each line of a fenced block without a language that begins with a program (`recoup`, `make`, `python`, `git`, `pip`),
-  after a `$ ` or not; and each `inline code` of prose that does;
+- each line of a fenced block without a language (or `bash`) that begins with a program (`recoup`, `make`, `python`,
+  `git`, `pip`), after a `$ ` or not; and each `inline code` of prose that does;
 - each `python` block: a block that needs nothing from outside runs as it stands. Any other is a fragment and runs after
   `tools/given/PAGE.py`, which makes the names that the page takes from the reader (a model, a batch), and after the
   imports and functions of the fragments before it.
@@ -68,7 +68,7 @@ def read_page(page: Path) -> Iterator[Typed]:
             if "..." not in inline and "TARGET" not in inline and inline not in seen:
                 seen.add(inline)
                 yield _command(place, " ".join(inline.split()), "".join(filter(None, remarks)))
-        elif language.strip() in ("", "console"):
+        elif language.strip() in ("", "bash", "console", "sh"):
             for line in block.replace("\\\n", "").splitlines():
                 if re.match(rf"(?:\$ )?{_PROGRAMS} ", line):
                     command, _, remark = line.removeprefix("$ ").partition(" #")
@@ -77,7 +77,7 @@ def read_page(page: Path) -> Iterator[Typed]:
         elif language.strip() == "python":
             block = textwrap.dedent(block)
             if missing_names(block):
-                yield Typed(place, f"{before}\n{block}", 0, "", is_python=True)
+                yield Typed(place, f"{before}\n{block}", 0, _needs(" ".join(re.findall("#.*", block))), is_python=True)
                 lasting = (ast.Import, ast.ImportFrom, ast.FunctionDef)
                 defined = [ast.unparse(node) for node in ast.parse(block).body if isinstance(node, lasting)]
                 before = "\n".join([before, *defined])
@@ -87,10 +87,14 @@ def read_page(page: Path) -> Iterator[Typed]:
 
 def _command(place: str, command: str, remark: str) -> Typed:
     found = re.search(r"\bexit (\d)", remark)
-    needs = next((need for need, words in _NEEDS.items() if words.search(remark)), "")
+    needs = _needs(remark)
     if command.startswith("pip "):
         command, needs = command.replace("pip install", "python -m pip install --dry-run --quiet"), "network"
     return Typed(place, command, int(found[1]) if found else 0, needs)
+
+
+def _needs(remark: str) -> str:
+    return next((need for need, words in _NEEDS.items() if words.search(remark)), "")
 
 
 def missing_names(source: str) -> set[str]:
@@ -134,8 +138,9 @@ def type_it(typed: Typed, folder: Path, environment: dict[str, str]) -> tuple[in
     """Returns the exit status and what was said last."""
     command = typed.text
     if typed.is_python:
-        (folder / "typed_block.py").write_text(typed.text)
-        command = "python typed_block.py"
+        (folder / "build").mkdir(exist_ok=True)  # which git and ruff leave aside
+        (folder / "build" / "typed_block.py").write_text(typed.text)
+        command = "python build/typed_block.py"
     try:
         done = subprocess.run(
             ["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True,
