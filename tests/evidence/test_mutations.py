@@ -302,7 +302,7 @@ MUTATIONS: dict[str, tuple[str, Any, str, Callable[[Any], Any]]] = {
     "a step of a scan starts from an earlier state": ("scan", ScanLoop, "_load", _wrong_state),
     "a scan's sum of gradients misses steps": ("scan", Sums, "take", _second),
     "gradients of every second tile are dropped": ("tile", loss_function._Gradients, "add", _second),
-    "a tile's gradient is scaled twice": ("tile", loss_math.Tile, "gradient", after(lambda t: t * 1.001)),
+    "a tile's gradient is scaled twice": ("tile", loss_math.CrossEntropyTile, "gradient", after(lambda t: t * 1.001)),
     "sums over every second tile of a module": ("tile module", tile_rows._Sums, "add", _second),
 }
 

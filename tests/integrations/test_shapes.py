@@ -115,6 +115,26 @@ def _two(model: Stack, *, plain_first: bool) -> list[torch.nn.Parameter]:
     return list(model.parameters())
 
 
+def test_a_plan_by_tensor_beside_one_by_regions() -> None:
+    model = Stack()
+    for block in model.layers:
+        block.drop.p = 0.0  # type: ignore[union-attr]
+    small = ShapePlan(
+        shapes=shapes_of(_batch(64)), plan=recoup.plan(model, _batch(64), budget="min", actions=("recompute",))
+    )
+    large = ShapePlan(
+        shapes=shapes_of(_batch(256)), plan=recoup.plan(model, _batch(256), budget="min", actions=("rebuild",))
+    )
+    assert [d.action for d in large.plan.decisions] == ["rebuild"]
+    with apply_shapes(model, [large, small]) as plans:
+        for model_of in (model, copy.deepcopy(model)):
+            for size in (256, 64, 256, 30):
+                given = _batch(size)
+                assert same(step(model_of, given), plain_step(model_of, given))
+        assert plans.counts[0] > 0 and plans.counts[1] > 0
+    assert not find_patches(model)
+
+
 def test_refusals() -> None:
     model = Stack()
     with pytest.raises(UsageError, match="at least one batch"):

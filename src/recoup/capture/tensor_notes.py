@@ -85,7 +85,7 @@ class TensorNotes:
                 self._of_storage[note.tensor.untyped_storage()._cdata].remove(note)
         for note in self._notes.values():
             note.is_touched = False
-            if note.tensor.nbytes > COPIED_BYTES:
+            if note.copy is not None and note.copy.nbytes > COPIED_BYTES:
                 note.copy = None
 
     def restore(self) -> None:

@@ -22,8 +22,6 @@ from recoup.capture.tracker import Tracker
 from recoup.errors import RecoupError, StepError
 from recoup.runtime import execution_context
 
-_NEVER_COLLECTIONS = 1 << 30  # of the young generation before one of the middle
-
 
 class Unfollowable(Exception):
     """Fake tensors cannot follow the model; carries the reason."""
@@ -131,7 +129,7 @@ def few_full_collections() -> Iterator[None]:
     So what was made in the block is still in its two young generations at the end: `gc.collect(1)` finds it.
     """
     young, middle, old = gc.get_threshold()
-    gc.set_threshold(young, _NEVER_COLLECTIONS, old)
+    gc.set_threshold(young, (1 << 31) - 1, old)  # the most there is: never
     try:
         yield
     finally:

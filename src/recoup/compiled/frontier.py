@@ -22,7 +22,7 @@ _NUM_SQUEEZES = 400  # simulations that may lower the smallest peak, each of som
 _SQUEEZE_SHARE = 0.97  # of its peak that a choice is brought below in one round
 _GAP_SHARE = 0.04  # of a peak that two neighbours on the curve are apart before choices between them are looked for
 _PARTS = 4  # that a gap is divided into
-_CUTS = 8  # corners of the hull of held bytes and seconds, of a graph as a whole
+_MAX_POINTS = 8  # corners of the hull of held bytes and seconds, of a graph as a whole
 _MIN_BYTES = 512  # smaller values cost nothing to hold
 
 
@@ -45,7 +45,7 @@ def choices(step: JointStep, *, num_targets: int = _NUM_PLANS) -> list[Timeline]
             found.setdefault(made.held, made)
         for made in list(_between(step, undominated(list(found.values())))):
             found.setdefault(made.held, made)
-    for held in hull(_whole_forward(step), most=_CUTS):
+    for held in hull(_whole_forward(step), most=_MAX_POINTS):
         made = timeline(step, frozenset(held.values))
         found.setdefault(made.held, made)
     return undominated(list(found.values()))

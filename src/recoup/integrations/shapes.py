@@ -15,6 +15,7 @@ Backward must come before the next forward of another shape: a region's replay f
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import weakref
 from collections.abc import Iterator, Sequence
@@ -35,8 +36,9 @@ from recoup.ir.decision import Save
 from recoup.ir.plan import Plan
 from recoup.runtime.apply import apply_decisions, find_patches
 from recoup.runtime.conflicts import refuse_conflicts
-from recoup.runtime.patch import PatchedForward, repatch, unpatch
-from recoup.runtime.planned_call import Settings
+from recoup.runtime.patch import PatchedForward, Runner, repatch, unpatch
+from recoup.runtime.planned_call import Settings, StepState, run_call
+from recoup.runtime.rebuild.apply_held import HeldSettings
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 
@@ -60,12 +62,24 @@ class ShapePlan:
         )
 
 
+_Way = tuple[Runner, Settings | HeldSettings]
+"""What runs a forward, and its settings: a plan by tensor runs it by another function than regions do."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Patched:
-    """A module's patched forward and what it does under each plan, in the order of the plans."""
+    """A module's patched forward and what runs it under each plan, in the order of the plans."""
 
     forward: PatchedForward
-    settings: list[Settings]
+    ways: list[_Way]
+
+
+def _of_this_model(way: _Way, state: StepState, memo: dict[int, Any]) -> _Way:
+    """Returns what runs a forward of one model, with that model's state."""
+    runner, settings = way
+    if isinstance(settings, Settings):
+        return runner, dataclasses.replace(settings, state=state)
+    return runner, copy.deepcopy(settings, memo)
 
 
 def shapes_of(batch: Any) -> Shapes:
@@ -87,7 +101,7 @@ class ShapePlans:
     def __init__(
         self,
         buckets: tuple[ShapePlan, ...],
-        chosen: list[dict[str, Settings]],
+        chosen: list[dict[str, _Way]],
         *,
         loss: Loss | None,
         optimizer: OptimizerLike | None,
@@ -108,7 +122,7 @@ class ShapePlans:
         Raises:
             BatchTooLarge: if no shape covers the batch and its step would not fit.
         """
-        if self._inside or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if self._inside or not torch.is_grad_enabled() or torch.compiler.is_compiling() or self._is_suspended(model):
             return
         shapes = shapes_of(kwargs if kwargs and not args else [*args, kwargs])
         index = next((i for i, bucket in enumerate(self.buckets) if bucket.covers(shapes)), len(self.buckets) - 1)
@@ -162,13 +176,20 @@ class ShapePlans:
         if model not in self._patched:  # a copy of the model is met here for the first time
             self._patched[model] = self._find(model)
         for patched in self._patched[model]:
-            patched.forward.settings = patched.settings[index]
+            patched.forward.runner, patched.forward.settings = patched.ways[index]
+
+    def _is_suspended(self, model: nn.Module) -> bool:
+        """Whether the model runs as if there was no plan (`plain`), to which another plan would put an end."""
+        known = self._patched.get(model)
+        forward = known[0].forward if known else find_patches(model)[0]
+        return bool(forward.settings.state.suspended)
 
     def _find(self, model: nn.Module) -> list[_Patched]:
-        """Returns a model's patched forwards and what each does under each plan; all share the model's one state."""
+        """Returns a model's patched forwards, and what runs each under each plan; regions share the model's state."""
         forwards = find_patches(model)
-        state = forwards[0].settings.state
-        state.counts_calls = any(s.state.counts_calls for settings in self._chosen for s in settings.values())
+        settings = [s for ways in self._chosen for _, s in ways.values()]
+        state = StepState(counts_calls=any(s.state.counts_calls for s in settings if isinstance(s, Settings)))
+        memos: list[dict[int, Any]] = [{} for _ in self._chosen]  # a plan by tensor has a state of its own
         result = []
         for forward in forwards:
             path = forward.settings.path
@@ -182,8 +203,15 @@ class ShapePlans:
                 is_root=path == "",
                 hooks={},
             )
-            settings = [dataclasses.replace(chosen.get(path, idle), state=state) for chosen in self._chosen]
-            result.append(_Patched(forward=forward, settings=settings))
+            result.append(
+                _Patched(
+                    forward=forward,
+                    ways=[
+                        _of_this_model(ways.get(path, (run_call, idle)), state, memo)
+                        for ways, memo in zip(self._chosen, memos, strict=True)
+                    ],
+                )
+            )
         return result
 
     def _weigh(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -279,13 +307,13 @@ def apply_shapes(
         raise UsageError("apply_shapes needs at least one plan; got none. (recoup.integrations.shapes)")
     core = unwrap(model)
     ordered = tuple(sorted(buckets, key=lambda bucket: bucket.plan.predicted.plain_peak_bytes))
-    chosen: list[dict[str, Settings]] = []
+    chosen: list[dict[str, _Way]] = []
     for bucket in ordered:
         applied = api.apply(core, bucket.plan)
-        chosen.append({f.settings.path: f.settings for f in find_patches(core)})
+        chosen.append({f.settings.path: (f.runner, f.settings) for f in find_patches(core)})
         applied.remove()
     plans = ShapePlans(ordered, chosen, loss=loss, optimizer=optimizer)
-    paths = dict.fromkeys(["", *(path for settings in chosen for path in settings)])
+    paths = dict.fromkeys(["", *(path for ways in chosen for path in ways)])
     apply_decisions(core, [Save(path=path) for path in paths])
     plans._install(core)
     return plans

@@ -65,7 +65,7 @@ class Folding:
         self._placed: list[tuple[nn.Module, Any]] = []
         self.anchor = torch.empty(0, requires_grad=True)
         patches = [p for p in map(find_patch, model.modules()) if p is not None]
-        states = [p.settings.state for p in patches if hasattr(p.settings, "state")]
+        states = [p.settings.state for p in patches if hasattr(getattr(p.settings, "state", None), "calls")]
         self.counted: dict[str, int] | None = states[0].calls if states else None
         self._chunks: dict[int, tuple[int, int]] = {}  # of how many calls: (calls a chunk, calls in chunks)
         for path, num_calls in memory.num_calls.items():

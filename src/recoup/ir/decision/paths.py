@@ -38,8 +38,7 @@ def ranges(paths: Sequence[str]) -> str:
     split = [_NUMBER.findall(p) for p in paths]
     varying = [i for i in range(len(split[0])) if len({s[i] for s in split}) > 1] if split[0] else []
     if len(varying) != 1:
-        more = len(paths) - _MAX_NAMES
-        return ", ".join(paths[:_MAX_NAMES]) + (f" and {more} more" if more > 0 else "")
+        return listed(paths)
     numbers = sorted({int(s[varying[0]]) for s in split})
     runs: list[list[int]] = []
     for number in numbers:
@@ -56,3 +55,9 @@ def ranges(paths: Sequence[str]) -> str:
         return text if count == varying[0] else match.group()
 
     return _NUMBER.sub(replace, paths[0])
+
+
+def listed(names: Sequence[str]) -> str:
+    """Returns the first names, and of how many others there are: "a, b, c, d and 7 more"."""
+    more = len(names) - _MAX_NAMES
+    return ", ".join(names[:_MAX_NAMES]) + (f" and {more} more" if more > 0 else "")

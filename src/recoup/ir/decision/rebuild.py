@@ -8,10 +8,8 @@ from typing import Any, ClassVar, Self
 
 from recoup.errors import UsageError
 from recoup.ir.decision.base import Ambient, Decision
-from recoup.ir.decision.paths import grouped
+from recoup.ir.decision.paths import grouped, listed
 from recoup.ir.fields import fits, hints_of, said, shown
-
-_MAX_KINDS = 6  # of ops named in one sentence
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,9 +107,7 @@ class Rebuild(Decision):
             for path, names in ops.items():
                 held.setdefault(tuple(names), []).append(path)
             for kinds, where in held.items():
-                more = len(kinds) - _MAX_KINDS
-                said = ", ".join(kinds[:_MAX_KINDS]) + (f" and {more} more" if more > 0 else "")
-                lines += [f"hold {said} in {text}" for text in grouped(where)]
+                lines += [f"hold {listed(kinds)} in {text}" for text in grouped(where)]
         return lines
 
     @classmethod
