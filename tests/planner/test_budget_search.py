@@ -101,11 +101,12 @@ def test_no_plan_for_a_budget_is_smaller_than_the_smallest() -> None:
 
 def test_the_smallest_of_a_transformer_is_no_larger_than_its_plans_for_budgets() -> None:
     torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(32, 2, dim_feedforward=64, batch_first=True)
-    model, batch = nn.TransformerEncoder(layer, 1), torch.randn(4, 16, 32)
+    layer = nn.TransformerEncoderLayer(32, 2, dim_feedforward=64, batch_first=True, norm_first=True)
+    model, batch = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False), torch.randn(4, 8, 32)
 
     def planner() -> Planner:
-        return Planner(StepSpec(model=model, batch=batch), cost=FlopsCost(), actions=None)
+        spec = StepSpec(model=model, batch=batch, optimizer=torch.optim.AdamW(model.parameters()))
+        return Planner(spec, cost=FlopsCost(), actions=None)
 
     looking = planner()
     least = looking.smallest()
