@@ -48,6 +48,7 @@ def test_fit_proves_it(kind: str, actions) -> None:
     fit.applied.remove()
 
 
+@pytest.mark.slow
 def test_an_impossible_budget_names_the_floor_and_the_floor_works() -> None:
     model, batch, _ = make("gpt2")
     with pytest.raises(recoup.InfeasibleBudget) as caught:
@@ -88,6 +89,7 @@ def test_bad_input_changes_nothing(change, message: str) -> None:
     assert [id(p) for p in model.parameters()] == before
 
 
+@pytest.mark.slow
 def test_plans_for_a_gpu_that_is_elsewhere() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -106,6 +108,7 @@ def test_plans_for_a_gpu_that_is_elsewhere() -> None:
         recoup.verify(model, plan, {"input_ids": ids, "labels": ids})
 
 
+@pytest.mark.slow
 def test_profile_and_frontier_print() -> None:
     model, batch, _ = make("llama")
     profile = recoup.profile(model, batch, cost=FlopsCost())

@@ -19,6 +19,7 @@ from torch import nn
 
 from recoup.capture.step import Objective
 from recoup.evidence.step_bench import StepBench
+from tests.thorough import thorough
 
 
 def _row(method: str, peak: int, flops: int, time: float, ours: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -160,6 +161,7 @@ class TestWhole:
     def test_quick_benchmark_holds(self) -> None:
         assert quick.main(["mlp-chain", "--method", "every layer"]) == 0
 
+    @thorough
     def test_gpu_benchmark_rehearses(self, tmp_path: Path) -> None:
         arguments = ["vit-l", "--rehearse", "--rounds", "1", "--minutes", "2", "--out", str(tmp_path)]
         assert gpu.main(arguments) == 0

@@ -8,9 +8,11 @@ from bench import lengths
 
 from recoup.capture.step import make_objective
 from recoup.planner.request import planner_for
+from tests.thorough import thorough
 
 
 @pytest.mark.slow
+@thorough
 def test_the_law_of_few_layers_holds_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = {"intermediate_size": 256, "vocab_size": 512}
     monkeypatch.setattr(lengths, "_SHAPES", {"small": ("llama", 6, shape)})

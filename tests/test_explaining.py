@@ -16,6 +16,7 @@ def curve() -> recoup.Frontier:
     return recoup.frontier(model, batch, loss=loss, cost=FlopsCost(), num_points=5)
 
 
+@pytest.mark.slow
 def test_each_choice_is_worth_what_its_absence_costs(curve: recoup.Frontier) -> None:
     low, high = curve.points[0].peak_bytes, curve.points[-1].peak_bytes
     explanation = curve.explain((low + high) // 2)

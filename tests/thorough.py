@@ -11,9 +11,11 @@ import pytest
 IS_THOROUGH = bool(os.environ.get("RECOUP_THOROUGH"))
 
 
-def cases(names: Iterable[Any], always: Iterable[Any]) -> list[Any]:
+thorough = pytest.mark.skipif(not IS_THOROUGH, reason="`make test-thorough` runs it")
+
+
+def cases(all_cases: Iterable[Any], always: Iterable[Any]) -> list[Any]:
     """Returns the cases for `parametrize`: those of `always` run in every whole run, the others if it is thorough."""
-    kept, names = set(always), list(names)
-    assert kept <= set(names), kept - set(names)
-    skip = pytest.mark.skipif(not IS_THOROUGH, reason="`make test-thorough` runs it")
-    return [name if name in kept else pytest.param(name, marks=(pytest.mark.slow, skip)) for name in names]
+    kept, listed = list(always), list(all_cases)
+    assert all(case in listed for case in kept), kept
+    return [case if case in kept else pytest.param(case, marks=(pytest.mark.slow, thorough)) for case in listed]

@@ -72,6 +72,7 @@ def _check(name: str, plans: Sequence[Sequence[Decision]] = ()) -> None:
 
 
 @pytest.mark.parametrize("name", _QUICK)
+@pytest.mark.slow
 def test_the_trace_is_the_same(name: str) -> None:
     _check(name)
 
@@ -86,6 +87,7 @@ def test_plans_traces_are_the_same(name: str) -> None:
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.slow if n in _SLOW_IRREGULAR else ()) for n in IRREGULAR]
 )
+@pytest.mark.slow
 def test_what_is_not_alike_is_captured_in_full(name: str) -> None:
     model = IRREGULAR[name]()
     folded = _spec(model, steps=40)

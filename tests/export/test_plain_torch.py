@@ -95,6 +95,7 @@ def _llama() -> tuple[torch.nn.Module, Any]:
     ],
     ids=["stack", "batch-norm-span", "llama", "llama-spans"],
 )
+@pytest.mark.slow
 def test_the_peak_is_within_one_percent_of_the_plan(build: Any, regions: Regions) -> None:
     model, batch = build()
     plain = _peak(model, batch)

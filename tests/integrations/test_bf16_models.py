@@ -13,6 +13,7 @@ from torch import nn
 import recoup
 from recoup.cli.main import run
 from recoup.ir.decision import TileLoss
+from tests.thorough import cases
 
 pytest.importorskip("accelerate")
 pytest.importorskip("peft")
@@ -98,7 +99,7 @@ def test_a_tiled_plan_says_its_bound(make: Callable[[], dict[str, Any]]) -> None
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*pin_memory.*", "ignore:.*use_cpu.*")
 @pytest.mark.parametrize("actions", [None, ("tile", "rederive", "recompute")], ids=["default", "tile"])
-@pytest.mark.parametrize("build", [_gpt2, _llama], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("build", cases([_gpt2, _llama], [_llama]), ids=lambda f: f.__name__)
 def test_lora_with_the_trainer_in_bf16(
     tmp_path: Path, build: Callable[[], nn.Module], actions: tuple[str, ...] | None
 ) -> None:

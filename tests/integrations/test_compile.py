@@ -18,6 +18,7 @@ from recoup.integrations import distributed
 from recoup.ir.decision import Recompute, Rederive
 from recoup.runtime.apply import apply_decisions
 from tests.models import make
+from tests.thorough import cases
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")]
 
@@ -102,7 +103,7 @@ def _check(kind: str, name: str, backend: str, *, depth: int) -> None:
 
 
 @pytest.mark.parametrize("name", PLANS)
-@pytest.mark.parametrize("kind", ["gpt2", "vit"])
+@pytest.mark.parametrize("kind", cases(["gpt2", "vit"], ["gpt2"]))
 def test_aot_eager(kind: str, name: str) -> None:
     _check(kind, name, "aot_eager", depth=2)
 
@@ -111,7 +112,7 @@ def test_aot_eager(kind: str, name: str) -> None:
     shutil.which("g++") is None and shutil.which("clang++") is None, reason="inductor needs a C++ compiler"
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("kind", ["gpt2", "vit"])
+@pytest.mark.parametrize("kind", cases(["gpt2", "vit"], ["vit"]))
 def test_inductor(kind: str) -> None:
     _check(kind, "regions", "inductor", depth=1)
 

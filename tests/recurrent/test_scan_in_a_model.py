@@ -46,6 +46,7 @@ def test_fit_plans_around_a_scan(options: dict[str, Any]) -> None:
     assert evidence.peak_bytes == pytest.approx(fitted.plan.predicted.peak_bytes, rel=0.05)
 
 
+@pytest.mark.slow
 def test_a_scans_own_budget_is_its_own_error() -> None:
     torch.manual_seed(0)
     with pytest.raises(InfeasibleBudget, match=r"recoup\.recurrent\.scan: budget .* one taped step takes"):

@@ -203,6 +203,7 @@ def test_what_cannot_be_right_is_refused_by_name() -> None:
         ys.sum().backward()
 
 
+@pytest.mark.slow
 def test_long_loop_in_little_memory() -> None:
     network = Lif(4)
     report = ScanReport()

@@ -181,6 +181,7 @@ def test_interrupts_and_out_of_memory_come_through_as_they_are(phase: str, error
 
 
 @pytest.mark.parametrize("error", [Fault("in capture"), KeyboardInterrupt()])
+@pytest.mark.slow
 def test_a_model_whose_capture_fails_is_as_before(error: BaseException) -> None:
     _seed(0)
     net = Net()

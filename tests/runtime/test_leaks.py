@@ -40,6 +40,7 @@ PLANS = {
 
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("backward", [True, False])
+@pytest.mark.slow
 def test_hundred_steps_leave_nothing(plan: str, backward: bool, no_collector: None) -> None:
     model = Stack(batch_norm=True)
     batch = torch.randn(64, 32)

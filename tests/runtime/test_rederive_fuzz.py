@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import recoup
 from recoup.runtime import execution_context
+from tests.thorough import IS_THOROUGH
 
 ROWS, COLUMNS = 65, 36  # 4680 bytes in bf16: large enough to be worth rebuilding
 
@@ -213,9 +214,9 @@ def test_hundred_graphs(spec: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Use of masked_fill_ on expanded tensors")
-@settings(max_examples=2000, deadline=None, suppress_health_check=RELAXED, database=None)
+@settings(max_examples=2000 if IS_THOROUGH else 500, deadline=None, suppress_health_check=RELAXED, database=None)
 @given(graph)
-def test_two_thousand_graphs(spec: dict[str, Any]) -> None:
+def test_random_graphs(spec: dict[str, Any]) -> None:
     check(spec)
 
 

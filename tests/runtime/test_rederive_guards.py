@@ -639,6 +639,7 @@ def test_with_regions(plan: str, make: Callable[[], tuple[nn.Module, Tensor]], a
 
 @pytest.mark.parametrize("make", [transformer, cnn])
 @pytest.mark.parametrize("plan", ["nested_span", "nested", "spans", "both"])
+@pytest.mark.slow
 def test_no_leak_with_regions(plan: str, make: Callable[[], tuple[nn.Module, Tensor]], no_gc: None) -> None:
     model, batch = make()
     counts = []

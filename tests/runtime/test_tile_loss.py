@@ -69,6 +69,7 @@ def problem(seed: int, shape: tuple[int, ...], hidden_size: int, classes: int, d
     tile_tokens=st.integers(1, 30),
     ignored=st.floats(0, 0.6),
 )
+@pytest.mark.slow
 def test_equals_cross_entropy(
     options: dict[str, Any],
     seed: int,

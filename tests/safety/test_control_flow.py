@@ -43,6 +43,7 @@ CASES = [
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's own
 @pytest.mark.parametrize(("make", "budget"), CASES)
+@pytest.mark.slow
 def test_branches_have_gradients_during_and_after_fit(make: Any, budget: str) -> None:
     torch._dynamo.reset()
     torch.manual_seed(1)

@@ -215,6 +215,7 @@ def sampled(lines: list[Line], num: int, seed: int) -> list[Line]:
     return random.Random(seed).sample(in_order, min(num, len(in_order)))
 
 
+@pytest.mark.slow
 def test_an_exception_where_things_are_put_back_leaves_nothing(reference: Any) -> None:
     counts = lines_of("verify", reference)
     lines = [line for line in counts if line[0].co_name in CRITICAL]

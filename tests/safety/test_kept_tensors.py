@@ -12,6 +12,7 @@ from torch.nn import functional
 
 import recoup
 from tests.safety.helpers import Block, Net, assert_trains_like, fakes_left, fit, square
+from tests.thorough import cases
 
 GLOBAL: dict[int, torch.Tensor] = {}
 SEEN: list[torch.Tensor] = []
@@ -116,7 +117,7 @@ def build() -> nn.Module:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("how", cases(WAYS, list(WAYS)[::2]))
 def test_what_a_forward_keeps_is_never_fake(how: str) -> None:
     Attention.how = how
     forget()

@@ -205,6 +205,7 @@ def made(kind: type) -> nn.Module:
 
 
 @pytest.mark.parametrize("kind", [*CAUGHT, *(pytest.param(k, marks=pytest.mark.slow) for k in HELD)])
+@pytest.mark.slow
 def test_a_model_trains_as_if_fit_had_not_been_called(kind: type) -> None:
     batch, loss = (torch.randn(96, DIM, generator=torch.Generator().manual_seed(1)),), LOSSES.get(kind, square)
     expected = trained(made(kind), copy.deepcopy(batch), loss)

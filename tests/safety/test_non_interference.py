@@ -21,6 +21,7 @@ import recoup
 from recoup.capture.snapshot import random_state, set_random_state
 from recoup.evidence.gradients import equal_values, same_random_state
 from tests.capture.test_optimizer import Sam
+from tests.thorough import cases
 
 STEPS = 10
 KINDS: dict[str, tuple[str, ...]] = {
@@ -321,6 +322,6 @@ def test_a_training_is_as_if_fit_had_not_been_called(case: dict[str, str]) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES[12:], ids=_name)
+@pytest.mark.parametrize("case", cases(CASES[12:], CASES[12::3]), ids=_name)
 def test_every_two_settings_together(case: dict[str, str]) -> None:
     _check(case)

@@ -117,6 +117,7 @@ def test_the_likely_cause_is_said(kind: str) -> None:
     assert len(messages) == 1 and words in messages[0], messages
 
 
+@pytest.mark.slow
 def test_another_precision_and_another_optimizer_are_said() -> None:
     model = Net()
     torch.manual_seed(0)

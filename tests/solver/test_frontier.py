@@ -122,6 +122,7 @@ def test_large_problems_take_few_calls(problem: Problem, most_calls: int) -> Non
     assert num_calls <= most_calls
 
 
+@pytest.mark.slow
 def test_a_thousand_layers() -> None:
     problem = equal_layers(1000, num_leaves=2)
     solver = Solver(problem)
