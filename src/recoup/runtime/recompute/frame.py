@@ -181,7 +181,7 @@ class Frame:
             if self.derives:
                 recorder = stack.enter_context(Recorder())
                 recorder.deriving = self.derives_by_default
-            else:
+            elif current_recorder() is not None:
                 stack.enter_context(_no_recorder())
             stack.enter_context(_torch.saved_tensors_hooks(fill, _gone_unpack))
             try:
