@@ -85,7 +85,7 @@ class _Tensor:
 class _Owner:
     """A module or object, its attributes, and copies of the containers among them (None of an empty one)."""
 
-    __slots__ = ("_slots", "buffers", "containers", "get", "kept", "names", "others", "tensors")
+    __slots__ = ("_slots", "buffers", "containers", "empty", "filled", "get", "kept", "names", "others", "tensors")
 
     def __init__(self, get: Callable[[], Any], names: Iterable[str], kept: dict[str, Any]) -> None:
         self.get = get
@@ -93,6 +93,8 @@ class _Owner:
         self.names = frozenset(names)
         self.kept = kept
         self.containers: list[tuple[str, Any, Any]] = []
+        self.empty: list[Any] = []  # of the containers
+        self.filled: list[tuple[Any, Any]] = []
         self.tensors: list[_Tensor] = []
         self.buffers: list[_Tensor] = []
         self.others: list[Any] = []
@@ -111,7 +113,8 @@ class _Owner:
         return (
             attributes.keys() == self.names
             and all(map(operator.is_, map(attributes.__getitem__, kept), kept.values()))
-            and all([not now if copy is None else _holds_same(now, copy) for _, now, copy in self.containers])
+            and not any(self.empty)
+            and all([_holds_same(now, copy) for now, copy in self.filled])
         )
 
     def stands(self) -> bool:
@@ -125,15 +128,15 @@ class _Owner:
 
     def may_stand(self) -> bool:
         """Whether the note may outlive its step: it holds no tensor, in no container."""
-        return not self.tensors and not any(copy is not None for _, _, copy in self.containers)
+        return not self.tensors and not self.filled
 
     def put_back(self, attributes: MutableMapping[str, Any]) -> None:
         """Has attributes and containers be as noted again."""
         _put(attributes, self.kept)
-        for _, container, copy in self.containers:
-            if copy is None:
-                container.clear()
-            elif not _holds_same(container, copy):
+        for container in self.empty:
+            container.clear()
+        for container, copy in self.filled:
+            if not _holds_same(container, copy):
                 container.clear()
                 container.extend(copy) if isinstance(copy, (list, collections.deque)) else container.update(copy)
 
@@ -187,7 +190,9 @@ class AttributeState:
             if kind in _ATOMS:
                 continue
             if kind in _CONTAINERS:
-                owner.containers.append((key, value, value.copy() if value else None))
+                copy = value.copy() if value else None
+                owner.containers.append((key, value, copy))
+                owner.empty.append(value) if copy is None else owner.filled.append((value, copy))
                 if key == "_buffers":
                     owner.buffers += [self._note(path, leaf, b) for leaf, b in value.items() if b is not None]
             elif isinstance(value, torch.Tensor):
@@ -220,14 +225,14 @@ class AttributeState:
     def settle(self) -> None:
         """Forgets the copies of tensors that the forward, which is over now, left alone."""
         for owner in self._owners:
-            for held in (*owner.tensors, *owner.buffers):
+            for held in (*owner.tensors, *owner.buffers) if owner.tensors or owner.buffers else ():
                 if version_of(held.tensor) == held.version and held.name not in self._written:
                     held.copy = None
 
     def changed(self) -> str:
         """Returns the name of a tensor that was changed in place since and of which there is no copy, or ""."""
         for owner in self._owners:
-            for held in (*owner.tensors, *owner.buffers):
+            for held in (*owner.tensors, *owner.buffers) if owner.tensors or owner.buffers else ():
                 if held.copy is None and version_of(held.tensor) != held.version:
                     return held.name
         return ""

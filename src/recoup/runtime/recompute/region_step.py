@@ -91,7 +91,8 @@ class Step:
             if self.streams:
                 stack.enter_context(self.streams.replayed())
             if with_attributes:
-                stack.enter_context(self.bindings.replayed())
+                if not self.bindings.stand():
+                    stack.enter_context(self.bindings.replayed())
                 stack.enter_context(self.attributes.replayed())
                 if self.objects is not None:
                     stack.enter_context(self.objects.replayed())
