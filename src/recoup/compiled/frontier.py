@@ -18,7 +18,7 @@ from recoup.solver.segments import Choice, SegmentSolver
 from recoup.solver.waists import waists
 
 _NUM_PLANS = 24  # targets between the least peak and all held: the next finer one changes a few percent
-_SQUEEZES = 400  # simulations, each of some milliseconds, that may lower the smallest peak
+_NUM_SQUEEZES = 400  # simulations that may lower the smallest peak, each of some milliseconds
 _SQUEEZE_SHARE = 0.97  # of its peak that a choice is brought below in one round
 _GAP_SHARE = 0.04  # of a peak that two neighbours on the curve are apart before choices between them are looked for
 _PARTS = 4  # that a gap is divided into
@@ -69,7 +69,7 @@ def _squeezed(step: JointStep, made: Timeline) -> Iterator[Timeline]:
     What is minimised is how far all levels together are above a target somewhat below the peak, so that equal layers,
     which peak alike, are lowered one by one.
     """
-    maker, tries = step.makers(), _SQUEEZES
+    maker, tries = step.makers(), _NUM_SQUEEZES
     while tries:
         target = made.peak_bytes * _SQUEEZE_SHARE
         excess = _excess(made, target)
