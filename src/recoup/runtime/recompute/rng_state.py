@@ -141,7 +141,7 @@ class _PythonStream:
 
     def state(self) -> Any:
         """Returns `random.getstate()`, the same object if the stream did not move."""
-        stream = getattr(random.getstate, "__self__", None)
+        stream: Any = getattr(random.getstate, "__self__", None)
         if type(stream) is not random.Random or not self._is_readable:
             return random.getstate()
         raw = ctypes.string_at(id(stream) + self._offset_bytes, self._STATE_BYTES)
