@@ -3,13 +3,15 @@
     python -m bench.compiled [--backend aot_eager|inductor] [--form whole|blocks] [--settings N] [MODEL ...]
 
 Budgets are shares of the measured peak of the step as torch compiles it. FLOPs are those of the graphs that run, by
-torch's formulas. Rows are kept in `bench/results/compiled-cpu.json` as they are measured; a row that is there is not
-measured again. Writes the tables to `bench/results/compiled-cpu.md`.
+torch's formulas, and our own for attention on a CPU, which torch has none for. Rows are kept in
+`bench/results/compiled-cpu.json` as they are measured; what is there by the same torch is not measured again. Writes
+the tables to `bench/results/compiled-cpu.md`.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import time
 import warnings
@@ -57,7 +59,7 @@ MODELS = {
 }
 
 
-def rows(name: str, backend: str, form: str, num_settings: int) -> Any:
+def rows(name: str, backend: str, form: str, budgets: list[int], settings: list[float]) -> Any:
     """Yields a model's rows: budgets first, then torch's settings with ours at the peak of each."""
     torch.manual_seed(0)
     torch.compiler.reset()
@@ -72,10 +74,9 @@ def rows(name: str, backend: str, form: str, num_settings: int) -> Any:
         try:
             plain = fitting.record()
             flops = fitting.flops(fitting.torch_choice)
-            for share in BUDGETS:
+            for share in budgets:
                 yield {"budget": share, "plain_bytes": plain} | _fitted(fitting, plain * share // 100, flops)
-            for i in range(num_settings):
-                setting = round(i / max(1, num_settings - 1), 3)
+            for setting in settings:
                 with functorch_config.patch(activation_memory_budget=setting):
                     theirs = CompiledFitting(model, batch, objective, None, options)
                     peak = theirs.record()
@@ -106,16 +107,17 @@ def _fitted(fitting: CompiledFitting, budget_bytes: int, plain_flops: int) -> di
 
 def table(results: dict[str, Any]) -> str:
     """Returns the rows as Markdown."""
+    measured = " and ".join(sorted({f"{of['date']}, torch {of['torch']}" for of in results.values()}))
     lines = [
-        f"Compiled steps, torch {torch.__version__}, CPU, one thread, on a machine in use (no times). Peaks in % of "
-        "the compiled plain step's.",
+        f"Compiled steps, measured {measured}, on a CPU with one thread, a machine in use (no times). Peaks in % of "
+        "the compiled plain step's, in brackets how far the predicted one was off.",
         "",
         "| model | backend | graphs | plain | " + " | ".join(f"{b} %" for b in BUDGETS) + " | gradients |",
         "|---|---|---|---|" + "---|" * len(BUDGETS) + "---|",
     ]
-    for key, found in results.items():
+    for key, of in results.items():
         name, backend, form = key.split("/")
-        budgets = {r["budget"]: r for r in found if "budget" in r}
+        budgets = {r["budget"]: r for r in of["rows"] if "budget" in r}
         if not budgets:
             continue
         cells = [_cell(budgets[b]) if b in budgets else "" for b in BUDGETS]
@@ -132,8 +134,8 @@ def table(results: dict[str, Any]) -> str:
         "| model | backend | graphs | setting | its peak | its FLOPs | our peak | our FLOPs |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for key, found in results.items():
-        for r in (r for r in found if "setting" in r):
+    for key, of in results.items():
+        for r in sorted((r for r in of["rows"] if "setting" in r), key=lambda r: r["setting"]):
             plain = r["plain_bytes"]
             ours = f"least {r['our_least_bytes'] / plain:.1%} | " if "our_least_bytes" in r else ""
             ours = ours or f"{r['our_peak_bytes'] / plain:.1%} | {r['our_flops']:.1%}"
@@ -160,21 +162,30 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     path = RESULTS / "compiled-cpu.json"
-    results = json.loads(path.read_text()) if path.exists() else {}
+    settings = [round(i / max(1, given.settings - 1), 3) for i in range(given.settings)]
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
     for name in given.models or MODELS:
         key = f"{name}/{given.backend}/{given.form}"
-        if len(results.get(key, ())) >= len(BUDGETS) + given.settings:
+        results = _kept(path)
+        of = results.get(key, {})
+        found: list[Any] = of.get("rows", []) if of.get("torch") == torch.__version__ else []
+        budgets = [b for b in BUDGETS if b not in [r.get("budget") for r in found]]
+        left = [s for s in settings if s not in [r.get("setting") for r in found]]
+        if not budgets and not left:
             continue
-        found: list[Any] = []
         began = time.perf_counter()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            for row in rows(name, given.backend, given.form, given.settings):
+            for row in rows(name, given.backend, given.form, budgets, left):
                 found.append(row)
                 print(key, f"{time.perf_counter() - began:.0f} s", json.dumps(row), flush=True)
-                results = (json.loads(path.read_text()) if path.exists() else {}) | {key: found}
+                results[key] = {"date": today, "torch": torch.__version__, "rows": found}
                 path.write_text(json.dumps(results, indent=1) + "\n")
-    (RESULTS / "compiled-cpu.md").write_text(table(results))
+    (RESULTS / "compiled-cpu.md").write_text(table(_kept(path)))
+
+
+def _kept(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text()) if path.exists() else {}
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """What a compiled step may hold: the choices worth compiling, by bytes and by seconds.
 
 Forward is cut at narrow waists; segments and what each holds are chosen by `solver/segments.py`, for targets from the
-least to all. Each choice is then run through `timeline`, whose peak is the one that counts. What is left are choices
-that no other beats in peak, held bytes and seconds.
+least to all. Beside these, forward is cut as a whole: since rebuilds are late, what is held is often most of a peak.
+Each choice is then run through `timeline`, whose peak is the one that counts. What is left are choices that no other
+beats in peak, held bytes and seconds.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from recoup.compiled.schedule import JointStep, Timeline, timeline
-from recoup.solver.held import Op, Segment, hull
+from recoup.solver.held import Op, Segment, trade_offs
 from recoup.solver.segment_labels import HeldProblem
 from recoup.solver.segments import Choice, SegmentSolver
 from recoup.solver.waists import waists
@@ -22,7 +23,8 @@ _NUM_SQUEEZES = 400  # simulations that may lower the smallest peak, each of som
 _SQUEEZE_SHARE = 0.97  # of its peak that a choice is brought below in one round
 _GAP_SHARE = 0.04  # of a peak that two neighbours on the curve are apart before choices between them are looked for
 _PARTS = 4  # that a gap is divided into
-_CUTS = 8  # corners of the hull of held bytes and seconds, of a graph as a whole
+_CUTS = 60  # of a graph as a whole, by held bytes and seconds, for each price
+_PRICES = (1.0, 1e-4)  # of ops without FLOPs, as parts of their seconds: all that has none runs again before a product
 _MIN_BYTES = 512  # smaller values cost nothing to hold
 
 
@@ -31,6 +33,10 @@ def choices(step: JointStep, *, num_targets: int = _NUM_PLANS) -> list[Timeline]
     problem = held_problem(step)
     solver = SegmentSolver(problem)
     found = {t.held: t for t in [timeline(step, frozenset(step.reads()))]}
+    for price in _PRICES:
+        for held in trade_offs(_whole_forward(step, price), most=_CUTS):
+            made = timeline(step, frozenset(held.values))
+            found.setdefault(made.held, made)
     least = solver.leanest()
     if least is not None:
         most_bytes = max(t.peak_bytes for t in found.values())
@@ -45,18 +51,25 @@ def choices(step: JointStep, *, num_targets: int = _NUM_PLANS) -> list[Timeline]
             found.setdefault(made.held, made)
         for made in list(_between(step, undominated(list(found.values())))):
             found.setdefault(made.held, made)
-    for held in hull(_whole_forward(step), most=_CUTS):
-        made = timeline(step, frozenset(held.values))
-        found.setdefault(made.held, made)
     return undominated(list(found.values()))
 
 
-def _whole_forward(step: JointStep) -> Segment:
-    """Returns a graph as one segment: what it holds counts where other graphs' calls are between its own two."""
+def _whole_forward(step: JointStep, price: float) -> Segment:
+    """Returns a graph as one segment: held bytes are most of its peak where rebuilds are short, and all that counts
+    while other graphs' calls are between its own two.
+
+    Args:
+        price: of ops without FLOPs, a part of their seconds.
+    """
     return Segment(
         value_bytes=step.value_bytes,
         ops=tuple(
-            Op(inputs=op.inputs, outputs=op.outputs, seconds=op.seconds, can_rerun=op.can_rerun)
+            Op(
+                inputs=op.inputs,
+                outputs=op.outputs,
+                seconds=op.seconds if op.flops else op.seconds * price,
+                can_rerun=op.can_rerun,
+            )
             for op in step.ops[: step.num_forward]
         ),
         reads=frozenset(step.reads()),

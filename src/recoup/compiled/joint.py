@@ -10,12 +10,16 @@ from torch.utils import _pytree as pytree
 
 from recoup import _torch
 from recoup.compiled.schedule import JointOp, JointStep
+from recoup.cost.flops import kind
 from recoup.cost.signature import make_signature
 from recoup.ir.trace import Signature
 
-_FLOPS_PER_SECOND = 5e10  # of a product; with the next two only ratios count: a choice is by the least sum
-_BYTES_PER_SECOND = 1e10  # of an op that moves what it reads and writes through memory
-_FUSED_BYTES_PER_SECOND = 4e10  # of one that runs inside of another kernel
+# Only ratios count: a choice is by the least sum. FLOPs come first, as at the widths that people train, where a product
+# takes thousands for each element; what only moves bytes is taken for a tenth of what a CPU takes for it.
+_FLOPS_PER_SECOND = 5e10  # of a product
+_BYTES_PER_SECOND = 1e11  # of an op that moves what it reads and writes through memory
+_FUSED_BYTES_PER_SECOND = 4e11  # of one that runs inside of another kernel
+_UNKNOWN_BYTES_PER_SECOND = 1e10  # of one that is not torch's own, which may do any work
 _NOT_AGAIN = ("_c10d_functional", "c10d", "c10d_functional", "fsdp")
 _FUSIBLE = ("convert_element_type", "full", "iota", "where", "clone", "_to_copy", "constant_pad_nd", "embedding")
 # The position of the flag that says if it trains, None if it does; running statistics are at 3 and 4.
@@ -215,13 +219,16 @@ def _seconds(
         return flops / _FLOPS_PER_SECOND
     if fuses and _is_fusible(node):
         return sum(value_bytes[v] for v in outputs) / _FUSED_BYTES_PER_SECOND
-    return sum(value_bytes[v] for v in (*outputs, *inputs)) / _BYTES_PER_SECOND
+    is_known = not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace in ("aten", "prims")
+    rate = _BYTES_PER_SECOND if is_known else _UNKNOWN_BYTES_PER_SECOND
+    return sum(value_bytes[v] for v in (*outputs, *inputs)) / rate
 
 
 def _flops(node: Any) -> int | None:
-    """Returns the FLOPs of a product or a convolution, None for other ops."""
+    """Returns the FLOPs of a product, a convolution or attention, None for other ops."""
     formula = _torch.flop_formula(node.target)
-    if formula is None:
-        return None
+    if formula is None:  # torch counts no attention on a CPU
+        signature = _signature(node) if kind(str(node.target)) != "other" else None
+        return signature.flops if signature is not None else None
     args, kwargs = pytree.tree_map_only(torch.fx.Node, lambda n: n.meta.get("val"), (node.args, node.kwargs))
     return _torch.size_hint(formula(*args, **kwargs, out_val=node.meta.get("val")))

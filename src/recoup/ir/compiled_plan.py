@@ -21,7 +21,8 @@ class CompiledGraph:
         fingerprint: tells the joint graph. num_calls: how often a step runs it. num_ops: of its forward.
         held: names of the joint graph's nodes that are kept for backward. held_bytes: theirs.
         rerun: names of the nodes that run again in backward.
-        rerun_seconds: an estimate of what that takes. is_torch: whether the graph is divided as torch itself would.
+        rerun_seconds: an estimate by which choices are ranked, FLOPs first. is_torch: whether the graph is divided as
+            torch itself would.
     """
 
     fingerprint: str
