@@ -141,11 +141,12 @@ class _PythonStream:
 
     def state(self) -> Any:
         """Returns `random.getstate()`, the same object if the stream did not move."""
-        stream: Any = getattr(random.getstate, "__self__", None)
+        stream = getattr(random.getstate, "__self__", None)
         if type(stream) is not random.Random or not self._is_readable:
             return random.getstate()
         raw = ctypes.string_at(id(stream) + self._offset_bytes, self._STATE_BYTES)
-        if self._state is None or raw != self._raw or stream.gauss_next is not None or self._state[2] is not None:
+        held_back = getattr(stream, "gauss_next", None)  # the second of two normal numbers
+        if self._state is None or raw != self._raw or held_back is not None or self._state[2] is not None:
             state = self._state = random.getstate()
             words = state[1]
             self._raw = array.array("I", (words[-1], *words[:-1])).tobytes()
