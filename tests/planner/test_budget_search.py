@@ -6,8 +6,13 @@ import dataclasses
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-from recoup.planner.budget_search import BudgetSearch
+from recoup.capture.capture import StepSpec
+from recoup.cost.model import FlopsCost
+from recoup.planner.budget_search import SMALLEST_OPS, BudgetSearch
+from recoup.planner.driver import Planner
 from recoup.planner.incumbents import Incumbents
 from recoup.planner.repair import Allowance, repaired
 from recoup.planner.strategies.base import Strategy
@@ -73,6 +78,62 @@ def test_where_nothing_fits_there_is_no_plan_and_the_smallest_is_known() -> None
     looking = search(FakeJudge(), Says(proposals=[regions(2)], lean=[regions(4)]))
     assert looking.fit(50) is None
     assert looking.smallest().decisions == regions(4)
+
+
+class MoreThanLean(Strategy):
+    """Finds what a budget needs, up to six regions, and takes four for its leanest plan."""
+
+    def propose(self, budget_bytes: int, incumbents: Incumbents) -> Any:
+        yield regions(min(-(-(100 - budget_bytes) // 10), 6))
+
+    def shrink(self, incumbents: Incumbents) -> Any:
+        yield regions(4)
+
+
+def test_no_plan_for_a_budget_is_smaller_than_the_smallest() -> None:
+    assert search(FakeJudge(), MoreThanLean()).smallest().decisions == regions(6)
+    for prefers in (True, False):  # each budget by itself: what another search found is not known
+        looking = search(FakeJudge(), MoreThanLean(), prefers_equal_bits=prefers)
+        assert looking.fit(39) is None and looking.smallest().peak_bytes == 40
+        fits = search(FakeJudge(), MoreThanLean(), prefers_equal_bits=prefers).fit(40)
+        assert fits is not None and fits.peak_bytes == 40
+
+
+def test_the_smallest_of_a_transformer_is_no_larger_than_its_plans_for_budgets() -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(32, 2, dim_feedforward=64, batch_first=True, norm_first=True)
+    model, batch = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False), torch.randn(4, 8, 32)
+
+    def planner() -> Planner:
+        spec = StepSpec(model=model, batch=batch, optimizer=torch.optim.AdamW(model.parameters()))
+        return Planner(spec, cost=FlopsCost(), actions=None)
+
+    looking = planner()
+    least = looking.smallest()
+    assert looking.infeasible(least.peak_bytes - 1).minimum_bytes == least.peak_bytes
+    # Planners of their own: what another one found is not known to them.
+    fits = planner().fit(least.peak_bytes)
+    assert fits is not None and fits.peak_bytes == least.peak_bytes
+    assert planner().fit(least.peak_bytes - 1) is None
+
+
+def test_the_smallest_is_asked_for_less_only_where_something_new_was_found_and_for_so_many_ops() -> None:
+    judge = FakeJudge()
+    looking = search(judge, MoreThanLean())
+    looking.smallest()
+    num_asked = len(judge.asked)
+    looking.smallest()
+    assert judge.asked[num_asked:] == [regions(4)]
+
+    class Endless(Strategy):
+        def propose(self, budget_bytes: int, incumbents: Incumbents) -> Any:
+            found = (region(-budget_bytes),)
+            judge.simulated[found] = candidate(found, budget_bytes, 11.0)
+            judge.num_simulated_ops += OPS
+            yield found
+
+    judge = FakeJudge()
+    assert search(judge, Endless()).smallest().peak_bytes == 100 - SMALLEST_OPS // OPS
 
 
 def test_a_plan_is_improved_only_by_one_that_fits_and_is_no_slower() -> None:

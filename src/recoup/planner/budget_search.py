@@ -8,7 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from recoup.planner.incumbents import Candidate, Incumbents, Judge
+from recoup.planner.repair import Allowance
 from recoup.planner.strategies.base import Proposals, Strategy
+
+SMALLEST_OPS = 200_000  # simulated ops: when these are spent, the smallest plan is asked for less no more
 
 
 class BudgetSearch:
@@ -25,6 +28,7 @@ class BudgetSearch:
         self._strategies = tuple(strategies)
         self._prefers_equal_bits = prefers_equal_bits
         self._incumbents = Incumbents(judge)
+        self._floor_bytes = -1  # the smallest peak of which a byte less was asked for
 
     def fit(self, budget_bytes: int) -> Candidate | None:
         """Returns the fastest plan found whose simulated peak is at most the budget, None if there is none.
@@ -32,36 +36,50 @@ class BudgetSearch:
         1. If the step fits with nothing running twice, that is the answer.
         2. Each strategy proposes; one that dominates the step ends the round.
         3. Where nothing fits: the leanest plans; then strategies that are fallbacks; then, if equal bits are preferred,
-           those that round differently; then the leanest of those too.
+           those that round differently; then the smallest plan that can be found.
         4. The selected plan may be improved.
         """
         openings = [self._judge.plain, *(self._judge.simulate(s.opening()) for s in self._strategies if s.opening())]
         if openings[-1].peak_bytes <= budget_bytes:
             return min((c for c in openings if c.peak_bytes <= budget_bytes), key=lambda c: c.step_seconds)
+        self._ask(budget_bytes)
+        if not self._incumbents.fitting(budget_bytes):
+            self.smallest()
+        return self._select(budget_bytes)
+
+    def smallest(self) -> Candidate:
+        """Returns the plan with the smallest simulated peak that was found.
+
+        The leanest plans by the strategies' own reckoning first; then they are asked for a byte less than the smallest
+        so far, until none of them finds that. So no plan for a budget has a smaller peak.
+        """
+        for strategy in self._strategies:
+            self._try(strategy.shrink(self._incumbents))
+            if strategy.dominates_step:
+                break
+        allowance = Allowance(num_ops=SMALLEST_OPS, began_at=self._incumbents.num_simulated_ops)
+        least = self._incumbents.least()
+        while least.peak_bytes != self._floor_bytes and not allowance.is_spent(self._incumbents):
+            self._floor_bytes = least.peak_bytes
+            self._ask(least.peak_bytes - 1)
+            least = self._incumbents.least()
+        return least
+
+    def _ask(self, budget_bytes: int) -> None:
+        """Has the strategies propose plans for a budget, in the order of `fit`."""
         exact = [s for s in self._strategies if s.is_exact and not s.is_fallback]
         fallbacks = [s for s in self._strategies if s.is_fallback]
         others = [s for s in self._strategies if not s.is_exact and not s.is_fallback]
         for strategy in exact if self._prefers_equal_bits else [s for s in self._strategies if not s.is_fallback]:
             self._try(strategy.propose(budget_bytes, self._incumbents))
             if strategy.dominates_step:
-                return self._select(budget_bytes)
+                return
         if not self._incumbents.fitting(budget_bytes):
             for strategy in exact:
                 self._try(strategy.shrink(self._incumbents))
             for strategy in (*fallbacks, *(others if self._prefers_equal_bits else ())):
                 if not self._incumbents.fitting(budget_bytes):
                     self._try(strategy.propose(budget_bytes, self._incumbents))
-        if not self._incumbents.fitting(budget_bytes):
-            self.smallest()
-        return self._select(budget_bytes)
-
-    def smallest(self) -> Candidate:
-        """Returns the plan with the smallest simulated peak that was found."""
-        for strategy in self._strategies:
-            self._try(strategy.shrink(self._incumbents))
-            if strategy.dominates_step:
-                break
-        return self._incumbents.least()
 
     def _try(self, proposals: Proposals) -> list[Candidate]:
         """Simulates what is proposed and tells the strategy what it costs; returns the candidates."""
