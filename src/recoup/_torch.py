@@ -427,20 +427,20 @@ _CPU_FLAGS: tuple[tuple[Any, Any], ...] = (
     (torch.get_num_threads, torch.set_num_threads),
     (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
     (
-        lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
+        lambda: (torch._C._get_deterministic_algorithms(), torch._C._get_deterministic_algorithms_warn_only()),
         _set_deterministic,
     ),
 )
 _FLAGS: tuple[tuple[Any, Any], ...] = (
     *_CPU_FLAGS,
     (torch.get_default_dtype, torch.set_default_dtype),
-    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
-    (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
-    (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
-    (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
+    (torch._C._get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (torch._C._get_flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
+    (torch._C._get_mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
+    (torch._C._get_math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
+    (torch._C._get_cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
     (
-        torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed,
+        torch._C._get_math_sdp_allow_fp16_bf16_reduction,
         torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp,
     ),
     (torch._C._get_sdp_priority_order, torch._C._set_sdp_priority_order),

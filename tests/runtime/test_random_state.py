@@ -14,6 +14,7 @@ from recoup.runtime.recompute.rng_state import RandomState, _numpy_stream
 DRAWS: dict[str, Callable[[], object]] = {
     "torch": lambda: torch.rand(3).tolist(),
     "python": random.random,
+    "python normal": lambda: random.gauss(0.0, 1.0),
     "numpy": lambda: np.random.rand(3).tolist(),
     "numpy normal": lambda: np.random.normal(),
     "numpy held back": lambda: np.random.standard_normal(3).tolist(),

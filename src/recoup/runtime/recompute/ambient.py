@@ -43,7 +43,7 @@ class Ambient:
             if type(m).__module__.startswith("torch.utils.") and not any(m is known for known in self._modes[1])
         )
 
-    def _is_here(self) -> bool:
+    def is_here(self) -> bool:
         """Whether all of it is on now: nothing has to be put in place."""
         now = _torch.user_modes()
         is_same = not any(now) and not any(self._modes) and self._flags == _torch.backend_flags()
@@ -53,9 +53,6 @@ class Ambient:
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:
         """Puts modes, flags and global hooks as they were and, at the end, as they are now."""
-        if self._is_here():
-            yield
-            return
         with contextlib.ExitStack() as stack:
             if self._mode_state is not None and self._modes != _torch.user_modes():
                 stack.enter_context(self._mode_state.replayed())  # a mode that is off by now sees nothing of a replay

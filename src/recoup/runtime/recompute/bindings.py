@@ -9,6 +9,7 @@ cannot be brought back: one that was changed since is refused, also where its ve
 from __future__ import annotations
 
 import contextlib
+import operator
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -48,9 +49,13 @@ class _Weight:
             return "was changed through `.data`, which autograd does not see,"
         return ""
 
+    def stands(self) -> bool:
+        """Whether a replay may take the tensor itself: it is a leaf that requires a gradient as it did."""
+        return self.tensor.is_leaf and self.tensor.requires_grad == self.requires_grad
+
     def again(self) -> torch.Tensor:
         """Returns the tensor for a replay, requiring a gradient as it did then, cut from the graph it came from."""
-        if self.tensor.is_leaf and self.tensor.requires_grad == self.requires_grad:
+        if self.stands():
             return self.tensor
         again = self.tensor.detach()
         if isinstance(self.tensor, nn.Parameter):
@@ -100,6 +105,18 @@ class Bindings:
                     code="E201",
                 )
 
+    def stand(self) -> bool:
+        """Whether everything is bound as it was, and each parameter requires a gradient as it did."""
+        for ref, names in self._parameters:
+            module = ref()
+            if module is not None and not _is_same(module._parameters, names):
+                return False
+        for ref, names in self._children:
+            module = ref()
+            if module is not None and not _is_same(module._modules, names):
+                return False
+        return all([w.is_managed or w.stands() for w in self._weights.values()])
+
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:
         """Binds everything as it was and, at the end, as it is now; touches nothing that is bound as it was."""
@@ -146,7 +163,7 @@ def storage_of(tensor: torch.Tensor) -> int | None:
 
 
 def _is_same(now: dict[str, Any], then: dict[str, Any]) -> bool:
-    return len(now) == len(then) and all(now.get(name) is value for name, value in then.items())
+    return len(now) == len(then) and all(map(operator.is_, map(now.get, then), then.values()))
 
 
 def _rebind(names: dict[str, Any], values: dict[str, Any]) -> None:

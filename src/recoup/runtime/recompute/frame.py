@@ -85,12 +85,13 @@ class Frame:
     def weight_of(self, tensor: torch.Tensor) -> tuple[Any, ...] | None:
         """Returns which weight a saved tensor is, and how it lies over it; None for an activation or an argument."""
         storage = storage_of(tensor)
-        base = tensor if tensor._base is None else tensor._base
         if storage in self.given:
             return None
-        is_weight = type(base) is not torch.Tensor and isinstance(base, torch.nn.Parameter)
-        if not is_weight and storage not in self.weights:
-            return None
+        if storage not in self.weights:
+            base = tensor._base
+            base = tensor if base is None else base
+            if type(base) is torch.Tensor or not isinstance(base, torch.nn.Parameter):
+                return None
         return storage, tensor.stride(), tensor.storage_offset()
 
     def _pack(self, tensor: torch.Tensor) -> Slot:
@@ -181,7 +182,7 @@ class Frame:
             if self.derives:
                 recorder = stack.enter_context(Recorder())
                 recorder.deriving = self.derives_by_default
-            else:
+            elif current_recorder() is not None:
                 stack.enter_context(_no_recorder())
             stack.enter_context(_torch.saved_tensors_hooks(fill, _gone_unpack))
             try:

@@ -2,7 +2,8 @@
 
 Flags, hooks, lists, buffers, membrane potentials, caches: whatever is in the `__dict__` of a module of the region, or
 of an object among its arguments (a key-value cache), is noted when the region is entered and put back around the
-replay; afterwards everything is as it was before the replay. Rebound attributes cost a reference. A tensor that is
+replay; afterwards everything is as it was before the replay. What is as it was noted is left where it is, and a module
+that is as its last note says is not noted anew. Rebound attributes cost a reference. A tensor that is
 changed *in place* has to be copied beforehand: small ones always are, and forgotten if the forward left them alone;
 larger ones only where the plan says that they change, and otherwise `changed()` names them.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import operator
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
@@ -81,16 +83,62 @@ class _Tensor:
 
 
 class _Owner:
-    """A module or object, its attributes, and copies of the containers among them."""
+    """A module or object, its attributes, and copies of the containers among them (None of an empty one)."""
 
-    __slots__ = ("buffers", "containers", "get", "kept", "tensors")
+    __slots__ = ("_slots", "buffers", "containers", "empty", "filled", "get", "kept", "names", "others", "tensors")
 
-    def __init__(self, get: Callable[[], Any], kept: dict[str, Any]) -> None:
+    def __init__(self, get: Callable[[], Any], names: Iterable[str], kept: dict[str, Any]) -> None:
         self.get = get
+        self._slots = _slots_of(type(get()))
+        self.names = frozenset(names)
         self.kept = kept
         self.containers: list[tuple[str, Any, Any]] = []
+        self.empty: list[Any] = []  # of the containers
+        self.filled: list[tuple[Any, Any]] = []
         self.tensors: list[_Tensor] = []
         self.buffers: list[_Tensor] = []
+        self.others: list[Any] = []
+
+    def attributes(self) -> MutableMapping[str, Any] | None:
+        """Returns the attributes as they are now, to be read and changed; None if who has them is gone."""
+        holder = self.get()
+        if holder is None:
+            return None
+        attributes: MutableMapping[str, Any] = _Slots(holder, self._slots) if self._slots else holder.__dict__
+        return attributes
+
+    def is_as_noted(self, attributes: MutableMapping[str, Any]) -> bool:
+        """Whether every attribute is the very object that was noted, and every container holds what it held."""
+        kept = self.kept
+        return (
+            attributes.keys() == self.names
+            and all(map(operator.is_, map(attributes.__getitem__, kept), kept.values()))
+            and not any(self.empty)
+            and all([_holds_same(now, copy) for now, copy in self.filled])
+        )
+
+    def stands(self) -> bool:
+        """Whether a replay finds everything as noted: nothing has to be put in place, and no tensor to be cut off."""
+        attributes = self.attributes()
+        return attributes is None or (
+            self.is_as_noted(attributes)
+            and not any(h.copy is not None or h.requires_grad or h.tensor.requires_grad for h in self.tensors)
+            and not any(h.copy is not None or h.requires_grad or h.tensor.requires_grad for h in self.buffers)
+        )
+
+    def may_stand(self) -> bool:
+        """Whether the note may outlive its step: it holds no tensor, in no container."""
+        return not self.tensors and not self.filled
+
+    def put_back(self, attributes: MutableMapping[str, Any]) -> None:
+        """Has attributes and containers be as noted again."""
+        _put(attributes, self.kept)
+        for container in self.empty:
+            container.clear()
+        for container, copy in self.filled:
+            if not _holds_same(container, copy):
+                container.clear()
+                container.extend(copy) if isinstance(copy, (list, collections.deque)) else container.update(copy)
 
 
 class AttributeState:
@@ -100,6 +148,7 @@ class AttributeState:
         modules: (path, module), as `walk` returns them.
         objects: arguments of unknown kind; those with a `__dict__`, and what is in it, are held too.
         written: paths of tensors that the forward is known to change, without their version telling or large ones.
+        notes: of modules by path, from earlier calls; those that still hold are taken, and others put there.
 
     Attributes:
         others: objects of unknown kind among the modules' attributes.
@@ -108,32 +157,50 @@ class AttributeState:
     __slots__ = ("_owners", "_written", "others")
 
     def __init__(
-        self, modules: Iterable[tuple[str, nn.Module]], objects: Iterable[Any] = (), written: Iterable[str] = ()
+        self,
+        modules: Iterable[tuple[str, nn.Module]],
+        objects: Iterable[Any] = (),
+        written: Iterable[str] = (),
+        notes: dict[str, Any] | None = None,
     ) -> None:
         self.others: list[Any] = []
         self._written = frozenset(written)
         self._owners: list[_Owner] = []
+        notes = {} if notes is None else notes
         for path, module in modules:
             attributes = module.__dict__
-            kept = {k: v for k, v in attributes.items() if k not in _SKIPPED}
-            self._add(path, weakref.ref(module), kept, self.others)
-        self._add_objects(objects)
+            owner = notes.get(path)
+            if owner is not None and owner.get() is module and owner.is_as_noted(attributes):
+                self._owners.append(owner)
+            else:
+                kept = {k: v for k, v in attributes.items() if k not in _SKIPPED}
+                owner = self._add(path, weakref.ref(module), attributes, kept)
+                if owner.may_stand():
+                    notes[path] = owner
+                else:
+                    notes.pop(path, None)
+            self.others += owner.others
+        if objects:
+            self._add_objects(objects)
 
-    def _add(self, path: str, get: Callable[[], Any], kept: dict[str, Any], others: list[Any]) -> None:
-        owner = _Owner(get, kept)
+    def _add(self, path: str, get: Callable[[], Any], names: Iterable[str], kept: dict[str, Any]) -> _Owner:
+        owner = _Owner(get, names, kept)
         for key, value in kept.items():
             kind = type(value)
             if kind in _ATOMS:
                 continue
             if kind in _CONTAINERS:
-                owner.containers.append((key, value, value.copy() if value else None))
+                copy = value.copy() if value else None
+                owner.containers.append((key, value, copy))
+                owner.empty.append(value) if copy is None else owner.filled.append((value, copy))
                 if key == "_buffers":
                     owner.buffers += [self._note(path, leaf, b) for leaf, b in value.items() if b is not None]
             elif isinstance(value, torch.Tensor):
                 owner.tensors.append(self._note(path, key, value))
             else:
-                others.append(value)
+                owner.others.append(value)
         self._owners.append(owner)
+        return owner
 
     def _add_objects(self, objects: Iterable[Any]) -> None:
         seen: set[int] = set()
@@ -143,9 +210,10 @@ class AttributeState:
             if id(item) in seen or not _is_state(item):
                 continue
             seen.add(id(item))
-            others: list[Any] = []
-            self._add(path, lambda item=item: item, dict(_attributes_of(item)), others)  # type: ignore[misc]
-            for _, value, _copy in self._owners[-1].containers:
+            kept = dict(_attributes_of(item))
+            owner = self._add(path, lambda item=item: item, kept, kept)  # type: ignore[misc]
+            others = owner.others.copy()
+            for _, value, _copy in owner.containers:
                 others += value.values() if isinstance(value, dict) else value
             queue += [(f"{path}.{type(o).__name__}", o) for o in others]
 
@@ -157,14 +225,14 @@ class AttributeState:
     def settle(self) -> None:
         """Forgets the copies of tensors that the forward, which is over now, left alone."""
         for owner in self._owners:
-            for held in (*owner.tensors, *owner.buffers):
+            for held in (*owner.tensors, *owner.buffers) if owner.tensors or owner.buffers else ():
                 if version_of(held.tensor) == held.version and held.name not in self._written:
                     held.copy = None
 
     def changed(self) -> str:
         """Returns the name of a tensor that was changed in place since and of which there is no copy, or ""."""
         for owner in self._owners:
-            for held in (*owner.tensors, *owner.buffers):
+            for held in (*owner.tensors, *owner.buffers) if owner.tensors or owner.buffers else ():
                 if held.copy is None and version_of(held.tensor) != held.version:
                     return held.name
         return ""
@@ -172,6 +240,15 @@ class AttributeState:
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:
         """Puts the attributes in place and, at the end, the present ones back."""
+        if all(owner.stands() for owner in self._owners):
+            try:
+                yield
+            finally:
+                for owner in self._owners:
+                    attributes = owner.attributes()
+                    if attributes is not None and not owner.is_as_noted(attributes):
+                        owner.put_back(attributes)
+            return
         entries = self._entries()  # copies are made before anything is changed: there may be no memory for them
         present = [(at, {k: v for k, v in at.items() if k not in _SKIPPED}) for at, _ in entries]
         try:
@@ -187,8 +264,8 @@ class AttributeState:
         entries = []
         shared: dict[int, Any] = {}  # two modules may share a list or a tensor: they still do
         for owner in self._owners:
-            holder = owner.get()
-            if holder is None:
+            attributes = owner.attributes()
+            if attributes is None:
                 continue
             values = dict(owner.kept)
             for key, container, copy in owner.containers:
@@ -200,8 +277,18 @@ class AttributeState:
                     if id(held.tensor) not in shared:
                         shared[id(held.tensor)] = held.again()
                     into[held.leaf] = shared[id(held.tensor)]
-            entries.append((_attributes_of(holder), values))
+            entries.append((attributes, values))
         return entries
+
+
+def _holds_same(now: Any, copy: Any) -> bool:
+    """Whether a container and a copy hold the very same objects, in the same order where there is one."""
+    if len(now) != len(copy):
+        return False
+    if isinstance(copy, set):
+        return set(map(id, now)) == set(map(id, copy))
+    is_same = all(map(operator.is_, now, copy))
+    return is_same and (not isinstance(copy, dict) or all(map(operator.is_, now.values(), copy.values())))
 
 
 def _put(attributes: MutableMapping[str, Any], values: dict[str, Any]) -> None:

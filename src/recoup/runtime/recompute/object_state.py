@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import itertools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -54,6 +56,7 @@ class Places:
         self._tensors: list[tuple[str, torch.Tensor]] = []
         self._streams: list[Any] = []
         self._key: list[int] | None = None
+        self.notes: dict[str, Any] = {}  # of modules, see `AttributeState`
 
     def note(self, modules: Sequence[tuple[str, nn.Module]], others: Sequence[Any]) -> ObjectState:
         """Returns the state at this moment.
@@ -83,7 +86,10 @@ class Places:
         self._found += [_slotted(n, o) for n, o in found.slotted]
         self._found += [_class(n, k) for n, k in found.classes]
         self._found += [_cell(n, c) for n, c in found.cells]
-        self._found += [_binding(n, scope, key) for n, scope, key in found.bindings]
+        names: dict[int, tuple[dict[str, Any], list[str]]] = {}
+        for _, scope, key in found.bindings:
+            names.setdefault(id(scope), (scope, []))[1].append(key)
+        self._found += [_bindings(scope, keys) for scope, keys in names.values()]
         self._found += [_array(n, a) for n, a in found.arrays if a.nbytes <= COPIED_BYTES and a.flags.writeable]
         self._found += [_raw(n, r) for n, r in found.raw]
         self._tensors = [(n, t) for n, t in found.tensors if id(t) not in own and t.layout is torch.strided]
@@ -132,12 +138,12 @@ class ObjectState:
                 "between forward and backward. Clone it before changing it, or change it after backward.",
                 code="E201",
             )
-        differing = [(place, held, now) for place, held in self._held if not is_same(now := place.read(), held)]
-        tensors = [(t, copy, _copy(t), version_of(t)) for _, t, _, copy in self._tensors if copy is not None]
         present = [(place, place.read()) for place, _ in self._held]
+        tensors = [(t, copy, _copy(t), version_of(t)) for _, t, _, copy in self._tensors if copy is not None]
         try:
-            for place, held, _ in differing:
-                place.put(held)
+            for (place, held), (_, now) in zip(self._held, present, strict=True):
+                if not is_same(now, held):
+                    place.put(held)
             for tensor, copy, _, _ in tensors:
                 _put_values(tensor, copy)
             with self._streams.replayed():
@@ -154,9 +160,9 @@ class ObjectState:
 def is_same(one: Any, other: Any) -> bool:
     """Whether two copies hold the very same objects; of numbers, the same values."""
     if type(one) is dict:
-        return one.keys() == other.keys() and all(v is other[k] for k, v in one.items())
+        return one.keys() == other.keys() and all(map(operator.is_, one.values(), map(other.__getitem__, one)))
     if type(one) is list:
-        return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
+        return len(one) == len(other) and all(map(operator.is_, one, other))
     return one is other or (type(one) in (set, bytes) and bool(one == other))
 
 
@@ -241,14 +247,18 @@ def _cell(name: str, cell: Any) -> _Place:
     return _Place(name, read, put)
 
 
-def _binding(name: str, scope: dict[str, Any], key: str) -> _Place:
-    def put(values: Any) -> None:
-        if values:
-            scope[key] = values[0]
-        else:
-            scope.pop(key, None)
+def _bindings(scope: dict[str, Any], names: list[str]) -> _Place:
+    def read() -> list[Any]:
+        return list(map(scope.get, names, itertools.repeat(_ABSENT)))
 
-    return _Place(name, lambda: [scope[key]] if key in scope else [], put)
+    def put(values: list[Any]) -> None:
+        for name, now, value in zip(names, read(), values, strict=True):
+            if value is _ABSENT:
+                scope.pop(name, None)
+            elif value is not now:
+                scope[name] = value
+
+    return _Place("globals", read, put)
 
 
 def _array(name: str, array: Any) -> _Place:

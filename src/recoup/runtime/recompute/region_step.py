@@ -51,7 +51,7 @@ class Step:
         self.random = RandomState(self.inputs.tensors)
         self.autocast = AutocastState(t.device.type for t in self.inputs.tensors)
         written = (*member.buffers, *statistics_buffers(modules)) if has_attributes else ()
-        self.attributes = AttributeState(modules, self.inputs.others, written)
+        self.attributes = AttributeState(modules, self.inputs.others, written, member.places.notes)
         self.streams = StreamState([*self.inputs.others, *self.attributes.others])
         self.objects = member.places.note(modules, self.attributes.others) if has_attributes else None
         self.bindings = Bindings(modules)
@@ -84,15 +84,20 @@ class Step:
     def state(self, *, with_attributes: bool) -> Iterator[None]:
         """Puts back, inside the block, what the first forward began with."""
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self.random.replayed())
-            stack.enter_context(self.autocast.replayed())
-            stack.enter_context(self.streams.replayed())
+            if not self.random.is_settled():
+                stack.enter_context(self.random.replayed())
+            if not self.autocast.is_off():
+                stack.enter_context(self.autocast.replayed())
+            if self.streams:
+                stack.enter_context(self.streams.replayed())
             if with_attributes:
-                stack.enter_context(self.bindings.replayed())
+                if not self.bindings.stand():
+                    stack.enter_context(self.bindings.replayed())
                 stack.enter_context(self.attributes.replayed())
                 if self.objects is not None:
                     stack.enter_context(self.objects.replayed())
-            stack.enter_context(self.ambient.replayed())
+            if not self.ambient.is_here():
+                stack.enter_context(self.ambient.replayed())
             yield
 
 

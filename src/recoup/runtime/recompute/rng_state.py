@@ -7,6 +7,7 @@ arguments hold is in `module_state.py`.
 
 from __future__ import annotations
 
+import array
 import contextlib
 import ctypes
 import random
@@ -32,13 +33,15 @@ class RandomState:
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         self._cpu: bytes | None = _cpu_state()
         self._devices = [(i, torch.cuda.get_rng_state(i)) for i in _cuda_devices(tensors)]
-        self._python: Any = random.getstate()
+        self._python: Any = _python_stream.state()
         self._numpy: Any = _numpy_stream.state()
 
     def settle(self) -> None:
         """Forgets the streams that have not moved since."""
-        if self._python == random.getstate():
-            self._python = None
+        if self._python is not None:
+            state = _python_stream.state()
+            if state is self._python or state == self._python:
+                self._python = None
         if self._numpy is not None:
             now = _numpy_stream.state()
             if now is self._numpy or _is_same(now, self._numpy):
@@ -122,6 +125,37 @@ class _NumpyStream:
 _numpy_stream = _NumpyStream()
 
 
+class _PythonStream:
+    """Python's global stream, whose state takes 20 us to read: read again only where it moved since the last time.
+
+    Whether it moved is seen as for NumPy's: CPython keeps a position and 624 words behind the object's head.
+    """
+
+    _STATE_BYTES = 2500
+    _offset_bytes = object.__basicsize__
+    _is_readable = sys.implementation.name == "cpython" and random.Random.__basicsize__ >= _offset_bytes + _STATE_BYTES
+
+    def __init__(self) -> None:
+        self._raw = b""
+        self._state: Any = None
+
+    def state(self) -> Any:
+        """Returns `random.getstate()`, the same object if the stream did not move."""
+        stream = getattr(random.getstate, "__self__", None)
+        if type(stream) is not random.Random or not self._is_readable:
+            return random.getstate()
+        raw = ctypes.string_at(id(stream) + self._offset_bytes, self._STATE_BYTES)
+        held_back = getattr(stream, "gauss_next", None)  # the second of two normal numbers
+        if self._state is None or raw != self._raw or held_back is not None or self._state[2] is not None:
+            state = self._state = random.getstate()
+            words = state[1]
+            self._raw = array.array("I", (words[-1], *words[:-1])).tobytes()
+        return self._state
+
+
+_python_stream = _PythonStream()
+
+
 def _is_same(one: Any, other: Any) -> bool:
     """Whether two states of NumPy's stream are equal: position, what is held back, words."""
     return bool(one[2] == other[2] and one[3] == other[3] and (one[1] == other[1]).all())
@@ -157,6 +191,10 @@ class AutocastState:
             for d in dict.fromkeys(["cpu", *(["cuda"] if _torch.cuda_is_initialized() else []), *device_types])
             if torch.amp.is_autocast_available(d)
         ]
+
+    def is_off(self) -> bool:
+        """Whether it was off and is off now: there is nothing to enter."""
+        return not any([enabled or torch.is_autocast_enabled(device) for device, enabled, _, _ in self._states])
 
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:
@@ -198,6 +236,9 @@ class StreamState:
     def __init__(self, objects: Iterable[Any]) -> None:
         states = [(o, _state_of(o)) for o in objects]
         self._states = [(o, state) for o, state in states if state is not None]
+
+    def __bool__(self) -> bool:
+        return bool(self._states)
 
     def restore(self) -> None:
         """Sets the streams to where they were."""

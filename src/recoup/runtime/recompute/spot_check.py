@@ -13,7 +13,7 @@ _SAMPLED = frozenset(
     [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.bool]
 )
 _SAMPLE_BYTES = 64  # at the start, the middle and the end of a tensor
-_string_at = ctypes.string_at
+_part_at = (ctypes.c_char * _SAMPLE_BYTES).from_address  # a third of what `string_at` takes
 
 
 class Sample:
@@ -59,13 +59,10 @@ def read_bytes(tensor: torch.Tensor) -> bytes:
         return b""
     if size > 3 * _SAMPLE_BYTES and tensor.is_contiguous():
         middle = start + size // 16 * 8
-        return (
-            _string_at(start, _SAMPLE_BYTES)
-            + _string_at(middle, _SAMPLE_BYTES)
-            + _string_at(start + size - _SAMPLE_BYTES, _SAMPLE_BYTES)
-        )
+        end = start + size - _SAMPLE_BYTES
+        return _part_at(start).raw + _part_at(middle).raw + _part_at(end).raw  # type: ignore[no-any-return]
     if not tensor.is_contiguous():
         width = tensor.element_size()
         last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) * width
-        return _string_at(start, width) + _string_at(start + last, width)
-    return _string_at(start, size)
+        return ctypes.string_at(start, width) + ctypes.string_at(start + last, width)
+    return ctypes.string_at(start, size)
