@@ -11,10 +11,10 @@ from torch import nn
 
 from recoup.capture.capture import StepSpec
 from recoup.cost.model import FlopsCost
-from recoup.planner.budget_search import SMALLEST_OPS, BudgetSearch
+from recoup.planner.budget_search import BudgetSearch
 from recoup.planner.driver import Planner
 from recoup.planner.incumbents import Incumbents
-from recoup.planner.repair import Allowance, repaired
+from recoup.planner.repair import SEARCH_OPS, Allowance, repaired
 from recoup.planner.strategies.base import Strategy
 from tests.planner.fake import OPS, TILE, FakeJudge, Says, SaysTiles, candidate, region, regions
 
@@ -133,7 +133,7 @@ def test_the_smallest_is_asked_for_less_only_where_something_new_was_found_and_f
             yield found
 
     judge = FakeJudge()
-    assert search(judge, Endless()).smallest().peak_bytes == 100 - SMALLEST_OPS // OPS
+    assert search(judge, Endless()).smallest().peak_bytes == 100 - SEARCH_OPS // OPS
 
 
 def test_a_plan_is_improved_only_by_one_that_fits_and_is_no_slower() -> None:

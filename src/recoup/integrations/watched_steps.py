@@ -7,10 +7,10 @@ from collections import deque
 from collections.abc import Sequence
 
 from recoup.ir import html
+from recoup.ir.report import TIMELINE_POINTS
 from recoup.ir.text import sparkline
 from recoup.units import format_bytes
 
-_NUM_LAST_STEPS = 1000  # steps whose memory is kept one by one
 Shapes = tuple[tuple[int, ...], ...]
 
 
@@ -42,7 +42,7 @@ class WatchedSteps:
     budget_bytes: int
     num_steps: int = 0
     batches: dict[Shapes, WatchedBatches] = dataclasses.field(default_factory=dict)
-    last_bytes: deque[int] = dataclasses.field(default_factory=lambda: deque(maxlen=_NUM_LAST_STEPS))
+    last_bytes: deque[int] = dataclasses.field(default_factory=lambda: deque(maxlen=TIMELINE_POINTS))
 
     def add(self, shapes: Sequence[tuple[int, ...]], bound_bytes: int) -> None:
         """Notes a step that is about to run."""

@@ -8,10 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from recoup.planner.incumbents import Candidate, Incumbents, Judge
-from recoup.planner.repair import Allowance
+from recoup.planner.repair import SEARCH_OPS, Allowance
 from recoup.planner.strategies.base import Proposals, Strategy
-
-SMALLEST_OPS = 200_000  # simulated ops: when these are spent, the smallest plan is asked for less no more
 
 
 class BudgetSearch:
@@ -57,7 +55,7 @@ class BudgetSearch:
             self._try(strategy.shrink(self._incumbents))
             if strategy.dominates_step:
                 break
-        allowance = Allowance(num_ops=SMALLEST_OPS, began_at=self._incumbents.num_simulated_ops)
+        allowance = Allowance(num_ops=SEARCH_OPS, began_at=self._incumbents.num_simulated_ops)
         least = self._incumbents.least()
         while least.peak_bytes != self._floor_bytes and not allowance.is_spent(self._incumbents):
             self._floor_bytes = least.peak_bytes

@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import ClassVar, Self
 
 from recoup.planner.incumbents import Incumbents
-from recoup.planner.repair import MOST_REPAIRS, Allowance, repaired
+from recoup.planner.repair import MOST_REPAIRS, SEARCH_OPS, Allowance, repaired
 from recoup.planner.simulator import EVERYWHERE
 from recoup.planner.step import PlannedStep
 from recoup.planner.strategies.base import Proposals, Strategy
-
-SEARCH_OPS = 200_000  # simulated ops: some twenty steps of a model with ten thousand
 
 
 class RecomputeStrategy(Strategy):

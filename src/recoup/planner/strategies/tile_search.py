@@ -7,13 +7,12 @@ from typing import ClassVar, Self
 from recoup import progress
 from recoup.ir.decision import Decision, TileModule
 from recoup.planner.incumbents import Candidate, Incumbents
-from recoup.planner.repair import MOST_REPAIRS, Allowance, repaired
+from recoup.planner.repair import MOST_REPAIRS, SEARCH_OPS, Allowance, repaired
 from recoup.planner.simulator import EVERYWHERE
 from recoup.planner.step import PlannedStep
 from recoup.planner.strategies.base import Decisions, Proposals, Strategy
 from recoup.planner.strategies.by_hand import whole_kinds
 from recoup.planner.strategies.offload import MOVING_OPS, moving_views
-from recoup.planner.strategies.recompute import SEARCH_OPS
 from recoup.planner.strategies.tile import (
     TiledHead,
     TiledModules,
