@@ -84,14 +84,14 @@ def run_held(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, A
         return patched.original(*args, **kwargs)
     if settings.path or recorder is not None:
         return patched.original(*args, **kwargs)
-    recorder = HeldRecorder(state.marks)
+    recorder = HeldRecorder(state.marks, state.decision.num_ops)
     recorder.enter("")
     counting = execution_context.counting_for(state.counts)
     with counting, recorder, _torch.saved_tensors_hooks(pack, unpack):
         result = patched.original(*args, **kwargs)
-    lost, num_ops = recorder.lost, state.decision.num_ops
-    if num_ops is not None and recorder.num_ops != num_ops:
-        lost = [*lost, f"{recorder.num_ops} ops, planned {num_ops}"]
+    lost = recorder.lost
+    if recorder.is_other_step:
+        lost = [*lost, f"{recorder.num_ops} ops, planned {state.decision.num_ops}"]
     if lost and not state.warned:
         state.warned = True
         warnings.warn(

@@ -25,11 +25,14 @@ class HeldRecorder(Recorder):
     Attributes:
         segment: the one that ops run in now.
         num_ops: counted so far. lost: marks that met another op, in words.
+
+    Args:
+        marks: by call, then by number of op. num_planned: ops of the planned step, None if that is not known.
     """
 
     is_cheap = False
 
-    def __init__(self, marks: dict[tuple[str, int], dict[int, OpMark]]) -> None:
+    def __init__(self, marks: dict[tuple[str, int], dict[int, OpMark]], num_planned: int | None = None) -> None:
         super().__init__()
         self.segment = Segment()
         self._around: Segment | None = None
@@ -39,6 +42,8 @@ class HeldRecorder(Recorder):
         self._calls: dict[str, int] = {}
         self._frames: list[_Frame] = []
         self.num_ops = 0
+        self._num_planned = num_planned
+        self._planned_turns = 0
         self.lost: list[str] = []
 
     def enter(self, path: str) -> None:
@@ -133,10 +138,19 @@ class HeldRecorder(Recorder):
             execution_context.rederived(tensor, [t for t in map(on_device, sources) if t is not None])
         return Rebuilt(value, geometry_of(tensor), self.segment, self.surroundings())
 
+    @property
+    def is_other_step(self) -> bool:
+        """Whether ops are missing, or are there beyond the planned ones and saved something: logging does not."""
+        if self._num_planned is None or self.num_ops == self._num_planned:
+            return False
+        return self.num_ops < self._num_planned or self.turn > self._planned_turns
+
     def before_op(self, name: str) -> OpMark | None:
         """Counts an op of the innermost call; returns what the plan says of it."""
         if not self._frames:
             return None
+        if self.num_ops == self._num_planned:
+            self._planned_turns = self.turn
         self.num_ops += 1
         frame = self._frames[-1]
         ordinal = frame.ordinal
