@@ -20,7 +20,7 @@ help:
 	@echo "make check       ruff and mypy      make format      rewrite the files as ruff wants them"
 	@echo "make check-cuda  what is of a GPU on a stub of one (5 GB the first time; no GPU needed, STUB=FOLDER for another kit)"
 	@echo "make interrupts  exceptions and Ctrl-C inside fit, plan, profile, verify leave nothing (POINTS=200 for more)"
-	@echo "make docs        the manual, as pages in docs/_build"
+	@echo "make docs        the manual, as pages in docs/_build/html"
 	@echo "make axe         fetch axe-core (npm), for the tests of the report in a browser"
 	@echo "make docs-commands  types every command of the manual in a fresh clone (LONG=1: also those that take hours)"
 	@echo "make hazards     rewrite docs/hazards.md    make fuzz    1,000 random modules under random plans"
@@ -88,7 +88,7 @@ interrupts: $(STAMP)
 	RECOUP_POINTS=$(or $(POINTS),12) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/safety/test_interrupts.py
 
 docs: $(MANUAL)
-	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going -b html docs docs/_build
+	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going -b html docs docs/_build/html
 
 # The accessibility checker that tests/report/test_browser.py runs over the report, where it is there.
 axe:
