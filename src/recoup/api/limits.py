@@ -154,12 +154,15 @@ def max_tokens(
         planning={"optimizer": optimizer, "device": device, "actions": actions, "cost": cost},
     )
     longest = multiple_of * search.largest(lambda n: make_batch(1, n * multiple_of), limit=limit // multiple_of)
+
+    def of_length(tokens: int) -> Callable[[int], Any]:
+        return lambda examples: make_batch(examples, tokens)
+
     wanted = list(lengths) if lengths is not None else [longest, *_shorter(longest, multiple_of)]
     batches = []
     for length in sorted(set(wanted), reverse=True):
         guess = max(longest // length, 1)
-        found = search.largest(lambda n, length=length: make_batch(n, length), limit=limit // length, first=guess)  # type: ignore[misc]
-        batches.append((length, found))
+        batches.append((length, search.largest(of_length(length), limit=limit // length, first=guess)))
     return TokenLimits(longest_tokens=longest, multiple_of=multiple_of, limit_tokens=limit, batches=tuple(batches))
 
 

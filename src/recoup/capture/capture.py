@@ -37,7 +37,6 @@ from recoup.capture.watched_step import (
     Failed,
     Unfollowable,
     device_of,
-    few_full_collections,
     register,
     run_step,
     saving,
@@ -189,7 +188,7 @@ def _capture_on(
     mode: Any, trackers: list[Tracker], spec: StepSpec, known: Trace | None, memory: FoldingMemory | None
 ) -> Trace:
     device = device_of(spec.model)
-    with untouched_step(spec) as before, _torch.quiet_fake_errors(), dialect_of(spec, device), few_full_collections():
+    with untouched_step(spec) as before, _torch.quiet_fake_errors(), dialect_of(spec, device):
         if spec.keepers:
             _fill_caches(spec, before)
         island = Island(device)

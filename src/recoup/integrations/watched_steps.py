@@ -36,7 +36,7 @@ class WatchedSteps:
 
     Attributes:
         num_steps: forwards in training so far. batches: by shapes, in order of their first step.
-        last_bytes: the bound of each of the last thousand steps.
+        last_bytes: the bound of each of the last steps, as many as a chart draws.
     """
 
     budget_bytes: int

@@ -95,10 +95,11 @@ def _noted(variables: dict[str, Any]) -> dict[str, Any]:
     return {name: list(value) if isinstance(value, list) else value for name, value in variables.items()}
 
 
-def _set_environment(variables: dict[str, str]) -> None:
-    for name in [name for name in os.environ if name not in variables]:
-        del os.environ[name]
-    os.environ.update(variables)
+def _set_log_level(level: str | None) -> None:
+    if level is None:
+        os.environ.pop("KINETO_LOG_LEVEL", None)
+    else:
+        os.environ["KINETO_LOG_LEVEL"] = level
 
 
 def _set_warnings(filters: list[Any]) -> None:
@@ -119,5 +120,5 @@ _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (_interrupts.waiting.get, _interrupts.waiting.set),
     (gc.isenabled, lambda is_on: gc.enable() if is_on else gc.disable()),
     (gc.get_threshold, lambda thresholds: gc.set_threshold(*thresholds)),
-    (lambda: dict(os.environ), _set_environment),
+    (lambda: os.environ.get("KINETO_LOG_LEVEL"), _set_log_level),  # of the profiler; no other variable is ever set
 )

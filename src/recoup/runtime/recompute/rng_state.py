@@ -104,8 +104,7 @@ class _NumpyStream:
     _STATE_BYTES = 2500  # of MT19937: 624 words and a position
 
     def __init__(self) -> None:
-        self._raw = b""
-        self._state: Any = None
+        self._last: tuple[bytes, Any] = b"", None  # memory and state, set as one: threads share this
 
     def state(self) -> Any:
         """Returns `numpy.random.get_state()`, the same object if the stream did not move; None without NumPy."""
@@ -116,10 +115,11 @@ class _NumpyStream:
         if type(generator).__name__ != "MT19937":
             return numpy.random.get_state()
         raw = ctypes.string_at(generator.ctypes.state_address, self._STATE_BYTES)
-        if self._state is None or self._state[3] or raw != self._raw:
-            state = self._state = numpy.random.get_state()
-            self._raw = state[1].tobytes() + int(state[2]).to_bytes(4, sys.byteorder)
-        return self._state
+        known, state = self._last
+        if state is None or state[3] or raw != known:
+            state = numpy.random.get_state()
+            self._last = state[1].tobytes() + int(state[2]).to_bytes(4, sys.byteorder), state
+        return state
 
 
 _numpy_stream = _NumpyStream()
@@ -136,8 +136,7 @@ class _PythonStream:
     _is_readable = sys.implementation.name == "cpython" and random.Random.__basicsize__ >= _offset_bytes + _STATE_BYTES
 
     def __init__(self) -> None:
-        self._raw = b""
-        self._state: Any = None
+        self._last: tuple[bytes, Any] = b"", None  # memory and state, set as one: threads share this
 
     def state(self) -> Any:
         """Returns `random.getstate()`, the same object if the stream did not move."""
@@ -146,11 +145,12 @@ class _PythonStream:
             return random.getstate()
         raw = ctypes.string_at(id(stream) + self._offset_bytes, self._STATE_BYTES)
         held_back = getattr(stream, "gauss_next", None)  # the second of two normal numbers
-        if self._state is None or raw != self._raw or held_back is not None or self._state[2] is not None:
-            state = self._state = random.getstate()
+        known, state = self._last
+        if state is None or raw != known or held_back is not None or state[2] is not None:
+            state = random.getstate()
             words = state[1]
-            self._raw = array.array("I", (words[-1], *words[:-1])).tobytes()
-        return self._state
+            self._last = array.array("I", (words[-1], *words[:-1])).tobytes(), state
+        return state
 
 
 _python_stream = _PythonStream()
