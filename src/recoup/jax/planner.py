@@ -97,9 +97,9 @@ class Planner:
     @property
     def output_bytes(self) -> int:
         """Loss, gradients and what else the step returns, on one device: gradients lie where their arguments do."""
-        sizes = [nbytes(a) for a in self.step.avals]
-        elsewhere = sum(sizes[p] - self.step.shard_bytes[p] for p in self.step.differentiated)
-        return self.plain.memory.output_bytes - elsewhere
+        memory, chosen = self.plain.memory, self.step.differentiated
+        gradients = memory.result_bytes[len(memory.result_bytes) - len(chosen) :]
+        return memory.output_bytes - sum(gradients) + sum(self.step.shard_bytes[p] for p in chosen)
 
     @property
     def fixed_bytes(self) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 from jax.ad_checkpoint import checkpoint_name
 
 import jax
-from recoup.jax._jax import Literal, bind, open_jaxpr, scan_counts
+from recoup.jax._jax import Literal, bind, open_jaxpr, over_shards, scan_counts
 from recoup.jax.layout import Piece, Scan, Segment
 from recoup.jax.linear import reads_of
 from recoup.jax.program import USER_NAME, Program, Unit
@@ -146,8 +146,11 @@ def _run_with_own_vjp(unit: Unit, operands: Sequence[Any], names: tuple[str | No
 
 
 def run_scan(program: Program, unit: Unit, scan: Scan, operands: Sequence[Any]) -> list[Any]:
-    """Returns a scan's results (last carry, then stacked outputs), its steps run in pieces."""
+    """Returns a scan's results (last carry, then stacked outputs), its steps run in pieces; a `shard_map`'s results."""
     params, body = unit.eqn.params, program.bodies[unit.index]
+    if unit.kind == "shard_map":
+        (once,) = scan.pieces
+        return list(over_shards(unit.eqn, lambda *shards: tuple(run(body, once.body, shards)))(*operands))
     num_consts, num_carry = scan_counts(unit.eqn)
     reverse = params["reverse"]
     consts, carry = operands[:num_consts], list(operands[num_consts : num_consts + num_carry])

@@ -36,8 +36,9 @@ def format_plan(plan: JaxPlan) -> str:
         (
             "predicted peak",
             f"{format_bytes(p.peak_bytes)} ({share(p.peak_bytes, p.plain_peak_bytes)} of plain), of it "
-            f"{format_bytes(plan.temporary_bytes)} temporaries",
+            f"{format_bytes(plan.temporary_bytes)} temporaries, simulated",
         ),
+        ("compiled", _compiled(plan)),
         ("saved for backward", f"{format_bytes(p.saved_bytes)}, plain {format_bytes(p.plain_saved_bytes)}"),
         (
             "predicted time",
@@ -53,6 +54,13 @@ def format_plan(plan: JaxPlan) -> str:
     does = "".join(f"\n  - {line}" for line in describe(plan.segments))
     notes = "".join(f"\nnote: {note}" for note in plan.notes)
     return f"Plan for {plan.step_name}, simulated on its jaxpr\n{rows(lines)}{does}{notes}"
+
+
+def _compiled(plan: JaxPlan) -> str:
+    if plan.compiled_temporary_bytes is None:
+        return "not yet: simulated bytes may be exceeded by some percent; confirm=True or `verify` compile it"
+    peak = plan.predicted.peak_bytes - plan.temporary_bytes + plan.compiled_temporary_bytes
+    return f"{format_bytes(peak)}, of it {format_bytes(plan.compiled_temporary_bytes)} temporaries"
 
 
 def describe(segments: Sequence[Segment], depth: int = 0) -> Iterator[str]:

@@ -70,8 +70,10 @@ def _tensors(memory: Memory) -> tuple[tuple[str, int], ...]:
     return tuple((describe_buffer(b), b.nbytes) for b in memory.buffers[:5])
 
 
-def write_plan(planner: Planner, candidate: Candidate, *, budget_bytes: int, budget_text: str) -> JaxPlan:
-    """Returns the plan."""
+def write_plan(
+    planner: Planner, candidate: Candidate, *, budget_bytes: int, budget_text: str, compiled: int | None = None
+) -> JaxPlan:
+    """Returns the plan; `compiled` are the bytes of temporaries of its step where it was compiled."""
     step = planner.step
     return JaxPlan(
         step_name=step.name,
@@ -84,7 +86,8 @@ def write_plan(planner: Planner, candidate: Candidate, *, budget_bytes: int, bud
         predicted=prediction(planner, candidate),
         temporary_bytes=candidate.memory.temporary_bytes,
         plain_temporary_bytes=planner.plain.memory.temporary_bytes,
-        notes=tuple(_notes(planner, candidate)),
+        compiled_temporary_bytes=compiled,
+        notes=(*_notes(planner, candidate), *_over(planner.fixed_bytes, compiled, budget_bytes)),
         versions=(("recoup", recoup.__version__), ("jax", jax.__version__)),
     )
 
@@ -124,6 +127,14 @@ def _notes(planner: Planner, candidate: Candidate) -> Iterator[str]:
         yield f"Arguments are sharded: their bytes and gradients' are those on one device; {temporaries}"
 
 
+def _over(fixed_bytes: int, compiled: int | None, budget_bytes: int) -> Iterator[str]:
+    if compiled is not None and fixed_bytes + compiled > budget_bytes:
+        yield (
+            f"Compiled here it takes {format_bytes(fixed_bytes + compiled)}, {format_bytes(budget_bytes)} were asked "
+            "for: it fits simulated alone, and no leaner plan that was compiled takes fewer."
+        )
+
+
 def infeasible(planner: Planner, budget_bytes: int) -> InfeasibleBudget:
     """Returns the error for a budget that no candidate fits."""
     leanest = planner.leanest()
@@ -139,6 +150,20 @@ def infeasible(planner: Planner, budget_bytes: int) -> InfeasibleBudget:
         minimum_bytes=minimum,
         phase="backward",
         tensors=tensors,
+    )
+
+
+def over_compiled(planner: Planner, compiled: int, budget_bytes: int) -> InfeasibleBudget:
+    """Returns the error for a budget that plans fit simulated, and not compiled; `compiled`: the fewest temporaries."""
+    minimum = planner.fixed_bytes + compiled
+    return InfeasibleBudget(
+        f"Budget {format_bytes(budget_bytes)}: plans of `{planner.step.name}` fit it simulated, and not compiled here: "
+        f"{format_bytes(minimum)} is the smallest peak found. Use a budget >= {format_bytes(minimum)} ({minimum} "
+        "bytes), or plan without confirm for another backend.",
+        budget_bytes=budget_bytes,
+        minimum_bytes=minimum,
+        phase="backward",
+        tensors=(),
     )
 
 
