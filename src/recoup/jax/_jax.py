@@ -25,15 +25,20 @@ def open_jaxpr(jaxpr: Jaxpr) -> tuple[Any, list[Any]]:
 
 def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
     """Runs an equation again on `values`, with the context and the line it was traced with; returns all results."""
-    from jax._src import source_info_util  # the user's line has no public way in
-
     params = eqn.primitive.get_bind_params(eqn.params)
     functions: Sequence[Any] = ()
     if isinstance(params, tuple):  # before 0.10: (functions, params)
         functions, params = params
-    with source_info_util.user_context(eqn.source_info.traceback), eqn.ctx.manager:
+    with at_line(eqn), eqn.ctx.manager:
         results = eqn.primitive.bind(*functions, *values, **params)
     return list(results) if eqn.primitive.multiple_results else [results]
+
+
+def at_line(eqn: Any) -> Any:
+    """Returns a context in which what is traced comes from the user's line of an equation."""
+    from jax._src import source_info_util  # the user's line has no public way in
+
+    return source_info_util.user_context(eqn.source_info.traceback)
 
 
 def scan_counts(eqn: Any) -> tuple[int, int]:

@@ -156,8 +156,10 @@ def verify(
 
 
 def _struct(array: Any) -> jax.ShapeDtypeStruct:
+    sharding = getattr(array, "sharding", None)
+    is_sharded = len(getattr(sharding, "device_set", ())) > 1  # what lies on one device may go to where the others are
     return jax.ShapeDtypeStruct(
-        np.shape(array), jax.dtypes.result_type(array), sharding=getattr(array, "sharding", None)
+        np.shape(array), jax.dtypes.result_type(array), sharding=sharding if is_sharded else None
     )
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from jax.ad_checkpoint import checkpoint_name
 
 import jax
-from recoup.jax._jax import Literal, bind, open_jaxpr, over_shards, scan_counts
+from recoup.jax._jax import Literal, at_line, bind, open_jaxpr, over_shards, scan_counts
 from recoup.jax.layout import Piece, Scan, Segment
 from recoup.jax.linear import reads_of
 from recoup.jax.program import USER_NAME, Program, Unit
@@ -80,7 +80,8 @@ def _run_inside(program: Program, segment: Segment, values: Values) -> None:
     for unit in program.units[segment.first : segment.last]:
         operands = [_value(operand, values) for operand in unit.operands]
         if unit.index in scans:
-            results = run_scan(program, unit, scans[unit.index], operands)
+            with at_line(unit.eqn):
+                results = run_scan(program, unit, scans[unit.index], operands)
         elif unit.kind == USER_NAME and unit.eqn.params["name"] in held:
             results = operands  # its operand has the name already, where it was made
         else:

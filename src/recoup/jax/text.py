@@ -80,7 +80,8 @@ def describe(segments: Sequence[Segment], depth: int = 0) -> Iterator[str]:
         for scan in segment.scans:
             for piece in scan.pieces:
                 chunks = f" in chunks of {piece.chunk} that run again" if piece.chunk else ""
-                yield f"{indent}scan of unit {scan.unit}: {piece.num_steps} steps{chunks}, each"
+                steps = f"{piece.num_steps} steps{chunks}, each" if piece.num_steps > 1 else "inside"
+                yield f"{indent}loop of unit {scan.unit}: {steps}"
                 yield from describe(piece.body, depth + 1)
 
 

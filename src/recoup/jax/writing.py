@@ -11,6 +11,7 @@ import recoup
 from recoup.errors import InfeasibleBudget, PlanMismatch
 from recoup.ir.plan import Prediction
 from recoup.jax.flops import nbytes, sub_jaxprs
+from recoup.jax.inspection import residuals_of
 from recoup.jax.jax_plan import JaxPlan
 from recoup.jax.planner import Candidate, Planner
 from recoup.jax.program import Program
@@ -50,7 +51,13 @@ def describe_buffer(buffer: Buffer) -> str:
 
 def prediction(planner: Planner, candidate: Candidate) -> Prediction:
     """Returns what a candidate's step is predicted to cost."""
-    plain = planner.plain
+    plain, step = planner.plain, planner.step
+
+    def saved_bytes(of: Candidate) -> int:
+        if not any(unit.kind == "shard_map" for unit in step.program.units):
+            return of.saved_bytes
+        return sum(r.nbytes for r in residuals_of(step, of.layout))  # those of its values that lie on one device
+
     return Prediction(
         peak_bytes=planner.peak_bytes(candidate),
         plain_peak_bytes=planner.peak_bytes(plain),
@@ -58,8 +65,8 @@ def prediction(planner: Planner, candidate: Candidate) -> Prediction:
         plain_step_seconds=plain.seconds,
         recomputed_flops=max(candidate.flops - plain.flops, 0),
         plain_flops=plain.flops,
-        saved_bytes=candidate.saved_bytes,
-        plain_saved_bytes=plain.saved_bytes,
+        saved_bytes=saved_bytes(candidate),
+        plain_saved_bytes=saved_bytes(plain),
         phase="loss and gradients",
         tensors=_tensors(candidate.memory),
         cost_source=planner.costs.source,
@@ -120,7 +127,7 @@ def _notes(planner: Planner, candidate: Candidate) -> Iterator[str]:
             yield f"The step's own `jax.checkpoint` (unit {unit.index}) is kept as it is, its policy too."
     if sum(planner.whole.shard_bytes) < sum(nbytes(a) for a in planner.whole.avals):
         temporaries = (
-            "temporaries count whole."
+            "temporaries count whole, but what a `shard_map` makes."
             if step is planner.whole
             else "temporaries too, weights that it gathers for an op left out."
         )
