@@ -134,10 +134,11 @@ def test_a_shard_map_is_planned_inside() -> None:
     assert plan.names
     assert plan.predicted.saved_bytes < plan.predicted.plain_saved_bytes <= found.temporary_bytes
     # The same mapped over a mesh that is here.
-    step, values = sharded(jax.make_mesh((1,), ("data",))), values_of(ARGS)
-    planned, here = recoup.jax.fit(step, *values, budget="75%")
-    assert here.names
-    assert here.compiled_temporary_bytes
+    here = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    step, values = sharded(here), values_of(ARGS)
+    planned, fitted = recoup.jax.fit(step, *values, budget="75%")
+    assert fitted.names
+    assert fitted.compiled_temporary_bytes
     for a, b in zip(*(jax.jit(jax.grad(f))(*values) for f in (step, planned)), strict=True):
         assert jnp.allclose(a, b, rtol=1e-5, atol=1e-6)
 

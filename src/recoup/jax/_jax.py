@@ -88,6 +88,8 @@ def has_effects(eqn: Any) -> bool:
 def struct_of_type(aval: Any, dtype: Any = None) -> jax.ShapeDtypeStruct:
     """Returns shape and dtype of a value or its type, with its sharding where the mesh makes that part of its type."""
     sharding = getattr(aval, "sharding", None)
+    if sharding is None and isinstance(aval, jax.Array):  # what is traced knows its type's alone
+        sharding = getattr(jax.typeof(aval), "sharding", None)
     axes = getattr(getattr(sharding, "mesh", None), "axis_types", None) or ()
     is_part = any(getattr(axis, "name", "") == "Explicit" for axis in axes)
     return jax.ShapeDtypeStruct(
