@@ -119,6 +119,7 @@ def sharded(mesh: Any) -> Any:
     return lambda params, x: mapped(params, x)
 
 
+@pytest.mark.slow
 def test_a_shard_map_is_planned_inside() -> None:
     from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 

@@ -12,9 +12,9 @@ from recoup.planner.step import PlannedStep
 from recoup.planner.strategies.base import Decisions, Proposals, Strategy
 from recoup.planner.strategies.offload import with_inputs_offloaded
 from recoup.solver.baselines import baselines
+from recoup.solver.offload import FEWEST_CALLS
 
 _NUM_KINDS = 2  # kinds of calls that are tried whole: those that save the most
-_FEWEST_CALLS = 3  # calls of a kind that repeats
 _NUM_TRIED_PLANS = 4  # baselines that are simulated for a budget, the fastest first
 _HOPEFUL_SHARE = 1.04  # share of the budget that a baseline may need by the solver's reckoning and still be simulated
 
@@ -86,5 +86,5 @@ def _repeated_kinds(step: PlannedStep) -> list[list[str]]:
         for storage in trace.storages:
             if storage.category == "saved" and any(a <= storage.saved_op < b for a, b in spans):
                 saved[kind] += storage.nbytes
-    repeated = sorted((k for k in kinds if len(kinds[k]) >= _FEWEST_CALLS), key=lambda k: -saved[k])[:_NUM_KINDS]
+    repeated = sorted((k for k in kinds if len(kinds[k]) >= FEWEST_CALLS), key=lambda k: -saved[k])[:_NUM_KINDS]
     return [list(dict.fromkeys(trace.calls[i].path for i in kinds[kind])) for kind in repeated]
