@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 
 from recoup.jax._jax import has_effects
 from recoup.jax.cost import Costs
-from recoup.jax.layout import Segment
+from recoup.jax.layout import EVERYTHING, Segment
 from recoup.jax.linear import reads_of
 from recoup.jax.program import Program
 from recoup.solver.held import Held, Op, cheapest, hull, trade_offs
@@ -167,6 +167,5 @@ def uniform(
 
 
 def holding_everything(program: Program) -> Segment:
-    """Returns the whole program as one segment that holds all it makes; JAX keeps of it what backward reads."""
-    names = (program.name(v) for unit in program.units for v in unit.outputs if program.nbytes(v))
-    return Segment(first=0, last=len(program.units), recompute=True, held=tuple(dict.fromkeys(names)))
+    """Returns the whole program as one segment that holds all that backward reads: JAX drops what it can do without."""
+    return Segment(first=0, last=len(program.units), recompute=True, held=(EVERYTHING,))

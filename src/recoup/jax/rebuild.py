@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jax
 from recoup.jax._jax import Literal, at_line, bind, open_jaxpr, over_shards, scan_counts
-from recoup.jax.layout import Piece, Scan, Segment
+from recoup.jax.layout import EVERYTHING, Piece, Scan, Segment
 from recoup.jax.linear import reads_of
 from recoup.jax.program import USER_NAME, Program, Unit
 
@@ -67,6 +67,8 @@ def policy_of(segment: Segment) -> Any:
             offload_src="device",
             offload_dst="pinned_host",
         )
+    if segment.held == (EVERYTHING,):
+        return jax.checkpoint_policies.everything_saveable
     return jax.checkpoint_policies.save_only_these_names(*segment.held) if segment.held else None
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from recoup.jax.inspection import JaxProfile, Residual
 from recoup.jax.jax_plan import JaxPlan
-from recoup.jax.layout import Segment
+from recoup.jax.layout import EVERYTHING, Segment
 from recoup.units import format_bytes, format_flops, format_seconds
 
 
@@ -70,6 +70,7 @@ def describe(segments: Sequence[Segment], depth: int = 0) -> Iterator[str]:
         where = f"{indent}units {segment.first}-{segment.last - 1}"
         if segment.recompute:
             held = ", ".join(segment.held[:6]) + (f" and {len(segment.held) - 6} more" if len(segment.held) > 6 else "")
+            held = "all that backward reads" if segment.held == (EVERYTHING,) else held
             kept = (
                 f", held{' in host memory' if segment.offloaded else ''}: {held}" if held else ", nothing held inside"
             )

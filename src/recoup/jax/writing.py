@@ -13,6 +13,7 @@ from recoup.ir.plan import Prediction
 from recoup.jax.flops import nbytes, sub_jaxprs
 from recoup.jax.inspection import residuals_of
 from recoup.jax.jax_plan import JaxPlan
+from recoup.jax.layout import EVERYTHING
 from recoup.jax.planner import Candidate, Planner
 from recoup.jax.program import Program
 from recoup.jax.simulate import Buffer, Memory
@@ -103,7 +104,7 @@ def held_names(program: Program, candidate: Candidate) -> tuple[tuple[str, int],
     """Returns the names of the values held, with the bytes of one of them (of one step, in a scan)."""
     sizes = dict(_sizes(program))
     names = dict.fromkeys(name for segment in candidate.layout for part in segment.walk() for name in part.held)
-    return tuple((name, sizes[name]) for name in names)
+    return tuple((name, sizes[name]) for name in names if name != EVERYTHING)
 
 
 def _sizes(program: Program) -> Iterator[tuple[str, int]]:
