@@ -87,7 +87,8 @@ def planner_for(
         fixed_bytes = entry.fixed_bytes
     else:
         fixed_bytes = library_bytes(here) if on_cuda and here is not None else 0
-    return Planner(spec, cost=cost, actions=chosen, fixed_bytes=fixed_bytes), name, entry
+    planner = Planner(spec, cost=cost, actions=chosen, fixed_bytes=fixed_bytes, remembers=True)
+    return planner, name, entry
 
 
 def free_bytes_on(name: str, entry: Device | None) -> int:
@@ -130,7 +131,7 @@ def fitting_for(
         if (runs_once, allowed) == (kept, actions):
             return first
         spec = dataclasses.replace(first.spec, keep=runs_once)
-        return Planner(spec, cost=first.cost, actions=allowed, fixed_bytes=first.fixed_bytes)
+        return Planner(spec, cost=first.cost, actions=allowed, fixed_bytes=first.fixed_bytes, remembers=True)
 
     return Fitting(
         model=model,
