@@ -49,7 +49,8 @@ class Planner(Simulator):
         scans: plans for its scans, if it has some that were given no schedule.
 
     Args:
-        actions: names; None: the default ones, equal bits preferred.
+        actions: names; None: the default ones, equal bits preferred, and offload if the host has a budget.
+        host_budget_bytes: the most that a plan may hold in the host's memory at a time; None: whatever it takes.
         spans: whether consecutive calls may form one region.
         strategies: what proposes plans. hooks: how decisions of each class change a call.
     """
@@ -60,13 +61,16 @@ class Planner(Simulator):
         *,
         cost: CostModel,
         actions: Sequence[str] | None,
+        host_budget_bytes: int | None = None,
         fixed_bytes: int = 0,
         spans: bool = True,
         strategies: Sequence[type[Strategy]] = STRATEGIES,
         hooks: Mapping[type[Decision], Hook] = HOOKS,
     ) -> None:
         self.prefers_equal_bits = actions is None
-        self.actions = DEFAULT_ACTIONS if actions is None else tuple(actions)
+        by_default = DEFAULT_ACTIONS if host_budget_bytes is None else (*DEFAULT_ACTIONS, "offload")
+        self.actions = by_default if actions is None else tuple(actions)
+        self.host_budget_bytes = host_budget_bytes
         link: Link | None = None
         if "offload" in self.actions:
             device = next((p.device for p in spec.model.parameters() if p.device.type != "meta"), torch.device("cpu"))
@@ -84,10 +88,13 @@ class Planner(Simulator):
             scans=self.scans,
             loop=find_loop(trace) if "recompute" in self.actions else None,
             views=ViewMaker(self, actions=self.actions, spans=spans, scans=self.scans),
+            host_budget_bytes=host_budget_bytes,
         )
         made = (kind.make(self.step) for kind in strategies)
         self.strategies = tuple(strategy for strategy in made if strategy is not None)
-        self._search = BudgetSearch(self, self.strategies, prefers_equal_bits=self.prefers_equal_bits)
+        self._search = BudgetSearch(
+            self, self.strategies, prefers_equal_bits=self.prefers_equal_bits, host_budget_bytes=host_budget_bytes
+        )
 
     def fit(self, budget_bytes: int) -> Candidate | None:
         """Returns the fastest plan found whose simulated peak is at most the budget, None if there is none."""
@@ -128,12 +135,14 @@ class Planner(Simulator):
         smallest = self.smallest()
         largest = ", ".join(f"{name} {format_bytes(size)}" for name, size in smallest.tensors[:3])
         share = format_share(smallest.peak_bytes, self.plain.peak_bytes)
+        host = self.host_budget_bytes
+        within = f" with at most {format_bytes(host)} on the host" if host is not None else ""
         libraries = f" Libraries (cuBLAS) take {format_bytes(self.fixed_bytes)} of it." if self.fixed_bytes else ""
         return InfeasibleBudget(
             f"Budget {format_bytes(budget_bytes)} is below the smallest reachable peak "
-            f"{format_bytes(smallest.peak_bytes)} ({share} of plain), which is in the {smallest.phase} (largest there: "
-            f"{largest}).{libraries} Use a budget of at least {format_at_least(smallest.peak_bytes)} (or 'min'), a "
-            "smaller batch, or a leaner optimizer or dtype.",
+            f"{format_bytes(smallest.peak_bytes)} ({share} of plain){within}, which is in the {smallest.phase} "
+            f"(largest there: {largest}).{libraries} Use a budget of at least {format_at_least(smallest.peak_bytes)} "
+            "(or 'min'), a smaller batch, or a leaner optimizer or dtype.",
             budget_bytes=budget_bytes,
             minimum_bytes=smallest.peak_bytes,
             phase=smallest.phase,

@@ -162,6 +162,7 @@ class Simulator:
             phase=phase,
             tensors=tuple(tensors[:8]),
             offloaded_bytes=sum(c.nbytes for c in trace.copies if c.kind == "out"),
+            host_bytes=trace.host_peak_bytes(),
             num_scan_evaluations=priced.num_scan_evaluations,
         )
 
