@@ -16,6 +16,7 @@ from recoup.runtime.rebuild.kept import Kept, Source, laid, on_device
 from recoup.runtime.rebuild.lineage import Constant, Geometry, Made, Recorder, Value, geometry_of
 from recoup.runtime.rebuild.saved_tensor import MIN_BYTES, compact_mask
 from recoup.runtime.rebuild.segments import Rebuilt, Segment
+from recoup.runtime.rebuild.sites import Noted, Site, Sites, are_plain
 
 
 @_torch.without_dynamo_wrapper
@@ -28,12 +29,16 @@ class HeldRecorder(Recorder):
 
     Args:
         marks: by call, then by number of op. num_planned: ops of the planned step, None if that is not known.
+        sites: what earlier steps were like.
     """
 
     is_cheap = False
 
-    def __init__(self, marks: dict[tuple[str, int], dict[int, OpMark]], num_planned: int | None = None) -> None:
+    def __init__(
+        self, marks: dict[tuple[str, int], dict[int, OpMark]], num_planned: int | None = None, sites: Sites | None = None
+    ) -> None:
         super().__init__()
+        self._sites = Sites() if sites is None else sites
         self.segment = Segment()
         self._around: Segment | None = None
         self._marks = marks
@@ -50,7 +55,7 @@ class HeldRecorder(Recorder):
         """Begins a call of the module at `path`: ops are its own until `leave`."""
         call = self._calls.get(path, 0)
         self._calls[path] = call + 1
-        self._frames.append(_Frame(path, self._marks.get((path, call))))
+        self._frames.append(_Frame(path, self._marks.get((path, call)), self._sites.of(path)))
 
     def leave(self) -> None:
         """Ends the innermost call."""
@@ -65,28 +70,87 @@ class HeldRecorder(Recorder):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        kwargs = kwargs or {}
+        frames = self._frames
+        frame = frames[-1] if frames and not self.paused else None
+        if frame is None or (site := frame.sites.get(frame.ordinal)) is None or site.overload is not func:
+            return self._record(func, args, kwargs)
+        if frame.marks is not None and frame.ordinal in frame.marks:
+            return self._record(func, args, kwargs)
+        if site.kinds is None:
+            self._count(frame)
+            return site.call(*args, **kwargs) if kwargs else site.call(*args)
+        values = self._sources(site, args, kwargs)
+        if values is None:
+            return self._record(func, args, kwargs)
+        self._count(frame)
+        out = site.call(*args, **kwargs) if kwargs else site.call(*args)
+        if site.has_results(out):
+            self._num_made += 1
+            made = Noted(site, values, site.rest(args), kwargs, self._num_made)
+            for position, base in site.bases:
+                self._note(made, out if site.is_single else out[position], position, base)
+        else:
+            self._attach_results(op_facts(func), self._made(op_facts(func), args, kwargs), out)
+        return out
+
+    def _attach_results(self, facts: OpFacts, made: Made | None, out: Any) -> list[tuple[int, torch.Tensor]]:
+        """Notes how an op's results were made; returns those that it was noted of, with their positions."""
+        if made is None:
+            return []
+        self._attach(made, out, has_side_results=facts.kind == OPAQUE or facts.pooled_dims > 0)
+        results = enumerate(out if isinstance(out, (tuple, list)) else (out,))
+        tensors = [(i, t) for i, t in results if isinstance(t, torch.Tensor) and has_history(t)]
+        return [(i, t) for i, t in tensors if (value := self._existing(t)) is not None and value.made is made]
+
+    def _sources(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Value, ...] | None:
+        """Returns the values that an op reads if it is the one that its site knows, None if it is another."""
+        if tuple(map(type, args)) != site.kinds:
+            return None
+        if kwargs and (tuple(kwargs) != site.names or not are_plain(kwargs)):
+            return None
+        tensors = site.tensors(args)
+        if not site.matches(*tensors):
+            return None
+        found = []
+        known = self._values.get
+        for tensor, geometry in zip(tensors, site.geometries, strict=True):
+            value = known(weakref.ref(tensor.untyped_storage()))
+            if value is None:
+                value = self.value_of(tensor)
+            if value.made is None and value.constant is None:
+                self.read_leaf(value, tensor)
+            base = value.base
+            if tensor.storage_offset() != geometry[2] or (base is not None and base[3] is not geometry[3]):
+                return None
+            found.append(value)
+        return tuple(found)
+
+    def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs an op that no site knows, and records it."""
         facts = known_facts(id(func))
         if facts is None and not _torch.is_higher_order(func):
             facts = op_facts(func)
         if self.paused or facts is None:
-            return super().__torch_dispatch__(func, types, args, kwargs)
+            return super().__torch_dispatch__(func, (), args, kwargs)
+        frame = self._frames[-1] if self._frames and facts.is_counted else None
+        ordinal = -1 if frame is None else frame.ordinal
         mark = self.before_op(facts.label) if facts.is_counted else None
-        if not kwargs:
-            kwargs = {}
         if facts.can_rerun and not facts.is_batch_norm:
             made = self._made(facts, args, kwargs)
             out = func(*args, **kwargs)
-            if made is not None:
-                if type(out) is torch.Tensor and has_history(out):
-                    self._attach_one(made, out, 0)
-                else:
-                    self._attach(made, out, has_side_results=facts.kind == OPAQUE or facts.pooled_dims > 0)
+            results = self._attach_results(facts, made, out)
+            if frame is not None and mark is None:
+                self._sites.learn(frame.sites, ordinal, facts, args, kwargs, out, results)
         elif facts.is_inert:
             out = func(*args, **kwargs)
-            if facts.label == HOLD and self.deriving:
-                self.hold(out)
+            if facts.label == HOLD:
+                if self.deriving:
+                    self.hold(out)
+            elif frame is not None and mark is None:
+                self._sites.passing(frame.sites, ordinal, func)
         else:
-            out = super().__torch_dispatch__(func, types, args, kwargs)
+            out = super().__torch_dispatch__(func, (), args, kwargs)
         if mark is not None:
             if mark.holds:
                 self.hold(out)
@@ -94,19 +158,26 @@ class HeldRecorder(Recorder):
                 self.join(out)
         return out
 
+    def _made(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Made | None:
+        made = super()._made(facts, args, kwargs)
+        if made is not None:
+            made.values = tuple([read.value for read in made.reads])
+        return made
+
     def _attach_one(self, made: Made, tensor: torch.Tensor, position: int) -> Value:
-        storage = tensor.untyped_storage()
-        found = self._values.get(weakref.ref(storage))
-        if found is not None:  # an op may return a view without its schema saying so
-            return found
+        base = geometry_of(tensor)
+        made.written.append(base)
+        return self._note(made, tensor, position, base)
+
+    def _note(self, made: Made, tensor: torch.Tensor, position: int, base: Geometry) -> Value:
+        """Notes which op made a result; returns its value."""
         value = Value()
         value.made = made
+        value.base = base
         if position:
             value.output = position
-        value.base = base = (tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype)
-        made.written.append(base)
-        self._values[weakref.ref(storage, self._values.pop)] = value
-        return value
+        # An op may return a view without its schema saying so: its storage has a value then.
+        return self._values.setdefault(weakref.ref(tensor.untyped_storage(), self._values.pop), value)
 
     def _rewriting(
         self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -145,16 +216,19 @@ class HeldRecorder(Recorder):
             return False
         return self.num_ops < self._num_planned or self.turn > self._planned_turns
 
+    def _count(self, frame: _Frame) -> None:
+        if self.num_ops == self._num_planned:
+            self._planned_turns = self.turn
+        self.num_ops += 1
+        frame.ordinal += 1
+
     def before_op(self, name: str) -> OpMark | None:
         """Counts an op of the innermost call; returns what the plan says of it."""
         if not self._frames:
             return None
-        if self.num_ops == self._num_planned:
-            self._planned_turns = self.turn
-        self.num_ops += 1
         frame = self._frames[-1]
         ordinal = frame.ordinal
-        frame.ordinal = ordinal + 1
+        self._count(frame)
         if frame.marks is None or (mark := frame.marks.get(ordinal)) is None:
             return None
         if mark.op != name:
@@ -225,11 +299,12 @@ def marks_of(marks: Sequence[OpMark]) -> dict[tuple[str, int], dict[int, OpMark]
 class _Frame:
     """One call that runs now: which of its own ops comes next."""
 
-    __slots__ = ("marks", "ordinal", "path")
+    __slots__ = ("marks", "ordinal", "path", "sites")
 
-    def __init__(self, path: str, marks: dict[int, OpMark] | None) -> None:
+    def __init__(self, path: str, marks: dict[int, OpMark] | None, sites: dict[int, Site | None]) -> None:
         self.path = path
         self.marks = marks
+        self.sites = sites
         self.ordinal = 0
 
 
