@@ -86,11 +86,11 @@ def run_held(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, A
         return patched.original(*args, **kwargs)
     if settings.path or recorder is not None:
         return patched.original(*args, **kwargs)
-    recorder = HeldRecorder(state.marks, state.decision.num_ops, state.sites)
-    recorder.enter("")
-    counting = execution_context.counting_for(state.counts)
-    with counting, recorder, _torch.saved_tensors_hooks(pack, unpack):
-        result = patched.original(*args, **kwargs)
+    with execution_context.counting_for(state.counts):
+        recorder = HeldRecorder(state.marks, state.decision.num_ops, state.sites)
+        recorder.enter("")
+        with recorder, _torch.saved_tensors_hooks(pack, unpack):
+            result = patched.original(*args, **kwargs)
     lost = recorder.lost
     if recorder.is_other_step:
         lost = [*lost, f"{recorder.num_ops} ops, planned {state.decision.num_ops}"]

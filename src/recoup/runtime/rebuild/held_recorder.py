@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from recoup import _torch
 from recoup.ir.decision import OpMark
@@ -73,25 +74,28 @@ class HeldRecorder(Recorder):
         kwargs = kwargs or {}
         frames = self._frames
         frame = frames[-1] if frames and not self.paused else None
-        if frame is None or (site := frame.sites.get(frame.ordinal)) is None or site.overload is not func:
+        if frame is None or (site := frame.sites.get(ordinal := frame.ordinal)) is None or site.overload is not func:
             return self._record(func, args, kwargs)
-        if frame.marks is not None and frame.ordinal in frame.marks:
-            return self._record(func, args, kwargs)
-        if site.kinds is None:
+        mark = None
+        if frame.marks is None or ordinal not in frame.marks:
             self._count(frame)
-            return site.call(*args, **kwargs) if kwargs else site.call(*args)
-        values = self._sources(site, args, kwargs)
-        if values is None:
-            return self._record(func, args, kwargs)
-        self._count(frame)
-        out = site.call(*args, **kwargs) if kwargs else site.call(*args)
-        if site.has_results(out):
-            self._num_made += 1
-            made = Noted(site, values, site.rest(args), kwargs, self._num_made)
-            for position, base in site.bases:
-                self._note(made, out if site.is_single else out[position], position, base)
         else:
-            self._attach_results(op_facts(func), self._made(op_facts(func), args, kwargs), out)
+            mark = self.before_op(op_facts(func).label)
+        if site.kinds is None:
+            out = site.call(*args, **kwargs) if kwargs else site.call(*args)
+        elif (values := self._sources(site, args, kwargs)) is not None:
+            out = site.call(*args, **kwargs) if kwargs else site.call(*args)
+            if site.has_results(out):
+                self._num_made += 1
+                made = Noted(site, values, site.rest(args), kwargs, self._num_made)
+                for position, base in site.bases:
+                    self._note(made, out if site.is_single else out[position], position, base)
+            else:
+                self._attach_results(op_facts(func), self._made(op_facts(func), args, kwargs), out)
+        else:
+            out = self._run(op_facts(func), args, kwargs, frame, ordinal)
+        if mark is not None:
+            self._obey(mark, out)
         return out
 
     def _attach_results(self, facts: OpFacts, made: Made | None, out: Any) -> list[tuple[int, torch.Tensor]]:
@@ -133,30 +137,47 @@ class HeldRecorder(Recorder):
             facts = op_facts(func)
         if self.paused or facts is None:
             return super().__torch_dispatch__(func, (), args, kwargs)
-        frame = self._frames[-1] if self._frames and facts.is_counted else None
-        ordinal = -1 if frame is None else frame.ordinal
-        mark = self.before_op(facts.label) if facts.is_counted else None
+        if not self._frames or not facts.is_counted:
+            return self._run(facts, args, kwargs, None, -1)
+        frame = self._frames[-1]
+        ordinal = frame.ordinal
+        mark = self.before_op(facts.label)
+        out = self._run(facts, args, kwargs, frame, ordinal)
+        if mark is not None:
+            self._obey(mark, out)
+        return out
+
+    def _run(
+        self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], frame: _Frame | None, ordinal: int
+    ) -> Any:
+        """Runs and records an op by all of its arguments; its site learns from it, if `frame` has one."""
         if facts.can_rerun and not facts.is_batch_norm:
             made = self._made(facts, args, kwargs)
-            out = func(*args, **kwargs)
+            out = facts.overload(*args, **kwargs)
             results = self._attach_results(facts, made, out)
-            if frame is not None and mark is None:
+            if frame is None or made is None:
+                pass
+            elif results or not isinstance(out, torch.Tensor) or self._existing(out) is None:
                 self._sites.learn(frame.sites, ordinal, facts, args, kwargs, out, results)
-        elif facts.is_inert:
-            out = func(*args, **kwargs)
-            if facts.label == HOLD:
-                if self.deriving:
-                    self.hold(out)
-            elif frame is not None and mark is None:
-                self._sites.passing(frame.sites, ordinal, func)
-        else:
-            out = super().__torch_dispatch__(func, (), args, kwargs)
-        if mark is not None:
-            if mark.holds:
-                self.hold(out)
-            elif mark.is_joint:
-                self.join(out)
+            else:  # a view, though its schema does not say so
+                self._sites.passing(frame.sites, ordinal, facts.overload)
+            return out
+        if not facts.is_inert:
+            return super().__torch_dispatch__(facts.overload, (), args, kwargs)
+        out = facts.overload(*args, **kwargs)
+        if facts.label != HOLD:
+            if frame is not None:
+                self._sites.passing(frame.sites, ordinal, facts.overload)
+        elif self.deriving:
+            self.hold(out)
         return out
+
+    def _obey(self, mark: OpMark, out: Any) -> None:
+        """Does with an op's results what the plan says."""
+        if mark.holds:
+            self.hold(out)
+        elif mark.is_joint:
+            self.join(out)
 
     def _made(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Made | None:
         made = super()._made(facts, args, kwargs)
@@ -198,16 +219,19 @@ class HeldRecorder(Recorder):
 
     def pack(self, tensor: torch.Tensor, value: Value) -> Rebuilt | None:
         """Returns a `Rebuilt` where what is held leads to the tensor, None where it has to be kept."""
-        if value.made is None or value.base is None or value.base[3] != tensor.dtype:
+        if value.made is None or not self.deriving or tensor.nbytes < MIN_BYTES:
             return None
-        if tensor.nbytes < MIN_BYTES or not self.deriving:
+        geometry = geometry_of(tensor)
+        base = value.base
+        if base is None or base[3] is not geometry[3]:
             return None
-        sources = self.segment.reach(value)
+        segment = self.segment
+        sources = segment.reach(value)
         if sources is None:
             return None
         if execution_context.observer() is not None:
             execution_context.rederived(tensor, [t for t in map(on_device, sources) if t is not None])
-        return Rebuilt(value, geometry_of(tensor), self.segment, self.surroundings())
+        return Rebuilt(value, base if geometry == base else geometry, segment, self.surroundings())
 
     @property
     def is_other_step(self) -> bool:
@@ -262,7 +286,8 @@ class HeldRecorder(Recorder):
     def read_leaf(self, value: Value, tensor: torch.Tensor) -> None:
         """Holds, to the end of the segment at least, what an op reads and no op was seen to make."""
         base = tensor._base
-        if base is not None and _torch.is_sharded_parameter(base):  # FSDP1's weights are views of what it takes away
+        if isinstance(base, nn.Parameter) or (base is not None and _torch.is_sharded_parameter(base)):
+            # A view of a parameter is as constant as itself; FSDP1's weights are views of what it takes away.
             value.constant = Constant(base)
         elif value not in self._leaves:
             self._leaves[value] = value.alive() or keep(value, tensor)

@@ -64,9 +64,10 @@ class Segment:
             rebuilt from.
     """
 
-    __slots__ = ("__weakref__", "_reached", "around", "joints", "pending", "sources", "starts")
+    __slots__ = ("__weakref__", "_counts", "_reached", "around", "joints", "pending", "sources", "starts")
 
     def __init__(self, around: Segment | None = None) -> None:
+        self._counts = execution_context.current_counts()
         self.around = around
         self.pending: set[weakref.ref[Wanted]] = set()
         self.sources: dict[int, Source] = {}
@@ -79,9 +80,11 @@ class Segment:
 
         Walks the record back to what is held; what was walked before is known.
         """
+        around, reached = self.around, self._reached
+        if value in reached:
+            return []
         found: dict[int, Source] = {}
         seen: set[Value] = set()
-        around, reached = self.around, self._reached
         stack = [value]
         while stack:
             current = stack.pop()
@@ -108,6 +111,8 @@ class Segment:
                 continue
             stack += made.values
         reached |= seen
+        if not found:
+            return []
         for source in found.values():
             if isinstance(source, Kept):
                 source.is_source = True
@@ -125,9 +130,13 @@ class Segment:
             here = self._started()
             here.update((w.value, w.held) for w in waiting if w.held is not None)
             found = _run({w.value for w in waiting if w.held is None}, here)
+        num = 0
         for wanted in waiting:
             if wanted.held is None:
                 wanted.held = found[wanted.value]
+                num += type(wanted) is Rebuilt
+        if num:
+            execution_context.count("num_rederived", self._counts, num)
 
     def _started(self) -> dict[Value, torch.Tensor]:
         """Returns what a piece starts from, rebuilding the segment around it if that is not there.
@@ -261,12 +270,11 @@ def _contents(value: Value, here: dict[Value, torch.Tensor]) -> torch.Tensor:
 class Rebuilt(Wanted):
     """What autograd gets instead of a saved tensor: a value of a segment and the geometry it is wanted in."""
 
-    __slots__ = ("_counts", "_under", "geometry")
+    __slots__ = ("_under", "geometry")
 
     def __init__(self, value: Value, geometry: Geometry, segment: Segment, under: Surroundings) -> None:
         super().__init__(value, segment)
         self._under = under
-        self._counts = execution_context.current_counts()
         self.geometry = geometry
 
     def unpack(self) -> torch.Tensor:
@@ -282,5 +290,4 @@ class Rebuilt(Wanted):
         else:
             with self._under.again():
                 tensor = self.take()
-        execution_context.count("num_rederived", self._counts)
-        return laid(tensor, self.geometry)
+        return tensor if self.geometry is self.value.base else laid(tensor, self.geometry)
