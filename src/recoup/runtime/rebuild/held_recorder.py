@@ -117,15 +117,17 @@ class HeldRecorder(Recorder):
         if not site.matches(*tensors):
             return None
         found = []
-        known = self._values.get
+        known, ref = self._values.get, weakref.ref
         for tensor, geometry in zip(tensors, site.geometries, strict=True):
-            value = known(weakref.ref(tensor.untyped_storage()))
+            value = known(ref(tensor.untyped_storage()))
             if value is None:
                 value = self.value_of(tensor)
             if value.made is None and value.constant is None:
                 self.read_leaf(value, tensor)
-            base = value.base
-            if tensor.storage_offset() != geometry[2] or (base is not None and base[3] is not geometry[3]):
+            base = value.base  # one and the same object where it is read as it was made
+            if base is not geometry and base is not None and base[3] is not geometry[3]:
+                return None
+            if tensor.storage_offset() != geometry[2]:
                 return None
             found.append(value)
         return tuple(found)
