@@ -20,7 +20,6 @@ from recoup.ir.evidence import Evidence
 from recoup.ir.labels import without_numbers
 from recoup.ir.plan import Plan
 from recoup.planner.driver import Planner, plan_for_budget
-from recoup.planner.strategies.registry import DEFAULT_ACTIONS
 from recoup.runtime.apply import Applied, apply_decisions
 from recoup.units import format_at_least, format_bytes, is_minimum
 
@@ -178,7 +177,8 @@ class Fitting:
 
     def _use_less(self, made: Plan, reason: str) -> bool:
         """Leaves out an action that the plan used; whether that leaves one."""
-        actions = DEFAULT_ACTIONS if self.actions is None else self.actions
+        assert self._planner is not None  # it made the plan
+        actions = self._planner.actions
         used = {
             "recompute": any(d.is_region for d in made.decisions),
             "tile-modules": any(isinstance(d, TileModule) for d in made.decisions),

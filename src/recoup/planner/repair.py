@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from recoup.planner.incumbents import CLOSE_SHARE, Incumbents
+from recoup.planner.incumbents import CLOSE_SHARE, WORTH_SHARE, Incumbents
 from recoup.planner.strategies.base import Proposals
 from recoup.planner.views import View
 
@@ -41,11 +41,12 @@ def repaired(
     for _ in range(num_repairs):
         # What rounds differently is no reason to stop looking for a plan that does not.
         best = incumbents.seconds(budget_bytes, exact=not view.tiles)
-        if best < float("inf") and allowance.is_spent(incumbents):
+        worth = best * (1 - WORTH_SHARE)
+        if best < float("inf") and (allowance.is_spent(incumbents) or view.least_seconds(budget_bytes) >= worth):
             return
         solution = view.solver.solve(target - view.fixed_bytes)
-        if solution.status == "infeasible" or view.plain_seconds + solution.extra_seconds >= best:
-            return  # even by its own reckoning no faster than what fits already
+        if solution.status == "infeasible" or view.plain_seconds + solution.extra_seconds >= worth:
+            return  # even by its own reckoning hardly faster than what fits already
         candidate = yield view.decide(solution.choice)
         gap = candidate.peak_bytes - budget_bytes
         if has_fitted:

@@ -153,7 +153,7 @@ class _Found:
 
     def _add(self, step: PlannedStep, tiles: ViewSet) -> None:
         link = step.simulator.link
-        moving = () if link is None else moving_views(step.views, tiles, link, step.actions)
+        moving = () if link is None else moving_views(step, tiles, link)
         self.sets.append((tiles, tiles.views, moving))
 
 
