@@ -36,7 +36,10 @@ class HeldRecorder(Recorder):
     is_cheap = False
 
     def __init__(
-        self, marks: dict[tuple[str, int], dict[int, OpMark]], num_planned: int | None = None, sites: Sites | None = None
+        self,
+        marks: dict[tuple[str, int], dict[int, OpMark]],
+        num_planned: int | None = None,
+        sites: Sites | None = None,
     ) -> None:
         super().__init__()
         self._sites = Sites() if sites is None else sites
