@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 
-from recoup.planner.incumbents import CLOSE_SHARE, WORTH_SHARE, Incumbents
+from recoup.planner.incumbents import CLOSE_SHARE, MOST_REPAIRS, WORTH_SHARE, Incumbents
 from recoup.planner.strategies.base import Proposals
 from recoup.planner.views import View
 
 SEARCH_OPS = 200_000  # simulated ops of one search: some twenty steps of a model with ten thousand
-MOST_REPAIRS = 5  # answers of one view that are simulated for one budget; each is closer to it than the one before
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

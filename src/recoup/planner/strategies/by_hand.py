@@ -12,10 +12,10 @@ from recoup.planner.step import PlannedStep
 from recoup.planner.strategies.base import Decisions, Proposals, Strategy
 from recoup.planner.strategies.offload import with_inputs_offloaded
 from recoup.solver.baselines import choice_of
+from recoup.solver.offload import FEWEST_CALLS
 from recoup.solver.sequence import region_of
 
 _NUM_KINDS = 2  # kinds of calls that are tried whole: those that save the most
-_FEWEST_CALLS = 3  # calls of a kind that repeats
 _NUM_TRIED_PLANS = 4  # baselines that are simulated for a budget, the fastest first
 _HOPEFUL_SHARE = 1.04  # share of the budget that a baseline may need by the solver's reckoning and still be simulated
 
@@ -89,5 +89,5 @@ def _repeated_kinds(step: PlannedStep) -> list[list[str]]:
     for kind, members in kinds.items():
         inside = {op for i in members for op in range(trace.calls[i].first_op, trace.calls[i].last_op)}
         saved[kind] = sum(saved_at[op] for op in inside)
-    repeated = sorted((k for k in kinds if len(kinds[k]) >= _FEWEST_CALLS), key=lambda k: -saved[k])[:_NUM_KINDS]
+    repeated = sorted((k for k in kinds if len(kinds[k]) >= FEWEST_CALLS), key=lambda k: -saved[k])[:_NUM_KINDS]
     return [list(dict.fromkeys(trace.calls[i].path for i in kinds[kind])) for kind in repeated]

@@ -6,8 +6,7 @@ import functools
 from typing import ClassVar, Self
 
 from recoup.planner.held_view import HeldView, held_view
-from recoup.planner.incumbents import CLOSE_SHARE, WORTH_SHARE, Incumbents
-from recoup.planner.repair import MOST_REPAIRS
+from recoup.planner.incumbents import CLOSE_SHARE, MOST_REPAIRS, WORTH_SHARE, Incumbents
 from recoup.planner.step import PlannedStep
 from recoup.planner.strategies.base import Proposals, Strategy
 from recoup.solver.segments import SegmentSolver
