@@ -35,9 +35,9 @@ from recoup.evidence.speed import time_ratio
 from recoup.evidence.step_bench import StepBench
 from recoup.ir.compiled_plan import CompiledGraph, CompiledPlan
 from recoup.ir.evidence import Evidence
+from recoup.planner.fitting import MOST_MEASURED_PLANS
 from recoup.units import format_bytes, parse_budget
 
-_MOST_PLANS = 4  # compiled and measured for one budget: each takes as long as torch takes to compile
 _TIMED_SECONDS = 20.0  # interleaved pairs end then
 
 
@@ -209,7 +209,7 @@ class CompiledFitting:
             self._notes.append("the step as torch compiles it is within the budget")
             return self._prove(self.torch_choice, self._plain, plain_peak, plain_peak, budget_bytes, timed)
         found, measured = self.combinations(), self._measured
-        for _ in range(_MOST_PLANS):
+        for _ in range(MOST_MEASURED_PLANS):
             at = self._next(found, budget_bytes)
             if at is None:
                 break
