@@ -65,7 +65,8 @@ class Program:
         between: is done after `fit` and before the training. left: reads what else a step changes.
         options: of `fit`.
         predicts: the peak that is predicted of the plain step has to be the measured one.
-        specialises: its own kernels change after some runs (TorchScript's), so that plain is run afterwards to compare.
+        specialises: its own kernels change after some runs (TorchScript's), so that plain is run
+            afterwards, and after some runs, to compare.
     """
 
     kind: str
@@ -185,9 +186,8 @@ def outcome(program: Program) -> str:
             text = f"exact: {_described(fitted)}"
             program.between(training, fitted)
         found = training.finish()
-        if program.specialises:
-            expected = Training(program).finish()
-        if not same(found, expected):
+        expectations = [expected, *(_specialised(program, runs) for runs in (0, 3) if program.specialises)]
+        if not any(same(found, expected) for expected in expectations):
             return f"damaged, although {text}"
         if program.predicts:
             plain = Training(program)
@@ -196,6 +196,17 @@ def outcome(program: Program) -> str:
             if abs(predicted / measured - 1) > 0.03:
                 return f"mispredicted: {predicted} bytes, measured {measured}"
     return text
+
+
+def _specialised(program: Program, runs: int) -> list[Any]:
+    """Returns what the training leaves when its forward was run some times before, as `fit` does."""
+    training = Training(program)
+    stream = torch.get_rng_state()
+    for _ in range(runs):
+        training.loss().backward()
+    training.model.zero_grad()
+    torch.set_rng_state(stream)
+    return training.finish()
 
 
 def _described(fitted: recoup.Fit) -> str:
