@@ -25,9 +25,8 @@ with tempfile.TemporaryDirectory() as folder:
     args = DPOConfig(
         folder, max_steps=4, per_device_train_batch_size=8, gradient_checkpointing=False, use_cpu=True, report_to=[]
     )
-    trainer = DPOTrainer(
-        model, ref_model=copy.deepcopy(model), args=args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer
-    )
+    reference = copy.deepcopy(model)
+    trainer = DPOTrainer(model, reference, args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
     found = fit_trainer(trainer, budget="80%")  # the one line before train()
     watching = RecoupCallback(found.plan)
     trainer.add_callback(watching)

@@ -16,8 +16,13 @@ def target(batch=16):
     """Returns a DiT of three blocks, latents, noise, times and classes."""
     torch.manual_seed(0)
     model = DiTTransformer2DModel(
-        num_attention_heads=4, attention_head_dim=16, in_channels=4, num_layers=3, sample_size=16, patch_size=2,
-        num_embeds_ada_norm=10
+        num_attention_heads=4,
+        attention_head_dim=16,
+        in_channels=4,
+        num_layers=3,
+        sample_size=16,
+        patch_size=2,
+        num_embeds_ada_norm=10,
     )
     latents, noise = torch.randn(2, batch, 4, 16, 16)
     inputs = (latents, noise, torch.randint(0, 1000, (batch,)), torch.randint(0, 10, (batch,)))

@@ -134,6 +134,6 @@ def test_what_cannot_be_planned_is_refused(tmp_path: Path, monkeypatch: pytest.M
             fit_trainer(trainer, budget="70%")
     trainer = _trainer("GRPO", tmp_path)
     before = sorted(vars(trainer))
-    with pytest.raises(UsageError, match="GRPOTrainer's collator .* Give batch="):
+    with pytest.raises(UsageError, match=r"GRPOTrainer's collator .* Give batch="):
         fit_trainer(trainer, budget="70%")
     assert sorted(vars(trainer)) == before

@@ -31,7 +31,11 @@ from recoup.ir.plan import Plan
 from recoup.runtime.apply import find_patches
 from recoup.units import format_bytes, parse_bytes
 
-_OTHER_CHECKPOINTING = ("gradient_checkpointing", "activation_checkpointing", "activation_offloading")  # the last: TRL's
+_OTHER_CHECKPOINTING = (
+    "gradient_checkpointing",
+    "activation_checkpointing",
+    "activation_offloading",
+)  # the last: TRL's
 _ABSENT: Any = object()
 _SAMPLED_EXAMPLES = 1000  # of a data set, for the longest: reading all of it may take hours
 
@@ -91,8 +95,8 @@ def fit_trainer(
 ) -> api.Fit:
     """Plans for the steps of a trainer with a loss of its own (TRL's), changes its model and proves it.
 
-    Call it between making the trainer and `trainer.train()`. The step is the trainer's `compute_loss`; what it counts and
-    logs there (metrics, tokens seen) is put back.
+    Call it between making the trainer and `trainer.train()`. The step is the trainer's `compute_loss`; what it counts
+    and logs there (metrics, tokens seen) is put back.
 
     Args:
         trainer: a `Trainer` or a subclass. batch: the largest inputs that `compute_loss` will get; None: the
@@ -111,8 +115,8 @@ def fit_trainer(
         batch = sample_batch(trainer.train_dataset, args.per_device_train_batch_size, trainer.data_collator)
     if not isinstance(batch, Mapping) or not any(isinstance(value, torch.Tensor) for value in batch.values()):
         raise UsageError(
-            f"{type(trainer).__name__}'s collator returns a {type(batch).__name__} without tensors: it makes its inputs "
-            "while it trains. Give batch=..., the largest that its compute_loss will get."
+            f"{type(trainer).__name__}'s collator returns a {type(batch).__name__} without tensors: it makes its "
+            "inputs while it trains. Give batch=..., the largest that its compute_loss will get."
         )
     inputs: Any = map_tensors(lambda tensor: tensor.to(args.device), dict(batch))
     count = _num_items(inputs) if trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None else None
