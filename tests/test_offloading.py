@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -13,11 +14,12 @@ import recoup
 from recoup.capture.capture import StepSpec, capture
 from recoup.cost.host_link import MAX_BLOCKS_ON_THEIR_WAY, Link, with_copies
 from recoup.cost.model import FlopsCost
-from recoup.errors import UsageError
+from recoup.errors import InfeasibleBudget, UsageError
 from recoup.ir.decision import Offload
 from recoup.planner.driver import Planner
 from recoup.planner.strategies.registry import DEFAULT_ACTIONS, OPT_IN_ACTIONS
 from recoup.runtime.apply import apply_decisions
+from recoup.runtime.offload.transport import InlineTransport
 from recoup.solver.frontier import Solver
 from recoup.solver.offload import with_offload
 from tests.thorough import cases
@@ -198,3 +200,63 @@ def leaf_options(part: Any) -> list[Any]:
     if hasattr(part, "options"):
         return [part.options[0]]
     return [option for inner in part.parts for option in leaf_options(inner)]
+
+
+def within(host_bytes: int | None) -> tuple[Planner, Any]:
+    torch.manual_seed(0)
+    model, batch = mlp()
+    spec = StepSpec(model=model, batch=batch, dialect="cuda")
+    planner = Planner(spec, cost=FastLink(), actions=("recompute", "offload"), host_budget_bytes=host_bytes)
+    return planner, planner.fit(int(0.5 * planner.plain.peak_bytes))
+
+
+class Counting(InlineTransport):
+    """Counts the bytes that are there: what it hands out lives as long as they do."""
+
+    def __init__(self) -> None:
+        self.now = self.most = 0
+
+    def put(self, flat: torch.Tensor) -> Any:
+        handle = Handle(super().put(flat))
+        self.now += flat.numel()
+        self.most = max(self.most, self.now)
+        weakref.finalize(handle, self._gone, flat.numel())
+        return handle
+
+    def _gone(self, nbytes: int) -> None:
+        self.now -= nbytes
+
+
+class Handle(list[Any]):
+    """A list that can be watched."""
+
+
+def test_a_plan_keeps_to_the_hosts_memory_and_is_slower_for_it() -> None:
+    planner, free = within(None)
+    assert free is not None and free.host_bytes > 0
+    model, batch = planner.spec.model, planner.spec.batch
+    before = 0.0
+    for host_share in (1.0, 0.75, 0.5, 0.0):
+        _, found = within(int(host_share * free.host_bytes))
+        assert found is not None and found.host_bytes <= host_share * free.host_bytes
+        assert found.host_bytes >= 0.9 * host_share * free.host_bytes, "of these layers each that fits there is moved"
+        assert found.step_seconds >= before * (1 - SAME_TIME), "less of the host's memory is never faster"
+        before = found.step_seconds
+        transport = Counting()
+        with apply_decisions(model, found.decisions, transport=transport):
+            model(batch).mean().backward()
+        assert transport.most == found.host_bytes
+
+
+def test_hosts_bytes_are_asked_for_by_themselves_and_checked() -> None:
+    model, x = mlp()
+    plan = recoup.plan(model, x, budget="60%", host_budget="1MiB", cost=FastLink(), device="a100-80gb")
+    assert plan.predicted.host_bytes <= 1 << 20
+    for keywords, message in (
+        ({"host_budget": "1MiB", "actions": ("recompute",)}, "offload"),
+        ({"host_budget": "60%"}, "number of bytes"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            recoup.plan(model, x, budget="60%", device="a100-80gb", **keywords)
+    with pytest.raises(InfeasibleBudget, match="on the host"):
+        recoup.plan(model, x, budget="1%", host_budget="1MiB", device="a100-80gb")

@@ -78,6 +78,7 @@ def plan(
     optimizer: OptimizerLike | None = None,
     device: str | torch.device | None = None,
     actions: Sequence[str] | None = None,
+    host_budget: int | str | None = None,
     cost: CostModel | None = None,
     keep: Iterable[str] = (),
 ) -> Plan:
@@ -100,6 +101,8 @@ def plan(
         device: where the plan will run: "cpu", "cuda", or a name of the device table. Left out: the model's own.
         actions: what the plan may use besides save. Left out: rederive and recompute, which leave every bit as it is,
             and tile, which rounds differently, only where no other plan fits.
+        host_budget: bytes of the host's memory (of a temporary file for a CPU's plan), an int or `"64GiB"`, that the
+            plan may hold there at a time: offload is then one of the default actions.
         cost: prices of ops; left out: measured on this machine's device, a roofline for a named one.
         keep: paths of modules whose forward runs once, like the plain step's: no region and no tile contains them, or
             is inside of them. Saved tensors of theirs may still be rederived.
@@ -135,6 +138,7 @@ def plan(
         device=device,
         actions=actions,
         cost=cost,
+        host_budget=host_budget,
         keep=keep,
     ).plan()
 
@@ -228,6 +232,7 @@ def fit(
     optimizer: OptimizerLike | None = None,
     device: str | torch.device | None = None,
     actions: Sequence[str] | None = None,
+    host_budget: int | str | None = None,
     timed: bool = True,
     keep: Iterable[str] = (),
     apply_failed: bool = False,
@@ -251,6 +256,7 @@ def fit(
     optimizer: OptimizerLike | None = None,
     device: str | torch.device | None = None,
     actions: Sequence[str] | None = None,
+    host_budget: int | str | None = None,
     timed: bool = True,
     keep: Iterable[str] = (),
     apply_failed: bool = False,
@@ -274,6 +280,7 @@ def fit(
     optimizer: OptimizerLike | None = None,
     device: str | torch.device | None = None,
     actions: Sequence[str] | None = None,
+    host_budget: int | str | None = None,
     timed: bool = True,
     keep: Iterable[str] = (),
     apply_failed: bool = False,
@@ -291,14 +298,15 @@ def fit(
             `plan`.
         budget: peak bytes of the whole step, measured: an int, `"8GiB"`, `"60%"` of the plain step's peak, `"min"` (the
             smallest reachable) or `"auto"` (what is free).
-        device, actions: as for `plan`; the step is run on the model's own device.
+        device, actions, host_budget: as for `plan`; the step is run on the model's own device.
         timed: also time interleaved pairs of steps. keep: as for `plan`: modules whose forward is to run once.
         apply_failed: leave a plan in place whose evidence is not ok; otherwise nothing is in place then, a warning
             (E300) says what differed, and `fit.evidence` has all of it.
         compiled: compile the model in place (`nn.Module.compile`), within the budget: True, or a dict of
             `torch.compile`'s options (`backend`, "inductor" or "aot_eager"; `dynamic`, `fullgraph`, `mode`, `options`).
-            What is held is chosen in the compiler's own graphs; `actions` and `keep` have no meaning there. "60%" is of
-            the peak of the step as torch compiles it. Returns a `CompiledFit`, which has a `Fit`'s three attributes.
+            What is held is chosen in the compiler's own graphs; `actions`, `host_budget` and `keep` have no meaning
+            there. "60%" is of the peak of the step as torch compiles it. Returns a `CompiledFit`, which has a `Fit`'s
+            three attributes.
 
     Raises:
         What `plan` and `verify` raise; the model is unchanged then.
@@ -336,7 +344,7 @@ def fit(
             compiled=compiled,
             timed=timed,
             apply_failed=apply_failed,
-            unused={"device": device, "actions": actions, "keep": tuple(keep) or None},
+            unused={"device": device, "actions": actions, "host_budget": host_budget, "keep": tuple(keep) or None},
         )
     return_freed_memory()
     fitting = fitting_for(
@@ -348,6 +356,7 @@ def fit(
         device=device,
         actions=actions,
         cost=None,
+        host_budget=host_budget,
         keep=keep,
     )
     made, applied, evidence = fitting.fit(

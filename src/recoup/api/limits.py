@@ -73,13 +73,15 @@ def max_batch(
     optimizer: OptimizerLike | None = None,
     device: str | torch.device | None = None,
     actions: Sequence[str] | None = None,
+    host_budget: int | str | None = None,
     cost: CostModel | None = None,
     limit: int = 1 << 16,
 ) -> int:
     """Returns the largest size whose step fits the budget under some plan: simulated, so the next size does not.
 
     Args:
-        model, loss, step, autocast, accumulate, optimizer, device, actions, cost: as for `plan`.
+        model, loss, step, autocast, accumulate, optimizer, device, actions, host_budget, cost: as for
+            `plan`.
         make_batch: returns a batch of the given size (of examples, tokens, pixels: whatever grows).
         budget: absolute bytes or `"auto"`; a percentage has no meaning here. limit: the largest size tried.
 
@@ -95,7 +97,13 @@ def max_batch(
         model,
         budget=budget,
         step={"loss": loss, "step": step, "autocast": autocast, "accumulate": accumulate},
-        planning={"optimizer": optimizer, "device": device, "actions": actions, "cost": cost},
+        planning={
+            "optimizer": optimizer,
+            "device": device,
+            "actions": actions,
+            "host_budget": host_budget,
+            "cost": cost,
+        },
     )
     return search.largest(make_batch, limit=limit)
 
@@ -115,6 +123,7 @@ def max_tokens(
     optimizer: OptimizerLike | None = None,
     device: str | torch.device | None = None,
     actions: Sequence[str] | None = None,
+    host_budget: int | str | None = None,
     cost: CostModel | None = None,
     limit: int = 1 << 22,
 ) -> TokenLimits:
@@ -124,7 +133,8 @@ def max_tokens(
     example more (unless that is over the limit).
 
     Args:
-        model, loss, step, autocast, accumulate, optimizer, device, actions, cost: as for `plan`.
+        model, loss, step, autocast, accumulate, optimizer, device, actions, host_budget, cost: as for
+            `plan`.
         make_batch: (examples, tokens) -> a batch of so many examples of so many tokens each: padded ones at their
             longest, or one row of packed examples with their position numbers.
         budget: absolute bytes or `"auto"`. multiple_of: lengths that are tried are its multiples.
@@ -151,7 +161,13 @@ def max_tokens(
         model,
         budget=budget,
         step={"loss": loss, "step": step, "autocast": autocast, "accumulate": accumulate},
-        planning={"optimizer": optimizer, "device": device, "actions": actions, "cost": cost},
+        planning={
+            "optimizer": optimizer,
+            "device": device,
+            "actions": actions,
+            "host_budget": host_budget,
+            "cost": cost,
+        },
     )
     longest = multiple_of * search.largest(lambda n: make_batch(1, n * multiple_of), limit=limit // multiple_of)
 

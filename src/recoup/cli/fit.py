@@ -31,6 +31,7 @@ def fit(
     optimizer: options.Optimizer = None,
     device: options.RunDevice = None,
     actions: options.Actions = None,
+    host_budget: options.HostBudget = None,
     out: options.Out = None,
     html: Annotated[
         Path | None, typer.Option(help="Also write a report here, one offline page", dir_okay=False)
@@ -50,7 +51,9 @@ def fit(
             "--compiled has no page or trace yet, and is for PyTorch models: leave out --html, --trace, jax: targets."
         )
     if target.startswith(jax_steps.PREFIX):
-        jax_steps.check_options(batch=batch, seq=seq, image=image, dtype=dtype, optimizer=optimizer)
+        jax_steps.check_options(
+            batch=batch, seq=seq, image=image, dtype=dtype, optimizer=optimizer, host_budget=host_budget
+        )
         jax_steps.fit(target, budget, device=device, actions=actions, out=out, html=html, json=json, quiet=quiet)
         return
     request = options.check_request(
@@ -63,6 +66,7 @@ def fit(
         device=device,
         actions=actions,
         budget=budget,
+        host_budget=host_budget,
         out=out,
         runs=True,
     )

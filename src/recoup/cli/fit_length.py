@@ -19,6 +19,7 @@ def fit_length(
     optimizer: options.Optimizer = None,
     device: options.PlanDevice = None,
     actions: options.Actions = None,
+    host_budget: options.HostBudget = None,
     fsdp: options.Fsdp = None,
     limit: Annotated[int, typer.Option(help="The most tokens tried", min=1)] = 1 << 22,
     json: options.Json = False,
@@ -26,7 +27,14 @@ def fit_length(
 ) -> None:
     """Find the longest sequence inside a budget, and the most examples of shorter ones; nothing is allocated."""
     request = options.check_request(
-        target, dtype=dtype, optimizer=optimizer, device=device, actions=actions, budget=budget, fsdp=fsdp
+        target,
+        dtype=dtype,
+        optimizer=optimizer,
+        device=device,
+        actions=actions,
+        budget=budget,
+        host_budget=host_budget,
+        fsdp=fsdp,
     )
     with showing_progress(quiet=quiet):
 

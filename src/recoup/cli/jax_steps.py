@@ -16,7 +16,7 @@ PREFIX = "jax:"
 
 def check_options(**options: Any) -> None:
     """Raises UsageError for options that say nothing of a JAX step: its arguments come with it."""
-    given = [f"--{name}" for name, value in options.items() if value is not None]
+    given = [f"--{name.replace('_', '-')}" for name, value in options.items() if value is not None]
     if given:
         raise UsageError(
             f"{', '.join(given)} cannot be used with a jax: target. The function it names returns the step's arguments "

@@ -12,7 +12,7 @@ import typer
 from recoup.cost.devices import get_device
 from recoup.errors import UsageError
 from recoup.targets.parse import parse_target
-from recoup.units import check_budget
+from recoup.units import check_budget, parse_bytes
 
 if TYPE_CHECKING:
     from recoup.targets.resolve import Target
@@ -45,6 +45,9 @@ RunDevice = Annotated[str | None, typer.Option(help="Where to run: cpu or cuda")
 Actions = Annotated[
     str | None, typer.Option(help="What a plan may use, with commas: rederive, recompute, tile, offload, tile-modules")
 ]
+HostBudget = Annotated[
+    str | None, typer.Option(help="Bytes of host memory that a plan may hold: 64GiB. Offload is then a default action")
+]
 Fsdp = Annotated[int | None, typer.Option(help="Bytes of one rank of so many, sharded as FSDP2 does", min=1)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr")]
@@ -63,6 +66,7 @@ class Request:
     optimizer: str | None
     device: str | None
     actions: str | None
+    host_budget: str | None = None
     fsdp: int | None = None
 
     def resolve(self, *, runs: bool) -> Target:
@@ -102,6 +106,8 @@ class Request:
             keywords["cost"] = ShardedCost(RooflineCost(get_device(self.device)), world_size=self.fsdp)
         if self.actions is not None:
             keywords["actions"] = tuple(name.strip() for name in self.actions.split(",") if name.strip())
+        if self.host_budget is not None:
+            keywords["host_budget"] = self.host_budget
         return keywords
 
 
@@ -116,6 +122,7 @@ def check_request(
     device: str | None = None,
     actions: str | None = None,
     budget: str | None = None,
+    host_budget: str | None = None,
     out: Path | None = None,
     fsdp: int | None = None,
     runs: bool = False,
@@ -130,6 +137,8 @@ def check_request(
     """
     if budget is not None:
         check_budget(budget)
+    if host_budget is not None:
+        parse_bytes(host_budget)
     parse_target(text)
     if fsdp is not None and (device is None or device == "cpu" or device.split(":")[0] == "cuda"):
         raise UsageError("--fsdp needs the name of a device: --fsdp 8 --device h100-sxm.")
@@ -146,6 +155,7 @@ def check_request(
         optimizer=_look_up(optimizer, _OPTIMIZERS, "--optimizer"),
         device=device,
         actions=actions,
+        host_budget=host_budget,
         fsdp=fsdp,
     )
 

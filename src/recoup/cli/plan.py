@@ -16,6 +16,7 @@ def plan(
     optimizer: options.Optimizer = None,
     device: options.PlanDevice = None,
     actions: options.Actions = None,
+    host_budget: options.HostBudget = None,
     fsdp: options.Fsdp = None,
     out: options.Out = None,
     json: options.Json = False,
@@ -23,7 +24,9 @@ def plan(
 ) -> None:
     """Find the fastest plan inside a budget; nothing is allocated, and the device need not be there."""
     if target.startswith(jax_steps.PREFIX):
-        jax_steps.check_options(batch=batch, seq=seq, image=image, dtype=dtype, optimizer=optimizer, fsdp=fsdp)
+        jax_steps.check_options(
+            batch=batch, seq=seq, image=image, dtype=dtype, optimizer=optimizer, host_budget=host_budget, fsdp=fsdp
+        )
         jax_steps.plan(target, budget, device=device, actions=actions, out=out, json=json, quiet=quiet)
         return
     request = options.check_request(
@@ -36,6 +39,7 @@ def plan(
         device=device,
         actions=actions,
         budget=budget,
+        host_budget=host_budget,
         out=out,
         fsdp=fsdp,
     )

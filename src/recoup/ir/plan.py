@@ -29,7 +29,7 @@ class Prediction:
         extra_time_ratio: step_seconds / plain_step_seconds - 1.
         recomputed_flops: FLOPs run a second time. plain_flops: FLOPs of the step without a plan.
         saved_bytes, plain_saved_bytes: bytes that autograd holds when backward begins.
-        offloaded_bytes: bytes moved to the host in one step.
+        offloaded_bytes: bytes moved to the host in one step. host_bytes: the most of them that are there at a time.
         num_scan_evaluations: step evaluations of the scans whose bytes the plan decides, forward and backward together.
         num_all_gathers: of the step on each rank, where it is sharded (`plan --fsdp`); with the plan as without.
         forward_saved_bytes: of saved_bytes, those of the model's own forward, without a loss outside of it.
@@ -54,6 +54,7 @@ class Prediction:
     tensors: tuple[tuple[str, int], ...]
     cost_source: str
     offloaded_bytes: int = 0
+    host_bytes: int = 0
     num_all_gathers: int = 0
     num_scan_evaluations: int = 0
     forward_saved_bytes: int = 0
@@ -203,7 +204,8 @@ class Plan:
             ("peak is set by", f"the {predicted.phase}; largest there: {largest}"),
         ]
         if predicted.offloaded_bytes:
-            rows.insert(-1, ("to the host", f"{format_bytes(predicted.offloaded_bytes)} a step, and back"))
+            held = f"up to {format_bytes(predicted.host_bytes)} there at a time"
+            rows.insert(-1, ("to the host", f"{format_bytes(predicted.offloaded_bytes)} a step, and back; {held}"))
         if predicted.num_scan_evaluations:
             rows.insert(-1, ("scans", f"{predicted.num_scan_evaluations} step evaluations, forward and backward"))
         if predicted.num_all_gathers:

@@ -189,6 +189,16 @@ class Trace:
             levels.append(level + (workspace_bytes[i] if workspace_bytes else 0))
         return levels
 
+    def host_peak_bytes(self) -> int:
+        """Returns the most bytes that are on the host at a time: a storage is from its way out to its last event."""
+        last = {copy.block: at for at, copy in enumerate(self.copies)}
+        held = peak = 0
+        for at, copy in enumerate(self.copies):
+            held += copy.nbytes if copy.kind == "out" else 0
+            peak = max(peak, held)
+            held -= copy.nbytes if last[copy.block] == at else 0
+        return peak
+
     @property
     def num_forward_ops(self) -> int:
         """Ops of forward and loss: backward begins with the op after them."""

@@ -19,13 +19,21 @@ class BudgetSearch:
         judge: what decisions cost.
         strategies: in the order they are asked.
         prefers_equal_bits: ask strategies that round differently only where nothing else fits.
+        host_budget_bytes: the most that a plan may hold in the host's memory at a time; None: whatever it takes.
     """
 
-    def __init__(self, judge: Judge, strategies: Sequence[Strategy], *, prefers_equal_bits: bool) -> None:
+    def __init__(
+        self,
+        judge: Judge,
+        strategies: Sequence[Strategy],
+        *,
+        prefers_equal_bits: bool,
+        host_budget_bytes: int | None = None,
+    ) -> None:
         self._judge = judge
         self._strategies = tuple(strategies)
         self._prefers_equal_bits = prefers_equal_bits
-        self._incumbents = Incumbents(judge)
+        self._incumbents = Incumbents(judge, host_budget_bytes=host_budget_bytes)
         self._floor_bytes = -1  # the smallest peak of which a byte less was asked for
 
     def fit(self, budget_bytes: int) -> Candidate | None:
@@ -96,6 +104,7 @@ class BudgetSearch:
             return None
         for strategy in self._strategies:
             for candidate in self._try(strategy.improve(budget_bytes, best)):
-                if candidate.peak_bytes <= budget_bytes and candidate.step_seconds <= best.step_seconds:
+                fits = candidate.peak_bytes <= budget_bytes and self._incumbents.keeps_to_host(candidate)
+                if fits and candidate.step_seconds <= best.step_seconds:
                     best = candidate
         return best

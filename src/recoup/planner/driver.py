@@ -6,7 +6,8 @@ Where a budget becomes a plan: `plan_for_budget` here -> `budget_search.BudgetSe
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -20,8 +21,9 @@ from recoup.ir.decision import Decision
 from recoup.ir.plan import Plan
 from recoup.ir.text import format_share
 from recoup.planner.budget_search import BudgetSearch
-from recoup.planner.incumbents import Candidate
+from recoup.planner.incumbents import MOST_REPAIRS, Candidate
 from recoup.planner.prediction import write_plan
+from recoup.planner.remembered import recall, step_key
 from recoup.planner.simulator import Simulator
 from recoup.planner.step import PlannedStep
 from recoup.planner.strategies.base import Strategy
@@ -37,9 +39,6 @@ from recoup.units import format_at_least, format_bytes, is_minimum, parse_budget
 _S = TypeVar("_S", bound=Strategy)
 
 
-_MAX_CARD_TRIES = 5  # plans for less where a card's memory is in fragments: each asks for what the last one lacked
-
-
 class Planner(Simulator):
     """Plans for one step on one device.
 
@@ -49,9 +48,11 @@ class Planner(Simulator):
         scans: plans for its scans, if it has some that were given no schedule.
 
     Args:
-        actions: names; None: the default ones, equal bits preferred.
+        actions: names; None: the default ones, equal bits preferred, and offload if the host has a budget.
+        host_budget_bytes: the most that a plan may hold in the host's memory at a time; None: whatever it takes.
         spans: whether consecutive calls may form one region.
         strategies: what proposes plans. hooks: how decisions of each class change a call.
+        remembers: a search that was made in this process before is not made again.
     """
 
     def __init__(
@@ -60,13 +61,18 @@ class Planner(Simulator):
         *,
         cost: CostModel,
         actions: Sequence[str] | None,
+        host_budget_bytes: int | None = None,
         fixed_bytes: int = 0,
         spans: bool = True,
         strategies: Sequence[type[Strategy]] = STRATEGIES,
         hooks: Mapping[type[Decision], Hook] = HOOKS,
+        remembers: bool = False,
     ) -> None:
+        self._remembers = remembers
         self.prefers_equal_bits = actions is None
-        self.actions = DEFAULT_ACTIONS if actions is None else tuple(actions)
+        by_default = DEFAULT_ACTIONS if host_budget_bytes is None else (*DEFAULT_ACTIONS, "offload")
+        self.actions = by_default if actions is None else tuple(actions)
+        self.host_budget_bytes = host_budget_bytes
         link: Link | None = None
         if "offload" in self.actions:
             device = next((p.device for p in spec.model.parameters() if p.device.type != "meta"), torch.device("cpu"))
@@ -84,20 +90,41 @@ class Planner(Simulator):
             scans=self.scans,
             loop=find_loop(trace) if "recompute" in self.actions else None,
             views=ViewMaker(self, actions=self.actions, spans=spans, scans=self.scans),
+            host_budget_bytes=host_budget_bytes,
         )
         made = (kind.make(self.step) for kind in strategies)
         self.strategies = tuple(strategy for strategy in made if strategy is not None)
-        self._search = BudgetSearch(self, self.strategies, prefers_equal_bits=self.prefers_equal_bits)
+        self._search = BudgetSearch(
+            self, self.strategies, prefers_equal_bits=self.prefers_equal_bits, host_budget_bytes=host_budget_bytes
+        )
 
     def fit(self, budget_bytes: int) -> Candidate | None:
         """Returns the fastest plan found whose simulated peak is at most the budget, None if there is none."""
         with self.spec.known_state.kept():
-            return self._search.fit(budget_bytes)
+            return self._recalled(budget_bytes, lambda: self._search.fit(budget_bytes))
 
     def smallest(self) -> Candidate:
         """Returns the plan with the smallest simulated peak that was found."""
         with self.spec.known_state.kept():
-            return self._search.smallest()
+            found = self._recalled(None, self._search.smallest)
+            assert found is not None
+            return found
+
+    def _recalled(self, budget_bytes: int | None, search: Callable[[], Candidate | None]) -> Candidate | None:
+        """Returns what a search finds, for a budget or (None) for the smallest peak, or found before.
+
+        Plans for scans rest on more than the trace, and a search that is not this planner's first on those before it.
+        """
+        if not self._remembers or self.scans is not None or self.num_simulated_ops:
+            return search()
+        return recall(f"{self._step_key} {budget_bytes}", self.simulate, search)
+
+    @functools.cached_property
+    def _step_key(self) -> str:
+        spec = self.spec
+        asked = (self.actions, self.prefers_equal_bits, sorted(spec.keep), self.host_budget_bytes)
+        device = (spec.dialect, spec.capability, spec.round_bytes, self.fixed_bytes, self.link)
+        return step_key(self.priced, asked, device)
 
     @property
     def saving_view(self) -> View:
@@ -128,12 +155,14 @@ class Planner(Simulator):
         smallest = self.smallest()
         largest = ", ".join(f"{name} {format_bytes(size)}" for name, size in smallest.tensors[:3])
         share = format_share(smallest.peak_bytes, self.plain.peak_bytes)
+        host = self.host_budget_bytes
+        within = f" with at most {format_bytes(host)} on the host" if host is not None else ""
         libraries = f" Libraries (cuBLAS) take {format_bytes(self.fixed_bytes)} of it." if self.fixed_bytes else ""
         return InfeasibleBudget(
             f"Budget {format_bytes(budget_bytes)} is below the smallest reachable peak "
-            f"{format_bytes(smallest.peak_bytes)} ({share} of plain), which is in the {smallest.phase} (largest there: "
-            f"{largest}).{libraries} Use a budget of at least {format_at_least(smallest.peak_bytes)} (or 'min'), a "
-            "smaller batch, or a leaner optimizer or dtype.",
+            f"{format_bytes(smallest.peak_bytes)} ({share} of plain){within}, which is in the {smallest.phase} "
+            f"(largest there: {largest}).{libraries} Use a budget of at least {format_at_least(smallest.peak_bytes)} "
+            "(or 'min'), a smaller batch, or a leaner optimizer or dtype.",
             budget_bytes=budget_bytes,
             minimum_bytes=smallest.peak_bytes,
             phase=smallest.phase,
@@ -191,7 +220,7 @@ def plan_for_budget(
     if candidate is None:
         raise planner.infeasible(budget_bytes)
     card = (0, 0) if planner.card is None else planner.needed_bytes(candidate.decisions)
-    for _ in range(_MAX_CARD_TRIES):
+    for _ in range(MOST_REPAIRS):
         over = card[0] - budget_bytes
         if budget != "auto" or over <= 0:
             break

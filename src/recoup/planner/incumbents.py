@@ -8,7 +8,10 @@ from typing import Protocol
 from recoup.ir.decision import Decision
 
 SAME_TIME_SHARE = 0.01  # of a step's time: two plans closer than this are equally fast, timing cannot tell
+WORTH_SHARE = 0.002  # of a step's time: what promises less over a plan that fits is not simulated
 CLOSE_SHARE = 0.985  # of the budget: a plan that uses more leaves nothing to gain
+HOPEFUL_SHARE = 0.05  # of the budget: how far an estimate may miss it and its plan still be tried
+MOST_REPAIRS = 5  # answers of one view that are simulated for one budget; each is closer to it than the one before
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -17,6 +20,7 @@ class Candidate:
 
     Attributes:
         phase: where the peak is. tensors: the largest alive there, as (what, bytes).
+        offloaded_bytes: moved to the host in one step. host_bytes: the most of them that are there at a time.
     """
 
     decisions: tuple[Decision, ...]
@@ -28,6 +32,7 @@ class Candidate:
     phase: str
     tensors: tuple[tuple[str, int], ...]
     offloaded_bytes: int = 0
+    host_bytes: int = 0
     num_scan_evaluations: int = 0
 
     @property
@@ -53,10 +58,15 @@ class Judge(Protocol):
 
 
 class Incumbents:
-    """The plans known so far."""
+    """The plans known so far that keep to the host's memory.
 
-    def __init__(self, judge: Judge) -> None:
+    Attributes:
+        host_budget_bytes: the most that a plan may hold there at a time; None: whatever it takes.
+    """
+
+    def __init__(self, judge: Judge, *, host_budget_bytes: int | None = None) -> None:
         self._judge = judge
+        self.host_budget_bytes = host_budget_bytes
 
     @property
     def plain(self) -> Candidate:
@@ -71,7 +81,11 @@ class Incumbents:
     @property
     def all(self) -> tuple[Candidate, ...]:
         """All of them, the plain step last."""
-        return (*self._judge.simulated.values(), self.plain)
+        return (*(c for c in self._judge.simulated.values() if self.keeps_to_host(c)), self.plain)
+
+    def keeps_to_host(self, candidate: Candidate) -> bool:
+        """Whether a candidate holds no more in the host's memory than it may."""
+        return self.host_budget_bytes is None or candidate.host_bytes <= self.host_budget_bytes
 
     def fitting(self, budget_bytes: int, *, exact: bool = False) -> list[Candidate]:
         """Returns those whose peak is at most the budget; with `exact` those that are bit-equal to the plain step."""

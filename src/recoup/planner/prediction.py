@@ -32,6 +32,7 @@ def prediction_of(simulator: Simulator, candidate: Candidate, card: tuple[int, i
         tensors=candidate.tensors,
         cost_source=simulator.priced.source,
         offloaded_bytes=candidate.offloaded_bytes,
+        host_bytes=candidate.host_bytes,
         num_all_gathers=simulator.priced.num_all_gathers,
         num_scan_evaluations=candidate.num_scan_evaluations,
         forward_saved_bytes=candidate.forward_saved_bytes,
@@ -99,8 +100,8 @@ def write_plan(
         )
     if candidate.offloaded_bytes and simulator.link is not None:
         notes.append(
-            f"offload moves {format_bytes(candidate.offloaded_bytes)} out and back each step and needs as "
-            f"much host memory; at "
+            f"offload moves {format_bytes(candidate.offloaded_bytes)} out and back each step and holds up to "
+            f"{format_bytes(candidate.host_bytes)} there; at "
             f"{simulator.link.out_bytes / 1e9:.3g} GB/s out and {simulator.link.back_bytes / 1e9:.3g} back "
             f"({simulator.link.source})"
         )

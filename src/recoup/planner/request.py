@@ -23,6 +23,7 @@ from recoup.planner.driver import Planner
 from recoup.planner.fitting import Fitting, paths_below
 from recoup.planner.strategies.registry import check_actions
 from recoup.runtime.conflicts import refuse_conflicts, refuse_unready, refuse_wrapped
+from recoup.units import parse_bytes
 
 _AUTO_SHARE = 0.92  # share of the free bytes that "auto" takes: the rest is for what is allocated while training
 
@@ -55,6 +56,7 @@ def planner_for(
     device: str | torch.device | None,
     actions: Sequence[str] | None,
     cost: CostModel | None,
+    host_budget: int | str | None = None,
     keep: frozenset[str] = frozenset(),
 ) -> tuple[Planner, str, Device | None]:
     """Returns the planner of a step, the device's name, and its table entry (None: this machine's own).
@@ -66,6 +68,12 @@ def planner_for(
         raise UsageError(f"model must be a torch.nn.Module; got {type(model).__name__}.")
     check_optimizer(optimizer)
     chosen = check_actions(actions)
+    host_budget_bytes = None if host_budget is None else parse_bytes(host_budget)
+    if host_budget is not None and chosen is not None and "offload" not in chosen:
+        raise UsageError(
+            f"host_budget={host_budget!r} is for what plans move to the host, and actions={chosen} moves nothing. Add "
+            "'offload' to the actions, or leave one of the two out."
+        )
     name, entry, here = _target(model, device)
     refuse_wrapped(model)
     refuse_conflicts(model)
@@ -87,7 +95,15 @@ def planner_for(
         fixed_bytes = entry.fixed_bytes
     else:
         fixed_bytes = library_bytes(here) if on_cuda and here is not None else 0
-    return Planner(spec, cost=cost, actions=chosen, fixed_bytes=fixed_bytes), name, entry
+    planner = Planner(
+        spec,
+        cost=cost,
+        actions=chosen,
+        host_budget_bytes=host_budget_bytes,
+        fixed_bytes=fixed_bytes,
+        remembers=True,
+    )
+    return planner, name, entry
 
 
 def free_bytes_on(name: str, entry: Device | None) -> int:
@@ -116,6 +132,7 @@ def fitting_for(
     device: str | torch.device | None,
     actions: Sequence[str] | None,
     cost: CostModel | None,
+    host_budget: int | str | None,
     keep: Iterable[str],
 ) -> Fitting:
     """Returns a planner for one budget that plans again without modules that turn out not to run twice."""
@@ -123,14 +140,29 @@ def fitting_for(
         raise UsageError(f"model must be a torch.nn.Module; got {type(model).__name__}.")
     kept = paths_below(model, keep)
     first, name, entry = planner_for(
-        model, batch, objective=objective, optimizer=optimizer, device=device, actions=actions, cost=cost, keep=kept
+        model,
+        batch,
+        objective=objective,
+        optimizer=optimizer,
+        device=device,
+        actions=actions,
+        cost=cost,
+        host_budget=host_budget,
+        keep=kept,
     )
 
     def make_planner(runs_once: frozenset[str], allowed: Sequence[str] | None) -> Planner:
         if (runs_once, allowed) == (kept, actions):
             return first
         spec = dataclasses.replace(first.spec, keep=runs_once)
-        return Planner(spec, cost=first.cost, actions=allowed, fixed_bytes=first.fixed_bytes)
+        return Planner(
+            spec,
+            cost=first.cost,
+            actions=allowed,
+            host_budget_bytes=first.host_budget_bytes,
+            fixed_bytes=first.fixed_bytes,
+            remembers=True,
+        )
 
     return Fitting(
         model=model,

@@ -20,6 +20,7 @@ class PlannedStep:
         actions: names of what may be used.
         scans: plans for its scans, if it has some that were given no schedule. loop: over time, if it has one.
         views: makes views of it for solvers.
+        host_budget_bytes: the most that a plan may hold in the host's memory at a time; None: whatever it takes.
     """
 
     simulator: Simulator
@@ -27,6 +28,7 @@ class PlannedStep:
     scans: ScanPlans | None
     loop: StepLoop | None
     views: ViewMaker
+    host_budget_bytes: int | None = None
 
     @property
     def calls_trace(self) -> Trace:

@@ -9,6 +9,10 @@ of three assumptions, and the simulation of the plans decides between their answ
   begin meanwhile are not moved. Of equal layers this leaves every second or third, as the ratio of copy to compute
   says. Inputs of regions are few bytes: they hide if their copy takes no longer than the region.
 - "exposed": nothing hides. True where there are no copy engines.
+
+Where the host's memory is scarce, only so many calls get such labels as together fit there, the first ones of a step
+before all: what they save waits longest. What a call saves takes more of the host than what of it cannot be rederived,
+and that more than a region's inputs, so a problem then has labels of one kind beside inputs, or inputs alone.
 """
 
 from __future__ import annotations
@@ -16,10 +20,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+from recoup.ir.decision import Ambient
 from recoup.solver.problem import Block, Leaf, Offload, Option, Problem
 
+ALL_KINDS: tuple[Ambient, ...] = ("rederive", "save")
 Assumption = Literal["hidden", "window", "exposed"]
-_FEWEST_CALLS = 3  # of a kind at one depth that make it a stack of layers
+FEWEST_CALLS = 3  # of a kind at one depth that make it a stack of layers
 _HIDDEN_SHARE = 0.01  # of a copy's time that it costs though it hides: of two plans, the one that moves less
 
 
@@ -32,6 +38,8 @@ class _Link:
     overlaps: bool
     assumption: Assumption
     depth: int
+    host_bytes: float = float("inf")
+    kinds: tuple[Ambient, ...] = ALL_KINDS
     free_at: float = 0.0
 
     def price(self, nbytes: int, *, hides: bool) -> float:
@@ -64,6 +72,8 @@ def with_offload(
     assumption: Assumption,
     min_bytes: int,
     depth: int = 0,
+    host_bytes: float = float("inf"),
+    kinds: tuple[Ambient, ...] = ALL_KINDS,
 ) -> Problem:
     """Returns the problem with labels that move regions' inputs, and what calls save, to the host.
 
@@ -71,9 +81,17 @@ def with_offload(
         out_seconds, back_seconds: of moving one byte. overlaps: whether copies run beside compute.
         min_bytes: calls that would move less get no such label.
         depth: of the calls that a window is for; the outermost ones have depth 0.
+        host_bytes: that the labels, taken by all calls that have one, may move.
+        kinds: of labels for what calls save: all of it, or what cannot be rederived.
     """
     link = _Link(
-        out_seconds=out_seconds, back_seconds=back_seconds, overlaps=overlaps, assumption=assumption, depth=depth
+        out_seconds=out_seconds,
+        back_seconds=back_seconds,
+        overlaps=overlaps,
+        assumption=assumption,
+        depth=depth,
+        host_bytes=host_bytes,
+        kinds=kinds,
     )
     parts, _ = _walk(problem.parts, link, 0, 0.0, min_bytes)
     return dataclasses.replace(problem, parts=parts)
@@ -88,30 +106,37 @@ def _walk(
         if isinstance(part, Leaf):
             found.append(part)
             continue
-        inner, inner_end = _walk(part.parts, link, depth + 1, now, min_bytes)
         region = part.region
         if region is None:
-            now = inner_end
+            inner, now = _walk(part.parts, link, depth + 1, now, min_bytes)
             found.append(dataclasses.replace(part, parts=inner))
             continue
         seconds = region.seconds + region.tail_seconds
-        inputs = link.inputs(region.saved_bytes, seconds) if region.saved_bytes >= min_bytes else None
+        left = link.host_bytes
+        has_room = min_bytes <= region.saved_bytes <= left
+        inputs = link.inputs(region.saved_bytes, seconds) if has_room else None
+        offloads = _offloads(part, link, depth, now, min_bytes)
+        taken = list(offloads.values()) or [region.saved_bytes] * has_room
+        inner, _ = _walk(part.parts, link, depth + 1, now, min_bytes)
+        if taken:  # labels of calls inside stand in the place of the call's own
+            link.host_bytes = left - max(taken)
         found.append(
             dataclasses.replace(
                 part,
                 parts=inner,
                 region=dataclasses.replace(region, offload_seconds=inputs),
-                offloads=tuple(_offloads(part, link, depth, now, min_bytes)),
+                offloads=tuple(offloads),
             )
         )
         now += seconds
     return tuple(found), now
 
 
-def _offloads(block: Block, link: _Link, depth: int, now: float, min_bytes: int) -> list[Offload]:
+def _offloads(block: Block, link: _Link, depth: int, now: float, min_bytes: int) -> dict[Offload, int]:
+    """Returns the ways to move what a block saves, and the bytes that each moves."""
     leaves = list(_leaves(block))
-    found: list[Offload] = []
-    for inside in ("rederive", "save"):
+    found: dict[Offload, int] = {}
+    for inside in link.kinds:
         options = [_option(leaf, inside) for leaf in leaves]
         if inside == "rederive" and all(o.ambient != inside for o in options):
             continue
@@ -119,10 +144,10 @@ def _offloads(block: Block, link: _Link, depth: int, now: float, min_bytes: int)
         for option in options:
             forward = max(forward, level + option.forward_bytes)
             level += option.saved_bytes
-        if level >= min_bytes:
+        if min_bytes <= level <= link.host_bytes:
             price = link.saves(depth, level, now)
             if price is not None:
-                found.append(Offload(inside=inside, saved_bytes=0, forward_bytes=forward, seconds=price))
+                found[Offload(inside=inside, saved_bytes=0, forward_bytes=forward, seconds=price)] = level
     return found
 
 
@@ -137,7 +162,7 @@ def depths(problem: Problem) -> list[int]:
                 count(part.parts, depth + 1)
 
     count(problem.parts, 0)
-    return sorted({depth for (depth, _), number in counts.items() if number >= _FEWEST_CALLS})[:2]
+    return sorted({depth for (depth, _), number in counts.items() if number >= FEWEST_CALLS})[:2]
 
 
 def _option(leaf: Leaf, action: str) -> Option:

@@ -9,24 +9,30 @@ from typing import ClassVar, Self
 
 from recoup.cost.host_link import Link
 from recoup.ir.decision import Decision, Region
-from recoup.planner.incumbents import Incumbents
-from recoup.planner.repair import MOST_REPAIRS, Allowance, repaired
+from recoup.planner.incumbents import MOST_REPAIRS, Incumbents
+from recoup.planner.repair import Allowance, repaired
 from recoup.planner.step import PlannedStep
 from recoup.planner.strategies.base import Proposals, Strategy
-from recoup.planner.views import View, ViewMaker, ViewSet
+from recoup.planner.views import View, ViewSet
 from recoup.runtime.offload.offloaded_saved_tensor import MIN_BYTES
-from recoup.solver.offload import Assumption, depths, with_offload
+from recoup.solver.offload import ALL_KINDS, Assumption, depths, with_offload
 from recoup.solver.problem import Problem
 
 MOVING_OPS = 500_000  # simulated ops: first answers are further off than others', copies that do not hide hold memory
 
 
-def problems_with_offload(problem: Problem, link: Link) -> list[Problem]:
-    """Returns the problem with offload's labels, once for each assumption on what copies cost that may hold."""
+def problems_with_offload(problem: Problem, link: Link, host_bytes: float | None = None) -> list[Problem]:
+    """Returns the problem with offload's labels, once for each assumption on what copies cost that may hold.
+
+    Args:
+        host_bytes: that the labels of one problem may move together; None: all there is. With a limit there is a
+            problem for each kind of label.
+    """
+    kinds = (ALL_KINDS,) if host_bytes is None else (*((kind,) for kind in ALL_KINDS), ())
     assumptions: list[tuple[Assumption, int]] = [("exposed", 0)]
     if link.overlaps:
         assumptions = [*(("window", depth) for depth in depths(problem)), ("hidden", 0), ("exposed", 0)]
-    return [
+    made = [
         with_offload(
             problem,
             out_seconds=1 / link.out_bytes,
@@ -35,9 +41,13 @@ def problems_with_offload(problem: Problem, link: Link) -> list[Problem]:
             assumption=assumption,
             min_bytes=MIN_BYTES,
             depth=depth,
+            host_bytes=float("inf") if host_bytes is None else host_bytes,
+            kinds=those,
         )
+        for those in kinds
         for assumption, depth in assumptions
     ]
+    return list(dict.fromkeys(made))
 
 
 def with_inputs_offloaded(decisions: Sequence[Decision]) -> tuple[Decision, ...]:
@@ -45,11 +55,11 @@ def with_inputs_offloaded(decisions: Sequence[Decision]) -> tuple[Decision, ...]
     return tuple(dataclasses.replace(d, offload=True) if isinstance(d, Region) else d for d in decisions)
 
 
-def moving_views(views: ViewMaker, found: ViewSet, link: Link, actions: tuple[str, ...]) -> tuple[View, ...]:
+def moving_views(step: PlannedStep, found: ViewSet, link: Link) -> tuple[View, ...]:
     """Returns views in which copies to the host hide, hide as long as the link keeps up, or do not."""
     return tuple(
-        views.view(f"offload {n}", problem, found.tiles, actions=actions, records=True)
-        for n, problem in enumerate(problems_with_offload(found.problem, link))
+        step.views.view(f"offload {n}", problem, found.tiles, actions=step.actions, records=True)
+        for n, problem in enumerate(problems_with_offload(found.problem, link, step.host_budget_bytes))
     )
 
 
@@ -70,7 +80,7 @@ class OffloadStrategy(Strategy):
 
     @functools.cached_property
     def _views(self) -> tuple[View, ...]:
-        return moving_views(self._step.views, self._step.views.plain, self._link, self._step.actions)
+        return moving_views(self._step, self._step.views.plain, self._link)
 
     def propose(self, budget_bytes: int, incumbents: Incumbents) -> Proposals:
         """Yields the answers of each assumption on what copies cost."""
