@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 import jax
-from recoup.jax._jax import Literal, bind, is_inexact, open_jaxpr, struct_of_type
+from recoup.jax._jax import Literal, bind, is_inexact, open_jaxpr
 from recoup.jax.flops import eqn_flops, words
 from recoup.jax.program import Unit
 
@@ -100,10 +100,10 @@ def _cached(key: _Key, carrying: tuple[int, ...]) -> Reads:
 
         return jax.vjp(of_carrying, *(given[i] for i in carrying))
 
-    avals = [struct_of_type(eqn.invars[i].aval) for i in variables]
+    avals = [jax.ShapeDtypeStruct(eqn.invars[i].aval.shape, eqn.invars[i].aval.dtype) for i in variables]
     try:
         traced, (outputs, vjp) = jax.make_jaxpr(forward, return_shape=True)(*avals)
-        cotangents = [struct_of_type(o, _cotangent_dtype(o.dtype)) for o in outputs]
+        cotangents = [jax.ShapeDtypeStruct(o.shape, _cotangent_dtype(o.dtype)) for o in outputs]
         backward, _ = open_jaxpr(jax.make_jaxpr(lambda pull, cts: pull(cts))(vjp, cotangents))
     except NameError:  # speaks of an axis that only a `shard_map` around it names: all it reads, backward may read
         active = tuple(i for i, v in enumerate(eqn.outvars) if is_differentiable(v.aval))
