@@ -107,12 +107,14 @@ def fit_trainer(
         ConflictError: if the trainer's arguments turn on another activation checkpointing or offloading.
         UsageError: if there is no batch to plan for. What `recoup.fit` raises.
     """
-    args, model = trainer.args, unwrap(trainer.model)
+    args = trainer.args
+    model = unwrap(trainer.model)  # type: ignore[arg-type]
     refuse_arguments(args)
     if batch is None:
-        if trainer.train_dataset is None:
+        dataset: Any = trainer.train_dataset
+        if dataset is None:
             raise UsageError("The trainer has no train_dataset: give batch=..., the inputs of its compute_loss.")
-        batch = sample_batch(trainer.train_dataset, args.per_device_train_batch_size, trainer.data_collator)
+        batch = sample_batch(dataset, args.per_device_train_batch_size, trainer.data_collator)
     if not isinstance(batch, Mapping) or not any(isinstance(value, torch.Tensor) for value in batch.values()):
         raise UsageError(
             f"{type(trainer).__name__}'s collator returns a {type(batch).__name__} without tensors: it makes its "
@@ -124,8 +126,8 @@ def fit_trainer(
     def step(model: nn.Module, batch: Any) -> torch.Tensor:
         inputs, count = batch
         with trainer.compute_loss_context_manager():
-            loss: torch.Tensor = trainer.compute_loss(model, dict(inputs), num_items_in_batch=count)
-        return loss
+            loss: Any = trainer.compute_loss(model, dict(inputs), num_items_in_batch=count)
+        return loss  # type: ignore[no-any-return]
 
     optimizer, _ = Trainer.get_optimizer_cls_and_kwargs(args, model)  # type: ignore[arg-type]
     model.train()
