@@ -33,7 +33,7 @@ from recoup.runtime.recompute.spot_check import read_bytes
 from recoup.runtime.waiting import Waiting
 
 Geometry = tuple[Any, Any, Any, torch.dtype]  # size, stride, storage offset, dtype
-_PLAIN = frozenset([int, float, bool, type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format])
+PLAIN = frozenset([int, float, bool, type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format])
 
 
 def geometry_of(tensor: torch.Tensor) -> Geometry:
@@ -112,6 +112,7 @@ class Made:
 
     outputs: tuple[weakref.ref[Value], ...] = ()
     side_results: tuple[weakref.ref[Any], ...] = ()
+    values: tuple[Value, ...] = ()  # those of `reads`, in a plan by tensor
     _traffic_bytes = -1
 
     def __init__(self, function: Any, args: Any, kwargs: Any, reads: list[Read], is_flat: bool, order: int) -> None:
@@ -182,7 +183,7 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
         self.offloading = False
         self.offloader: Any = None
         self._num_made = 0
-        self.turn = 0  # counts saved tensors: backward asks for them about in reverse
+        self.turn = 0  # counts saved tensors: backward asks about in reverse
         self._values: dict[weakref.ref[torch.UntypedStorage], Value] = {}  # of live storages; see `waiting.py`
         self._outer: Recorder | None = None
         self._surroundings = Surroundings((), is_cheap=self.is_cheap)
@@ -283,7 +284,7 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
         result: list[Any] = []
         for item in items:
             kind = type(item)
-            if kind in _PLAIN:
+            if kind in PLAIN:
                 result.append(item)
             elif kind is torch.Tensor or isinstance(item, torch.Tensor):
                 if not has_history(item) or item.is_neg() or item.is_conj():
