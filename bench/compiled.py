@@ -1,6 +1,7 @@
 """Compiled steps within byte budgets, and beside torch's `activation_memory_budget`, on one meter.
 
-    python -m bench.compiled [--backend aot_eager|inductor] [--form whole|blocks] [--settings N] [MODEL ...]
+    python -m bench.compiled [--backend aot_eager|inductor] [--form whole|blocks] [--settings N] [--descents N]
+        [MODEL ...]
 
 Budgets are shares of the measured peak of the step as torch compiles it. FLOPs are those of the graphs that run, by
 torch's formulas, and our own for attention on a CPU, which torch has none for. Rows are kept in
@@ -23,12 +24,13 @@ from torch._functorch import config as functorch_config
 
 from bench.workloads import Workload
 from recoup.capture.snapshot import untouched
-from recoup.compiled.fitting import CompiledFitting
-from recoup.compiled.recording import CompileOptions
+from recoup.compiled.fitting import CompiledFitting, calling
+from recoup.compiled.recording import Calls, CompileOptions
 from recoup.errors import InfeasibleBudget
 
 RESULTS = Path(__file__).parent / "results"
 BUDGETS = (80, 60, 45, 35)
+_ROUNDS = 7  # of steps whose CPU time is taken
 _WIDTH = "hidden_size=64,num_attention_heads=2"
 _TEXT = {"batch": 4, "seq": 128}
 MODELS = {
@@ -59,8 +61,8 @@ MODELS = {
 }
 
 
-def rows(name: str, backend: str, form: str, budgets: list[int], settings: list[float]) -> Any:
-    """Yields a model's rows: budgets first, then torch's settings with ours at the peak of each."""
+def rows(name: str, backend: str, form: str, budgets: list[int], settings: list[float], descents: int) -> Any:
+    """Yields a model's rows: budgets, torch's settings with ours at the peak of each, then falling budgets."""
     torch.manual_seed(0)
     torch.compiler.reset()
     workload = MODELS[name]
@@ -75,14 +77,26 @@ def rows(name: str, backend: str, form: str, budgets: list[int], settings: list[
             plain = fitting.record()
             flops = fitting.flops(fitting.torch_choice)
             for share in budgets:
-                yield {"budget": share, "plain_bytes": plain} | _fitted(fitting, plain * share // 100, flops)
+                found = _fitted(fitting, plain * share // 100, flops)
+                found.pop("calls", None)
+                yield {"budget": share, "plain_bytes": plain} | found
             for setting in settings:
                 with functorch_config.patch(activation_memory_budget=setting):
                     theirs = CompiledFitting(model, batch, objective, None, options)
-                    peak = theirs.record()
-                their_flops = theirs.flops(theirs.torch_choice) / flops
-                ours = {f"our_{k}": v for k, v in _fitted(fitting, peak, flops).items()}
-                yield {"setting": setting, "plain_bytes": plain, "peak_bytes": peak, "flops": their_flops} | ours
+                    its = theirs.compile_plain()
+                row = {"setting": setting, "plain_bytes": plain, "peak_bytes": its.peak_bytes}
+                row["flops"] = theirs.flops(theirs.torch_choice) / flops
+                ours = _fitted(fitting, its.peak_bytes, flops)
+                if (call := ours.pop("calls", None)) is not None:
+                    row["its_cpu_seconds"], ours["cpu_seconds"] = _cpu_seconds(fitting, its.calls, call)
+                yield row | {f"our_{k}": v for k, v in ours.items()}
+            for number in range(descents):
+                share = 100 - 70 * number / descents
+                found = _fitted(fitting, int(plain * share / 100), flops)
+                found.pop("calls", None)
+                yield {"descent": share, "plain_bytes": plain} | found
+                if "least_bytes" in found:
+                    break
         finally:
             fitting.bench.restore()
 
@@ -96,6 +110,7 @@ def _fitted(fitting: CompiledFitting, budget_bytes: int, plain_flops: int) -> di
     done.applied.remove()
     evidence = done.evidence
     return {
+        "calls": done.applied.calls,
         "peak_bytes": evidence.peak_bytes,
         "predicted_bytes": evidence.predicted_peak_bytes,
         "is_equal": evidence.gradients_equal,
@@ -105,11 +120,25 @@ def _fitted(fitting: CompiledFitting, budget_bytes: int, plain_flops: int) -> di
     }
 
 
+def _cpu_seconds(fitting: CompiledFitting, *ways: Calls) -> list[float]:
+    """Returns the least CPU seconds of a step by each way, one after the other in each of several rounds."""
+    found: list[list[float]] = [[] for _ in ways]
+    with fitting.bench.optimizing():
+        for _ in range(_ROUNDS):
+            for calls, seconds in zip(ways, found, strict=True):
+                fitting.bench.restore()
+                with calling(calls):
+                    begun = time.process_time()
+                    fitting.bench.step()
+                    seconds.append(time.process_time() - begun)
+    return [min(seconds) for seconds in found]
+
+
 def table(results: dict[str, Any]) -> str:
     """Returns the rows as Markdown."""
     measured = " and ".join(sorted({f"{of['date']}, torch {of['torch']}" for of in results.values()}))
     lines = [
-        f"Compiled steps, measured {measured}, on a CPU with one thread, a machine in use (no times). Peaks in % of "
+        f"Compiled steps, measured {measured}, on a CPU with one thread, a machine in use. Peaks in % of "
         "the compiled plain step's, in brackets how far the predicted one was off.",
         "",
         "| model | backend | graphs | plain | " + " | ".join(f"{b} %" for b in BUDGETS) + " | gradients |",
@@ -128,20 +157,35 @@ def table(results: dict[str, Any]) -> str:
         lines.append(f"| {name} | {backend} | {form} | {plain / 2**20:.2f} MiB | {' | '.join(cells)} | {bits} |")
     lines += [
         "",
-        "Beside `activation_memory_budget`: its peak and FLOPs at each setting, ours within that peak. FLOPs in % of "
-        "the step as torch compiles it; `least`: our floor where its peak is below it.",
+        "Beside `activation_memory_budget`: its peak and FLOPs at each setting, ours within its peak, in % of the "
+        "step as torch compiles it; time is the least CPU time of a step, ours in % of its; `least`: our floor "
+        "where its peak is below it.",
         "",
-        "| model | backend | graphs | setting | its peak | its FLOPs | our peak | our FLOPs |",
-        "|---|---|---|---|---|---|---|---|",
+        "| model | backend | graphs | setting | its peak | its FLOPs | our peak | our FLOPs | our time |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for key, of in results.items():
         for r in sorted((r for r in of["rows"] if "setting" in r), key=lambda r: r["setting"]):
             plain = r["plain_bytes"]
-            ours = f"least {r['our_least_bytes'] / plain:.1%} | " if "our_least_bytes" in r else ""
-            ours = ours or f"{r['our_peak_bytes'] / plain:.1%} | {r['our_flops']:.1%}"
+            ours = f"least {r['our_least_bytes'] / plain:.1%} | | " if "our_least_bytes" in r else ""
+            ours = ours or f"{r['our_peak_bytes'] / plain:.1%} | {r['our_flops']:.1%} | {_time(r)}"
             its = f"{r['peak_bytes'] / plain:.1%} | {r['flops']:.1%}"
             lines.append(f"| {' | '.join(key.split('/'))} | {r['setting']} | {its} | {ours} |")
+    lines += [
+        "",
+        "Falling budgets: budget and peak, in % of the compiled plain step's.",
+        "",
+    ]
+    for key, of in results.items():
+        falling = [r for r in of["rows"] if "descent" in r and "peak_bytes" in r]
+        if falling:
+            pairs = [f"{r['descent']:.1f}: {100 * r['peak_bytes'] / r['plain_bytes']:.1f}" for r in falling]
+            lines.append(f"- {', '.join(key.split('/'))}: {'; '.join(pairs)}.")
     return "\n".join(lines) + "\n"
+
+
+def _time(row: dict[str, Any]) -> str:
+    return f"{row['our_cpu_seconds'] / row['its_cpu_seconds']:.1%}" if "our_cpu_seconds" in row else ""
 
 
 def _cell(row: dict[str, Any]) -> str:
@@ -159,6 +203,7 @@ def main() -> None:
     parser.add_argument("--backend", default="aot_eager")
     parser.add_argument("--form", default="whole", choices=("whole", "blocks"))
     parser.add_argument("--settings", type=int, default=21, help="of activation_memory_budget, from 0 to 1")
+    parser.add_argument("--descents", type=int, default=20, help="falling budgets, from 100 %% to the floor")
     given = parser.parse_args()
     torch.set_num_threads(1)
     path = RESULTS / "compiled-cpu.json"
@@ -171,12 +216,13 @@ def main() -> None:
         found: list[Any] = of.get("rows", []) if of.get("torch") == torch.__version__ else []
         budgets = [b for b in BUDGETS if b not in [r.get("budget") for r in found]]
         left = [s for s in settings if s not in [r.get("setting") for r in found]]
-        if not budgets and not left:
+        descents = 0 if any("descent" in r for r in found) else given.descents
+        if not budgets and not left and not descents:
             continue
         began = time.perf_counter()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            for row in rows(name, given.backend, given.form, budgets, left):
+            for row in rows(name, given.backend, given.form, budgets, left, descents):
                 found.append(row)
                 print(key, f"{time.perf_counter() - began:.0f} s", json.dumps(row), flush=True)
                 results[key] = {"date": today, "torch": torch.__version__, "rows": found}

@@ -1212,11 +1212,39 @@ def own_module_call(name: str) -> Any:
     It is `nn.Module._call_impl` by another code of this name, without a frame around it: at a graph break each frame is
     broken and compiled by itself. Freed by: `nn.Module.compile` that compiles anew each time.
     """
+    return _with_own_code(torch.nn.Module._call_impl, name, co_filename=__file__)
+
+
+def own_module_forward(module: Any, name: str) -> Any | None:
+    """Returns the `forward` of a module's class by another code of this name; None if the module's is another.
+
+    Torch compiles no frame of its own around it, so neither may we: each would be broken once more at a graph break.
+    """
     from types import FunctionType
 
-    own = torch.nn.Module._call_impl
-    code = own.__code__.replace(co_name=name, co_filename=__file__)
-    return FunctionType(code, own.__globals__, name, own.__defaults__, own.__closure__)
+    forward = getattr(type(module), "forward", None)
+    if not isinstance(forward, FunctionType) or "forward" in vars(module) or forward.__module__.startswith("torch."):
+        return None
+    return _with_own_code(forward, name)
+
+
+def _with_own_code(function: Any, name: str, **changes: Any) -> Any:
+    """Returns a function with a code of its own, of this name."""
+    from types import FunctionType
+
+    code = function.__code__.replace(co_name=name, **changes)
+    own = FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
+    own.__kwdefaults__ = function.__kwdefaults__
+    own.__dict__.update(vars(function))
+    return own
+
+
+def has_call_hooks(module: Any) -> bool:
+    """Whether calling a module runs more than its forward (torch 2.11, 2.13)."""
+    from torch.nn.modules import module as modules
+
+    names = ("_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks")
+    return any(getattr(module, n) or getattr(modules, f"_global{n}") for n in names)
 
 
 def size_hint(size: Any) -> int:

@@ -10,6 +10,8 @@ import re
 from recoup.errors import UsageError
 
 KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
+SMALL_BYTES = 1 << 16
+"""A tensor up to this size is copied, left where it is, or not looked up: asking takes longer than it is worth."""
 _SUFFIX_BYTES = {
     "": 1,
     "b": 1,

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 import recoup
+from recoup.compiled.combine import Combination
+from recoup.compiled.fitting import CompiledFitting, Measured
 from recoup.ir.compiled_plan import CompiledPlan
 from tests.compiled.models import Residual
 
@@ -100,6 +102,15 @@ def test_compile_without_a_batch() -> None:
     model(batch).backward()
     assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), plain, strict=True) if p.grad is not None)
     handle.remove()
+
+
+def test_predictions_are_corrected_as_the_measured_steps_nearest_to_them() -> None:
+    fitting = object.__new__(CompiledFitting)
+    fitting.plain_peak_bytes = 110
+    fitting.torch_choice = Combination(chosen={}, peak_bytes=100, seconds=0.0)
+    fitting._found = [Combination(chosen={}, peak_bytes=peak, seconds=0.0) for peak in (100, 80, 60, 40)]
+    fitting._measured = {2: Measured(calls={}, peak_bytes=62, predicted_bytes=70)}
+    assert [fitting._predicted(at) for at in range(4)] == [110, 86, 62, 42]
 
 
 def test_bad_input_is_refused_before_anything_is_compiled() -> None:

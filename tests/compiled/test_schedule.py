@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 
@@ -50,6 +51,20 @@ def test_levels_of_a_chain() -> None:
     assert made.backward_levels == (5000, 5000, 4000, 3000)
     assert made.held_bytes == 3000  # the result is the caller's
     assert made.seconds == 0
+
+
+def test_a_generators_state_is_there_from_an_ops_run_to_the_one_again() -> None:
+    bare = chain(4)
+    ops = list(bare.ops)
+    for at in (0, 2):
+        ops[at] = dataclasses.replace(ops[at], is_random=True, state_bytes=100)
+    plain = timeline(bare, frozenset({1, 3}))
+    made = timeline(dataclasses.replace(bare, ops=tuple(ops)), frozenset({1, 3}))
+    # Backward runs 4, 2 again, 5, 6, 0 again, 7.
+    assert [a - b for a, b in zip(made.forward_levels, plain.forward_levels, strict=True)] == [100, 100, 200, 200]
+    behind = [a - b for a, b in zip(made.backward_levels, plain.backward_levels, strict=True)]
+    assert behind == [200, 200, 100, 100, 100, 0]
+    assert made.held_bytes - plain.held_bytes == 200
 
 
 def test_elementwise_values_are_not_stored_where_kernels_are_fused() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch._dynamo.utils import counters
 
 import recoup
 from recoup.capture.snapshot import untouched
@@ -17,34 +17,10 @@ from recoup.capture.step import make_objective
 from recoup.cli.main import run
 from recoup.compiled.fitting import CompiledFitting
 from recoup.compiled.recording import CompileOptions
-from tests.compiled.models import Residual
+from tests.compiled.models import Blocks, Residual
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")]
 AOT = {"backend": "aot_eager"}
-
-
-class Blocks(nn.Module):
-    """Residual blocks, the stream scaled by eager code between them."""
-
-    def __init__(self, num_blocks: int = 4) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Residual(num_blocks=1) for _ in range(num_blocks))
-        for block in self.blocks:
-            block.forward = self._stream(block)  # type: ignore[method-assign]
-
-    @staticmethod
-    def _stream(block: Any) -> Any:
-        def forward(x: torch.Tensor) -> torch.Tensor:
-            y = block.wide[0](block.norms[0](x))
-            return x + block.narrow[0](nn.functional.gelu(y))  # type: ignore[no-any-return]
-
-        return forward
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the mean square of the stream's end."""
-        for block in self.blocks:
-            x = block(x) * 0.5
-        return x.square().mean()
 
 
 def test_a_lower_budget_never_gives_a_higher_peak() -> None:
@@ -125,3 +101,18 @@ def test_the_command_line_refuses_a_page_of_a_compiled_step(tmp_path: Path, caps
     page = str(tmp_path / "page.html")
     assert run(["fit", str(tmp_path / "model.py"), "--budget", "50%", "--compiled", "--html", page]) == 2
     assert "leave out --html" in capsys.readouterr().err
+
+
+def test_graph_breaks_are_no_more_than_torchs_own() -> None:
+    counted = []
+    for way in ("torch", "ours"):
+        torch.compiler.reset()
+        counters.clear()
+        model = Broken(num_blocks=1)
+        if way == "torch":
+            model.compile(backend="aot_eager")
+        else:
+            recoup.compile(model, budget="1MiB", compiled=AOT)
+        model(torch.randn(8, 32)).backward()
+        counted.append((sum(counters["graph_break"].values()), counters["stats"]["unique_graphs"]))
+    assert counted[0] == counted[1] == (1, 2)

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from recoup.cost.measured import SMALL_BYTES, MeasuredCost
+from recoup.cost.measured import MeasuredCost
 from recoup.cost.op_replay import make_call
+from recoup.units import SMALL_BYTES
 from tests.cost.helpers import measured_peak_bytes, record, signature_of, trace_of
 
 aten = torch.ops.aten

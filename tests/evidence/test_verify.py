@@ -13,7 +13,8 @@ from torch import nn
 import recoup
 from recoup.capture.snapshot import Snapshot
 from recoup.cost.model import FlopsCost
-from recoup.evidence.gradients import NOISE_FACTOR, StepResult, compare, rounding_bound, rounding_noise, take_result
+from recoup.evidence.gradients import StepResult, compare, rounding_bound, rounding_noise, take_result
+from recoup.evidence.noise import NOISE_FACTOR
 from recoup.evidence.verify import verify_plan
 from recoup.ir.decision import Decision, Recompute
 from recoup.ir.plan import Plan

@@ -107,6 +107,43 @@ def test_values_in_host_memory_give_the_same_gradients() -> None:
     assert sum(r.nbytes for r in kept[1]) < sum(r.nbytes for r in kept[0])
 
 
+def sharded(mesh: Any) -> Any:
+    """Returns `chain` over shards of its batch."""
+    from jax.sharding import PartitionSpec
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        return jax.lax.pmean(chain(params, x), "data")
+
+    batch = PartitionSpec("data")
+    mapped = jax.shard_map(loss, mesh=mesh, in_specs=(PartitionSpec(), batch), out_specs=PartitionSpec())
+    return lambda params, x: mapped(params, x)
+
+
+@pytest.mark.slow
+def test_a_shard_map_is_planned_inside() -> None:
+    from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+
+    mesh = AbstractMesh((4,), ("data",))
+    ws, x = ARGS
+    batch = jax.ShapeDtypeStruct((256, 16), x.dtype, sharding=NamedSharding(mesh, PartitionSpec("data")))
+    found = recoup.jax.profile(sharded(mesh), ws, batch)
+    on_one = recoup.jax.profile(chain, ws, shape(64, 16))
+    assert found.argument_bytes == on_one.argument_bytes
+    assert found.output_bytes == on_one.output_bytes
+    assert on_one.temporary_bytes <= found.temporary_bytes < 2 * on_one.temporary_bytes
+    plan = recoup.jax.plan(sharded(mesh), ws, batch, budget="70%")
+    assert any(part.recompute for segment in plan.segments for part in segment.walk())
+    assert plan.predicted.saved_bytes < plan.predicted.plain_saved_bytes <= found.temporary_bytes
+    # The same mapped over a mesh that is here.
+    here = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    step, values = sharded(here), values_of(ARGS)
+    planned, fitted = recoup.jax.fit(step, *values, budget="75%")
+    assert any(part.recompute for segment in fitted.segments for part in segment.walk())
+    assert fitted.compiled_temporary_bytes
+    for a, b in zip(*(jax.jit(jax.grad(f))(*values) for f in (step, planned)), strict=True):
+        assert jnp.allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
 def test_bytes_are_those_on_one_device() -> None:
     from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 

@@ -16,6 +16,24 @@ from recoup.errors import InfeasibleBudget, PlanMismatch, StepError, TargetError
 from tests.jax.models import STEPS, rnn, shape, transformer, values_of
 
 
+def test_a_while_loop_stays_and_what_is_around_it_is_planned() -> None:
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        top = jax.lax.stop_gradient(jnp.abs(x).max())
+        x = x / jax.lax.while_loop(lambda s: s > 1.5, lambda s: s * 0.5, top + 2)
+        for w in params:
+            x = x + jnp.exp(jnp.tanh(x @ w))
+        return x.mean()
+
+    args = values_of(([shape(16, 16)] * 4, shape(64, 16)))
+    leanest = recoup.jax.frontier(loss, *args, num_points=3).points[0]
+    planned, plan = recoup.jax.fit(loss, *args, budget=int(leanest.peak_bytes * 1.05))
+    assert plan.names
+    assert "`while` loop of unit" in str(plan)
+    assert f"{plan.compiled_temporary_bytes / 1024:.1f} KiB temporaries" in str(plan)
+    for a, b in zip(*(jax.grad(f)(*args) for f in (loss, planned)), strict=True):
+        assert jnp.allclose(a, b, rtol=1e-5)
+
+
 def _leaves_equal(a: Any, b: Any) -> bool:
     return all(bool((x == y).all()) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
 
@@ -107,7 +125,7 @@ def test_what_is_no_array_stays_as_it_is() -> None:
         return y.sum(), {"mean": y.mean()}
 
     args = ({"w": jnp.ones((16, 16))}, {"activation": jnp.tanh, "deep": True})
-    planned, _ = recoup.jax.fit(loss, *args, budget="95%", has_aux=True)
+    planned, _ = recoup.jax.fit(loss, *args, budget="95%", has_aux=True, confirm=False)
     gradient, aux = jax.grad(planned, has_aux=True)(*args)
     plain, plain_aux = jax.grad(loss, has_aux=True)(*args)
     assert _leaves_equal((gradient, aux), (plain, plain_aux))

@@ -186,6 +186,9 @@ class FakeView:
     def decide(self, choice: int) -> Any:
         return regions(choice)
 
+    def least_seconds(self, budget_bytes: int) -> float:
+        return 0.0
+
 
 @pytest.mark.parametrize("budget_bytes", [75, 52, 31])
 def test_a_plan_that_is_over_is_repaired(budget_bytes: int) -> None:

@@ -12,10 +12,7 @@ from torch import nn
 from recoup import _torch
 from recoup._pytree import iterate_tensors, map_tensors
 from recoup._storages import covered_range, sharing_memory
-from recoup.capture.island import Island
-
-# larger integer buffers are tables of data, not positions or indices that a forward branches on
-_INTEGER_BUFFER_ELEMENTS = 1 << 22
+from recoup.capture.island import MOST_ELEMENTS, Island
 
 
 def fake_like(tensor: torch.Tensor, device: str) -> torch.Tensor:
@@ -80,7 +77,7 @@ def _is_looked_at(buffer: torch.Tensor) -> bool:
         and not buffer.is_floating_point()
         and not buffer.is_complex()
         and buffer.layout is torch.strided
-        and 1 < buffer.numel() <= _INTEGER_BUFFER_ELEMENTS
+        and 1 < buffer.numel() <= MOST_ELEMENTS
     )
 
 

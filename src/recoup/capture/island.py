@@ -15,7 +15,7 @@ import torch
 
 from recoup import _torch
 
-_INPUT_ELEMENTS = 1 << 22  # an op on more is not run for real: capture takes no time or memory of a real step
+MOST_ELEMENTS = 1 << 22  # that are real in a capture, an op's or a buffer's: it takes no time or memory of a real step
 _FLOAT_ELEMENTS = 64  # floating results up to this size are kept real: a scale, a temperature, a threshold
 _INTEGER_DTYPES = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 _INDEXING = frozenset({"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"})
@@ -51,7 +51,7 @@ class Island:
 
     def run(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
         """Runs an op whose `tensors` are all known; returns `UNKNOWN` if it is to run on fake tensors."""
-        if sum(t.numel() for t in tensors) > _INPUT_ELEMENTS:
+        if sum(t.numel() for t in tensors) > MOST_ELEMENTS:
             return UNKNOWN
         if not tensors:
             if torch.Tag.nondeterministic_seeded in func.tags or not _is_small(func(*args, **kwargs)):

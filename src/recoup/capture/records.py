@@ -9,8 +9,8 @@ from types import FrameType
 import torch
 
 from recoup.ir.trace import Category, Phase
+from recoup.units import SMALL_BYTES
 
-_LARGE_BYTES = 2**16  # smaller tensors are not looked up: no report names them
 _TORCH, _OURS = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
 _BEGINNINGS = tuple(f"{_OURS}/capture/{name}.py" for name in ("capture", "step", "folding/unfold"))
 
@@ -59,7 +59,7 @@ class StorageRecord:
         self.released_op = -1
         self.saved_op = -1
         self.saved_by: list[int] = []
-        self.source = user_line() if alloc_op >= 0 and nbytes >= _LARGE_BYTES else ""
+        self.source = user_line() if alloc_op >= 0 and nbytes >= SMALL_BYTES else ""
 
     def save(self, op: int, call: int) -> None:
         """Notes that autograd keeps it for `op` of `call`."""

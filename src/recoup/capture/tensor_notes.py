@@ -11,8 +11,8 @@ import torch
 from recoup import _torch
 from recoup.errors import UsageError
 from recoup.runtime.rebuild.cheap_ops import SILENT_WRITERS, op_facts
-from recoup.runtime.recompute.module_state import COPIED_BYTES
 from recoup.runtime.recompute.rng_state import version_of
+from recoup.units import SMALL_BYTES
 
 
 class TensorNotes:
@@ -85,7 +85,7 @@ class TensorNotes:
                 self._of_storage[note.tensor.untyped_storage()._cdata].remove(note)
         for note in self._notes.values():
             note.is_touched = False
-            if note.copy is not None and note.copy.nbytes > COPIED_BYTES:
+            if note.copy is not None and note.copy.nbytes > SMALL_BYTES:
                 note.copy = None
 
     def restore(self) -> None:
@@ -114,7 +114,7 @@ class _Note:
         if is_data and not (tensor.is_quantized or tensor.is_nested or _torch.is_wrapper(tensor)):
             self.alias = tensor.data
             self.nbytes = tensor.untyped_storage().nbytes()
-            if tensor.nbytes <= COPIED_BYTES:
+            if tensor.nbytes <= SMALL_BYTES:
                 self.copy_values()
 
     def copy_values(self) -> None:

@@ -11,9 +11,11 @@ import typer
 from recoup.cli import options
 from recoup.cli.console import print_data, print_json, say
 from recoup.cli.report import check_writable
+from recoup.export.compiled import export_compiled
 from recoup.export.fsdp import export_fsdp
 from recoup.export.plain_torch import export_torch
 from recoup.export.transformers_setting import export_transformers
+from recoup.ir.compiled_plan import CompiledPlan
 from recoup.ir.plan import Plan
 
 
@@ -23,6 +25,7 @@ class To(StrEnum):
     torch = "torch"
     transformers = "transformers"
     fsdp = "fsdp"
+    compile = "compile"
 
 
 _EXPORTERS = {To.torch: export_torch, To.transformers: export_transformers, To.fsdp: export_fsdp}
@@ -31,15 +34,15 @@ _EXPORTERS = {To.torch: export_torch, To.transformers: export_transformers, To.f
 def export(
     plan: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan, as `recoup plan --out` wrote it")],
     to: Annotated[
-        To, typer.Option(help="torch: a plain file; transformers: its own setting; fsdp: a policy")
+        To, typer.Option(help="torch: a plain file; transformers: its own setting; fsdp: a policy; compile: a backend")
     ] = To.torch,
     out: Annotated[Path | None, typer.Option(help="Write the code here instead of to stdout", dir_okay=False)] = None,
     json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Write a plan as code that needs no recoup: plain PyTorch, transformers' setting, or an FSDP policy."""
+    """Write a plan as code that needs no recoup: for plain torch, transformers, FSDP, torch.compile."""
     check_writable(out, "--out")
-    made = _EXPORTERS[to](Plan.load(plan))
+    made = export_compiled(CompiledPlan.load(plan)) if to is To.compile else _EXPORTERS[to](Plan.load(plan))
     for sentence in made.left_out:
         say(f"note: {sentence}", quiet=quiet)
     if json:

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 
@@ -22,6 +23,7 @@ from recoup.capture.optimizer import OptimizerLike
 from recoup.capture.step import Objective
 from recoup.compiled.combine import Combination, StepLevels, combinations, combined
 from recoup.compiled.frontier import choices
+from recoup.compiled.joint import held_names, rerun_names
 from recoup.compiled.levels import meter_levels
 from recoup.compiled.recording import Calls, CompileOptions, Division, Recorded, Recording
 from recoup.compiled.schedule import timeline
@@ -33,9 +35,9 @@ from recoup.evidence.speed import time_ratio
 from recoup.evidence.step_bench import StepBench
 from recoup.ir.compiled_plan import CompiledGraph, CompiledPlan
 from recoup.ir.evidence import Evidence
+from recoup.planner.fitting import MOST_MEASURED_PLANS
 from recoup.units import format_bytes, parse_budget
 
-_MOST_PLANS = 4  # compiled and measured for one budget: each takes as long as torch takes to compile
 _TIMED_SECONDS = 20.0  # interleaved pairs end then
 
 
@@ -92,6 +94,15 @@ class CompiledFit:
         return f"{self.plan}\n\n{self.evidence}"
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """A compiled choice: its measured peak, and the one that was predicted before it was compiled."""
+
+    calls: Calls
+    peak_bytes: int
+    predicted_bytes: int
+
+
 class CompiledFitting:
     """The steps that fit one compiled model into a budget."""
 
@@ -114,12 +125,10 @@ class CompiledFitting:
         self._notes: list[str] = []
         self._calls: tuple[str, ...] = ()
         self._found: list[Combination] = []
-        self._measured: dict[int, tuple[Calls, int]] = {}
+        self._measured: dict[int, Measured] = {}
 
-    def record(self) -> int:
-        """Compiles the step as torch does, once; keeps its graphs, and returns its measured peak in bytes."""
-        if self._plain:
-            return self.plain_peak_bytes
+    def compile_plain(self) -> Measured:
+        """Compiles the step as torch does; keeps its graphs, and returns it with its measured peak."""
         bench, model = self.bench, self.model
         with bench.optimizing():
             self._held_bytes = bench.held_bytes()
@@ -128,13 +137,24 @@ class CompiledFitting:
             # The first step compiles.
             self._run(plain)
             self.recording.calls.clear()
-            self.plain_peak_bytes = self._peak(plain)
-        calls = self._calls = tuple(self.recording.calls)
-        if not calls:
+            peak = self._peak(plain)
+        self._calls = tuple(self.recording.calls)
+        if not self._calls:
             raise UsageError(
                 f"torch.compile found no graph with a backward in {type(model).__name__}: nothing to plan. Check "
                 "TORCH_LOGS=graph_breaks, or plan the eager step (`compiled=False`)."
             )
+        chosen = {name: graph.torch_choice for name, graph in self.recording.graphs.items()}
+        seconds = sum(chosen[name].seconds for name in self._calls)
+        self.torch_choice = Combination(chosen=chosen, peak_bytes=peak, seconds=seconds)
+        return Measured(calls=plain, peak_bytes=peak, predicted_bytes=peak)
+
+    def record(self) -> int:
+        """Compiles the step as torch does, once; makes ready to plan, and returns its measured peak in bytes."""
+        if self._plain:
+            return self.plain_peak_bytes
+        made = self.compile_plain()
+        plain, calls, self.plain_peak_bytes = made.calls, self._calls, made.peak_bytes
         for name in dict.fromkeys(calls):
             self.recording.graphs[name] = self._metered(self.recording.graphs[name])
         steps = {name: self.recording.graphs[name].view.step for name in dict.fromkeys(calls)}
@@ -144,7 +164,6 @@ class CompiledFitting:
                 self._levels = meter_levels(self.bench.step, calls=calls, chosen=chosen)
         self.torch_choice = combined(steps, calls, chosen, self._levels)
         self._plain = plain
-        self._correction = self.plain_peak_bytes - self.torch_choice.peak_bytes
         return self.plain_peak_bytes
 
     def _metered(self, graph: Recorded) -> Recorded:
@@ -190,19 +209,17 @@ class CompiledFitting:
             self._notes.append("the step as torch compiles it is within the budget")
             return self._prove(self.torch_choice, self._plain, plain_peak, plain_peak, budget_bytes, timed)
         found, measured = self.combinations(), self._measured
-        for _ in range(_MOST_PLANS):
+        for _ in range(MOST_MEASURED_PLANS):
             at = self._next(found, budget_bytes)
             if at is None:
                 break
-            predicted = found[at].peak_bytes + self._correction
             if at not in measured:
-                progress.advance(f"compiling the step for {format_bytes(predicted)}")
-                measured[at] = self._compiled(found[at], budget_bytes)
-            call, peak = measured[at]
-            if peak <= budget_bytes:
-                return self._prove(found[at], call, peak, predicted, budget_bytes, timed)
-            self._correction = max(self._correction, peak - found[at].peak_bytes)
-        least = min([found[-1].peak_bytes + self._correction, plain_peak, *(peak for _, peak in measured.values())])
+                progress.advance(f"compiling the step for {format_bytes(self._predicted(at))}")
+                measured[at] = self._compiled(at, budget_bytes)
+            made = measured[at]
+            if made.peak_bytes <= budget_bytes:
+                return self._prove(found[at], made.calls, made.peak_bytes, made.predicted_bytes, budget_bytes, timed)
+        least = min([self._predicted(-1), plain_peak, *(m.peak_bytes for m in measured.values())])
         raise InfeasibleBudget(
             f"Budget {format_bytes(budget_bytes)} is below the smallest reachable peak {format_bytes(least)} "
             f"({least} bytes) of {type(model).__name__} compiled by {self.options.backend}: "
@@ -213,24 +230,34 @@ class CompiledFitting:
             tensors=(),
         )
 
-    def _compiled(self, made: Combination, budget_bytes: int) -> tuple[Calls, int]:
-        """Returns the call that is compiled by a choice, and its measured peak."""
-        division = Division(self.options, dict(made.chosen), budget_bytes, above=self._correction)
+    def _predicted(self, at: int) -> int:
+        """Returns the peak of a choice: as simulated, corrected as the measured steps that are nearest to it were."""
+        known = {self.torch_choice.peak_bytes: self.plain_peak_bytes}
+        known |= {self._found[i].peak_bytes: made.peak_bytes for i, made in self._measured.items()}
+        simulated = sorted(known)
+        peak = self._found[at].peak_bytes
+        return round(peak + numpy.interp(peak, simulated, [known[p] - p for p in simulated]))
+
+    def _compiled(self, at: int, budget_bytes: int) -> Measured:
+        """Returns a choice compiled, and its measured peak."""
+        made, predicted = self._found[at], self._predicted(at)
+        above = predicted - made.peak_bytes
+        division = Division(self.options, dict(made.chosen), budget_bytes, above=above)
         call = division.compile(self.model)
         with self.bench.optimizing():
             self._run(call)
             peak = self._peak(call)
         if division.new:
             self._notes.append(f"{len(division.new)} graphs were other ones when compiled again")
-        return call, peak
+        return Measured(calls=call, peak_bytes=peak, predicted_bytes=predicted)
 
     def _next(self, found: list[Combination], budget_bytes: int) -> int | None:
         """Returns the fastest choice that is measured, or predicted, to fit; None if there is none."""
         measured = self._measured
         fitting = [
             i
-            for i, c in enumerate(found)
-            if (measured[i][1] if i in measured else c.peak_bytes + self._correction) <= budget_bytes
+            for i in range(len(found))
+            if (measured[i].peak_bytes if i in measured else self._predicted(i)) <= budget_bytes
         ]
         if fitting:
             return min(fitting, key=lambda i: (found[i].seconds, i))
@@ -348,15 +375,14 @@ class CompiledFitting:
             view, chosen = self.recording.graphs[name].view, made.chosen.get(name)
             if chosen is None:
                 continue
-            again = [at for at in chosen.order if at < view.step.num_forward and view.step.ops[at].outputs]
             graphs.append(
                 CompiledGraph(
                     fingerprint=name,
                     num_calls=self._calls.count(name),
                     num_ops=view.step.num_forward,
-                    held=tuple(view.holders[v].name for v in sorted(chosen.held)),
+                    held=held_names(view, chosen),
                     held_bytes=chosen.held_bytes,
-                    rerun=tuple(view.nodes[at].name for at in again),
+                    rerun=rerun_names(view, chosen),
                     rerun_seconds=chosen.seconds,
                     is_torch=is_torch,
                 )

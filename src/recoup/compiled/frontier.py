@@ -13,6 +13,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from recoup.compiled.schedule import JointStep, Timeline, timeline
+from recoup.cost.hidden_memory import SMALLEST_BLOCK_BYTES
 from recoup.solver.held import Op, Segment, trade_offs
 from recoup.solver.segment_labels import HeldProblem
 from recoup.solver.segments import Choice, SegmentSolver
@@ -20,12 +21,11 @@ from recoup.solver.waists import waists
 
 _NUM_PLANS = 24  # targets between the least peak and all held: the next finer one changes a few percent
 _NUM_SQUEEZES = 400  # simulations that may lower the smallest peak, each of some milliseconds
-_SQUEEZE_SHARE = 0.97  # of its peak that a choice is brought below in one round
+_SQUEEZE_SHARES = (0.9, 0.97, 0.99)  # of its peak that a choice is brought below in one round; the next once none can
 _GAP_SHARE = 0.04  # of a peak that two neighbours on the curve are apart before choices between them are looked for
 _PARTS = 4  # that a gap is divided into
 _MAX_POINTS = 60  # of a graph as a whole, by held bytes and seconds, for each price
 _PRICES = (1.0, 1e-4)  # of ops without FLOPs, as parts of their seconds: all that has none runs again before a product
-_MIN_BYTES = 512  # smaller values cost nothing to hold
 
 
 def choices(step: JointStep, *, num_targets: int = _NUM_PLANS) -> list[Timeline]:
@@ -83,25 +83,26 @@ def _squeezed(step: JointStep, made: Timeline) -> Iterator[Timeline]:
     which peak alike, are lowered one by one.
     """
     maker, tries = step.makers(), _NUM_SQUEEZES
-    while tries:
-        target = made.peak_bytes * _SQUEEZE_SHARE
-        excess = _excess(made, target)
-        rebuilt = {v for at in made.order if at < step.num_forward for v in step.ops[at].outputs}
-        able = [v for v in made.held if step.ops[maker[v]].can_rerun] + [v for v in rebuilt if v not in made.held]
-        improved = False
-        for value in sorted(able, key=lambda v: (-step.value_bytes[v], v)):
-            if not tries or step.value_bytes[value] < _MIN_BYTES:
-                break
-            tries -= 1
-            tried = timeline(step, made.held ^ {value})
-            lower = _excess(tried, target)
-            if lower < excess:
-                made, excess, improved = tried, lower, True
-                if tried.peak_bytes <= target:
+    for share in _SQUEEZE_SHARES:
+        improved = True
+        while improved:
+            target = made.peak_bytes * share
+            excess = _excess(made, target)
+            rebuilt = {v for at in made.order if at < step.num_forward for v in step.ops[at].outputs}
+            able = [v for v in made.held if step.ops[maker[v]].can_rerun] + [v for v in rebuilt if v not in made.held]
+            improved = False
+            for value in sorted(able, key=lambda v: (-step.value_bytes[v], v)):
+                if not tries or step.value_bytes[value] < SMALLEST_BLOCK_BYTES:
                     break
-        if not improved:
-            return
-        yield made
+                tries -= 1
+                tried = timeline(step, made.held ^ {value})
+                lower = _excess(tried, target)
+                if lower < excess:
+                    made, excess, improved = tried, lower, True
+                    if tried.peak_bytes <= target:
+                        break
+            if improved:
+                yield made
 
 
 def _excess(made: Timeline, target: float) -> float:
@@ -150,7 +151,7 @@ def held_problem(step: JointStep) -> HeldProblem:
         Op(inputs=op.inputs, outputs=op.outputs, seconds=op.seconds, can_rerun=op.can_rerun)
         for op in step.ops[: step.num_forward]
     )
-    sizes = [b if b >= _MIN_BYTES else 0 for b in step.value_bytes]
+    sizes = [b if b >= SMALLEST_BLOCK_BYTES else 0 for b in step.value_bytes]
     places = [0, *waists(ops, [b or 1 for b in step.value_bytes], sorted(step.results & maker.keys()))]
     reads = step.reads()
     reached = _reached(step, reads, maker)

@@ -9,7 +9,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from recoup import _torch
-from recoup.compiled.schedule import JointOp, JointStep
+from recoup.compiled.partition import divide_ops, graph_fingerprint, is_mutable, is_random
+from recoup.compiled.schedule import JointOp, JointStep, Timeline
 from recoup.cost.flops import kind
 from recoup.cost.signature import make_signature
 from recoup.ir.trace import Signature
@@ -33,13 +34,15 @@ class JointView:
 
     Attributes:
         step: plain data. nodes: the graph's node of each op. holders: of each value that can be held the node to hold.
-        values: by a node's name the value that it is, or looks at. signatures: of each op that is a kernel of its own.
+        values: by a node's name the value that it is, or looks at. fingerprint: tells the graph
+            from others. signatures: of each op that is a kernel of its own.
     """
 
     step: JointStep
     nodes: tuple[Any, ...]
     holders: dict[int, Any]
     values: dict[str, int]
+    fingerprint: str
     signatures: tuple[Signature | None, ...]
 
 
@@ -52,7 +55,7 @@ def view_joint_graph(module: Any, *, num_forward_results: int, fuses: bool) -> J
     """
     graph = module.graph
     results, gradients, tangents = _torch.joint_graph_facts(graph, num_forward_results)
-    forward, backward = _divide(graph, results, tangents)
+    forward, backward = divide_ops(graph, results, tangents)
     value_of: dict[int, int] = {}
     value_bytes: list[int] = []
     holders: dict[int, Any] = {}
@@ -73,7 +76,7 @@ def view_joint_graph(module: Any, *, num_forward_results: int, fuses: bool) -> J
     for node in graph.nodes:
         if node.op == "placeholder":
             made.update(value(t) for t in _tensors(node))
-        elif _is_mutable(node) and node.args and isinstance(node.args[0], torch.fx.Node):
+        elif is_mutable(node) and node.args and isinstance(node.args[0], torch.fx.Node):
             changed.update(value(t) for t in _tensors(node.args[0]))
     ops, nodes, signatures = [], [], []
     for node in (*forward, *backward):
@@ -85,18 +88,17 @@ def view_joint_graph(module: Any, *, num_forward_results: int, fuses: bool) -> J
             if isinstance(node.meta.get("val"), torch.Tensor) and at not in holders and _covers(tensor):
                 holders[at] = node
         read = {value(t) for n in _read_for_results(node) for t in _tensors(n)}
-        is_random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
         ops.append(
             JointOp(
                 inputs=inputs,
                 outputs=outputs,
                 seconds=_seconds(node, outputs, inputs, value_bytes, fuses=fuses),
                 flops=_flops(node) or 0,
-                can_rerun=_can_rerun(node, is_random) and not changed & read,
+                can_rerun=_can_rerun(node) and not changed & read,
                 is_fusible=_is_fusible(node),
                 reads_fusible=_is_fusible(node) or _name(node) in _REDUCTIONS,
-                is_random=is_random,
-                state_bytes=_generator_bytes(node) if is_random else 0,
+                is_random=is_random(node),
+                state_bytes=_generator_bytes(node) if is_random(node) else 0,
             )
         )
         nodes.append(node)
@@ -111,32 +113,25 @@ def view_joint_graph(module: Any, *, num_forward_results: int, fuses: bool) -> J
         tangents=frozenset(value(t) for n in tangents for t in _tensors(n)),
         fuses=fuses,
     )
-    return JointView(step=step, nodes=tuple(nodes), holders=holders, values=values, signatures=tuple(signatures))
+    return JointView(
+        step=step,
+        nodes=tuple(nodes),
+        holders=holders,
+        values=values,
+        fingerprint=graph_fingerprint(graph, num_forward_results),
+        signatures=tuple(signatures),
+    )
 
 
-def _divide(graph: Any, results: list[Any], tangents: list[Any]) -> tuple[list[Any], list[Any]]:
-    """Returns forward's and backward's ops, each in the graph's order."""
-    behind = set(tangents)
-    for node in graph.nodes:
-        if behind.intersection(node.all_input_nodes) or _torch.belongs_to_backward(node):
-            behind.add(node)
-    needed: set[Any] = set()
-    left = [n for n in results if isinstance(n, torch.fx.Node)]
-    left += [n for n in graph.nodes if _is_mutable(n) and n not in behind]
-    while left:
-        node = left.pop()
-        if node not in needed:
-            needed.add(node)
-            left += node.all_input_nodes
-    forward: list[Any] = []
-    backward: list[Any] = []
-    for node in graph.nodes:
-        node.meta["reads_tangents"] = node in behind
-        if node.op in ("placeholder", "output"):
-            continue
-        is_forward = node in needed or (node not in behind and node.meta.get("partitioner_tag") == "is_forward")
-        (forward if is_forward else backward).append(node)
-    return forward, backward
+def held_names(view: JointView, made: Timeline) -> tuple[str, ...]:
+    """Returns the names of the nodes that a choice holds."""
+    return tuple(view.holders[v].name for v in sorted(made.held))
+
+
+def rerun_names(view: JointView, made: Timeline) -> tuple[str, ...]:
+    """Returns the names of the nodes of a choice that run again, in order; views left out."""
+    again = [at for at in made.order if at < view.step.num_forward and view.step.ops[at].outputs]
+    return tuple(view.nodes[at].name for at in again)
 
 
 def _tensors(node: Any) -> list[torch.Tensor]:
@@ -151,16 +146,12 @@ def _covers(tensor: torch.Tensor) -> bool:
     return nbytes >= _torch.size_hint(tensor.untyped_storage().nbytes())
 
 
-def _is_mutable(node: Any) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
-
-
-def _can_rerun(node: Any, is_random: bool) -> bool:
+def _can_rerun(node: Any) -> bool:
     target = node.target
-    if _torch.must_be_saved(node) or _is_mutable(node):
+    if _torch.must_be_saved(node) or is_mutable(node):
         return False
     if isinstance(target, torch._ops.OpOverload):
-        return target.namespace == "aten" if is_random else target.namespace not in _NOT_AGAIN
+        return target.namespace == "aten" if is_random(node) else target.namespace not in _NOT_AGAIN
     return not isinstance(target, torch._ops.HigherOrderOperator)
 
 

@@ -1,27 +1,78 @@
-"""Divides a joint graph into forward and backward by a set of held values, each rebuild where backward needs it."""
+"""Divides a joint graph into forward and backward by a set of held values, each rebuild where backward needs it.
+
+What is below the imports is also what `recoup export --to compile` writes: plain names of nodes, nothing of ours.
+"""
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from recoup import _torch
-from recoup.compiled.joint import JointView
-from recoup.compiled.schedule import Timeline
 
 
-def partition(module: Any, view: JointView, made: Timeline, *, num_forward_results: int) -> tuple[Any, Any]:
+def graph_fingerprint(graph: Any, num_forward_results: int) -> str:
+    """Returns what tells a tidied joint graph from others: ops, what they read, sizes, and the nodes' names."""
+    facts: list[Any] = [num_forward_results]
+    for node in graph.nodes:
+        tensors = [t for t in pytree.tree_leaves(node.meta.get("val")) if isinstance(t, torch.Tensor)]
+        sizes = [(str(t.dtype), [_torch.size_hint(n) for n in t.shape]) for t in tensors]
+        facts.append((node.name, str(node.target), [n.name for n in node.all_input_nodes], sizes))
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+
+
+def partition(module: Any, *, held: Sequence[str], rerun: Sequence[str], num_forward_results: int) -> tuple[Any, Any]:
     """Returns forward and backward as `GraphModule`s.
 
     Args:
-        module: the joint graph that `view` was read off. made: which of its values are held.
+        module: a tidied joint graph. held: names of nodes that are kept. rerun: of those that run again, in order.
     """
-    held = [view.holders[v] for v in sorted(made.held)]
-    own = {n.name for n in view.nodes[view.step.num_forward :]}
-    random = [view.nodes[at] for at in made.order if at < view.step.num_forward and view.step.ops[at].is_random]
-    forward, backward = _torch.split_joint_graph(module, held, random, num_forward_results=num_forward_results)
+    results, _, tangents = _torch.joint_graph_facts(module.graph, num_forward_results)
+    own = {node.name for node in divide_ops(module.graph, results, tangents)[1]}
+    nodes = {node.name: node for node in module.graph.nodes}
+    random = [nodes[name] for name in rerun if is_random(nodes[name])]
+    kept = [nodes[name] for name in held]
+    forward, backward = _torch.split_joint_graph(module, kept, random, num_forward_results=num_forward_results)
     return _torch.finish_split(forward, late(backward, own))
+
+
+def divide_ops(graph: Any, results: list[Any], tangents: list[Any]) -> tuple[list[Any], list[Any]]:
+    """Returns forward's and backward's ops, each in the graph's order."""
+    behind = set(tangents)
+    for node in graph.nodes:
+        if behind.intersection(node.all_input_nodes) or _torch.belongs_to_backward(node):
+            behind.add(node)
+    needed: set[Any] = set()
+    left = [n for n in results if isinstance(n, torch.fx.Node)]
+    left += [n for n in graph.nodes if is_mutable(n) and n not in behind]
+    while left:
+        node = left.pop()
+        if node not in needed:
+            needed.add(node)
+            left += node.all_input_nodes
+    forward: list[Any] = []
+    backward: list[Any] = []
+    for node in graph.nodes:
+        node.meta["reads_tangents"] = node in behind
+        if node.op in ("placeholder", "output"):
+            continue
+        is_forward = node in needed or (node not in behind and node.meta.get("partitioner_tag") == "is_forward")
+        (forward if is_forward else backward).append(node)
+    return forward, backward
+
+
+def is_mutable(node: Any) -> bool:
+    """Whether a node changes in place what it is given."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def is_random(node: Any) -> bool:
+    """Whether a node draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def late(module: Any, own: set[str]) -> Any:

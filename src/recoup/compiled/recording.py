@@ -16,7 +16,7 @@ from torch import nn
 
 from recoup import _torch, progress
 from recoup.compiled.frontier import choices
-from recoup.compiled.joint import JointView, view_joint_graph
+from recoup.compiled.joint import JointView, held_names, rerun_names, view_joint_graph
 from recoup.compiled.levels import CALL_MARK
 from recoup.compiled.partition import partition
 from recoup.compiled.schedule import Timeline, timeline
@@ -128,7 +128,7 @@ class Recording:
         forward, backward = _torch.torch_partition(module, inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
         _torch.tidy_joint_graph(own)
         view = view_joint_graph(own, num_forward_results=num_fwd_outputs, fuses=self.options.fuses)
-        name = fingerprint(view)
+        name = view.fingerprint
         made = view.step.makers()
         (result,) = forward.graph.find_nodes(op="output")
         saved = {
@@ -163,7 +163,7 @@ class Division:
         progress.advance("dividing a compiled graph")
         _torch.tidy_joint_graph(module)
         view = view_joint_graph(module, num_forward_results=num_fwd_outputs, fuses=self.options.fuses)
-        name = fingerprint(view)
+        name = view.fingerprint
         made = self.chosen.get(name)
         if made is None:
             self.new.append(name)
@@ -179,7 +179,12 @@ class Division:
                     OverBudgetWarning,
                     stacklevel=2,
                 )
-        forward, backward = partition(module, view, made, num_forward_results=num_fwd_outputs)
+        forward, backward = partition(
+            module,
+            held=held_names(view, made),
+            rerun=rerun_names(view, made),
+            num_forward_results=num_fwd_outputs,
+        )
         return forward, backward, name
 
 
@@ -188,13 +193,6 @@ def _copy(module: Any) -> Any:
     graph = torch.fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     return torch.fx.GraphModule(module, graph)
-
-
-def fingerprint(view: JointView) -> str:
-    """Returns what tells a joint graph from others."""
-    text = repr([(str(n.target), op.inputs, op.outputs) for n, op in zip(view.nodes, view.step.ops, strict=True)])
-    text += repr((view.step.value_bytes, sorted(view.step.results), sorted(view.step.gradients)))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _compiled(
@@ -234,17 +232,25 @@ def _compiled(
 
         return counted
 
+    def compiled(function: Any) -> Any:
+        return torch.compile(function, backend=backend, dynamic=options.dynamic, fullgraph=options.fullgraph)
+
     alike: dict[Any, Any] = {}
     calls: Calls = {}
     for module in options.find_modules(model):
         kind = (type(module), tuple((name, p.shape, p.dtype) for name, p in module.named_parameters()))
         if kind not in alike:
-            alike[kind] = torch.compile(
-                # Dynamo counts what it compiles, and takes for dynamic what it saw change, by a code's name.
-                _torch.own_module_call(f"compiled_{type(module).__name__}_{uuid.uuid4().hex[:12]}"),
-                backend=backend,
-                dynamic=options.dynamic,
-                fullgraph=options.fullgraph,
-            )
-        calls[module] = functools.partial(alike[kind], module)
+            # Dynamo counts what it compiles, and takes for dynamic what it saw change, by a code's name.
+            name = f"compiled_{type(module).__name__}_{uuid.uuid4().hex[:12]}"
+            forward = _torch.own_module_forward(module, f"{name}_forward")
+            alike[kind] = compiled(_torch.own_module_call(name)), forward and compiled(forward)
+        whole, forward = alike[kind]
+        calls[module] = functools.partial(_call, module, whole, None if "forward" in vars(module) else forward)
     return calls
+
+
+def _call(module: nn.Module, whole: Any, forward: Any | None, *args: Any, **kwargs: Any) -> Any:
+    """Calls a module compiled: `forward` where it is all that a call runs, else `whole`, hooks included."""
+    if forward is None or _torch.has_call_hooks(module):
+        return whole(module, *args, **kwargs)
+    return forward(module, *args, **kwargs)

@@ -12,6 +12,8 @@ read is never stored: its readers read what it is made of. Bytes are those above
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import operator
 from collections.abc import Sequence
 
 _MOST_READ_TENSORS = 4  # of stored values that a compiler makes a value from again for each of several readers
@@ -154,14 +156,16 @@ def timeline(step: JointStep, held: frozenset[int]) -> Timeline:
     forward = list(range(step.num_forward))
     # What nothing reads any more and no one keeps does not run.
     forward_levels = _levels(step, forward, start=(), keeps=step.results | all_held)
-    states = sum(step.ops[at].state_bytes for at in order if at < step.num_forward)
-    held_bytes = states + sum(step.value_bytes[v] for v in all_held if v not in step.results)
+    kept = {at: step.ops[at].state_bytes for at in order if at < step.num_forward}  # from its run to the one again
+    made = itertools.accumulate(kept.get(at, 0) for at in forward)
+    held_bytes = sum(kept.values()) + sum(step.value_bytes[v] for v in all_held if v not in step.results)
     backward_levels = _levels(step, list(order), start=tuple(sorted(all_held | step.tangents)), keeps=step.gradients)
+    left = itertools.accumulate((-kept.get(at, 0) for at in order[:-1]), initial=sum(kept.values()))
     return Timeline(
         held=all_held,
         order=order,
-        forward_levels=tuple(level + states for level in forward_levels),
-        backward_levels=tuple(level + states for level in backward_levels),
+        forward_levels=tuple(map(operator.add, forward_levels, made)),
+        backward_levels=tuple(map(operator.add, backward_levels, left)),
         held_bytes=held_bytes,
         seconds=sum(step.ops[at].seconds for at in order if at < step.num_forward),
     )

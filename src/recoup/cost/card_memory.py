@@ -17,9 +17,12 @@ from recoup.cost.flops import kind, op_name
 from recoup.ir.trace import Signature, TensorSpec, Trace
 
 _NUM_STEPS = 3  # gradients and workspaces are new in the first; after two more nothing moves
-_PRECISION_BYTES = 4 << 20  # to which the smallest limit is found: two of the allocator's small segments
+# To which the smallest limit is found: two of the allocator's small segments, or this share of what is allocated.
+_PRECISION_BYTES, _PRECISION_SHARE = 4 << 20, 0.001
 _MARGIN_FACTOR = 1.01  # factor on the need: other histories of a process leave blocks elsewhere
 _UNCUT_FACTOR = 1.001  # factor on what is allocated: an uncut block counts up to 1 MiB more, by where it happens to lie
+CardEvents = list[tuple[int, int]]
+"""What a step asks of the allocator, in order; see `CardMemory._events`."""
 HiddenBlocks = Callable[[Signature, int], Sequence[int]]
 """Returns the bytes of blocks that an op holds beside its results, from its signature and their sum as priced."""
 
@@ -57,15 +60,28 @@ class CardMemory:
         first = next((i for i, o in enumerate(plain.ops) if o.phase == "optimizer"), len(plain.ops))
         self._optimizer = self._events(plain, plain_workspace, first, len(plain.ops))
 
-    def need(self, trace: Trace, workspace: Sequence[int], *, expandable: bool = False) -> CardNeed:
-        """Returns the memory of the step on a card that has plenty.
+    def events(self, trace: Trace, workspace: Sequence[int]) -> CardEvents:
+        """Returns what forward and backward of a step ask of the allocator.
 
         Args:
-            workspace: hidden bytes of each op. expandable: with `expandable_segments:True`.
+            workspace: hidden bytes of each op.
         """
-        return self._need(self._step(trace, workspace), expandable=expandable)
+        last = next((i for i, o in enumerate(trace.ops) if o.phase == "optimizer"), len(trace.ops))
+        return self._events(trace, workspace, 0, last)
 
-    def needed_bytes(self, trace: Trace, workspace: Sequence[int], *, expandable: bool = False) -> int:
+    def need(self, step: CardEvents, *, expandable: bool = False) -> CardNeed:
+        """Returns the memory of the step on a card that has plenty; `expandable`: with `expandable_segments:True`."""
+        found = []
+        for ascending in (False,) if expandable else (False, True):
+            allocator = CachingAllocator(expandable=expandable, ascending=ascending)
+            self._run(allocator, step)
+            found.append(allocator)
+        return CardNeed(
+            allocated_bytes=int(max(a.peak_allocated_bytes for a in found) * _UNCUT_FACTOR),
+            reserved_bytes=max(a.peak_reserved_bytes for a in found),
+        )
+
+    def needed_bytes(self, step: CardEvents, *, expandable: bool = False) -> int:
         """Returns the smallest limit, in bytes reserved, under which the step runs.
 
         Where blocks lie depends on what the process did before, and on where the driver puts segments. So several
@@ -73,9 +89,9 @@ class CardMemory:
         without a block of the largest weight's size that was let go before (weights that were tied, cast or moved leave
         such), and segments that ascend and descend. The worst counts, with `_MARGIN_FACTOR` for others.
         """
-        step = self._step(trace, workspace)
-        plenty = self._need(step, expandable=expandable)
+        plenty = self.need(step, expandable=expandable)
         worst, most = plenty.allocated_bytes, 2 * plenty.reserved_bytes
+        precision = max(_PRECISION_BYTES, int(worst * _PRECISION_SHARE))
         largest = max(self._there, default=0)
 
         def runs(limit_bytes: int, had_plenty: bool, cached_bytes: int, ascending: bool) -> bool:
@@ -89,31 +105,17 @@ class CardMemory:
             return True
 
         for history in itertools.product((False, True), (0, largest), (False,) if expandable else (False, True)):
-            if runs(worst, *history):
-                continue
-            low, high = worst, most
-            while high - low > _PRECISION_BYTES:
+            low, high, gap = worst, worst, precision
+            while high < most and not runs(high, *history):  # what is missing is mostly little
+                low, gap = high, 4 * gap
+                high = min(low + gap, most)
+            while high > worst and high - low > precision:
                 middle = (low + high) // 2
                 low, high = (low, middle) if runs(middle, *history) else (middle, high)
             worst = high
         return int(worst * _MARGIN_FACTOR)
 
-    def _need(self, step: list[tuple[int, int]], *, expandable: bool) -> CardNeed:
-        found = []
-        for ascending in (False,) if expandable else (False, True):
-            allocator = CachingAllocator(expandable=expandable, ascending=ascending)
-            self._run(allocator, step)
-            found.append(allocator)
-        return CardNeed(
-            allocated_bytes=int(max(a.peak_allocated_bytes for a in found) * _UNCUT_FACTOR),
-            reserved_bytes=max(a.peak_reserved_bytes for a in found),
-        )
-
-    def _step(self, trace: Trace, workspace: Sequence[int]) -> list[tuple[int, int]]:
-        last = next((i for i, o in enumerate(trace.ops) if o.phase == "optimizer"), len(trace.ops))
-        return self._events(trace, workspace, 0, last)
-
-    def _events(self, trace: Trace, workspace: Sequence[int], first: int, last: int) -> list[tuple[int, int]]:
+    def _events(self, trace: Trace, workspace: Sequence[int], first: int, last: int) -> CardEvents:
         """Returns (storage, bytes) as allocated, (storage, 0) as freed, (-1, bytes) for blocks of an op held together
         until (-2, 0), (-3, thread) where a thread asks for cuBLAS's workspace, (-4, thread) for cuBLASLt's."""
         born: dict[int, list[int]] = {}
@@ -131,7 +133,7 @@ class CardMemory:
                 if index not in taken and not (storage.category == "gradient" and storage.free_op >= last - 1):
                     died.setdefault(storage.free_op, []).append(block_of[index])
         workspaces = [_workspaces(s) for s in trace.signatures]
-        events: list[tuple[int, int]] = []
+        events: CardEvents = []
         started: set[tuple[bool, bool]] = set()
         for i in range(first, last):
             op = trace.ops[i]
@@ -150,7 +152,7 @@ class CardMemory:
     def _run(
         self,
         allocator: CachingAllocator,
-        step: list[tuple[int, int]],
+        step: CardEvents,
         *,
         later_limit_bytes: int | None = None,
         cached_bytes: int = 0,
@@ -178,7 +180,7 @@ class CardMemory:
     def _play(
         self,
         allocator: CachingAllocator,
-        events: list[tuple[int, int]],
+        events: CardEvents,
         live: dict[int, Block],
         threads: set[tuple[int, int]],
     ) -> None:

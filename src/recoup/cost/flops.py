@@ -8,7 +8,7 @@ What is counted, and how:
   again for the gradient of the input and for that of the weight, each only if `output_mask` asks for it.
 - *attention*: two matmuls forward; five backward (the fused kernels make the scores again). Causal masks are not
   counted as half: what a kernel skips depends on the kernel.
-- everything else: `FLOPS_PER_ELEMENT` for each element of its largest argument or result, whichever has more
+- everything else: 1 for each element of its largest argument or result, whichever has more
   (a list of tensors, as of the foreach ops, counts as one); ops that only move data, and views, 0.
 
 For matmul, convolution of one group and attention these are the figures of `torch.utils.flop_counter` (a test holds
@@ -25,9 +25,6 @@ from typing import Any, Literal
 from recoup.ir.trace import TensorSpec
 
 Kind = Literal["matmul", "convolution", "attention", "other"]
-
-FLOPS_PER_ELEMENT = 1
-"""Charged for each element by ops that are none of matmul, convolution, attention or data movement."""
 
 # Position of the two matrices in the arguments.
 _MATRIX_PRODUCTS: dict[str, tuple[int, int]] = {
@@ -201,7 +198,7 @@ def count_flops(
         return _packed_attention_flops(base, args)
     if base in _DATA_MOVEMENT:
         return 0
-    return FLOPS_PER_ELEMENT * _most_elements(args, kwargs, outputs)
+    return _most_elements(args, kwargs, outputs)
 
 
 def _argument(args: tuple[Any, ...], kwargs: Mapping[str, Any], position: int, name: str) -> Any:

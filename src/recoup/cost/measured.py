@@ -32,8 +32,8 @@ from recoup.cost.op_memory import make_meter, time_call
 from recoup.cost.op_replay import Arena, extent_bytes, make_call
 from recoup.cost.roofline import RooflineCost
 from recoup.ir.trace import Signature, Trace
+from recoup.units import SMALL_BYTES
 
-SMALL_BYTES = 1 << 16  # other ops that move less are not run: they take no longer than their dispatch
 SMALL_OP_SECONDS = {"cpu": 4e-6, "cuda": 8e-6}
 TOTAL_SECONDS = 25.0  # for all ops of a plan; what is not measured by then is priced by a fitted roofline
 _SECONDS_EACH = 0.03  # for the runs of one op, of which the fastest counts

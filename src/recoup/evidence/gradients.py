@@ -12,6 +12,7 @@ from torch import nn
 
 from recoup._storages import dense_parts
 from recoup.capture.snapshot import Snapshot, random_state
+from recoup.evidence.noise import NOISE_FACTOR
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,8 +124,6 @@ _BOUNDS: dict[torch.dtype | None, float] = {
 }
 
 
-NOISE_FACTOR = 1.1
-"""No power of two: a loss multiplied by it has its gradients rounded anew at every step of backward."""
 _MAX_NOISE_FACTOR = 10.0  # factor on the bound of a dtype that measured rounding may widen it by
 
 

@@ -21,8 +21,7 @@ from recoup.evidence.gradients import equal_values, in_host_memory, pieces
 from recoup.runtime import execution_context
 from recoup.runtime.offload.transport import Transport
 from recoup.runtime.recompute.uninitialised import Uninitialised
-
-MOVED_BYTES = 1 << 16  # smaller tensors stay where they are when a step is compared that does not fit twice
+from recoup.units import SMALL_BYTES
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +61,7 @@ class _Original:
         self.version = tensor._version
         self.tensor: torch.Tensor | None = here
         self._handle: Any = None
-        if audit.aside is not None and tensor.nbytes >= MOVED_BYTES and tensor.layout is torch.strided:
+        if audit.aside is not None and tensor.nbytes >= SMALL_BYTES and tensor.layout is torch.strided:
             self.shape, self.dtype = tensor.shape, tensor.dtype
             with torch.no_grad(), _torch.without_dispatch_modes():
                 host = in_host_memory(here)

@@ -20,9 +20,9 @@ from recoup.evidence.gradients import (
     take_result,
 )
 from recoup.evidence.memory import release_unused, storage_bytes
-from recoup.evidence.replay_audit import MOVED_BYTES
 from recoup.runtime.offload.saved_tensor import offload
 from recoup.runtime.offload.transport import Transport
+from recoup.units import SMALL_BYTES
 
 
 class StepBench:
@@ -127,7 +127,7 @@ class StepBench:
     def _loss_after_backward(self, times: float | None = None, aside: Transport | None = None) -> torch.Tensor:
         moving: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if aside is not None:
-            moving = offload(self.model, transport=aside, min_bytes=MOVED_BYTES)
+            moving = offload(self.model, transport=aside, min_bytes=SMALL_BYTES)
         with torch.enable_grad():
             with moving:
                 loss = self.objective.run(self.model, self.batch)

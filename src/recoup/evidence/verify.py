@@ -31,7 +31,6 @@ from recoup.capture.snapshot import untouched
 from recoup.capture.step import Objective
 from recoup.errors import RecoupError, StepOutOfMemory, UsageError
 from recoup.evidence.gradients import (
-    NOISE_FACTOR,
     Comparison,
     StepResult,
     compare,
@@ -40,6 +39,7 @@ from recoup.evidence.gradients import (
     rounding_noise,
 )
 from recoup.evidence.memory import measure_peak, meter_name, storage_bytes
+from recoup.evidence.noise import NOISE_FACTOR
 from recoup.evidence.replay_audit import Audit
 from recoup.evidence.speed import time_ratio
 from recoup.evidence.step_bench import StepBench

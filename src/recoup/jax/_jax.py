@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax.extend import core
@@ -24,24 +25,76 @@ def open_jaxpr(jaxpr: Jaxpr) -> tuple[Any, list[Any]]:
 
 def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
     """Runs an equation again on `values`, with the context and the line it was traced with; returns all results."""
-    from jax._src import source_info_util  # the user's line has no public way in
-
     params = eqn.primitive.get_bind_params(eqn.params)
     functions: Sequence[Any] = ()
     if isinstance(params, tuple):  # before 0.10: (functions, params)
         functions, params = params
-    with source_info_util.user_context(eqn.source_info.traceback), eqn.ctx.manager:
+    with at_line(eqn), eqn.ctx.manager:
         results = eqn.primitive.bind(*functions, *values, **params)
     return list(results) if eqn.primitive.multiple_results else [results]
 
 
+def at_line(eqn: Any) -> Any:
+    """Returns a context in which what is traced comes from the user's line of an equation."""
+    from jax._src import source_info_util  # the user's line has no public way in
+
+    return source_info_util.user_context(eqn.source_info.traceback)
+
+
 def scan_counts(eqn: Any) -> tuple[int, int]:
-    """Returns how many operands of a scan are constants and how many are its carry. Two numbers until jax 0.11."""
+    """Returns how many operands of a scan are constants and how many are its carry. Two numbers until jax 0.11.
+
+    A `shard_map` is one step, with constants alone.
+    """
     params = eqn.params
+    if eqn.primitive.name == "shard_map":
+        return len(eqn.invars), 0
     if "num_consts" in params:
         return int(params["num_consts"]), int(params["num_carry"])
     consts, carry, _ = params["ft_in"].update(range(len(eqn.invars))).unpack()
     return len(list(consts)), len(list(carry))
+
+
+def over_shards(eqn: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `function` of shards as a function of whole arrays, mapped as a `shard_map` equation maps its own."""
+    params = eqn.params
+    return jax.shard_map(
+        function,
+        mesh=params["mesh"],
+        in_specs=tuple(params["in_specs"]),
+        out_specs=tuple(params["out_specs"]),
+        axis_names=params["newly_manual_axes"],
+        check_vma=params["check_vma"],
+    )
+
+
+def num_shards(eqn: Any) -> list[int]:
+    """Returns for each result of an equation over how many devices it is known to be divided: its specs."""
+    if eqn.primitive.name != "shard_map":
+        return [1] * len(eqn.outvars)
+    sizes = eqn.params["mesh"].shape
+    axes = [
+        [a for part in spec if part is not None for a in ((part,) if isinstance(part, str) else part)]
+        for spec in eqn.params["out_specs"]
+    ]
+    return [math.prod(sizes[a] for a in names) for names in axes]
+
+
+def has_effects(eqn: Any) -> bool:
+    """Whether an equation does something besides its results. Reading a mesh's axis, as collectives do, is none."""
+    return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
+
+
+def struct_of_type(aval: Any, dtype: Any = None) -> jax.ShapeDtypeStruct:
+    """Returns shape and dtype of a value or its type, with its sharding where the mesh makes that part of its type."""
+    sharding = getattr(aval, "sharding", None)
+    if sharding is None and isinstance(aval, jax.Array):  # what is traced knows its type's alone
+        sharding = getattr(jax.typeof(aval), "sharding", None)
+    axes = getattr(getattr(sharding, "mesh", None), "axis_types", None) or ()
+    is_part = any(getattr(axis, "name", "") == "Explicit" for axis in axes)
+    return jax.ShapeDtypeStruct(
+        aval.shape, aval.dtype if dtype is None else dtype, sharding=sharding if is_part else None
+    )
 
 
 def source_line(eqn: Any) -> str:

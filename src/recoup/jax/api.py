@@ -8,18 +8,19 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from recoup.errors import InfeasibleBudget, UsageError
+from recoup.errors import UsageError
 from recoup.jax._jax import has_pinned_host
 from recoup.jax.compiled import compiled_bytes
 from recoup.jax.cost import costs_for
 from recoup.jax.flops import nbytes
 from recoup.jax.inspection import JaxProfile, profile_of
 from recoup.jax.jax_plan import JaxPlan
+from recoup.jax.layout import Layout
 from recoup.jax.planner import Candidate, Planner
 from recoup.jax.rebuild import run
-from recoup.jax.trace import Step, on_one_device, trace
-from recoup.jax.writing import check_fingerprint, infeasible, write_plan
-from recoup.units import check_budget, format_bytes, parse_budget
+from recoup.jax.trace import Step, holds_arrays, on_one_device, trace
+from recoup.jax.writing import check_fingerprint, infeasible, over_compiled, write_plan
+from recoup.units import check_budget, parse_budget
 
 Loss = Callable[..., Any]
 ACTIONS = ("recompute", "offload")
@@ -139,38 +140,34 @@ def plan(
     return _plan(planner, budget, confirm=confirm)
 
 
-def _plan(planner: Planner, budget: int | str, *, confirm: bool = False) -> JaxPlan:
+def _plan(planner: Planner, budget: int | str, *, confirm: bool = False, must: bool = True) -> JaxPlan:
+    """Returns the plan; `must`: raise where none that was compiled fits."""
     budget_bytes = parse_budget(budget, plain_peak_bytes=planner.peak_bytes(planner.plain))
     found = planner.best(budget_bytes)
     if found is None:
         raise infeasible(planner, budget_bytes)
+    compiled = None
     if confirm:
-        found = _confirmed(planner, found, budget_bytes)
-    return write_plan(planner, found, budget_bytes=budget_bytes, budget_text=str(budget))
+        found, compiled = _confirmed(planner, found, budget_bytes)
+        if must and planner.fixed_bytes + compiled > budget_bytes:
+            raise over_compiled(planner, compiled, budget_bytes)
+    return write_plan(planner, found, budget_bytes=budget_bytes, budget_text=str(budget), compiled=compiled)
 
 
-def _confirmed(planner: Planner, found: Candidate, budget_bytes: int) -> Candidate:
-    """Returns a candidate that fits compiled: while one does not, the next is asked for with so many bytes less."""
-    compiled_peaks: list[int] = []
-    while len(compiled_peaks) < _MAX_COMPILED_PLANS:
-        peak = planner.fixed_bytes + compiled_bytes(planner, found)
-        if peak <= budget_bytes:
-            return found
-        compiled_peaks.append(peak)
-        leaner = planner.best(planner.peak_bytes(found) - (peak - budget_bytes))
-        if leaner is None and found is planner.leanest():
+def _confirmed(planner: Planner, found: Candidate, budget_bytes: int) -> tuple[Candidate, int]:
+    """Returns the first candidate that fits compiled, else the one that takes least, and its temporaries in bytes.
+
+    While one does not fit, the next is asked for with so many bytes less.
+    """
+    compiled: dict[Layout, tuple[Candidate, int]] = {}
+    while len(compiled) < _MAX_COMPILED_PLANS and found.layout not in compiled:
+        temporaries = compiled_bytes(planner, found)
+        compiled[found.layout] = found, temporaries
+        over = planner.fixed_bytes + temporaries - budget_bytes
+        if over <= 0:
             break
-        found = planner.leanest() if leaner is None else leaner
-    smallest = min(compiled_peaks)
-    raise InfeasibleBudget(
-        f"Budget {format_bytes(budget_bytes)}: plans of `{planner.step.name}` fit it simulated, and not compiled here: "
-        f"{format_bytes(smallest)} is the smallest of {len(compiled_peaks)} tried. Use a budget >= "
-        f"{format_bytes(smallest)} ({smallest} bytes), or plan without confirm for another backend.",
-        budget_bytes=budget_bytes,
-        minimum_bytes=smallest,
-        phase="backward",
-        tensors=(),
-    )
+        found = planner.best(planner.peak_bytes(found) - over) or planner.leanest()
+    return min(compiled.values(), key=lambda entry: entry[1])
 
 
 def apply(step: Loss, plan: JaxPlan) -> Loss:
@@ -207,23 +204,22 @@ def fit(
     optimizer: Any = None,
     device: str | None = None,
     actions: Sequence[str] = ACTIONS[:1],
-    confirm: bool = False,
+    confirm: bool | None = None,
 ) -> tuple[Loss, JaxPlan]:
     """Plans a step and applies the plan; the arguments are those of `plan`.
+
+    Args:
+        confirm: as there. None: where the arguments are arrays, for the step will run here then; a plan that fits
+            simulated alone is handed back too, and its notes say what it takes compiled.
 
     Returns:
         The planned step, to be used as the plain one was: `jax.jit(jax.grad(planned))`; and its plan.
     """
-    made = plan(
-        step,
-        *args,
-        budget=budget,
-        argnums=argnums,
-        has_aux=has_aux,
-        optimizer=optimizer,
-        device=device,
-        actions=actions,
+    check_budget(budget)
+    planner = planner_for(
+        step, args, argnums=argnums, has_aux=has_aux, optimizer=optimizer, device=device, actions=actions
     )
+    made = _plan(planner, budget, confirm=holds_arrays(args) if confirm is None else confirm, must=confirm is True)
     return apply(step, made), made
 
 

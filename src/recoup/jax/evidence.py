@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 import jax
+from recoup.evidence.noise import NOISE_FACTOR
 from recoup.jax._jax import compiled
 from recoup.jax.compiled import kept_for_backward
 from recoup.jax.inspection import Residual
@@ -19,8 +20,6 @@ from recoup.jax.rebuild import run
 from recoup.jax.trace import gradient_function, trace
 from recoup.jax.writing import check_fingerprint
 from recoup.units import format_bytes
-
-_NOISE_FACTOR = 1.1  # no power of two: gradients of a loss multiplied by it are rounded anew
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +121,7 @@ def verify(
     check_fingerprint(traced, plan)
     plain = gradient_function(traced, traced.function)
     planned = gradient_function(traced, lambda values: run(traced.program, plan.segments, values))
-    scaled = gradient_function(traced, traced.function, scale=_NOISE_FACTOR)
+    scaled = gradient_function(traced, traced.function, scale=NOISE_FACTOR)
     arrays = traced.arrays_of(args)
     jitted = jax.jit(plain), jax.jit(planned)
     structs = [a if isinstance(a, jax.ShapeDtypeStruct) else _struct(a) for a in arrays]
@@ -156,8 +155,10 @@ def verify(
 
 
 def _struct(array: Any) -> jax.ShapeDtypeStruct:
+    sharding = getattr(array, "sharding", None)
+    is_sharded = len(getattr(sharding, "device_set", ())) > 1  # what lies on one device may go to where the others are
     return jax.ShapeDtypeStruct(
-        np.shape(array), jax.dtypes.result_type(array), sharding=getattr(array, "sharding", None)
+        np.shape(array), jax.dtypes.result_type(array), sharding=sharding if is_sharded else None
     )
 
 
@@ -172,7 +173,7 @@ def _with_values(
         "max_gradient_error": _largest(gradients, planned),
     }
     _, scaled = jax.jit(functions[2])(*arrays)
-    measured["error_bound"] = _largest(gradients, [np.asarray(g) / _NOISE_FACTOR for g in scaled])
+    measured["error_bound"] = _largest(gradients, [np.asarray(g) / NOISE_FACTOR for g in scaled])
     if eager:
         with jax.disable_jit():
             (_, eager_plain), (_, eager_planned) = (f(*arrays) for f in functions[:2])

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from recoup.jax._jax import is_on_host, open_jaxpr
+from recoup.jax._jax import is_on_host, num_shards, open_jaxpr
 
 
 def words(text: str) -> frozenset[str]:
@@ -40,6 +40,11 @@ def array_bytes(aval: Any) -> int:
     except TypeError:  # keys of random numbers: two words on most generators
         itemsize = getattr(dtype, "itemsize", 8)
     return math.prod(int(d) for d in shape) * int(itemsize)
+
+
+def result_bytes(eqn: Any) -> list[int]:
+    """Returns the bytes on a device of each result of an equation."""
+    return [nbytes(v.aval) // shards for v, shards in zip(eqn.outvars, num_shards(eqn), strict=True)]
 
 
 def sub_jaxprs(eqn: Any) -> Iterator[Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 from recoup.jax._jax import Literal, open_jaxpr, source_line
-from recoup.jax.flops import nbytes, sub_jaxprs
+from recoup.jax.flops import result_bytes, sub_jaxprs
 from recoup.jax.jax_plan import JaxPlan
 from recoup.jax.layout import Segment
 from recoup.jax.planner import Planner
@@ -75,6 +75,7 @@ def residuals_of(step: Step, layout: tuple[Segment, ...]) -> tuple[Residual, ...
     kept = inner.outvars[1 : 1 + count]
     always = {*inner.invars, *inner.constvars}
     makers = {v: eqn for eqn in inner.eqns for v in eqn.outvars}
+    sizes = {v: n for eqn in inner.eqns for v, n in zip(eqn.outvars, result_bytes(eqn), strict=True)}
     found = []
     for var in dict.fromkeys(v for v in kept if not isinstance(v, Literal)):
         if var in always or var not in makers:
@@ -85,9 +86,7 @@ def residuals_of(step: Step, layout: tuple[Segment, ...]) -> tuple[Residual, ...
             eqn = makers[eqn.invars[0]]
         shape = var.aval.str_short() if hasattr(var.aval, "str_short") else str(var.aval)
         found.append(
-            Residual(
-                nbytes=nbytes(var.aval), shape=shape, op=eqn.primitive.name, name=str(name), source=source_line(eqn)
-            )
+            Residual(nbytes=sizes[var], shape=shape, op=eqn.primitive.name, name=str(name), source=source_line(eqn))
         )
     return tuple(sorted(found, key=lambda r: (-r.nbytes, r.shape, r.op)))
 

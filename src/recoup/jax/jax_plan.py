@@ -25,6 +25,7 @@ class JaxPlan:
             was given, its state, on one device. budget_text: as the user wrote it.
         predicted: simulated on the jaxpr. device: whose rates the seconds are of, "any" for FLOPs alone.
         temporary_bytes, plain_temporary_bytes: the part of the peaks that a compiler allocates and frees in the step.
+        compiled_temporary_bytes: what the compiler here allocates for the plan's step; None: it was not compiled.
         notes: sentences for people. versions: of recoup and jax.
     """
 
@@ -38,6 +39,7 @@ class JaxPlan:
     predicted: Prediction
     temporary_bytes: int
     plain_temporary_bytes: int
+    compiled_temporary_bytes: int | None = None
     notes: tuple[str, ...] = ()
     versions: tuple[tuple[str, str], ...] = ()
 

@@ -6,8 +6,9 @@ import collections
 import itertools
 from collections.abc import Collection, Sequence
 
+from recoup.jax._jax import has_effects
 from recoup.jax.cost import Costs
-from recoup.jax.layout import Segment
+from recoup.jax.layout import EVERYTHING, Segment
 from recoup.jax.linear import reads_of
 from recoup.jax.program import Program
 from recoup.solver.held import Held, Op, cheapest, hull, trade_offs
@@ -87,14 +88,15 @@ def _keeping_sums(program: Program, places: list[int], active: Collection[int]) 
 
 
 def is_loop(program: Program, unit: int, active: Collection[int]) -> bool:
-    """Whether a unit is a scan over more than one step that carries a derivative."""
+    """Whether a unit is a scan over more than one step, or a `shard_map`, that carries a derivative."""
     found = program.units[unit]
-    return found.kind == "scan" and found.eqn.params["length"] > 1 and any(v in active for v in found.outputs)
+    is_one = found.num_steps > 1 or found.kind == "shard_map"
+    return is_one and any(v in active for v in found.outputs)
 
 
 def may_run_again(program: Program, first: int, last: int) -> bool:
     """Whether units [first, last) may lie in a checkpoint: not where they have effects."""
-    return not any(unit.eqn.effects for unit in program.units[first:last])
+    return not any(has_effects(unit.eqn) for unit in program.units[first:last])
 
 
 def recomputed(program: Program, first: int, last: int, held: Held) -> Segment:
@@ -165,6 +167,5 @@ def uniform(
 
 
 def holding_everything(program: Program) -> Segment:
-    """Returns the whole program as one segment that holds all it makes; JAX keeps of it what backward reads."""
-    names = (program.name(v) for unit in program.units for v in unit.outputs if program.nbytes(v))
-    return Segment(first=0, last=len(program.units), recompute=True, held=tuple(dict.fromkeys(names)))
+    """Returns the whole program as one segment that holds all that backward reads: JAX drops what it can do without."""
+    return Segment(first=0, last=len(program.units), recompute=True, held=(EVERYTHING,))

@@ -10,6 +10,9 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+EVERYTHING = "*"
+"""Stands among held names for all that backward reads, as JAX itself picks it."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
@@ -39,7 +42,8 @@ class Segment:
 
     Attributes:
         recompute: run again in backward, from what enters and what is held; else JAX saves what backward reads.
-        held: names of values inside that are held. offloaded: of those, the ones held in host memory.
+        held: names of values inside that are held, or `EVERYTHING` alone. offloaded: of those, the ones held in host
+            memory.
         parts: segments inside, in order, which cover it; () where there are none.
         scans: for scans among its units that do not run as written.
     """

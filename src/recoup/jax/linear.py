@@ -36,7 +36,8 @@ class Reads:
 
 _LINEAR_WITHOUT_READS = words(
     """add sub neg reshape squeeze expand_dims transpose broadcast_in_dim reduce_sum convert_element_type slice pad
-    concatenate rev copy name add_any reduce_precision split"""
+    concatenate rev copy name add_any reduce_precision split psum psum_invariant pvary pcast all_gather
+    all_gather_invariant reduce_scatter ppermute all_to_all"""
 )
 
 
@@ -101,12 +102,14 @@ def _cached(key: _Key, carrying: tuple[int, ...]) -> Reads:
 
     avals = [jax.ShapeDtypeStruct(eqn.invars[i].aval.shape, eqn.invars[i].aval.dtype) for i in variables]
     try:
-        traced, shapes = jax.make_jaxpr(forward, return_shape=True)(*avals)
+        traced, (outputs, vjp) = jax.make_jaxpr(forward, return_shape=True)(*avals)
+        cotangents = [jax.ShapeDtypeStruct(o.shape, _cotangent_dtype(o.dtype)) for o in outputs]
+        backward, _ = open_jaxpr(jax.make_jaxpr(lambda pull, cts: pull(cts))(vjp, cotangents))
+    except NameError:  # speaks of an axis that only a `shard_map` around it names: all it reads, backward may read
+        active = tuple(i for i, v in enumerate(eqn.outvars) if is_differentiable(v.aval))
+        return Reads(operands=tuple(variables), active=active)
     except (ValueError, NotImplementedError):
         return Reads()  # no derivative: nothing that it makes can be asked for by backward
-    (outputs, vjp) = shapes
-    cotangents = [jax.ShapeDtypeStruct(o.shape, _cotangent_dtype(o.dtype)) for o in outputs]
-    backward, _ = open_jaxpr(jax.make_jaxpr(lambda pull, cts: pull(cts))(vjp, cotangents))
     inner, _ = open_jaxpr(traced)
     residuals = inner.outvars[len(outputs) :]
     needed = _needed(backward.eqns, backward.outvars)

@@ -39,7 +39,7 @@ def _with_inner_loops(
             if segment.first <= unit < segment.last and segment.recompute:
                 body = program.bodies[unit]
                 whole = (Segment(first=0, last=len(body.units), recompute=True),)
-                steps = program.units[unit].eqn.params["length"]
+                steps = program.units[unit].num_steps
                 scans.append(Scan(unit=unit, pieces=(Piece(num_steps=steps, body=whole),)))
         found.append(
             Segment(

@@ -137,7 +137,7 @@ class Options:
     def _loop_ways(self, unit: int) -> list[_Way]:
         """Returns ways to run a scan: body layouts, chunks of steps, and two stretches of steps."""
         program, found = self._program, self._program.units[unit]
-        body, num_steps = program.bodies[unit], found.eqn.params["length"]
+        body, num_steps = program.bodies[unit], found.num_steps
         active = body_active(program, unit, self._step.active)
         plain = Segment(first=unit, last=unit + 1)
         result = [(plain, self._price(plain))]
@@ -148,6 +148,8 @@ class Options:
             layouts += [tuple(map(offloaded, found)) for found in layouts if any(segment.held for segment in found)]
         whole = [whole_scan(unit, num_steps, layout) for layout in layouts[1:]]
         result += [(s, self._price(s)) for s in whole]
+        if found.kind == "shard_map":
+            return result
         hull = _pareto(result)
         if self._exact and any(v in active for v in body.inputs[: scan_counts(found.eqn)[0]]):
             return result  # what all steps read has a gradient: a sum over steps, in another order in two stretches

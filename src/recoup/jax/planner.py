@@ -16,8 +16,7 @@ from recoup.jax.simulate import Memory, live_eqns, simulate
 from recoup.jax.trace import Step, gradient_function
 from recoup.solver.frontier import Solution, Solver
 
-_MAX_ROUNDS = 8  # of asking the solver
-_MAX_PRICED_PLANS = 8  # that treat all units alike
+_MAX_PLANS = 8  # of one kind that are simulated for a budget: the solver's, and those with one price throughout
 _MAX_UNITS = 4_000  # traced for one budget beside what the solver asks for
 
 
@@ -97,9 +96,9 @@ class Planner:
     @property
     def output_bytes(self) -> int:
         """Loss, gradients and what else the step returns, on one device: gradients lie where their arguments do."""
-        sizes = [nbytes(a) for a in self.step.avals]
-        elsewhere = sum(sizes[p] - self.step.shard_bytes[p] for p in self.step.differentiated)
-        return self.plain.memory.output_bytes - elsewhere
+        memory, chosen = self.plain.memory, self.step.differentiated
+        gradients = memory.result_bytes[len(memory.result_bytes) - len(chosen) :]
+        return memory.output_bytes - sum(gradients) + sum(self.step.shard_bytes[p] for p in chosen)
 
     @property
     def fixed_bytes(self) -> int:
@@ -132,7 +131,7 @@ class Planner:
         line, solver = self._solver(exact=exact)
         low, high = solver.leanest().peak_bytes, 2 * max(budget_bytes, solver.leanest().peak_bytes)
         asked = budget_bytes
-        for _ in range(_MAX_ROUNDS):
+        for _ in range(_MAX_PLANS):
             candidate = self._try(line, solver.solve(asked), exact=exact)
             # The solver is off by so much here.
             over = self.peak_bytes(candidate) - budget_bytes
@@ -166,7 +165,7 @@ class Planner:
                 return
         places = cuts(program, 0, len(program.units), active, exact=exact)
         for cut in thinned(program, places, active, exact=exact):
-            layouts = uniform(program, cut, active, self.costs, most=_MAX_PRICED_PLANS)
+            layouts = uniform(program, cut, active, self.costs, most=_MAX_PLANS)
 
             def fits(layout: Layout) -> bool:
                 return self.peak_bytes(self._judge(layout, exact=exact)) <= budget_bytes

@@ -7,9 +7,9 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
-from recoup.jax._jax import Literal, open_jaxpr
+from recoup.jax._jax import Literal, open_jaxpr, struct_of_type
 from recoup.jax.cost import Costs
-from recoup.jax.flops import eqn_flops, nbytes
+from recoup.jax.flops import eqn_flops, nbytes, result_bytes
 from recoup.jax.layout import Segment
 from recoup.jax.linear import is_differentiable
 from recoup.jax.program import Program
@@ -48,7 +48,7 @@ def price(
     first, last = segments[0].first, segments[-1].last
     entering, leaving = program.entering(first, last), program.leaving(first, last)
     carrying = [i for i, v in enumerate(entering) if v in active]
-    structs = [jax.ShapeDtypeStruct(program.avals[v].shape, program.avals[v].dtype) for v in entering]
+    structs = [struct_of_type(program.avals[v]) for v in entering]
 
     def forward(*values: Any) -> Any:
         def of_carrying(*chosen: Any) -> list[Any]:
@@ -60,16 +60,16 @@ def price(
         return jax.vjp(of_carrying, *(values[i] for i in carrying))
 
     traced, (results, vjp) = jax.make_jaxpr(forward, return_shape=True)(*structs)
-    cotangents = [
-        jax.ShapeDtypeStruct(r.shape, r.dtype if is_differentiable(r) else jax.dtypes.float0) for r in results
-    ]
+    cotangents = [struct_of_type(r, None if is_differentiable(r) else jax.dtypes.float0) for r in results]
     back = jax.make_jaxpr(lambda pull, cts: pull(cts))(vjp, cotangents)
     inner, _ = open_jaxpr(traced)
     always = {inner.invars[i] for i, v in enumerate(entering) if v in there}
     handed_on = {v for v in inner.outvars[: len(results)] if not isinstance(v, Literal)}
     residuals = {v for v in inner.outvars[len(results) :] if not isinstance(v, Literal)} - always
-    saved = sum(nbytes(v.aval) for v in residuals - handed_on)
-    kept_results = sum(nbytes(v.aval) for v in residuals & handed_on)
+    sizes = {v: nbytes(v.aval) for v in residuals}
+    sizes |= {v: n for eqn in inner.eqns for v, n in zip(eqn.outvars, result_bytes(eqn), strict=True) if v in sizes}
+    saved = sum(sizes[v] for v in residuals - handed_on)
+    kept_results = sum(sizes[v] for v in residuals & handed_on)
     incoming = sum(nbytes(c) for c, v in zip(cotangents, leaving, strict=True) if v in active)
     entered = sum(nbytes(v.aval) for v in inner.invars if v not in always)
     ahead, behind = simulate(traced, count_outputs=True), simulate(back, count_outputs=True)

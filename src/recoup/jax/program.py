@@ -1,7 +1,8 @@
 """A traced step as a list of units: its equations, with calls of `jit` inlined, and values by number.
 
 A unit is what a plan speaks of: it may be run again, and its results may be held. Loops, conditionals and functions
-with a derivative of their own (`custom_jvp`, `custom_vjp`) are one unit each; a scan's body is a program again.
+with a derivative of their own (`custom_jvp`, `custom_vjp`) are one unit each; the body of a scan or `shard_map` is a
+program again.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from recoup.jax._jax import DropVar, Literal, is_unspecified, open_jaxpr
-from recoup.jax.flops import eqn_flops, nbytes
+from recoup.jax.flops import eqn_flops, nbytes, result_bytes
 
 _INLINED = frozenset(("jit", "pjit", "closed_call", "core_call", "core_closed_call", "eval_jaxpr"))
 USER_NAME = "name"  # the primitive behind `jax.ad_checkpoint.checkpoint_name`
@@ -38,6 +39,11 @@ class Unit:
         return tuple(dict.fromkeys(o for o in self.operands if isinstance(o, int)))
 
     @property
+    def num_steps(self) -> int:
+        """How often its body runs: a scan's length; 1 for all else."""
+        return int(self.eqn.params["length"]) if self.kind == "scan" else 1
+
+    @property
     def kind(self) -> str:
         """The primitive's name."""
         return str(self.eqn.primitive.name)
@@ -55,6 +61,7 @@ class Program:
     def __init__(self, jaxpr: Any, scope: str = "") -> None:
         self.scope = scope
         self.avals: list[Any] = []
+        self._bytes: list[int] = []
         self.units: list[Unit] = []
         inner, consts = open_jaxpr(jaxpr)
         numbers: dict[Any, Any] = {}
@@ -73,6 +80,7 @@ class Program:
 
     def _number(self, var: Any, numbers: dict[Any, Any]) -> int:
         self.avals.append(var.aval)
+        self._bytes.append(nbytes(var.aval))
         if not isinstance(var, DropVar):
             numbers[var] = len(self.avals) - 1
         return len(self.avals) - 1
@@ -87,6 +95,7 @@ class Program:
             inner = _inlined(eqn)
             if inner is None:
                 outputs = tuple(self._number(v, numbers) for v in eqn.outvars)
+                self._bytes[len(self._bytes) - len(outputs) :] = result_bytes(eqn)
                 self.units.append(Unit(index=len(self.units), eqn=eqn, operands=operands, outputs=outputs))
                 continue
             inside = dict(zip(inner.invars, operands, strict=True))
@@ -104,8 +113,8 @@ class Program:
         return f"{self.scope}{unit.index}.{unit.kind}" + (f".{which}" if which else "")
 
     def nbytes(self, value: int) -> int:
-        """Returns the bytes of a value."""
-        return nbytes(self.avals[value])
+        """Returns the bytes of a value on a device."""
+        return self._bytes[value]
 
     @functools.cached_property
     def user_names(self) -> dict[int, str]:
@@ -115,9 +124,11 @@ class Program:
 
     @functools.cached_property
     def bodies(self) -> dict[int, Program]:
-        """The bodies of the scans among the units, by unit."""
+        """The bodies of the scans and `shard_map`s among the units, by unit."""
         return {
-            u.index: Program(u.eqn.params["jaxpr"], f"{self.scope}{u.index}/") for u in self.units if u.kind == "scan"
+            u.index: Program(u.eqn.params["jaxpr"], f"{self.scope}{u.index}/")
+            for u in self.units
+            if u.kind in ("scan", "shard_map")
         }
 
     def entering(self, first: int, last: int) -> tuple[int, ...]:

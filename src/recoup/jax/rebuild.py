@@ -16,8 +16,8 @@ from typing import Any
 from jax.ad_checkpoint import checkpoint_name
 
 import jax
-from recoup.jax._jax import Literal, bind, open_jaxpr, scan_counts
-from recoup.jax.layout import Piece, Scan, Segment
+from recoup.jax._jax import Literal, at_line, bind, open_jaxpr, over_shards, scan_counts
+from recoup.jax.layout import EVERYTHING, Piece, Scan, Segment
 from recoup.jax.linear import reads_of
 from recoup.jax.program import USER_NAME, Program, Unit
 
@@ -67,6 +67,8 @@ def policy_of(segment: Segment) -> Any:
             offload_src="device",
             offload_dst="pinned_host",
         )
+    if segment.held == (EVERYTHING,):
+        return jax.checkpoint_policies.everything_saveable
     return jax.checkpoint_policies.save_only_these_names(*segment.held) if segment.held else None
 
 
@@ -80,7 +82,8 @@ def _run_inside(program: Program, segment: Segment, values: Values) -> None:
     for unit in program.units[segment.first : segment.last]:
         operands = [_value(operand, values) for operand in unit.operands]
         if unit.index in scans:
-            results = run_scan(program, unit, scans[unit.index], operands)
+            with at_line(unit.eqn):
+                results = run_scan(program, unit, scans[unit.index], operands)
         elif unit.kind == USER_NAME and unit.eqn.params["name"] in held:
             results = operands  # its operand has the name already, where it was made
         else:
@@ -146,8 +149,11 @@ def _run_with_own_vjp(unit: Unit, operands: Sequence[Any], names: tuple[str | No
 
 
 def run_scan(program: Program, unit: Unit, scan: Scan, operands: Sequence[Any]) -> list[Any]:
-    """Returns a scan's results (last carry, then stacked outputs), its steps run in pieces."""
+    """Returns a scan's results (last carry, then stacked outputs), its steps run in pieces; a `shard_map`'s results."""
     params, body = unit.eqn.params, program.bodies[unit.index]
+    if unit.kind == "shard_map":
+        (once,) = scan.pieces
+        return list(over_shards(unit.eqn, lambda *shards: tuple(run(body, once.body, shards)))(*operands))
     num_consts, num_carry = scan_counts(unit.eqn)
     reverse = params["reverse"]
     consts, carry = operands[:num_consts], list(operands[num_consts : num_consts + num_carry])

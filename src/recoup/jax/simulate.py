@@ -13,8 +13,8 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-from recoup.jax._jax import DropVar, Literal, open_jaxpr, scan_counts, source_line
-from recoup.jax.flops import nbytes, sub_jaxprs, words
+from recoup.jax._jax import DropVar, Literal, has_effects, open_jaxpr, scan_counts, source_line
+from recoup.jax.flops import nbytes, result_bytes, sub_jaxprs, words
 
 _INLINED = words(
     """jit pjit closed_call core_call core_closed_call eval_jaxpr checkpoint remat remat2 custom_jvp_call
@@ -50,12 +50,14 @@ class Memory:
 
     Attributes:
         argument_bytes, output_bytes: there all the time. temporary_bytes: the most that is alive besides.
+        result_bytes: of each output.
         buffers: alive at that moment, largest first. timeline: temporary bytes alive at each op.
     """
 
     argument_bytes: int
     output_bytes: int
     temporary_bytes: int
+    result_bytes: tuple[int, ...]
     buffers: tuple[Buffer, ...]
     timeline: tuple[int, ...]
 
@@ -147,6 +149,7 @@ class _Flat:
         known = self._known.get(key) if key is not None else None
         if known is None:
             known = [self._new(v, numbers) for v in eqn.outvars]
+            self.sizes[len(self.sizes) - len(known) :] = result_bytes(eqn)
             self.steps.append(_Step(eqn, operands, known))
             if key is not None:
                 self._known[key] = known
@@ -179,7 +182,7 @@ class _Flat:
         needed = set(self.results)
         kept = []
         for step in reversed(self.steps):
-            if step.eqn.effects or any(v in needed for v in step.outputs):
+            if has_effects(step.eqn) or any(v in needed for v in step.outputs):
                 needed.update(step.inputs)
                 kept.append(step)
         self.steps = kept[::-1]
@@ -187,7 +190,7 @@ class _Flat:
 
 def _same(eqn: Any, operands: list[int | None]) -> Any:
     """Returns a key that equal ops on equal operands share; None for what is never merged."""
-    if eqn.effects or next(sub_jaxprs(eqn), None) is not None or eqn.primitive.name.startswith("random"):
+    if has_effects(eqn) or next(sub_jaxprs(eqn), None) is not None or eqn.primitive.name.startswith("random"):
         return None
     values = tuple(
         (v.val.item() if getattr(v.val, "ndim", 0) == 0 and hasattr(v.val, "item") else id(v.val), str(v.aval))
@@ -268,6 +271,7 @@ def _simulate(flat: _Flat, *, count_outputs: bool, num_stacked: int = 0, first_c
         argument_bytes=sum(flat.sizes[v] for v in flat.arguments),
         output_bytes=sum(flat.sizes[v] for v in outputs),
         temporary_bytes=peak,
+        result_bytes=tuple(flat.sizes[v] for v in flat.results),
         buffers=_alive(flat, made_at, last, at_peak),
         timeline=tuple(timeline),
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 from recoup.jax.inspection import JaxProfile, Residual
 from recoup.jax.jax_plan import JaxPlan
-from recoup.jax.layout import Segment
+from recoup.jax.layout import EVERYTHING, Segment
 from recoup.units import format_bytes, format_flops, format_seconds
 
 
@@ -36,8 +36,9 @@ def format_plan(plan: JaxPlan) -> str:
         (
             "predicted peak",
             f"{format_bytes(p.peak_bytes)} ({share(p.peak_bytes, p.plain_peak_bytes)} of plain), of it "
-            f"{format_bytes(plan.temporary_bytes)} temporaries",
+            f"{format_bytes(plan.temporary_bytes)} temporaries, simulated",
         ),
+        ("compiled", _compiled(plan)),
         ("saved for backward", f"{format_bytes(p.saved_bytes)}, plain {format_bytes(p.plain_saved_bytes)}"),
         (
             "predicted time",
@@ -55,6 +56,13 @@ def format_plan(plan: JaxPlan) -> str:
     return f"Plan for {plan.step_name}, simulated on its jaxpr\n{rows(lines)}{does}{notes}"
 
 
+def _compiled(plan: JaxPlan) -> str:
+    if plan.compiled_temporary_bytes is None:
+        return "not yet: simulated bytes may be exceeded by some percent; confirm=True or `verify` compile it"
+    peak = plan.predicted.peak_bytes - plan.temporary_bytes + plan.compiled_temporary_bytes
+    return f"{format_bytes(peak)}, of it {format_bytes(plan.compiled_temporary_bytes)} temporaries"
+
+
 def describe(segments: Sequence[Segment], depth: int = 0) -> Iterator[str]:
     """Yields what segments do, one line each; neighbours that do the same are one."""
     indent = "  " * depth
@@ -62,6 +70,7 @@ def describe(segments: Sequence[Segment], depth: int = 0) -> Iterator[str]:
         where = f"{indent}units {segment.first}-{segment.last - 1}"
         if segment.recompute:
             held = ", ".join(segment.held[:6]) + (f" and {len(segment.held) - 6} more" if len(segment.held) > 6 else "")
+            held = "all that backward reads" if segment.held == (EVERYTHING,) else held
             kept = (
                 f", held{' in host memory' if segment.offloaded else ''}: {held}" if held else ", nothing held inside"
             )
@@ -72,7 +81,8 @@ def describe(segments: Sequence[Segment], depth: int = 0) -> Iterator[str]:
         for scan in segment.scans:
             for piece in scan.pieces:
                 chunks = f" in chunks of {piece.chunk} that run again" if piece.chunk else ""
-                yield f"{indent}scan of unit {scan.unit}: {piece.num_steps} steps{chunks}, each"
+                steps = f"{piece.num_steps} steps{chunks}, each" if piece.num_steps > 1 else "inside"
+                yield f"{indent}loop of unit {scan.unit}: {steps}"
                 yield from describe(piece.body, depth + 1)
 
 

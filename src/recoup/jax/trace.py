@@ -10,6 +10,7 @@ import numpy as np
 
 import jax
 from recoup.errors import PlanMismatch, StepError, UsageError
+from recoup.jax._jax import struct_of_type
 from recoup.jax.linear import is_differentiable, reads_of
 from recoup.jax.program import Program
 
@@ -71,18 +72,24 @@ def is_array(leaf: Any) -> bool:
     )
 
 
+def holds_arrays(args: Sequence[Any]) -> bool:
+    """Whether arguments are values to run on, not shapes."""
+    arrays = [leaf for leaf in jax.tree.leaves(tuple(args)) if is_no_number(leaf)]
+    return bool(arrays) and not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in arrays)
+
+
 def is_no_number(leaf: Any) -> bool:
     """Whether a leaf is traced where Python's own numbers are not."""
     return is_array(leaf) and not isinstance(leaf, (int, float, complex))
 
 
 def struct_of(leaf: Any) -> jax.ShapeDtypeStruct:
-    """Returns shape, dtype and sharding of a leaf."""
+    """Returns shape and dtype of a leaf, and its sharding where that is part of its type or all there is."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
     if isinstance(leaf, (int, float, complex, np.ndarray, np.generic)):
         return jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.result_type(leaf))
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    return struct_of_type(leaf)
 
 
 def _shard_bytes(leaf: Any) -> int:
@@ -188,12 +195,12 @@ def on_one_device(
     local = list(leaves)
     for i in arrays:
         sharding = getattr(leaves[i], "sharding", None)
-        if i not in chosen and sharding is not None and hasattr(sharding, "shard_shape"):
-            shape = tuple(sharding.shard_shape(tuple(leaves[i].shape)))
-            if shape != tuple(leaves[i].shape):
-                local[i] = jax.ShapeDtypeStruct(shape, leaves[i].dtype)
+        if sharding is not None and hasattr(sharding, "shard_shape"):
+            whole = tuple(leaves[i].shape)
+            local[i] = jax.ShapeDtypeStruct(whole if i in chosen else sharding.shard_shape(whole), leaves[i].dtype)
     kinds = [unit.kind for unit in traced.program.units]
-    if all(a is b for a, b in zip(local, leaves, strict=True)) or "shard_map" in kinds:
+    is_whole = all(np.shape(local[i]) == np.shape(leaves[i]) for i in arrays)
+    if is_whole or "shard_map" in kinds:
         return traced
     try:
         found = trace(step, jax.tree.unflatten(structure, local), argnums, has_aux=has_aux)

@@ -11,7 +11,9 @@ import recoup
 from recoup.errors import InfeasibleBudget, PlanMismatch
 from recoup.ir.plan import Prediction
 from recoup.jax.flops import nbytes, sub_jaxprs
+from recoup.jax.inspection import residuals_of
 from recoup.jax.jax_plan import JaxPlan
+from recoup.jax.layout import EVERYTHING
 from recoup.jax.planner import Candidate, Planner
 from recoup.jax.program import Program
 from recoup.jax.simulate import Buffer, Memory
@@ -50,7 +52,13 @@ def describe_buffer(buffer: Buffer) -> str:
 
 def prediction(planner: Planner, candidate: Candidate) -> Prediction:
     """Returns what a candidate's step is predicted to cost."""
-    plain = planner.plain
+    plain, step = planner.plain, planner.step
+
+    def saved_bytes(of: Candidate) -> int:
+        if not any(unit.kind == "shard_map" for unit in step.program.units):
+            return of.saved_bytes
+        return sum(r.nbytes for r in residuals_of(step, of.layout))  # those of its values that lie on one device
+
     return Prediction(
         peak_bytes=planner.peak_bytes(candidate),
         plain_peak_bytes=planner.peak_bytes(plain),
@@ -58,8 +66,8 @@ def prediction(planner: Planner, candidate: Candidate) -> Prediction:
         plain_step_seconds=plain.seconds,
         recomputed_flops=max(candidate.flops - plain.flops, 0),
         plain_flops=plain.flops,
-        saved_bytes=candidate.saved_bytes,
-        plain_saved_bytes=plain.saved_bytes,
+        saved_bytes=saved_bytes(candidate),
+        plain_saved_bytes=saved_bytes(plain),
         phase="loss and gradients",
         tensors=_tensors(candidate.memory),
         cost_source=planner.costs.source,
@@ -70,8 +78,10 @@ def _tensors(memory: Memory) -> tuple[tuple[str, int], ...]:
     return tuple((describe_buffer(b), b.nbytes) for b in memory.buffers[:5])
 
 
-def write_plan(planner: Planner, candidate: Candidate, *, budget_bytes: int, budget_text: str) -> JaxPlan:
-    """Returns the plan."""
+def write_plan(
+    planner: Planner, candidate: Candidate, *, budget_bytes: int, budget_text: str, compiled: int | None = None
+) -> JaxPlan:
+    """Returns the plan; `compiled` are the bytes of temporaries of its step where it was compiled."""
     step = planner.step
     return JaxPlan(
         step_name=step.name,
@@ -84,7 +94,8 @@ def write_plan(planner: Planner, candidate: Candidate, *, budget_bytes: int, bud
         predicted=prediction(planner, candidate),
         temporary_bytes=candidate.memory.temporary_bytes,
         plain_temporary_bytes=planner.plain.memory.temporary_bytes,
-        notes=tuple(_notes(planner, candidate)),
+        compiled_temporary_bytes=compiled,
+        notes=(*_notes(planner, candidate), *_over(planner.fixed_bytes, compiled, budget_bytes)),
         versions=(("recoup", recoup.__version__), ("jax", jax.__version__)),
     )
 
@@ -93,7 +104,7 @@ def held_names(program: Program, candidate: Candidate) -> tuple[tuple[str, int],
     """Returns the names of the values held, with the bytes of one of them (of one step, in a scan)."""
     sizes = dict(_sizes(program))
     names = dict.fromkeys(name for segment in candidate.layout for part in segment.walk() for name in part.held)
-    return tuple((name, sizes[name]) for name in names)
+    return tuple((name, sizes[name]) for name in names if name != EVERYTHING)
 
 
 def _sizes(program: Program) -> Iterator[tuple[str, int]]:
@@ -117,11 +128,19 @@ def _notes(planner: Planner, candidate: Candidate) -> Iterator[str]:
             yield f"The step's own `jax.checkpoint` (unit {unit.index}) is kept as it is, its policy too."
     if sum(planner.whole.shard_bytes) < sum(nbytes(a) for a in planner.whole.avals):
         temporaries = (
-            "temporaries count whole."
+            "temporaries count whole, but what a `shard_map` makes."
             if step is planner.whole
             else "temporaries too, weights that it gathers for an op left out."
         )
         yield f"Arguments are sharded: their bytes and gradients' are those on one device; {temporaries}"
+
+
+def _over(fixed_bytes: int, compiled: int | None, budget_bytes: int) -> Iterator[str]:
+    if compiled is not None and fixed_bytes + compiled > budget_bytes:
+        yield (
+            f"Compiled here it takes {format_bytes(fixed_bytes + compiled)}, {format_bytes(budget_bytes)} were asked "
+            "for: it fits simulated alone, and no leaner plan that was compiled takes fewer."
+        )
 
 
 def infeasible(planner: Planner, budget_bytes: int) -> InfeasibleBudget:
@@ -139,6 +158,20 @@ def infeasible(planner: Planner, budget_bytes: int) -> InfeasibleBudget:
         minimum_bytes=minimum,
         phase="backward",
         tensors=tensors,
+    )
+
+
+def over_compiled(planner: Planner, compiled: int, budget_bytes: int) -> InfeasibleBudget:
+    """Returns the error for a budget that plans fit simulated, and not compiled; `compiled`: the fewest temporaries."""
+    minimum = planner.fixed_bytes + compiled
+    return InfeasibleBudget(
+        f"Budget {format_bytes(budget_bytes)}: plans of `{planner.step.name}` fit it simulated, and not compiled here: "
+        f"{format_bytes(minimum)} is the smallest peak found. Use a budget >= {format_bytes(minimum)} ({minimum} "
+        "bytes), or plan without confirm for another backend.",
+        budget_bytes=budget_bytes,
+        minimum_bytes=minimum,
+        phase="backward",
+        tensors=(),
     )
 
 

@@ -6,7 +6,8 @@ Where a budget becomes a plan: `plan_for_budget` here -> `budget_search.BudgetSe
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -20,8 +21,9 @@ from recoup.ir.decision import Decision
 from recoup.ir.plan import Plan
 from recoup.ir.text import format_share
 from recoup.planner.budget_search import BudgetSearch
-from recoup.planner.incumbents import Candidate
+from recoup.planner.incumbents import MOST_REPAIRS, Candidate
 from recoup.planner.prediction import write_plan
+from recoup.planner.remembered import recall, step_key
 from recoup.planner.simulator import Simulator
 from recoup.planner.step import PlannedStep
 from recoup.planner.strategies.base import Strategy
@@ -37,9 +39,6 @@ from recoup.units import format_at_least, format_bytes, is_minimum, parse_budget
 _S = TypeVar("_S", bound=Strategy)
 
 
-_MAX_CARD_TRIES = 5  # plans for less where a card's memory is in fragments: each asks for what the last one lacked
-
-
 class Planner(Simulator):
     """Plans for one step on one device.
 
@@ -53,6 +52,7 @@ class Planner(Simulator):
         host_budget_bytes: the most that a plan may hold in the host's memory at a time; None: whatever it takes.
         spans: whether consecutive calls may form one region.
         strategies: what proposes plans. hooks: how decisions of each class change a call.
+        remembers: a search that was made in this process before is not made again.
     """
 
     def __init__(
@@ -66,7 +66,9 @@ class Planner(Simulator):
         spans: bool = True,
         strategies: Sequence[type[Strategy]] = STRATEGIES,
         hooks: Mapping[type[Decision], Hook] = HOOKS,
+        remembers: bool = False,
     ) -> None:
+        self._remembers = remembers
         self.prefers_equal_bits = actions is None
         by_default = DEFAULT_ACTIONS if host_budget_bytes is None else (*DEFAULT_ACTIONS, "offload")
         self.actions = by_default if actions is None else tuple(actions)
@@ -99,12 +101,30 @@ class Planner(Simulator):
     def fit(self, budget_bytes: int) -> Candidate | None:
         """Returns the fastest plan found whose simulated peak is at most the budget, None if there is none."""
         with self.spec.known_state.kept():
-            return self._search.fit(budget_bytes)
+            return self._recalled(budget_bytes, lambda: self._search.fit(budget_bytes))
 
     def smallest(self) -> Candidate:
         """Returns the plan with the smallest simulated peak that was found."""
         with self.spec.known_state.kept():
-            return self._search.smallest()
+            found = self._recalled(None, self._search.smallest)
+            assert found is not None
+            return found
+
+    def _recalled(self, budget_bytes: int | None, search: Callable[[], Candidate | None]) -> Candidate | None:
+        """Returns what a search finds, for a budget or (None) for the smallest peak, or found before.
+
+        Plans for scans rest on more than the trace, and a search that is not this planner's first on those before it.
+        """
+        if not self._remembers or self.scans is not None or self.num_simulated_ops:
+            return search()
+        return recall(f"{self._step_key} {budget_bytes}", self.simulate, search)
+
+    @functools.cached_property
+    def _step_key(self) -> str:
+        spec = self.spec
+        asked = (self.actions, self.prefers_equal_bits, sorted(spec.keep), self.host_budget_bytes)
+        device = (spec.dialect, spec.capability, spec.round_bytes, self.fixed_bytes, self.link)
+        return step_key(self.priced, asked, device)
 
     @property
     def saving_view(self) -> View:
@@ -200,7 +220,7 @@ def plan_for_budget(
     if candidate is None:
         raise planner.infeasible(budget_bytes)
     card = (0, 0) if planner.card is None else planner.needed_bytes(candidate.decisions)
-    for _ in range(_MAX_CARD_TRIES):
+    for _ in range(MOST_REPAIRS):
         over = card[0] - budget_bytes
         if budget != "auto" or over <= 0:
             break

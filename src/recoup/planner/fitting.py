@@ -23,7 +23,7 @@ from recoup.planner.driver import Planner, plan_for_budget
 from recoup.runtime.apply import Applied, apply_decisions
 from recoup.units import format_at_least, format_bytes, is_minimum
 
-_MAX_OVER_PLANS = 4  # plans that measured above the budget
+MOST_MEASURED_PLANS = 4  # for one budget, each as dear as a step or a compilation
 _MAX_LEFT_OUT_KINDS = 12  # kinds of modules that turn out not to run twice, before no region is tried at all
 
 MakePlanner = Callable[[frozenset[str], Sequence[str] | None], Planner]
@@ -147,7 +147,7 @@ class Fitting:
             measured, num_over = evidence, num_over + 1
             progress.advance(f"measured {format_bytes(over)} over the budget; planning for less")
             less = (self._target_bytes or made.budget_bytes) - over - made.budget_bytes // 500
-            if num_over == _MAX_OVER_PLANS or less <= 0:
+            if num_over == MOST_MEASURED_PLANS or less <= 0:
                 raise self._never_below(evidence)
             self._target_bytes = less
             note = "planned for less than the budget: an earlier plan measured above it"

@@ -8,7 +8,10 @@ from typing import Protocol
 from recoup.ir.decision import Decision
 
 SAME_TIME_SHARE = 0.01  # of a step's time: two plans closer than this are equally fast, timing cannot tell
+WORTH_SHARE = 0.002  # of a step's time: what promises less over a plan that fits is not simulated
 CLOSE_SHARE = 0.985  # of the budget: a plan that uses more leaves nothing to gain
+HOPEFUL_SHARE = 0.05  # of the budget: how far an estimate may miss it and its plan still be tried
+MOST_REPAIRS = 5  # answers of one view that are simulated for one budget; each is closer to it than the one before
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 
-from recoup.planner.incumbents import CLOSE_SHARE, Incumbents
+from recoup.planner.incumbents import CLOSE_SHARE, MOST_REPAIRS, WORTH_SHARE, Incumbents
 from recoup.planner.strategies.base import Proposals
 from recoup.planner.views import View
 
 SEARCH_OPS = 200_000  # simulated ops of one search: some twenty steps of a model with ten thousand
-MOST_REPAIRS = 5  # answers of one view that are simulated for one budget; each is closer to it than the one before
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,11 +40,12 @@ def repaired(
     for _ in range(num_repairs):
         # What rounds differently is no reason to stop looking for a plan that does not.
         best = incumbents.seconds(budget_bytes, exact=not view.tiles)
-        if best < float("inf") and allowance.is_spent(incumbents):
+        worth = best * (1 - WORTH_SHARE)
+        if best < float("inf") and (allowance.is_spent(incumbents) or view.least_seconds(budget_bytes) >= worth):
             return
         solution = view.solver.solve(target - view.fixed_bytes)
-        if solution.status == "infeasible" or view.plain_seconds + solution.extra_seconds >= best:
-            return  # even by its own reckoning no faster than what fits already
+        if solution.status == "infeasible" or view.plain_seconds + solution.extra_seconds >= worth:
+            return  # even by its own reckoning hardly faster than what fits already
         candidate = yield view.decide(solution.choice)
         gap = candidate.peak_bytes - budget_bytes
         if has_fitted:

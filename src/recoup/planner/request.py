@@ -95,7 +95,14 @@ def planner_for(
         fixed_bytes = entry.fixed_bytes
     else:
         fixed_bytes = library_bytes(here) if on_cuda and here is not None else 0
-    planner = Planner(spec, cost=cost, actions=chosen, host_budget_bytes=host_budget_bytes, fixed_bytes=fixed_bytes)
+    planner = Planner(
+        spec,
+        cost=cost,
+        actions=chosen,
+        host_budget_bytes=host_budget_bytes,
+        fixed_bytes=fixed_bytes,
+        remembers=True,
+    )
     return planner, name, entry
 
 
@@ -154,6 +161,7 @@ def fitting_for(
             actions=allowed,
             host_budget_bytes=first.host_budget_bytes,
             fixed_bytes=first.fixed_bytes,
+            remembers=True,
         )
 
     return Fitting(

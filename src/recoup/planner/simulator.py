@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from recoup import progress
 from recoup.capture.capture import StepSpec, capture
-from recoup.cost.card_memory import CardMemory
+from recoup.cost.card_memory import CardEvents, CardMemory
 from recoup.cost.devices import CUBLASLT_BYTES
 from recoup.cost.hidden_memory import hidden_blocks
 from recoup.cost.host_link import Link, with_copies
@@ -57,6 +57,7 @@ class Simulator:
         self.link = link
         self.hooks = hooks
         self.simulated: dict[tuple[Decision, ...], Candidate] = {}
+        self._card_events: dict[tuple[Decision, ...], CardEvents] = {}
         self.num_simulated_ops = 0
         progress.advance("capturing the step")
         with scan_bytes.counting() as counts:
@@ -118,9 +119,11 @@ class Simulator:
         In bytes that torch reserves; a process has its CUDA context on the card besides.
         """
         assert self.card is not None
-        priced = self.simulate_priced(chosen) if chosen else self.priced
-        step = priced.trace, priced.op_workspace_bytes
-        return self.card.needed_bytes(*step), self.card.needed_bytes(*step, expandable=True)
+        events = self._card_events.get(chosen)
+        if events is None:
+            priced = self.simulate_priced(chosen)
+            events = self.card.events(priced.trace, priced.op_workspace_bytes)
+        return self.card.needed_bytes(events), self.card.needed_bytes(events, expandable=True)
 
     def _optimizer_step(self) -> tuple[int, float]:
         """Returns the peak and the seconds of the optimizer's step, which no plan changes."""
@@ -148,7 +151,8 @@ class Simulator:
         if self._optimizer[0] + self.fixed_bytes > peak_bytes:
             peak_bytes, phase = self._optimizer[0] + self.fixed_bytes, "optimizer"
         if self.card is not None:
-            peak_bytes = self.card.need(trace, priced.op_workspace_bytes).allocated_bytes
+            events = self._card_events[chosen] = self.card.events(trace, priced.op_workspace_bytes)
+            peak_bytes = self.card.need(events).allocated_bytes
         seconds = step_seconds(chosen, priced, plain=self.trace) + self._optimizer[1] + priced.copy_seconds
         model_end = sum(1 for o in trace.ops if o.phase == "forward")
         held = trace.held_storages()

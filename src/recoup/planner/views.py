@@ -30,18 +30,32 @@ class View:
     """A step as a solver sees it.
 
     Attributes:
-        name: what may be chosen in it. solver: answers for its problem. tiles: what is tiled throughout.
+        name: what may be chosen in it. make_solver: of its problem. tiles: what is tiled throughout.
         plain_seconds: of the step that its solver's extra seconds are counted from.
         fixed_bytes: on the device whatever the step does, which its problem does not hold.
         to_plan: turns a solver's choice into decisions for the engine.
+        richer: a view that has all choices of this one, at the same prices.
     """
 
     name: str
-    solver: Solver
+    make_solver: Callable[[], Solver]
     tiles: tuple[Decision, ...]
     plain_seconds: float
     fixed_bytes: int
     to_plan: Callable[[Line, Choice], tuple[Decision, ...]]
+    richer: View | None = None
+
+    @functools.cached_property
+    def solver(self) -> Solver:
+        """Answers for its problem; solved when it is first asked."""
+        return self.make_solver()
+
+    def least_seconds(self, budget_bytes: int) -> float:
+        """Returns a step time that no answer of it for the budget is below; known without solving it."""
+        if self.richer is None:
+            return 0.0
+        solution = self.richer.solver.solve(budget_bytes - self.fixed_bytes)
+        return self.plain_seconds + solution.extra_seconds if solution.status == "optimal" else 0.0
 
     def decide(self, choice: Choice) -> tuple[Decision, ...]:
         """Returns the decisions of a choice over its line."""
@@ -106,22 +120,31 @@ class ViewMaker:
         return self._set(tiles, variants)
 
     def view(
-        self, name: str, problem: Problem, tiles: tuple[Decision, ...], *, actions: tuple[str, ...], records: bool
+        self,
+        name: str,
+        problem: Problem,
+        tiles: tuple[Decision, ...],
+        *,
+        actions: tuple[str, ...],
+        records: bool,
+        richer: View | None = None,
     ) -> View:
         """Returns a view.
 
         Args:
             records: whether lineage is recorded in its plans, so that inputs of regions may be rebuilt.
+            richer: see `View`.
         """
         base = tiles if self._scans is None else with_scans(tiles, self._scans.taped)
         base_seconds = self._simulator.simulate(base).step_seconds
         return View(
             name=name,
-            solver=Solver(problem, actions=actions, spans=self._spans),
+            make_solver=functools.partial(Solver, problem, actions=actions, spans=self._spans),
             tiles=tiles,
             plain_seconds=base_seconds - (_seconds_of_tiles(problem) if base else 0.0),
             fixed_bytes=self._simulator.fixed_bytes,
             to_plan=functools.partial(self._to_plan, tiles, records),
+            richer=richer,
         )
 
     def _set(self, tiles: tuple[Decision, ...], variants: Mapping[Ambient, PricedTrace]) -> ViewSet:
@@ -131,18 +154,19 @@ class ViewMaker:
         if "rederive" not in variants:
             saving = make("regions", problem, actions=actions, records=False)
             return ViewSet(tiles=tiles, problem=problem, views=(saving,), saving=saving)
-        views = [
-            make("all", problem, actions=actions, records=True),
-            make("all rederived", only(problem, "rederive"), actions=actions, records=True),
-        ]
+        mixed = make("all", problem, actions=actions, records=True)
+        views = [mixed, make("all rederived", only(problem, "rederive"), actions=actions, records=True, richer=mixed)]
         if "recompute" in actions:
-            pinned = self._build(variants, rebuilds_inputs=False)
+            pinned, free = self._build(variants, rebuilds_inputs=False), mixed
             if pinned != problem:
-                views.append(make("inputs kept", pinned, actions=actions, records=True))
-                views.append(
-                    make("inputs kept, all rederived", only(pinned, "rederive"), actions=actions, records=True)
-                )
-            views.append(make("regions", only(pinned, "save"), actions=("recompute",), records=False))
+                free = make("inputs kept", pinned, actions=actions, records=True)
+                rederived = only(pinned, "rederive")
+                views += [
+                    free,
+                    make("inputs kept, all rederived", rederived, actions=actions, records=True, richer=free),
+                ]
+            regions = only(pinned, "save")
+            views.append(make("regions", regions, actions=("recompute",), records=False, richer=free))
         return ViewSet(tiles=tiles, problem=problem, views=tuple(views), saving=views[-1])
 
     def _captured(self, chosen: tuple[Decision, ...]) -> PricedTrace:

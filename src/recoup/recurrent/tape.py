@@ -20,6 +20,7 @@ from recoup import _torch
 from recoup.errors import InternalError
 from recoup.recurrent.captured import Captured
 from recoup.runtime import execution_context, scan_bytes
+from recoup.units import SMALL_BYTES
 
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
@@ -99,9 +100,6 @@ def begin(state: list[torch.Tensor], flags: list[bool]) -> list[torch.Tensor]:
         return list(_Begin.apply(anchor, flags, *state))  # type: ignore[no-untyped-call]
 
 
-_SMALL_SUMS_BYTES = 1 << 16  # of captured tensors up to which no hooks are used: they take longer than a small step
-
-
 class Sums:
     """Gradients of captured tensors, summed in plain's order ([Note: sums in plain's order]).
 
@@ -116,7 +114,7 @@ class Sums:
     __slots__ = ("_handles", "_hooked", "_owned", "_tensors", "seeded", "totals")
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
-        self._hooked = sum(t.numel() * t.element_size() for t in tensors) > _SMALL_SUMS_BYTES
+        self._hooked = sum(t.numel() * t.element_size() for t in tensors) > SMALL_BYTES
         self.totals: list[torch.Tensor | None] = [None] * len(tensors)
         self.seeded = [False] * len(tensors)
         self._owned = [False] * len(tensors)

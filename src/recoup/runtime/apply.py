@@ -18,6 +18,7 @@ from recoup.ir.decision import (
     Region,
     Save,
 )
+from recoup.ir.labels import paths_around
 from recoup.ir.plan import Plan
 from recoup.runtime.hooks import HOOKS, Hook
 from recoup.runtime.kv_cache import caching_paths
@@ -140,6 +141,8 @@ def apply_decisions(
     records = offloads or any(isinstance(d, Rederive) or (d.path == "" and isinstance(d, Save)) for d in decisions)
     if state.counts_calls or joins or records:
         paths.setdefault("", None)
+    # A decision inside one of these calls rederives.
+    deriving = {around for d in decisions if isinstance(d, Rederive) for around in ("", *paths_around(d.path))}
     wanted: list[tuple[nn.Module, Runner, Settings]] = []
     for path in paths:
         prefix = f"{path}." if path else ""
@@ -147,7 +150,7 @@ def apply_decisions(
             path=path,
             decisions=tuple(by_path.get(path, ())),
             joins=tuple(joins.get(path, ())),
-            derives_below=_derives_below(decisions, [path, *(p for d in by_path.get(path, ()) for p in d.paths[1:])]),
+            derives_below=not deriving.isdisjoint([path, *(p for d in by_path.get(path, ()) for p in d.paths[1:])]),
             buffers=_buffers(modules[path], prefix, [*by_path.get(path, ()), *joins.get(path, ())]),
             state=state,
             is_root=path == "",
@@ -174,12 +177,6 @@ def _apply_rebuild(model: nn.Module, decision: Rebuild, decisions: Sequence[Deci
         if not isinstance(module, torch.jit.ScriptModule)  # what runs inside belongs to the call around it
     ]
     return Applied(model, patch_all(wanted), state)
-
-
-def _derives_below(decisions: Sequence[Decision], paths: Sequence[str]) -> bool:
-    """Whether a decision inside one of these calls rederives."""
-    prefixes = tuple(f"{path}." if path else "" for path in paths)
-    return any(isinstance(d, Rederive) and (d.path.startswith(prefixes) or d.path in paths) for d in decisions)
 
 
 def _buffers(module: nn.Module, prefix: str, decisions: Sequence[Decision]) -> tuple[str, ...]:

@@ -48,6 +48,9 @@ class Solver:
         actions: what may be chosen besides "save": "rederive", "recompute".
         spans: whether consecutive calls may form one region.
         nested_spans: whether calls inside a span may be regions and spans again, as in Rotor's recursion.
+
+    Attributes:
+        line: the problem, laid out. baselines: (extra seconds, peak bytes, regions) of each plan by hand.
     """
 
     def __init__(
@@ -63,13 +66,13 @@ class Solver:
         search = Search(self.line, actions=actions, spans=spans, nested_spans=nested_spans)
         self._front = search.front()
         self._plain = self._solution(uniform(self.line, 0, len(self.line.leaves), "save"))
-        self._baselines: list[tuple[float, int, Segments]] = []
+        self.baselines: list[tuple[float, int, Segments]] = []
         if "recompute" in actions:
             pricer = Pricer(self.line)
             for _, segments in named_segments(self.line):
                 if spans or all(len(segment) == 1 for segment in segments):
                     peak_bytes, extra_seconds = pricer.price(segments)
-                    self._baselines.append((extra_seconds, peak_bytes, segments))
+                    self.baselines.append((extra_seconds, peak_bytes, segments))
         self._leanest: Solution | None = None
         self._answers: dict[int, Solution] = {}
 
@@ -77,7 +80,7 @@ class Solver:
         """Returns the fastest choice whose peak is at most `budget_bytes`, or the leanest, with status "infeasible"."""
         if self._plain.peak_bytes <= budget_bytes:
             return self._plain
-        fitting = [baseline for baseline in self._baselines if baseline[1] <= budget_bytes]
+        fitting = [baseline for baseline in self.baselines if baseline[1] <= budget_bytes]
         best = min(fitting, key=lambda baseline: baseline[:2], default=None)
         room = budget_bytes - self.problem.fixed_bytes
         point = int(self._front.peaks.searchsorted(room, side="right")) - 1
@@ -110,7 +113,7 @@ class Solver:
 
     def _front_floor(self) -> int:
         lowest = self.problem.fixed_bytes + int(self._front.peaks[0])
-        return min([lowest, self._plain.peak_bytes, *(baseline[1] for baseline in self._baselines)])
+        return min([lowest, self._plain.peak_bytes, *(baseline[1] for baseline in self.baselines)])
 
     def _at(self, point: int) -> Solution:
         found = self._answers.get(point)

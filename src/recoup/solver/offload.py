@@ -25,7 +25,7 @@ from recoup.solver.problem import Block, Leaf, Offload, Option, Problem
 
 ALL_KINDS: tuple[Ambient, ...] = ("rederive", "save")
 Assumption = Literal["hidden", "window", "exposed"]
-_FEWEST_CALLS = 3  # of a kind at one depth that make it a stack of layers
+FEWEST_CALLS = 3  # of a kind at one depth that make it a stack of layers
 _HIDDEN_SHARE = 0.01  # of a copy's time that it costs though it hides: of two plans, the one that moves less
 
 
@@ -162,7 +162,7 @@ def depths(problem: Problem) -> list[int]:
                 count(part.parts, depth + 1)
 
     count(problem.parts, 0)
-    return sorted({depth for (depth, _), number in counts.items() if number >= _FEWEST_CALLS})[:2]
+    return sorted({depth for (depth, _), number in counts.items() if number >= FEWEST_CALLS})[:2]
 
 
 def _option(leaf: Leaf, action: str) -> Option:

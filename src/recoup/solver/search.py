@@ -90,11 +90,16 @@ class Search:
         # Segments of a chain of n calls are best at about sqrt(n); three times that leaves room for unequal ones.
         self._longest_span = max(_LONGEST_SPAN_LEAVES, 3 * math.isqrt(len(line.leaves)))
         self._inside: dict[tuple[int, int], _Inside] = {}
+        # Lists of insides are one object if they are equal, so that `id` tells; `_known_insides` holds them.
+        self._none_following: list[_Inside] = []
+        self._known_insides: dict[tuple[int, ...], list[_Inside]] = {}
+        self._same_insides: dict[tuple[int, int], list[_Inside]] = {}
         self._linked: dict[tuple[int, int], Front] = {}
         self._known_links: dict[Hashable, Linked] = {}
         self._known_forks: dict[int, tuple[dict[int, list[int]], dict[int, list[int]]]] = {}  # by identity of the call
         self._links_of: dict[int, Links | None] = {}
         self._spans_of_call: dict[int, list[tuple[Region, int]]] = {}  # by identity of the first call
+        self._spans_before: dict[tuple[int, int], list[tuple[Region, int]]] = {}  # by identity of the next call's
         self._known_spans: dict[tuple[int, ...], list[tuple[Region, int]]] = {}  # by structures of the calls
         self._nothing = empty()
         self.num_thinned = 0
@@ -278,6 +283,11 @@ class Search:
         """Returns the prices of regions over 1, 2, ... calls from `call` on, `longest` at least, and their leaves."""
         known = self._spans_of_call.get(id(call))
         if known is None or len(known) < longest:
+            behind = call.following and self._spans_of_call.get(id(call.following))
+            same = self._spans_before.get((call.structure, id(behind))) if behind else None
+            if same is not None and len(same) >= longest:
+                self._spans_of_call[id(call)] = same
+                return same
             calls, last = [call], call
             while last.following is not None and len(calls) < max(longest, self._longest_span):
                 last = last.following
@@ -290,6 +300,8 @@ class Search:
             if known is None:
                 known = self._known_spans[key] = _spans_over(calls)
             self._spans_of_call[id(call)] = known
+            if behind:
+                self._spans_before[call.structure, id(behind)] = known
         return known
 
     def _offloads(self, call: Call, after: Front, rederived: _Units) -> list[Front]:
@@ -330,7 +342,11 @@ class Search:
         """
         call = around.parts[i]
         assert isinstance(call, Call)
-        following = known[i + 1] if call.following is not None and self._spans else []
+        following = known[i + 1] if call.following is not None and self._spans else self._none_following
+        if links is None:  # in a long chain of equal calls what follows is mostly the same
+            same = self._same_insides.get((call.structure, id(following)))
+            if same is not None:
+                return same
         found: list[_Inside] = []
         for length in range(1, min(len(following) + 1, self._longest_span) + 1):
             key = (call.structure, following[length - 2].structure if length > 1 else -1)
@@ -351,6 +367,9 @@ class Search:
             if length > 1 and links is not None:
                 inside = self._with_links(links, i, length, inside)
             found.append(inside)
+        if links is None:
+            found = self._known_insides.setdefault(tuple(inside.structure for inside in found), found)
+            self._same_insides[call.structure, id(following)] = found
         return found
 
     def _with_links(self, links: Links, i: int, length: int, inside: _Inside) -> _Inside:

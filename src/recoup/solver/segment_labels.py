@@ -83,13 +83,15 @@ class LabelMaker:
         self._first_saved: dict[int, int] = {}
         for i, values in enumerate(problem.saves):
             for value in values:
-                self._first_saved.setdefault(value, i)
+                if value in self._maker:
+                    self._first_saved.setdefault(value, i)
         bare = problem.bare_bytes
         # Where each interval's forward is fullest if nothing is held, and its last op.
         self._watched = [
             (max(range(first, end), key=bare.__getitem__) if bare else first, end - 1)
             for first, end in zip(problem.places, self._ends, strict=True)
         ]
+        self._earlier: dict[int, list[int]] = {}
         self._hulls: dict[Segment, list[Held]] = {}
         self._labels: dict[tuple[int, int], list[Label]] = {}
         self._nested: dict[tuple[int, int], list[Label]] = {}
@@ -135,16 +137,20 @@ class LabelMaker:
             inside = zip(problem.forward_bytes[i:j], problem.saved_bytes[i:j], strict=True)
             return sum(problem.value_bytes[v] for v in charged) + max(0, *(f - s for f, s in inside))
         sizes, released, own = problem.value_bytes, problem.released, set(charged)
-        earlier = [
-            v
-            for v, at in self._first_saved.items()
-            if at < problem.places[i] <= released[v] and v not in own and v in self._maker
-        ]
+        earlier = [v for v in self._alive_anyway(i) if v not in own]
         most = 0
         for at in itertools.chain.from_iterable(self._watched[i:j]):
             bare = problem.bare_bytes[at] - sum(sizes[v] for v in earlier if released[v] >= at)
             most = max(most, bare + sum(sizes[v] for v in charged if self._maker[v] <= at and released[v] < at))
         return most
+
+    def _alive_anyway(self, i: int) -> list[int]:
+        """Returns the values that autograd saves before interval `i` and that the model's own code has alive there."""
+        found = self._earlier.get(i)
+        if found is None:
+            released, begin = self.problem.released, self.problem.places[i]
+            found = self._earlier[i] = [v for v, at in self._first_saved.items() if at < begin <= released[v]]
+        return found
 
     def _make_labels(self, i: int, j: int) -> list[Label]:
         problem = self.problem
@@ -174,8 +180,11 @@ class LabelMaker:
         segment = Segment(
             value_bytes=tuple(problem.value_bytes[v] if v in made else 0 for v in names),
             ops=tuple(
-                dataclasses.replace(
-                    op, inputs=tuple(local[v] for v in op.inputs), outputs=tuple(local[v] for v in op.outputs)
+                Op(
+                    inputs=tuple(map(local.__getitem__, op.inputs)),
+                    outputs=tuple(map(local.__getitem__, op.outputs)),
+                    seconds=op.seconds,
+                    can_rerun=op.can_rerun,
                 )
                 for op in problem.ops[first:last]
             ),

@@ -11,10 +11,11 @@ from recoup.planner.simulator import EVERYWHERE
 from recoup.planner.step import PlannedStep
 from recoup.planner.strategies.base import Decisions, Proposals, Strategy
 from recoup.planner.strategies.offload import with_inputs_offloaded
-from recoup.solver.baselines import baselines
+from recoup.solver.baselines import choice_of
+from recoup.solver.offload import FEWEST_CALLS
+from recoup.solver.sequence import region_of
 
 _NUM_KINDS = 2  # kinds of calls that are tried whole: those that save the most
-_FEWEST_CALLS = 3  # calls of a kind that repeats
 _NUM_TRIED_PLANS = 4  # baselines that are simulated for a budget, the fastest first
 _HOPEFUL_SHARE = 1.04  # share of the budget that a baseline may need by the solver's reckoning and still be simulated
 
@@ -39,13 +40,13 @@ class ByHandStrategy(Strategy):
         view = self._step.views.plain.saving
         allowed = incumbents.seconds(budget_bytes) * (1 + SAME_TIME_SHARE) - incumbents.plain.step_seconds
         hopeful = [
-            b
-            for b in baselines(view.solver.problem)
-            if b.extra_seconds <= allowed and b.peak_bytes + view.fixed_bytes <= budget_bytes * _HOPEFUL_SHARE
+            (sum(region_of(tuple(s)).flops for s in segments), extra_seconds, segments)
+            for extra_seconds, peak_bytes, segments in view.solver.baselines
+            if extra_seconds <= allowed and peak_bytes + view.fixed_bytes <= budget_bytes * _HOPEFUL_SHARE
         ]
-        hopeful.sort(key=lambda b: (b.extra_flops, b.extra_seconds))
-        for baseline in hopeful[:_NUM_TRIED_PLANS]:
-            candidate = yield view.decide(baseline.choice)
+        hopeful.sort(key=lambda b: b[:2])
+        for _, _, segments in hopeful[:_NUM_TRIED_PLANS]:
+            candidate = yield view.decide(choice_of(view.solver.line, segments))
             if candidate.peak_bytes <= budget_bytes:
                 return
 
@@ -81,10 +82,12 @@ def _repeated_kinds(step: PlannedStep) -> list[list[str]]:
         if call.path and not call.refusal and not call.runs_once and call.replay_stop_op >= 0 and call.children:
             kinds.setdefault(call.kind, []).append(index)
     saved = dict.fromkeys(kinds, 0)
+    saved_at = [0] * (len(trace.ops) + 1)
+    for storage in trace.storages:
+        if storage.category == "saved":
+            saved_at[storage.saved_op] += storage.nbytes
     for kind, members in kinds.items():
-        spans = [(trace.calls[i].first_op, trace.calls[i].last_op) for i in members]
-        for storage in trace.storages:
-            if storage.category == "saved" and any(a <= storage.saved_op < b for a, b in spans):
-                saved[kind] += storage.nbytes
-    repeated = sorted((k for k in kinds if len(kinds[k]) >= _FEWEST_CALLS), key=lambda k: -saved[k])[:_NUM_KINDS]
+        inside = {op for i in members for op in range(trace.calls[i].first_op, trace.calls[i].last_op)}
+        saved[kind] = sum(saved_at[op] for op in inside)
+    repeated = sorted((k for k in kinds if len(kinds[k]) >= FEWEST_CALLS), key=lambda k: -saved[k])[:_NUM_KINDS]
     return [list(dict.fromkeys(trace.calls[i].path for i in kinds[kind])) for kind in repeated]

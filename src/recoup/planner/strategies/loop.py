@@ -7,7 +7,7 @@ from typing import ClassVar, Self
 
 from recoup.capture.levels import levels_after_calls
 from recoup.ir.decision import Ambient
-from recoup.planner.incumbents import Incumbents
+from recoup.planner.incumbents import HOPEFUL_SHARE, Incumbents
 from recoup.planner.simulator import EVERYWHERE, Simulator
 from recoup.planner.step import PlannedStep
 from recoup.planner.strategies.base import Decisions, Proposals, Strategy
@@ -17,7 +17,6 @@ from recoup.solver.loops import StepLoop
 _NUM_TRIES = 2  # the peak falls about evenly with each call that is chunked: two tries find how many are needed
 _CALLS_FACTOR = 1.02  # more calls than the estimate says are needed
 _PROBED_CALLS = (24, 60)  # what the calls between these two keep, each call of the loop keeps
-_PROBE_FACTOR = 1.05  # by which the probe may be over the budget and its loop still be planned
 
 
 class LoopStrategy(Strategy):
@@ -106,4 +105,4 @@ class LoopStrategy(Strategy):
         fixed_bytes = simulator.fixed_bytes
         fixed_bytes += sum(s.nbytes for s in simulator.trace.storages if s.category == "optimizer")
         kept_bytes = (levels[1] - levels[0]) / (last - first) * (self._loop.num_calls - last)
-        return fixed_bytes + levels[1] + kept_bytes <= budget_bytes * _PROBE_FACTOR
+        return fixed_bytes + levels[1] + kept_bytes <= budget_bytes * (1 + HOPEFUL_SHARE)

@@ -9,8 +9,8 @@ from typing import ClassVar, Self
 
 from recoup.cost.host_link import Link
 from recoup.ir.decision import Decision, Region
-from recoup.planner.incumbents import Incumbents
-from recoup.planner.repair import MOST_REPAIRS, Allowance, repaired
+from recoup.planner.incumbents import MOST_REPAIRS, Incumbents
+from recoup.planner.repair import Allowance, repaired
 from recoup.planner.step import PlannedStep
 from recoup.planner.strategies.base import Proposals, Strategy
 from recoup.planner.views import View, ViewSet

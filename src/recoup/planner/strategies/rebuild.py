@@ -6,8 +6,7 @@ import functools
 from typing import ClassVar, Self
 
 from recoup.planner.held_view import HeldView, held_view
-from recoup.planner.incumbents import CLOSE_SHARE, Incumbents
-from recoup.planner.repair import MOST_REPAIRS
+from recoup.planner.incumbents import CLOSE_SHARE, MOST_REPAIRS, WORTH_SHARE, Incumbents
 from recoup.planner.step import PlannedStep
 from recoup.planner.strategies.base import Proposals, Strategy
 from recoup.solver.segments import SegmentSolver
@@ -53,7 +52,8 @@ class RebuildStrategy(Strategy):
         target, has_fitted = budget_bytes, False
         for _ in range(MOST_REPAIRS):
             choice = self._solver.solve(target - self._fixed_bytes)
-            if choice is None or plain.step_seconds + choice.extra_seconds >= incumbents.seconds(budget_bytes):
+            worth = incumbents.seconds(budget_bytes) * (1 - WORTH_SHARE)
+            if choice is None or plain.step_seconds + choice.extra_seconds >= worth:
                 return
             candidate = yield (self._view.decide(choice),)
             gap = candidate.peak_bytes - budget_bytes

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar, Self
 
-from recoup.planner.incumbents import Incumbents
-from recoup.planner.repair import MOST_REPAIRS, SEARCH_OPS, Allowance, repaired
+from recoup.planner.incumbents import MOST_REPAIRS, Incumbents
+from recoup.planner.repair import SEARCH_OPS, Allowance, repaired
 from recoup.planner.simulator import EVERYWHERE
 from recoup.planner.step import PlannedStep
 from recoup.planner.strategies.base import Proposals, Strategy

@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import ClassVar, Self
 
 from recoup.ir.decision import Decision
-from recoup.planner.incumbents import Incumbents
+from recoup.planner.incumbents import SAME_TIME_SHARE, Incumbents
 from recoup.planner.step import PlannedStep
 from recoup.planner.strategies.base import Decisions, Proposals, Strategy
 from recoup.planner.strategies.scan_plans import ScanPlans
 from recoup.solver.scans import split_scans
 
 _NUM_MOVED_PLANS = 2  # plans whose scans are moved to a budget: the solver's two best, each takes a few simulations
-_FASTER_SHARE = 0.01  # share of a step's time: how much faster a plan must look to be moved
 
 
 class ScanStrategy(Strategy):
@@ -43,7 +42,7 @@ class ScanStrategy(Strategy):
                 if split_scans(c.decisions)[0] and split_scans(c.decisions)[1] not in moved
             }
             candidate = min(found, key=found.__getitem__, default=None)
-            if candidate is None or found[candidate] >= best * (1 - _FASTER_SHARE):
+            if candidate is None or found[candidate] >= best * (1 - SAME_TIME_SHARE):
                 return
             moved.append(split_scans(candidate.decisions)[1])
             yield from self._scans.moved(candidate, budget_bytes)

@@ -17,7 +17,7 @@ from recoup import progress
 from recoup.capture.tracker import Tracker
 from recoup.cost.model import PricedTrace
 from recoup.ir.decision import Ambient, Decision
-from recoup.planner.incumbents import CLOSE_SHARE, Candidate
+from recoup.planner.incumbents import CLOSE_SHARE, HOPEFUL_SHARE, MOST_REPAIRS, Candidate
 from recoup.planner.simulator import EVERYWHERE, Simulator
 from recoup.planner.strategies.base import Proposals
 from recoup.recurrent.choose import SHARED_TAPES_SHARE
@@ -27,9 +27,7 @@ from recoup.runtime.scan_bytes import StepOfScan
 from recoup.solver.scans import Ladder, Rung, chosen_bytes, fold, merged, split_scans, with_scans
 from recoup.solver.sequence import Choice
 
-_MAX_MOVES = 5  # simulated steps for one budget: the peak follows the bytes nearly one to one
 _LEAST_SLOPE_RATIO = 0.25  # peak bytes for a byte of a scan, as two plans show it, at least; at most the inverse
-_HOPEFUL_SHARE = 0.05  # of the budget: how much less than a scan can take may be asked of it and still be tried
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -192,7 +190,7 @@ class ScanPlans:
         top, floor = sum(self._path[0]), sum(self._path[-1])
         tried: list[tuple[int, int]] = []  # (bytes of scans, peak)
         at = self._bytes(candidate)
-        for _ in range(_MAX_MOVES):
+        for _ in range(MOST_REPAIRS):
             tried.append((at, candidate.peak_bytes))
             fits = [a for a, peak in tried if peak <= budget_bytes]
             over = [a for a, peak in tried if peak > budget_bytes]
@@ -205,7 +203,7 @@ class ScanPlans:
                 if min(over) - max(fits) <= (1 - CLOSE_SHARE) * budget_bytes:
                     return
                 wanted = (max(fits) + min(over)) // 2
-            if wanted < floor - _HOPEFUL_SHARE * budget_bytes:
+            if wanted < floor - HOPEFUL_SHARE * budget_bytes:
                 return
             at = min(max(wanted, floor), top)
             candidate = yield with_scans(candidate.decisions, self._between(at))
@@ -214,7 +212,7 @@ class ScanPlans:
         """Returns about how long a candidate's step takes when its scans' bytes are moved to the budget."""
         at = self._bytes(candidate)
         wanted = at + budget_bytes - candidate.peak_bytes
-        if wanted < sum(self._path[-1]) - _HOPEFUL_SHARE * budget_bytes:
+        if wanted < sum(self._path[-1]) - HOPEFUL_SHARE * budget_bytes:
             return float("inf")
         return candidate.step_seconds + self._extra_seconds(wanted) - self._extra_seconds(at)
 

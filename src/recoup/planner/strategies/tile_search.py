@@ -6,8 +6,8 @@ from typing import ClassVar, Self
 
 from recoup import progress
 from recoup.ir.decision import Decision, TileModule
-from recoup.planner.incumbents import Candidate, Incumbents
-from recoup.planner.repair import MOST_REPAIRS, SEARCH_OPS, Allowance, repaired
+from recoup.planner.incumbents import MOST_REPAIRS, Candidate, Incumbents
+from recoup.planner.repair import SEARCH_OPS, Allowance, repaired
 from recoup.planner.simulator import EVERYWHERE
 from recoup.planner.step import PlannedStep
 from recoup.planner.strategies.base import Decisions, Proposals, Strategy

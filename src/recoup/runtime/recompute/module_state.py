@@ -23,9 +23,7 @@ import torch
 from torch import nn
 
 from recoup.runtime.recompute.rng_state import version_of
-
-COPIED_BYTES = 1 << 16
-"""A tensor up to this size is copied when a region is entered, in case the forward changes it in place."""
+from recoup.units import SMALL_BYTES
 
 _HOOKS = frozenset(k for k in nn.Module().__dict__ if "forward" in k or "backward" in k)
 _SKIPPED = (frozenset(nn.Module().__dict__) | {"forward"}) - _HOOKS - {"training", "_buffers"}
@@ -219,7 +217,7 @@ class AttributeState:
 
     def _note(self, path: str, leaf: str, tensor: torch.Tensor) -> _Tensor:
         name = f"{path}.{leaf}" if path else leaf
-        small = tensor.layout is torch.strided and tensor.nbytes <= COPIED_BYTES
+        small = tensor.layout is torch.strided and tensor.nbytes <= SMALL_BYTES
         return _Tensor(name, leaf, tensor, small or name in self._written)
 
     def settle(self) -> None:

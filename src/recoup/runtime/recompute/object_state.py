@@ -21,8 +21,8 @@ from torch import nn
 from recoup import _torch
 from recoup._reachable import Reached, slots_of
 from recoup.errors import ReplayError
-from recoup.runtime.recompute.module_state import COPIED_BYTES
 from recoup.runtime.recompute.rng_state import StreamState, version_of
+from recoup.units import SMALL_BYTES
 
 _ABSENT = object()
 _CONTAINERS = (list, dict, set, tuple, collections.deque)
@@ -90,7 +90,7 @@ class Places:
         for _, scope, key in found.bindings:
             names.setdefault(id(scope), (scope, []))[1].append(key)
         self._found += [_bindings(scope, keys) for scope, keys in names.values()]
-        self._found += [_array(n, a) for n, a in found.arrays if a.nbytes <= COPIED_BYTES and a.flags.writeable]
+        self._found += [_array(n, a) for n, a in found.arrays if a.nbytes <= SMALL_BYTES and a.flags.writeable]
         self._found += [_raw(n, r) for n, r in found.raw]
         self._tensors = [(n, t) for n, t in found.tensors if id(t) not in own and t.layout is torch.strided]
         self._streams = [s for _, s in found.streams if id(s) not in own]
@@ -168,7 +168,7 @@ def is_same(one: Any, other: Any) -> bool:
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor | None:
     """Returns the values of a small tensor; a real one's past every mode, so that nobody takes it for an op."""
-    if tensor.nbytes > COPIED_BYTES or tensor.device.type == "meta":
+    if tensor.nbytes > SMALL_BYTES or tensor.device.type == "meta":
         return None
     if _torch.is_fake(tensor):
         return tensor.detach().clone()

@@ -12,10 +12,11 @@ from recoup.errors import ReplayError
 from recoup.runtime.recompute.ambient import Ambient
 from recoup.runtime.recompute.bindings import Bindings, storage_of
 from recoup.runtime.recompute.inputs import Inputs
-from recoup.runtime.recompute.module_state import COPIED_BYTES, AttributeState, walk
+from recoup.runtime.recompute.module_state import AttributeState, walk
 from recoup.runtime.recompute.object_state import Places
 from recoup.runtime.recompute.rng_state import AutocastState, RandomState, StreamState, statistics_buffers
 from recoup.runtime.recompute.saved_outputs import Kept
+from recoup.units import SMALL_BYTES
 
 
 class Step:
@@ -74,7 +75,7 @@ class Step:
         if what:
             raise ReplayError(
                 f"Region `{path}`: its tensor `{what}` was changed in place since its forward began, after it or being "
-                f"larger than {COPIED_BYTES} bytes, so a second forward would read other values. Name it in the "
+                f"larger than {SMALL_BYTES} bytes, so a second forward would read other values. Name it in the "
                 "decision's `buffers` (`recoup.plan` does), bind a new tensor instead (`self.x = self.x + ...`), or "
                 "leave this module out of the plan.",
                 code="E203",

@@ -1,0 +1,75 @@
+"""A plan of a compiled step as a file that needs torch alone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import recoup
+from recoup.cli.main import run
+from recoup.errors import UsageError
+from recoup.export.compiled import export_compiled
+from recoup.ir.compiled_plan import CompiledGraph, CompiledPlan
+from tests.compiled.models import Residual
+
+
+def plan_of(*graphs: CompiledGraph) -> CompiledPlan:
+    return CompiledPlan(
+        model_class="Residual",
+        backend="inductor",
+        torch_version=torch.__version__,
+        budget_bytes=1,
+        predicted_peak_bytes=1,
+        plain_peak_bytes=2,
+        graphs=graphs,
+    )
+
+
+def test_what_torch_does_by_itself_is_not_exported() -> None:
+    alone = CompiledGraph(
+        fingerprint="f", num_calls=1, num_ops=1, held=(), held_bytes=0, rerun=(), rerun_seconds=0.0, is_torch=True
+    )
+    with pytest.raises(UsageError, match="nothing to export"):
+        export_compiled(plan_of(alone))
+
+
+@pytest.mark.slow
+def test_the_file_divides_as_the_plan_does(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, batch = Residual(num_blocks=3, dropout=0.1), torch.randn(256, 32)
+    found = recoup.fit(model, batch, budget="60%", compiled={"backend": "aot_eager"}, timed=False)
+    torch.manual_seed(1)
+    model(batch).backward()
+    expected = [p.grad for p in model.parameters()]
+    found.applied.remove()
+    plan, code = tmp_path / "plan.json", tmp_path / "divided.py"
+    found.plan.save(plan)
+    assert run(["export", str(plan), "--to", "compile", "--out", str(code)]) == 0
+    torch.save((model, batch, expected), tmp_path / "case.pt")
+    (tmp_path / "models.py").write_text(Path("tests/compiled/models.py").read_text())
+    program = f"""
+import sys, warnings
+warnings.simplefilter("error", UserWarning)
+sys.modules["recoup"] = None
+import torch, divided
+model, batch, expected = torch.load({str(tmp_path / "case.pt")!r}, weights_only=False)
+model.zero_grad()
+model.compile(backend=divided.plan_backend())
+torch.manual_seed(1)
+model(batch).backward()
+assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), expected))
+"""
+    paths = f"{tmp_path}:{Path.cwd()}"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env={**os.environ, "PYTHONPATH": paths},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
