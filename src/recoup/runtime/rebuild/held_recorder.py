@@ -13,8 +13,9 @@ from recoup import _torch
 from recoup.ir.decision import OpMark
 from recoup.runtime import execution_context
 from recoup.runtime.rebuild.cheap_ops import HOLD, OPAQUE, OpFacts, has_history, known_facts, op_facts
+from recoup.runtime.rebuild.constant import Constant
 from recoup.runtime.rebuild.kept import Kept, Source, laid, on_device
-from recoup.runtime.rebuild.lineage import Constant, Geometry, Made, Recorder, Value, geometry_of
+from recoup.runtime.rebuild.lineage import Geometry, Made, Recorder, Value, geometry_of
 from recoup.runtime.rebuild.saved_tensor import MIN_BYTES, compact_mask
 from recoup.runtime.rebuild.segments import Rebuilt, Segment
 from recoup.runtime.rebuild.sites import Noted, Site, Sites, are_plain

@@ -29,7 +29,7 @@ from torch import nn
 
 from recoup import _torch
 from recoup.runtime.rebuild.cheap_ops import CHEAP, IN_PLACE, OpFacts, has_history, known_facts, op_facts
-from recoup.runtime.recompute.spot_check import read_bytes
+from recoup.runtime.rebuild.constant import Constant
 from recoup.runtime.waiting import Waiting
 
 Geometry = tuple[Any, Any, Any, torch.dtype]  # size, stride, storage offset, dtype
@@ -74,21 +74,6 @@ class Value:
         """Returns the object that keeps these contents now; None if there is none or it was overwritten."""
         kept = self.kept() if self.kept is not None else None
         return kept if kept is not None and kept.is_current() else None
-
-
-class Constant:
-    """A parameter, or what FSDP1 makes weights views of: its contents are there in backward if nobody changed them.
-
-    `version`, `storage` and `sample`, a few of its bytes, are those when it was read.
-    """
-
-    __slots__ = ("sample", "storage", "tensor", "version")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-        self.version = tensor._version
-        self.sample = read_bytes(tensor)
-        self.storage = tensor.untyped_storage()._cdata
 
 
 class Read:
@@ -381,9 +366,9 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
     def _rescue(self, tensor: torch.Tensor) -> None:
         """Copies what is about to be overwritten, if something is to be rebuilt from it: plain would have kept that."""
         old = self._existing(tensor)
-        kept = old.alive() if old is not None else None
-        if kept is not None:
-            kept.rescue()
+        for holder in () if old is None else (old.constant, old.alive()):
+            if holder is not None:
+                holder.rescue()
 
     def _replace(self, tensor: torch.Tensor, value: Value) -> None:
         """Gives a storage that was written to its new value."""
@@ -392,7 +377,9 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
             old.overwritten += (geometry_of(tensor),)
             kept = old.alive()
             if kept is None or not kept.is_rescued():  # a write through `.data` leaves the version as it was
-                old.kept = old.constant = None
+                old.kept = None
+            if old.constant is not None and old.constant.copy is None:
+                old.constant = None
         storage = tensor.untyped_storage()
         if isinstance(tensor, nn.Parameter):
             self._values.pop(weakref.ref(storage), None)  # its version counts up only after this

@@ -92,9 +92,10 @@ class Segment:
                 continue
             seen.add(current)
             if current.constant is not None:
-                parameter = current.constant.tensor
-                if parameter._version != current.constant.version or not has_memory(parameter):
+                constant, parameter = current.constant, current.constant.tensor
+                if constant.copy is None and (parameter._version != constant.version or not has_memory(parameter)):
                     return None
+                constant.is_source = True
                 continue
             if current.kept is not None and (kept := current.alive()) is not None:
                 found[id(kept)] = kept
@@ -250,7 +251,7 @@ def _result(out: Any, position: int) -> torch.Tensor:
 def _contents(value: Value, here: dict[Value, torch.Tensor]) -> torch.Tensor:
     if value.constant is not None:
         parameter = value.constant.tensor
-        if not has_memory(parameter):
+        if value.constant.copy is None and not has_memory(parameter):
             raise ReplayError(
                 f"A parameter {list(parameter.shape)} that saved tensors are rebuilt from was taken away since "
                 "its module's forward. Plan without `rebuild`: actions=('rederive', 'recompute').",
