@@ -4,7 +4,8 @@
 
 Each row runs one training step three times from the same state: as it is, with `torch.utils.checkpoint` (non-reentrant)
 on the named modules, and with recoup on the same modules. What the step leaves (loss, gradients, buffers, attributes,
-the next random numbers) is compared bit for bit with the step as it is. Writes docs/hazards.md.
+the next random numbers) is compared bit for bit with the step as it is. The programs of `bench.programs` are trained
+with a call of `fit` before and without. Writes docs/hazards.md.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import recoup
+from bench.programs.all import PROGRAMS
+from bench.programs.program import outcome
 from recoup.cost.model import FlopsCost
 from recoup.ir.decision import Recompute
 from recoup.runtime.apply import apply_decisions
@@ -678,8 +681,18 @@ def _short(error: Exception) -> str:
     return f"{type(error).__name__}: {text if len(text) <= 170 else text[:167] + '...'}"
 
 
-def table(outcomes: list[tuple[str, str, str]]) -> str:
-    """Returns the document."""
+def _row(cells: tuple[str, ...]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def table(outcomes: list[tuple[str, str, str]], programs: list[tuple[str, str, str]]) -> str:
+    """Returns the document.
+
+    Args:
+        outcomes: hazard, torch's outcome, recoup's. programs: kind, program, outcome of `fit`.
+    """
+    num_exact = sum(o[2].startswith("exact") for o in programs)
+    num_refused = sum(o[2].startswith("refused") for o in programs)
     wrong = [sum(o[i] == "silently wrong" for o in outcomes) for i in (1, 2)]
     exact = [sum(o[i] == "exact" for o in outcomes) for i in (1, 2)]
     lines = [
@@ -701,13 +714,25 @@ def table(outcomes: list[tuple[str, str, str]]) -> str:
         "",
         "| hazard | torch | recoup |",
         "|---|---|---|",
-        *("| " + " | ".join(cell.replace("|", "\\|") for cell in outcome) + " |" for outcome in outcomes),
+        *map(_row, outcomes),
         "",
         "recoup compares a few bytes of every tensor that a region saves with what its second forward saves there, on",
         "the CPU only: on a GPU that would wait for the device. What neither a module, its arguments nor the global",
         "random streams hold (a global setting, a generator in a global variable, a routing decision made from",
         "outside) is therefore noticed on the CPU and not on a GPU. A change that misses every sampled byte is not",
         "noticed either; `recoup.verify` compares whole values.",
+        "",
+        "## Programs around `fit`",
+        "",
+        f"{len(programs)} small trainings, each with `recoup.fit` before it (60 % of the peak, or the least there is)",
+        f"and without. Exact ({num_exact}): `fit` was within its budget, and after three steps losses, weights,",
+        "buffers, gradients, random streams and whatever else the step changes are equal bit for bit.",
+        f"Refused, and nothing touched ({num_refused}): `fit` raised, and the training after it is equal all the same.",
+        f"Anything else: {len(programs) - num_exact - num_refused}.",
+        "",
+        "| kind | program | `recoup.fit` |",
+        "|---|---|---|",
+        *map(_row, programs),
         "",
     ]
     return "\n".join(lines)
@@ -720,8 +745,15 @@ def main() -> None:
     for item in ROWS:
         outcomes.append((item.name, run_row(item, "torch"), run_row(item, "recoup")))
         print(" | ".join(outcomes[-1]))
+    programs = []
+    for program in PROGRAMS:
+        became = outcome(program)
+        programs.append(
+            (program.kind.replace("_", " "), program.name, became if len(became) < 300 else became[:297] + "...")
+        )
+        print(" | ".join(programs[-1]))
     OUTPUT.parent.mkdir(exist_ok=True)
-    OUTPUT.write_text(table(outcomes))
+    OUTPUT.write_text(table(outcomes, programs))
 
 
 if __name__ == "__main__":

@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import operator
 import os
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -585,6 +586,29 @@ def alias_below_autograd(tensor: torch.Tensor) -> torch.Tensor:
     """
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):  # type: ignore[attr-defined]
         return tensor.detach()
+
+
+def op_call(overload: Any) -> Any:
+    """Returns what an overload runs when it is called, without the Python around it (torch 2.11, 2.13).
+
+    Freed by: an overload that is called without Python.
+    """
+    return getattr(overload, "_op", overload)
+
+
+def tensor_guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
+    """Returns a function that says whether other tensors are like these, None where there is none (torch 2.11, 2.13).
+
+    Like these are those of the same class, dtype, device, size, strides and dispatch keys (layout, autograd, lazy
+    negation and conjugation), no tensor twice. It holds none of them. Freed by: one public call that compares metadata.
+    """
+    try:
+        from torch._C._dynamo.guards import TensorGuards
+    except ImportError:
+        return None
+    guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    check: Callable[..., bool] = guards.check
+    return check
 
 
 def fake_tensor_errors() -> tuple[type[BaseException], ...]:
@@ -1295,9 +1319,9 @@ def _set_refusal_of_hooks(message: str | None) -> None:
 
 
 def _autocast_nesting() -> int:
-    depth = torch.autocast_increment_nesting()
-    torch.autocast_decrement_nesting()
-    return depth
+    both = torch.autocast_increment_nesting, torch.autocast_decrement_nesting
+    depth, _ = map(operator.methodcaller("__call__"), both)  # in C: no interrupt comes between the two
+    return int(depth)
 
 
 def _set_autocast_nesting(depth: int) -> None:

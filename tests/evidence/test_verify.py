@@ -112,6 +112,29 @@ def test_state_in_attributes_is_no_difference_and_is_put_back() -> None:
     assert torch.equal(model[0].stream.get_state(), stream)
 
 
+class _Registers(nn.Module):
+    """Layers that a first forward registers hooks on, as transformers does where outputs are asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(3))
+        self.seen: list[int] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            if not layer._forward_hooks:
+                layer.register_forward_hook(lambda module, args, output: self.seen.append(len(output)))
+            x = x + layer(x)
+        return x.square().mean()
+
+
+def test_hooks_that_a_step_registers_are_no_difference() -> None:
+    model = _Registers()
+    found = recoup.fit(model, torch.randn(64, 16), budget="80%", timed=False)
+    assert found.evidence.ok and found.evidence.buffers_equal and found.plan.decisions
+    assert not model.seen and not any(layer._forward_hooks for layer in model.layers)  # as they were
+
+
 def test_there_are_twenty_ordinary_models() -> None:
     assert len(ORDINARY) == 20
 

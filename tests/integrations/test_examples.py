@@ -21,6 +21,7 @@ EXPECTED = {
     "mixed_precision": "bit-equal",
     "other_names": "gradients equal",
     "shapes": "It was not run",
+    "trl_dpo": "regions run twice",
 }
 
 STARTS_PROCESSES = ("fsdp2",)  # which run this file again

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -139,6 +140,57 @@ def test_transformers_clip() -> None:
     found = recoup.contrastive(loss, *towers, chunk_size=4)
     assert torch.equal(found, plain)
     assert all(map(torch.equal, torch.autograd.grad(found, list(model.parameters())), wanted))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+def test_sentence_transformers(tmp_path: Path) -> None:
+    sentence_transformers = pytest.importorskip("sentence_transformers")
+    from sentence_transformers.sentence_transformer.losses import (
+        CachedMultipleNegativesRankingLoss,
+        MultipleNegativesRankingLoss,
+    )
+    from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+
+    torch.manual_seed(0)
+    words = ["[PAD]", "[UNK]", *(f"w{i}" for i in range(62))]
+    word_level = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    word_level.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=word_level, pad_token="[PAD]", unk_token="[UNK]").save_pretrained(tmp_path)
+    small = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    BertModel(BertConfig(**small, **dropout, vocab_size=len(words))).save_pretrained(tmp_path)
+    transformer = Transformer(str(tmp_path))
+    model = sentence_transformers.SentenceTransformer(modules=[transformer, Pooling(16)], device="cpu").train()
+    pairs = [[" ".join(f"w{i}" for i in row) for row in torch.randint(0, 62, (10, 7)).tolist()] for _ in range(2)]
+    features = [model.preprocess(texts) for texts in pairs]
+    ranking = MultipleNegativesRankingLoss(model)
+    parameters = [p for name, p in model.named_parameters() if "pooler" not in name]
+
+    def embed(inputs: dict[str, Any]) -> torch.Tensor:
+        return model(dict(inputs))["sentence_embedding"]
+
+    def loss(*embeddings: torch.Tensor) -> torch.Tensor:
+        return ranking.compute_loss_from_embeddings(list(embeddings), None)
+
+    plain = ranking([dict(f) for f in features], None)
+    wanted = torch.autograd.grad(plain, parameters)
+    towers: Any = [
+        (lambda **f: embed(f), {k: v for k, v in f.items() if isinstance(v, torch.Tensor)}) for f in features
+    ]
+    found = recoup.contrastive(loss, *towers, chunk_size=4)
+    model.zero_grad()
+    cached = CachedMultipleNegativesRankingLoss(model, mini_batch_size=4)([dict(f) for f in features], None)
+    cached.backward()  # sentence-transformers' own GradCache
+    torch.testing.assert_close(found, plain)
+    torch.testing.assert_close(cached, plain)
+    for mine, theirs, parameter in zip(torch.autograd.grad(found, parameters), wanted, parameters, strict=True):
+        assert (mine - theirs).norm() <= 1e-5 * theirs.norm().clamp_min(1e-3)
+        assert parameter.grad is not None and (mine - parameter.grad).norm() <= 1e-5 * theirs.norm().clamp_min(1e-3)
 
 
 def test_what_chunks_would_change_is_refused() -> None:

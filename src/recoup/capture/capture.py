@@ -21,6 +21,7 @@ from recoup._allocation import is_allocation_failure
 from recoup._pytree import iterate_tensors
 from recoup.capture.categories import categories_of, note_gradients, step_optimizer
 from recoup.capture.dialect import cuda_dialect, cuda_results
+from recoup.capture.draws import AS_IT_IS, draw_from
 from recoup.capture.fakify import fake_batch, fake_like, fake_parameters, real_batch
 from recoup.capture.fingerprint import fingerprint
 from recoup.capture.folding import Counted, Folding, FoldingMemory, Irregular, unfold
@@ -59,6 +60,7 @@ class StepSpec:
         keep: paths of modules whose forward runs once: no region and no tile has them, or what is around them, in it.
         folding: what captures of this step learn of its loops, for the next; None: they are captured in full.
         keepers: in words, what was found to keep tensors of a forward outside of the model.
+        draw: of python's and numpy's random numbers, see `draws`.
         known_state: what the step can reach, if captures come in a row and nobody else runs in between.
     """
 
@@ -71,6 +73,7 @@ class StepSpec:
     round_bytes: int = 1
     keep: frozenset[str] = frozenset()
     folding: FoldingMemory | None = dataclasses.field(default_factory=FoldingMemory, compare=False)
+    draw: int = AS_IT_IS
     keepers: list[str] = dataclasses.field(default_factory=list, compare=False)
     known_state: KnownState = dataclasses.field(default_factory=KnownState, compare=False)
 
@@ -264,6 +267,7 @@ def _release_run(
     for tensor in iterate_tensors(batch):
         tracker.add(tensor, "batch", "batch")
     hooks = _torch.saved_tensors_hooks(lambda t: None, lambda t: t)
+    draw_from(spec.draw)
     try:
         recorder = CallRecorder(spec.model, tracker)
         folding = None if memory is None else Folding(spec.model, tracker, recorder, memory)
@@ -313,6 +317,7 @@ def untouched_step(spec: StepSpec) -> Iterator[Snapshot]:
     """Restores at the end what the step can reach; no tensor has a gradient inside."""
     with untouched(spec.model, spec.batch, spec.objective.functions, known=spec.known_state.snapshot) as before:
         before.tensors.clear_gradients()
+        draw_from(spec.draw)
         yield before
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
+import itertools
 import operator
 import random
 import sys
@@ -234,6 +235,7 @@ def _is_as_it_was(container: Any, held: dict[Any, Any]) -> bool:
 def _differences(name: str, now: Any, before: Any, *, skips_forward: bool = False) -> Iterator[tuple[str, Any]]:
     """Yields what is not the same object, as far as it can be compared between two runs."""
     if isinstance(now, dict):
+        now = _by_order(now, before) if "_hooks" in name.rpartition(".")[2] else now
         for key in dict.fromkeys([*before, *now]):
             one, other = now.get(key, _ABSENT), before.get(key, _ABSENT)
             if one is not other and not (skips_forward and key == "forward"):
@@ -244,6 +246,12 @@ def _differences(name: str, now: Any, before: Any, *, skips_forward: bool = Fals
             yield name, len(now)
     elif len(now) != len(before) or any(a is not b for a, b in zip(now, before, strict=True)):
         yield name, tuple(_told(item, inside=True) for item in now)
+
+
+def _by_order(now: dict[Any, Any], before: dict[Any, Any]) -> dict[Any, Any]:
+    """Names the hooks that a step registered by their order: their numbers are never given twice."""
+    added = itertools.count()
+    return {key if key in before else f"new {next(added)}": value for key, value in now.items()}
 
 
 def _told(value: Any, *, inside: bool = False) -> Any:

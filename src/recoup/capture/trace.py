@@ -12,11 +12,6 @@ from recoup.capture.tracker import Tracker
 from recoup.ir.labels import paths_around
 from recoup.ir.trace import Call, Op, Storage, Trace
 
-_RANDOM = (
-    "the step draws from python's or numpy's random numbers (are layers dropped at random?): this plan is for what was "
-    "drawn in the planned step; a training step that draws more passes the budget and says so (E302)"
-)
-
 
 def build_trace(
     *,
@@ -51,10 +46,16 @@ def build_trace(
             writes_by_storage[storage] = max(op, writes_by_storage.get(storage, -1))
     buffer_names = {i: r.label for i, r in enumerate(tracker.storages) if r.category == "buffer"}
     buffer_writes = sorted(write for write in tracker.writes if write[1] in buffer_names)
+    parameter_writes = {
+        tracker.storages[i].label: op
+        for i, op in writes_by_storage.items()
+        if tracker.storages[i].category == "parameter"
+    }
     return Trace(
         source="real" if reason else "fake",
         reason=reason,
-        notes=(*notes, _RANDOM) if tracker.draws_on_host else notes,
+        notes=notes,
+        draws_on_host=tracker.draws_on_host,
         device=device,
         fingerprint=fingerprint,
         model_class=type(model).__name__,
@@ -91,7 +92,16 @@ def build_trace(
         num_rederived=tracker.num_rederived,
         copies=tuple(tracker.copies),
         calls=tuple(
-            _call(call, tracker, stop, writes_by_storage, buffer_writes, buffer_names, runs_once=call.path in run_once)
+            _call(
+                call,
+                tracker,
+                stop,
+                writes_by_storage,
+                parameter_writes,
+                buffer_writes,
+                buffer_names,
+                runs_once=call.path in run_once,
+            )
             for call, stop in zip(recorder.calls, _replay_stops(tracker, recorder.calls), strict=True)
         ),
     )
@@ -115,6 +125,7 @@ def _call(
     tracker: Tracker,
     stop: int,
     writes: dict[int, int],
+    parameter_writes: dict[str, int],
     buffer_writes: list[tuple[int, int]],
     buffer_names: dict[int, str],
     *,
@@ -124,6 +135,9 @@ def _call(
     refusal = call.refusal
     if not refusal and any(writes.get(i, -1) >= call.first_op for i in call.inputs):
         refusal = "its input is changed in place later in the step"
+    written = [n for n, op in parameter_writes.items() if n.startswith(prefix) and op >= call.first_op]
+    if not refusal and written:  # through `.data` no version tells
+        refusal = f"its parameter `{written[0].removeprefix(prefix)}` is written in the step's own forward"
     low, high = (bisect.bisect_left(buffer_writes, (op, -1)) for op in (call.first_op, call.last_op))
     buffers = tuple(
         dict.fromkeys(

@@ -18,19 +18,21 @@ def forward_under(
 ) -> Iterator[None]:
     """Runs the model's forward in a context inside the block, so that a step is planned as it will be trained.
 
-    A plan that is applied inside stays, and is as if it had been applied without this. A model that has a forward of
-    its own already (prepared by accelerate: its precision is in it) is left alone.
+    A plan that is applied inside stays, and is as if it had been applied without this. A model that accelerate has
+    prepared is left alone, its precision is in its forward; so is one with a plan at its root.
 
     Args:
         context: makes what is entered around forward. finish: what is done to forward's result before it is returned.
     """
-    if "forward" in model.__dict__:
+    own = model.__dict__.get("forward")  # TRL puts one there
+    if "_original_forward" in model.__dict__ or isinstance(own, PatchedForward):
         yield
         return
+    inner = model.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         with context():
-            output = type(model).forward(model, *args, **kwargs)
+            output = inner(*args, **kwargs)
         return finish(output)
 
     model.__dict__["forward"] = forward
@@ -41,7 +43,9 @@ def forward_under(
         if isinstance(current, PatchedForward):
             while isinstance(current.previous, PatchedForward):
                 current = current.previous
-            current.previous = None
+            current.previous = own
+        elif own is not None:
+            model.__dict__["forward"] = own
         else:
             model.__dict__.pop("forward", None)
 

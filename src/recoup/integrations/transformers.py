@@ -2,6 +2,8 @@
 
 fit = recoup.integrations.transformers.fit(model, args, train_dataset, budget="8GiB")
 Trainer(model=model, args=args, train_dataset=train_dataset, callbacks=[RecoupCallback(fit.plan)]).train()
+
+A trainer with a loss of its own, TRL's for example, is planned by `fit_trainer(trainer, budget="8GiB")`.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator
 
 from recoup import api
+from recoup._pytree import map_tensors
 from recoup.errors import ConflictError, UsageError
 from recoup.integrations.distributed import check_same_plan, unwrap
 from recoup.integrations.meter import StepMeter
@@ -28,6 +31,12 @@ from recoup.ir.plan import Plan
 from recoup.runtime.apply import find_patches
 from recoup.units import format_bytes, parse_bytes
 
+_OTHER_CHECKPOINTING = (
+    "gradient_checkpointing",
+    "activation_checkpointing",
+    "activation_offloading",
+)  # the last: TRL's
+_ABSENT: Any = object()
 _SAMPLED_EXAMPLES = 1000  # of a data set, for the longest: reading all of it may take hours
 
 
@@ -76,6 +85,67 @@ def fit(
     return dataclasses.replace(found, plan=plan)
 
 
+def fit_trainer(
+    trainer: Trainer,
+    *,
+    budget: int | str,
+    batch: Mapping[str, Any] | None = None,
+    actions: Sequence[str] | None = None,
+    timed: bool = False,
+) -> api.Fit:
+    """Plans for the steps of a trainer with a loss of its own (TRL's), changes its model and proves it.
+
+    Call it between making the trainer and `trainer.train()`. The step is the trainer's `compute_loss`; what it counts
+    and logs there (metrics, tokens seen) is put back.
+
+    Args:
+        trainer: a `Trainer` or a subclass. batch: the largest inputs that `compute_loss` will get; None: the
+            `per_device_train_batch_size` longest of the first 1000 examples, collated. A trainer that makes its inputs
+            while it trains (GRPO generates completions) has to be told. actions, timed: those of `recoup.fit`.
+
+    Raises:
+        ConflictError: if the trainer's arguments turn on another activation checkpointing or offloading.
+        UsageError: if there is no batch to plan for. What `recoup.fit` raises.
+    """
+    args = trainer.args
+    model = unwrap(trainer.model)  # type: ignore[arg-type]
+    refuse_arguments(args)
+    if batch is None:
+        dataset: Any = trainer.train_dataset
+        if dataset is None:
+            raise UsageError("The trainer has no train_dataset: give batch=..., the inputs of its compute_loss.")
+        batch = sample_batch(dataset, args.per_device_train_batch_size, trainer.data_collator)
+    if not isinstance(batch, Mapping) or not any(isinstance(value, torch.Tensor) for value in batch.values()):
+        raise UsageError(
+            f"{type(trainer).__name__}'s collator returns a {type(batch).__name__} without tensors: it makes its "
+            "inputs while it trains. Give batch=..., the largest that its compute_loss will get."
+        )
+    inputs: Any = map_tensors(lambda tensor: tensor.to(args.device), dict(batch))
+    count = _num_items(inputs) if trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None else None
+
+    def step(model: nn.Module, batch: Any) -> torch.Tensor:
+        inputs, count = batch
+        with trainer.compute_loss_context_manager():
+            loss: Any = trainer.compute_loss(model, dict(inputs), num_items_in_batch=count)
+        return loss  # type: ignore[no-any-return]
+
+    optimizer, _ = Trainer.get_optimizer_cls_and_kwargs(args, model)  # type: ignore[arg-type]
+    model.train()
+    autocast = autocast_forward(model, _autocast_dtype(model, args), finish=convert_to_fp32)
+    accumulates = _attribute(trainer, "current_gradient_accumulation_steps", args.gradient_accumulation_steps)
+    with _trainers_cache(model, args), autocast, accumulates:
+        return api.fit(
+            model,
+            (inputs, count),
+            step=step,
+            budget=budget,
+            accumulate=args.gradient_accumulation_steps,
+            optimizer=trainer.optimizer or optimizer,
+            actions=actions,
+            timed=timed,
+        )
+
+
 @contextlib.contextmanager
 def _trainers_cache(model: nn.Module, args: TrainingArguments) -> Iterator[None]:
     """Has the model fill a key-value cache only if a Trainer with these arguments would: it sets the same flag.
@@ -86,11 +156,22 @@ def _trainers_cache(model: nn.Module, args: TrainingArguments) -> Iterator[None]
     if config is None or not hasattr(config, "use_cache"):
         yield
         return
-    before, config.use_cache = config.use_cache, args.use_cache
+    with _attribute(config, "use_cache", args.use_cache):
+        yield
+
+
+@contextlib.contextmanager
+def _attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Sets an attribute inside the block; one that was not there is gone afterwards."""
+    before = getattr(owner, name, _ABSENT)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        config.use_cache = before
+        if before is _ABSENT:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
 
 
 def _with_num_items(model: nn.Module, batch: Any) -> Any:
@@ -99,10 +180,14 @@ def _with_num_items(model: nn.Module, batch: Any) -> Any:
     if accepts is None:
         parameters = inspect.signature(model.forward).parameters.values()
         accepts = any(parameter.kind == inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+    count = _num_items(batch) if accepts else None
+    return batch if count is None else {**batch, "num_items_in_batch": count / 1}
+
+
+def _num_items(batch: Any) -> torch.Tensor | None:
+    """Returns the number of labels that count; None: it has none."""
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
-    if not accepts or not isinstance(labels, torch.Tensor):
-        return batch
-    return {**batch, "num_items_in_batch": labels.ne(-100).sum() / 1}
+    return labels.ne(-100).sum() if isinstance(labels, torch.Tensor) else None
 
 
 def _autocast_dtype(model: nn.Module, args: TrainingArguments) -> torch.dtype | None:
@@ -127,13 +212,13 @@ def sample_batch(
 def _length(example: Any) -> int:
     if not isinstance(example, dict):
         return 0
-    return max((len(v) for v in example.values() if hasattr(v, "__len__") and not isinstance(v, str)), default=0)
+    return sum(len(v) for v in example.values() if hasattr(v, "__len__") and not isinstance(v, str))
 
 
 def refuse_arguments(args: TrainingArguments) -> None:
     """Raises ConflictError if the training arguments turn on another activation checkpointing."""
     fsdp = args.fsdp_config if isinstance(args.fsdp_config, dict) else {}
-    found = [name for name in ("gradient_checkpointing", "activation_checkpointing") if getattr(args, name, False)]
+    found = [name for name in _OTHER_CHECKPOINTING if getattr(args, name, False)]
     found += [f"fsdp_config[{name!r}]" for name in ("activation_checkpointing",) if fsdp.get(name)]
     if found:
         raise ConflictError(

@@ -158,6 +158,7 @@ class Trace:
         num_rederived: saved tensors that will be rebuilt, those of replays included.
         copies: what offload moves, in order.
         notes: sentences for people about what was estimated.
+        draws_on_host: whether the step draws from python's or numpy's random numbers, as layers that are dropped do.
     """
 
     source: Literal["fake", "real"]
@@ -175,6 +176,7 @@ class Trace:
     num_rederived: int = 0
     copies: tuple[Copy, ...] = ()
     notes: tuple[str, ...] = ()
+    draws_on_host: bool = False
 
     def levels(self, workspace_bytes: tuple[int, ...] | None = None) -> list[int]:
         """Returns the bytes alive during each op, hidden workspace of the op included when given."""

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from recoup import progress
 from recoup.capture.capture import StepSpec, capture
+from recoup.capture.draws import AS_IT_IS, EXTREMES, SEEDED
 from recoup.cost.card_memory import CardEvents, CardMemory
 from recoup.cost.devices import CUBLASLT_BYTES
 from recoup.cost.hidden_memory import hidden_blocks
@@ -39,6 +40,7 @@ class Simulator:
         hooks: how decisions of each class change a call.
         card: what steps take from the allocator of a card; None where they run on a CPU.
         link: to the host, if something may be moved there.
+        num_draws: of random numbers that were tried for the largest step.
         num_calls: of each module path. mutated_buffers: of each path, those that regions must be told of.
     """
 
@@ -51,7 +53,6 @@ class Simulator:
         link: Link | None = None,
         hooks: Mapping[type[Decision], Hook] = HOOKS,
     ) -> None:
-        self.spec = spec
         self.cost = cost
         self.fixed_bytes = fixed_bytes
         self.link = link
@@ -60,8 +61,7 @@ class Simulator:
         self._card_events: dict[tuple[Decision, ...], CardEvents] = {}
         self.num_simulated_ops = 0
         progress.advance("capturing the step")
-        with scan_bytes.counting() as counts:
-            trace = capture(spec)
+        self.spec, trace, counts, self.num_draws = _largest_draw(spec)
         progress.advance(f"pricing {len(trace.signatures)} distinct ops")
         self.priced = _with_counts(cost.price(trace), counts)
         self._optimizer = self._optimizer_step()
@@ -169,6 +169,25 @@ class Simulator:
             host_bytes=trace.host_peak_bytes(),
             num_scan_evaluations=priced.num_scan_evaluations,
         )
+
+
+def _largest_draw(spec: StepSpec) -> tuple[StepSpec, Trace, scan_bytes.ScanCounts, int]:
+    """Returns the step with the draw whose peak is the largest, its trace and scans, and how many draws were tried."""
+
+    def drawn(draw: int) -> tuple[int, StepSpec, Trace, scan_bytes.ScanCounts]:
+        with scan_bytes.counting() as counts:
+            one = dataclasses.replace(spec, draw=draw)
+            trace = capture(one)
+        return max(trace.levels(), default=0), one, trace, counts
+
+    found = [drawn(spec.draw)]
+    if found[0][2].draws_on_host and found[0][2].source == "fake" and spec.draw == AS_IT_IS:
+        progress.advance("the step draws random numbers: trying more draws")
+        found += map(drawn, EXTREMES)
+        if len({peak_bytes for peak_bytes, *_ in found}) > 1:
+            found += map(drawn, SEEDED)
+    _, largest, trace, counts = max(found, key=lambda one: one[0])
+    return largest, trace, counts, len(found)
 
 
 def _with_counts(priced: PricedTrace, counts: scan_bytes.ScanCounts) -> PricedTrace:

@@ -56,8 +56,11 @@ class Applied:
         if self._watch is not None:
             self._watch.remove()
             self._watch = None
+        is_on = bool(self._patches)
         while self._patches:
             unpatch(self._patches.pop())
+        for copied in find_patches(self.model) if is_on else ():  # deep copies that were put into the model
+            unpatch(copied)
         if self._state.offloading is not None:
             self._state.offloading.close()
 

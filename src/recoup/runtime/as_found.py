@@ -26,6 +26,7 @@ from recoup.runtime.apply import find_patches
 from recoup.runtime.patch import PatchedForward, unpatch
 from recoup.runtime.rebuild import lineage
 from recoup.runtime.recompute import scope
+from recoup.runtime.step_watch import StepWatch, find_watches
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -62,6 +63,7 @@ class _Process:
     def __init__(self, models: list[nn.Module]) -> None:
         self._models = models
         self._patches = {id(patched) for patched in self._find_patches()}
+        self._watches = {id(watch) for watch in self._find_watches()}
         self._torch = _torch.thread_settings()
         self._locals = [(here, _noted(here)) for here in _thread_locals()]
         self._is_recomputing = execution_context.is_recomputing()
@@ -81,9 +83,15 @@ class _Process:
         for patched in self._find_patches():
             if id(patched) not in self._patches:
                 unpatch(patched)
+        for watch in self._find_watches():
+            if id(watch) not in self._watches:
+                watch.remove()
 
     def _find_patches(self) -> list[PatchedForward]:
         return [patched for model in self._models for patched in find_patches(model)]
+
+    def _find_watches(self) -> list[StepWatch]:
+        return [watch for model in self._models for watch in find_watches(model)]
 
 
 def _thread_locals() -> list[dict[str, Any]]:

@@ -130,11 +130,9 @@ class StepWatch:
         self._said_differs = False
         self._removers: list[Any] = []
         if self._device.type in ("cpu", "cuda"):
-            self._removers = [
-                model.register_forward_pre_hook(self._begin, with_kwargs=True),
-                model.register_forward_hook(self._end, always_call=True),
-                register_optimizer_step_post_hook(self._after_optimizer),
-            ]
+            self._removers.append(model.register_forward_pre_hook(self._begin, with_kwargs=True))
+            self._removers.append(model.register_forward_hook(self._end, always_call=True))
+            self._removers.append(register_optimizer_step_post_hook(self._after_optimizer))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StepWatch:
         return _unwatching()
@@ -146,7 +144,8 @@ class StepWatch:
         """Ends watching."""
         self._stop_counting()
         while self._removers:
-            self._removers.pop().remove()
+            self._removers[-1].remove()  # before it is forgotten: an interrupted call is made again
+            self._removers.pop()
 
     def _begin(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         """Before a forward of the model."""
@@ -336,6 +335,12 @@ class StepWatch:
             OverBudgetWarning,
             stacklevel=2,
         )
+
+
+def find_watches(model: nn.Module) -> list[StepWatch]:
+    """Returns the watches of a model's steps that are on."""
+    owners = (getattr(hook, "__self__", None) for hook in model._forward_pre_hooks.values())
+    return [owner for owner in owners if isinstance(owner, StepWatch)]
 
 
 def _unwatching() -> StepWatch:

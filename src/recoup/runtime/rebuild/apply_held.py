@@ -17,6 +17,7 @@ from recoup.runtime.patch import PatchedForward
 from recoup.runtime.rebuild.held_recorder import HeldRecorder, marks_of
 from recoup.runtime.rebuild.lineage import current_recorder
 from recoup.runtime.rebuild.saved_tensor import pack, unpack
+from recoup.runtime.rebuild.sites import Sites
 from recoup.runtime.step_log import Counts
 
 
@@ -32,6 +33,7 @@ class HeldState:
     def __init__(self, decision: Rebuild) -> None:
         self.decision = decision
         self.marks = marks_of(decision.marks)
+        self.sites = Sites()
         self.counts = Counts()
         self.suspended = False
         self.warned = False
@@ -84,11 +86,11 @@ def run_held(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, A
         return patched.original(*args, **kwargs)
     if settings.path or recorder is not None:
         return patched.original(*args, **kwargs)
-    recorder = HeldRecorder(state.marks, state.decision.num_ops)
-    recorder.enter("")
-    counting = execution_context.counting_for(state.counts)
-    with counting, recorder, _torch.saved_tensors_hooks(pack, unpack):
-        result = patched.original(*args, **kwargs)
+    with execution_context.counting_for(state.counts):
+        recorder = HeldRecorder(state.marks, state.decision.num_ops, state.sites)
+        recorder.enter("")
+        with recorder, _torch.saved_tensors_hooks(pack, unpack):
+            result = patched.original(*args, **kwargs)
     lost = recorder.lost
     if recorder.is_other_step:
         lost = [*lost, f"{recorder.num_ops} ops, planned {state.decision.num_ops}"]

@@ -40,8 +40,13 @@ class _Search:
     def reach(self, value: Value) -> bool:
         """Whether a chain leads to the value; `seen` has those that one does, or is being looked for."""
         if value.constant is not None:
-            tensor = value.constant.tensor
-            return tensor._version == value.constant.version and _is_there(tensor)
+            constant = value.constant
+            if constant.copy is None and (
+                constant.tensor._version != constant.version or not _is_there(constant.tensor)
+            ):
+                return False
+            constant.is_source = True
+            return True
         seen = self.seen
         if value.kept is not None and (kept := value.alive()) is not None:
             if type(kept) is Kept and not _is_there(kept.tensor):

@@ -7,15 +7,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from recoup import _torch
 from recoup.ir.decision import OpMark
 from recoup.runtime import execution_context
 from recoup.runtime.rebuild.cheap_ops import HOLD, OPAQUE, OpFacts, has_history, known_facts, op_facts
+from recoup.runtime.rebuild.constant import Constant
 from recoup.runtime.rebuild.kept import Kept, Source, laid, on_device
-from recoup.runtime.rebuild.lineage import Constant, Geometry, Made, Recorder, Value, geometry_of
+from recoup.runtime.rebuild.lineage import Geometry, Made, Recorder, Value, geometry_of
 from recoup.runtime.rebuild.saved_tensor import MIN_BYTES, compact_mask
 from recoup.runtime.rebuild.segments import Rebuilt, Segment
+from recoup.runtime.rebuild.sites import Noted, Site, Sites, are_plain
 
 
 @_torch.without_dynamo_wrapper
@@ -28,12 +31,19 @@ class HeldRecorder(Recorder):
 
     Args:
         marks: by call, then by number of op. num_planned: ops of the planned step, None if that is not known.
+        sites: what earlier steps were like.
     """
 
     is_cheap = False
 
-    def __init__(self, marks: dict[tuple[str, int], dict[int, OpMark]], num_planned: int | None = None) -> None:
+    def __init__(
+        self,
+        marks: dict[tuple[str, int], dict[int, OpMark]],
+        num_planned: int | None = None,
+        sites: Sites | None = None,
+    ) -> None:
         super().__init__()
+        self._sites = Sites() if sites is None else sites
         self.segment = Segment()
         self._around: Segment | None = None
         self._marks = marks
@@ -50,7 +60,7 @@ class HeldRecorder(Recorder):
         """Begins a call of the module at `path`: ops are its own until `leave`."""
         call = self._calls.get(path, 0)
         self._calls[path] = call + 1
-        self._frames.append(_Frame(path, self._marks.get((path, call))))
+        self._frames.append(_Frame(path, self._marks.get((path, call)), self._sites.of(path)))
 
     def leave(self) -> None:
         """Ends the innermost call."""
@@ -65,48 +75,136 @@ class HeldRecorder(Recorder):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        kwargs = kwargs or {}
+        frames = self._frames
+        frame = frames[-1] if frames and not self.paused else None
+        if frame is None or (site := frame.sites.get(ordinal := frame.ordinal)) is None or site.overload is not func:
+            return self._record(func, args, kwargs)
+        mark = None
+        if frame.marks is None or ordinal not in frame.marks:
+            self._count(frame)
+        else:
+            mark = self.before_op(op_facts(func).label)
+        if site.kinds is None:
+            out = site.call(*args, **kwargs) if kwargs else site.call(*args)
+        elif (values := self._sources(site, args, kwargs)) is not None:
+            out = site.call(*args, **kwargs) if kwargs else site.call(*args)
+            if site.has_results(out):
+                self._num_made += 1
+                made = Noted(site, values, site.rest(args), kwargs, self._num_made)
+                for position, base in site.bases:
+                    self._note(made, out if site.is_single else out[position], position, base)
+            else:
+                self._attach_results(op_facts(func), self._made(op_facts(func), args, kwargs), out)
+        else:
+            out = self._run(op_facts(func), args, kwargs, frame, ordinal)
+        if mark is not None:
+            self._obey(mark, out)
+        return out
+
+    def _attach_results(self, facts: OpFacts, made: Made | None, out: Any) -> list[tuple[int, torch.Tensor]]:
+        """Notes how an op's results were made; returns those that it was noted of, with their positions."""
+        if made is None:
+            return []
+        self._attach(made, out, has_side_results=facts.kind == OPAQUE or facts.pooled_dims > 0)
+        results = enumerate(out if isinstance(out, (tuple, list)) else (out,))
+        tensors = [(i, t) for i, t in results if isinstance(t, torch.Tensor) and has_history(t)]
+        return [(i, t) for i, t in tensors if (value := self._existing(t)) is not None and value.made is made]
+
+    def _sources(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Value, ...] | None:
+        """Returns the values that an op reads if it is the one that its site knows, None if it is another."""
+        if tuple(map(type, args)) != site.kinds:
+            return None
+        if kwargs and (tuple(kwargs) != site.names or not are_plain(kwargs)):
+            return None
+        tensors = site.tensors(args)
+        if not site.matches(*tensors):
+            return None
+        found = []
+        known, ref = self._values.get, weakref.ref
+        for tensor, geometry in zip(tensors, site.geometries, strict=True):
+            value = known(ref(tensor.untyped_storage()))
+            if value is None:
+                value = self.value_of(tensor)
+            if value.made is None and value.constant is None:
+                self.read_leaf(value, tensor)
+            base = value.base  # one and the same object where it is read as it was made
+            if base is not geometry and base is not None and base[3] is not geometry[3]:
+                return None
+            if tensor.storage_offset() != geometry[2]:
+                return None
+            found.append(value)
+        return tuple(found)
+
+    def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs an op that no site knows, and records it."""
         facts = known_facts(id(func))
         if facts is None and not _torch.is_higher_order(func):
             facts = op_facts(func)
         if self.paused or facts is None:
-            return super().__torch_dispatch__(func, types, args, kwargs)
-        mark = self.before_op(facts.label) if facts.is_counted else None
-        if not kwargs:
-            kwargs = {}
-        if facts.can_rerun and not facts.is_batch_norm:
-            made = self._made(facts, args, kwargs)
-            out = func(*args, **kwargs)
-            if made is not None:
-                if type(out) is torch.Tensor and has_history(out):
-                    self._attach_one(made, out, 0)
-                else:
-                    self._attach(made, out, has_side_results=facts.kind == OPAQUE or facts.pooled_dims > 0)
-        elif facts.is_inert:
-            out = func(*args, **kwargs)
-            if facts.label == HOLD and self.deriving:
-                self.hold(out)
-        else:
-            out = super().__torch_dispatch__(func, types, args, kwargs)
+            return super().__torch_dispatch__(func, (), args, kwargs)
+        if not self._frames or not facts.is_counted:
+            return self._run(facts, args, kwargs, None, -1)
+        frame = self._frames[-1]
+        ordinal = frame.ordinal
+        mark = self.before_op(facts.label)
+        out = self._run(facts, args, kwargs, frame, ordinal)
         if mark is not None:
-            if mark.holds:
-                self.hold(out)
-            elif mark.is_joint:
-                self.join(out)
+            self._obey(mark, out)
         return out
 
+    def _run(
+        self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], frame: _Frame | None, ordinal: int
+    ) -> Any:
+        """Runs and records an op by all of its arguments; its site learns from it, if `frame` has one."""
+        if facts.can_rerun and not facts.is_batch_norm:
+            made = self._made(facts, args, kwargs)
+            out = facts.overload(*args, **kwargs)
+            results = self._attach_results(facts, made, out)
+            if frame is None or made is None:
+                pass
+            elif results or not isinstance(out, torch.Tensor) or self._existing(out) is None:
+                self._sites.learn(frame.sites, ordinal, facts, args, kwargs, out, results)
+            else:  # a view, though its schema does not say so
+                self._sites.passing(frame.sites, ordinal, facts.overload)
+            return out
+        if not facts.is_inert:
+            return super().__torch_dispatch__(facts.overload, (), args, kwargs)
+        out = facts.overload(*args, **kwargs)
+        if facts.label != HOLD:
+            if frame is not None:
+                self._sites.passing(frame.sites, ordinal, facts.overload)
+        elif self.deriving:
+            self.hold(out)
+        return out
+
+    def _obey(self, mark: OpMark, out: Any) -> None:
+        """Does with an op's results what the plan says."""
+        if mark.holds:
+            self.hold(out)
+        elif mark.is_joint:
+            self.join(out)
+
+    def _made(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Made | None:
+        made = super()._made(facts, args, kwargs)
+        if made is not None:
+            made.values = tuple([read.value for read in made.reads])
+        return made
+
     def _attach_one(self, made: Made, tensor: torch.Tensor, position: int) -> Value:
-        storage = tensor.untyped_storage()
-        found = self._values.get(weakref.ref(storage))
-        if found is not None:  # an op may return a view without its schema saying so
-            return found
+        base = geometry_of(tensor)
+        made.written.append(base)
+        return self._note(made, tensor, position, base)
+
+    def _note(self, made: Made, tensor: torch.Tensor, position: int, base: Geometry) -> Value:
+        """Notes which op made a result; returns its value."""
         value = Value()
         value.made = made
+        value.base = base
         if position:
             value.output = position
-        value.base = base = (tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype)
-        made.written.append(base)
-        self._values[weakref.ref(storage, self._values.pop)] = value
-        return value
+        # An op may return a view without its schema saying so: its storage has a value then.
+        return self._values.setdefault(weakref.ref(tensor.untyped_storage(), self._values.pop), value)
 
     def _rewriting(
         self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -127,16 +225,19 @@ class HeldRecorder(Recorder):
 
     def pack(self, tensor: torch.Tensor, value: Value) -> Rebuilt | None:
         """Returns a `Rebuilt` where what is held leads to the tensor, None where it has to be kept."""
-        if value.made is None or value.base is None or value.base[3] != tensor.dtype:
+        if value.made is None or not self.deriving or tensor.nbytes < MIN_BYTES:
             return None
-        if tensor.nbytes < MIN_BYTES or not self.deriving:
+        geometry = geometry_of(tensor)
+        base = value.base
+        if base is None or base[3] is not geometry[3]:
             return None
-        sources = self.segment.reach(value)
+        segment = self.segment
+        sources = segment.reach(value)
         if sources is None:
             return None
         if execution_context.observer() is not None:
             execution_context.rederived(tensor, [t for t in map(on_device, sources) if t is not None])
-        return Rebuilt(value, geometry_of(tensor), self.segment, self.surroundings())
+        return Rebuilt(value, base if geometry == base else geometry, segment, self.surroundings())
 
     @property
     def is_other_step(self) -> bool:
@@ -145,16 +246,19 @@ class HeldRecorder(Recorder):
             return False
         return self.num_ops < self._num_planned or self.turn > self._planned_turns
 
+    def _count(self, frame: _Frame) -> None:
+        if self.num_ops == self._num_planned:
+            self._planned_turns = self.turn
+        self.num_ops += 1
+        frame.ordinal += 1
+
     def before_op(self, name: str) -> OpMark | None:
         """Counts an op of the innermost call; returns what the plan says of it."""
         if not self._frames:
             return None
-        if self.num_ops == self._num_planned:
-            self._planned_turns = self.turn
-        self.num_ops += 1
         frame = self._frames[-1]
         ordinal = frame.ordinal
-        frame.ordinal = ordinal + 1
+        self._count(frame)
         if frame.marks is None or (mark := frame.marks.get(ordinal)) is None:
             return None
         if mark.op != name:
@@ -188,7 +292,8 @@ class HeldRecorder(Recorder):
     def read_leaf(self, value: Value, tensor: torch.Tensor) -> None:
         """Holds, to the end of the segment at least, what an op reads and no op was seen to make."""
         base = tensor._base
-        if base is not None and _torch.is_sharded_parameter(base):  # FSDP1's weights are views of what it takes away
+        if isinstance(base, nn.Parameter) or (base is not None and _torch.is_sharded_parameter(base)):
+            # A view of a parameter is as constant as itself; FSDP1's weights are views of what it takes away.
             value.constant = Constant(base)
         elif value not in self._leaves:
             self._leaves[value] = value.alive() or keep(value, tensor)
@@ -225,11 +330,12 @@ def marks_of(marks: Sequence[OpMark]) -> dict[tuple[str, int], dict[int, OpMark]
 class _Frame:
     """One call that runs now: which of its own ops comes next."""
 
-    __slots__ = ("marks", "ordinal", "path")
+    __slots__ = ("marks", "ordinal", "path", "sites")
 
-    def __init__(self, path: str, marks: dict[int, OpMark] | None) -> None:
+    def __init__(self, path: str, marks: dict[int, OpMark] | None, sites: dict[int, Site | None]) -> None:
         self.path = path
         self.marks = marks
+        self.sites = sites
         self.ordinal = 0
 
 

@@ -29,11 +29,11 @@ from torch import nn
 
 from recoup import _torch
 from recoup.runtime.rebuild.cheap_ops import CHEAP, IN_PLACE, OpFacts, has_history, known_facts, op_facts
-from recoup.runtime.recompute.spot_check import read_bytes
+from recoup.runtime.rebuild.constant import Constant
 from recoup.runtime.waiting import Waiting
 
 Geometry = tuple[Any, Any, Any, torch.dtype]  # size, stride, storage offset, dtype
-_PLAIN = frozenset([int, float, bool, type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format])
+PLAIN = frozenset([int, float, bool, type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format])
 
 
 def geometry_of(tensor: torch.Tensor) -> Geometry:
@@ -76,21 +76,6 @@ class Value:
         return kept if kept is not None and kept.is_current() else None
 
 
-class Constant:
-    """A parameter, or what FSDP1 makes weights views of: its contents are there in backward if nobody changed them.
-
-    `version`, `storage` and `sample`, a few of its bytes, are those when it was read.
-    """
-
-    __slots__ = ("sample", "storage", "tensor", "version")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-        self.version = tensor._version
-        self.sample = read_bytes(tensor)
-        self.storage = tensor.untyped_storage()._cdata
-
-
 class Read:
     """A tensor argument: a value and the geometry it was read with."""
 
@@ -112,6 +97,7 @@ class Made:
 
     outputs: tuple[weakref.ref[Value], ...] = ()
     side_results: tuple[weakref.ref[Any], ...] = ()
+    values: tuple[Value, ...] = ()  # those of `reads`, in a plan by tensor
     _traffic_bytes = -1
 
     def __init__(self, function: Any, args: Any, kwargs: Any, reads: list[Read], is_flat: bool, order: int) -> None:
@@ -182,7 +168,7 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
         self.offloading = False
         self.offloader: Any = None
         self._num_made = 0
-        self.turn = 0  # counts saved tensors: backward asks for them about in reverse
+        self.turn = 0  # counts saved tensors: backward asks about in reverse
         self._values: dict[weakref.ref[torch.UntypedStorage], Value] = {}  # of live storages; see `waiting.py`
         self._outer: Recorder | None = None
         self._surroundings = Surroundings((), is_cheap=self.is_cheap)
@@ -283,7 +269,7 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
         result: list[Any] = []
         for item in items:
             kind = type(item)
-            if kind in _PLAIN:
+            if kind in PLAIN:
                 result.append(item)
             elif kind is torch.Tensor or isinstance(item, torch.Tensor):
                 if not has_history(item) or item.is_neg() or item.is_conj():
@@ -380,9 +366,9 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
     def _rescue(self, tensor: torch.Tensor) -> None:
         """Copies what is about to be overwritten, if something is to be rebuilt from it: plain would have kept that."""
         old = self._existing(tensor)
-        kept = old.alive() if old is not None else None
-        if kept is not None:
-            kept.rescue()
+        for holder in () if old is None else (old.constant, old.alive()):
+            if holder is not None:
+                holder.rescue()
 
     def _replace(self, tensor: torch.Tensor, value: Value) -> None:
         """Gives a storage that was written to its new value."""
@@ -391,7 +377,9 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
             old.overwritten += (geometry_of(tensor),)
             kept = old.alive()
             if kept is None or not kept.is_rescued():  # a write through `.data` leaves the version as it was
-                old.kept = old.constant = None
+                old.kept = None
+            if old.constant is not None and old.constant.copy is None:
+                old.constant = None
         storage = tensor.untyped_storage()
         if isinstance(tensor, nn.Parameter):
             self._values.pop(weakref.ref(storage), None)  # its version counts up only after this

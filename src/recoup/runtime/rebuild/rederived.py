@@ -98,6 +98,8 @@ def constant_contents(value: Value) -> torch.Tensor:
     """Returns the contents of a parameter; raises if it was changed since, also where its version does not tell."""
     constant = value.constant
     assert constant is not None
+    if constant.copy is not None:
+        return constant.copy
     tensor = constant.tensor
     check_version(tensor, constant.version)
     is_elsewhere = tensor.untyped_storage()._cdata != constant.storage

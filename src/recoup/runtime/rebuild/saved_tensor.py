@@ -55,8 +55,6 @@ def _pack(tensor: torch.Tensor) -> Any:
     if value.constant is not None:
         return KeptConstant(tensor)
     recorder.turn += 1
-    made = value.made
-    num_bytes = tensor.numel() * tensor.dtype.itemsize
     alive = value.alive() if value.kept is not None else None
     if alive is not None:
         geometry = geometry_of(tensor)
@@ -70,6 +68,8 @@ def _pack(tensor: torch.Tensor) -> Any:
     packed = recorder.pack(tensor, value)
     if packed is not None:
         return packed
+    made = value.made
+    num_bytes = tensor.nbytes
     if (
         made is not None
         and num_bytes >= MIN_BYTES

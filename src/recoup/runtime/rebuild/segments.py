@@ -16,6 +16,7 @@ The scheme is that of activation checkpointing (Chen et al., arXiv 1604.06174) w
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -26,7 +27,29 @@ from recoup.runtime import execution_context
 from recoup.runtime.rebuild.kept import Kept, Source, changed_since, is_overwritten, laid
 from recoup.runtime.rebuild.lineage import Geometry, Made, Read, Surroundings, Value
 from recoup.runtime.rebuild.rederived import constant_contents, fitted, paused
-from recoup.runtime.waiting import Ticket, Waiting
+from recoup.runtime.rebuild.sites import Noted
+
+
+class Wanted:
+    """A value of a segment that somebody will ask for: holds its contents from the rebuild until then."""
+
+    __slots__ = ("__weakref__", "_ticket", "held", "segment", "value")
+
+    def __init__(self, value: Value, segment: Segment) -> None:
+        self.value = value
+        self.segment = segment
+        self.held: torch.Tensor | None = None
+        self._ticket = weakref.ref(self, segment.pending.discard)  # no Python runs when it dies, see `waiting.py`
+        segment.pending.add(self._ticket)
+
+    def take(self) -> torch.Tensor:
+        """Returns the contents, and is done with them; rebuilds all that is pending if they are not there."""
+        if self.held is None:
+            self.segment.rebuild(self)
+        found, self.held = self.held, None
+        self.segment.pending.discard(self._ticket)
+        assert found is not None
+        return found
 
 
 class Segment:
@@ -34,21 +57,22 @@ class Segment:
 
     Attributes:
         around: the segment that this one is a piece of.
-        pending: for each value, those who have still to ask for it: `Rebuilt`s that backward unpacks, and pieces that
-            start from it. They hold it once it was rebuilt.
+        pending: those who have still to ask for a value: `Rebuilt`s that backward unpacks, and pieces that start from
+            it.
         sources: what keeps the held results that its values are rebuilt from.
         joints: values that are held for its pieces once it was rebuilt. starts: those of `around` that a piece is
-            rebuilt from, with what it is served by.
+            rebuilt from.
     """
 
-    __slots__ = ("__weakref__", "_reached", "around", "joints", "pending", "sources", "starts")
+    __slots__ = ("__weakref__", "_counts", "_reached", "around", "joints", "pending", "sources", "starts")
 
     def __init__(self, around: Segment | None = None) -> None:
+        self._counts = execution_context.current_counts()
         self.around = around
-        self.pending: dict[Value, Waiting] = {}
+        self.pending: set[weakref.ref[Wanted]] = set()
         self.sources: dict[int, Source] = {}
         self.joints: set[Value] = set()
-        self.starts: dict[Value, Ticket] = {}
+        self.starts: dict[Value, Wanted] = {}
         self._reached: set[Value] = set()
 
     def reach(self, value: Value) -> list[Source] | None:
@@ -56,9 +80,11 @@ class Segment:
 
         Walks the record back to what is held; what was walked before is known.
         """
+        around, reached = self.around, self._reached
+        if value in reached:
+            return []
         found: dict[int, Source] = {}
         seen: set[Value] = set()
-        around, reached = self.around, self._reached
         stack = [value]
         while stack:
             current = stack.pop()
@@ -66,9 +92,10 @@ class Segment:
                 continue
             seen.add(current)
             if current.constant is not None:
-                parameter = current.constant.tensor
-                if parameter._version != current.constant.version or not has_memory(parameter):
+                constant, parameter = current.constant, current.constant.tensor
+                if constant.copy is None and (parameter._version != constant.version or not has_memory(parameter)):
                     return None
+                constant.is_source = True
                 continue
             if current.kept is not None and (kept := current.alive()) is not None:
                 found[id(kept)] = kept
@@ -81,96 +108,113 @@ class Segment:
                 if further is None:
                     return None
                 found.update((id(source), source) for source in further)
-                self.starts[current] = around.pending.setdefault(current, Waiting()).add(self)
+                self.starts[current] = Wanted(current, around)
                 continue
-            for read in made.reads:
-                stack.append(read.value)
-        self._reached |= seen
-        self.sources.update(found)
+            stack += made.values
+        reached |= seen
+        if not found:
+            return []
         for source in found.values():
             if isinstance(source, Kept):
                 source.is_source = True
+        self.sources.update(found)
         return list(found.values())
 
-    def result(self, value: Value) -> torch.Tensor:
-        """Returns the contents of a value, rebuilding all that is pending if it is not there."""
-        found: torch.Tensor | None = self.pending[value].result()
-        if found is None:
-            asked = [v for v, w in self.pending.items() if w and w.result() is None and not v.overwritten]
-            with _torch.below_autocast_and_autograd(), execution_context.recomputing(), paused():
-                found = self._rebuild({*asked, value})[value]
-        return found
+    def rebuild(self, asked: Wanted) -> None:
+        """Has everybody who waits hold the contents asked for, by running what leads to them."""
+        waiting = [asked]
+        for ticket in tuple(self.pending):
+            wanted = ticket()
+            if wanted is not None and wanted is not asked and not wanted.value.overwritten:
+                waiting.append(wanted)
+        with _torch.below_autocast_and_autograd(), execution_context.recomputing(), paused():
+            here = self._started()
+            here.update((w.value, w.held) for w in waiting if w.held is not None)
+            found = _run({w.value for w in waiting if w.held is None}, here)
+        num = 0
+        for wanted in waiting:
+            if wanted.held is None:
+                wanted.held = found[wanted.value]
+                num += type(wanted) is Rebuilt
+        if num:
+            execution_context.count("num_rederived", self._counts, num)
 
     def _started(self) -> dict[Value, torch.Tensor]:
         """Returns what a piece starts from, rebuilding the segment around it if that is not there.
 
-        From here on nobody else holds it: each goes after its last reader.
+        From here on nobody else holds it: each goes after its last reader. A second backward asks again.
         """
-        around = self.around
-        if around is None:
-            return {}
-        for value in self.starts:  # again, where a second backward asks after they were served
-            self.starts[value] = around.pending[value].add(self)
-        here = {value: around.result(value) for value in self.starts}
-        for value, ticket in self.starts.items():
-            around.pending[value].serve(ticket)
-        return here
+        return {value: wanted.take() for value, wanted in self.starts.items()}
 
-    def _rebuild(self, wanted: set[Value]) -> dict[Value, torch.Tensor]:
-        """Runs every op that leads to `wanted` once, in the order of the forward; returns their contents."""
-        here = self._started()
-        for value, waiting in self.pending.items():
-            if (known := waiting.result()) is not None:
-                here[value] = known
-        ops: dict[int, tuple[Made, list[Value]]] = {}
-        uses: dict[Value, int] = {}
-        stack, seen = list(wanted), set(wanted)
-        while stack:
-            value = stack.pop()
-            if value in here or value.constant is not None or value.alive() is not None:
-                continue
-            made = value.made
-            if made is None:
-                raise changed_since("a tensor that saved tensors are rebuilt from")
-            if made.order in ops:
-                ops[made.order][1].append(value)
-                continue
-            ops[made.order] = (made, [value])
-            for read in made.reads:
-                uses[read.value] = uses.get(read.value, 0) + 1
-                if read.value not in seen:
-                    seen.add(read.value)
-                    stack.append(read.value)
-        found = {value: here[value] for value in wanted if value in here}
-        for order in sorted(ops):
-            made, values = ops[order]
-            args = _decoded(made.args, here)
-            if made.kwargs:
-                out = made.function(*args, **{key: _decoded((item,), here)[0] for key, item in made.kwargs.items()})
-            else:
-                out = made.function(*args)
-            del args
-            for value in values:
-                assert value.base is not None
-                tensor = fitted(out if type(out) is torch.Tensor else _result(out, value.output), value.base)
+
+def _run(wanted: set[Value], here: dict[Value, torch.Tensor]) -> dict[Value, torch.Tensor]:
+    """Runs every op that leads to `wanted` once, in the order of the forward; returns their contents.
+
+    Args:
+        here: contents that are at hand; emptied as they are read for the last time.
+    """
+    found = {value: here[value] for value in wanted if value in here}
+    ops: dict[int, tuple[Made, list[Value]]] = {}
+    uses: dict[Value, int] = {}
+    stack = list(wanted)
+    while stack:
+        value = stack.pop()
+        if value in here or value.constant is not None or (value.kept is not None and value.alive() is not None):
+            continue
+        made = value.made
+        if made is None:
+            raise changed_since("a tensor that saved tensors are rebuilt from")
+        if (known := ops.get(made.order)) is not None:
+            if value not in known[1]:
+                known[1].append(value)
+            continue
+        ops[made.order] = (made, [value])
+        for read in made.values:
+            num = uses.get(read, 0)
+            uses[read] = num + 1
+            if not num:
+                stack.append(read)
+    for order in sorted(ops):
+        made, values = ops[order]
+        out = _again(made, here)
+        for value in values:
+            assert value.base is not None
+            tensor = out if type(out) is torch.Tensor else _result(out, value.output)
+            if type(made) is not Noted or not made.gave(out):
+                tensor = fitted(tensor, value.base)
+            if value in uses:
                 here[value] = tensor
-                if value in wanted:
-                    found[value] = tensor
-                del tensor
-            del out
-            for read in made.reads:
-                uses[read.value] -= 1
-                if not uses[read.value]:
-                    here.pop(read.value, None)
-            for value in values:
-                if not uses.get(value):
-                    here.pop(value, None)
-        for value in wanted:
-            if value not in found:  # kept by somebody by now
-                contents = _contents(value, here)
-                found[value] = contents if value.base is None else laid(contents, value.base)
-            self.pending[value].hold(found[value])
-        return found
+            if value in wanted:
+                found[value] = tensor
+            del tensor
+        del out
+        for read in made.values:
+            left = uses[read] = uses[read] - 1
+            if not left:
+                here.pop(read, None)
+    for value in wanted:
+        if value not in found:  # kept by somebody by now
+            contents = _contents(value, here)
+            found[value] = contents if value.base is None else laid(contents, value.base)
+    return found
+
+
+def _again(made: Made, here: dict[Value, torch.Tensor]) -> Any:
+    """Runs an op again."""
+    if type(made) is Noted:
+        tensors = []
+        for value, geometry in zip(made.values, made.site.geometries, strict=True):
+            tensor = here.get(value)
+            if tensor is None:
+                tensor = laid(_contents(value, here), geometry)
+            elif geometry is not value.base:  # rebuilt, so that it lies as it did
+                tensor = laid(tensor, geometry)
+            tensors.append(tensor)
+        return made.run(tensors)
+    args = _decoded(made.args, here)
+    if made.kwargs:
+        return made.function(*args, **{key: _decoded((item,), here)[0] for key, item in made.kwargs.items()})
+    return made.function(*args)
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
@@ -207,7 +251,7 @@ def _result(out: Any, position: int) -> torch.Tensor:
 def _contents(value: Value, here: dict[Value, torch.Tensor]) -> torch.Tensor:
     if value.constant is not None:
         parameter = value.constant.tensor
-        if not has_memory(parameter):
+        if value.constant.copy is None and not has_memory(parameter):
             raise ReplayError(
                 f"A parameter {list(parameter.shape)} that saved tensors are rebuilt from was taken away since "
                 "its module's forward. Plan without `rebuild`: actions=('rederive', 'recompute').",
@@ -224,22 +268,15 @@ def _contents(value: Value, here: dict[Value, torch.Tensor]) -> torch.Tensor:
     return contents
 
 
-class Rebuilt:
+class Rebuilt(Wanted):
     """What autograd gets instead of a saved tensor: a value of a segment and the geometry it is wanted in."""
 
-    __slots__ = ("__weakref__", "_counts", "_ticket", "_under", "_waiting", "geometry", "segment", "value")
+    __slots__ = ("_under", "geometry")
 
     def __init__(self, value: Value, geometry: Geometry, segment: Segment, under: Surroundings) -> None:
+        super().__init__(value, segment)
         self._under = under
-        self._counts = execution_context.current_counts()
-        self.value = value
         self.geometry = geometry
-        self.segment = segment
-        waiting = segment.pending.get(value)
-        if waiting is None:
-            waiting = segment.pending[value] = Waiting()
-        self._waiting = waiting
-        self._ticket = waiting.add(self)
 
     def unpack(self) -> torch.Tensor:
         """Returns the tensor; raises if it was changed in place since it was saved, as autograd would.
@@ -249,12 +286,9 @@ class Rebuilt:
         if self.value.overwritten and is_overwritten(self.value, self.geometry):
             size, _, _, dtype = self.geometry
             raise changed_since(f"{dtype} {list(size)}")
-        tensor = self._waiting.result()
-        if tensor is None and self._under.are_here():
-            tensor = self.segment.result(self.value)
-        elif tensor is None:
+        if self.held is not None or self._under.are_here():
+            tensor = self.take()
+        else:
             with self._under.again():
-                tensor = self.segment.result(self.value)
-        self._waiting.serve(self._ticket)
-        execution_context.count("num_rederived", self._counts)
-        return laid(tensor, self.geometry)
+                tensor = self.take()
+        return tensor if self.geometry is self.value.base else laid(tensor, self.geometry)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import functools
+from typing import Any
 
 import torch
 from torch import nn
@@ -57,12 +59,22 @@ def read_bytes(tensor: torch.Tensor) -> bytes:
         return b""
     if not start or not size or not tensor.untyped_storage().nbytes():  # FSDP takes a unit's memory away
         return b""
-    if size > 3 * _SAMPLE_BYTES and tensor.is_contiguous():
+    if tensor.is_contiguous():
+        if kind is nn.Parameter:  # step after step at the same place
+            return b"".join([part.raw for part in _parts(start, size)])
+        if size <= 3 * _SAMPLE_BYTES:
+            return ctypes.string_at(start, size)
         middle = start + size // 16 * 8
         end = start + size - _SAMPLE_BYTES
         return _part_at(start).raw + _part_at(middle).raw + _part_at(end).raw  # type: ignore[no-any-return]
-    if not tensor.is_contiguous():
-        width = tensor.element_size()
-        last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) * width
-        return ctypes.string_at(start, width) + ctypes.string_at(start + last, width)
-    return ctypes.string_at(start, size)
+    width = tensor.element_size()
+    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) * width
+    return ctypes.string_at(start, width) + ctypes.string_at(start + last, width)
+
+
+@functools.lru_cache(maxsize=4096)
+def _parts(start: int, size: int) -> tuple[Any, ...]:
+    """Returns windows on the sampled bytes of `size` bytes of memory."""
+    if size <= 3 * _SAMPLE_BYTES:
+        return ((ctypes.c_char * size).from_address(start),)
+    return tuple([_part_at(at) for at in (start, start + size // 16 * 8, start + size - _SAMPLE_BYTES)])

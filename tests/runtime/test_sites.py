@@ -1,0 +1,116 @@
+"""A plan by tensor knows its ops from the step before: what differs since then still counts as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from recoup.evidence.gradients import equal_values
+from recoup.ir.decision import Rebuild
+from recoup.runtime.apply import apply_decisions
+from recoup.runtime.rebuild.held_recorder import HeldRecorder
+
+ROWS, WIDTH = 64, 32
+Step = Callable[[Tensor, Tensor, int], Tensor]
+
+
+def _scalars(x: Tensor, w: Tensor, i: int) -> Tensor:
+    return F.softplus(x * w, beta=1.0 + i) * (2 if i % 2 else 2.0) + x.sum(-1, keepdim=True)
+
+
+def _geometry(x: Tensor, w: Tensor, i: int) -> Tensor:
+    y = torch.tanh(torch.cat([x, x * w], -1))
+    z = y[:, :WIDTH] if i < 2 else y[:, i : WIDTH + i]  # the same sizes and strides further in
+    return torch.sin(z) * torch.cos(z.t() if i == 3 else z).reshape(z.shape)
+
+
+def _kinds(x: Tensor, w: Tensor, i: int) -> Tensor:
+    y = F.layer_norm(x.sin(), (WIDTH,), w if i % 2 else None, None if i % 2 else w[:1].expand(WIDTH).contiguous())
+    y = (y.double() if i == 2 else y).exp().float()
+    return torch.clamp(y, max=3.0) if i < 2 else torch.clamp(y, max=w)
+
+
+def _ways(x: Tensor, w: Tensor, i: int) -> Tensor:
+    a, b = torch.sigmoid(x * w), torch.tanh(x + w)
+    return torch.exp(a if i % 2 else b) * (a * a if i < 3 else a * b)
+
+
+def _behind_autograd(x: Tensor, w: Tensor, i: int) -> Tensor:
+    y = torch.sin(x * w)
+    if i == 2:
+        y.data = torch.cos(x.detach())
+    z = torch.exp(y)
+    if i == 3:
+        y.data.mul_(2)
+    return z * torch.tanh(y)
+
+
+class _Model(nn.Module):
+    def __init__(self, step: Step) -> None:
+        super().__init__()
+        self.step = step
+        self.w = nn.Parameter(torch.linspace(-1, 1, WIDTH))
+        self.i = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.step(x, self.w, self.i).square().mean()
+        self.i += 1
+        return out
+
+
+def _train(step: Step, decisions: list[Any]) -> list[Tensor]:
+    torch.manual_seed(0)
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    model = _Model(step)
+    applied = apply_decisions(model, decisions)
+    found = []
+    for _ in range(5):
+        loss = model(x)
+        loss.backward()
+        assert x.grad is not None
+        assert model.w.grad is not None
+        found += [loss.detach(), x.grad.clone(), model.w.grad.clone()]
+    if decisions:
+        assert applied.log.num_rederived > 0
+    applied.remove()
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:.*took a step that its plan was not made for.*")
+@pytest.mark.parametrize("step", [_scalars, _geometry, _kinds, _ways, _behind_autograd])
+def test_what_differs_from_the_step_before(step: Step) -> None:
+    assert all(map(equal_values, _train(step, []), _train(step, [Rebuild(path="")])))
+
+
+def test_steps_that_are_alike_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[str] = []
+    real = HeldRecorder._run
+
+    def run(self: HeldRecorder, facts: Any, *rest: Any) -> Any:
+        looked.append(facts.label)
+        return real(self, facts, *rest)
+
+    monkeypatch.setattr(HeldRecorder, "_run", run)
+    model = _Model(lambda x, w, i: torch.tanh(F.linear(torch.sin(x * w), w.expand(4, WIDTH))))
+    x = torch.randn(ROWS, WIDTH)
+    with apply_decisions(model, [Rebuild(path="")]):
+        model(x).backward()
+        assert len(looked) > 6
+        looked.clear()
+        model(x).backward()
+        assert looked == []
+
+
+def test_what_differs_each_time_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _Model(lambda x, w, i: torch.tanh(x[i:] * w))
+    x = torch.randn(ROWS, WIDTH)
+    with apply_decisions(model, [Rebuild(path="")]) as applied:
+        for _ in range(8):
+            model(x).backward()
+        sites = applied._state.sites.of("")  # type: ignore[attr-defined]
+    assert None in sites.values()
