@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import operator
 import os
 import threading
 import warnings
@@ -1322,9 +1323,9 @@ def _set_refusal_of_hooks(message: str | None) -> None:
 
 
 def _autocast_nesting() -> int:
-    depth = torch.autocast_increment_nesting()
-    torch.autocast_decrement_nesting()
-    return depth
+    both = torch.autocast_increment_nesting, torch.autocast_decrement_nesting
+    depth, _ = map(operator.methodcaller("__call__"), both)  # in C: no interrupt comes between the two
+    return int(depth)
 
 
 def _set_autocast_nesting(depth: int) -> None:
