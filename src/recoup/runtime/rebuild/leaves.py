@@ -46,12 +46,13 @@ class Kind:
 
 def _is_torchs(function: Any) -> bool:
     """Whether a function is torch's and no other that was put in its place before this was imported."""
-    return getattr(function, "__globals__", {"__name__": "torch.nn."})["__name__"].startswith("torch.nn.")
+    name: str = getattr(function, "__globals__", {"__name__": "torch.nn."})["__name__"]
+    return name.startswith("torch.nn.")
 
 
 _SMALL = {
-    nn.Linear: Kind(nn.Linear.forward, "linear", torch._C._nn.linear, lambda module: None),
-    nn.GELU: Kind(nn.GELU.forward, "gelu", torch._C._nn.gelu, operator.attrgetter("approximate")),
+    nn.Linear: Kind(nn.Linear.forward, "linear", F.linear, lambda module: None),
+    nn.GELU: Kind(nn.GELU.forward, "gelu", F.gelu, operator.attrgetter("approximate")),
     nn.SiLU: Kind(nn.SiLU.forward, "silu", F.silu, operator.attrgetter("inplace")),
 }
 KINDS: dict[type[nn.Module], Kind] = {
