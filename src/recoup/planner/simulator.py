@@ -167,6 +167,7 @@ class Simulator:
             tensors=tuple(tensors[:8]),
             offloaded_bytes=sum(c.nbytes for c in trace.copies if c.kind == "out"),
             host_bytes=trace.host_peak_bytes(),
+            num_collectives=trace.num_collectives,
             num_scan_evaluations=priced.num_scan_evaluations,
         )
 
