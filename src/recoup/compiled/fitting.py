@@ -332,6 +332,10 @@ class CompiledFitting:
             evidence=evidence,
         )
 
+    def compare_plain(self, call: Calls) -> Comparison:
+        """Compares a step with that of `record`, bit by bit."""
+        return compare(self._result(self._plain), self._result(call))
+
     def _compare(self, call: Calls) -> Comparison:
         """Compares with the compiled plain step; where bits differ, by how far that one is from eager's."""
         # Eager first: the first step is watched by a dispatch mode, under which compiled code would run op by op.
