@@ -1060,7 +1060,6 @@ def tidy_joint_graph(module: Any) -> None:
     partitioners.force_save_collectives(module)
     partitioners.force_save_effectful_ops(module)
     partitioners.force_save_bw_mutation_src(module)
-    module.recompile()
 
 
 def must_be_saved(node: Any) -> bool:

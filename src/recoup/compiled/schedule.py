@@ -1,8 +1,9 @@
 """A compiled step as plain data, the order its backward runs in, and the bytes that are there at every op.
 
-A joint graph is forward's ops followed by backward's. Holding a set of forward's values, backward runs its own ops in
-their order, and every forward op that one of them needs runs again right before it, once: the rebuild of a value is as
-late as it can be, so what lies between two held values is there only while backward is between them.
+A joint graph is forward's ops followed by backward's; views are no ops here. Holding a set of forward's values,
+backward runs its own ops in their order, and every forward op that one of them needs runs again right before it, once:
+the rebuild of a value is as late as it can be, so what lies between two held values is there only while backward is
+between them.
 
 A value is there from the op that makes it to the last op that reads it; held values are there from forward to their
 last reader in backward; outputs stay. Where kernels are fused (`fuses`), an elementwise value that only fusible ops
