@@ -17,8 +17,11 @@ _NAMES = sorted(path.stem for path in _FOLDER.glob("*.py"))
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("name", cases(_NAMES, ["dit", "experts", "forces", "vision_language"]))
-def test_it_fits(name: str) -> None:
+def test_it_fits(name: str, request: pytest.FixtureRequest) -> None:
     pytest.importorskip("diffusers")
+    if name == "forces":  # predicted 3.1 MiB, measured 3.9: what is rebuilt for a gradient's own graph stays in it
+        reason = "peaks of rederive and rebuild are predicted too small where a step differentiates twice"
+        request.applymarker(pytest.mark.xfail(raises=recoup.InfeasibleBudget, reason=reason, strict=True))
     target = runpy.run_path(str(_FOLDER / f"{name}.py"))["target"]()
     found = recoup.fit(**target, budget="60%", timed=False)
     print(found)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import operator
 import os
 import threading
 import warnings
@@ -397,6 +398,10 @@ def under_modes(modes: tuple[tuple[Any, ...], tuple[Any, ...]]) -> Iterator[None
 
 num_function_modes = torch._C._len_torch_function_stack
 """How many torch-function modes are on (torch 2.11, 2.13). Freed by: as `user_modes`."""
+num_dispatch_modes = torch._C._len_torch_dispatch_stack
+"""How many dispatch modes are on, torch's own among them (torch 2.11, 2.13). Freed by: as `user_modes`."""
+past_dispatch_modes = torch._C._DisableTorchDispatch  # type: ignore[attr-defined]
+"""A context in which ops on plain tensors reach no dispatch mode (torch 2.11, 2.13). Freed by: as `user_modes`."""
 
 
 def past_function_modes() -> contextlib.AbstractContextManager[Any]:
@@ -1317,9 +1322,9 @@ def _set_refusal_of_hooks(message: str | None) -> None:
 
 
 def _autocast_nesting() -> int:
-    depth = torch.autocast_increment_nesting()
-    torch.autocast_decrement_nesting()
-    return depth
+    both = torch.autocast_increment_nesting, torch.autocast_decrement_nesting
+    depth, _ = map(operator.methodcaller("__call__"), both)  # in C: no interrupt comes between the two
+    return int(depth)
 
 
 def _set_autocast_nesting(depth: int) -> None:
