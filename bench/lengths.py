@@ -75,8 +75,8 @@ class _Lora(nn.Module):
         if self.base is not None:
             made = self.base(x)
         else:
-            blocks = self.packed.view(-1, 32).to(x.dtype) * self.scales.unsqueeze(1)
-            made = F.linear(x, torch.cat([blocks, blocks], 1).view(self.shape))
+            blocks = self.packed.view(-1, 32).to(torch.bfloat16) * self.scales.unsqueeze(1)
+            made = F.linear(x.to(torch.bfloat16), torch.cat([blocks, blocks], 1).view(self.shape))
         return made + self.up(self.down(x))
 
 

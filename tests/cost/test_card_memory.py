@@ -101,3 +101,17 @@ def test_auto_is_what_torch_may_reserve(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setitem(devices.DEVICES, "t4", small)
     made = recoup.plan(model(), batch, budget="auto", device="t4")
     assert made.decisions and made.predicted.card_bytes <= room
+
+
+def test_gradients_of_earlier_micro_batches_lie_on_the_card_too() -> None:
+    net = model()
+    batch = torch.empty(8, 1024, device="meta")
+    peaks = [
+        recoup.plan(net, batch, budget="100%", device="h100-sxm", accumulate=number).predicted.peak_bytes
+        for number in (1, 2)
+    ]
+    weights = sum(p.nbytes for p in net.parameters())
+    one_layer = 1024 * 1024 * 4
+    # Of the first micro-batch's gradients none is there at first, of the second's all; then one more at a time.
+    assert weights < peaks[0] - 65 * MIB < 2.1 * weights
+    assert 0.9 * one_layer < peaks[1] - peaks[0] < 2 * one_layer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,36 @@ def test_what_offload_holds_on_the_device_is_predicted(kind: str) -> None:
         model(x).mean().backward()
     measured = torch.cuda.memory_stats()["active_bytes.all.peak"] - workspace
     assert measured == pytest.approx(predicted, rel=0.01)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 4])
+def test_the_peak_of_accumulated_steps_is_predicted(micro_batches: int) -> None:
+    gc.collect()  # of the tests before
+    assert torch.cuda.memory_allocated() < 1 << 27, "cuBLAS's workspaces alone"
+    model, x = perceptron(), torch.zeros(4096, 512, device="cuda")
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step() -> None:
+        for _ in range(micro_batches):
+            model(x).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    plan = recoup.plan(
+        model,
+        x,
+        budget="70%",
+        loss=lambda out, _: out.mean(),
+        optimizer=optimizer,
+        accumulate=micro_batches,
+        cost=RooflineCost(get_device("h100-sxm")),
+    )
+    with recoup.apply(model, plan):
+        step()
+        torch.cuda.reset_peak_memory_stats()
+        step()
+    assert plan.predicted.peak_bytes == pytest.approx(torch.cuda.max_memory_allocated(), rel=0.01)
+    assert plan.predicted.peak_bytes >= torch.cuda.max_memory_allocated()
 
 
 def test_what_torch_has_reserved_is_free_to_a_plan() -> None:

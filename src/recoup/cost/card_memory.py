@@ -56,6 +56,7 @@ class CardMemory:
         lasting = [s for s in plain.storages if s.alloc_op < 0 and s.nbytes]
         self._there = [s.nbytes for s in lasting if s.category not in ("optimizer", "gradient")]
         self._state = [s.nbytes for s in lasting if s.category == "optimizer"]
+        self._gradients = [s.nbytes for s in lasting if s.category == "gradient"]  # of earlier micro-batches
         first = next((i for i, o in enumerate(plain.ops) if o.phase == "optimizer"), len(plain.ops))
         self._optimizer = self._events(plain, plain_workspace, first, len(plain.ops))
 
@@ -163,13 +164,14 @@ class CardMemory:
         threads: set[tuple[int, int]] = set()
         for number in range(_NUM_STEPS):
             live: dict[int, Block] = {}
+            earlier = [allocator.allocate(nbytes) for nbytes in self._gradients]
             self._play(allocator, step, live, threads)
             if number == 0:
                 for nbytes in self._state:
                     allocator.allocate(nbytes)
             updated: dict[int, Block] = {}
             self._play(allocator, self._optimizer, updated, threads)
-            for block in (*live.values(), *updated.values()):  # gradients are let go
+            for block in (*earlier, *live.values(), *updated.values()):  # gradients are let go
                 allocator.free(block)
             if number == 0 and later_limit_bytes is not None:
                 allocator.empty_cache()

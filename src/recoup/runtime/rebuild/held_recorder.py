@@ -66,6 +66,39 @@ class HeldRecorder(Recorder):
         """Ends the innermost call."""
         self._frames.pop()
 
+    def begin_unmarked(self, path: str) -> bool:
+        """Begins a call of the module at `path` that runs past this recorder, unless the plan marks an op of it."""
+        call = self._calls.get(path, 0)
+        if (path, call) in self._marks:
+            return False
+        self._calls[path] = call + 1
+        return True
+
+    def note_call(self, done: tuple[Site, Any, dict[str, Any]], values: tuple[Value, ...], out: torch.Tensor) -> None:
+        """Notes the one recorded op of a call that ran past this recorder: what it is, what it read, and its result."""
+        self._num_made += 1
+        made = Noted(done[0], values, done[1], done[2], self._num_made)
+        self._note(made, out, *done[0].bases[0])
+
+    def only_op(self, out: Any) -> Noted | None:
+        """Returns the op that made a result of the innermost call, if nothing else was recorded of that call."""
+        frame = self._frames[-1]
+        sites = frame.sites
+        if frame.marks is not None or len(sites) != frame.ordinal or type(out) is not torch.Tensor:
+            return None
+        value = self._existing(out)
+        made = None if value is None else value.made
+        if type(made) is not Noted or not made.site.is_single:
+            return None
+        others = [site for site in sites.values() if site is not made.site]
+        is_only = len(others) == len(sites) - 1 and all(site is not None and site.kinds is None for site in others)
+        return made if is_only else None
+
+    @property
+    def num_own_ops(self) -> int:
+        """How many ops of the innermost call's own ran so far."""
+        return self._frames[-1].ordinal
+
     def begin_segment(self, *, in_pieces: bool = False) -> None:
         """Ends the segment that ops ran in; the next op is the first of another."""
         self._around = Segment() if in_pieces else None
@@ -135,6 +168,15 @@ class HeldRecorder(Recorder):
                 return None
             found.append(value)
         return tuple(found)
+
+    def value_read(self, tensor: torch.Tensor) -> Value:
+        """Returns the value of what an op is about to read."""
+        value = self._values.get(weakref.ref(tensor.untyped_storage()))
+        if value is None:
+            value = self.value_of(tensor)
+        if value.made is None and value.constant is None:
+            self.read_leaf(value, tensor)
+        return value
 
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs an op that no site knows, and records it."""
@@ -252,6 +294,12 @@ class HeldRecorder(Recorder):
         self.num_ops += 1
         frame.ordinal += 1
 
+    def count_ops(self, num: int) -> None:
+        """Counts the ops of a call that ran past this recorder."""
+        if self._num_planned is not None and self.num_ops <= self._num_planned < self.num_ops + num:
+            self._planned_turns = self.turn
+        self.num_ops += num
+
     def before_op(self, name: str) -> OpMark | None:
         """Counts an op of the innermost call; returns what the plan says of it."""
         if not self._frames:
@@ -291,7 +339,7 @@ class HeldRecorder(Recorder):
 
     def read_leaf(self, value: Value, tensor: torch.Tensor) -> None:
         """Holds, to the end of the segment at least, what an op reads and no op was seen to make."""
-        base = tensor._base
+        base = tensor if isinstance(tensor, nn.Parameter) else tensor._base
         if isinstance(base, nn.Parameter) or (base is not None and _torch.is_sharded_parameter(base)):
             # A view of a parameter is as constant as itself; FSDP1's weights are views of what it takes away.
             value.constant = Constant(base)
