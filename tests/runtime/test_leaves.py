@@ -164,7 +164,10 @@ def test_a_function_put_in_place_of_torchs(monkeypatch: pytest.MonkeyPatch) -> N
     assert all(map(equal_values, plain, _train(change, [Rebuild(path="")])))
 
 
-def test_known_calls_pass_the_recorder_and_are_rebuilt_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("mark", "is_past"), [({}, True), ({"holds": True}, True), ({"saves": True}, False)])
+def test_known_calls_pass_the_recorder_and_are_rebuilt_as_much(
+    mark: dict[str, bool], is_past: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[str] = []
     real = HeldRecorder.__torch_dispatch__
 
@@ -173,15 +176,17 @@ def test_known_calls_pass_the_recorder_and_are_rebuilt_as_much(monkeypatch: pyte
         return real(self, func, *rest)
 
     monkeypatch.setattr(HeldRecorder, "__torch_dispatch__", dispatch)
+    marks = (OpMark(path="second", call=0, ordinal=1, op="aten.mm.default", **mark),) if mark else ()
     model, x = _Model(), torch.randn(ROWS, WIDTH, requires_grad=True)
     rebuilt, numbers = [], []
-    with apply_decisions(model, [Rebuild(path="")]) as applied:
-        for _ in range(4):
+    with apply_decisions(model, [Rebuild(path="", marks=marks)]) as applied:
+        for _ in range(6):
             seen.clear()
             before = applied.log.num_rederived
             model(x).backward()
             rebuilt.append(applied.log.num_rederived - before)
             numbers.append(len(seen))
-    assert rebuilt == [rebuilt[0]] * 4
-    assert numbers[2] == numbers[3] < numbers[0]
-    assert not {"aten.addmm.default", "aten.mm.default", "aten.gelu.default", "aten.silu.default"} & set(seen)
+    assert rebuilt == [rebuilt[0]] * 6
+    assert numbers[2] == numbers[5] < numbers[0]
+    assert not {"aten.addmm.default", "aten.gelu.default", "aten.silu.default"} & set(seen)
+    assert ("aten.mm.default" in seen) is not is_past

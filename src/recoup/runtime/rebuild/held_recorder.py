@@ -50,7 +50,7 @@ class HeldRecorder(Recorder):
         self._held: list[Source] = []  # until forward ends: then those that something is rebuilt from stay
         self._leaves: dict[Value, Source] = {}
         self._calls: dict[str, int] = {}
-        self._frames: list[_Frame] = []
+        self._frames: list[Frame] = []
         self.num_ops = 0
         self._num_planned = num_planned
         self._planned_turns = 0
@@ -60,16 +60,16 @@ class HeldRecorder(Recorder):
         """Begins a call of the module at `path`: ops are its own until `leave`."""
         call = self._calls.get(path, 0)
         self._calls[path] = call + 1
-        self._frames.append(_Frame(path, self._marks.get((path, call)), self._sites.of(path)))
+        self._frames.append(Frame(path, self._marks.get((path, call)), self._sites.of(path)))
 
     def leave(self) -> None:
         """Ends the innermost call."""
         self._frames.pop()
 
-    def begin_unmarked(self, path: str) -> bool:
-        """Begins a call of the module at `path` that runs past this recorder, unless the plan marks an op of it."""
+    def begin_past(self, path: str, marks: dict[int, OpMark] | None) -> bool:
+        """Begins a call of the module at `path` that runs past this recorder, if these are the plan's marks in it."""
         call = self._calls.get(path, 0)
-        if (path, call) in self._marks:
+        if self._marks.get((path, call)) is not marks:
             return False
         self._calls[path] = call + 1
         return True
@@ -80,24 +80,14 @@ class HeldRecorder(Recorder):
         made = Noted(done[0], values, done[1], done[2], self._num_made)
         self._note(made, out, *done[0].bases[0])
 
-    def only_op(self, out: Any) -> Noted | None:
-        """Returns the op that made a result of the innermost call, if nothing else was recorded of that call."""
-        frame = self._frames[-1]
-        sites = frame.sites
-        if frame.marks is not None or len(sites) != frame.ordinal or type(out) is not torch.Tensor:
-            return None
-        value = self._existing(out)
-        made = None if value is None else value.made
-        if type(made) is not Noted or not made.site.is_single:
-            return None
-        others = [site for site in sites.values() if site is not made.site]
-        is_only = len(others) == len(sites) - 1 and all(site is not None and site.kinds is None for site in others)
-        return made if is_only else None
-
     @property
-    def num_own_ops(self) -> int:
-        """How many ops of the innermost call's own ran so far."""
-        return self._frames[-1].ordinal
+    def frame(self) -> Frame:
+        """The innermost call."""
+        return self._frames[-1]
+
+    def existing(self, tensor: torch.Tensor) -> Value | None:
+        """Returns the value of the tensor's storage, None if it was not seen yet."""
+        return self._existing(tensor)
 
     def begin_segment(self, *, in_pieces: bool = False) -> None:
         """Ends the segment that ops ran in; the next op is the first of another."""
@@ -196,7 +186,7 @@ class HeldRecorder(Recorder):
         return out
 
     def _run(
-        self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], frame: _Frame | None, ordinal: int
+        self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], frame: Frame | None, ordinal: int
     ) -> Any:
         """Runs and records an op by all of its arguments; its site learns from it, if `frame` has one."""
         if facts.can_rerun and not facts.is_batch_norm:
@@ -288,7 +278,7 @@ class HeldRecorder(Recorder):
             return False
         return self.num_ops < self._num_planned or self.turn > self._planned_turns
 
-    def _count(self, frame: _Frame) -> None:
+    def _count(self, frame: Frame) -> None:
         if self.num_ops == self._num_planned:
             self._planned_turns = self.turn
         self.num_ops += 1
@@ -375,7 +365,7 @@ def marks_of(marks: Sequence[OpMark]) -> dict[tuple[str, int], dict[int, OpMark]
     return found
 
 
-class _Frame:
+class Frame:
     """One call that runs now: which of its own ops comes next."""
 
     __slots__ = ("marks", "ordinal", "path", "sites")

@@ -20,8 +20,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from recoup import _torch
+from recoup.ir.decision import OpMark
 from recoup.runtime.patch import PatchedForward
-from recoup.runtime.rebuild.held_recorder import HeldRecorder
+from recoup.runtime.rebuild.cheap_ops import op_facts
+from recoup.runtime.rebuild.held_recorder import Frame, HeldRecorder
 from recoup.runtime.rebuild.lineage import Value
 from recoup.runtime.rebuild.sites import MAX_MISSES, Noted
 
@@ -64,12 +66,13 @@ class _Leaf:
     """A module's call as it last ran.
 
     Attributes:
+        marks: the plan's in it: none, or one that holds the result.
         made: how its result was made. attributes: of the module. picks: which of the call's tensors the op reads.
         matches: whether tensors are like those of the call; offsets: theirs in their storages. gives: whether a result
             is like the one it gave. num_ops: counted in it.
     """
 
-    __slots__ = ("attributes", "gives", "made", "matches", "num_ops", "offsets", "picks")
+    __slots__ = ("attributes", "gives", "made", "marks", "matches", "num_ops", "offsets", "picks")
 
     def __init__(
         self,
@@ -79,15 +82,16 @@ class _Leaf:
         matches: Callable[..., bool],
         offsets: list[int],
         gives: Callable[..., bool],
-        num_ops: int,
+        frame: Frame,
     ) -> None:
+        self.marks = frame.marks
         self.made = (made.site, made.rest, made.kwargs)  # not its values: they are the step's
         self.attributes = attributes
         self.picks = picks
         self.matches = matches
         self.offsets = offsets
         self.gives = gives
-        self.num_ops = num_ops
+        self.num_ops = frame.ordinal
 
     def values(self, recorder: HeldRecorder, tensors: tuple[torch.Tensor, ...]) -> tuple[Value, ...] | None:
         """Returns the values that the op is about to read; None: the call is not as it was."""
@@ -111,6 +115,27 @@ def op_by_op(recorder: HeldRecorder, path: str, patched: PatchedForward, *args: 
         return patched.original(*args, **kwargs)
     finally:
         recorder.leave()
+
+
+def _only_op(recorder: HeldRecorder, out: Any) -> Noted | None:
+    """Returns the op that made a result of the innermost call, if nothing else was recorded of that call.
+
+    Nor may the plan say anything of the call but that the result is held.
+    """
+    frame = recorder.frame
+    value = recorder.existing(out) if type(out) is torch.Tensor else None
+    made = None if value is None else value.made
+    if type(made) is not Noted or not made.site.is_single or len(frame.sites) != frame.ordinal:
+        return None
+    ordinals = [i for i, site in frame.sites.items() if site is None or site.kinds is not None]
+    if len(ordinals) != 1 or frame.sites[ordinals[0]] is not made.site:
+        return None
+    for ordinal, mark in (frame.marks or {}).items():
+        label = op_facts(made.site.overload).label
+        held = OpMark(path=mark.path, call=mark.call, ordinal=ordinal, op=label, holds=True)
+        if ordinal != ordinals[0] or mark != held:
+            return None
+    return made
 
 
 class Leaves:
@@ -139,12 +164,14 @@ class Leaves:
             leaf is not None
             and leaf.attributes == kind.attributes(module)
             and (values := leaf.values(recorder, tensors)) is not None
-            and recorder.begin_unmarked(path)
+            and recorder.begin_past(path, leaf.marks)
         ):
             with _torch.past_dispatch_modes():
                 out = patched.original(x)
             if type(out) is torch.Tensor and leaf.gives(out) and not out.storage_offset():
                 recorder.note_call(leaf.made, values, out)
+                if leaf.marks is not None:
+                    recorder.hold(out)
             else:
                 self._miss(path)
             recorder.count_ops(leaf.num_ops)
@@ -153,7 +180,7 @@ class Leaves:
         recorder.enter(path)
         try:
             out = patched.original(x)
-            made = recorder.only_op(out)
+            made = _only_op(recorder, out)
             if made is not None:
                 self._learn(recorder, path, made, kind.attributes(module), tensors, out)
             return out
@@ -185,4 +212,4 @@ class Leaves:
             return
         picks = tuple([values.index(value) for value in made.values])
         offsets = [t.storage_offset() for t in tensors]
-        self._known[path] = _Leaf(made, attributes, picks, matches, offsets, gives, recorder.num_own_ops)
+        self._known[path] = _Leaf(made, attributes, picks, matches, offsets, gives, recorder.frame)
