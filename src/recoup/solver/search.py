@@ -19,9 +19,9 @@ from recoup.solver.reference import option_of
 from recoup.solver.sequence import (
     Call,
     Line,
-    Span,
     region_in,
     saves_moved,
+    spans_over,
 )
 from recoup.solver.ways import Move, Replay, Run
 
@@ -307,7 +307,7 @@ class Search:
             key = tuple(c.structure for c in calls)
             known = self._known_spans.get(key)
             if known is None:
-                known = self._known_spans[key] = _spans_over(calls)
+                known = self._known_spans[key] = spans_over(calls)
             self._spans_of_call[id(call)] = known
             if behind:
                 self._spans_before[call.structure, id(behind)] = known
@@ -392,14 +392,3 @@ class Search:
             front = self._best_of([inside.front, linked.fronts[frozenset()]], self._max_inner_points)
             self._linked[key] = front
         return dataclasses.replace(inside, front=front)
-
-
-def _spans_over(calls: Sequence[Call]) -> list[tuple[Region, int]]:
-    """Returns the prices of regions over the first, the first two, ... of some calls, and their leaves."""
-    span, found = Span(), []
-    for call in calls:
-        if call.block.region is None:
-            break
-        span.add(call.block.region)
-        found.append((span.region(), call.last - calls[0].first))
-    return found
