@@ -1397,3 +1397,14 @@ def restore_thread_settings(settings: tuple[Any, ...]) -> None:
     for (get, change), wanted in zip(_thread_settings(), settings, strict=True):
         if get() != wanted:
             change(wanted)
+
+
+@contextlib.contextmanager
+def settings_put_back_on_error() -> Iterator[None]:
+    """Has an error leave no mode, hook or flag that was set inside, for who goes on after it. Freed by: as those."""
+    before = thread_settings()
+    try:
+        yield
+    except BaseException:
+        restore_thread_settings(before)
+        raise

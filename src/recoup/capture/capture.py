@@ -104,8 +104,10 @@ def capture(spec: StepSpec, *, known: Trace | None = None) -> Trace:
             reason = error.reason if isinstance(error, Failed) else str(error)
     if on_meta:
         raise StepError(
-            f"The step cannot be followed without data ({reason}), and the model has none (it is on `meta`). Build "
-            "it on a real device."
+            f"The step of {type(spec.model).__name__} cannot be followed without data ({reason}), and the model has "
+            "none (it is on `meta`). Build it on a real device, with fewer layers if it is too large. A mixture of "
+            "experts that looks up which tokens go to an expert needs their values; transformers computes one without "
+            "them in bfloat16, or in any dtype with experts_implementation='batched_mm': plan and train it so."
         )
     if device_of(spec.model).startswith("cuda"):
         warnings.warn(
