@@ -250,7 +250,10 @@ def _own_hooks() -> list[Any]:
 
 def _take_off(gone: list[Any]) -> None:
     with _hooks_lock:
-        _hooks_on[:] = [entry for entry in _hooks_on if not any(entry[1] is hooks for hooks in gone)]
+        if _hooks_on and len(gone) == 1 and _hooks_on[-1][1] is gone[0]:
+            _hooks_on.pop()
+        else:
+            _hooks_on[:] = [entry for entry in _hooks_on if not any(entry[1] is hooks for hooks in gone)]
         if not _hooks_on:
             torch.autograd.graph.disable_saved_tensors_hooks = _plain_disable
 
@@ -776,6 +779,14 @@ def sparse_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
         return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
     return []
+
+
+def storage_address(tensor: torch.Tensor) -> int:
+    """Returns `untyped_storage()._cdata`, which names the storage, without an object for it (torch 2.13).
+
+    Freed by: a public name of a storage.
+    """
+    return int(torch._C._storage_address(tensor))  # type: ignore[attr-defined]
 
 
 def has_storage(tensor: torch.Tensor) -> bool:
