@@ -401,6 +401,10 @@ def under_modes(modes: tuple[tuple[Any, ...], tuple[Any, ...]]) -> Iterator[None
 
 num_function_modes = torch._C._len_torch_function_stack
 """How many torch-function modes are on (torch 2.11, 2.13). Freed by: as `user_modes`."""
+num_dispatch_modes = torch._C._len_torch_dispatch_stack
+"""How many dispatch modes are on, torch's own among them (torch 2.11, 2.13). Freed by: as `user_modes`."""
+past_dispatch_modes = torch._C._DisableTorchDispatch  # type: ignore[attr-defined]
+"""A context in which ops on plain tensors reach no dispatch mode (torch 2.11, 2.13). Freed by: as `user_modes`."""
 
 
 def past_function_modes() -> contextlib.AbstractContextManager[Any]:

@@ -21,9 +21,11 @@ class Child(nn.Module):
         self.kind = kind
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.norm = nn.BatchNorm1d(WIDTH) if kind == 0 else nn.LayerNorm(WIDTH)
+        self.act = nn.GELU() if kind == 0 else nn.SiLU()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.norm(self.linear(x))
+        x = self.linear(x)
+        x = self.norm(self.act(x.mul_(0.9) if self.kind else x))
         return F.relu_(x) if self.kind else torch.tanh(x)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -104,6 +105,25 @@ def test_steps_that_are_alike_are_known(monkeypatch: pytest.MonkeyPatch) -> None
         looked.clear()
         model(x).backward()
         assert looked == []
+
+
+def test_a_record_holds_no_tensor() -> None:
+    read: list[weakref.ref[torch.UntypedStorage]] = []
+
+    def step(x: Tensor, w: Tensor, i: int) -> Tensor:
+        for op in (lambda y: F.layer_norm(y, (WIDTH,), w), lambda y: torch.clamp(w, max=y)):  # between them is a scalar
+            y = torch.sin(x * w)
+            read.append(weakref.ref(y.untyped_storage()))
+            x = op(y)
+        return x
+
+    model = _Model(step)
+    x = torch.randn(ROWS, WIDTH)
+    with apply_decisions(model, [Rebuild(path="")]):
+        for _ in range(3):
+            loss = model(x)
+            assert [ref() for ref in read[-2:]] == [None, None]
+            loss.backward()
 
 
 def test_what_differs_each_time_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

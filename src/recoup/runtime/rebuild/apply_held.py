@@ -15,6 +15,7 @@ from recoup.runtime import execution_context
 from recoup.runtime.compiling import tell_compiled
 from recoup.runtime.patch import PatchedForward
 from recoup.runtime.rebuild.held_recorder import HeldRecorder, marks_of
+from recoup.runtime.rebuild.leaves import KINDS, Leaves, op_by_op
 from recoup.runtime.rebuild.lineage import current_recorder
 from recoup.runtime.rebuild.saved_tensor import pack, unpack
 from recoup.runtime.rebuild.sites import Sites
@@ -34,6 +35,7 @@ class HeldState:
         self.decision = decision
         self.marks = marks_of(decision.marks)
         self.sites = Sites()
+        self.leaves = Leaves()
         self.counts = Counts()
         self.suspended = False
         self.warned = False
@@ -72,16 +74,16 @@ def run_held(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, A
         return patched.original(*args, **kwargs)
     recorder = current_recorder()
     if isinstance(recorder, HeldRecorder):
-        is_unit = state.is_unit(type(patched.module))
-        if is_unit:  # FSDP2 has its parameters there in its own forward and backward only
-            recorder.begin_segment()
-        recorder.enter(settings.path)
+        kind = type(patched.module)
+        if (known := KINDS.get(kind)) is not None and len(args) == 1 and not kwargs and patched.previous is None:
+            return state.leaves.run(recorder, settings.path, patched, known, args[0])
+        if not state.is_unit(kind):
+            return op_by_op(recorder, settings.path, patched, *args, **kwargs)
+        recorder.begin_segment()  # FSDP2 has its parameters there in its own forward and backward only
         try:
-            return patched.original(*args, **kwargs)
+            return op_by_op(recorder, settings.path, patched, *args, **kwargs)
         finally:
-            recorder.leave()
-            if is_unit:
-                recorder.begin_segment()
+            recorder.begin_segment()
     if state.suspended or _torch.inside_transform() or torch.compiler.is_exporting():
         return patched.original(*args, **kwargs)
     if settings.path or recorder is not None:

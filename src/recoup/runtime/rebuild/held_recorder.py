@@ -50,7 +50,7 @@ class HeldRecorder(Recorder):
         self._held: list[Source] = []  # until forward ends: then those that something is rebuilt from stay
         self._leaves: dict[Value, Source] = {}
         self._calls: dict[str, int] = {}
-        self._frames: list[_Frame] = []
+        self._frames: list[Frame] = []
         self.num_ops = 0
         self._num_planned = num_planned
         self._planned_turns = 0
@@ -60,11 +60,34 @@ class HeldRecorder(Recorder):
         """Begins a call of the module at `path`: ops are its own until `leave`."""
         call = self._calls.get(path, 0)
         self._calls[path] = call + 1
-        self._frames.append(_Frame(path, self._marks.get((path, call)), self._sites.of(path)))
+        self._frames.append(Frame(path, self._marks.get((path, call)), self._sites.of(path)))
 
     def leave(self) -> None:
         """Ends the innermost call."""
         self._frames.pop()
+
+    def begin_past(self, path: str, marks: dict[int, OpMark] | None) -> bool:
+        """Begins a call of the module at `path` that runs past this recorder, if these are the plan's marks in it."""
+        call = self._calls.get(path, 0)
+        if self._marks.get((path, call)) is not marks:
+            return False
+        self._calls[path] = call + 1
+        return True
+
+    def note_call(self, done: tuple[Site, Any, dict[str, Any]], values: tuple[Value, ...], out: torch.Tensor) -> None:
+        """Notes the one recorded op of a call that ran past this recorder: what it is, what it read, and its result."""
+        self._num_made += 1
+        made = Noted(done[0], values, done[1], done[2], self._num_made)
+        self._note(made, out, *done[0].bases[0])
+
+    @property
+    def frame(self) -> Frame:
+        """The innermost call."""
+        return self._frames[-1]
+
+    def existing(self, tensor: torch.Tensor) -> Value | None:
+        """Returns the value of the tensor's storage, None if it was not seen yet."""
+        return self._existing(tensor)
 
     def begin_segment(self, *, in_pieces: bool = False) -> None:
         """Ends the segment that ops ran in; the next op is the first of another."""
@@ -136,6 +159,15 @@ class HeldRecorder(Recorder):
             found.append(value)
         return tuple(found)
 
+    def value_read(self, tensor: torch.Tensor) -> Value:
+        """Returns the value of what an op is about to read."""
+        value = self._values.get(weakref.ref(tensor.untyped_storage()))
+        if value is None:
+            value = self.value_of(tensor)
+        if value.made is None and value.constant is None:
+            self.read_leaf(value, tensor)
+        return value
+
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs an op that no site knows, and records it."""
         facts = known_facts(id(func))
@@ -154,7 +186,7 @@ class HeldRecorder(Recorder):
         return out
 
     def _run(
-        self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], frame: _Frame | None, ordinal: int
+        self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], frame: Frame | None, ordinal: int
     ) -> Any:
         """Runs and records an op by all of its arguments; its site learns from it, if `frame` has one."""
         if facts.can_rerun and not facts.is_batch_norm:
@@ -246,11 +278,17 @@ class HeldRecorder(Recorder):
             return False
         return self.num_ops < self._num_planned or self.turn > self._planned_turns
 
-    def _count(self, frame: _Frame) -> None:
+    def _count(self, frame: Frame) -> None:
         if self.num_ops == self._num_planned:
             self._planned_turns = self.turn
         self.num_ops += 1
         frame.ordinal += 1
+
+    def count_ops(self, num: int) -> None:
+        """Counts the ops of a call that ran past this recorder."""
+        if self._num_planned is not None and self.num_ops <= self._num_planned < self.num_ops + num:
+            self._planned_turns = self.turn
+        self.num_ops += num
 
     def before_op(self, name: str) -> OpMark | None:
         """Counts an op of the innermost call; returns what the plan says of it."""
@@ -291,7 +329,7 @@ class HeldRecorder(Recorder):
 
     def read_leaf(self, value: Value, tensor: torch.Tensor) -> None:
         """Holds, to the end of the segment at least, what an op reads and no op was seen to make."""
-        base = tensor._base
+        base = tensor if isinstance(tensor, nn.Parameter) else tensor._base
         if isinstance(base, nn.Parameter) or (base is not None and _torch.is_sharded_parameter(base)):
             # A view of a parameter is as constant as itself; FSDP1's weights are views of what it takes away.
             value.constant = Constant(base)
@@ -327,7 +365,7 @@ def marks_of(marks: Sequence[OpMark]) -> dict[tuple[str, int], dict[int, OpMark]
     return found
 
 
-class _Frame:
+class Frame:
     """One call that runs now: which of its own ops comes next."""
 
     __slots__ = ("marks", "ordinal", "path", "sites")

@@ -19,7 +19,7 @@ from recoup import _torch
 from recoup.runtime.rebuild.cheap_ops import OpFacts
 from recoup.runtime.rebuild.lineage import PLAIN, Geometry, Made, Value, geometry_of
 
-_MAX_MISSES = 4  # of one site: what differs in each step is not looked at again
+MAX_MISSES = 4  # of one site: what differs in each step is not looked at again
 
 
 class Site:
@@ -173,7 +173,7 @@ class Sites:
             site.tensors, site.rest = operator.itemgetter(slice(num)), operator.itemgetter(slice(num, None))
         else:
             site.positions = tuple(positions)
-            site.tensors, site.rest = _picker(site.positions), list
+            site.tensors, site.rest = _picker(site.positions), _without(site.positions)
         site.matches, site.gives = matches, gives
         site.geometries = tuple([self._shared(t) for t in tensors])
         site.bases = tuple([(position, self._shared(t)) for position, t in recorded])
@@ -189,7 +189,7 @@ class Sites:
         if ordinal not in known:
             return 0
         site = known[ordinal]
-        if site is None or site.misses + 1 == _MAX_MISSES:
+        if site is None or site.misses + 1 == MAX_MISSES:
             known[ordinal] = None
             return None
         return site.misses + 1
@@ -198,6 +198,16 @@ class Sites:
 def are_plain(kwargs: Mapping[str, Any]) -> bool:
     """Whether there is no tensor among keyword arguments."""
     return all([type(item) in PLAIN for item in kwargs.values()]) if kwargs else True
+
+
+def _without(positions: tuple[int, ...]) -> Callable[[Any], list[Any]]:
+    def rest(args: Any) -> list[Any]:
+        found = list(args)
+        for position in positions:  # a record that held tensors would keep what the plan lets go
+            found[position] = None
+        return found
+
+    return rest
 
 
 def _picker(positions: tuple[int, ...]) -> Callable[[Any], tuple[torch.Tensor, ...]]:
