@@ -21,7 +21,7 @@ from recoup._allocation import is_allocation_failure
 from recoup._pytree import iterate_tensors
 from recoup.capture.categories import categories_of, note_gradients, step_optimizer
 from recoup.capture.dialect import cuda_dialect, cuda_results
-from recoup.capture.draws import AS_IT_IS, draw_from
+from recoup.capture.draws import Draw, draw_from
 from recoup.capture.fakify import fake_batch, fake_like, fake_parameters, real_batch
 from recoup.capture.fingerprint import fingerprint
 from recoup.capture.folding import Counted, Folding, FoldingMemory, Irregular, unfold
@@ -73,7 +73,7 @@ class StepSpec:
     round_bytes: int = 1
     keep: frozenset[str] = frozenset()
     folding: FoldingMemory | None = dataclasses.field(default_factory=FoldingMemory, compare=False)
-    draw: int = AS_IT_IS
+    draw: int = Draw.AS_IT_IS
     keepers: list[str] = dataclasses.field(default_factory=list, compare=False)
     known_state: KnownState = dataclasses.field(default_factory=KnownState, compare=False)
 

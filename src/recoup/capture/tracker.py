@@ -138,7 +138,7 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
 
     def find(self, tensor: torch.Tensor) -> int | None:
         """Returns the index of the tensor's storage if it is known; None for one that has none."""
-        if tensor.layout is not torch.strided or _torch.is_wrapped(tensor):
+        if tensor.layout is not torch.strided or _torch.is_wrapped(tensor) or _torch.is_wrapper_type(type(tensor)):
             return None
         storage = tensor.untyped_storage()
         handle = self._handles.get(storage._cdata)
@@ -171,7 +171,7 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
         """Notes that autograd keeps the tensor for the current call."""
         if not self.recording:
             return
-        if tensor.layout is not torch.strided:
+        if tensor.layout is not torch.strided or _torch.is_wrapper_type(type(tensor)):
             for part in dense_parts(tensor):
                 self.saved(part)
             return
@@ -213,6 +213,8 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if any(map(_torch.is_wrapper_type, types)):
+            return NotImplemented  # its own ops come next, on what it is made of
         kwargs = kwargs or {}
         if _torch.is_higher_order(func):
             out = func(*args, **kwargs)  # the ops inside see no mode: what comes out was made by the op before
