@@ -15,7 +15,10 @@ Range = tuple[int, int]
 
 
 def dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Returns the strided tensors that a tensor consists of: itself, or the indices and values of a sparse one."""
+    """Returns the strided tensors that a tensor consists of: itself, the indices and values of a sparse one, the local
+    part of a distributed one."""
+    if _torch.is_wrapper_type(type(tensor)):
+        return [part for inner in _torch.parts_of_wrapper(tensor) for part in dense_parts(inner)]
     if tensor.layout is torch.strided:
         return [tensor] if _torch.has_storage(tensor) else []
     return _torch.sparse_parts(tensor)

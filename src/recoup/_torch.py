@@ -190,6 +190,33 @@ def is_fake(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, _fake_tensor_class())
 
 
+@functools.cache
+def is_wrapper_type(kind: type[Any]) -> bool:
+    """Whether tensors of the type are made of others, strided ones, that its ops run on: a DTensor (torch 2.11, 2.13).
+
+    Freed by: a public question for `__tensor_flatten__`, the protocol that they are opened by.
+    """
+    from torch.nested._internal.nested_tensor import NestedTensor
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
+
+    return is_traceable_wrapper_subclass_type(kind) and not issubclass(kind, (NestedTensor, _fake_tensor_class()))
+
+
+def parts_of_wrapper(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Returns the tensors that one of a wrapper type is made of (torch 2.11, 2.13)."""
+    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    return [part for part in (getattr(tensor, name) for name in names) if isinstance(part, torch.Tensor)]
+
+
+def rewrapped(tensor: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Returns a tensor like one of a wrapper type, made of what `make` returns for its parts (torch 2.11, 2.13)."""
+    names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    parts = {name: getattr(tensor, name) for name in names}  # torch 2.13: a DTensor's mesh too
+    parts = {name: make(part) if isinstance(part, torch.Tensor) else part for name, part in parts.items()}
+    made: torch.Tensor = type(tensor).__tensor_unflatten__(parts, context, tensor.size(), tensor.stride())  # type: ignore[attr-defined]
+    return made
+
+
 def fakes_among(objects: list[Any], mode: Any) -> list[Any]:
     """Returns the fake tensors of a mode among any objects at all (torch 2.13). Freed by: as `fake_tensor_mode`."""
     fake = _fake_tensor_class()
@@ -250,7 +277,10 @@ def _own_hooks() -> list[Any]:
 
 def _take_off(gone: list[Any]) -> None:
     with _hooks_lock:
-        _hooks_on[:] = [entry for entry in _hooks_on if not any(entry[1] is hooks for hooks in gone)]
+        if _hooks_on and len(gone) == 1 and _hooks_on[-1][1] is gone[0]:
+            _hooks_on.pop()
+        else:
+            _hooks_on[:] = [entry for entry in _hooks_on if not any(entry[1] is hooks for hooks in gone)]
         if not _hooks_on:
             torch.autograd.graph.disable_saved_tensors_hooks = _plain_disable
 
@@ -780,6 +810,14 @@ def sparse_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
         return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
     return []
+
+
+def storage_address(tensor: torch.Tensor) -> int:
+    """Returns `untyped_storage()._cdata`, which names the storage, without an object for it (torch 2.13).
+
+    Freed by: a public name of a storage.
+    """
+    return int(torch._C._storage_address(tensor))  # type: ignore[attr-defined]
 
 
 def has_storage(tensor: torch.Tensor) -> bool:
@@ -1400,3 +1438,14 @@ def restore_thread_settings(settings: tuple[Any, ...]) -> None:
     for (get, change), wanted in zip(_thread_settings(), settings, strict=True):
         if get() != wanted:
             change(wanted)
+
+
+@contextlib.contextmanager
+def settings_put_back_on_error() -> Iterator[None]:
+    """Has an error leave no mode, hook or flag that was set inside, for who goes on after it. Freed by: as those."""
+    before = thread_settings()
+    try:
+        yield
+    except BaseException:
+        restore_thread_settings(before)
+        raise

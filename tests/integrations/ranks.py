@@ -11,11 +11,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import recoup
@@ -24,7 +27,7 @@ from recoup.capture.capture import StepSpec
 from recoup.capture.fingerprint import fingerprint, structure_of
 from recoup.cost.model import FlopsCost
 from recoup.cost.sharding import ShardedCost
-from recoup.errors import PlanMismatch
+from recoup.errors import ConflictError, PlanMismatch
 from recoup.evidence.memory import measure_peak, storage_bytes
 from recoup.integrations import distributed
 from recoup.ir.decision import Decision, Rebuild, Recompute, Rederive, TileLoss
@@ -362,6 +365,72 @@ def collectives(rank: int) -> dict[str, Any]:
     return {"all_gathers": count_all_gathers(rank), "message": different_plans(rank)}
 
 
+class Attention(nn.Module):
+    """Attention and a perceptron over their norms, for tensor parallelism by columns and rows."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm1(x)
+        q, k, v = (f(y).unflatten(-1, (-1, 16)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        x = x + self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+def tensor_parallel(rank: int) -> dict[str, Any]:
+    """A plan for a model of distributed tensors, made on rank 0: gradients, peak and collectives of each."""
+    torch.manual_seed(0)
+    alone = nn.Sequential(*(Attention() for _ in range(4)), nn.Linear(64, 8)).double()
+    model = copy.deepcopy(alone)
+    columns, rows = ColwiseParallel(), RowwiseParallel()
+    for layer in model[:-1]:
+        parallelize_module(
+            layer,
+            init_device_mesh("cpu", (2,)),
+            {"q": columns, "k": columns, "v": columns, "o": rows, "up": columns, "down": rows},
+        )
+    x = torch.randn(4, 128, 64, dtype=torch.float64)
+    alone(x).square().mean().backward()
+
+    def loss(output: torch.Tensor, _: Any) -> torch.Tensor:
+        return output.square().mean()
+
+    found: dict[str, Any] = {}
+    try:
+        recoup.fit(model, x, loss=loss, budget="70%")
+    except ConflictError as error:
+        found["refused"] = str(error)
+    for budget in ("70%", "50%"):
+        plan = recoup.plan(model, x, loss=loss, budget=budget) if rank == 0 else None
+        plan = distributed.broadcast_plan(plan)
+        evidence = recoup.verify(model, plan, x, loss=loss, timed=False)
+        with distributed.apply(model, plan), CommDebugMode() as counted:
+            model.zero_grad()
+            loss(model(x), x).backward()
+        errors, largest = [0.0], max(float(p.grad.abs().max()) for p in alone.parameters() if p.grad is not None)
+        for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+            grad = mine.grad.full_tensor() if isinstance(mine.grad, DTensor) else mine.grad
+            assert grad is not None and theirs.grad is not None
+            errors.append(float((grad - theirs.grad).abs().max()) / largest)
+        found[budget] = {
+            "regions": sum(d.is_region for d in plan.decisions),
+            "ok": evidence.ok,
+            "equal": evidence.gradients_equal,
+            "measured": evidence.peak_bytes,
+            "predicted": plan.predicted.peak_bytes,
+            "error": max(errors),
+            "counted": sum(counted.get_comm_counts().values()),
+            "stated": plan.predicted.num_collectives,
+            "plain": plan.predicted.plain_num_collectives,
+            "shown": str(plan),
+        }
+    return found
+
+
 def main(rank: int, port: int, out: str) -> None:
     """Entry of each process; rank 0 writes the results of all jobs to `out`."""
     warnings.simplefilter("ignore")
@@ -369,7 +438,13 @@ def main(rank: int, port: int, out: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=2)
     try:
-        jobs = {"fsdp peaks": fsdp_peaks, "table": table, "tiled head": tiled_head, "collectives": collectives}
+        jobs = {
+            "fsdp peaks": fsdp_peaks,
+            "table": table,
+            "tiled head": tiled_head,
+            "collectives": collectives,
+            "tensor parallel": tensor_parallel,
+        }
         results = {name: job(rank) for name, job in jobs.items()}
         if rank == 0:
             torch.save(results, Path(out))

@@ -28,7 +28,7 @@ from recoup.planner.driver import is_on_meta
 from recoup.planner.request import fitting_for
 from recoup.runtime.apply import Applied, apply_decisions, find_patches
 from recoup.runtime.as_found import all_or_nothing
-from recoup.runtime.conflicts import refuse_conflicts, refuse_wrapped
+from recoup.runtime.conflicts import refuse_conflicts, refuse_distributed, refuse_wrapped
 from recoup.runtime.offload.transport import Transport
 from recoup.units import check_budget, format_bytes
 
@@ -346,6 +346,8 @@ def fit(
             apply_failed=apply_failed,
             unused={"device": device, "actions": actions, "host_budget": host_budget, "keep": tuple(keep) or None},
         )
+    refuse_wrapped(model)
+    refuse_distributed(model)
     return_freed_memory()
     fitting = fitting_for(
         model,

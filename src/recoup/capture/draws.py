@@ -6,24 +6,32 @@ that is dropped by chance runs for once; seeds are for what takes another form.
 
 from __future__ import annotations
 
+import enum
 import random
 import sys
 
-AS_IT_IS = 0
-_LOWEST, _HIGHEST = 1, 2
-EXTREMES = (_LOWEST, _HIGHEST)
-SEEDED = (3, 4, 5, 6, 7, 8)  # tried where the extremes differ
-_WORDS = 624  # of both streams' state (Mersenne twister)
-_SET_WORDS = 312  # half of them: 156 numbers; who asks until a number lies elsewhere comes to the rest
+
+class Draw(enum.IntEnum):
+    """What the streams are set to for a capture: the state they are in, an extreme, or a seed's numbers."""
+
+    AS_IT_IS = 0
+    LOWEST = 1
+    HIGHEST = 2
+
+
+EXTREMES = (Draw.LOWEST, Draw.HIGHEST)
+SEEDED = range(3, 9)  # draws tried where the extremes differ, by seed
+_STATE_SIZE = 624  # words of both streams' state (Mersenne twister)
+_SET_SIZE = _STATE_SIZE // 2  # words: 156 numbers; who asks until a number lies elsewhere comes to the rest
 
 
 def draw_from(draw: int) -> None:
     """Sets python's and numpy's streams to a draw; the caller puts them back."""
-    if draw == AS_IT_IS:
+    if draw == Draw.AS_IT_IS:
         return
-    words = list(random.Random(draw).getstate()[1][:_WORDS])
+    words = list(random.Random(draw).getstate()[1][:_STATE_SIZE])
     if draw in EXTREMES:
-        words[:_SET_WORDS] = [_before_tempering(0xFFFFFFFF if draw == _HIGHEST else 0)] * _SET_WORDS
+        words[:_SET_SIZE] = [_before_tempering(0xFFFFFFFF if draw == Draw.HIGHEST else 0)] * _SET_SIZE
     random.setstate((3, (*words, 0), None))
     numpy = sys.modules.get("numpy")
     if numpy is not None:

@@ -20,6 +20,8 @@ def fake_like(tensor: torch.Tensor, device: str) -> torch.Tensor:
 
     One that is not strided (sparse) comes back itself: what an op makes of it depends on what is in it.
     """
+    if _torch.is_wrapper_type(type(tensor)):
+        return _torch.rewrapped(tensor, lambda part: fake_like(part, device))
     if tensor.layout is not torch.strided:
         return tensor
     return _torch.fake_empty_like(tensor, device)

@@ -21,6 +21,7 @@ from recoup._storages import dense_parts
 from recoup.capture.island import UNKNOWN, Island
 from recoup.capture.op_cache import FakeResults
 from recoup.capture.records import OpRecord, StorageRecord
+from recoup.errors import UsageError
 from recoup.ir.trace import Category, Copy, Phase, Signature
 from recoup.runtime import execution_context
 from recoup.runtime.rebuild.cheap_ops import SILENT_WRITERS, op_facts
@@ -137,7 +138,7 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
 
     def find(self, tensor: torch.Tensor) -> int | None:
         """Returns the index of the tensor's storage if it is known; None for one that has none."""
-        if tensor.layout is not torch.strided or _torch.is_wrapped(tensor):
+        if tensor.layout is not torch.strided or _torch.is_wrapped(tensor) or _torch.is_wrapper_type(type(tensor)):
             return None
         storage = tensor.untyped_storage()
         handle = self._handles.get(storage._cdata)
@@ -170,7 +171,7 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
         """Notes that autograd keeps the tensor for the current call."""
         if not self.recording:
             return
-        if tensor.layout is not torch.strided:
+        if tensor.layout is not torch.strided or _torch.is_wrapper_type(type(tensor)):
             for part in dense_parts(tensor):
                 self.saved(part)
             return
@@ -212,6 +213,8 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if any(map(_torch.is_wrapper_type, types)):
+            return NotImplemented  # its own ops come next, on what it is made of
         kwargs = kwargs or {}
         if _torch.is_higher_order(func):
             out = func(*args, **kwargs)  # the ops inside see no mode: what comes out was made by the op before
@@ -267,6 +270,12 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
         outputs: list[torch.Tensor] = []
         _collect(out if isinstance(out, (tuple, list)) else (out,), outputs)
         name = func._schema.name
+        if any(t.is_nested for t in outputs):
+            raise UsageError(
+                f"The step makes a nested tensor ({name}), whose sizes differ from batch to batch and cannot be "
+                "planned for. Compute on a padded tensor, or on `values()` and `offsets()`; `recoup.rederive()` needs "
+                "no plan and takes them."
+            )
         call, origin = self._origin(index)
         new = tuple(self._index(part, "temporary", index, name) for t in outputs for part in dense_parts(t))
         signature = self._signature(func, args, kwargs, out)

@@ -30,6 +30,7 @@ class Prediction:
         recomputed_flops: FLOPs run a second time. plain_flops: FLOPs of the step without a plan.
         saved_bytes, plain_saved_bytes: bytes that autograd holds when backward begins.
         offloaded_bytes: bytes moved to the host in one step. host_bytes: the most of them that are there at a time.
+        num_collectives, plain_num_collectives: that a rank's step runs on distributed tensors (tensor parallel).
         num_scan_evaluations: step evaluations of the scans whose bytes the plan decides, forward and backward together.
         num_all_gathers: of the step on each rank, where it is sharded (`plan --fsdp`); with the plan as without.
         forward_saved_bytes: of saved_bytes, those of the model's own forward, without a loss outside of it.
@@ -55,6 +56,8 @@ class Prediction:
     cost_source: str
     offloaded_bytes: int = 0
     host_bytes: int = 0
+    num_collectives: int = 0
+    plain_num_collectives: int = 0
     num_all_gathers: int = 0
     num_scan_evaluations: int = 0
     forward_saved_bytes: int = 0
@@ -208,6 +211,9 @@ class Plan:
             rows.insert(-1, ("to the host", f"{format_bytes(predicted.offloaded_bytes)} a step, and back; {held}"))
         if predicted.num_scan_evaluations:
             rows.insert(-1, ("scans", f"{predicted.num_scan_evaluations} step evaluations, forward and backward"))
+        if predicted.num_collectives:
+            again = predicted.num_collectives - predicted.plain_num_collectives
+            rows.append(("collectives", f"{predicted.num_collectives} a step on each rank, {again} of them run again"))
         if predicted.num_all_gathers:
             rows.append(("all-gathers", f"{predicted.num_all_gathers} a step on each rank, as without a plan"))
         head = f"Plan for {self.model_class} on {self.device}"

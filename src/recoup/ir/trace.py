@@ -191,6 +191,12 @@ class Trace:
             levels.append(level + (workspace_bytes[i] if workspace_bytes else 0))
         return levels
 
+    @property
+    def num_collectives(self) -> int:
+        """Collectives that the step runs, those of distributed tensors; waiting for one is none."""
+        names = (self.signatures[op.signature].name for op in self.ops if op.signature >= 0)
+        return sum(name.startswith("_c10d_functional.") and "wait_tensor" not in name for name in names)
+
     def host_peak_bytes(self) -> int:
         """Returns the most bytes that are on the host at a time: a storage is from its way out to its last event."""
         last = {copy.block: at for at, copy in enumerate(self.copies)}

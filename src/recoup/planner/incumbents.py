@@ -21,6 +21,7 @@ class Candidate:
     Attributes:
         phase: where the peak is. tensors: the largest alive there, as (what, bytes).
         offloaded_bytes: moved to the host in one step. host_bytes: the most of them that are there at a time.
+        num_collectives: that the step runs (tensor parallel).
     """
 
     decisions: tuple[Decision, ...]
@@ -33,6 +34,7 @@ class Candidate:
     tensors: tuple[tuple[str, int], ...]
     offloaded_bytes: int = 0
     host_bytes: int = 0
+    num_collectives: int = 0
     num_scan_evaluations: int = 0
 
     @property

@@ -33,6 +33,8 @@ def prediction_of(simulator: Simulator, candidate: Candidate, card: tuple[int, i
         cost_source=simulator.priced.source,
         offloaded_bytes=candidate.offloaded_bytes,
         host_bytes=candidate.host_bytes,
+        num_collectives=candidate.num_collectives,
+        plain_num_collectives=plain.num_collectives,
         num_all_gathers=simulator.priced.num_all_gathers,
         num_scan_evaluations=candidate.num_scan_evaluations,
         forward_saved_bytes=candidate.forward_saved_bytes,

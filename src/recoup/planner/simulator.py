@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from recoup import progress
 from recoup.capture.capture import StepSpec, capture
-from recoup.capture.draws import AS_IT_IS, EXTREMES, SEEDED
+from recoup.capture.draws import EXTREMES, SEEDED, Draw
 from recoup.cost.card_memory import CardEvents, CardMemory
 from recoup.cost.devices import CUBLASLT_BYTES
 from recoup.cost.hidden_memory import hidden_blocks
@@ -167,6 +167,7 @@ class Simulator:
             tensors=tuple(tensors[:8]),
             offloaded_bytes=sum(c.nbytes for c in trace.copies if c.kind == "out"),
             host_bytes=trace.host_peak_bytes(),
+            num_collectives=trace.num_collectives,
             num_scan_evaluations=priced.num_scan_evaluations,
         )
 
@@ -181,7 +182,7 @@ def _largest_draw(spec: StepSpec) -> tuple[StepSpec, Trace, scan_bytes.ScanCount
         return max(trace.levels(), default=0), one, trace, counts
 
     found = [drawn(spec.draw)]
-    if found[0][2].draws_on_host and found[0][2].source == "fake" and spec.draw == AS_IT_IS:
+    if found[0][2].draws_on_host and found[0][2].source == "fake" and spec.draw == Draw.AS_IT_IS:
         progress.advance("the step draws random numbers: trying more draws")
         found += map(drawn, EXTREMES)
         if len({peak_bytes for peak_bytes, *_ in found}) > 1:

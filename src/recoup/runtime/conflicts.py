@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from recoup import _torch
 from recoup._pytree import iterate_tensors
 from recoup.errors import ConflictError, UsageError
 from recoup.runtime.apply import find_patches
@@ -51,6 +52,20 @@ _WRAPPERS = {
     "FullyShardedDataParallel": "a rank holds only its part of the step",
     "FSDPModule": "a rank holds only its part of the step",
 }
+
+
+def refuse_distributed(model: nn.Module) -> None:
+    """Raises ConflictError if parameters are distributed tensors: what one rank measures would decide for itself.
+
+    Ranks that run different plans wait for each other for ever.
+    """
+    for path, parameter in model.named_parameters():
+        if _torch.is_wrapper_type(type(parameter)):
+            raise ConflictError(
+                f"`{path}` is a {type(parameter).__name__}: each rank would measure, and might choose a plan of its "
+                "own. Plan on one rank with recoup.plan, then recoup.integrations.distributed.broadcast_plan and "
+                "apply, then recoup.verify(..., timed=False) on all of them. (recoup.runtime.conflicts)"
+            )
 
 
 def refuse_wrapped(model: nn.Module, *, compiled_in_place: bool = False) -> None:

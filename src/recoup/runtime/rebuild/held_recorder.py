@@ -98,6 +98,8 @@ class HeldRecorder(Recorder):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if types and any(map(_torch.is_wrapper_type, types)):
+            return NotImplemented  # its own ops come next, on what it is made of
         kwargs = kwargs or {}
         frames = self._frames
         frame = frames[-1] if frames and not self.paused else None

@@ -224,6 +224,8 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if types and any(map(_torch.is_wrapper_type, types)):
+            return NotImplemented  # its own ops come next, on what it is made of
         facts = known_facts(id(func))
         if facts is None:
             if _torch.is_higher_order(func):

@@ -19,7 +19,7 @@ from recoup import _torch
 from recoup.runtime.rebuild.cheap_ops import OpFacts
 from recoup.runtime.rebuild.lineage import PLAIN, Geometry, Made, Value, geometry_of
 
-MAX_MISSES = 4  # of one site: what differs in each step is not looked at again
+MAX_TRIES = 4  # of one site: what differs in each step is not looked at again
 
 
 class Site:
@@ -189,7 +189,7 @@ class Sites:
         if ordinal not in known:
             return 0
         site = known[ordinal]
-        if site is None or site.misses + 1 == MAX_MISSES:
+        if site is None or site.misses + 1 == MAX_TRIES:
             known[ordinal] = None
             return None
         return site.misses + 1
