@@ -61,7 +61,7 @@ MODELS = {
 }
 
 
-def rows(name: str, backend: str, form: str, budgets: list[int], settings: list[float], descents: int) -> Any:
+def rows(name: str, backend: str, form: str, budgets: list[int], settings: list[float], descents: list[float]) -> Any:
     """Yields a model's rows: budgets, torch's settings with ours at the peak of each, then falling budgets."""
     torch.manual_seed(0)
     torch.compiler.reset()
@@ -86,12 +86,12 @@ def rows(name: str, backend: str, form: str, budgets: list[int], settings: list[
                     its = theirs.compile_plain()
                 row = {"setting": setting, "plain_bytes": plain, "peak_bytes": its.peak_bytes}
                 row["flops"] = theirs.flops(theirs.torch_choice) / flops
+                row["is_equal"] = fitting.compare_plain(its.calls).gradients_equal
                 ours = _fitted(fitting, its.peak_bytes, flops)
                 if (call := ours.pop("calls", None)) is not None:
                     row["its_cpu_seconds"], ours["cpu_seconds"] = _cpu_seconds(fitting, its.calls, call)
                 yield row | {f"our_{k}": v for k, v in ours.items()}
-            for number in range(descents):
-                share = 100 - 70 * number / descents
+            for share in descents:
                 found = _fitted(fitting, int(plain * share / 100), flops)
                 found.pop("calls", None)
                 yield {"descent": share, "plain_bytes": plain} | found
@@ -161,15 +161,16 @@ def table(results: dict[str, Any]) -> str:
         "step as torch compiles it; time is the least CPU time of a step, ours in % of its; `least`: our floor "
         "where its peak is below it.",
         "",
-        "| model | backend | graphs | setting | its peak | its FLOPs | our peak | our FLOPs | our time |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| model | backend | graphs | setting | its peak | its FLOPs | its gradients "
+        "| our peak | our FLOPs | our time |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for key, of in results.items():
         for r in sorted((r for r in of["rows"] if "setting" in r), key=lambda r: r["setting"]):
             plain = r["plain_bytes"]
             ours = f"least {r['our_least_bytes'] / plain:.1%} | | " if "our_least_bytes" in r else ""
             ours = ours or f"{r['our_peak_bytes'] / plain:.1%} | {r['our_flops']:.1%} | {_time(r)}"
-            its = f"{r['peak_bytes'] / plain:.1%} | {r['flops']:.1%}"
+            its = f"{r['peak_bytes'] / plain:.1%} | {r['flops']:.1%} | {_bits(r)}"
             lines.append(f"| {' | '.join(key.split('/'))} | {r['setting']} | {its} | {ours} |")
     lines += [
         "",
@@ -186,6 +187,10 @@ def table(results: dict[str, Any]) -> str:
 
 def _time(row: dict[str, Any]) -> str:
     return f"{row['our_cpu_seconds'] / row['its_cpu_seconds']:.1%}" if "our_cpu_seconds" in row else ""
+
+
+def _bits(row: dict[str, Any]) -> str:
+    return {None: "", True: "bit-equal", False: "differ"}[row.get("is_equal")]
 
 
 def _cell(row: dict[str, Any]) -> str:
@@ -216,7 +221,9 @@ def main() -> None:
         found: list[Any] = of.get("rows", []) if of.get("torch") == torch.__version__ else []
         budgets = [b for b in BUDGETS if b not in [r.get("budget") for r in found]]
         left = [s for s in settings if s not in [r.get("setting") for r in found]]
-        descents = 0 if any("descent" in r for r in found) else given.descents
+        fallen = {r["descent"]: "least_bytes" in r for r in found if "descent" in r}
+        descents = [100 - 70 * i / given.descents for i in range(given.descents)]
+        descents = [] if any(fallen.values()) else [share for share in descents if share not in fallen]
         if not budgets and not left and not descents:
             continue
         began = time.perf_counter()

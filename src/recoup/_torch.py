@@ -277,7 +277,10 @@ def _own_hooks() -> list[Any]:
 
 def _take_off(gone: list[Any]) -> None:
     with _hooks_lock:
-        _hooks_on[:] = [entry for entry in _hooks_on if not any(entry[1] is hooks for hooks in gone)]
+        if _hooks_on and len(gone) == 1 and _hooks_on[-1][1] is gone[0]:
+            _hooks_on.pop()
+        else:
+            _hooks_on[:] = [entry for entry in _hooks_on if not any(entry[1] is hooks for hooks in gone)]
         if not _hooks_on:
             torch.autograd.graph.disable_saved_tensors_hooks = _plain_disable
 
@@ -809,6 +812,14 @@ def sparse_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     return []
 
 
+def storage_address(tensor: torch.Tensor) -> int:
+    """Returns `untyped_storage()._cdata`, which names the storage, without an object for it (torch 2.13).
+
+    Freed by: a public name of a storage.
+    """
+    return int(torch._C._storage_address(tensor))  # type: ignore[attr-defined]
+
+
 def has_storage(tensor: torch.Tensor) -> bool:
     """Whether the tensor has memory of its own to be asked about (torch 2.11, 2.13). Freed by: a public question."""
     return bool(torch._C._has_storage(tensor))
@@ -1092,7 +1103,6 @@ def tidy_joint_graph(module: Any) -> None:
     partitioners.force_save_collectives(module)
     partitioners.force_save_effectful_ops(module)
     partitioners.force_save_bw_mutation_src(module)
-    module.recompile()
 
 
 def must_be_saved(node: Any) -> bool:
@@ -1428,3 +1438,14 @@ def restore_thread_settings(settings: tuple[Any, ...]) -> None:
     for (get, change), wanted in zip(_thread_settings(), settings, strict=True):
         if get() != wanted:
             change(wanted)
+
+
+@contextlib.contextmanager
+def settings_put_back_on_error() -> Iterator[None]:
+    """Has an error leave no mode, hook or flag that was set inside, for who goes on after it. Freed by: as those."""
+    before = thread_settings()
+    try:
+        yield
+    except BaseException:
+        restore_thread_settings(before)
+        raise

@@ -132,6 +132,24 @@ def test_meta_models_tied_weights_and_reused_modules() -> None:
     assert sum(s.nbytes for s in weights) == 4 * (80 + 64 + 8)  # the tied weight once
 
 
+def test_a_step_on_meta_that_needs_values_says_what_to_do() -> None:
+    """A mixture of experts that looks up the tokens of each."""
+
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.expert = nn.Linear(8, 2), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            (rows,) = torch.where(self.gate(x).argmax(-1) == 1)
+            return x.index_add(0, rows, self.expert(x[rows]))
+
+    with torch.device("meta"):
+        model = Experts()
+    with pytest.raises(StepError, match=r"of Experts cannot be followed .*nonzero.*on a real device.*batched_mm"):
+        capture(StepSpec(model=model, batch=torch.zeros(4, 8)))
+
+
 def test_optimizer_state_counts() -> None:
     model = nn.Linear(64, 64)
     trace = capture(

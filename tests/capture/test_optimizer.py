@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import recoup
+from recoup import _torch
 from recoup.capture.capture import StepSpec, capture
 from recoup.capture.optimizer import prepare_optimizer, unwrapped
 
@@ -88,6 +90,36 @@ def test_state_is_counted(name: str) -> None:
     state = sum(s.nbytes for s in trace.storages if s.label == "optimizer state")
     assert times * _parameter_bytes(model) <= state <= times * _parameter_bytes(model) + 512
     assert trace.notes == ()
+
+
+@pytest.mark.parametrize("name", ["Adam", "NAdam", "Adamax"])
+def test_one_that_has_stepped_is_stepped_like_a_fresh_one(name: str) -> None:
+    """Its state has single values that are no fake tensors."""
+    peaks = []
+    for num_steps in (0, 2):
+        model, x = _model(), torch.randn(4, 8)
+        optimizer = getattr(torch.optim, name)(model.parameters())
+        for _ in range(num_steps):
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        trace = capture(StepSpec(model=model, batch=x, optimizer=optimizer))
+        assert trace.notes == ()
+        peaks.append((len([op for op in trace.ops if op.phase == "optimizer"]), sum(s.nbytes for s in trace.storages)))
+    assert peaks[0] == peaks[1]
+
+
+def test_a_step_that_fails_leaves_no_mode() -> None:
+    class Leaves(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            if closure is None:
+                FlopCounterMode(display=False).__enter__()
+                raise RuntimeError("a closure is needed")
+            return super().step(closure)
+
+    model, before = _model(), _torch.thread_settings()
+    capture(StepSpec(model=model, batch=torch.randn(4, 8), optimizer=Leaves(model.parameters(), lr=0.1)))
+    assert _torch.thread_settings() == before
 
 
 @pytest.mark.parametrize("name", ["Adafactor", "ASGD", "LBFGS"])

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import random
 
-from recoup.compiled.combine import combinations, combined
+from recoup.compiled.combine import StepLevels, combinations, combined
 from recoup.compiled.frontier import choices, undominated
 from recoup.compiled.schedule import JointOp, JointStep, backward_order, timeline
 
@@ -112,3 +112,18 @@ def test_one_budget_over_several_graphs() -> None:
     assert found[0].peak_bytes <= fastest.peak_bytes and found[0].seconds == 0
     assert found[-1].peak_bytes < 0.75 * fastest.peak_bytes
     assert undominated(list(options["a"])) == options["a"]
+
+
+def test_a_metered_call_is_shifted_by_what_a_choice_changes() -> None:
+    step = chain(8)
+    ran, made = timeline(step, frozenset(range(8))), timeline(step, frozenset({3, 7}))
+    # Backward ran 300 above its simulation (zeros for a result without a gradient, which are not there when it begins).
+    levels = StepLevels(
+        chosen={"a": ran},
+        forward=(ran.forward_peak_bytes,),
+        backward=(ran.backward_peak_bytes + 300,),
+        between=(0, ran.held_bytes),
+    )
+    found = combined({"a": step}, ("a",), {"a": made}, levels)
+    assert made.peak_bytes < ran.peak_bytes
+    assert found.peak_bytes == made.backward_peak_bytes + 300

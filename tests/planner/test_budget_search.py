@@ -206,6 +206,30 @@ def test_a_plan_that_is_over_is_repaired(budget_bytes: int) -> None:
     assert (view.targets[1] < budget_bytes) == (judge.simulate(judge.asked[0]).peak_bytes > budget_bytes)
 
 
+def test_what_does_not_fit_and_is_slower_than_what_does_is_not_repaired() -> None:
+    judge, view = FakeJudge(), FakeView()
+    judge.simulated[regions(9)] = candidate(regions(9), 40, 14.5)
+    proposals = repaired(view, 52, Incumbents(judge), Allowance(num_ops=10**6, began_at=0))  # type: ignore[arg-type]
+    over = candidate(next(proposals), 60, 15.0)
+    with pytest.raises(StopIteration):
+        proposals.send(over)
+    assert view.targets == [52]
+
+
+def test_a_repair_asks_for_a_little_less_than_the_gap_says_if_there_is_such_a_plan() -> None:
+    class AnyBytes(FakeView):
+        def solve(self, target: int) -> FakeSolution:
+            self.targets.append(target)
+            return FakeSolution(1, -1.0, target, "optimal" if target > 4785 else "infeasible")
+
+    view = AnyBytes()
+    proposals = repaired(view, 5000, Incumbents(FakeJudge()), Allowance(num_ops=10**6, began_at=0))  # type: ignore[arg-type]
+    next(proposals)
+    for _ in range(2):
+        proposals.send(candidate(regions(1), 5100, 9.0))
+    assert view.targets == [5000, 4890, 4780, 4790]
+
+
 def test_a_search_stops_after_so_many_simulated_ops_and_not_before_something_fits() -> None:
     judge, view = FakeJudge(), FakeView()
 

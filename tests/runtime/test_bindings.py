@@ -268,3 +268,22 @@ def test_an_activation_never_fills_a_weights_slot() -> None:
             w.requires_grad_(True)
         with pytest.raises(recoup.ReplayError, match="weight"):
             loss.backward()
+
+
+def test_parameters_that_lie_elsewhere_since_the_last_step_are_read_there() -> None:
+    net = _net()
+    x = torch.randn(3, WIDTH)
+    applied = apply_decisions(net, [Recompute(path="1")])
+    net(x).sum().backward()
+    before = [p.data for p in net.parameters()]
+    for p in net.parameters():
+        p.data = p.data.clone()
+    net(x).sum().backward()  # what was noted of the old place is of no account
+    for data in before:
+        data.zero_()
+    net(x).sum().backward()
+    loss = net(x).sum()
+    net[1].up.weight.data[0] = 2.0
+    with pytest.raises(RuntimeError, match=r"1\.up\.weight|up\.weight"):
+        loss.backward()
+    applied.remove()

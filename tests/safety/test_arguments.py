@@ -12,8 +12,9 @@ import torch
 from torch import nn
 from torch.utils import _pytree
 
+import recoup
 from recoup._pytree import flatten, iterate_tensors, map_tensors
-from tests.safety.helpers import Block, Net, assert_trains_like, fit
+from tests.safety.helpers import Block, Net, assert_trains_like, fakes_left, fit
 
 
 class Recurrent(nn.Module):
@@ -27,6 +28,29 @@ class Recurrent(nn.Module):
         packed = nn.utils.rnn.pack_padded_sequence(self.table(ids), lengths, batch_first=True, enforce_sorted=False)
         y, _ = self.rnn(packed)
         return self.out(nn.utils.rnn.pad_packed_sequence(y, batch_first=True)[0])
+
+
+class Inside(nn.Module):
+    """Makes a nested tensor in its forward."""
+
+    def __init__(self, layout: torch.layout) -> None:
+        super().__init__()
+        self.up, self.layout = nn.Linear(8, 8), layout
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        nested = torch.nested.as_nested_tensor(list(x.split([3, 5])), layout=self.layout)
+        return torch.nested.to_padded_tensor(self.up(nested), 0.0)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+def test_a_nested_tensor_inside_of_a_forward_is_named(layout: torch.layout) -> None:
+    model, x = Inside(layout), torch.randn(8, 8)
+    model(x).sum().backward()
+    model.zero_grad()
+    with pytest.raises(recoup.UsageError, match=r"makes a nested tensor .*padded"):
+        recoup.profile(model, x)
+    assert fakes_left() == 0
 
 
 def test_a_packed_sequence() -> None:

@@ -7,13 +7,16 @@ import itertools
 import random
 import sys
 from types import FrameType
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from recoup.solver import search as search_module
 from recoup.solver.baselines import best_baseline
 from recoup.solver.frontier import ACTIONS, Solver, frontier, solve
+from recoup.solver.pareto import Front, before_region
 from recoup.solver.problem import Block, Problem
 from recoup.solver.reference import evaluate
 from recoup.solver.search import Search
@@ -55,6 +58,35 @@ def test_more_bytes_are_never_slower(seed: int) -> None:
         assert lean.peak_bytes < rich.peak_bytes
         assert lean.extra_seconds > rich.extra_seconds
     assert curve[-1].extra_seconds == 0.0
+
+
+def test_regions_that_are_left_out_early_change_no_front(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [Line(p) for seed in range(3) for p in (random_problem(seed, num_blocks=8), random_chain(seed, 12))]
+    made: list[Front] = []
+
+    def making(*args: Any, **keywords: Any) -> Front:
+        made.append(before_region(*args, **keywords))
+        return made[-1]
+
+    def fronts() -> tuple[list[tuple[list[int], list[float]]], int]:
+        made.clear()
+        found = [Search(line, actions=ACTIONS, spans=True, nested_spans=True).front() for line in lines]
+        return [(f.peaks.tolist(), f.seconds.tolist()) for f in found], len(made)
+
+    monkeypatch.setattr(search_module, "before_region", making)
+    few, num_few = fronts()
+    monkeypatch.setattr(search_module, "is_dominated", lambda *args: False)
+    every, num_every = fronts()
+    assert few == every
+    assert num_few < num_every
+
+
+def test_plans_by_hand_need_no_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = random_problem(0, num_blocks=8)
+    by_hand = [baseline[:2] for baseline in Solver(problem).baselines]
+    assert by_hand
+    monkeypatch.setattr(Search, "front", None)
+    assert [baseline[:2] for baseline in Solver(problem).baselines] == by_hand
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)

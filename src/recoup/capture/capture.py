@@ -93,7 +93,6 @@ def capture(spec: StepSpec, *, known: Trace | None = None) -> Trace:
             f"{type(spec.model).__name__} has no parameters; there is no training step to plan. Pass the nn.Module "
             "that holds the weights."
         )
-    on_meta = _is_on_meta(spec.model)
     if known is not None and known.source == "real":
         reason = known.reason  # what fake tensors could not follow is the user's, and still there
     else:
@@ -102,10 +101,12 @@ def capture(spec: StepSpec, *, known: Trace | None = None) -> Trace:
         except (Unfollowable, StepError) as error:
             # An op may run and have no fake kernel, or one that is pickier: the real step decides.
             reason = error.reason if isinstance(error, Failed) else str(error)
-    if on_meta:
+    if any(p.device.type == "meta" for p in spec.model.parameters()):
         raise StepError(
-            f"The step cannot be followed without data ({reason}), and the model has none (it is on `meta`). Build "
-            "it on a real device."
+            f"The step of {type(spec.model).__name__} cannot be followed without data ({reason}), and the model has "
+            "none (it is on `meta`). Build it on a real device, with fewer layers if it is too large. A mixture of "
+            "experts that looks up which tokens go to an expert needs their values; transformers computes one without "
+            "them in bfloat16, or in any dtype with experts_implementation='batched_mm': plan and train it so."
         )
     if device_of(spec.model).startswith("cuda"):
         warnings.warn(
@@ -306,10 +307,6 @@ def _results_of(spec: StepSpec, device: str, mode: Any) -> FakeResults:
         kernels=cuda_results() if is_elsewhere else None,
         kept=answers_for(spec.capability if is_elsewhere else None),
     )
-
-
-def _is_on_meta(model: nn.Module) -> bool:
-    return any(p.device.type == "meta" for p in model.parameters())
 
 
 @contextlib.contextmanager

@@ -151,11 +151,12 @@ def _stepped(
     for takes_closure in (True,) if must else (False, True):
         for sparse in (False, True):
             try:
-                with _torch.without_global_optimizer_hooks():
-                    rebuilt = _rebuild(optimizer, new_of, parameters, foreach=foreach)
-                made = OptimizerStep(rebuilt, takes_closure=takes_closure)
-                _prime(made, sparse=sparse)
-                return made
+                with _torch.settings_put_back_on_error():
+                    with _torch.without_global_optimizer_hooks():
+                        rebuilt = _rebuild(optimizer, new_of, parameters, foreach=foreach)
+                    made = OptimizerStep(rebuilt, takes_closure=takes_closure)
+                    _prime(made, sparse=sparse)
+                    return made
             except Exception as error:  # a class of the user's: whatever it raises, another way is tried
                 first = first or error
     assert first is not None
@@ -192,15 +193,20 @@ def _gradient(parameter: nn.Parameter, *, sparse: bool) -> torch.Tensor:
 
 
 class ScalarsOfFakes(_torch.dispatch_mode_class()):  # type: ignore[misc]
-    """Answers an optimizer that asks a fake tensor for its value: one, or False, so that its step goes on.
+    """Answers an optimizer that asks a tensor for its value, so that its step goes on: a half, 1, False of a fake one.
 
-    Adafactor and ASGD scale by such values, LBFGS stops early by them; which tensors exist hardly depends on them.
+    Adafactor and ASGD scale by such values, NAdam divides by one less, LBFGS stops early by them; which tensors exist
+    hardly depends on them.
+    A state that was there before (Adam's `step`) keeps its single values, which a fake mode would not look at.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default and _torch.is_fake(args[0]):
+        if func is torch.ops.aten._local_scalar_dense.default:
+            if not _torch.is_fake(args[0]):
+                with _torch.without_dispatch_modes():
+                    return func(*args)
             dtype = args[0].dtype
-            return False if dtype is torch.bool else (1.0 if dtype.is_floating_point else 1)
+            return False if dtype is torch.bool else (0.5 if dtype.is_floating_point else 1)
         return func(*args, **(kwargs or {}))
 
 

@@ -21,6 +21,7 @@ from recoup._storages import dense_parts
 from recoup.capture.island import UNKNOWN, Island
 from recoup.capture.op_cache import FakeResults
 from recoup.capture.records import OpRecord, StorageRecord
+from recoup.errors import UsageError
 from recoup.ir.trace import Category, Copy, Phase, Signature
 from recoup.runtime import execution_context
 from recoup.runtime.rebuild.cheap_ops import SILENT_WRITERS, op_facts
@@ -269,6 +270,12 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
         outputs: list[torch.Tensor] = []
         _collect(out if isinstance(out, (tuple, list)) else (out,), outputs)
         name = func._schema.name
+        if any(t.is_nested for t in outputs):
+            raise UsageError(
+                f"The step makes a nested tensor ({name}), whose sizes differ from batch to batch and cannot be "
+                "planned for. Compute on a padded tensor, or on `values()` and `offsets()`; `recoup.rederive()` needs "
+                "no plan and takes them."
+            )
         call, origin = self._origin(index)
         new = tuple(self._index(part, "temporary", index, name) for t in outputs for part in dense_parts(t))
         signature = self._signature(func, args, kwargs, out)

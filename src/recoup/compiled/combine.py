@@ -28,7 +28,7 @@ class StepLevels:
     """Bytes above those before the step, as they were metered while a step ran by `chosen`.
 
     Attributes:
-        forward, backward: for each call, in forward's order, when its forward and its backward begin.
+        forward, backward: for each call, in forward's order, the highest one while its forward and its backward run.
         between: for n from 0 the highest level outside of calls while n of them hold what backward reads.
     """
 
@@ -49,29 +49,20 @@ def combined(
     Args:
         steps: by graph. calls: graphs in the order in which forward calls them. levels: of a step that ran.
     """
-    peak = _estimated(steps, calls, chosen) if levels is None else _shifted(steps, calls, chosen, levels)
+    peak = _estimated(steps, calls, chosen) if levels is None else _shifted(calls, chosen, levels)
     return Combination(chosen=dict(chosen), peak_bytes=peak, seconds=sum(chosen[name].seconds for name in calls))
 
 
-def _shifted(
-    steps: Mapping[str, JointStep], calls: Sequence[str], chosen: Mapping[str, Timeline], levels: StepLevels
-) -> int:
+def _shifted(calls: Sequence[str], chosen: Mapping[str, Timeline], levels: StepLevels) -> int:
     """Returns the peak from the levels of a step that ran otherwise."""
     more, peak = 0, levels.between[0]
     for i, name in enumerate(calls):
         made, ran = chosen[name], levels.chosen[name]
-        peak = max(peak, levels.forward[i] + more + made.forward_peak_bytes)
-        given = ran.held_bytes + sum(steps[name].value_bytes[v] for v in _kept_results(steps[name], ran))
-        given += sum(steps[name].value_bytes[v] for v in steps[name].tangents)
-        peak = max(peak, levels.backward[i] - given + more + made.backward_peak_bytes)
+        peak = max(peak, levels.forward[i] + more + made.forward_peak_bytes - ran.forward_peak_bytes)
+        peak = max(peak, levels.backward[i] + more + made.backward_peak_bytes - ran.backward_peak_bytes)
         more += made.held_bytes - ran.held_bytes
         peak = max(peak, levels.between[i + 1] + more)
     return peak
-
-
-def _kept_results(step: JointStep, made: Timeline) -> frozenset[int]:
-    """Returns what a call returns and holds for its backward as well."""
-    return made.held & step.results
 
 
 def _estimated(steps: Mapping[str, JointStep], calls: Sequence[str], chosen: Mapping[str, Timeline]) -> int:

@@ -254,11 +254,8 @@ class CompiledFitting:
     def _next(self, found: list[Combination], budget_bytes: int) -> int | None:
         """Returns the fastest choice that is measured, or predicted, to fit; None if there is none."""
         measured = self._measured
-        fitting = [
-            i
-            for i in range(len(found))
-            if (measured[i].peak_bytes if i in measured else self._predicted(i)) <= budget_bytes
-        ]
+        peaks = [measured[i].peak_bytes if i in measured else self._predicted(i) for i in range(len(found))]
+        fitting = [i for i, peak in enumerate(peaks) if peak <= budget_bytes]
         if fitting:
             return min(fitting, key=lambda i: (found[i].seconds, i))
         least = len(found) - 1  # predictions may be too high: the smallest is worth a try
@@ -331,6 +328,10 @@ class CompiledFitting:
             applied=CompiledModel(self.model, call),
             evidence=evidence,
         )
+
+    def compare_plain(self, call: Calls) -> Comparison:
+        """Compares a step with that of `record`, bit by bit."""
+        return compare(self._result(self._plain), self._result(call))
 
     def _compare(self, call: Calls) -> Comparison:
         """Compares with the compiled plain step; where bits differ, by how far that one is from eager's."""

@@ -32,7 +32,7 @@ def choices(step: JointStep, *, num_targets: int = _NUM_PLANS) -> list[Timeline]
     """Returns timelines by falling peak; the first holds all that backward reads, or runs faster."""
     problem = held_problem(step)
     solver = SegmentSolver(problem)
-    found = {t.held: t for t in [timeline(step, frozenset(step.reads()))]}
+    found = {t.held: t for t in [timeline(step, frozenset(step.reads))]}
     for price in _PRICES:
         for held in trade_offs(_whole_forward(step, price), most=_MAX_POINTS):
             made = timeline(step, frozenset(held.values))
@@ -72,7 +72,7 @@ def _whole_forward(step: JointStep, price: float) -> Segment:
             )
             for op in step.ops[: step.num_forward]
         ),
-        reads=frozenset(step.reads()),
+        reads=frozenset(step.reads),
     )
 
 
@@ -82,7 +82,7 @@ def _squeezed(step: JointStep, made: Timeline) -> Iterator[Timeline]:
     What is minimised is how far all levels together are above a target somewhat below the peak, so that equal layers,
     which peak alike, are lowered one by one.
     """
-    maker, tries = step.makers(), _NUM_SQUEEZES
+    maker, tries = step.makers, _NUM_SQUEEZES
     for share in _SQUEEZE_SHARES:
         improved = True
         while improved:
@@ -114,7 +114,7 @@ def _between(step: JointStep, curve: Sequence[Timeline]) -> Iterator[Timeline]:
     for high, low in itertools.pairwise(curve):
         if low.peak_bytes > high.peak_bytes * (1 - _GAP_SHARE):
             continue
-        more = sorted(high.held - low.held, key=lambda v: (step.makers()[v], v))
+        more = sorted(high.held - low.held, key=lambda v: (step.makers[v], v))
         if not more:
             continue
         for i in range(1, _PARTS):
@@ -153,7 +153,7 @@ def held_problem(step: JointStep) -> HeldProblem:
     )
     sizes = [b if b >= SMALLEST_BLOCK_BYTES else 0 for b in step.value_bytes]
     places = [0, *waists(ops, [b or 1 for b in step.value_bytes], sorted(step.results & maker.keys()))]
-    reads = step.reads()
+    reads = step.reads
     reached = _reached(step, reads, maker)
     saves: list[list[int]] = [[] for _ in ops]
     for value, at in reads.items():

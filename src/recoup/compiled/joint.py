@@ -9,7 +9,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from recoup import _torch
-from recoup.compiled.partition import divide_ops, graph_fingerprint, is_mutable, is_random
+from recoup.compiled.partition import divide_ops, graph_fingerprint, is_mutable, is_random, is_view
 from recoup.compiled.schedule import JointOp, JointStep, Timeline
 from recoup.cost.flops import kind
 from recoup.cost.signature import make_signature
@@ -79,7 +79,8 @@ def view_joint_graph(module: Any, *, num_forward_results: int, fuses: bool) -> J
         elif is_mutable(node) and node.args and isinstance(node.args[0], torch.fx.Node):
             changed.update(value(t) for t in _tensors(node.args[0]))
     ops, nodes, signatures = [], [], []
-    for node in (*forward, *backward):
+    num_forward = 0
+    for number, node in enumerate((*forward, *backward)):
         inputs = tuple(dict.fromkeys(value(t) for n in node.all_input_nodes for t in _tensors(n)))
         outputs = tuple(v for v in dict.fromkeys(value(t) for t in _tensors(node)) if v not in made)
         made.update(outputs)
@@ -87,6 +88,9 @@ def view_joint_graph(module: Any, *, num_forward_results: int, fuses: bool) -> J
             at = values[node.name] = value(tensor)
             if isinstance(node.meta.get("val"), torch.Tensor) and at not in holders and _covers(tensor):
                 holders[at] = node
+        if is_view(node) and not outputs:
+            continue
+        num_forward += number < len(forward)
         read = {value(t) for n in _read_for_results(node) for t in _tensors(n)}
         ops.append(
             JointOp(
@@ -107,7 +111,7 @@ def view_joint_graph(module: Any, *, num_forward_results: int, fuses: bool) -> J
     step = JointStep(
         value_bytes=tuple(value_bytes),
         ops=tuple(ops),
-        num_forward=len(forward),
+        num_forward=num_forward,
         results=frozenset(value(t) for n in results if isinstance(n, torch.fx.Node) for t in _tensors(n)),
         gradients=frozenset(value(t) for n in gradients if isinstance(n, torch.fx.Node) for t in _tensors(n)),
         tangents=frozenset(value(t) for n in tangents for t in _tensors(n)),

@@ -39,7 +39,9 @@ def meter_levels(step: Callable[[], Any], *, calls: Sequence[str], chosen: Mappi
             levels[at] = level
             at += 1
         level += change
-        if not at or time_ns > ranges[at - 1][1]:
+        if at and time_ns <= ranges[at - 1][1]:
+            levels[at - 1] = max(levels[at - 1], level)
+        else:
             held = at if at <= num else 2 * num - at
             between[held] = max(between[held], level)
     return StepLevels(

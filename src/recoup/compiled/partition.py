@@ -6,6 +6,7 @@ What is below the imports is also what `recoup export --to compile` writes: plai
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,7 +33,7 @@ def partition(module: Any, *, held: Sequence[str], rerun: Sequence[str], num_for
         module: a tidied joint graph. held: names of nodes that are kept. rerun: of those that run again, in order.
     """
     results, _, tangents = _torch.joint_graph_facts(module.graph, num_forward_results)
-    own = {node.name for node in divide_ops(module.graph, results, tangents)[1]}
+    own = {node.name for node in divide_ops(module.graph, results, tangents)[1] if not is_view(node)}
     nodes = {node.name: node for node in module.graph.nodes}
     random = [nodes[name] for name in rerun if is_random(nodes[name])]
     kept = [nodes[name] for name in held]
@@ -68,6 +69,12 @@ def divide_ops(graph: Any, results: list[Any], tangents: list[Any]) -> tuple[lis
 def is_mutable(node: Any) -> bool:
     """Whether a node changes in place what it is given."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def is_view(node: Any) -> bool:
+    """Whether a node only looks at what it is given: a view, or one of an op's results."""
+    target = node.target
+    return target is operator.getitem or (isinstance(target, torch._ops.OpOverload) and target.is_view)
 
 
 def is_random(node: Any) -> bool:

@@ -129,7 +129,7 @@ class Recording:
         _torch.tidy_joint_graph(own)
         view = view_joint_graph(own, num_forward_results=num_fwd_outputs, fuses=self.options.fuses)
         name = view.fingerprint
-        made = view.step.makers()
+        made = view.step.makers
         (result,) = forward.graph.find_nodes(op="output")
         saved = {
             view.values[n.name] for n in result.args[0][num_fwd_outputs:] if n is not None and n.name in view.values

@@ -1,8 +1,9 @@
 """A compiled step as plain data, the order its backward runs in, and the bytes that are there at every op.
 
-A joint graph is forward's ops followed by backward's. Holding a set of forward's values, backward runs its own ops in
-their order, and every forward op that one of them needs runs again right before it, once: the rebuild of a value is as
-late as it can be, so what lies between two held values is there only while backward is between them.
+A joint graph is forward's ops followed by backward's; views are no ops here. Holding a set of forward's values,
+backward runs its own ops in their order, and every forward op that one of them needs runs again right before it, once:
+the rebuild of a value is as late as it can be, so what lies between two held values is there only while backward is
+between them.
 
 A value is there from the op that makes it to the last op that reads it; held values are there from forward to their
 last reader in backward; outputs stay. Where kernels are fused (`fuses`), an elementwise value that only fusible ops
@@ -12,6 +13,7 @@ read is never stored: its readers read what it is made of. Bytes are those above
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import operator
 from collections.abc import Sequence
@@ -44,7 +46,7 @@ class JointOp:
     flops: int = 0
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class JointStep:
     """A joint graph.
 
@@ -63,12 +65,14 @@ class JointStep:
     tangents: frozenset[int] = frozenset()
     fuses: bool = False
 
+    @functools.cached_property
     def makers(self) -> dict[int, int]:
-        """Returns the op that makes each value that an op makes."""
+        """The op that makes each value that an op makes."""
         return {v: i for i, op in enumerate(self.ops) for v in op.outputs}
 
+    @functools.cached_property
     def reads(self) -> dict[int, int]:
-        """Returns forward's values that backward reads, with the first of backward's ops that reads each."""
+        """Forward's values that backward reads, with the first of backward's ops that reads each."""
         made = {v for op in self.ops[: self.num_forward] for v in op.outputs}
         found: dict[int, int] = {}
         for at in range(self.num_forward, len(self.ops)):
@@ -120,32 +124,32 @@ def backward_order(step: JointStep, held: frozenset[int]) -> tuple[frozenset[int
     Args:
         held: what is to be held; values that are needed and cannot be rebuilt are added.
     """
-    maker, order, done = step.makers(), list[int](), set[int]()
-    all_held = set(held)
+    maker, ops, order, all_held = step.makers, step.ops, list[int](), set(held)
+    ready = set(range(len(step.value_bytes))) - maker.keys() | held
 
     def needed(at: int) -> list[int]:
         """The ops that have to run before op `at`, and it, in order."""
-        found, left = {at}, list(step.ops[at].inputs)
+        found, left = {at}, list(ops[at].inputs)
         while left:
             value = left.pop()
-            made_by = maker.get(value)
-            if made_by is None or value in all_held or made_by in done or made_by in found:
+            if value in ready or (made_by := maker[value]) in found:
                 continue
-            if made_by < step.num_forward and not step.ops[made_by].can_rerun:
+            if made_by < step.num_forward and not ops[made_by].can_rerun:
                 all_held.add(value)
+                ready.add(value)
                 continue
             found.add(made_by)
-            left += step.ops[made_by].inputs
+            left += ops[made_by].inputs
         return sorted(found)
 
-    for at in range(step.num_forward, len(step.ops)):
-        if at not in done:
-            ready = needed(at)
-            done.update(ready)
-            order += ready
+    for at in range(step.num_forward, len(ops)):
+        run = [at] if ready.issuperset(ops[at].inputs) else needed(at)
+        for again in run:
+            ready.update(ops[again].outputs)
+        order += run
     rerun = {at for at in order if at < step.num_forward}
     # A value that is held and made again all the same (an op with several results) is not held.
-    read = {v for at in order for v in step.ops[at].inputs} | step.gradients
+    read = step.gradients.union(*[ops[at].inputs for at in order])
     kept = {v for v in all_held if v in read and maker.get(v, len(step.ops)) < step.num_forward}
     return frozenset(v for v in kept if maker[v] not in rerun or v in held), tuple(order)
 
@@ -156,7 +160,8 @@ def timeline(step: JointStep, held: frozenset[int]) -> Timeline:
     forward = list(range(step.num_forward))
     # What nothing reads any more and no one keeps does not run.
     forward_levels = _levels(step, forward, start=(), keeps=step.results | all_held)
-    kept = {at: step.ops[at].state_bytes for at in order if at < step.num_forward}  # from its run to the one again
+    again = [at for at in order if at < step.num_forward]
+    kept = {at: step.ops[at].state_bytes for at in again if step.ops[at].state_bytes}  # from its run to the one again
     made = itertools.accumulate(kept.get(at, 0) for at in forward)
     held_bytes = sum(kept.values()) + sum(step.value_bytes[v] for v in all_held if v not in step.results)
     backward_levels = _levels(step, list(order), start=tuple(sorted(all_held | step.tangents)), keeps=step.gradients)
@@ -167,7 +172,7 @@ def timeline(step: JointStep, held: frozenset[int]) -> Timeline:
         forward_levels=tuple(map(operator.add, forward_levels, made)),
         backward_levels=tuple(map(operator.add, backward_levels, left)),
         held_bytes=held_bytes,
-        seconds=sum(step.ops[at].seconds for at in order if at < step.num_forward),
+        seconds=sum(step.ops[at].seconds for at in again),
     )
 
 
@@ -185,11 +190,12 @@ def _levels(
     freed: dict[int, list[int]] = {}
     here = starting.copy()
     for value, position in last.items():
-        freed.setdefault(position, []).append(value)
+        if value not in keeps:
+            freed.setdefault(position, []).append(value)
     levels = []
     for position, at in enumerate(order):
-        op = step.ops[at]
-        gone = []
+        op, gone = step.ops[at], freed.get(position, [])
+        reused = _reused(step, op, gone) if step.fuses else 0
         for value in op.outputs:
             if value in here:
                 continue
@@ -199,20 +205,19 @@ def _levels(
             level += step.value_bytes[value]
             if value not in last and value not in keeps:
                 gone.append(value)
-        reused = _reused(step, op, freed.get(position, ()), keeps) if step.fuses else 0
         levels.append(level + op.workspace_bytes - reused)
-        for value in (*gone, *freed.get(position, ())):
-            if value in here and value not in keeps:
+        for value in gone:
+            if value in here:
                 here.discard(value)
                 level -= step.value_bytes[value]
     return levels
 
 
-def _reused(step: JointStep, op: JointOp, dying: Sequence[int], keeps: frozenset[int] | set[int]) -> int:
+def _reused(step: JointStep, op: JointOp, dying: Sequence[int]) -> int:
     """Returns the bytes of an elementwise kernel's results that lie where what it reads for the last time lay."""
     if not op.is_fusible:
         return 0
-    free = sorted(step.value_bytes[v] for v in dying if v not in keeps)
+    free = sorted(step.value_bytes[v] for v in dying)
     reused = 0
     for value in op.outputs:
         if step.value_bytes[value] in free:

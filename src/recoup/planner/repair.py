@@ -1,7 +1,7 @@
 """Repairs of a solver's answer: its model of memory adds up, reality has aliases.
 
 So a view is asked for a target, its answer is simulated, and the target is moved by the gap between the simulated peak
-and the budget: down where the plan is over, up where it leaves much unused.
+and the budget: down where the plan is over, and a little more, up where it leaves much unused.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from recoup.planner.incumbents import CLOSE_SHARE, MOST_REPAIRS, WORTH_SHARE, In
 from recoup.planner.strategies.base import Proposals
 from recoup.planner.views import View
 
+BEYOND_SHARE = 0.002  # of the budget: by how much more than the gap a target is lowered, since the next may miss too
 SEARCH_OPS = 200_000  # simulated ops of one search: some twenty steps of a model with ten thousand
 
 
@@ -35,7 +36,7 @@ def repaired(
     view: View, budget_bytes: int, incumbents: Incumbents, allowance: Allowance, *, num_repairs: int = MOST_REPAIRS
 ) -> Proposals:
     """Yields a view's answers for a budget, each repaired by what the simulation of the one before said."""
-    target = budget_bytes
+    target, beyond_bytes = budget_bytes, 0
     has_fitted = False
     for _ in range(num_repairs):
         # What rounds differently is no reason to stop looking for a plan that does not.
@@ -43,18 +44,21 @@ def repaired(
         worth = best * (1 - WORTH_SHARE)
         if best < float("inf") and (allowance.is_spent(incumbents) or view.least_seconds(budget_bytes) >= worth):
             return
-        solution = view.solver.solve(target - view.fixed_bytes)
+        solution = view.solver.solve(target - beyond_bytes - view.fixed_bytes)
+        if solution.status == "infeasible" and beyond_bytes:
+            solution = view.solver.solve(target - view.fixed_bytes)
         if solution.status == "infeasible" or view.plain_seconds + solution.extra_seconds >= worth:
             return  # even by its own reckoning hardly faster than what fits already
         candidate = yield view.decide(solution.choice)
         gap = candidate.peak_bytes - budget_bytes
-        if has_fitted:
-            return
+        if has_fitted or (gap > 0 and candidate.step_seconds >= worth):
+            return  # what needs less would be slower still
         if gap > 0:
             # From the solver's own reckoning on, if that is less: otherwise the same answer comes again.
             target = min(target, solution.peak_bytes + view.fixed_bytes) - gap
+            beyond_bytes = min(gap, int(budget_bytes * BEYOND_SHARE))
         elif candidate.peak_bytes >= CLOSE_SHARE * budget_bytes:
             return
         else:
             has_fitted = True
-            target -= gap
+            target, beyond_bytes = target - beyond_bytes - gap, 0

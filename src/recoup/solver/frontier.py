@@ -8,11 +8,12 @@ slower than one of them. Every choice that leaves here was priced by `simulate.e
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Literal
 
 from recoup.solver.baselines import Pricer, Segments, choice_of, named_segments
-from recoup.solver.pareto import choice_at
+from recoup.solver.pareto import Front, choice_at
 from recoup.solver.problem import Problem
 from recoup.solver.reference import evaluate_line, uniform
 from recoup.solver.search import Search
@@ -63,8 +64,9 @@ class Solver:
     ) -> None:
         self.problem = problem
         self.line = Line(problem)
-        search = Search(self.line, actions=actions, spans=spans, nested_spans=nested_spans)
-        self._front = search.front()
+        self._make_search = functools.partial(
+            Search, self.line, actions=actions, spans=spans, nested_spans=nested_spans
+        )
         self._plain = self._solution(uniform(self.line, 0, len(self.line.leaves), "save"))
         self.baselines: list[tuple[float, int, Segments]] = []
         if "recompute" in actions:
@@ -75,6 +77,11 @@ class Solver:
                     self.baselines.append((extra_seconds, peak_bytes, segments))
         self._leanest: Solution | None = None
         self._answers: dict[int, Solution] = {}
+
+    @functools.cached_property
+    def _front(self) -> Front:
+        """The front of the whole step; who asks for the plans by hand alone needs none."""
+        return self._make_search().front()
 
     def solve(self, budget_bytes: int) -> Solution:
         """Returns the fastest choice whose peak is at most `budget_bytes`, or the leanest, with status "infeasible"."""

@@ -156,6 +156,21 @@ def before_region(
     )
 
 
+def is_dominated(after: Front, region: Region, inner: Front, rival: Front) -> bool:
+    """Whether one point of `rival` is as fast as the fastest point of a region, within the bytes of its leanest.
+
+    Then `best_of` takes no point of `before_region(after, region, inner)`, and it need not be made.
+    """
+    least = max(
+        after.peaks.item(0) + region.saved_bytes,
+        inner.peaks.item(0) + region.saved_bytes + region.replay_bytes + after.gradient_bytes,
+        region.forward_bytes,
+    )
+    point = int(rival.peaks.searchsorted(least, side="right")) - 1
+    fastest = after.seconds.item(-1) + inner.seconds.item(-1) + region.seconds + TIE_SECONDS
+    return point >= 0 and rival.seconds.item(point) <= fastest
+
+
 def best_of(fronts: Sequence[Front], max_points: int) -> Front:
     """Returns the front of all points of `fronts` that none dominates, thinned to about `max_points`."""
     if len(fronts) == 1 and len(fronts[0].peaks) <= max_points:

@@ -12,16 +12,16 @@ import dataclasses
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
-from recoup.solver.pareto import Front, before_leaf, before_region, best_of, empty
+from recoup.solver.pareto import Front, before_leaf, before_region, best_of, empty, is_dominated
 from recoup.solver.problem import Leaf, Region
 from recoup.solver.rederive_coupling import Linked, Links, forks
 from recoup.solver.reference import option_of
 from recoup.solver.sequence import (
     Call,
     Line,
-    Span,
     region_in,
     saves_moved,
+    spans_over,
 )
 from recoup.solver.ways import Move, Replay, Run
 
@@ -154,7 +154,8 @@ class Search:
                     if isinstance(part, Leaf):
                         candidates += self._leaf(part, call, i, rest, active)
                         continue
-                    candidates.append(self._walk(part, rest, active, max_points, outermost=outermost))
+                    walked = self._walk(part, rest, active, max_points, outermost=outermost)
+                    candidates.append(walked)
                     if outermost and part.block.offloads:
                         candidates += self._offloads(part, rest, active)
                     if is_region:
@@ -166,7 +167,7 @@ class Search:
                                 break  # a region would take some of a unit's leaves and leave others
                             inner.append(inside.front)
                             jumps.append(fronts[i + length][forked])
-                        candidates += self._regions(part, inner, jumps, outermost=outermost)
+                        candidates += self._regions(part, inner, jumps, walked, outermost=outermost)
             fronts[i] = {state: self._best_of(candidates, max_points) for state, candidates in found.items()}
         return fronts[0][frozenset()]
 
@@ -250,11 +251,16 @@ class Search:
         call: Call,
         inner: Sequence[Front],
         after: Sequence[Front],
+        rival: Front,
         tried: Callable[[int], bool] = is_tried,
         *,
         outermost: bool = False,
     ) -> list[Front]:
-        """Returns the fronts of regions that begin at `call`: over n calls, with inner[n - 1], before after[n - 1]."""
+        """Returns the fronts of regions that begin at `call`: over n calls, with inner[n - 1], before after[n - 1].
+
+        Args:
+            rival: of the same calls; a region with no point that it does not dominate is left out.
+        """
         fronts = []
         spans = self._spans_from(call, len(inner))
         for length, (inside, rest) in enumerate(zip(inner, after, strict=True), start=1):
@@ -266,10 +272,13 @@ class Search:
                 ways.append(Replay(offload=True))
             ways += [Replay(keep=keep.labels) for keep in plain.keeps] if outermost else []
             for way in ways:
+                region = region_in(plain, way)
+                if is_dominated(rest, region, inside, rival):
+                    continue
                 fronts.append(
                     before_region(
                         rest,
-                        region_in(plain, way),
+                        region,
                         inside,
                         num_leaves=num_leaves,
                         rank=call.rank,
@@ -298,7 +307,7 @@ class Search:
             key = tuple(c.structure for c in calls)
             known = self._known_spans.get(key)
             if known is None:
-                known = self._known_spans[key] = _spans_over(calls)
+                known = self._known_spans[key] = spans_over(calls)
             self._spans_of_call[id(call)] = known
             if behind:
                 self._spans_before[call.structure, id(behind)] = known
@@ -356,11 +365,11 @@ class Search:
                 fronts = [self._walk(call, after, frozenset(), self._max_inner_points)]
                 if self._nested_spans and length > 1:
                     behind = [known[i + k][length - k - 1].sequence for k in range(1, length)]
-                    fronts += self._regions(call, [other.front for other in found], behind, is_tried_inside)
+                    fronts += self._regions(call, [other.front for other in found], behind, fronts[0], is_tried_inside)
                 front = sequence = self._best_of(fronts, self._max_inner_points)
                 if self._nested_spans and is_tried(length):
                     inner = [*(o.front for o in found), front]
-                    whole = self._regions(call, inner, [self._nothing] * length, length.__eq__)
+                    whole = self._regions(call, inner, [self._nothing] * length, front, length.__eq__)
                     sequence = self._best_of([front, *whole], self._max_inner_points)
                 structure = self._line.structure(("inside", *key))
                 inside = self._inside[key] = _Inside(structure=structure, front=front, sequence=sequence)
@@ -383,14 +392,3 @@ class Search:
             front = self._best_of([inside.front, linked.fronts[frozenset()]], self._max_inner_points)
             self._linked[key] = front
         return dataclasses.replace(inside, front=front)
-
-
-def _spans_over(calls: Sequence[Call]) -> list[tuple[Region, int]]:
-    """Returns the prices of regions over the first, the first two, ... of some calls, and their leaves."""
-    span, found = Span(), []
-    for call in calls:
-        if call.block.region is None:
-            break
-        span.add(call.block.region)
-        found.append((span.region(), call.last - calls[0].first))
-    return found

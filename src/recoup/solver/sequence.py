@@ -249,6 +249,17 @@ class Span:
         )
 
 
+def spans_over(calls: Sequence[Call]) -> list[tuple[Region, int]]:
+    """Returns the prices of regions over the first, the first two, ... of some calls, and their leaves."""
+    span, found = Span(), []
+    for call in calls:
+        if call.block.region is None:
+            break
+        span.add(call.block.region)
+        found.append((span.region(), call.last - calls[0].first))
+    return found
+
+
 def _named(keeps: Sequence[Keep]) -> dict[tuple[str, ...], Keep]:
     return {keep.labels: keep for keep in keeps}
 

@@ -57,8 +57,8 @@ class RebuildStrategy(Strategy):
                 return
             candidate = yield (self._view.decide(choice),)
             gap = candidate.peak_bytes - budget_bytes
-            if has_fitted or gap == 0:
-                return
+            if has_fitted or gap == 0 or (gap > 0 and candidate.step_seconds >= worth):
+                return  # what needs less would be slower still
             if gap > 0:
                 target = min(target, choice.peak_bytes + self._fixed_bytes) - gap
             elif candidate.peak_bytes >= CLOSE_SHARE * budget_bytes:

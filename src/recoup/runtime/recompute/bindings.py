@@ -19,64 +19,36 @@ from torch import nn
 
 from recoup import _torch
 from recoup.errors import ReplayError
-from recoup.runtime.recompute.rng_state import version_of
-from recoup.runtime.recompute.spot_check import read_bytes
-
-
-class _Weight:
-    """A parameter, or what stood in its place: its version, whether it required a gradient, where and what it was."""
-
-    __slots__ = ("contents", "is_managed", "name", "requires_grad", "storage", "tensor", "version")
-
-    def __init__(self, name: str, tensor: torch.Tensor) -> None:
-        self.name = name
-        self.tensor = tensor
-        self.version = version_of(tensor)
-        self.requires_grad = tensor.requires_grad
-        self.is_managed = _torch.is_sharded_parameter(tensor)
-        self.storage = None if self.is_managed else storage_of(tensor)
-        self.contents = b"" if self.storage is None else read_bytes(tensor)
-
-    def change(self) -> str:
-        """Returns how it was changed since, or ""."""
-        if version_of(self.tensor) != self.version:
-            return "was changed in place"
-        if self.storage is None:
-            return ""
-        if storage_of(self.tensor) != self.storage:
-            return "was given other data (`.data = ...`)"
-        if self.contents and read_bytes(self.tensor) != self.contents:
-            return "was changed through `.data`, which autograd does not see,"
-        return ""
-
-    def stands(self) -> bool:
-        """Whether a replay may take the tensor itself: it is a leaf that requires a gradient as it did."""
-        return self.tensor.is_leaf and self.tensor.requires_grad == self.requires_grad
-
-    def again(self) -> torch.Tensor:
-        """Returns the tensor for a replay, requiring a gradient as it did then, cut from the graph it came from."""
-        if self.stands():
-            return self.tensor
-        again = self.tensor.detach()
-        if isinstance(self.tensor, nn.Parameter):
-            return nn.Parameter(again, requires_grad=self.requires_grad)
-        return again.requires_grad_(self.requires_grad)
+from recoup.runtime.recompute.object_state import Places
+from recoup.runtime.recompute.rng_state import versions_of
 
 
 class Bindings:
     """The parameters and children of some modules at one moment.
 
     Args:
-        modules: (path, module), as `module_state.walk` returns them.
+        modules: (path, module), as `module_state.walk` returns them. places: of the region, see `samples_of`.
 
     Attributes:
         storages: those of the parameters; no activation lies in one.
     """
 
-    __slots__ = ("_children", "_parameters", "_weights", "storages")
+    __slots__ = (
+        "_children",
+        "_contents",
+        "_is_managed",
+        "_names",
+        "_parameters",
+        "_requires_grad",
+        "_samples",
+        "_storages",
+        "_tensors",
+        "_versions",
+        "storages",
+    )
 
-    def __init__(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
-        self._weights: dict[int, _Weight] = {}
+    def __init__(self, modules: Iterable[tuple[str, nn.Module]], places: Places) -> None:
+        weights: dict[int, tuple[str, str, torch.Tensor]] = {}
         self._parameters: list[tuple[weakref.ref[nn.Module], dict[str, Any]]] = []
         self._children: list[tuple[weakref.ref[nn.Module], dict[str, Any]]] = []
         for path, module in modules:
@@ -89,21 +61,54 @@ class Bindings:
             if is_bound_anew:
                 self._parameters.append((weakref.ref(module), dict(module._parameters)))
             for name, tensor in module._parameters.items():
-                if tensor is not None and id(tensor) not in self._weights:
-                    self._weights[id(tensor)] = _Weight(f"{path}.{name}" if path else name, tensor)
-        self.storages = {w.storage for w in self._weights.values() if w.storage is not None}
+                if tensor is not None and id(tensor) not in weights:
+                    weights[id(tensor)] = path, name, tensor
+        # Lists side by side, for all parameters at once: what is noted of each is compared at every replay.
+        self._names = [(path, name) for path, name, _ in weights.values()]
+        self._tensors = tensors = [tensor for _, _, tensor in weights.values()]
+        self._versions = versions_of(tensors)
+        self._requires_grad = [t.requires_grad for t in tensors]
+        self._is_managed = list(map(_torch.is_sharded_parameter, tensors))
+        self._storages = self._storages_now()
+        self._samples = places.samples_of(tensors)
+        self._contents = self._contents_now()
+        self.storages = {storage for storage in self._storages if storage is not None}
+
+    def _storages_now(self) -> list[int | None]:
+        """Returns where each parameter lies; None for those that FSDP or ZeRO move about, or that lie nowhere."""
+        found = list(map(storage_of, self._tensors))
+        if any(self._is_managed):
+            return [None if managed else f for f, managed in zip(found, self._is_managed, strict=True)]
+        return found
+
+    def _contents_now(self) -> list[bytes]:
+        found = self._samples.read(self._tensors)
+        if None in self._storages:
+            return [f if s is not None else b"" for f, s in zip(found, self._storages, strict=True)]
+        return found
 
     def check(self, region: str) -> None:
         """Raises if a parameter does not hold any more what it held."""
-        for weight in self._weights.values():
-            change = weight.change()
-            if change:
-                raise ReplayError(
-                    f"Region `{region}`: its parameter `{weight.name}` {list(weight.tensor.shape)} {change} between "
-                    "forward and backward, so a second forward would compute other values. Call backward before "
-                    "changing it, or leave this module out of the plan.",
-                    code="E201",
-                )
+        versions, storages = versions_of(self._tensors), self._storages_now()
+        contents = self._contents_now()
+        if versions == self._versions and storages == self._storages and contents == self._contents:
+            return
+        for i, tensor in enumerate(self._tensors):
+            if versions[i] != self._versions[i]:
+                change = "was changed in place"
+            elif storages[i] != self._storages[i]:
+                change = "was given other data (`.data = ...`)"
+            elif self._contents[i] and contents[i] != self._contents[i]:
+                change = "was changed through `.data`, which autograd does not see,"
+            else:
+                continue
+            name = ".".join(filter(None, self._names[i]))
+            raise ReplayError(
+                f"Region `{region}`: its parameter `{name}` {list(tensor.shape)} {change} between forward and "
+                "backward, so a second forward would compute other values. Call backward before changing it, or leave "
+                "this module out of the plan.",
+                code="E201",
+            )
 
     def stand(self) -> bool:
         """Whether everything is bound as it was, and each parameter requires a gradient as it did."""
@@ -115,7 +120,12 @@ class Bindings:
             module = ref()
             if module is not None and not _is_same(module._modules, names):
                 return False
-        return all([w.is_managed or w.stands() for w in self._weights.values()])
+        return all(map(self._stands, range(len(self._tensors))))
+
+    def _stands(self, i: int) -> bool:
+        """Whether a replay may take the i-th parameter itself: it is a leaf that requires a gradient as it did."""
+        tensor = self._tensors[i]
+        return self._is_managed[i] or (tensor.is_leaf and tensor.requires_grad == self._requires_grad[i])
 
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:
@@ -144,11 +154,20 @@ class Bindings:
                 _rebind(now, before)
 
     def _again(self, tensor: torch.Tensor, now: torch.Tensor | None, made: dict[int, torch.Tensor]) -> Any:
-        weight = self._weights[id(tensor)]
-        if weight.is_managed or (now is not None and _torch.is_sharded_parameter(now)):
+        """Returns what stands for a parameter in a replay: requiring a gradient as it did, cut from any graph."""
+        i = next(i for i, known in enumerate(self._tensors) if known is tensor)
+        if self._is_managed[i] or (now is not None and _torch.is_sharded_parameter(now)):
             return now  # FSDP and ZeRO shard and gather around each module's forward, in a replay too
+        if self._stands(i):
+            return tensor
         if id(tensor) not in made:
-            made[id(tensor)] = weight.again()
+            requires_grad, again = self._requires_grad[i], tensor.detach()
+            is_parameter = isinstance(tensor, nn.Parameter)
+            made[id(tensor)] = (
+                nn.Parameter(again, requires_grad=requires_grad)
+                if is_parameter
+                else again.requires_grad_(requires_grad)
+            )
         return made[id(tensor)]
 
 
@@ -157,7 +176,7 @@ def storage_of(tensor: torch.Tensor) -> int | None:
     if tensor.layout is not torch.strided:
         return None
     try:
-        return int(tensor.untyped_storage()._cdata)
+        return _torch.storage_address(tensor)
     except (NotImplementedError, RuntimeError):
         return None
 

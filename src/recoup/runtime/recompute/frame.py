@@ -19,7 +19,7 @@ from recoup.runtime.rebuild.lineage import Recorder, current_recorder
 from recoup.runtime.recompute.bindings import storage_of
 from recoup.runtime.recompute.region_step import Member, Step
 from recoup.runtime.recompute.scope import scope
-from recoup.runtime.recompute.spot_check import Sample
+from recoup.runtime.recompute.spot_check import matches, sample
 from recoup.runtime.recompute.uninitialised import saves_unwritten
 
 
@@ -37,7 +37,7 @@ class Slot:
         self.shape = tensor.shape
         self.dtype = tensor.dtype
         self.weight = frame.weight_of(tensor)
-        self.sample = Sample(tensor)
+        self.sample = sample(tensor)
         self.original = execution_context.original(tensor)  # only while `verify` compares whole values
         self.filled: Any = None
         self.backward_id = -1
@@ -165,7 +165,7 @@ class Frame:
             if slot is not None:
                 if slot.original is not None:
                     slot.original.compare(tensor, self.path)
-                elif position not in self.unwritten and not slot.sample.matches(tensor):
+                elif position not in self.unwritten and not matches(slot.sample, tensor):
                     differs.append((position, _torch.next_node_number() - 1, tensor))
                 slot.filled = saved_tensor.pack(tensor.detach())
                 slot.backward_id = backward_id
@@ -174,31 +174,23 @@ class Frame:
                 raise _Stop
             return _gone
 
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(execution_context.recomputing())
-            stack.enter_context(execution_context.counting_to(self.counts))
-            stack.enter_context(scope.replaying())
-            stack.enter_context(torch.enable_grad())
-            if self.derives:
-                recorder = stack.enter_context(Recorder())
-                recorder.deriving = self.derives_by_default
-            elif current_recorder() is not None:
-                stack.enter_context(_no_recorder())
-            stack.enter_context(_torch.saved_tensors_hooks(fill, _gone_unpack))
+        with (
+            execution_context.recomputing(),
+            execution_context.counting_to(self.counts),
+            scope.replaying(),
+            torch.enable_grad(),
+            self._recording(),
+            _torch.saved_tensors_hooks(fill, _gone_unpack),
+        ):
             try:
-                if self.is_chunk:
-                    stack.enter_context(self.steps[0].bindings.replayed())
-                    stack.enter_context(self.steps[0].attributes.replayed())
-                    if self.steps[0].objects is not None:
-                        stack.enter_context(self.steps[0].objects.replayed())
-                previous: list[torch.Tensor] = []
-                for step in self.steps:
-                    args, kwargs = step.inputs.rebuild(previous)
-                    with step.state(with_attributes=not self.is_chunk), step.kept.taking():
-                        output = step.ambient.run(step.forward, args, kwargs)
-                    roots += [t.grad_fn for t in iterate_tensors(output)] if differs else []
-                    previous = list(iterate_tensors(output)) if self.is_chunk else [output]
-                    del args, kwargs, output
+                with self.steps[0].attributes_again() if self.is_chunk else _nothing:
+                    previous: list[torch.Tensor] = []
+                    for step in self.steps:
+                        args, kwargs = step.inputs.rebuild(previous)
+                        output = step.run_again(args, kwargs, with_attributes=not self.is_chunk)
+                        roots += [t.grad_fn for t in iterate_tensors(output)] if differs else []
+                        previous = list(iterate_tensors(output)) if self.is_chunk else [output]
+                        del args, kwargs, output
             except _Stop:
                 return
             except Exception as error:  # user code runs here: whatever it raises gets the region's path
@@ -212,6 +204,14 @@ class Frame:
             self.unwritten.add(position)
         if filled < len(self.slots):  # once they are full, TorchScript or an `except:` may make what it likes of _Stop
             raise self._drift(f"saved {filled} tensors where the first one saved {len(self.slots)}", "E205")
+
+    def _recording(self) -> contextlib.AbstractContextManager[Any]:
+        """Returns the context that has a replay rederive, or save everything."""
+        if self.derives:
+            recorder = Recorder()
+            recorder.deriving = self.derives_by_default
+            return recorder
+        return _nothing if current_recorder() is None else _no_recorder()
 
     def _mismatch(self, position: int, tensor: torch.Tensor) -> ReplayError | None:
         """Returns the error that says that the first forward saved something else there, None if it did not."""
@@ -259,6 +259,7 @@ def _unpack(slot: Slot) -> torch.Tensor:
 
 
 _gone = object()
+_nothing = contextlib.nullcontext()
 
 
 def _gone_unpack(packed: object) -> torch.Tensor:

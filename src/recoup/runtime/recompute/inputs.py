@@ -18,7 +18,7 @@ import torch
 from recoup._pytree import flatten
 from recoup.errors import ReplayError
 from recoup.runtime.rebuild.lineage import current_recorder
-from recoup.runtime.recompute.rng_state import version_of
+from recoup.runtime.recompute.rng_state import version_of, versions_of
 
 
 class _Input:
@@ -115,7 +115,7 @@ class Inputs:
         with _deriving(offloads=offloads):  # whatever is decided around: what can be rebuilt need not be kept
             # The (empty) output, not its node: torch 2.11 forgets what a node saved when its output is gone.
             self._saver = _SaveInputs.apply(dummy, *self.tensors)  # type: ignore[no-untyped-call]
-        self._versions = [(weakref.ref(t), version_of(t)) for t in self.tensors]
+        self._versions = list(zip(map(weakref.ref, self.tensors), versions_of(self.tensors), strict=True))
         self._requires_grad = [t.requires_grad for t in self.tensors]  # a weight among them may be frozen by then
 
     def forget(self) -> None:

@@ -83,13 +83,29 @@ class _Tensor:
 class _Owner:
     """A module or object, its attributes, and copies of the containers among them (None of an empty one)."""
 
-    __slots__ = ("_slots", "buffers", "containers", "empty", "filled", "get", "kept", "names", "others", "tensors")
+    __slots__ = (
+        "_order",
+        "_pick",
+        "_slots",
+        "buffers",
+        "containers",
+        "empty",
+        "filled",
+        "get",
+        "kept",
+        "names",
+        "others",
+        "tensors",
+    )
 
     def __init__(self, get: Callable[[], Any], names: Iterable[str], kept: dict[str, Any]) -> None:
         self.get = get
         self._slots = _slots_of(type(get()))
-        self.names = frozenset(names)
+        self._order = tuple(names)
+        self.names = frozenset(self._order)
         self.kept = kept
+        # One call into C instead of one for each attribute: a region asks several times a step.
+        self._pick = operator.itemgetter(*kept) if len(kept) > 1 else lambda at: tuple([at[k] for k in kept])
         self.containers: list[tuple[str, Any, Any]] = []
         self.empty: list[Any] = []  # of the containers
         self.filled: list[tuple[Any, Any]] = []
@@ -102,27 +118,25 @@ class _Owner:
         holder = self.get()
         if holder is None:
             return None
-        attributes: MutableMapping[str, Any] = _Slots(holder, self._slots) if self._slots else holder.__dict__
-        return attributes
+        return _Slots(holder, self._slots) if self._slots else holder.__dict__  # type: ignore[no-any-return]
 
     def is_as_noted(self, attributes: MutableMapping[str, Any]) -> bool:
         """Whether every attribute is the very object that was noted, and every container holds what it held."""
-        kept = self.kept
-        return (
-            attributes.keys() == self.names
-            and all(map(operator.is_, map(attributes.__getitem__, kept), kept.values()))
-            and not any(self.empty)
-            and all([_holds_same(now, copy) for now, copy in self.filled])
-        )
+        if tuple(attributes) != self._order and attributes.keys() != self.names:
+            return False
+        if not all(map(operator.is_, self._pick(attributes), self.kept.values())) or any(self.empty):
+            return False
+        return not self.filled or all([_holds_same(now, copy) for now, copy in self.filled])
 
     def stands(self) -> bool:
         """Whether a replay finds everything as noted: nothing has to be put in place, and no tensor to be cut off."""
         attributes = self.attributes()
-        return attributes is None or (
-            self.is_as_noted(attributes)
-            and not any(h.copy is not None or h.requires_grad or h.tensor.requires_grad for h in self.tensors)
-            and not any(h.copy is not None or h.requires_grad or h.tensor.requires_grad for h in self.buffers)
-        )
+        if attributes is None:
+            return True
+        if not self.is_as_noted(attributes):
+            return False
+        held = (*self.tensors, *self.buffers) if self.tensors or self.buffers else ()
+        return not any([h.copy is not None or h.requires_grad or h.tensor.requires_grad for h in held])
 
     def may_stand(self) -> bool:
         """Whether the note may outlive its step: it holds no tensor, in no container."""
@@ -238,7 +252,7 @@ class AttributeState:
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:
         """Puts the attributes in place and, at the end, the present ones back."""
-        if all(owner.stands() for owner in self._owners):
+        if all([owner.stands() for owner in self._owners]):
             try:
                 yield
             finally:

@@ -22,6 +22,7 @@ from recoup import _torch
 from recoup._reachable import Reached, slots_of
 from recoup.errors import ReplayError
 from recoup.runtime.recompute.rng_state import StreamState, version_of
+from recoup.runtime.recompute.spot_check import Samples
 from recoup.units import SMALL_BYTES
 
 _ABSENT = object()
@@ -57,6 +58,13 @@ class Places:
         self._streams: list[Any] = []
         self._key: list[int] | None = None
         self.notes: dict[str, Any] = {}  # of modules, see `AttributeState`
+        self._samples = Samples(())
+
+    def samples_of(self, weights: Sequence[torch.Tensor]) -> Samples:
+        """Returns how to read the region's parameters: as in the step before while they are the same."""
+        if not self._samples.are_of(weights):
+            self._samples = Samples(weights)
+        return self._samples
 
     def note(self, modules: Sequence[tuple[str, nn.Module]], others: Sequence[Any]) -> ObjectState:
         """Returns the state at this moment.

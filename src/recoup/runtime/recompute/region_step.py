@@ -18,6 +18,8 @@ from recoup.runtime.recompute.rng_state import AutocastState, RandomState, Strea
 from recoup.runtime.recompute.saved_outputs import Kept
 from recoup.units import SMALL_BYTES
 
+_nothing = contextlib.nullcontext()
+
 
 class Step:
     """One call inside a frame: what to run, on what, in which state."""
@@ -55,7 +57,7 @@ class Step:
         self.attributes = AttributeState(modules, self.inputs.others, written, member.places.notes)
         self.streams = StreamState([*self.inputs.others, *self.attributes.others])
         self.objects = member.places.note(modules, self.attributes.others) if has_attributes else None
-        self.bindings = Bindings(modules)
+        self.bindings = Bindings(modules, member.places)
         self.given = {storage_of(t) for t in self.inputs.tensors}
         self.ambient = Ambient()
         self.inputs.forget()
@@ -81,24 +83,39 @@ class Step:
                 code="E203",
             )
 
+    def run_again(self, args: Any, kwargs: Any, *, with_attributes: bool) -> Any:
+        """Runs the forward a second time, on what the first one began with; afterwards everything is as before."""
+        changes = self._changes()
+        with self.attributes_again() if with_attributes else _nothing:
+            if not changes and self.ambient.is_here() and not self.kept.results:
+                return self.ambient.run(self.forward, args, kwargs)
+            with contextlib.ExitStack() as stack:
+                for change in changes:
+                    stack.enter_context(change)
+                if not self.ambient.is_here():
+                    stack.enter_context(self.ambient.replayed())
+                stack.enter_context(self.kept.taking())
+                return self.ambient.run(self.forward, args, kwargs)
+
+    def _changes(self) -> list[contextlib.AbstractContextManager[None]]:
+        """Returns what has to be put in place before a second run, of streams and autocast: mostly nothing."""
+        changes: list[contextlib.AbstractContextManager[None]] = []
+        if not self.random.is_settled():
+            changes.append(self.random.replayed())
+        if not self.autocast.is_off():
+            changes.append(self.autocast.replayed())
+        if self.streams:
+            changes.append(self.streams.replayed())
+        return changes
+
     @contextlib.contextmanager
-    def state(self, *, with_attributes: bool) -> Iterator[None]:
-        """Puts back, inside the block, what the first forward began with."""
-        with contextlib.ExitStack() as stack:
-            if not self.random.is_settled():
-                stack.enter_context(self.random.replayed())
-            if not self.autocast.is_off():
-                stack.enter_context(self.autocast.replayed())
-            if self.streams:
-                stack.enter_context(self.streams.replayed())
-            if with_attributes:
-                if not self.bindings.stand():
-                    stack.enter_context(self.bindings.replayed())
-                stack.enter_context(self.attributes.replayed())
-                if self.objects is not None:
-                    stack.enter_context(self.objects.replayed())
-            if not self.ambient.is_here():
-                stack.enter_context(self.ambient.replayed())
+    def attributes_again(self) -> Iterator[None]:
+        """Puts parameters, children, attributes and objects in place and, at the end, the present ones back."""
+        with (
+            _nothing if self.bindings.stand() else self.bindings.replayed(),
+            self.attributes.replayed(),
+            _nothing if self.objects is None else self.objects.replayed(),
+        ):
             yield
 
 

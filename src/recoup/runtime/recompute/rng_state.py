@@ -12,7 +12,7 @@ import contextlib
 import ctypes
 import random
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -260,6 +260,14 @@ class StreamState:
 def version_of(tensor: torch.Tensor) -> int:
     """Returns how often the tensor was changed in place; inference tensors do not tell."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Returns `version_of` each tensor."""
+    try:
+        return [t._version for t in tensors]
+    except RuntimeError:  # there are inference tensors among them
+        return list(map(version_of, tensors))
 
 
 def statistics_buffers(modules: Iterable[tuple[str, nn.Module]]) -> tuple[str, ...]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,32 +20,27 @@ _SAMPLE_BYTES = 64  # at the start, the middle and the end of a tensor
 _part_at = (ctypes.c_char * _SAMPLE_BYTES).from_address  # a third of what `string_at` takes
 
 
-class Sample:
-    """Bytes of a CPU tensor, read from its memory without any op; nothing is read on a device, which would wait."""
+def sample(tensor: torch.Tensor) -> bytes:
+    """Returns bytes of a tensor, read from its memory without any op.
 
-    __slots__ = ("_bytes",)
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._bytes = _read(tensor)
-
-    def matches(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor has these values, floats up to what a different order of summation does."""
-        found = _read(tensor)
-        if found == self._bytes or not found or not self._bytes or len(found) != len(self._bytes):
-            return True
-        if not tensor.is_floating_point():
-            return False
-        with _torch.without_dispatch_modes(), torch.no_grad():
-            a, b = (torch.frombuffer(bytearray(x), dtype=tensor.dtype).double() for x in (self._bytes, found))
-            size = float(torch.maximum(a.abs(), b.abs()).nan_to_num(0.0, 0.0, 0.0).max())
-            return torch.allclose(a, b, rtol=0.0, atol=size * torch.finfo(tensor.dtype).eps ** 0.5, equal_nan=True)
-
-
-def _read(tensor: torch.Tensor) -> bytes:
-    """Returns bytes of a tensor; none of weights and views of weights, which are known by what they are."""
+    None on a device, which would wait; none of weights and views of weights, which are known by what they are.
+    """
     if type(tensor) is nn.Parameter or type(tensor._base) is nn.Parameter:
         return b""
     return read_bytes(tensor)
+
+
+def matches(sampled: bytes, tensor: torch.Tensor) -> bool:
+    """Whether the tensor has the values of a sample, floats up to what a different order of summation does."""
+    found = sample(tensor)
+    if found == sampled or not found or not sampled or len(found) != len(sampled):
+        return True
+    if not tensor.is_floating_point():
+        return False
+    with _torch.without_dispatch_modes(), torch.no_grad():
+        a, b = (torch.frombuffer(bytearray(x), dtype=tensor.dtype).double() for x in (sampled, found))
+        size = float(torch.maximum(a.abs(), b.abs()).nan_to_num(0.0, 0.0, 0.0).max())
+        return torch.allclose(a, b, rtol=0.0, atol=size * torch.finfo(tensor.dtype).eps ** 0.5, equal_nan=True)
 
 
 def read_bytes(tensor: torch.Tensor) -> bytes:
@@ -70,6 +67,39 @@ def read_bytes(tensor: torch.Tensor) -> bytes:
     width = tensor.element_size()
     last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) * width
     return ctypes.string_at(start, width) + ctypes.string_at(start + last, width)
+
+
+class Samples:
+    """Reads sampled bytes of some parameters, fast as long as these lie where they lay: no question is asked twice.
+
+    It outlives a step and holds none of them. The windows are looked through only while each tensor is the one they
+    were made for, as many bytes at the same address: memory that was taken away (FSDP) is at no address.
+    """
+
+    __slots__ = ("_at", "_known", "_parts")
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._known = [weakref.ref(t) for t in tensors]
+        self._at: list[tuple[int, int]] = []
+        self._parts: list[tuple[Any, ...]] = []
+        if all(type(t) is nn.Parameter and read_bytes(t) and t.is_contiguous() for t in tensors):
+            self._at = _places(tensors)
+            self._parts = [_parts(start, size) for start, size in self._at]
+
+    def are_of(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether these are the parameters it was made for, and lie where they lay."""
+        is_same = len(tensors) == len(self._known) and all([ref() is t for ref, t in zip(self._known, tensors)])
+        return is_same and (not self._at or _places(tensors) == self._at)
+
+    def read(self, tensors: Sequence[torch.Tensor]) -> list[bytes]:
+        """Returns what `read_bytes` returns for each."""
+        if self._at and _places(tensors) == self._at:
+            return [b"".join([part.raw for part in parts]) for parts in self._parts]
+        return list(map(read_bytes, tensors))
+
+
+def _places(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+    return [(t.data_ptr(), t.nbytes) for t in tensors]
 
 
 @functools.lru_cache(maxsize=4096)
