@@ -82,7 +82,7 @@ class Training:
         self.scheduler.step()
 
     def state(self) -> list[Any]:
-        """Returns all that a step can change, and what recoup could leave in the process."""
+        """Returns all that a step can change."""
         model = self.model
         tensors = [*model.parameters(), *model.buffers(), *self.batch]
         found: list[Any] = [t.detach().clone() for t in tensors] + [
@@ -93,11 +93,11 @@ class Training:
         for module in model.modules():
             held = {k: len(v) if isinstance(v, (dict, list)) else None for k, v in vars(module).items()}
             found.append(held)
-        found.append(process_state())
         return found
 
 
 def process_state() -> list[Any]:
+    """Returns what recoup could leave in the process."""
     return [
         torch.is_grad_enabled(),
         gc.isenabled(),
@@ -269,9 +269,11 @@ def _taken_off(result: Any) -> None:
         result.applied.remove()
 
 
-def check(training: Training, states: list[list[Any]], where: str) -> None:
-    """Asserts that nothing was left and that the next three steps are plain's."""
+def check(training: Training, states: list[list[Any]], process: list[Any], where: str) -> None:
+    """Asserts that nothing was left and that the next three steps are plain's; `process` as it was before the call."""
     assert fakes_left() == 0, f"fake tensors are left, {where}"
+    now = process_state()
+    assert same(now, process), f"the process is not as it was, {where}: {differing(now, process)}"
     for name, (now, before) in enumerate(zip(training.state(), states[0], strict=True)):
         assert same(now, before), f"item {name} is not as it was, {where}: {differing(now, before)}"
     for i, expected in enumerate(states[1:]):
@@ -294,6 +296,7 @@ def run_points(name: str, reference: Any, targets: dict[Line, tuple[int, type[Ba
     lines, ended_by, result = Lines(targets), "nothing", None
     gc.collect()
     gc.freeze()  # what is there now is not looked through in each fork
+    process = process_state()
     try:
         with warnings.catch_warnings(), lines:
             result = call()
@@ -309,7 +312,7 @@ def run_points(name: str, reference: Any, targets: dict[Line, tuple[int, type[Ba
     try:  # a fork
         if lines.raised is Injected:
             assert ended_by == "Injected", f"Ctrl-C did not end it but {ended_by} did"
-        check(training, states, "")
+        check(training, states, process, "")
     except BaseException as error:
         lines.leave(f"{type(error).__name__}: {error}"[:2000])
     lines.leave("as it was")
@@ -357,6 +360,7 @@ def test_an_interrupt_by_signal_leaves_nothing(name: str, reference: Any) -> Non
     for i in range(NUM_SIGNALS):
         training = Training()
         call = calls(training, plan)[name]
+        process = process_state()
         timer = threading.Timer(seconds * (i + 0.5) / NUM_SIGNALS, os.kill, (os.getpid(), signal.SIGINT))
         timer.start()
         try:
@@ -366,4 +370,4 @@ def test_an_interrupt_by_signal_leaves_nothing(name: str, reference: Any) -> Non
         except KeyboardInterrupt as error:
             error.__traceback__ = None
         timer.join()
-        check(training, states, f"after an interrupt at {i + 0.5} of {NUM_SIGNALS} parts of {name}")
+        check(training, states, process, f"after an interrupt at {i + 0.5} of {NUM_SIGNALS} parts of {name}")
