@@ -115,7 +115,8 @@ def test_losses_are_the_same_and_the_peak_is_the_plans(kind: str, tmp_path: Path
     elsewhere = {"SFT": 3, "DPO": 6, "GRPO": 0}[kind] * 8 * 4 * 64
     if kind == "DPO":
         elsewhere += sum(p.nbytes for p in trainer.ref_model.parameters())
-    assert abs(peak_bytes + elsewhere - found.plan.predicted.peak_bytes) <= 256
+    predicted_bytes = found.plan.predicted.peak_bytes
+    assert abs(peak_bytes + elsewhere - predicted_bytes) <= 0.001 * predicted_bytes  # completions differ in length
     assert peak_bytes < 0.75 * plain_bytes
 
 

@@ -110,7 +110,6 @@ def process_state() -> list[Any]:
         list(warnings.filters),
         os.environ.get("KINETO_LOG_LEVEL"),
         signal.getsignal(signal.SIGINT),
-        threading.active_count(),
     ]
 
 
@@ -269,11 +268,16 @@ def _taken_off(result: Any) -> None:
         result.applied.remove()
 
 
-def check(training: Training, states: list[list[Any]], process: list[Any], where: str) -> None:
-    """Asserts that nothing was left and that the next three steps are plain's; `process` as it was before the call."""
+def check(training: Training, states: list[list[Any]], process: list[Any], num_threads: int, where: str) -> None:
+    """Asserts that nothing was left and that the next three steps are plain's.
+
+    Args:
+        process, num_threads: as they were before the call; a fork has one thread, whatever its parent has.
+    """
     assert fakes_left() == 0, f"fake tensors are left, {where}"
     now = process_state()
     assert same(now, process), f"the process is not as it was, {where}: {differing(now, process)}"
+    assert threading.active_count() <= num_threads, f"a thread is left, {where}"
     for name, (now, before) in enumerate(zip(training.state(), states[0], strict=True)):
         assert same(now, before), f"item {name} is not as it was, {where}: {differing(now, before)}"
     for i, expected in enumerate(states[1:]):
@@ -312,7 +316,7 @@ def run_points(name: str, reference: Any, targets: dict[Line, tuple[int, type[Ba
     try:  # a fork
         if lines.raised is Injected:
             assert ended_by == "Injected", f"Ctrl-C did not end it but {ended_by} did"
-        check(training, states, process, "")
+        check(training, states, process, 1, "")
     except BaseException as error:
         lines.leave(f"{type(error).__name__}: {error}"[:2000])
     lines.leave("as it was")
@@ -360,7 +364,7 @@ def test_an_interrupt_by_signal_leaves_nothing(name: str, reference: Any) -> Non
     for i in range(NUM_SIGNALS):
         training = Training()
         call = calls(training, plan)[name]
-        process = process_state()
+        process, num_threads = process_state(), threading.active_count()
         timer = threading.Timer(seconds * (i + 0.5) / NUM_SIGNALS, os.kill, (os.getpid(), signal.SIGINT))
         timer.start()
         try:
@@ -370,4 +374,6 @@ def test_an_interrupt_by_signal_leaves_nothing(name: str, reference: Any) -> Non
         except KeyboardInterrupt as error:
             error.__traceback__ = None
         timer.join()
-        check(training, states, process, f"after an interrupt at {i + 0.5} of {NUM_SIGNALS} parts of {name}")
+        check(
+            training, states, process, num_threads, f"after an interrupt at {i + 0.5} of {NUM_SIGNALS} parts of {name}"
+        )
