@@ -71,7 +71,6 @@ def fit(
             raise UsageError(f"The budget is below the {format_bytes(held)} of gradients that accumulate.")
     batch = _with_num_items(model, sample_batch(train_dataset, args.per_device_train_batch_size, data_collator))
     optimizer, _ = Trainer.get_optimizer_cls_and_kwargs(args, model)  # type: ignore[arg-type]
-    model.train()
     autocast = autocast_forward(model, _autocast_dtype(model, args), finish=convert_to_fp32)
     with _trainers_cache(model, args), autocast:
         found = api.fit(model, batch, budget=target, optimizer=optimizer, actions=actions, timed=timed)
@@ -133,7 +132,7 @@ def fit_trainer(
     model.train()
     autocast = autocast_forward(model, _autocast_dtype(model, args), finish=convert_to_fp32)
     accumulates = _attribute(trainer, "current_gradient_accumulation_steps", args.gradient_accumulation_steps)
-    with _trainers_cache(model, args), autocast, accumulates:
+    with _trainers_cache(model, args), _in_training(model), autocast, accumulates:
         return api.fit(
             model,
             (inputs, count),
@@ -158,6 +157,18 @@ def _trainers_cache(model: nn.Module, args: TrainingArguments) -> Iterator[None]
         return
     with _attribute(config, "use_cache", args.use_cache):
         yield
+
+
+@contextlib.contextmanager
+def _in_training(model: nn.Module) -> Iterator[None]:
+    """Has all modules in training mode inside the block; each is in its own again afterwards."""
+    before = [(module, module.training) for module in model.modules()]
+    model.train()
+    try:
+        yield
+    finally:
+        for module, mode in before:
+            module.training = mode
 
 
 @contextlib.contextmanager
