@@ -14,6 +14,7 @@ ROOT = Path(__file__).parent.parent / "src" / "recoup"
 # A file may import only from stages above its own, or from its own.
 ORDER = (
     "errors",
+    "thresholds",
     "units",
     "progress",
     "ir",
@@ -42,7 +43,7 @@ ORDER = (
     "cli",
     "__main__",
 )
-WITHOUT_TORCH = ("errors", "units", "progress", "ir", "solver", "analysis", "report", "export", "jax")
+WITHOUT_TORCH = ("errors", "thresholds", "units", "progress", "ir", "solver", "analysis", "report", "export", "jax")
 
 
 def _stage(path: Path) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import enum
 import errno
 import os
 from pathlib import Path
@@ -19,7 +20,18 @@ _WORDS = (
     "could not create a memory",
     "could not create a primitive",
 )
-_M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8  # malloc.h of the GNU C library
+
+
+class MallocParameter(enum.IntEnum):
+    """What `mallopt` sets, as in malloc.h of the GNU C library."""
+
+    TRIM_THRESHOLD = -1
+    TOP_PAD = -2
+    MMAP_THRESHOLD = -3
+    MMAP_MAX = -4
+    ARENA_MAX = -8
+
+
 # blocks from here on are mapped by themselves, so that freeing one gives it back to the system
 _LARGE_BLOCK_BYTES = 1 << 18
 
@@ -104,8 +116,8 @@ def return_freed_memory() -> None:
         return
     try:
         library = ctypes.CDLL(None)
-        library.mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK_BYTES)
-        library.mallopt(_M_ARENA_MAX, 1)
+        library.mallopt(MallocParameter.MMAP_THRESHOLD, _LARGE_BLOCK_BYTES)
+        library.mallopt(MallocParameter.ARENA_MAX, 1)
         library.malloc_trim(0)
     except (OSError, AttributeError):  # another C library
         return

@@ -9,9 +9,7 @@ import re
 
 from recoup.errors import UsageError
 
-KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
-SMALL_BYTES = 1 << 16
-"""A tensor up to this size is copied, left where it is, or not looked up: asking takes longer than it is worth."""
+KIB, MIB, GIB, TIB = (1 << 10 * n for n in range(1, 5))
 _SUFFIX_BYTES = {
     "": 1,
     "b": 1,

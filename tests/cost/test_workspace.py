@@ -11,7 +11,7 @@ from torch import nn
 
 from recoup.cost.measured import MeasuredCost
 from recoup.cost.op_replay import make_call
-from recoup.units import SMALL_BYTES
+from recoup.thresholds import SMALL_BYTES
 from tests.cost.helpers import measured_peak_bytes, record, signature_of, trace_of
 
 aten = torch.ops.aten

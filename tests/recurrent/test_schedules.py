@@ -120,7 +120,7 @@ def test_gruslys_1000_steps() -> None:
 
 
 def test_the_search_for_long_loops_is_close(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tapes, "_FULL_SEARCH_CELLS", 0)
+    monkeypatch.setattr(tapes, "MOST_CELLS", 0)
     for state, tape in ((1, 1), (1, 3), (3, 2)):
         best = _gruslys(150, 40, state, tape)
         table = tapes.Table(150, 40, state, tape)

@@ -7,9 +7,8 @@ import numpy as np
 from recoup.analysis.timeline import CATEGORIES, Level, category_levels, op_phase
 from recoup.cost.model import PricedTrace
 from recoup.ir.profile import Profile, ProfileRow
+from recoup.ir.report import TIMELINE_POINTS
 from recoup.ir.trace import Trace
-
-_MAX_POINTS = 2000  # of the timeline in JSON: a step of more ops is thinned out
 
 
 def make_profile(priced: PricedTrace) -> Profile:
@@ -74,7 +73,7 @@ def _rows(priced: PricedTrace) -> tuple[ProfileRow, ...]:
 
 def _stride(num_ops: int) -> int:
     """Returns how many ops are one point."""
-    return max(1, -(-num_ops // _MAX_POINTS))
+    return max(1, -(-num_ops // TIMELINE_POINTS))
 
 
 def _thinned(level: Level) -> tuple[int, ...]:

@@ -9,14 +9,13 @@ import numpy as np
 
 from recoup.cost.model import PricedTrace
 from recoup.ir.labels import group_labels, without_numbers
-from recoup.ir.report import TIMELINE_POINTS, Timeline
+from recoup.ir.report import MOST_NAMED, TIMELINE_POINTS, Timeline
 from recoup.ir.trace import Storage, Trace
 
 CATEGORIES = (
     *("parameter", "buffer", "library", "optimizer", "batch", "gradient"),
     *("saved", "kept", "rebuilt", "temporary"),
 )
-_NUM_TENSORS = 8  # named in the chart, the largest: more would not be read
 Level = np.ndarray[tuple[int], np.dtype[np.int64]]
 """Bytes during each op, (num_ops,)."""
 
@@ -143,5 +142,5 @@ def _tensors(priced: PricedTrace, plain: PricedTrace | None) -> tuple[tuple[str,
     workspace = priced.op_workspace_bytes[peak]
     if workspace:
         alive.append((f"workspace of {trace.signatures[trace.ops[peak].signature].name}", workspace))
-    named = group_labels(alive)[:_NUM_TENSORS]
+    named = group_labels(alive)[:MOST_NAMED]
     return tuple((what, size, lines.get(what.rpartition(" (x")[0] or what, "")) for what, size in named)

@@ -21,17 +21,16 @@ class Draw(enum.IntEnum):
 
 EXTREMES = (Draw.LOWEST, Draw.HIGHEST)
 SEEDED = range(3, 9)  # draws tried where the extremes differ, by seed
-_STATE_SIZE = 624  # words of both streams' state (Mersenne twister)
-_SET_SIZE = _STATE_SIZE // 2  # words: 156 numbers; who asks until a number lies elsewhere comes to the rest
 
 
 def draw_from(draw: int) -> None:
     """Sets python's and numpy's streams to a draw; the caller puts them back."""
     if draw == Draw.AS_IT_IS:
         return
-    words = list(random.Random(draw).getstate()[1][:_STATE_SIZE])
+    *words, _ = random.Random(draw).getstate()[1]  # of both streams (Mersenne twister), and the place in them
     if draw in EXTREMES:
-        words[:_SET_SIZE] = [_before_tempering(0xFFFFFFFF if draw == Draw.HIGHEST else 0)] * _SET_SIZE
+        half = len(words) // 2  # 156 numbers; who asks until a number lies elsewhere comes to the rest
+        words[:half] = [_before_tempering(0xFFFFFFFF if draw == Draw.HIGHEST else 0)] * half
     random.setstate((3, (*words, 0), None))
     numpy = sys.modules.get("numpy")
     if numpy is not None:

@@ -16,7 +16,7 @@ import torch
 from recoup import _torch
 
 MOST_ELEMENTS = 1 << 22  # that are real in a capture, an op's or a buffer's: it takes no time or memory of a real step
-_FLOAT_ELEMENTS = 64  # floating results up to this size are kept real: a scale, a temperature, a threshold
+TINY_ELEMENTS = 64  # up to here a floating result is kept real (a scale, a threshold), and values are compared
 _INTEGER_DTYPES = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 _INDEXING = frozenset({"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"})
 UNKNOWN = object()  # the op's result is not known
@@ -150,7 +150,7 @@ def _is_view(func: Any) -> bool:
 def _is_small(out: Any) -> bool:
     """Whether a result is worth its values: integer, boolean, tiny, or no tensor."""
     if isinstance(out, torch.Tensor):
-        return out.dtype in _INTEGER_DTYPES or out.numel() <= _FLOAT_ELEMENTS
+        return out.dtype in _INTEGER_DTYPES or out.numel() <= TINY_ELEMENTS
     if isinstance(out, (tuple, list)):
         return all(_is_small(o) for o in out)
     return True

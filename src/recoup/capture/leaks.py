@@ -24,8 +24,8 @@ from recoup._interrupts import heard, under_modes
 from recoup.capture.tracker import Tracker
 from recoup.capture.watched_step import few_full_collections
 from recoup.errors import InternalError
+from recoup.thresholds import MOST_TRIES
 
-_MAX_ROUNDS = 6  # who held the first leaked tensors may be held by others, and those again
 _CLIMBED = (tuple, frozenset, functools.partial, types.MethodType, types.BuiltinMethodType)
 
 T = TypeVar("T")
@@ -83,7 +83,7 @@ def _take_back(held: weakref.ref[Any], *, is_strict: bool) -> list[str]:
     if mode is None or not _fakes_of(mode):
         return found
     gc.collect()
-    for _ in range(_MAX_ROUNDS):  # who held the first may have been held by others
+    for _ in range(MOST_TRIES):  # who held the first may have been held by others
         left = _fakes_of(mode)
         if not left:
             return found

@@ -24,7 +24,6 @@ Closure = Callable[[], torch.Tensor]
 
 _WRAPPERS = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")
 _ATOMS = (int, float, complex, bool, str, type(None), torch.dtype, torch.device)
-_CLOSURE_RUNS = 2  # the second finds everything there that an optimizer holds between them
 _TINY_SIZE = 2  # elements along each dimension of the parameters that an estimate is taken from
 
 
@@ -78,7 +77,7 @@ class OptimizerStep:
         losses: list[torch.Tensor] = []
 
         def limited() -> torch.Tensor:
-            if len(losses) < _CLOSURE_RUNS:
+            if not losses[1:]:  # the second finds everything there that an optimizer holds between them
                 losses.append(closure())
             return losses[-1]
 

@@ -9,7 +9,7 @@ from types import FrameType
 import torch
 
 from recoup.ir.trace import Category, Phase
-from recoup.units import SMALL_BYTES
+from recoup.thresholds import SMALL_BYTES
 
 _TORCH, _OURS = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
 _BEGINNINGS = tuple(f"{_OURS}/capture/{name}.py" for name in ("capture", "step", "folding/unfold"))

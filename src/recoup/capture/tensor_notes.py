@@ -12,7 +12,7 @@ from recoup import _torch
 from recoup.errors import UsageError
 from recoup.runtime.rebuild.cheap_ops import SILENT_WRITERS, op_facts
 from recoup.runtime.recompute.rng_state import version_of
-from recoup.units import SMALL_BYTES
+from recoup.thresholds import SMALL_BYTES
 
 
 class TensorNotes:

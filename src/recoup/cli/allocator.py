@@ -6,7 +6,6 @@ import ctypes
 import os
 import sys
 
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4  # malloc.h of the GNU C library
 _TOP_PAD_BYTES = 1 << 28  # by which the heap grows at a time: few system calls in the first steps
 
 
@@ -17,7 +16,11 @@ def keep_freed_memory() -> bool:
     looks faster than it is. Settings from the environment win. Peak bytes are metered in the allocator's events and
     do not change.
     """
-    from recoup._allocation import address_space_left, return_freed_memory  # with torch, not needed for `--help`
+    from recoup._allocation import (  # with torch, not needed for `--help`
+        MallocParameter,
+        address_space_left,
+        return_freed_memory,
+    )
 
     if address_space_left() is not None:  # a heap that is never given back wastes what is limited
         return_freed_memory()
@@ -28,5 +31,9 @@ def keep_freed_memory() -> bool:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):  # another C library
         return False
-    settings = ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, -1), (_M_TOP_PAD, _TOP_PAD_BYTES))
+    settings = (
+        (MallocParameter.MMAP_MAX, 0),
+        (MallocParameter.TRIM_THRESHOLD, -1),
+        (MallocParameter.TOP_PAD, _TOP_PAD_BYTES),
+    )
     return all([mallopt(name, value) == 1 for name, value in settings])

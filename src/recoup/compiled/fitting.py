@@ -35,7 +35,7 @@ from recoup.evidence.speed import time_ratio
 from recoup.evidence.step_bench import StepBench
 from recoup.ir.compiled_plan import CompiledGraph, CompiledPlan
 from recoup.ir.evidence import Evidence
-from recoup.planner.fitting import MOST_MEASURED_PLANS
+from recoup.thresholds import MOST_TRIES
 from recoup.units import format_bytes, parse_budget
 
 _TIMED_SECONDS = 20.0  # interleaved pairs end then
@@ -209,7 +209,7 @@ class CompiledFitting:
             self._notes.append("the step as torch compiles it is within the budget")
             return self._prove(self.torch_choice, self._plain, plain_peak, plain_peak, budget_bytes, timed)
         found, measured = self.combinations(), self._measured
-        for _ in range(MOST_MEASURED_PLANS):
+        for _ in range(MOST_TRIES):
             at = self._next(found, budget_bytes)
             if at is None:
                 break

@@ -13,16 +13,16 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from recoup.compiled.schedule import JointStep, Timeline, timeline
-from recoup.cost.hidden_memory import SMALLEST_BLOCK_BYTES
+from recoup.cost.caching_allocator import MIN_BLOCK_BYTES
 from recoup.solver.held import Op, Segment, trade_offs
 from recoup.solver.segment_labels import HeldProblem
 from recoup.solver.segments import Choice, SegmentSolver
 from recoup.solver.waists import waists
+from recoup.thresholds import ESTIMATE_SHARE
 
 _NUM_PLANS = 24  # targets between the least peak and all held: the next finer one changes a few percent
 _NUM_SQUEEZES = 400  # simulations that may lower the smallest peak, each of some milliseconds
 _SQUEEZE_SHARES = (0.9, 0.97, 0.99)  # of its peak that a choice is brought below in one round; the next once none can
-_GAP_SHARE = 0.04  # of a peak that two neighbours on the curve are apart before choices between them are looked for
 _PARTS = 4  # that a gap is divided into
 _MAX_POINTS = 60  # of a graph as a whole, by held bytes and seconds, for each price
 _PRICES = (1.0, 1e-4)  # of ops without FLOPs, as parts of their seconds: all that has none runs again before a product
@@ -92,7 +92,7 @@ def _squeezed(step: JointStep, made: Timeline) -> Iterator[Timeline]:
             able = [v for v in made.held if step.ops[maker[v]].can_rerun] + [v for v in rebuilt if v not in made.held]
             improved = False
             for value in sorted(able, key=lambda v: (-step.value_bytes[v], v)):
-                if not tries or step.value_bytes[value] < SMALLEST_BLOCK_BYTES:
+                if not tries or step.value_bytes[value] < MIN_BLOCK_BYTES:
                     break
                 tries -= 1
                 tried = timeline(step, made.held ^ {value})
@@ -112,7 +112,7 @@ def _excess(made: Timeline, target: float) -> float:
 def _between(step: JointStep, curve: Sequence[Timeline]) -> Iterator[Timeline]:
     """Yields choices between those of a curve that are far from each other: of what one holds more, a part."""
     for high, low in itertools.pairwise(curve):
-        if low.peak_bytes > high.peak_bytes * (1 - _GAP_SHARE):
+        if low.peak_bytes > high.peak_bytes * (1 - ESTIMATE_SHARE):
             continue
         more = sorted(high.held - low.held, key=lambda v: (step.makers[v], v))
         if not more:
@@ -151,7 +151,7 @@ def held_problem(step: JointStep) -> HeldProblem:
         Op(inputs=op.inputs, outputs=op.outputs, seconds=op.seconds, can_rerun=op.can_rerun)
         for op in step.ops[: step.num_forward]
     )
-    sizes = [b if b >= SMALLEST_BLOCK_BYTES else 0 for b in step.value_bytes]
+    sizes = [b if b >= MIN_BLOCK_BYTES else 0 for b in step.value_bytes]
     places = [0, *waists(ops, [b or 1 for b in step.value_bytes], sorted(step.results & maker.keys()))]
     reads = step.reads
     reached = _reached(step, reads, maker)

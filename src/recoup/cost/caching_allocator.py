@@ -15,10 +15,14 @@ simulated: several streams, whose blocks are not shared, and the addresses of se
 from __future__ import annotations
 
 import bisect
+import sys
 
-SMALL, MIN_BLOCK = 1 << 20, 512
-_SMALL_SEGMENT, _LARGE_SEGMENT, _LARGE_FROM, _STEP = 2 << 20, 20 << 20, 10 << 20, 2 << 20
-_SEGMENT_BYTES = 1 << 50  # bytes of an expandable segment: more than any card has
+# Of c10/core/AllocatorConfig.h, as torch 2.13 has them.
+MIN_BLOCK_BYTES = 512  # kMinBlockSize: sizes are rounded up to it
+_SMALL_BYTES = 1 << 20  # kSmallSize: larger blocks lie in segments of their own kind
+SMALL_SEGMENT_BYTES = 2 << 20  # kSmallBuffer; larger segments are a whole number of these, too (kRoundLarge)
+_LARGE_SEGMENT_BYTES = 20 << 20  # kLargeBuffer
+_OWN_SEGMENT_BYTES = 10 << 20  # kMinLargeAlloc: from here on a block has a segment to itself
 
 
 class OutOfCard(Exception):
@@ -47,7 +51,7 @@ class _Pool:
 
     def __init__(self, *, is_small: bool) -> None:
         self.is_small = is_small
-        self.page = _SMALL_SEGMENT if is_small else _LARGE_SEGMENT
+        self.page = SMALL_SEGMENT_BYTES if is_small else _LARGE_SEGMENT_BYTES
         self.free: list[tuple[int, int, Block]] = []
         self.first: Block | None = None  # of the expandable segment
 
@@ -89,8 +93,8 @@ class CachingAllocator:
         Raises:
             OutOfCard: if the limit does not allow it.
         """
-        size = max(-(-nbytes // MIN_BLOCK) * MIN_BLOCK, MIN_BLOCK)
-        pool = self._pools[size > SMALL]
+        size = max(-(-nbytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES, MIN_BLOCK_BYTES)
+        pool = self._pools[size > _SMALL_BYTES]
         block = self._find(pool, size)
         if block is None:
             block = self._grow(pool, size)
@@ -100,7 +104,7 @@ class CachingAllocator:
         if block is None:
             raise OutOfCard
         rest = block.size - size
-        if rest >= MIN_BLOCK if pool.is_small or self.expandable else rest > SMALL:
+        if rest >= MIN_BLOCK_BYTES if pool.is_small or self.expandable else rest > _SMALL_BYTES:
             self._cut(block, size)
             assert block.next is not None
             pool.add(block.next)
@@ -162,9 +166,13 @@ class CachingAllocator:
     def _grow(self, pool: _Pool, size: int) -> Block | None:
         """Returns a block that is in no pool, of memory newly taken from the card; None at the limit."""
         if pool.is_small:
-            wanted = _SMALL_SEGMENT
+            wanted = SMALL_SEGMENT_BYTES
         else:
-            wanted = _LARGE_SEGMENT if size < _LARGE_FROM else -(-size // _STEP) * _STEP
+            wanted = (
+                _LARGE_SEGMENT_BYTES
+                if size < _OWN_SEGMENT_BYTES
+                else -(-size // SMALL_SEGMENT_BYTES) * SMALL_SEGMENT_BYTES
+            )
         if self.limit_bytes is not None and self.reserved_bytes + wanted > self.limit_bytes:
             return None
         if self.expandable:
@@ -175,9 +183,9 @@ class CachingAllocator:
     def _place(self, nbytes: int) -> int:
         """Returns the address of a new segment."""
         if self.ascending:
-            self._next_address += nbytes + _STEP
+            self._next_address += nbytes + SMALL_SEGMENT_BYTES
             return self._next_address - nbytes
-        self._next_address -= nbytes + _STEP
+        self._next_address -= nbytes + SMALL_SEGMENT_BYTES
         return self._next_address
 
     def _take(self, nbytes: int) -> None:
@@ -187,7 +195,7 @@ class CachingAllocator:
     def _expand(self, pool: _Pool, size: int) -> Block | None:
         """Maps pages behind the first place of the segment with room for `size`."""
         if pool.first is None:
-            pool.first = Block(self._place(_SEGMENT_BYTES), _SEGMENT_BYTES, pool)
+            pool.first = Block(self._place(sys.maxsize), sys.maxsize, pool)  # more than any card has
             pool.first.is_mapped = False
         block: Block | None = pool.first
         while block is not None:

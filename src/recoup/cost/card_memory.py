@@ -11,15 +11,13 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 
-from recoup.cost.caching_allocator import Block, CachingAllocator, OutOfCard
+from recoup.cost.caching_allocator import SMALL_SEGMENT_BYTES, Block, CachingAllocator, OutOfCard
 from recoup.cost.devices import CUBLASLT_BYTES
 from recoup.cost.flops import kind, op_name
 from recoup.ir.trace import Signature, TensorSpec, Trace
+from recoup.thresholds import NEGLIGIBLE_SHARE, SAME_SHARE
 
 _NUM_STEPS = 3  # gradients and workspaces are new in the first; after two more nothing moves
-# To which the smallest limit is found: two of the allocator's small segments, or this share of what is allocated.
-_PRECISION_BYTES, _PRECISION_SHARE = 4 << 20, 0.001
-_MARGIN_FACTOR = 1.01  # factor on the need: other histories of a process leave blocks elsewhere
 _UNCUT_FACTOR = 1.001  # factor on what is allocated: an uncut block counts up to 1 MiB more, by where it happens to lie
 CardEvents = list[tuple[int, int]]
 """What a step asks of the allocator, in order; see `CardMemory._events`."""
@@ -87,11 +85,11 @@ class CardMemory:
         Where blocks lie depends on what the process did before, and on where the driver puts segments. So several
         histories are tried: a process under the limit from its first step on and one that had plenty in it, with and
         without a block of the largest weight's size that was let go before (weights that were tied, cast or moved leave
-        such), and segments that ascend and descend. The worst counts, with `_MARGIN_FACTOR` for others.
+        such), and segments that ascend and descend. The worst counts, and `SAME_SHARE` more for others.
         """
         plenty = self.need(step, expandable=expandable)
         worst, most = plenty.allocated_bytes, 2 * plenty.reserved_bytes
-        precision = max(_PRECISION_BYTES, int(worst * _PRECISION_SHARE))
+        precision = max(2 * SMALL_SEGMENT_BYTES, int(worst * NEGLIGIBLE_SHARE))
         largest = max(self._there, default=0)
 
         def runs(limit_bytes: int, had_plenty: bool, cached_bytes: int, ascending: bool) -> bool:
@@ -113,7 +111,7 @@ class CardMemory:
                 middle = (low + high) // 2
                 low, high = (low, middle) if runs(middle, *history) else (middle, high)
             worst = high
-        return int(worst * _MARGIN_FACTOR)
+        return int(worst * (1 + SAME_SHARE))
 
     def _events(self, trace: Trace, workspace: Sequence[int], first: int, last: int) -> CardEvents:
         """Returns (storage, bytes) as allocated, (storage, 0) as freed, (-1, bytes) for blocks of an op held together

@@ -11,9 +11,8 @@ from __future__ import annotations
 import dataclasses
 import difflib
 
+from recoup.cost.caching_allocator import MIN_BLOCK_BYTES
 from recoup.errors import UsageError
-
-_T, _G = 1e12, 1e9
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,14 +64,13 @@ _CUBLAS = 2 * 8519680 + CUBLASLT_BYTES
 _CUBLAS_HOPPER = 2 * 32 * 2**20 + CUBLASLT_BYTES
 _CUBLAS_SOURCE = "PyTorch, CublasHandlePool.cpp: default workspace, one for forward's thread and one for backward's"
 
-_CONTEXT_BYTES = 768 << 20  # of a process with torch loaded, beside what its allocator has
 # CUDA C++ Programming Guide: most resident threads of a multiprocessor, by compute capability.
 _THREADS_PER_SM = {(7, 0): 2048, (7, 5): 1024, (8, 0): 2048, (8, 6): 1536, (8, 9): 1536, (9, 0): 2048, (10, 0): 2048}
 
 _PCIE = {
-    3: (12 * _G, "PCIe 3.0 x16, 15.75 GB/s a direction; assumed reached: about 0.8 of it"),
-    4: (25 * _G, "PCIe 4.0 x16, 31.5 GB/s a direction; assumed reached: about 0.8 of it"),
-    5: (50 * _G, "PCIe 5.0 x16, 63 GB/s a direction; assumed reached: about 0.8 of it"),
+    3: (12e9, "PCIe 3.0 x16, 15.75 GB/s a direction; assumed reached: about 0.8 of it"),
+    4: (25e9, "PCIe 4.0 x16, 31.5 GB/s a direction; assumed reached: about 0.8 of it"),
+    5: (50e9, "PCIe 5.0 x16, 63 GB/s a direction; assumed reached: about 0.8 of it"),
 }
 
 
@@ -122,16 +120,16 @@ def _nvidia(
         capability=capability,
         num_sms=sms,
         threads_per_sm=_THREADS_PER_SM[capability],
-        bf16_flops=bf16 * _T,
-        fp16_flops=fp16 * _T,
-        tf32_flops=bf16 / 2 * _T if has_tf32 else fp32 * _T,
-        fp32_flops=fp32 * _T,
-        bandwidth_bytes=bandwidth * _G,
+        bf16_flops=bf16 * 1e12,
+        fp16_flops=fp16 * 1e12,
+        tf32_flops=bf16 / 2 * 1e12 if has_tf32 else fp32 * 1e12,
+        fp32_flops=fp32 * 1e12,
+        bandwidth_bytes=bandwidth * 1e9,
         memory_bytes=int(gibibytes * 2**30),
         copy_bytes=copy_bytes,
         launch_seconds=5e-6,
-        round_bytes=512,
-        context_bytes=_CONTEXT_BYTES,
+        round_bytes=MIN_BLOCK_BYTES,
+        context_bytes=768 << 20,
         fixed_bytes=_CUBLAS_HOPPER if capability in ((9, 0), (10, 0)) else _CUBLAS,
         matmul_fraction=matmul,
         attention_fraction=attention,
@@ -152,13 +150,13 @@ _DEVICES = (
         capability=None,
         num_sms=1,
         threads_per_sm=1,
-        bf16_flops=0.1 * _T,
-        fp16_flops=0.1 * _T,
-        tf32_flops=0.1 * _T,
-        fp32_flops=0.1 * _T,
-        bandwidth_bytes=15 * _G,
+        bf16_flops=1e11,
+        fp16_flops=1e11,
+        tf32_flops=1e11,
+        fp32_flops=1e11,
+        bandwidth_bytes=15e9,
         memory_bytes=16 * 2**30,
-        copy_bytes=15 * _G,
+        copy_bytes=15e9,
         launch_seconds=3e-6,
         round_bytes=1,
         fixed_bytes=0,

@@ -11,12 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 
+from recoup.cost.caching_allocator import MIN_BLOCK_BYTES
 from recoup.cost.devices import Device
 from recoup.cost.flops import op_name
 from recoup.ir.trace import Signature, TensorSpec
 
 _SIZES = {"float64": 8, "int64": 8, "complex64": 8, "float16": 2, "bfloat16": 2, "int16": 2, "bool": 1, "uint8": 1}
-SMALLEST_BLOCK_BYTES = 512  # of torch's caching allocator: the smallest block
 
 # Positions of arguments that are made contiguous first.
 _CONTIGUOUS: dict[str, tuple[int, ...]] = {
@@ -64,7 +64,7 @@ def hidden_blocks(signature: Signature, device: Device) -> tuple[int, ...]:
 
 def hidden_bytes(signature: Signature, device: Device) -> int:
     """Returns the sum of `hidden_blocks`, each rounded as the allocator rounds."""
-    return sum(-(-block // SMALLEST_BLOCK_BYTES) * SMALLEST_BLOCK_BYTES for block in hidden_blocks(signature, device))
+    return sum(-(-block // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES for block in hidden_blocks(signature, device))
 
 
 def _itemsize(spec: TensorSpec) -> int:

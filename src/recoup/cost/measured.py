@@ -32,13 +32,12 @@ from recoup.cost.op_memory import make_meter, time_call
 from recoup.cost.op_replay import Arena, extent_bytes, make_call
 from recoup.cost.roofline import RooflineCost
 from recoup.ir.trace import Signature, Trace
-from recoup.units import SMALL_BYTES
+from recoup.thresholds import SMALL_BYTES
 
 SMALL_OP_SECONDS = {"cpu": 4e-6, "cuda": 8e-6}
 TOTAL_SECONDS = 25.0  # for all ops of a plan; what is not measured by then is priced by a fitted roofline
 _SECONDS_EACH = 0.03  # for the runs of one op, of which the fastest counts
 _BATCH_OPS = 24  # metered in one profiler run
-_EXTRA_BYTES = 1 << 14  # an op leaves beyond its result; less is rounding of the allocator
 
 
 class MeasuredCost:
@@ -209,7 +208,7 @@ def measure_ops(signatures: Sequence[Signature], arena: Arena, deadline: float) 
             spread_seconds=spread_seconds,
             workspace_bytes=workspace_bytes,
             # An allocator that rounds is no reason to call an output larger.
-            extra_output_bytes=extra_bytes if extra_bytes >= _EXTRA_BYTES else 0,
+            extra_output_bytes=extra_bytes if extra_bytes >= SMALL_BYTES else 0,
         )
     return refused | found
 

@@ -57,11 +57,18 @@ def price_by_signature(
     )
 
 
+NOMINAL_FLOPS = 1e12
+"""FLOP/s where no device is named. Plans do not depend on it: everything is as many FLOPs as it is."""
+
+
 class FlopsCost:
     """Deterministic prices for tests: a second is 1e12 FLOPs plus 1e11 bytes moved; no workspace."""
 
     def price(self, trace: Trace) -> PricedTrace:
         """Returns the priced trace."""
         return price_by_signature(
-            trace, lambda s: (s.flops / 1e12 + s.bytes_moved / 1e11, 0), source="flops", is_estimate=True
+            trace,
+            lambda s: ((s.flops + 10 * s.bytes_moved) / NOMINAL_FLOPS, 0),
+            source="flops",
+            is_estimate=True,
         )

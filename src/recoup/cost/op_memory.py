@@ -21,8 +21,8 @@ from typing import Any, Protocol
 import torch
 
 from recoup import _torch
+from recoup.thresholds import SAME_SHARE
 
-_AGREEING_RATIO = 1.03  # runs this close were disturbed by nothing: a bound of a plan's predicted seconds is 5 %
 _CLOCK_HZ = 2e9  # of a GPU, about: how long a kernel that waits is told to wait
 
 
@@ -50,7 +50,7 @@ def make_meter(device: torch.device) -> Meter:
 class _CpuMeter:
     """Workspaces of ops run under one profiler; two odd allocations mark where each op's events begin and end."""
 
-    _MARK = 104729
+    _MARK_BYTES = 104729  # prime: no op allocates as many
 
     def __init__(self) -> None:
         self._profiler = _torch.MemoryProfiler()
@@ -66,7 +66,7 @@ class _CpuMeter:
         self._profiler.__exit__(*exc)  # type: ignore[no-untyped-call]
 
     def _mark(self) -> None:
-        torch.empty(self._MARK, dtype=torch.uint8)
+        torch.empty(self._MARK_BYTES, dtype=torch.uint8)
 
     def run(self, call: Callable[[], Any]) -> int:
         self._num_runs += 1
@@ -86,7 +86,7 @@ class _CpuMeter:
         while position < len(changes):
             change = changes[position]
             position += 1
-            if change == self._MARK and position < len(changes) and changes[position] == -self._MARK:
+            if change == self._MARK_BYTES and position < len(changes) and changes[position] == -self._MARK_BYTES:
                 position += 1
                 if inside:
                     found.append((max(peak - max(level, 0), 0), max(level, 0)))
@@ -176,7 +176,7 @@ def _goes_on(times: list[float], seconds: float, limit_seconds: float) -> bool:
     if len(times) < 2:
         return not times or seconds <= 8 * limit_seconds
     least, next_to_it = sorted(times)[:2]
-    if next_to_it <= least * _AGREEING_RATIO or seconds > 8 * limit_seconds:
+    if next_to_it <= least * (1 + 2 * SAME_SHARE) or seconds > 8 * limit_seconds:
         return False
     return len(times) < 3 or (len(times) < 9 and seconds < limit_seconds)
 

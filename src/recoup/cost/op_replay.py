@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
+from recoup.cost.caching_allocator import MIN_BLOCK_BYTES
 from recoup.cost.flops import op_name
 from recoup.ir.trace import Signature, TensorSpec
 
 _POOL_ELEMENTS = 1 << 16  # random values that are repeated over an input: making new ones would take longer than the op
-_ALIGNMENT_BYTES = 256  # of blocks in the arena; vectorised kernels take other paths on unaligned memory
 # What their opaque or resized arguments hold cannot be made up.
 _REFUSED = frozenset({"_cudnn_rnn_backward", "miopen_rnn_backward", "resize", "set"})
 # Position of the indices, and of what says how many rows there are.
@@ -72,7 +72,7 @@ class Arena:
 
 def aligned(num_bytes: int) -> int:
     """Returns the bytes that `num_bytes` take in an arena."""
-    return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+    return -(-num_bytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
 
 
 def extent(spec: TensorSpec) -> int:

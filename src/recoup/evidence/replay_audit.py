@@ -21,7 +21,7 @@ from recoup.evidence.gradients import equal_values, in_host_memory, pieces
 from recoup.runtime import execution_context
 from recoup.runtime.offload.transport import Transport
 from recoup.runtime.recompute.uninitialised import Uninitialised
-from recoup.units import SMALL_BYTES
+from recoup.thresholds import SMALL_BYTES
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-_NARROW_RATIO = 0.02  # ratios this close together: what is left is about what a decision between plans is worth
+from recoup.thresholds import SAME_SHARE
 
 
 def time_ratio(
@@ -23,7 +23,7 @@ def time_ratio(
 ) -> tuple[float, float]:
     """Returns the median of planned/plain over interleaved pairs, and half the distance between its quartiles.
 
-    Stops once all ratios so far, two at least, lie within `_NARROW_RATIO` of each other.
+    Stops once all ratios so far, two at least, lie within twice `SAME_SHARE`.
 
     Args:
         max_seconds: stop after this long, once two pairs are in. pairs: how many at most.
@@ -48,7 +48,7 @@ def time_ratio(
         else:
             b, a = once(planned), once(plain)
         ratios.append(b / a)
-        is_narrow = max(ratios) - min(ratios) <= _NARROW_RATIO
+        is_narrow = max(ratios) - min(ratios) <= 2 * SAME_SHARE
         if len(ratios) >= 2 and (is_narrow or time.perf_counter() - begun > max_seconds):
             break
     ratios.sort()

@@ -22,7 +22,7 @@ from recoup.evidence.gradients import (
 from recoup.evidence.memory import release_unused, storage_bytes
 from recoup.runtime.offload.saved_tensor import offload
 from recoup.runtime.offload.transport import Transport
-from recoup.units import SMALL_BYTES
+from recoup.thresholds import SMALL_BYTES
 
 
 class StepBench:

@@ -22,6 +22,7 @@ from recoup.analysis.profile import make_profile
 from recoup.capture.capture import StepSpec, capture
 from recoup.capture.optimizer import OptimizerLike
 from recoup.capture.step import Loss, Objective
+from recoup.cost.caching_allocator import MIN_BLOCK_BYTES
 from recoup.cost.devices import get_device
 from recoup.cost.roofline import RooflineCost
 from recoup.errors import BatchTooLarge, InfeasibleBudget, RecoupError, StepOutOfMemory
@@ -168,7 +169,7 @@ class Guard:
             objective=Objective(loss=self.loss),
             optimizer=self.optimizer,
             dialect="cuda" if on_cuda else "cpu",
-            round_bytes=512 if on_cuda else 1,
+            round_bytes=MIN_BLOCK_BYTES if on_cuda else 1,
         )
 
     def _advice(self) -> str:

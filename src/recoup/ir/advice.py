@@ -11,8 +11,7 @@ from recoup.units import format_bytes
 if TYPE_CHECKING:
     from recoup.ir.profile import Profile, ProfileRow
 
-_SMALL_SHARE = 0.15  # of the peak: below this, recomputing everything saved frees little
-_LARGE_SHARE = 0.25  # of the peak: one thing that takes more is worth a sentence
+_LARGE_SHARE = 0.2  # of the peak: one thing that takes more is worth a sentence
 _HEAD = re.compile(r"log_softmax|cross_entropy|nll_loss|\blm_head\b|\bhead\b| in loss\b|\blogits\b")
 _STATIC = ("parameter", "buffer", "optimizer", "gradient", "batch")
 _INSTEAD = {
@@ -32,7 +31,7 @@ def advise(profile: Profile) -> list[str]:
     saved = at_peak.get("saved", 0)
     static = sum(at_peak.get(category, 0) for category in _STATIC)
     sentences = []
-    if saved < _SMALL_SHARE * peak:
+    if saved < _LARGE_SHARE * peak:
         others = {c: size for c, size in at_peak.items() if c != "saved"}
         largest = max(others, key=lambda c: others[c]) if others else "temporary"
         sentences.append(
@@ -57,7 +56,7 @@ def advise(profile: Profile) -> list[str]:
             "by itself. As a region it holds all of that again while it is replayed: split it into modules, run it "
             "over parts of its input, or use a smaller batch."
         )
-    if static > 0.6 * peak and saved >= _SMALL_SHARE * peak:
+    if static > 0.6 * peak and saved >= _LARGE_SHARE * peak:
         largest = max(_STATIC, key=lambda c: at_peak.get(c, 0))
         sentences.append(
             f"{largest.capitalize()} memory is {format_bytes(at_peak[largest])} by itself. What would lower it: "

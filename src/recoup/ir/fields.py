@@ -5,16 +5,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import sys
 import types
 import typing
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
 from recoup.errors import UsageError
+from recoup.thresholds import TEXT_COLUMNS
 
 T = TypeVar("T")
-_MAX_NUMBER = 2**63  # of bytes, FLOPs and counts: what eight bytes hold
-_SHOWN_CHARACTERS = 60  # of what a user gave, in a message
 
 
 @functools.cache
@@ -37,9 +37,9 @@ def fits(value: Any, hint: Any) -> bool:
         of_each = arguments[:1] * len(value) if arguments[-1] is Ellipsis else arguments
         return len(value) == len(of_each) and all(map(fits, value, of_each))
     if hint is float:
-        return type(value) in (int, float) and abs(value) < _MAX_NUMBER and math.isfinite(value)
+        return type(value) in (int, float) and abs(value) <= sys.maxsize and math.isfinite(value)
     if hint is int:
-        return type(value) is int and abs(value) < _MAX_NUMBER  # `True` is no number
+        return type(value) is int and abs(value) <= sys.maxsize  # `True` is no number
     if hint is str:
         return type(value) is str and value.isprintable()
     return type(value) is hint
@@ -66,7 +66,7 @@ def shown(value: Any) -> str:
         text = ascii(value)
     except (RecursionError, ValueError):  # nested too deeply, or a number of thousands of digits
         text = f"a {type(value).__name__}"
-    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
+    return text if len(text) <= TEXT_COLUMNS else f"{text[:TEXT_COLUMNS]}..."
 
 
 def read_fields(kind: type[T], data: Any, where: str, **ready: Any) -> T:

@@ -12,7 +12,9 @@ from recoup.ir.evidence import Evidence
 from recoup.ir.plan import Plan
 from recoup.ir.profile import Profile
 
-TIMELINE_POINTS = 420  # of a drawn curve, simulated or measured: a chart shows no more
+TIMELINE_POINTS = 1000  # of a curve, simulated or measured: a screen shows no more
+MOST_ROWS = 3000  # of a table: a browser opens a page of more with delay
+MOST_NAMED = 8  # of a list, the largest: more would not be read
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

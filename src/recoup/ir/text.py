@@ -7,14 +7,14 @@ import textwrap
 from collections.abc import Sequence
 
 from recoup.ir.decision import Decision, describe_decisions
+from recoup.thresholds import TEXT_COLUMNS
 
-_WIDTH = 100  # columns of printed text, where there is room
 _BARS = " .:-=+*#%@"
 
 
 def width() -> int:
     """Returns the columns of printed text: 100, or those of a narrower terminal (or of `COLUMNS`)."""
-    return max(40, min(_WIDTH, shutil.get_terminal_size((_WIDTH, 24)).columns))
+    return max(40, min(TEXT_COLUMNS, shutil.get_terminal_size((TEXT_COLUMNS, 24)).columns))
 
 
 def format_rows(rows: Sequence[tuple[str, str]], indent: int = 2) -> str:

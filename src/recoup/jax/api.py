@@ -20,11 +20,11 @@ from recoup.jax.planner import Candidate, Planner
 from recoup.jax.rebuild import run
 from recoup.jax.trace import Step, holds_arrays, on_one_device, trace
 from recoup.jax.writing import check_fingerprint, infeasible, over_compiled, write_plan
+from recoup.thresholds import MOST_TRIES
 from recoup.units import check_budget, parse_budget
 
 Loss = Callable[..., Any]
 ACTIONS = ("recompute", "offload")
-_MAX_COMPILED_PLANS = 4  # compiled at most for one plan
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +160,7 @@ def _confirmed(planner: Planner, found: Candidate, budget_bytes: int) -> tuple[C
     While one does not fit, the next is asked for with so many bytes less.
     """
     compiled: dict[Layout, tuple[Candidate, int]] = {}
-    while len(compiled) < _MAX_COMPILED_PLANS and found.layout not in compiled:
+    while len(compiled) < MOST_TRIES and found.layout not in compiled:
         temporaries = compiled_bytes(planner, found)
         compiled[found.layout] = found, temporaries
         over = planner.fixed_bytes + temporaries - budget_bytes

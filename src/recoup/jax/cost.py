@@ -6,11 +6,10 @@ import dataclasses
 from typing import Any
 
 from recoup.cost.devices import Device, get_device
+from recoup.cost.model import NOMINAL_FLOPS
 from recoup.jax._jax import is_on_host, open_jaxpr
 from recoup.jax.flops import array_bytes, bytes_moved, eqn_flops, sub_jaxprs
 
-NOMINAL_FLOPS = 1e12
-"""FLOP/s where no device is named. Plans do not depend on it: everything is as many FLOPs as it is."""
 _VIEWS = frozenset(("reshape", "squeeze", "expand_dims", "name", "stop_gradient", "broadcast_in_dim", "iota"))
 
 

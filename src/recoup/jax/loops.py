@@ -8,12 +8,13 @@ from recoup.jax.cost import Costs
 from recoup.jax.labels import cuts, is_loop, thinned, uniform, ways
 from recoup.jax.layout import Piece, Scan, Segment
 from recoup.jax.program import Program
+from recoup.thresholds import MOST_TRIES
 
-_LAYOUTS, _PRICES, _CHUNKS = 24, 6, 3
+MOST_WAYS = 12  # to run a part of a step: the solver tries each
 
 
 def body_ways(
-    program: Program, active: Collection[int], costs: Costs, *, exact: bool, most: int = _LAYOUTS
+    program: Program, active: Collection[int], costs: Costs, *, exact: bool, most: int = MOST_WAYS
 ) -> list[tuple[Segment, ...]]:
     """Returns layouts of a scan's body, the plain one first: as one segment, and cut at its waists at a few prices."""
     num_units = len(program.units)
@@ -21,7 +22,7 @@ def body_ways(
     places = cuts(program, 0, num_units, active, exact=exact)
     for cut in thinned(program, places, active, exact=exact):
         if len(cut) > 2:
-            found += uniform(program, cut, active, costs, most=_PRICES)
+            found += uniform(program, cut, active, costs, most=MOST_TRIES)
     inner = [u.index for u in program.units if is_loop(program, u.index, active)]
     return list(dict.fromkeys(_with_inner_loops(program, layout, inner, active, costs) for layout in found))
 
@@ -57,7 +58,7 @@ def chunk_sizes(num_steps: int) -> list[int]:
     """Returns the even chunks nearest to the square root of the number of steps, the best of one level."""
     even = [k for k in range(2, num_steps // 2 + 1) if num_steps % k == 0]
     root = num_steps**0.5
-    return sorted(sorted(even, key=lambda k: max(k / root, root / k))[:_CHUNKS])
+    return sorted(sorted(even, key=lambda k: max(k / root, root / k))[:MOST_TRIES])
 
 
 def whole_scan(unit: int, num_steps: int, body: tuple[Segment, ...], chunk: int = 0) -> Segment:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from typing import Any
 
+from recoup.ir.report import MOST_ROWS
 from recoup.jax.cost import costs_for
 from recoup.jax.evidence import JaxEvidence
 from recoup.jax.inspection import Residual, op_counts_of, residuals_of
@@ -26,7 +27,6 @@ td,th{text-align:left;padding:.15rem .6rem .15rem 0;border-bottom:1px solid var(
 td.n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}svg{width:100%;height:auto}
 svg text{fill:var(--dim);font-size:12px}.grid,.axis{stroke:var(--line);fill:none}.plain{stroke:var(--plain)}
 .planned{stroke:var(--planned)}.plain,.planned{fill:none;stroke-width:1.6}.wide{overflow-x:auto}"""
-_MAX_ROWS = 40  # of the table: the largest, a page of more is slow to open
 
 
 def format_html(
@@ -97,11 +97,11 @@ def _residuals(title: str, found: Sequence[Residual]) -> Iterator[str]:
     total = sum(r.nbytes for r in found)
     yield f"<h2>{escape(title)}: {format_bytes(total)} in {len(found)} values</h2>"
     rows = [
-        (format_bytes(r.nbytes * groups[r]), str(groups[r]), r.shape, r.op, r.name, r.source) for r in order[:_MAX_ROWS]
+        (format_bytes(r.nbytes * groups[r]), str(groups[r]), r.shape, r.op, r.name, r.source) for r in order[:MOST_ROWS]
     ]
-    if len(order) > _MAX_ROWS:
-        rest = sum(r.nbytes * groups[r] for r in order[_MAX_ROWS:])
-        rows.append((format_bytes(rest), "", f"{len(order) - _MAX_ROWS} more", "", "", ""))
+    if len(order) > MOST_ROWS:
+        rest = sum(r.nbytes * groups[r] for r in order[MOST_ROWS:])
+        rows.append((format_bytes(rest), "", f"{len(order) - MOST_ROWS} more", "", "", ""))
     yield _table(("bytes", "times", "shape", "op", "name", "line"), rows, numbers=(0, 1))
 
 

@@ -15,8 +15,8 @@ from recoup.jax.rebuild import run
 from recoup.jax.simulate import Memory, live_eqns, simulate
 from recoup.jax.trace import Step, gradient_function
 from recoup.solver.frontier import Solution, Solver
+from recoup.thresholds import MOST_TRIES
 
-_MAX_PLANS = 8  # of one kind that are simulated for a budget: the solver's, and those with one price throughout
 _MAX_UNITS = 4_000  # traced for one budget beside what the solver asks for
 
 
@@ -131,7 +131,7 @@ class Planner:
         line, solver = self._solver(exact=exact)
         low, high = solver.leanest().peak_bytes, 2 * max(budget_bytes, solver.leanest().peak_bytes)
         asked = budget_bytes
-        for _ in range(_MAX_PLANS):
+        for _ in range(MOST_TRIES):
             candidate = self._try(line, solver.solve(asked), exact=exact)
             # The solver is off by so much here.
             over = self.peak_bytes(candidate) - budget_bytes
@@ -165,7 +165,7 @@ class Planner:
                 return
         places = cuts(program, 0, len(program.units), active, exact=exact)
         for cut in thinned(program, places, active, exact=exact):
-            layouts = uniform(program, cut, active, self.costs, most=_MAX_PLANS)
+            layouts = uniform(program, cut, active, self.costs, most=MOST_TRIES)
 
             def fits(layout: Layout) -> bool:
                 return self.peak_bytes(self._judge(layout, exact=exact)) <= budget_bytes

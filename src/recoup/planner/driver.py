@@ -21,7 +21,7 @@ from recoup.ir.decision import Decision
 from recoup.ir.plan import Plan
 from recoup.ir.text import format_share
 from recoup.planner.budget_search import BudgetSearch
-from recoup.planner.incumbents import MOST_REPAIRS, Candidate
+from recoup.planner.incumbents import Candidate
 from recoup.planner.prediction import write_plan
 from recoup.planner.remembered import recall, step_key
 from recoup.planner.simulator import Simulator
@@ -34,6 +34,7 @@ from recoup.planner.views import View, ViewMaker
 from recoup.runtime import scan_bytes
 from recoup.runtime.hooks import HOOKS, Hook
 from recoup.solver.loops import find_loop
+from recoup.thresholds import MOST_TRIES
 from recoup.units import format_at_least, format_bytes, is_minimum, parse_budget
 
 _S = TypeVar("_S", bound=Strategy)
@@ -220,7 +221,7 @@ def plan_for_budget(
     if candidate is None:
         raise planner.infeasible(budget_bytes)
     card = (0, 0) if planner.card is None else planner.needed_bytes(candidate.decisions)
-    for _ in range(MOST_REPAIRS):
+    for _ in range(MOST_TRIES):
         over = card[0] - budget_bytes
         if budget != "auto" or over <= 0:
             break

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from recoup import progress
 from recoup.ir.decision import Decision, Save, describe_decisions, kinds
 from recoup.ir.explanation import Explanation, Price, Trade
+from recoup.ir.report import MOST_NAMED
 from recoup.planner.driver import Planner
 from recoup.planner.incumbents import Candidate
 
-_MAX_KINDS = 8  # of choices that are priced, each by simulating the plan without it
 _RECORDED = Save(path="")
 
 
@@ -24,7 +24,7 @@ def explain(planner: Planner, candidate: Candidate, *, budget_bytes: int, step_b
     """
     step_bytes = step_bytes or max(planner.plain.peak_bytes // 16, 1)
     prices = []
-    for members in kinds(candidate.decisions)[:_MAX_KINDS]:
+    for members in kinds(candidate.decisions)[:MOST_NAMED]:
         label = "; ".join(line for line in describe_decisions(members) if line != "save everywhere else")
         progress.advance(f"pricing: {label}")
         without = planner.simulate(_without(candidate.decisions, members))

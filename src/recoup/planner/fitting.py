@@ -21,9 +21,9 @@ from recoup.ir.labels import without_numbers
 from recoup.ir.plan import Plan
 from recoup.planner.driver import Planner, plan_for_budget
 from recoup.runtime.apply import Applied, apply_decisions
+from recoup.thresholds import MOST_TRIES, NEGLIGIBLE_SHARE
 from recoup.units import format_at_least, format_bytes, is_minimum
 
-MOST_MEASURED_PLANS = 4  # for one budget, each as dear as a step or a compilation
 _MAX_LEFT_OUT_KINDS = 12  # kinds of modules that turn out not to run twice, before no region is tried at all
 
 MakePlanner = Callable[[frozenset[str], Sequence[str] | None], Planner]
@@ -146,8 +146,8 @@ class Fitting:
             applied.remove()
             measured, num_over = evidence, num_over + 1
             progress.advance(f"measured {format_bytes(over)} over the budget; planning for less")
-            less = (self._target_bytes or made.budget_bytes) - over - made.budget_bytes // 500
-            if num_over == MOST_MEASURED_PLANS or less <= 0:
+            less = (self._target_bytes or made.budget_bytes) - over - int(made.budget_bytes * NEGLIGIBLE_SHARE)
+            if num_over == MOST_TRIES or less <= 0:
                 raise self._never_below(evidence)
             self._target_bytes = less
             note = "planned for less than the budget: an earlier plan measured above it"

@@ -22,10 +22,8 @@ from recoup.solver.build import measure
 from recoup.solver.held import Op
 from recoup.solver.intervals import Interval
 from recoup.solver.segment_labels import HeldProblem
-from recoup.solver.segments import Choice
+from recoup.solver.segments import MOST_PLACES, Choice
 from recoup.solver.waists import waists
-
-_MOST_PLACES = 96  # where a segment may end; the search is quadratic in them
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,13 +193,13 @@ def _addresses(trace: Trace, num_ops: int) -> list[OpMark]:
 
 def _thinned(places: list[int], ops: list[Op], value_bytes: list[int]) -> list[int]:
     """Returns at most so many places, about as many bytes made between each two."""
-    if len(places) <= _MOST_PLACES:
+    if len(places) <= MOST_PLACES:
         return places
     made, total = [], 0
     for op in ops:
         made.append(total)
         total += sum(value_bytes[v] for v in op.outputs)
-    kept, wanted = [0], total / _MOST_PLACES
+    kept, wanted = [0], total / MOST_PLACES
     for place in places[1:]:
         if made[place] - made[kept[-1]] >= wanted:
             kept.append(place)

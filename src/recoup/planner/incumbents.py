@@ -6,12 +6,7 @@ import dataclasses
 from typing import Protocol
 
 from recoup.ir.decision import Decision
-
-SAME_TIME_SHARE = 0.01  # of a step's time: two plans closer than this are equally fast, timing cannot tell
-WORTH_SHARE = 0.002  # of a step's time: what promises less over a plan that fits is not simulated
-CLOSE_SHARE = 0.985  # of the budget: a plan that uses more leaves nothing to gain
-HOPEFUL_SHARE = 0.05  # of the budget: how far an estimate may miss it and its plan still be tried
-MOST_REPAIRS = 5  # answers of one view that are simulated for one budget; each is closer to it than the one before
+from recoup.thresholds import SAME_SHARE
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,5 +110,5 @@ class Incumbents:
         if not fitting:
             return None
         fastest = min(c.step_seconds for c in fitting)
-        equal = [c for c in fitting if c.step_seconds <= fastest * (1 + SAME_TIME_SHARE)]
+        equal = [c for c in fitting if c.step_seconds <= fastest * (1 + SAME_SHARE)]
         return min(equal, key=lambda c: (c.recomputed_flops, c.step_seconds, len(c.decisions), c.peak_bytes))

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 
-from recoup.planner.incumbents import CLOSE_SHARE, MOST_REPAIRS, WORTH_SHARE, Incumbents
+from recoup.planner.incumbents import Incumbents
 from recoup.planner.strategies.base import Proposals
 from recoup.planner.views import View
+from recoup.thresholds import MOST_TRIES, NEGLIGIBLE_SHARE, SAME_SHARE
 
-BEYOND_SHARE = 0.002  # of the budget: by how much more than the gap a target is lowered, since the next may miss too
 SEARCH_OPS = 200_000  # simulated ops of one search: some twenty steps of a model with ten thousand
 
 
@@ -33,7 +33,7 @@ class Allowance:
 
 
 def repaired(
-    view: View, budget_bytes: int, incumbents: Incumbents, allowance: Allowance, *, num_repairs: int = MOST_REPAIRS
+    view: View, budget_bytes: int, incumbents: Incumbents, allowance: Allowance, *, num_repairs: int = MOST_TRIES
 ) -> Proposals:
     """Yields a view's answers for a budget, each repaired by what the simulation of the one before said."""
     target, beyond_bytes = budget_bytes, 0
@@ -41,7 +41,7 @@ def repaired(
     for _ in range(num_repairs):
         # What rounds differently is no reason to stop looking for a plan that does not.
         best = incumbents.seconds(budget_bytes, exact=not view.tiles)
-        worth = best * (1 - WORTH_SHARE)
+        worth = best * (1 - NEGLIGIBLE_SHARE)
         if best < float("inf") and (allowance.is_spent(incumbents) or view.least_seconds(budget_bytes) >= worth):
             return
         solution = view.solver.solve(target - beyond_bytes - view.fixed_bytes)
@@ -56,8 +56,8 @@ def repaired(
         if gap > 0:
             # From the solver's own reckoning on, if that is less: otherwise the same answer comes again.
             target = min(target, solution.peak_bytes + view.fixed_bytes) - gap
-            beyond_bytes = min(gap, int(budget_bytes * BEYOND_SHARE))
-        elif candidate.peak_bytes >= CLOSE_SHARE * budget_bytes:
+            beyond_bytes = min(gap, int(budget_bytes * NEGLIGIBLE_SHARE))
+        elif gap >= -SAME_SHARE * budget_bytes:
             return
         else:
             has_fitted = True

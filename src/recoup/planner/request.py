@@ -13,6 +13,7 @@ from recoup._allocation import available_bytes, available_host_bytes
 from recoup.capture.capture import StepSpec
 from recoup.capture.optimizer import OptimizerLike, check_optimizer
 from recoup.capture.step import Objective
+from recoup.cost.caching_allocator import MIN_BLOCK_BYTES
 from recoup.cost.devices import Device, get_device
 from recoup.cost.library_memory import library_bytes
 from recoup.cost.measured import MeasuredCost
@@ -86,7 +87,7 @@ def planner_for(
         optimizer=optimizer,
         dialect="cuda" if on_cuda else "cpu",
         capability=entry.capability if entry is not None else None,
-        round_bytes=entry.round_bytes if entry is not None else (512 if on_cuda else 1),
+        round_bytes=entry.round_bytes if entry is not None else (MIN_BLOCK_BYTES if on_cuda else 1),
         keep=keep,
     )
     if cost is None:

@@ -25,11 +25,10 @@ from recoup.recurrent.schedules.weighted import weighted_treeverse
 from recoup.runtime import execution_context, scan_bytes
 from recoup.runtime.rebuild.lineage import current_recorder
 from recoup.runtime.step_log import Counts
+from recoup.thresholds import ESTIMATE_SHARE, SAME_SHARE, SMALL_BYTES
 from recoup.units import check_budget, parse_budget
 
 _TAPES_IN_PROBE = 6  # two, and what running a step needs besides, by experience
-# Of the evaluations. A graph of its own costs a step about 0.1 ms, more than a small step itself.
-_SHARED_TAPES_MAY_COST, _SHARED_SMALL_TAPES_MAY_COST, _SMALL_TAPE_BYTES = 0.01, 0.04, 1 << 18
 
 Step = Callable[[Any, Any], tuple[Any, Any]]
 
@@ -291,8 +290,8 @@ def _choose(
             with contextlib.suppress(InfeasibleBudget):
                 schedule = schedule_in_bytes(num_steps, budget, sharing, costs)
                 alone = schedule_in_bytes(num_steps, budget, step_bytes, costs) if shared_bytes else schedule
-                is_small = meter.tape_bytes <= _SMALL_TAPE_BYTES
-                may_cost = _SHARED_SMALL_TAPES_MAY_COST if is_small else _SHARED_TAPES_MAY_COST
+                # A graph of its own costs a step about 0.1 ms, more than a small step itself.
+                may_cost = ESTIMATE_SHARE if meter.tape_bytes <= SMALL_BYTES else SAME_SHARE
                 if cost_of(schedule, costs) <= (1 + may_cost) * cost_of(alone, costs):
                     if report is not None:
                         report.step_bytes = sharing

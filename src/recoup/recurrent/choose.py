@@ -9,14 +9,12 @@ import math
 from recoup.errors import InfeasibleBudget
 from recoup.recurrent.schedules.actions import Schedule
 from recoup.recurrent.schedules.chunks import chunk_schedule
-from recoup.recurrent.schedules.tapes import tape_schedule
+from recoup.recurrent.schedules.tapes import MOST_CELLS, tape_schedule
 from recoup.recurrent.schedules.weighted import total_cost, weighted_tapes
 from recoup.units import format_bytes, parse_budget
 
 SHARED_TAPES_SHARE = 0.5  # of a budget: what a graph shared by taped steps needs more, for less overhead a step
 _MAX_UNITS = 400  # that a budget is counted in: the width of the table
-_MAX_CELLS = 400_000_000  # table cells: steps * steps * units, some seconds
-_NUM_BLOCK_SIZES = 3  # sizes of blocks, each twice the last: larger ones only lose evaluations
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,16 +82,18 @@ def _in_room(num_steps: int, room: int, step: StepBytes, costs: tuple[float, ...
         return weighted_tapes(costs, int(room // unit), state_units=state, tape_units=tape, end_units=end)
     found: list[Schedule] = []
     block = 1
-    while len(found) < _NUM_BLOCK_SIZES and (block == 1 or (step.taped(block) <= room and block < num_steps)):
+    while block == 1 or (step.taped(block) <= room and block < num_steps):
         num_blocks = -(-num_steps // block)
         sizes = max(step.state, 1), step.in_row * block, step.tape - step.in_row
         state, tape, end, unit = _units(room, *sizes)
         units = int(room // unit)
         fits_more = step.taped(2 * block) <= room and 2 * block < num_steps
-        if num_blocks * num_blocks * units <= _MAX_CELLS or not (found or fits_more):
+        if num_blocks * num_blocks * units <= MOST_CELLS or not (found or fits_more):
             found.append(
                 tape_schedule(num_steps, units, state_units=state, tape_units=tape, end_units=end, block=block)
             )
+            if found[-1].evaluations > found[0].evaluations:
+                break  # still larger blocks only lose evaluations
         block *= 2
     return min(found, key=lambda schedule: schedule.evaluations)
 

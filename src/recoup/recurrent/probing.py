@@ -18,8 +18,6 @@ from recoup.recurrent.stepping import Steps
 from recoup.recurrent.tape import Sums, Tape, backward
 from recoup.runtime.recompute.rng_state import RandomState, StreamState
 
-_PROBED_STEPS = 2  # the first makes what the second finds (states that begin as None)
-
 
 class ProbedSteps(Steps):
     """Steps whose first are evaluated to learn from them.
@@ -67,7 +65,8 @@ class ProbedSteps(Steps):
                 entered = self._carried.read()
                 tape = self._tape(step, step + 1, keeps_after=True)
                 flags = [t.requires_grad for t in tape.states]
-                settled = step + 1 >= _PROBED_STEPS and known == len(self._carried.places) and flags == self._flags[-1]
+                # The first step makes what the second finds (states that begin as None).
+                settled = step > 0 and known == len(self._carried.places) and flags == self._flags[-1]
                 self._flags.append(flags)
                 self._first_tapes[step] = tape
                 if settled and watch is not None and self._at < self.num_steps:

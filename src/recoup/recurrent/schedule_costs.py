@@ -9,12 +9,9 @@ from __future__ import annotations
 import math
 
 from recoup.recurrent.schedules.tapes import solve
+from recoup.recurrent.schedules.weighted import MAX_BLOCKS
 
-_NUM_UNITS, _FEWEST_UNITS = 120, 24
-_MAX_CELLS = 15_000_000  # of the table for one budget: blocks * blocks * units
-_MAX_BLOCKS = 100  # of steps that count as equal inside: an estimate, the schedule itself is exact
 _RUNG_RATIO = 0.8  # from one rung's bytes to the next one's
-_MAX_RUNGS = 28  # each one an option of the scan for the solver: 28 of them span a factor of 400
 _MAX_EVALUATIONS = 8  # of a step: the last bytes cost as many more as all the others together
 
 
@@ -31,12 +28,11 @@ def evaluations_by_bytes(
     end_bytes = tape_bytes - in_row_bytes
     found = [(num_steps * in_row_bytes + end_bytes, num_steps)]
     room = float(found[0][0])
-    while len(found) < _MAX_RUNGS and room > tape_bytes:
+    while room > tape_bytes:
         room = max(room * _RUNG_RATIO, float(tape_bytes))
-        block = max(1, min(math.ceil(num_steps / _MAX_BLOCKS), int(room // (4 * tape_bytes))))
+        block = max(1, min(math.ceil(num_steps / MAX_BLOCKS), int(room // (4 * tape_bytes))))
         num_blocks = -(-num_steps // block)
-        num_units = min(_NUM_UNITS, max(_FEWEST_UNITS, _MAX_CELLS // (num_blocks * num_blocks)))
-        tape = max(1, min(round(num_units * block * in_row_bytes / room), block * in_row_bytes))
+        tape = max(1, min(round(MAX_BLOCKS * block * in_row_bytes / room), block * in_row_bytes))
         unit = block * in_row_bytes / tape  # a whole number of them is a tape: nothing is lost to rounding it up
         units, state, end = int(room / unit), math.ceil(max(state_bytes, 1) / unit), math.ceil(end_bytes / unit)
         if units < tape + end:

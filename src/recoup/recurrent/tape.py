@@ -20,7 +20,7 @@ from recoup import _torch
 from recoup.errors import InternalError
 from recoup.recurrent.captured import Captured
 from recoup.runtime import execution_context, scan_bytes
-from recoup.units import SMALL_BYTES
+from recoup.thresholds import SMALL_BYTES
 
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)

@@ -10,15 +10,12 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
-import numpy as np
-
 from recoup.analysis.timeline import CATEGORIES, category_levels, op_phase
 from recoup.cost.model import PricedTrace
 from recoup.ir.decision import Decision, Region
 from recoup.ir.report import MeasuredTimeline
 
 _LANES = {"forward": 1, "loss": 1, "replay": 2, "backward": 3, "optimizer": 4, "regions": 5}
-_MAX_COUNTER_POINTS = 4000  # a viewer draws without delay
 
 
 def make_chrome_trace(
@@ -124,13 +121,9 @@ def _regions(priced: PricedTrace, decisions: Sequence[Decision], slice_of: Any) 
 
 
 def _counters(priced: PricedTrace, process: int, begins: Sequence[float]) -> Iterator[dict[str, Any]]:
-    """Yields the memory by category in MiB; of many ops the largest moment each."""
+    """Yields the memory at each op by category, in MiB."""
     levels = category_levels(priced)
-    total = np.sum([levels[c] for c in CATEGORIES], axis=0)
-    num_ops = len(priced.trace.ops)
-    stride = max(1, -(-num_ops // _MAX_COUNTER_POINTS))
     shown = [c for c in CATEGORIES if levels[c].any()]
-    for first in range(0, num_ops, stride):
-        at = first + int(total[first : first + stride].argmax())
+    for at in range(len(priced.trace.ops)):
         values = {c: round(int(levels[c][at]) / 2**20, 3) for c in shown}
         yield {"ph": "C", "pid": process, "name": "memory (MiB)", "ts": round(begins[at], 3), "args": values}

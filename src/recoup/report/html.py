@@ -11,7 +11,7 @@ import jinja2
 
 from recoup.ir.advice import advise
 from recoup.ir.decision import describe_decisions
-from recoup.ir.report import ModuleRow, Report, Timeline
+from recoup.ir.report import MOST_ROWS, ModuleRow, Report, Timeline
 from recoup.report.folded_rows import fold_rows
 from recoup.report.frontier_chart import draw_frontier
 from recoup.report.timeline_chart import draw_timeline
@@ -29,7 +29,6 @@ CATEGORY_NAMES = {
     "rebuilt": "rebuilt in backward",
     "temporary": "temporary",
 }
-_MAX_ROWS = 3000  # of the module table: a browser opens a page of more with delay
 
 
 def format_html(report: Report) -> str:
@@ -170,9 +169,9 @@ def _chart_data(timeline: Timeline, max_seconds: float) -> dict[str, Any]:
 def _shown_rows(rows: list[ModuleRow]) -> list[ModuleRow]:
     """Returns the rows down to the depth at which there are not too many."""
     depth = max((row.depth for row in rows), default=0)
-    while depth > 1 and sum(row.depth <= depth for row in rows) > _MAX_ROWS:
+    while depth > 1 and sum(row.depth <= depth for row in rows) > MOST_ROWS:
         depth -= 1
-    return [row for row in rows if row.depth <= depth][:_MAX_ROWS]
+    return [row for row in rows if row.depth <= depth][:MOST_ROWS]
 
 
 def _verdict(report: Report) -> tuple[str, str]:

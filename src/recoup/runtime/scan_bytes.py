@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from types import TracebackType
@@ -15,8 +16,6 @@ from typing import Any, Protocol, runtime_checkable
 
 from recoup.runtime import execution_context
 from recoup.runtime.step_log import Counts
-
-ALL_TAPED_BYTES = 1 << 60  # bytes: more than the steps of any loop
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +123,7 @@ def ask(*, is_free: bool) -> int | None:
     _scans.num_free += is_free
     if _scans.watcher is not None:
         _scans.watcher.begun(is_free=is_free)
-        return ALL_TAPED_BYTES if is_free else None
+        return sys.maxsize if is_free else None  # more than the steps of any loop take
     return next((each for each in found if each is not None), None) if is_free else None
 
 

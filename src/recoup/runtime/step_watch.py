@@ -28,10 +28,10 @@ from recoup._pytree import iterate_tensors
 from recoup.errors import OtherStepWarning, OverBudgetWarning
 from recoup.ir.plan import Plan
 from recoup.runtime import execution_context
+from recoup.thresholds import SAME_SHARE
 from recoup.units import format_bytes
 
 _MAX_LOOKS = 64  # steps that look new: with another shape each time there is no end of them
-_TOLERANCE_SHARE = 0.01  # of the planned bytes: a step is estimated
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -248,7 +248,7 @@ class StepWatch:
         if sight is None:
             return
         saved = sum(g.saved_bytes for g in self._graphs if g.alive is not None and g.alive() is not None)
-        more = saved - int(planned.forward_saved_bytes * (1 + _TOLERANCE_SHARE))
+        more = saved - int(planned.forward_saved_bytes * (1 + SAME_SHARE))
         if more > 0:
             yield more, f"{format_bytes(more)} more are saved for backward: {self._why_more(sight)}"
         if sight.state > planned.optimizer_bytes:

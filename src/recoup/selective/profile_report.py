@@ -6,9 +6,8 @@ import dataclasses
 import json
 from typing import Any
 
+from recoup.thresholds import ESTIMATE_SHARE
 from recoup.units import MIB, format_bytes, format_seconds
-
-_NORM_SHARE = 0.1  # a norm or a projection saves its input, which recomputing it would keep too
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,11 +86,14 @@ class ProfileReport:
         return self.backward_seconds / self.forward_seconds if self.forward_seconds else 0.0
 
     def over(self, memory_mb: float) -> list[str]:
-        """Returns the layers whose activations exceed that many MiB, and of which recomputing frees a tenth or more."""
+        """Returns the layers whose activations exceed that many MiB, and of which recomputing frees 5 % or more.
+
+        A norm saves its input, which recomputing it would keep too.
+        """
         return [
             r.path
             for r in self.layers
-            if r.activation_mb > memory_mb and r.freed_bytes >= _NORM_SHARE * r.activation_bytes
+            if r.activation_mb > memory_mb and r.freed_bytes >= ESTIMATE_SHARE * r.activation_bytes
         ]
 
     def to_json(self) -> dict[str, Any]:

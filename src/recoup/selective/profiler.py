@@ -21,6 +21,7 @@ from recoup._pytree import iterate_tensors, map_tensors
 from recoup.capture.capture import StepSpec, capture
 from recoup.capture.snapshot import untouched
 from recoup.capture.step import Loss, Objective
+from recoup.cost.caching_allocator import MIN_BLOCK_BYTES
 from recoup.errors import UsageError
 from recoup.evidence.memory import measure_peak, storage_bytes
 from recoup.ir.trace import Trace
@@ -76,7 +77,7 @@ class MemoryProfiler:
             batch=sample_input,
             objective=self.objective,
             dialect="cuda" if self.device.type == "cuda" else "cpu",
-            round_bytes=512 if self.device.type == "cuda" else 1,
+            round_bytes=MIN_BLOCK_BYTES if self.device.type == "cuda" else 1,
         )
         trace = capture(spec)
         paths = partition(self.model)

@@ -12,6 +12,7 @@ from recoup import progress
 from recoup.capture.capture import StepSpec
 from recoup.capture.optimizer import OptimizerLike
 from recoup.capture.step import Objective
+from recoup.cost.caching_allocator import MIN_BLOCK_BYTES
 from recoup.cost.measured import MeasuredCost
 from recoup.errors import UsageError
 from recoup.evidence.verify import verify_plan
@@ -69,7 +70,7 @@ class Trials:
             objective=objective,
             optimizer=optimizer,
             dialect="cuda" if on_cuda else "cpu",
-            round_bytes=512 if on_cuda else 1,
+            round_bytes=MIN_BLOCK_BYTES if on_cuda else 1,
         )
         self.planner = Planner(spec, cost=MeasuredCost(self.device), actions=None)
         self._report: ProfileReport | None = None

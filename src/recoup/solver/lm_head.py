@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 from recoup.ir.trace import Trace
-from recoup.solver.tiles import FEWEST_ROWS, SMALLEST_SHARE
+from recoup.solver.tiles import FEWEST_ROWS
+from recoup.thresholds import MOST_TRIES, NEGLIGIBLE_SHARE, SAME_SHARE
 
-_TILE_SHARE = 0.01  # of the plain peak: what a tile may take
-_NUM_HEADS = 2  # whose logits are worth tiles: the two largest, most models have one
 _SCORES = ("aten._log_softmax.", "aten._softmax.", "aten.logsumexp.")
 _WIDE_BYTES = 4  # the loss is taken in float32
 
@@ -46,14 +45,14 @@ def heads(trace: Trace, *, peak_bytes: int) -> list[HeadCall]:
             continue
         nbytes = trace.storages[call.outputs[0]].nbytes
         rows = _rows(trace, call.first_op, call.last_op)
-        if nbytes < SMALLEST_SHARE * peak_bytes or not rows:
+        if nbytes < NEGLIGIBLE_SHARE * peak_bytes or not rows:
             continue
         classes, itemsize = rows
         tokens = nbytes // (classes * itemsize)
         token_bytes = classes * (itemsize + (_WIDE_BYTES if itemsize < _WIDE_BYTES else 0))
         if tokens > 1 and classes in scored:
             found[call.path] = HeadCall(path=call.path, output_bytes=nbytes, tokens=tokens, token_bytes=token_bytes)
-    return sorted(found.values(), key=lambda h: -h.output_bytes)[:_NUM_HEADS]
+    return sorted(found.values(), key=lambda h: -h.output_bytes)[:MOST_TRIES]
 
 
 def _classes(trace: Trace, signature: int) -> int:
@@ -74,4 +73,4 @@ def _rows(trace: Trace, first: int, last: int) -> tuple[int, int] | None:
 
 def tile_bytes(peak_bytes: int) -> int:
     """Returns the default bytes of a tile: a small share of the plain step's peak."""
-    return int(peak_bytes * _TILE_SHARE)
+    return int(peak_bytes * SAME_SHARE)

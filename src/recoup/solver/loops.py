@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from recoup.ir.decision import Ambient, Decision, Loop
 from recoup.ir.trace import Trace
 
-_FEWEST_CALLS = 16  # of one module by one parent: fewer are layers that share weights
-_MANY_CALLS = 64  # from here on a search call by call took minutes and found less
+FEWEST_CALLS = 16  # of one module by one parent: fewer are layers that share weights
+MANY_CALLS = 64  # from here on a search call by call took minutes and found less
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ class StepLoop:
     @property
     def dominates_step(self) -> bool:
         """Whether the loop is so long, and so much of the step, that other plans are not worth the search."""
-        return self.num_calls >= _MANY_CALLS and self.share >= 0.5
+        return self.num_calls >= MANY_CALLS and self.share >= 0.5
 
     def chunk(self, num_calls: int) -> int:
         """Returns how many calls to make one region where the first `num_calls` are chunked."""
@@ -97,5 +97,5 @@ def _repeated(trace: Trace) -> Iterator[list[int]]:
         is_whole = paths.count(path) == 1 and not any(
             trace.calls[i].refusal or trace.calls[i].runs_once for i in members
         )
-        if is_whole and len(members) >= _FEWEST_CALLS:
+        if is_whole and len(members) >= FEWEST_CALLS:
             yield members

@@ -22,11 +22,11 @@ from typing import Literal
 
 from recoup.ir.decision import Ambient
 from recoup.solver.problem import Block, Leaf, Offload, Option, Problem
+from recoup.thresholds import SAME_SHARE
 
 ALL_KINDS: tuple[Ambient, ...] = ("rederive", "save")
 Assumption = Literal["hidden", "window", "exposed"]
 FEWEST_CALLS = 3  # of a kind at one depth that make it a stack of layers
-_HIDDEN_SHARE = 0.01  # of a copy's time that it costs though it hides: of two plans, the one that moves less
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class _Link:
         out, back = nbytes * self.out_seconds, nbytes * self.back_seconds
         if not self.overlaps:
             return out + back
-        return max(out, back) * (_HIDDEN_SHARE if hides else 1.0)
+        return max(out, back) * (SAME_SHARE if hides else 1.0)
 
     def inputs(self, nbytes: int, seconds: float) -> float:
         """Returns the price of moving the inputs of a region that runs for so long."""

@@ -28,8 +28,7 @@ from recoup.solver.ways import Move, Replay, Run
 _EVERY_LENGTH_LEAVES = 16  # spans up to here are tried at every length, longer ones at eight lengths in each doubling
 # at least; in long steps three times the square root of all, where the optimum of equal layers is one
 _LONGEST_SPAN_LEAVES = 64
-_MOST_OPEN, _MOST_OPEN_IF_SMALL, _SMALL = 3, 6, 64
-_MOST_POINTS, _MOST_POINTS_IF_LARGE, _LARGE = 4000, 1000, 1000
+_MOST_POINTS = 4096  # of the front of a step
 _Units = frozenset[int]
 
 
@@ -84,9 +83,10 @@ class Search:
         self._actions = frozenset(actions) | {"save"}
         self._spans = spans
         self._nested_spans = nested_spans
-        self._max_points = max_points or (_MOST_POINTS if len(line.leaves) <= _LARGE else _MOST_POINTS_IF_LARGE)
+        self._max_points = max_points or _MOST_POINTS
         self._max_inner_points = max_inner_points
-        self._most_open = _MOST_OPEN if len(line.leaves) > _SMALL else _MOST_OPEN_IF_SMALL
+        # Each open unit doubles the states at a leaf: together as many as a front has points.
+        self._most_open = max(_MOST_POINTS // max(len(line.leaves), 1), 1).bit_length() - 1
         # Segments of a chain of n calls are best at about sqrt(n); three times that leaves room for unequal ones.
         self._longest_span = max(_LONGEST_SPAN_LEAVES, 3 * math.isqrt(len(line.leaves)))
         self._inside: dict[tuple[int, int], _Inside] = {}
@@ -209,7 +209,7 @@ class Search:
     def _reaches(self, call: Call, longest: int) -> dict[int, tuple[int, int]]:
         """Returns the first and the last part that each unit of a call touches, for those that may rederive.
 
-        At most `_MOST_OPEN` are open anywhere (more on a small line), those that free the most bytes; the rest save.
+        So many are open at a time as `_most_open` says, those that free the most bytes; the rest save.
 
         Args:
             longest: how many parts a unit may reach over.

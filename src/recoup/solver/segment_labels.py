@@ -14,9 +14,8 @@ import bisect
 import dataclasses
 import itertools
 
-from recoup.solver.held import Held, Op, Segment, hull
+from recoup.solver.held import MOST_LABELS, Held, Op, Segment, hull
 
-_LABELS = 5  # of a segment beside saving
 _MOST_OPS = 800  # of a segment that is run again: longer ones would have to hold all of it at once
 
 
@@ -267,5 +266,5 @@ class LabelMaker:
     def _hull(self, segment: Segment) -> list[Held]:
         found = self._hulls.get(segment)
         if found is None:
-            found = self._hulls[segment] = hull(segment, most=_LABELS)
+            found = self._hulls[segment] = hull(segment, most=MOST_LABELS)
         return found

@@ -20,10 +20,10 @@ import numpy as np
 import numpy.typing as npt
 
 from recoup.solver.segment_labels import HeldProblem, Label, LabelMaker
+from recoup.thresholds import NEGLIGIBLE_SHARE
 
 _LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # of segments, in intervals
-_STATES = 96  # ways to get to one place that are followed
-_CLOSE_SHARE = 0.001  # of its bytes: how near to the smallest estimated peak the leanest choice comes
+MOST_PLACES = 96  # where a segment may end, and ways to get to one that are followed: the search is quadratic in them
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,8 +70,8 @@ class _States:
         fastest = np.minimum.accumulate(seconds[order])
         is_better = np.concatenate([[True], fastest[1:] < fastest[:-1]])
         order = order[is_better]
-        if len(order) > _STATES:
-            order = order[np.round(np.linspace(0, len(order) - 1, _STATES)).astype(np.int64)]
+        if len(order) > MOST_PLACES:
+            order = order[np.round(np.linspace(0, len(order) - 1, MOST_PLACES)).astype(np.int64)]
         return cls(*(column[order] for column in columns))
 
 
@@ -109,7 +109,7 @@ class SegmentSolver:
             best = self._solve(problem.fixed_bytes + step, nested=self._in_pieces)
             low, step = (low, step) if best is not None else (problem.fixed_bytes + step, 2 * step)
         high = min(problem.fixed_bytes + step, best.peak_bytes) if best is not None else low
-        while best is not None and high - low > _CLOSE_SHARE * high:
+        while best is not None and high - low > NEGLIGIBLE_SHARE * high:
             middle = (low + high) // 2
             found = self._solve(middle, nested=self._in_pieces)
             if found is None:

@@ -2,8 +2,8 @@
 
 The ops of a call are put together by label: attention, products with right factors of one shape, and so on. What a
 label is worth is the time of its ops for each byte of their results, so attention over a long sequence comes first,
-then products that sum over many columns. Offered are the best label, the best two and the best three; the solver takes
-what pays.
+then products that sum over many columns. Offered are the best label, the best two and so on; the solver takes what
+pays.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from collections.abc import Callable
 
 from recoup.cost.flops import result_label
 from recoup.ir.trace import Call, Trace
+from recoup.solver.held import MOST_LABELS
 from recoup.solver.problem import Keep
-
-_MAX_LABELS = 3  # choices of a region besides keeping nothing, the best by seconds for a byte
-_WORTH_SHARE = 0.03  # of the call's time: what is less is not offered
+from recoup.thresholds import ESTIMATE_SHARE
 
 
 def keeps_of(
@@ -33,7 +32,7 @@ def keeps_of(
         label = result_label(signature.name, signature.args)
         if label and not trace.ops[i].replayed:
             ops.setdefault(label, []).append(i)
-    enough = _WORTH_SHARE * seconds(call.first_op, stop)
+    enough = ESTIMATE_SHARE * seconds(call.first_op, stop)
     found: list[Keep] = []
     for label, members in ops.items():
         results = [trace.storages[s] for s in dict.fromkeys(s for i in members for s in trace.ops[i].outputs)]
@@ -48,7 +47,7 @@ def keeps_of(
             found.append(keep)
     found.sort(key=lambda keep: (-keep.seconds / keep.nbytes, keep.labels))
     ways: list[Keep] = []
-    for keep in found[:_MAX_LABELS]:
+    for keep in found[:MOST_LABELS]:
         none = Keep(labels=(), nbytes=0, saved_inside_bytes=0, seconds=-overhead_seconds, flops=0)
         before = ways[-1] if ways else none
         ways.append(

@@ -7,10 +7,10 @@ from collections.abc import Container, Sequence
 
 from recoup.ir.labels import without_numbers
 from recoup.ir.trace import Call, Trace
+from recoup.thresholds import NEGLIGIBLE_SHARE
 
-SMALLEST_SHARE = 0.002  # of the peak: what needs less for a moment is not worth tiles
 FEWEST_ROWS = 64  # of a tile: matmuls of fewer rows are slow everywhere
-_LARGE, _SMALL = 0.5, 0.125  # of what the largest needs: these are tiled first, those below the second not at all
+_LARGE_SHARE = 0.5  # of what the largest kind needs: these are tiled first, all kinds where that is not enough
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ def tile_kinds(trace: Trace, *, peak_bytes: int) -> list[TileKind]:
     for name, members in calls.items():
         given = max((trace.storages[i].nbytes for i in members[0].inputs), default=0)
         inner = max(_inner_bytes(trace, call) for call in members)
-        if given and inner >= max(2 * given, SMALLEST_SHARE * peak_bytes):
+        if given and inner >= max(2 * given, NEGLIGIBLE_SHARE * peak_bytes):
             paths = tuple(dict.fromkeys(call.path for call in members))
             found.append(TileKind(name=name, paths=paths, inner_bytes=inner, input_bytes=given))
     return sorted(found, key=lambda kind: -kind.inner_bytes)
@@ -83,6 +83,5 @@ def sets_to_try(kinds: Sequence[TileKind]) -> list[list[TileKind]]:
     """Returns sets of kinds to tile together: those that need about as much as the largest, and smaller ones."""
     if not kinds:
         return []
-    large = [k for k in kinds if k.inner_bytes >= _LARGE * kinds[0].inner_bytes]
-    more = [k for k in kinds if k.inner_bytes >= _SMALL * kinds[0].inner_bytes]
-    return [large] if len(large) == len(more) else [large, more]
+    large = [k for k in kinds if k.inner_bytes >= _LARGE_SHARE * kinds[0].inner_bytes]
+    return [large] if len(large) == len(kinds) else [large, list(kinds)]

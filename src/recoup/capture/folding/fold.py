@@ -27,9 +27,8 @@ from recoup.capture.module_calls import CallRecorder
 from recoup.capture.tracker import Tracker
 from recoup.runtime.patch import find_patch
 from recoup.runtime.recompute.module_state import walk
-
-_WATCHED_CALLS = 24  # before a module counts as a loop: what folding leaves out must be worth what it compares
-_MAX_RECOUNTS = 8  # captures begun again because a loop was longer or shorter; a length that never settles is irregular
+from recoup.solver.loops import FEWEST_CALLS
+from recoup.thresholds import MOST_TRIES
 
 
 class Folding:
@@ -106,10 +105,10 @@ class Folding:
         if not self._watches or path in self.loops or path in self._memory.excluded or parent < 0:
             return
         count = self._watched[path, parent] = self._watched.get((path, parent), 0) + 1
-        if count == _WATCHED_CALLS and not any(path.startswith(f"{p}.") for p in self.loops):
+        if count == FEWEST_CALLS and not any(path.startswith(f"{p}.") for p in self.loops):
             if sum(p == path for p, _ in self._watched) > 1 or not _is_free_of_hooks(self._modules[path]):
                 self._memory.excluded.add(path)
-            elif self._likely > 2 * _WATCHED_CALLS and path not in self._memory.num_calls:
+            elif self._likely > 2 * FEWEST_CALLS and path not in self._memory.num_calls:
                 self._memory.num_calls[path] = self._likely
                 raise Counted
             else:
@@ -133,7 +132,7 @@ class Folding:
         """
         changed = {p: loop.index for p, loop in self.loops.items() if loop.index != loop.num_calls}
         for path, num_calls in changed.items():
-            if num_calls < _WATCHED_CALLS or self._memory.recounts >= _MAX_RECOUNTS:
+            if num_calls < FEWEST_CALLS or self._memory.recounts >= MOST_TRIES:
                 raise Irregular(path, f"it was called {num_calls} times, not {self.loops[path].num_calls}")
             if not any(path.startswith(f"{p}.") for p in changed):
                 self._memory.num_calls[path] = num_calls

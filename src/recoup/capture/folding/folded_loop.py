@@ -19,7 +19,7 @@ from recoup.capture.folding.surface import (
     Unlike,
     fill,
 )
-from recoup.capture.folding.zones import FIRST_STEPS, Irregular, Zone
+from recoup.capture.folding.zones import RUN_STEPS, Irregular, Zone
 from recoup.runtime.rebuild.kept import Kept
 from recoup.runtime.rebuild.lineage import current_recorder
 from recoup.runtime.recompute.scope import inside_region
@@ -81,10 +81,10 @@ class Loop:
     def zone(self, index: int) -> Zone | None:
         """Returns the zone whose folded calls the given one is among, None if it is run."""
         if self.counts:
-            begin = self._first + FIRST_STEPS
+            begin = self._first + RUN_STEPS
             return Zone(self._first, 1 << 62, 1, begin, 1 << 62) if index >= begin else None
         if self.num_calls is not None and index >= self.num_calls:  # there are more than there were thought to be
-            self.counts, self._first = True, self.zones[0].low - FIRST_STEPS
+            self.counts, self._first = True, self.zones[0].low - RUN_STEPS
             return self.zone(index)
         return next((z for z in self.zones if z.low <= index < z.high), None)
 
@@ -167,7 +167,7 @@ class Loop:
     def _is_model(self, index: int) -> bool:
         """Whether the call is one that folded ones are compared with."""
         if self.counts:
-            return self._first + FIRST_STEPS - 2 <= index
+            return self._first + RUN_STEPS - 2 <= index
         return any(z.low - 2 * z.period <= index < z.low or z.high <= index < z.high + 2 * z.period for z in self.zones)
 
     def _period(self, index: int) -> int:

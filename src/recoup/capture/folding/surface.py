@@ -10,8 +10,8 @@ from torch import nn
 
 from recoup import _torch
 from recoup._pytree import flatten, open_nest
+from recoup.capture.island import TINY_ELEMENTS
 
-_COMPARED_ELEMENTS = 64  # values of a real tensor that are compared; of a larger one its identity is
 PLAIN_TYPES = frozenset(
     {bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.Size, slice}
 )
@@ -111,7 +111,7 @@ def traits_of(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 def values_of(tensor: torch.Tensor) -> Any:
     """Returns the values of a real tensor, or, if it is large, which it is."""
-    if tensor.numel() > _COMPARED_ELEMENTS:
+    if tensor.numel() > TINY_ELEMENTS:
         return id(tensor)
     with _torch.without_dispatch_modes():
         return tuple(tensor.detach().flatten().tolist())

@@ -9,10 +9,9 @@ from torch import nn
 
 from recoup.ir.decision import Loop, Region, Scan, Tile
 from recoup.runtime.patch import find_patch
+from recoup.solver.loops import FEWEST_CALLS
 
-FIRST_STEPS, _LAST_STEPS = 4, 4
-_FIRST_CHUNKS, _LAST_CHUNKS = 2, 4
-_FEWEST_FOLDED_CALLS = 8  # fewer are not worth the comparing
+RUN_STEPS = 4  # first ones of a loop, and last ones, that always run: calls, or chunks of them
 
 
 class Irregular(BaseException):
@@ -96,13 +95,13 @@ def find_zones(num_calls: int, chunk: int, chunked_calls: int) -> list[Zone]:
     """Returns the parts of a loop in which calls are folded."""
     zones = []
     for start, stop, period in ((0, chunked_calls, chunk), (chunked_calls, num_calls, 1)):
-        first, last = (FIRST_STEPS, _LAST_STEPS) if period == 1 else (_FIRST_CHUNKS, _LAST_CHUNKS)
+        first, last = RUN_STEPS if period == 1 else RUN_STEPS // 2, RUN_STEPS
         units = (stop - start) // period
         if period > 1 and (stop - start) % period > 1:  # the last chunk is a shorter one
             last -= 1 if stop == num_calls else 2
         elif period > 1 and stop < num_calls:
             last -= 1
         low, high = start + first * period, start + (units - last) * period
-        if high - low >= max(_FEWEST_FOLDED_CALLS, period):
+        if high - low >= max(FEWEST_CALLS - 2 * RUN_STEPS, period):
             zones.append(Zone(start, stop, period, low, high))
     return zones

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import ClassVar, Self
 
 from recoup.ir.decision import Ambient, Offload, Recompute
-from recoup.planner.incumbents import SAME_TIME_SHARE, Incumbents
+from recoup.planner.incumbents import Incumbents
 from recoup.planner.simulator import EVERYWHERE
 from recoup.planner.step import PlannedStep
 from recoup.planner.strategies.base import Decisions, Proposals, Strategy
@@ -14,10 +14,9 @@ from recoup.planner.strategies.offload import with_inputs_offloaded
 from recoup.solver.baselines import choice_of
 from recoup.solver.offload import FEWEST_CALLS
 from recoup.solver.sequence import region_of
+from recoup.thresholds import ESTIMATE_SHARE, MOST_TRIES, SAME_SHARE
 
 _NUM_KINDS = 2  # kinds of calls that are tried whole: those that save the most
-_NUM_TRIED_PLANS = 4  # baselines that are simulated for a budget, the fastest first
-_HOPEFUL_SHARE = 1.04  # share of the budget that a baseline may need by the solver's reckoning and still be simulated
 
 
 class ByHandStrategy(Strategy):
@@ -38,14 +37,14 @@ class ByHandStrategy(Strategy):
         if "recompute" not in self._step.actions:
             return
         view = self._step.views.plain.saving
-        allowed = incumbents.seconds(budget_bytes) * (1 + SAME_TIME_SHARE) - incumbents.plain.step_seconds
+        allowed = incumbents.seconds(budget_bytes) * (1 + SAME_SHARE) - incumbents.plain.step_seconds
         hopeful = [
             (sum(region_of(tuple(s)).flops for s in segments), extra_seconds, segments)
             for extra_seconds, peak_bytes, segments in view.solver.baselines
-            if extra_seconds <= allowed and peak_bytes + view.fixed_bytes <= budget_bytes * _HOPEFUL_SHARE
+            if extra_seconds <= allowed and peak_bytes + view.fixed_bytes <= budget_bytes * (1 + ESTIMATE_SHARE)
         ]
         hopeful.sort(key=lambda b: b[:2])
-        for _, _, segments in hopeful[:_NUM_TRIED_PLANS]:
+        for _, _, segments in hopeful[:MOST_TRIES]:
             candidate = yield view.decide(choice_of(view.solver.line, segments))
             if candidate.peak_bytes <= budget_bytes:
                 return

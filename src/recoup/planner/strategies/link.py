@@ -12,9 +12,9 @@ from recoup.cost.devices import Device
 from recoup.cost.host_link import Link
 from recoup.cost.model import CostModel, FlopsCost
 from recoup.runtime.offload.transport import make_transport
+from recoup.thresholds import MOST_TRIES
 
 _TRIED_BYTES = 1 << 24  # moved there and back: long enough that the start of a copy does not count
-_NUM_TRIES = 3  # of which the median counts
 
 
 def find_link(cost: CostModel, *, device: torch.device, dialect: str) -> Link:
@@ -44,7 +44,7 @@ def measured_link(device: torch.device) -> Link:
     transport = make_transport(device, "auto")
     flat = torch.ones(_TRIED_BYTES, dtype=torch.uint8, device=device)
     out, back = [], []
-    for _ in range(_NUM_TRIES):
+    for _ in range(MOST_TRIES):
         began = time.perf_counter()
         handle = transport.put(flat)
         if device.type == "cuda":

@@ -7,16 +7,16 @@ from typing import ClassVar, Self
 
 from recoup.capture.levels import levels_after_calls
 from recoup.ir.decision import Ambient
-from recoup.planner.incumbents import HOPEFUL_SHARE, Incumbents
+from recoup.planner.incumbents import Incumbents
 from recoup.planner.simulator import EVERYWHERE, Simulator
 from recoup.planner.step import PlannedStep
 from recoup.planner.strategies.base import Decisions, Proposals, Strategy
 from recoup.runtime.apply import apply_decisions
-from recoup.solver.loops import StepLoop
+from recoup.solver.loops import FEWEST_CALLS, MANY_CALLS, StepLoop
+from recoup.thresholds import ESTIMATE_SHARE, MOST_TRIES, SAME_SHARE
 
-_NUM_TRIES = 2  # the peak falls about evenly with each call that is chunked: two tries find how many are needed
-_CALLS_FACTOR = 1.02  # more calls than the estimate says are needed
-_PROBED_CALLS = (24, 60)  # what the calls between these two keep, each call of the loop keeps
+# What the calls between these two keep, each call of the loop keeps.
+_PROBED_CALLS = (FEWEST_CALLS, MANY_CALLS - FEWEST_CALLS)
 
 
 class LoopStrategy(Strategy):
@@ -56,8 +56,8 @@ class LoopStrategy(Strategy):
                 continue
             per_call = (incumbents.plain.peak_bytes - whole.peak_bytes) / all_calls
             wanted = (incumbents.plain.peak_bytes - budget_bytes) / per_call
-            for _ in range(_NUM_TRIES):
-                num_calls = math.ceil(wanted * _CALLS_FACTOR)
+            for _ in range(MOST_TRIES):
+                num_calls = math.ceil(wanted * (1 + SAME_SHARE))
                 if num_calls >= all_calls:
                     break
                 candidate = yield self._chunked(num_calls, inside)
@@ -105,4 +105,4 @@ class LoopStrategy(Strategy):
         fixed_bytes = simulator.fixed_bytes
         fixed_bytes += sum(s.nbytes for s in simulator.trace.storages if s.category == "optimizer")
         kept_bytes = (levels[1] - levels[0]) / (last - first) * (self._loop.num_calls - last)
-        return fixed_bytes + levels[1] + kept_bytes <= budget_bytes * (1 + HOPEFUL_SHARE)
+        return fixed_bytes + levels[1] + kept_bytes <= budget_bytes * (1 + ESTIMATE_SHARE)

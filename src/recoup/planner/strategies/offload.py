@@ -9,16 +9,15 @@ from typing import ClassVar, Self
 
 from recoup.cost.host_link import Link
 from recoup.ir.decision import Decision, Region
-from recoup.planner.incumbents import MOST_REPAIRS, Incumbents
-from recoup.planner.repair import Allowance, repaired
+from recoup.planner.incumbents import Incumbents
+from recoup.planner.repair import SEARCH_OPS, Allowance, repaired
 from recoup.planner.step import PlannedStep
 from recoup.planner.strategies.base import Proposals, Strategy
 from recoup.planner.views import View, ViewSet
 from recoup.runtime.offload.offloaded_saved_tensor import MIN_BYTES
 from recoup.solver.offload import ALL_KINDS, Assumption, depths, with_offload
 from recoup.solver.problem import Problem
-
-MOVING_OPS = 500_000  # simulated ops: first answers are further off than others', copies that do not hide hold memory
+from recoup.thresholds import MOST_TRIES
 
 
 def problems_with_offload(problem: Problem, link: Link, host_bytes: float | None = None) -> list[Problem]:
@@ -84,8 +83,8 @@ class OffloadStrategy(Strategy):
 
     def propose(self, budget_bytes: int, incumbents: Incumbents) -> Proposals:
         """Yields the answers of each assumption on what copies cost."""
-        allowance = Allowance(num_ops=MOVING_OPS, began_at=incumbents.num_simulated_ops)
-        num_repairs = MOST_REPAIRS if self._step.scans is None else 1
+        allowance = Allowance(num_ops=SEARCH_OPS, began_at=incumbents.num_simulated_ops)
+        num_repairs = MOST_TRIES if self._step.scans is None else 1
         for view in self._views:
             yield from repaired(view, budget_bytes, incumbents, allowance, num_repairs=num_repairs)
 

@@ -6,10 +6,11 @@ import functools
 from typing import ClassVar, Self
 
 from recoup.planner.held_view import HeldView, held_view
-from recoup.planner.incumbents import CLOSE_SHARE, MOST_REPAIRS, WORTH_SHARE, Incumbents
+from recoup.planner.incumbents import Incumbents
 from recoup.planner.step import PlannedStep
 from recoup.planner.strategies.base import Proposals, Strategy
 from recoup.solver.segments import SegmentSolver
+from recoup.thresholds import MOST_TRIES, NEGLIGIBLE_SHARE, SAME_SHARE
 
 
 class RebuildStrategy(Strategy):
@@ -50,9 +51,9 @@ class RebuildStrategy(Strategy):
             return
         plain = self._step.simulator.plain
         target, has_fitted = budget_bytes, False
-        for _ in range(MOST_REPAIRS):
+        for _ in range(MOST_TRIES):
             choice = self._solver.solve(target - self._fixed_bytes)
-            worth = incumbents.seconds(budget_bytes) * (1 - WORTH_SHARE)
+            worth = incumbents.seconds(budget_bytes) * (1 - NEGLIGIBLE_SHARE)
             if choice is None or plain.step_seconds + choice.extra_seconds >= worth:
                 return
             candidate = yield (self._view.decide(choice),)
@@ -61,7 +62,7 @@ class RebuildStrategy(Strategy):
                 return  # what needs less would be slower still
             if gap > 0:
                 target = min(target, choice.peak_bytes + self._fixed_bytes) - gap
-            elif candidate.peak_bytes >= CLOSE_SHARE * budget_bytes:
+            elif gap >= -SAME_SHARE * budget_bytes:
                 return
             else:
                 has_fitted, target = True, target - gap

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import ClassVar, Self
 
-from recoup.planner.incumbents import MOST_REPAIRS, Incumbents
+from recoup.planner.incumbents import Incumbents
 from recoup.planner.repair import SEARCH_OPS, Allowance, repaired
 from recoup.planner.simulator import EVERYWHERE
 from recoup.planner.step import PlannedStep
 from recoup.planner.strategies.base import Proposals, Strategy
+from recoup.thresholds import MOST_TRIES
 
 
 class RecomputeStrategy(Strategy):
@@ -31,7 +32,7 @@ class RecomputeStrategy(Strategy):
             yield EVERYWHERE
         allowance = Allowance(num_ops=SEARCH_OPS, began_at=incumbents.num_simulated_ops)
         # Bytes of scans are moved to the budget afterwards, which repairs more than a solver can.
-        num_repairs = MOST_REPAIRS if self._step.scans is None else 1
+        num_repairs = MOST_TRIES if self._step.scans is None else 1
         for view in views:
             yield from repaired(view, budget_bytes, incumbents, allowance, num_repairs=num_repairs)
 

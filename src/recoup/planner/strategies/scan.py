@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import ClassVar, Self
 
 from recoup.ir.decision import Decision
-from recoup.planner.incumbents import SAME_TIME_SHARE, Incumbents
+from recoup.planner.incumbents import Incumbents
 from recoup.planner.step import PlannedStep
 from recoup.planner.strategies.base import Decisions, Proposals, Strategy
 from recoup.planner.strategies.scan_plans import ScanPlans
 from recoup.solver.scans import split_scans
+from recoup.thresholds import SAME_SHARE
 
 _NUM_MOVED_PLANS = 2  # plans whose scans are moved to a budget: the solver's two best, each takes a few simulations
 
@@ -42,7 +43,7 @@ class ScanStrategy(Strategy):
                 if split_scans(c.decisions)[0] and split_scans(c.decisions)[1] not in moved
             }
             candidate = min(found, key=found.__getitem__, default=None)
-            if candidate is None or found[candidate] >= best * (1 - SAME_TIME_SHARE):
+            if candidate is None or found[candidate] >= best * (1 - SAME_SHARE):
                 return
             moved.append(split_scans(candidate.decisions)[1])
             yield from self._scans.moved(candidate, budget_bytes)

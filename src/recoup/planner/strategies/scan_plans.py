@@ -17,7 +17,7 @@ from recoup import progress
 from recoup.capture.tracker import Tracker
 from recoup.cost.model import PricedTrace
 from recoup.ir.decision import Ambient, Decision
-from recoup.planner.incumbents import CLOSE_SHARE, HOPEFUL_SHARE, MOST_REPAIRS, Candidate
+from recoup.planner.incumbents import Candidate
 from recoup.planner.simulator import EVERYWHERE, Simulator
 from recoup.planner.strategies.base import Proposals
 from recoup.recurrent.choose import SHARED_TAPES_SHARE
@@ -26,6 +26,7 @@ from recoup.runtime import execution_context, scan_bytes
 from recoup.runtime.scan_bytes import StepOfScan
 from recoup.solver.scans import Ladder, Rung, chosen_bytes, fold, merged, split_scans, with_scans
 from recoup.solver.sequence import Choice
+from recoup.thresholds import ESTIMATE_SHARE, MOST_TRIES, SAME_SHARE
 
 _LEAST_SLOPE_RATIO = 0.25  # peak bytes for a byte of a scan, as two plans show it, at least; at most the inverse
 
@@ -190,20 +191,20 @@ class ScanPlans:
         top, floor = sum(self._path[0]), sum(self._path[-1])
         tried: list[tuple[int, int]] = []  # (bytes of scans, peak)
         at = self._bytes(candidate)
-        for _ in range(MOST_REPAIRS):
+        for _ in range(MOST_TRIES):
             tried.append((at, candidate.peak_bytes))
             fits = [a for a, peak in tried if peak <= budget_bytes]
             over = [a for a, peak in tried if peak > budget_bytes]
-            is_close = CLOSE_SHARE * budget_bytes <= candidate.peak_bytes <= budget_bytes
+            is_close = (1 - SAME_SHARE) * budget_bytes <= candidate.peak_bytes <= budget_bytes
             if is_close or top in fits or floor in over:
                 return
-            gap = budget_bytes * (1 + CLOSE_SHARE) / 2 - candidate.peak_bytes
+            gap = budget_bytes * (1 - SAME_SHARE / 2) - candidate.peak_bytes
             wanted = at + int(gap / _slope(tried))
             if fits and over and not max(fits) < wanted < min(over):
-                if min(over) - max(fits) <= (1 - CLOSE_SHARE) * budget_bytes:
+                if min(over) - max(fits) <= SAME_SHARE * budget_bytes:
                     return
                 wanted = (max(fits) + min(over)) // 2
-            if wanted < floor - HOPEFUL_SHARE * budget_bytes:
+            if wanted < floor - ESTIMATE_SHARE * budget_bytes:
                 return
             at = min(max(wanted, floor), top)
             candidate = yield with_scans(candidate.decisions, self._between(at))
@@ -212,7 +213,7 @@ class ScanPlans:
         """Returns about how long a candidate's step takes when its scans' bytes are moved to the budget."""
         at = self._bytes(candidate)
         wanted = at + budget_bytes - candidate.peak_bytes
-        if wanted < sum(self._path[-1]) - HOPEFUL_SHARE * budget_bytes:
+        if wanted < sum(self._path[-1]) - ESTIMATE_SHARE * budget_bytes:
             return float("inf")
         return candidate.step_seconds + self._extra_seconds(wanted) - self._extra_seconds(at)
 

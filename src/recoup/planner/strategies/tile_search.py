@@ -6,13 +6,13 @@ from typing import ClassVar, Self
 
 from recoup import progress
 from recoup.ir.decision import Decision, TileModule
-from recoup.planner.incumbents import MOST_REPAIRS, Candidate, Incumbents
+from recoup.planner.incumbents import Candidate, Incumbents
 from recoup.planner.repair import SEARCH_OPS, Allowance, repaired
 from recoup.planner.simulator import EVERYWHERE
 from recoup.planner.step import PlannedStep
 from recoup.planner.strategies.base import Decisions, Proposals, Strategy
 from recoup.planner.strategies.by_hand import whole_kinds
-from recoup.planner.strategies.offload import MOVING_OPS, moving_views
+from recoup.planner.strategies.offload import moving_views
 from recoup.planner.strategies.tile import (
     TiledHead,
     TiledModules,
@@ -24,10 +24,10 @@ from recoup.planner.strategies.tile import (
     with_tiles,
 )
 from recoup.planner.views import View, ViewSet
-from recoup.solver.tiles import sets_to_try
+from recoup.solver.tiles import FEWEST_ROWS, sets_to_try
+from recoup.thresholds import MOST_TRIES, NEGLIGIBLE_SHARE
 
-_FEWEST_TILE_ROWS = 32  # of a tile where no larger one fits: slow, but within the budget
-_SMALLER_TILES_SHARE = 0.995  # share of the peak that tiles of half the size must come to
+_FEWEST_TILE_ROWS = FEWEST_ROWS // 2  # where no larger tile fits: slow, but within the budget
 _MAX_TILE_COPIES = 2  # of a tile's logits, at worst, when tiles are made larger
 
 
@@ -59,14 +59,14 @@ class TileStrategy(Strategy):
 
     def propose(self, budget_bytes: int, incumbents: Incumbents) -> Proposals:
         """Yields plans with each set of tiles, and the fastest of them with fewer modules tiled."""
-        num_repairs = MOST_REPAIRS if self._step.scans is None else 1
+        num_repairs = MOST_TRIES if self._step.scans is None else 1
         for tiles, views, moving in self.found.sets:
             if self._step.scans is None:
                 yield tiles.tiles
                 if "rederive" in self._step.actions:
                     yield (*EVERYWHERE, *tiles.tiles)
-            for some, num_ops in ((views, SEARCH_OPS), (moving, MOVING_OPS)):
-                allowance = Allowance(num_ops=num_ops, began_at=incumbents.num_simulated_ops)
+            for some in (views, moving):
+                allowance = Allowance(num_ops=SEARCH_OPS, began_at=incumbents.num_simulated_ops)
                 for view in some:
                     yield from repaired(view, budget_bytes, incumbents, allowance, num_repairs=num_repairs)
             yield from _with_fewer_tiles(tiles.tiles, budget_bytes, incumbents)
@@ -85,9 +85,9 @@ class TileStrategy(Strategy):
             for decisions in smaller:
                 candidate = yield decisions
                 peaks.append(candidate.peak_bytes)
-                if peaks[-1] <= _SMALLER_TILES_SHARE * least.peak_bytes:
+                if peaks[-1] <= (1 - NEGLIGIBLE_SHARE) * least.peak_bytes:
                     break
-            if not peaks or peaks[-1] > _SMALLER_TILES_SHARE * least.peak_bytes:
+            if not peaks or peaks[-1] > (1 - NEGLIGIBLE_SHARE) * least.peak_bytes:
                 return
 
     def improve(self, budget_bytes: int, best: Candidate) -> Proposals:

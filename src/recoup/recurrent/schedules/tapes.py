@@ -33,9 +33,9 @@ import numpy.typing as npt
 
 from recoup.recurrent.schedules.actions import Action, Schedule, merged, packed
 
-_NEVER_EVALUATIONS = 1 << 60  # more than any schedule has, and two of them still fit eight bytes
-_TAPE, _RETURN = 0, -1
-_FULL_SEARCH_CELLS = 600_000_000  # of larger tables each row looks for its split near the last one's
+_NEVER_EVALUATIONS = int(np.iinfo(np.int64).max) // 4  # more than any schedule has, and a sum of three still fits
+_RETURN, _TAPE = range(-1, 1)
+MOST_CELLS = 400_000_000  # steps * steps * units, some seconds: in larger tables a split is looked for near the last
 _WINDOW = np.arange(-24, 25)[:, None]
 
 
@@ -62,7 +62,7 @@ class Table:
         if units >= state_units:
             memory = np.arange(state_units, units + 1)
             split = np.ones(len(memory), dtype=np.int64)
-        is_long = num_steps * num_steps * units > _FULL_SEARCH_CELLS
+        is_long = num_steps * num_steps * units > MOST_CELLS
         for n in range(2, num_steps + 1):
             best = np.minimum(n + cost[n - 1], _NEVER_EVALUATIONS)
             choice = np.full(units + 1, _RETURN, dtype=np.int32)

@@ -25,9 +25,9 @@ import numpy.typing as npt
 from recoup.recurrent.schedules import tapes, treeverse
 from recoup.recurrent.schedules.actions import Action, Schedule, merged, packed, simulate
 
-MAX_BLOCKS = 80  # the recurrence takes their third power: some seconds
+MAX_BLOCKS = 80  # that a loop is divided into: the recurrence takes their third power, some seconds
 _NEVER = np.inf
-_LEAF, _TAPE, _RETURN = -1, -2, -3
+_LEAF, _TAPE, _RETURN = range(-1, -4, -1)
 
 
 def weighted_treeverse(costs: Sequence[float], slots: int) -> Schedule:

@@ -12,7 +12,7 @@ from recoup.runtime.rebuild.kept import Kept, Source
 from recoup.runtime.rebuild.lineage import Made, Value
 
 MAX_OPS = 14  # of one chain: more than any block's cheap ops, so that a search ends
-MAX_TRAFFIC_RATIO = 40.0  # bytes that a chain may move for each byte it rebuilds: backward waits for them
+_MAX_TRAFFIC_RATIO = 3 * MAX_OPS  # bytes that a chain may move for each byte it rebuilds: as ops of two inputs do
 
 
 def _is_there(tensor: torch.Tensor) -> bool:
@@ -84,5 +84,5 @@ def find_sources(value: Value, num_bytes: int) -> list[Source] | None:
     Args:
         num_bytes: of the saved tensor that would be rebuilt, which bounds the bytes that its chain may move.
     """
-    search = _Search(MAX_TRAFFIC_RATIO * num_bytes)
+    search = _Search(_MAX_TRAFFIC_RATIO * num_bytes)
     return search.sources if search.reach(value) else None

@@ -25,7 +25,8 @@ from recoup.runtime.patch import PatchedForward
 from recoup.runtime.rebuild.cheap_ops import op_facts
 from recoup.runtime.rebuild.held_recorder import Frame, HeldRecorder
 from recoup.runtime.rebuild.lineage import Value
-from recoup.runtime.rebuild.sites import MAX_TRIES, Noted
+from recoup.runtime.rebuild.sites import Noted
+from recoup.thresholds import MOST_TRIES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +152,7 @@ class Leaves:
         attributes = module.__dict__
         parameters = attributes["_parameters"]
         if (
-            self._misses.get(path, 0) >= MAX_TRIES
+            self._misses.get(path, 0) >= MOST_TRIES
             or _torch.num_function_modes()
             or _torch.num_dispatch_modes() != 1
             or not kind.is_itself(type(module))

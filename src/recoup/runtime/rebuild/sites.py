@@ -18,8 +18,7 @@ from torch import nn
 from recoup import _torch
 from recoup.runtime.rebuild.cheap_ops import OpFacts
 from recoup.runtime.rebuild.lineage import PLAIN, Geometry, Made, Value, geometry_of
-
-MAX_TRIES = 4  # of one site: what differs in each step is not looked at again
+from recoup.thresholds import MOST_TRIES
 
 
 class Site:
@@ -189,7 +188,7 @@ class Sites:
         if ordinal not in known:
             return 0
         site = known[ordinal]
-        if site is None or site.misses + 1 == MAX_TRIES:
+        if site is None or site.misses + 1 == MOST_TRIES:
             known[ordinal] = None
             return None
         return site.misses + 1

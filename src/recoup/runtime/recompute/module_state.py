@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from recoup.runtime.recompute.rng_state import version_of
-from recoup.units import SMALL_BYTES
+from recoup.thresholds import SMALL_BYTES
 
 _HOOKS = frozenset(k for k in nn.Module().__dict__ if "forward" in k or "backward" in k)
 _SKIPPED = (frozenset(nn.Module().__dict__) | {"forward"}) - _HOOKS - {"training", "_buffers"}

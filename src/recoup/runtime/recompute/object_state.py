@@ -23,7 +23,7 @@ from recoup._reachable import Reached, slots_of
 from recoup.errors import ReplayError
 from recoup.runtime.recompute.rng_state import StreamState, version_of
 from recoup.runtime.recompute.spot_check import Samples
-from recoup.units import SMALL_BYTES
+from recoup.thresholds import SMALL_BYTES
 
 _ABSENT = object()
 _CONTAINERS = (list, dict, set, tuple, collections.deque)

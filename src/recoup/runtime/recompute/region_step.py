@@ -16,7 +16,7 @@ from recoup.runtime.recompute.module_state import AttributeState, walk
 from recoup.runtime.recompute.object_state import Places
 from recoup.runtime.recompute.rng_state import AutocastState, RandomState, StreamState, statistics_buffers
 from recoup.runtime.recompute.saved_outputs import Kept
-from recoup.units import SMALL_BYTES
+from recoup.thresholds import SMALL_BYTES
 
 _nothing = contextlib.nullcontext()
 

@@ -93,6 +93,9 @@ class RandomState:
                 numpy.set_state(numpy_state)
 
 
+_STATE_BYTES = 4 * len(random.getstate()[1])  # of MT19937, Python's and NumPy's: 624 words and a position
+
+
 class _NumpyStream:
     """NumPy's global stream, whose state takes 50 us to read: read again only where it moved since the last time.
 
@@ -100,8 +103,6 @@ class _NumpyStream:
     look like there: in any other layout it never agrees, and the state is read each time. The memory does not tell of a
     second normal number that is held back; while one is, the state is read each time too.
     """
-
-    _STATE_BYTES = 2500  # of MT19937: 624 words and a position
 
     def __init__(self) -> None:
         self._last: tuple[bytes, Any] = b"", None  # memory and state, set as one: threads share this
@@ -114,7 +115,7 @@ class _NumpyStream:
         generator = numpy.random.get_bit_generator()
         if type(generator).__name__ != "MT19937":
             return numpy.random.get_state()
-        raw = ctypes.string_at(generator.ctypes.state_address, self._STATE_BYTES)
+        raw = ctypes.string_at(generator.ctypes.state_address, _STATE_BYTES)
         known, state = self._last
         if state is None or state[3] or raw != known:
             state = numpy.random.get_state()
@@ -131,7 +132,6 @@ class _PythonStream:
     Whether it moved is seen as for NumPy's: CPython keeps a position and 624 words behind the object's head.
     """
 
-    _STATE_BYTES = 2500
     _offset_bytes = object.__basicsize__
     _is_readable = sys.implementation.name == "cpython" and random.Random.__basicsize__ >= _offset_bytes + _STATE_BYTES
 
@@ -143,7 +143,7 @@ class _PythonStream:
         stream = getattr(random.getstate, "__self__", None)
         if type(stream) is not random.Random or not self._is_readable:
             return random.getstate()
-        raw = ctypes.string_at(id(stream) + self._offset_bytes, self._STATE_BYTES)
+        raw = ctypes.string_at(id(stream) + self._offset_bytes, _STATE_BYTES)
         held_back = getattr(stream, "gauss_next", None)  # the second of two normal numbers
         known, state = self._last
         if state is None or raw != known or held_back is not None or state[2] is not None:

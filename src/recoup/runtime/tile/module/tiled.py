@@ -26,9 +26,6 @@ from recoup.runtime.tile.module.rows import Tiling, run_tiles, tensors_of
 _WHERE = "(recoup.runtime.tile.module.tiled)"
 _SKIPPED = frozenset({"forward"})
 _CONTAINERS = (list, dict, set)
-# Of a tile's largest value: further apart than rounding takes them, nearer than mixing positions does.
-_NEAR = {torch.float64: 1e-9, torch.float32: 1e-3}
-_NEAR_LOW_PRECISION_SHARE = 0.1  # of dtypes with 11 bits and fewer
 
 
 def tiled(
@@ -233,7 +230,8 @@ def _compare(tiling: Tiling) -> None:
             tiling.call({id(t): r.narrow(-2, 0, size) for t, r in rows}).detach() for size in (2 * half, half)
         )
         furthest = float((whole.narrow(-2, 0, half).double() - part.double()).abs().max())
-        allowed = _NEAR.get(whole.dtype, _NEAR_LOW_PRECISION_SHARE) * float(part.abs().max())
+        # Further apart than rounding takes them, nearer than mixing positions does.
+        allowed = torch.finfo(whole.dtype).eps ** 0.5 * float(part.abs().max())
     if furthest > allowed:
         raise UsageError(
             f"`{tiling.path}` gives other values for {half} positions alone than among {2 * half} (up to "

@@ -1,0 +1,16 @@
+"""Numbers that several rooms share: one for each idea. Shares are of a step's seconds, of a peak, or of a budget."""
+
+from __future__ import annotations
+
+SAME_SHARE = 0.01
+"""Two figures nearer to each other than this are the same: no timing of a step tells them apart."""
+NEGLIGIBLE_SHARE = 0.002
+"""What gains less decides nothing: it is not worth a simulation, a tile, or a finer target."""
+ESTIMATE_SHARE = 0.05
+"""How far an estimate may be off, as the bound on predicted seconds is: what misses by less is tried all the same."""
+MOST_TRIES = 5
+"""Answers to one question that are tried in turn, each chosen by what the one before it was off by."""
+SMALL_BYTES = 1 << 16
+"""A tensor up to this size is copied, left where it is, or not looked up: asking takes longer than it is worth."""
+TEXT_COLUMNS = 100
+"""Characters of a printed line, where there is room, and of what a user gave in a message."""
