@@ -14,3 +14,10 @@ SMALL_BYTES = 1 << 16
 """A tensor up to this size is copied, left where it is, or not looked up: asking takes longer than it is worth."""
 TEXT_COLUMNS = 100
 """Characters of a printed line, where there is room, and of what a user gave in a message."""
+MOST_NAMES = 8
+"""Of a list in a sentence or a chart, the largest first: more would not be read."""
+MEASURING_SECONDS = 25.0
+"""For all measurements of one kind that a plan rests on: op costs, of which a fitted roofline prices the rest, or pairs of
+compiled steps."""
+MOST_REMEMBERED_ANSWERS = 64
+"""Answers that are kept for a later question: plans, whose decisions take some ten kilobytes, and kinds of steps seen."""

@@ -98,7 +98,7 @@ def test_ops_that_cannot_run_alone_are_scaled_from_the_roofline_and_tried_once(m
 def test_out_of_time_and_out_of_memory_leave_it_to_the_roofline(monkeypatch: pytest.MonkeyPatch) -> None:
     trace = some_ops()
     with monkeypatch.context() as patch:
-        patch.setattr(measured, "TOTAL_SECONDS", -1.0)
+        patch.setattr(measured, "MEASURING_SECONDS", -1.0)
         assert "2 of 4 distinct ops scaled" in MeasuredCost(CPU).price(trace).source
     with monkeypatch.context() as patch:
         patch.setattr(measured, "available_bytes", lambda device: 1 << 16)

@@ -9,8 +9,9 @@ import numpy as np
 
 from recoup.cost.model import PricedTrace
 from recoup.ir.labels import group_labels, without_numbers
-from recoup.ir.report import MOST_NAMED, TIMELINE_POINTS, Timeline
+from recoup.ir.report import TIMELINE_POINTS, Timeline
 from recoup.ir.trace import Storage, Trace
+from recoup.thresholds import MOST_NAMES
 
 CATEGORIES = (
     *("parameter", "buffer", "library", "optimizer", "batch", "gradient"),
@@ -142,5 +143,5 @@ def _tensors(priced: PricedTrace, plain: PricedTrace | None) -> tuple[tuple[str,
     workspace = priced.op_workspace_bytes[peak]
     if workspace:
         alive.append((f"workspace of {trace.signatures[trace.ops[peak].signature].name}", workspace))
-    named = group_labels(alive)[:MOST_NAMED]
+    named = group_labels(alive)[:MOST_NAMES]
     return tuple((what, size, lines.get(what.rpartition(" (x")[0] or what, "")) for what, size in named)

@@ -35,10 +35,8 @@ from recoup.evidence.speed import time_ratio
 from recoup.evidence.step_bench import StepBench
 from recoup.ir.compiled_plan import CompiledGraph, CompiledPlan
 from recoup.ir.evidence import Evidence
-from recoup.thresholds import MOST_TRIES
+from recoup.thresholds import MEASURING_SECONDS, MOST_TRIES
 from recoup.units import format_bytes, parse_budget
-
-_TIMED_SECONDS = 20.0  # interleaved pairs end then
 
 
 class CompiledModel:
@@ -366,7 +364,7 @@ class CompiledFitting:
             runner(self._plain),
             runner(call),
             device=self.bench.device,
-            max_seconds=_TIMED_SECONDS,
+            max_seconds=MEASURING_SECONDS,
             before=self.bench.restore,
         )
 

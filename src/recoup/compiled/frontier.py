@@ -18,12 +18,11 @@ from recoup.solver.held import Op, Segment, trade_offs
 from recoup.solver.segment_labels import HeldProblem
 from recoup.solver.segments import Choice, SegmentSolver
 from recoup.solver.waists import waists
-from recoup.thresholds import ESTIMATE_SHARE
+from recoup.thresholds import ESTIMATE_SHARE, MOST_TRIES
 
 _NUM_PLANS = 24  # targets between the least peak and all held: the next finer one changes a few percent
 _NUM_SQUEEZES = 400  # simulations that may lower the smallest peak, each of some milliseconds
 _SQUEEZE_SHARES = (0.9, 0.97, 0.99)  # of its peak that a choice is brought below in one round; the next once none can
-_PARTS = 4  # that a gap is divided into
 _MAX_POINTS = 60  # of a graph as a whole, by held bytes and seconds, for each price
 _PRICES = (1.0, 1e-4)  # of ops without FLOPs, as parts of their seconds: all that has none runs again before a product
 
@@ -117,8 +116,8 @@ def _between(step: JointStep, curve: Sequence[Timeline]) -> Iterator[Timeline]:
         more = sorted(high.held - low.held, key=lambda v: (step.makers[v], v))
         if not more:
             continue
-        for i in range(1, _PARTS):
-            part = more[: len(more) * i // _PARTS]
+        for i in range(1, MOST_TRIES):
+            part = more[: len(more) * i // MOST_TRIES]
             yield timeline(step, low.held | frozenset(part))
             yield timeline(step, low.held | frozenset(more) - frozenset(part))
 

@@ -18,9 +18,10 @@ from collections.abc import Callable, Sequence
 from recoup.cost.cache import Measurement
 from recoup.cost.kernel_flags import KernelFlags
 from recoup.ir.trace import Signature
+from recoup.thresholds import MEASURING_SECONDS
 
 _COMMAND = (sys.executable, "-m", "recoup.cost.worker")
-_SILENT_SECONDS = 120.0  # without a line: it hangs
+_SILENT_SECONDS = 5 * MEASURING_SECONDS  # without a line, its start included: it hangs
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -168,11 +168,8 @@ class CachingAllocator:
         if pool.is_small:
             wanted = SMALL_SEGMENT_BYTES
         else:
-            wanted = (
-                _LARGE_SEGMENT_BYTES
-                if size < _OWN_SEGMENT_BYTES
-                else -(-size // SMALL_SEGMENT_BYTES) * SMALL_SEGMENT_BYTES
-            )
+            own = -(-size // SMALL_SEGMENT_BYTES) * SMALL_SEGMENT_BYTES
+            wanted = _LARGE_SEGMENT_BYTES if size < _OWN_SEGMENT_BYTES else own
         if self.limit_bytes is not None and self.reserved_bytes + wanted > self.limit_bytes:
             return None
         if self.expandable:

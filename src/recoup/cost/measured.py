@@ -32,10 +32,9 @@ from recoup.cost.op_memory import make_meter, time_call
 from recoup.cost.op_replay import Arena, extent_bytes, make_call
 from recoup.cost.roofline import RooflineCost
 from recoup.ir.trace import Signature, Trace
-from recoup.thresholds import SMALL_BYTES
+from recoup.thresholds import MEASURING_SECONDS, SMALL_BYTES
 
 SMALL_OP_SECONDS = {"cpu": 4e-6, "cuda": 8e-6}
-TOTAL_SECONDS = 25.0  # for all ops of a plan; what is not measured by then is priced by a fitted roofline
 _SECONDS_EACH = 0.03  # for the runs of one op, of which the fastest counts
 _BATCH_OPS = 24  # metered in one profiler run
 
@@ -114,7 +113,7 @@ class MeasuredCost:
     def _measure(self, missing: list[Signature]) -> None:
         """Measures the largest ops first, until the time is up."""
         missing.sort(key=lambda s: -(s.bytes_moved + s.flops // 50))
-        limit_seconds = TOTAL_SECONDS - self._spent_seconds
+        limit_seconds = MEASURING_SECONDS - self._spent_seconds
         new: dict[str, Measurement | None] = {}
         if not missing or limit_seconds <= 0:
             return

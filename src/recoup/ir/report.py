@@ -14,7 +14,6 @@ from recoup.ir.profile import Profile
 
 TIMELINE_POINTS = 1000  # of a curve, simulated or measured: a screen shows no more
 MOST_ROWS = 3000  # of a table: a browser opens a page of more with delay
-MOST_NAMED = 8  # of a list, the largest: more would not be read
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from recoup import progress
 from recoup.ir.decision import Decision, Save, describe_decisions, kinds
 from recoup.ir.explanation import Explanation, Price, Trade
-from recoup.ir.report import MOST_NAMED
 from recoup.planner.driver import Planner
 from recoup.planner.incumbents import Candidate
+from recoup.thresholds import MOST_NAMES
 
 _RECORDED = Save(path="")
 
@@ -24,7 +24,7 @@ def explain(planner: Planner, candidate: Candidate, *, budget_bytes: int, step_b
     """
     step_bytes = step_bytes or max(planner.plain.peak_bytes // 16, 1)
     prices = []
-    for members in kinds(candidate.decisions)[:MOST_NAMED]:
+    for members in kinds(candidate.decisions)[:MOST_NAMES]:
         label = "; ".join(line for line in describe_decisions(members) if line != "save everywhere else")
         progress.advance(f"pricing: {label}")
         without = planner.simulate(_without(candidate.decisions, members))

@@ -24,8 +24,6 @@ from recoup.runtime.apply import Applied, apply_decisions
 from recoup.thresholds import MOST_TRIES, NEGLIGIBLE_SHARE
 from recoup.units import format_at_least, format_bytes, is_minimum
 
-_MAX_LEFT_OUT_KINDS = 12  # kinds of modules that turn out not to run twice, before no region is tried at all
-
 MakePlanner = Callable[[frozenset[str], Sequence[str] | None], Planner]
 
 
@@ -71,7 +69,6 @@ class Fitting:
     _planner: Planner | None = None
     _target_bytes: int | None = None
     _budget_bytes: int = 0
-    _num_left_out: int = 0
 
     def plan(self) -> Plan:
         """Returns the fastest plan found, without the regions that a simulated step could not run twice.
@@ -162,9 +159,8 @@ class Fitting:
         """Has modules of the kinds at some paths run once; whether there were any that did not yet."""
         kinds = {without_numbers(path) for path in paths if path}
         more = {path for path, _ in self.model.named_modules() if without_numbers(path) in kinds} - self.keep
-        if not more or self._num_left_out == _MAX_LEFT_OUT_KINDS:
+        if not more:
             return False
-        self._num_left_out += 1
         self.keep |= more
         names = ", ".join(f"`{kind}`" for kind in sorted(kinds))
         self._note(f"{names} cannot run twice and is in no region: {reason}")

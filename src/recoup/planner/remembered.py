@@ -15,8 +15,7 @@ from collections.abc import Callable
 from recoup.cost.model import PricedTrace
 from recoup.ir.decision import Decision
 from recoup.planner.incumbents import Candidate
-
-_MOST_PLANS = 64  # decisions of large models take some ten kilobytes
+from recoup.thresholds import MOST_REMEMBERED_ANSWERS
 
 
 @functools.lru_cache(maxsize=1)
@@ -44,6 +43,6 @@ def recall(
     found = search()
     if found is not None:
         plans[key] = found
-        while len(plans) > _MOST_PLANS:
+        while len(plans) > MOST_REMEMBERED_ANSWERS:
             plans.popitem(last=False)
     return found

@@ -17,11 +17,11 @@ from recoup.recurrent.leaves import flatten, rebuild
 from recoup.recurrent.probing import ProbedSteps
 from recoup.recurrent.schedules.actions import Action, Schedule
 from recoup.recurrent.state_checkpoint import Moment
+from recoup.recurrent.stepping import MAX_TAPED_STEPS
 from recoup.recurrent.tape import Sums, Tape, backward, is_same, needs_gradient
 from recoup.runtime import execution_context
 from recoup.runtime.recompute.rng_state import RandomState, StreamState, version_of
 
-_MAX_TAPED_STEPS = 64  # steps in one tape: one call of autograd's engine serves them all
 _DRIFT = (
     "recoup.recurrent.scan: step {step}, run a second time, {what}, other than the first time. It depends on something "
     "that changed since (a flag, a counter outside of the step's reach); keep that fixed or hand it through the state."
@@ -41,7 +41,7 @@ class Loop(ProbedSteps):
 
     def __init__(self, *args: Any, derives: bool, **kwargs: Any) -> None:
         super().__init__(*args, derives=derives, **kwargs)
-        self.max_taped = _MAX_TAPED_STEPS if not derives else 1
+        self.max_taped = MAX_TAPED_STEPS if not derives else 1
         self.last: list[torch.Tensor] = []
         self.last_flags: list[bool] = []
         self.output_flags: list[bool] = []

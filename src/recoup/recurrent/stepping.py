@@ -25,7 +25,9 @@ from recoup.runtime.rebuild import saved_tensor
 from recoup.runtime.rebuild.lineage import Recorder
 from recoup.runtime.recompute.rng_state import RandomState, StreamState, version_of
 
-_WALKED_STEPS = 32  # between two looks at what the state is made of: each look walks all of it
+# Of one tape, which one call of autograd's engine serves. Each looks once at what the state is made of.
+MAX_TAPED_STEPS = 64
+)
 _SLICED_STEPS = 1024  # whose inputs are sliced at once: fewer calls than one by one, and few views alive
 
 
@@ -183,7 +185,7 @@ class Steps:
                     x.requires_grad_()
             tape.inputs += inputs
         x = inputs[0] if self._one_input else rebuild(self._inputs_template, inputs)
-        is_due = self._is_probing or step % _WALKED_STEPS == 0 or step == self.num_steps - 1
+        is_due = self._is_probing or step % MAX_TAPED_STEPS == 0 or step == self.num_steps - 1
         # Listed before the step runs: it may change the state's own lists (norse's sequential module does).
         entered = flatten((self._state, self._carried.read()))[0] if is_due or not self._is_replaying else []
         first_node_number = _torch.next_node_number()

@@ -28,10 +28,8 @@ from recoup._pytree import iterate_tensors
 from recoup.errors import OtherStepWarning, OverBudgetWarning
 from recoup.ir.plan import Plan
 from recoup.runtime import execution_context
-from recoup.thresholds import SAME_SHARE
+from recoup.thresholds import MOST_REMEMBERED_ANSWERS, SAME_SHARE
 from recoup.units import format_bytes
-
-_MAX_LOOKS = 64  # steps that look new: with another shape each time there is no end of them
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -169,8 +167,8 @@ class StepWatch:
             precision=str(torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") else "",
         )
         is_covered = any(s.covers(sight) for s in self._seen)
-        is_new = len(self._seen) < _MAX_LOOKS and not is_covered
-        if is_covered and len(self._glances) < _MAX_LOOKS:
+        is_new = len(self._seen) < MOST_REMEMBERED_ANSWERS and not is_covered
+        if is_covered and len(self._glances) < MOST_REMEMBERED_ANSWERS:
             self._glances.add(glance)
         if number & (number - 1) and not is_new and not has_others:
             return

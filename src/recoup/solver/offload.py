@@ -26,7 +26,7 @@ from recoup.thresholds import SAME_SHARE
 
 ALL_KINDS: tuple[Ambient, ...] = ("rederive", "save")
 Assumption = Literal["hidden", "window", "exposed"]
-FEWEST_CALLS = 3  # of a kind at one depth that make it a stack of layers
+FEWEST_LAYERS = 3  # of a kind at one depth that make it a stack of layers
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -162,7 +162,7 @@ def depths(problem: Problem) -> list[int]:
                 count(part.parts, depth + 1)
 
     count(problem.parts, 0)
-    return sorted({depth for (depth, _), number in counts.items() if number >= FEWEST_CALLS})[:2]
+    return sorted({depth for (depth, _), number in counts.items() if number >= FEWEST_LAYERS})[:2]
 
 
 def _option(leaf: Leaf, action: str) -> Option:

@@ -1,8 +1,8 @@
 """From a problem to its front: walks the calls from the last to the first, regions solved inside first.
 
 A region's inside is a sequence of its own, solved the same way, once for each distinct structure: 32 equal layers are
-one. Spans (one region over consecutive calls) are tried at every length up to `_EVERY_LENGTH_LEAVES` and from there on
-at lengths that grow by an eighth to a quarter. Depth of recursion is depth of nesting, never number of layers.
+one. Spans (one region over consecutive calls) are tried at every length up to 16 and from there on at
+lengths that grow by a sixteenth to an eighth. Depth of recursion is depth of nesting, never number of layers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from recoup.solver.sequence import (
 )
 from recoup.solver.ways import Move, Replay, Run
 
-_EVERY_LENGTH_LEAVES = 16  # spans up to here are tried at every length, longer ones at eight lengths in each doubling
 # at least; in long steps three times the square root of all, where the optimum of equal layers is one
 _LONGEST_SPAN_LEAVES = 64
 _MOST_POINTS = 4096  # of the front of a step
@@ -33,8 +32,8 @@ _Units = frozenset[int]
 
 
 def is_tried(length: int) -> bool:
-    """Whether spans of this many calls are tried: all short ones, longer ones in steps of an eighth to a quarter."""
-    return length <= _EVERY_LENGTH_LEAVES or length % (1 << max(length.bit_length() - 3, 0)) == 0
+    """Whether spans of this many calls are tried: all up to 16, longer ones in steps of a sixteenth to an eighth."""
+    return length % (1 << max(length.bit_length() - 4, 0)) == 0
 
 
 def is_tried_inside(length: int) -> bool:

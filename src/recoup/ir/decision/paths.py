@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from recoup.thresholds import MOST_NAMES
+
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
-_MAX_NAMES = 4  # in one sentence; then "and 7 more"
 
 
 def shape_of(path: str) -> str:
@@ -58,6 +59,6 @@ def ranges(paths: Sequence[str]) -> str:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Returns the first names, and of how many others there are: "a, b, c, d and 7 more"."""
-    more = len(names) - _MAX_NAMES
-    return ", ".join(names[:_MAX_NAMES]) + (f" and {more} more" if more > 0 else "")
+    """Returns the first names, and of how many others there are: "a, b and 7 more"."""
+    more = len(names) - MOST_NAMES
+    return ", ".join(names[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")

@@ -7,16 +7,15 @@ from typing import ClassVar, Self
 
 from recoup.ir.decision import Ambient, Offload, Recompute
 from recoup.planner.incumbents import Incumbents
+from recoup.planner.repair import SEARCH_OPS, Allowance
 from recoup.planner.simulator import EVERYWHERE
 from recoup.planner.step import PlannedStep
 from recoup.planner.strategies.base import Decisions, Proposals, Strategy
 from recoup.planner.strategies.offload import with_inputs_offloaded
 from recoup.solver.baselines import choice_of
-from recoup.solver.offload import FEWEST_CALLS
+from recoup.solver.offload import FEWEST_LAYERS
 from recoup.solver.sequence import region_of
 from recoup.thresholds import ESTIMATE_SHARE, MOST_TRIES, SAME_SHARE
-
-_NUM_KINDS = 2  # kinds of calls that are tried whole: those that save the most
 
 
 class ByHandStrategy(Strategy):
@@ -51,11 +50,12 @@ class ByHandStrategy(Strategy):
 
     def shrink(self, incumbents: Incumbents) -> Proposals:
         """Yields everything that `whole_kinds` does."""
-        yield from whole_kinds(self._step)
+        yield from whole_kinds(self._step, incumbents)
 
 
-def whole_kinds(step: PlannedStep) -> Iterator[Decisions]:
+def whole_kinds(step: PlannedStep, incumbents: Incumbents) -> Iterator[Decisions]:
     """Yields what people would try: every call of a kind that repeats, with and without rederive around it."""
+    allowance = Allowance(num_ops=SEARCH_OPS, began_at=incumbents.num_simulated_ops)
     scans = () if step.scans is None else step.scans.least()
     ambients: list[Decisions] = [()]
     if "rederive" in step.actions:
@@ -64,6 +64,8 @@ def whole_kinds(step: PlannedStep) -> Iterator[Decisions]:
     if "recompute" not in step.actions:
         return
     for paths in _repeated_kinds(step):
+        if allowance.is_spent(incumbents):
+            return
         for ambient in ambients:
             inside: Ambient = "rederive" if ambient else "save"
             regions = ambient + tuple(Recompute(path=p, inside=inside) for p in paths)
@@ -88,5 +90,5 @@ def _repeated_kinds(step: PlannedStep) -> list[list[str]]:
     for kind, members in kinds.items():
         inside = {op for i in members for op in range(trace.calls[i].first_op, trace.calls[i].last_op)}
         saved[kind] = sum(saved_at[op] for op in inside)
-    repeated = sorted((k for k in kinds if len(kinds[k]) >= FEWEST_CALLS), key=lambda k: -saved[k])[:_NUM_KINDS]
+    repeated = sorted((k for k in kinds if len(kinds[k]) >= FEWEST_LAYERS), key=lambda k: -saved[k])
     return [list(dict.fromkeys(trace.calls[i].path for i in kinds[kind])) for kind in repeated]

@@ -6,13 +6,12 @@ from typing import ClassVar, Self
 
 from recoup.ir.decision import Decision
 from recoup.planner.incumbents import Incumbents
+from recoup.planner.repair import SEARCH_OPS, Allowance
 from recoup.planner.step import PlannedStep
 from recoup.planner.strategies.base import Decisions, Proposals, Strategy
 from recoup.planner.strategies.scan_plans import ScanPlans
 from recoup.solver.scans import split_scans
 from recoup.thresholds import SAME_SHARE
-
-_NUM_MOVED_PLANS = 2  # plans whose scans are moved to a budget: the solver's two best, each takes a few simulations
 
 
 class ScanStrategy(Strategy):
@@ -35,7 +34,8 @@ class ScanStrategy(Strategy):
     def propose(self, budget_bytes: int, incumbents: Incumbents) -> Proposals:
         """Yields the plans that look fastest with their scans' bytes moved to the budget."""
         moved: list[tuple[Decision, ...]] = []
-        for _ in range(_NUM_MOVED_PLANS):
+        allowance = Allowance(num_ops=SEARCH_OPS, began_at=incumbents.num_simulated_ops)
+        while not allowance.is_spent(incumbents):
             best = incumbents.seconds(budget_bytes)
             found = {
                 c: self._scans.seconds_at(c, budget_bytes)

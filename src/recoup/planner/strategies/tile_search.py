@@ -76,7 +76,7 @@ class TileStrategy(Strategy):
         for tiles, views, moving in self.found.sets:
             for view in (*views, *moving):
                 yield view.decide(view.solver.leanest().choice)
-            for chosen in whole_kinds(self._step):
+            for chosen in whole_kinds(self._step, incumbents):
                 yield with_tiles(chosen, tiles.tiles)
         while True:
             least = incumbents.least()
