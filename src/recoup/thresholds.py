@@ -17,7 +17,7 @@ TEXT_COLUMNS = 100
 MOST_NAMES = 8
 """Of a list in a sentence or a chart, the largest first: more would not be read."""
 MEASURING_SECONDS = 25.0
-"""For all measurements of one kind that a plan rests on: op costs, of which a fitted roofline prices the rest, or pairs of
+"""For all measurements of one kind that a plan rests on: op costs (a fitted roofline prices the rest), or pairs of
 compiled steps."""
 MOST_REMEMBERED_ANSWERS = 64
-"""Answers that are kept for a later question: plans, whose decisions take some ten kilobytes, and kinds of steps seen."""
+"""That are kept for a later question: plans, whose decisions take some ten kilobytes, and kinds of steps seen."""

@@ -27,7 +27,6 @@ from recoup.runtime.recompute.rng_state import RandomState, StreamState, version
 
 # Of one tape, which one call of autograd's engine serves. Each looks once at what the state is made of.
 MAX_TAPED_STEPS = 64
-)
 _SLICED_STEPS = 1024  # whose inputs are sliced at once: fewer calls than one by one, and few views alive
 
 
