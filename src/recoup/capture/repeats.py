@@ -1,7 +1,7 @@
 """Tiles that do what the one before them did: noted in a capture without being run.
 
-A tiled call runs the same ops on each of its tiles. Of equal tiles a capture runs three or four, and the last. Where the
-last two recorded the same, op by op and storage by storage, those behind them are written down as the last one was,
+A tiled call runs the same ops on each of its tiles. Of equal tiles a capture runs three or four, and the last. Where
+the last two recorded the same, op by op and storage by storage, those behind them are written down as the last one was,
 moved on in time; views begin where its did. A storage that lives on into the next tile (a running sum) dies there, the
 last one's in the tile that runs. The trace is the one of a capture that runs them all, but for where those views begin.
 """
