@@ -18,6 +18,14 @@ from torch import nn
 from recoup import _torch
 from recoup._pytree import iterate_tensors
 from recoup.errors import UsageError
+from recoup.runtime.offload.optimizer_state import (
+    FileHost,
+    NotedHost,
+    OptimizerOffload,
+    PinnedHost,
+    find_offload,
+    state_on_device,
+)
 
 OptimizerLike = torch.optim.Optimizer | type[torch.optim.Optimizer]
 Closure = Callable[[], torch.Tensor]
@@ -91,14 +99,23 @@ class OptimizerStep:
     def forget(self) -> None:
         """Lets go of the state and the parameters: an optimizer is part of a cycle, which the collector finds late."""
         for optimizer in () if self.optimizer is None else (self.optimizer, *_parts(self.optimizer).values()):
+            offload = find_offload(optimizer)
+            if offload is not None:
+                offload.forget()
             optimizer.state.clear()
             optimizer.param_groups.clear()
 
     def state_tensors(self) -> Iterator[torch.Tensor]:
-        """Yields the tensors of its state, and of the optimizers it is made of."""
+        """Yields the tensors of its state, and of the optimizers it is made of, without those on the host."""
         if self.optimizer is not None:
             for optimizer in (self.optimizer, *_parts(self.optimizer).values()):
-                yield from iterate_tensors([dict(state) for state in optimizer.state.values()])
+                yield from iterate_tensors(list(state_on_device(optimizer)))
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of its state that are on the host between steps."""
+        offload = find_offload(self.optimizer)
+        return 0 if offload is None else offload.host_bytes
 
 
 def prepare_optimizer(
@@ -154,6 +171,7 @@ def _stepped(
                 with _torch.settings_put_back_on_error():
                     with _torch.without_global_optimizer_hooks():
                         rebuilt = _rebuild(optimizer, new_of, parameters, foreach=foreach)
+                        _offload_alike(optimizer, rebuilt, new_of)
                     made = OptimizerStep(rebuilt, takes_closure=takes_closure)
                     _prime(made, sparse=sparse)
                     return made
@@ -161,6 +179,19 @@ def _stepped(
                 first = first or error
     assert first is not None
     return first
+
+
+def _offload_alike(
+    optimizer: OptimizerLike, rebuilt: torch.optim.Optimizer, new_of: Mapping[int, nn.Parameter]
+) -> None:
+    """Has the state of a rebuilt optimizer on the host where the user's is."""
+    offload = find_offload(optimizer)
+    if offload is None:
+        return
+    first = _members(rebuilt)[0]
+    host = NotedHost() if _torch.is_fake(first) else PinnedHost() if first.device.type == "cuda" else FileHost()
+    out = [(new_of[id(p)], name) for (p, name), _ in offload.places() if id(p) in new_of]
+    OptimizerOffload(rebuilt, host, out=out)
 
 
 def _prime(made: OptimizerStep, *, sparse: bool) -> None:
