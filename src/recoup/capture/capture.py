@@ -358,9 +358,8 @@ def _optimizer_state_bytes(spec: StepSpec) -> tuple[int, int, tuple[str, ...]]:
         stepper = prepare_optimizer(spec.optimizer, new_of, list(new_of.values()), foreach=spec.dialect == "cuda")
         made = {id(t): t for t in stepper.state_tensors()}
         total = sum(t.numel() * t.dtype.itemsize for t in made.values()) + stepper.estimated_bytes
-        host_bytes = stepper.host_bytes
     note = stepper.note or "the optimizer's step was left out: its state counts, its temporaries do not"
-    return total, host_bytes, (note,)
+    return total, stepper.host_bytes, (note,)
 
 
 def _capture_real(spec: StepSpec, reason: str) -> Trace:

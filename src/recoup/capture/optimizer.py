@@ -18,14 +18,7 @@ from torch import nn
 from recoup import _torch
 from recoup._pytree import iterate_tensors
 from recoup.errors import UsageError
-from recoup.runtime.offload.optimizer_state import (
-    FileHost,
-    NotedHost,
-    OptimizerOffload,
-    PinnedHost,
-    find_offload,
-    state_on_device,
-)
+from recoup.runtime.offload.optimizer_state import find_offload, offload_alike, state_on_device
 
 OptimizerLike = torch.optim.Optimizer | type[torch.optim.Optimizer]
 Closure = Callable[[], torch.Tensor]
@@ -171,7 +164,7 @@ def _stepped(
                 with _torch.settings_put_back_on_error():
                     with _torch.without_global_optimizer_hooks():
                         rebuilt = _rebuild(optimizer, new_of, parameters, foreach=foreach)
-                        _offload_alike(optimizer, rebuilt, new_of)
+                        offload_alike(optimizer, rebuilt, new_of)
                     made = OptimizerStep(rebuilt, takes_closure=takes_closure)
                     _prime(made, sparse=sparse)
                     return made
@@ -179,19 +172,6 @@ def _stepped(
                 first = first or error
     assert first is not None
     return first
-
-
-def _offload_alike(
-    optimizer: OptimizerLike, rebuilt: torch.optim.Optimizer, new_of: Mapping[int, nn.Parameter]
-) -> None:
-    """Has the state of a rebuilt optimizer on the host where the user's is."""
-    offload = find_offload(optimizer)
-    if offload is None:
-        return
-    first = _members(rebuilt)[0]
-    host = NotedHost() if _torch.is_fake(first) else PinnedHost() if first.device.type == "cuda" else FileHost()
-    out = [(new_of[id(p)], name) for (p, name), _ in offload.places() if id(p) in new_of]
-    OptimizerOffload(rebuilt, host, out=out)
 
 
 def _prime(made: OptimizerStep, *, sparse: bool) -> None:

@@ -22,7 +22,7 @@ import inspect
 import os
 import tempfile
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol, Self
 
 import torch
@@ -323,10 +323,22 @@ def offload_optimizer(optimizer: torch.optim.Optimizer, *, host: Host | None = N
         2 MiB on the host
     """
     _check(optimizer)
-    if host is None:
-        first = next(p for group in optimizer.param_groups for p in group["params"])
-        host = PinnedHost() if first.device.type == "cuda" else FileHost()
-    return OptimizerOffload(optimizer, host)
+    return OptimizerOffload(optimizer, host or _host_of(optimizer))
+
+
+def offload_alike(optimizer: Any, rebuilt: torch.optim.Optimizer, new_of: Mapping[int, torch.Tensor]) -> None:
+    """Has the state of a rebuilt optimizer on the host where the user's is; `new_of`: its parameters by old `id`."""
+    offload = find_offload(optimizer)
+    if offload is not None:
+        out = [(new_of[id(p)], name) for (p, name), _ in offload.places() if id(p) in new_of]
+        OptimizerOffload(rebuilt, _host_of(rebuilt), out=out)
+
+
+def _host_of(optimizer: torch.optim.Optimizer) -> Host:
+    first = next(p for group in optimizer.param_groups for p in group["params"])
+    if _torch.is_fake(first):
+        return NotedHost()
+    return PinnedHost() if first.device.type == "cuda" else FileHost()
 
 
 def find_offload(optimizer: Any) -> OptimizerOffload | None:
