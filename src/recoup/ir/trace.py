@@ -160,6 +160,7 @@ class Trace:
         copies: what offload moves, in order.
         notes: sentences for people about what was estimated.
         draws_on_host: whether the step draws from python's or numpy's random numbers, as layers that are dropped do.
+        optimizer_host_bytes: of the optimizer's state, on the host but for its step.
     """
 
     source: Literal["fake", "real"]
@@ -178,6 +179,7 @@ class Trace:
     copies: tuple[Copy, ...] = ()
     notes: tuple[str, ...] = ()
     draws_on_host: bool = False
+    optimizer_host_bytes: int = 0
 
     def levels(self, workspace_bytes: tuple[int, ...] | None = None) -> list[int]:
         """Returns the bytes alive during each op, hidden workspace of the op included when given."""
@@ -206,7 +208,7 @@ class Trace:
             held += copy.nbytes if copy.kind == "out" else 0
             peak = max(peak, held)
             held -= copy.nbytes if last[copy.block] == at else 0
-        return peak
+        return peak + self.optimizer_host_bytes
 
     @property
     def num_forward_ops(self) -> int:

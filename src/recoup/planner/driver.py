@@ -16,7 +16,7 @@ from torch import nn
 from recoup.capture.capture import StepSpec
 from recoup.cost.host_link import Link
 from recoup.cost.model import CostModel
-from recoup.errors import InfeasibleBudget
+from recoup.errors import InfeasibleBudget, UsageError
 from recoup.ir.decision import Decision
 from recoup.ir.plan import Plan
 from recoup.ir.text import format_share
@@ -33,6 +33,7 @@ from recoup.planner.strategies.scan_plans import ScanPlans
 from recoup.planner.views import View, ViewMaker
 from recoup.runtime import scan_bytes
 from recoup.runtime.hooks import HOOKS, Hook
+from recoup.runtime.offload.optimizer_state import find_offload
 from recoup.solver.loops import find_loop
 from recoup.units import format_at_least, format_bytes, is_minimum, parse_budget
 
@@ -76,11 +77,18 @@ class Planner(Simulator):
         self.actions = by_default if actions is None else tuple(actions)
         self.host_budget_bytes = host_budget_bytes
         link: Link | None = None
-        if "offload" in self.actions:
+        if "offload" in self.actions or find_offload(spec.optimizer) is not None:
             device = next((p.device for p in spec.model.parameters() if p.device.type != "meta"), torch.device("cpu"))
             link = find_link(cost, device=device, dialect=spec.dialect)
         num_scans = scan_bytes.num_free()
         super().__init__(spec, cost=cost, fixed_bytes=fixed_bytes, link=link, hooks=hooks)
+        state_bytes = self.trace.optimizer_host_bytes
+        if host_budget_bytes is not None and state_bytes > host_budget_bytes:
+            raise UsageError(
+                f"host_budget={format_bytes(host_budget_bytes)}: the optimizer's state alone takes "
+                f"{format_bytes(state_bytes)} on the host (offload_optimizer). Give it that much, or remove() what "
+                "offload_optimizer returned."
+            )
         self.scans: ScanPlans | None = None
         if "recompute" in self.actions and scan_bytes.num_free() > num_scans:
             found = ScanPlans(self, rederives="rederive" in self.actions)

@@ -133,7 +133,10 @@ class Simulator:
         trace, priced = self.priced.trace, self.priced
         at = [i for i, o in enumerate(trace.ops) if o.phase == "optimizer"]
         levels = trace.levels(priced.op_workspace_bytes)
-        return max((levels[i] for i in at), default=0), sum(priced.op_seconds[i] for i in at)
+        seconds = sum(priced.op_seconds[i] for i in at)
+        if self.link is not None:  # a bucket of state comes in, is updated and goes out before the next
+            seconds += trace.optimizer_host_bytes * (1 / self.link.back_bytes + 1 / self.link.out_bytes)
+        return max((levels[i] for i in at), default=0), seconds
 
     def candidate(self, chosen: tuple[Decision, ...], priced: PricedTrace) -> Candidate:
         """Returns the candidate of a captured and priced step with `chosen`."""
