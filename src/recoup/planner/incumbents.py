@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Protocol
+from typing import Literal, Protocol
 
 from recoup.ir.decision import Decision
 from recoup.thresholds import SAME_SHARE
+
+SEARCH_OPS = 200_000  # simulated ops of one search: some twenty steps of a model with ten thousand
+
+
+Effort = Literal["low", "normal", "high"]
+# Factors on what a search may simulate once a plan fits: none more, what pays mostly, and what seldom does.
+EFFORTS: dict[Effort, int] = {"low": 0, "normal": 1, "high": 10}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,3 +119,23 @@ class Incumbents:
         fastest = min(c.step_seconds for c in fitting)
         equal = [c for c in fitting if c.step_seconds <= fastest * (1 + SAME_SHARE)]
         return min(equal, key=lambda c: (c.recomputed_flops, c.step_seconds, len(c.decisions), c.peak_bytes))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Allowance:
+    """How much may be simulated before a search is content with a plan that fits: work, the same on every machine.
+
+    Attributes:
+        num_ops: of simulated steps. began_at: ops simulated when the search began.
+    """
+
+    num_ops: int
+    began_at: int
+
+    def is_spent(self, incumbents: Incumbents) -> bool:
+        """Whether so many ops were simulated since it began."""
+        return incumbents.num_simulated_ops - self.began_at >= self.num_ops
+
+    def ends(self, incumbents: Incumbents, budget_bytes: int) -> bool:
+        """Whether it is spent and something fits."""
+        return self.is_spent(incumbents) and bool(incumbents.fitting(budget_bytes))

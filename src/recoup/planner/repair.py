@@ -6,30 +6,10 @@ and the budget: down where the plan is over, and a little more, up where it leav
 
 from __future__ import annotations
 
-import dataclasses
-
-from recoup.planner.incumbents import Incumbents
+from recoup.planner.incumbents import Allowance, Incumbents
 from recoup.planner.strategies.base import Proposals
 from recoup.planner.views import View
 from recoup.thresholds import MOST_TRIES, NEGLIGIBLE_SHARE, SAME_SHARE
-
-SEARCH_OPS = 200_000  # simulated ops of one search: some twenty steps of a model with ten thousand
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Allowance:
-    """How much may be simulated before a search is content with a plan that fits: work, the same on every machine.
-
-    Attributes:
-        num_ops: of simulated steps. began_at: ops simulated when the search began.
-    """
-
-    num_ops: int
-    began_at: int
-
-    def is_spent(self, incumbents: Incumbents) -> bool:
-        """Whether so many ops were simulated since it began."""
-        return incumbents.num_simulated_ops - self.began_at >= self.num_ops
 
 
 def repaired(

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from typing import ClassVar, Self
 
 from recoup.ir.decision import Ambient, Offload, Recompute
-from recoup.planner.incumbents import Incumbents
-from recoup.planner.repair import SEARCH_OPS, Allowance
+from recoup.planner.incumbents import SEARCH_OPS, Allowance, Incumbents
 from recoup.planner.simulator import EVERYWHERE
 from recoup.planner.step import PlannedStep
 from recoup.planner.strategies.base import Decisions, Proposals, Strategy
@@ -33,7 +32,7 @@ class ByHandStrategy(Strategy):
 
     def propose(self, budget_bytes: int, incumbents: Incumbents) -> Proposals:
         """Yields the baselines that may be as fast as what was found, until one fits."""
-        if "recompute" not in self._step.actions:
+        if "recompute" not in self._step.actions or self._step.allowance(incumbents).ends(incumbents, budget_bytes):
             return
         view = self._step.views.plain.saving
         allowed = incumbents.seconds(budget_bytes) * (1 + SAME_SHARE) - incumbents.plain.step_seconds

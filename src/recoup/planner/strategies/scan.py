@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import ClassVar, Self
 
 from recoup.ir.decision import Decision
-from recoup.planner.incumbents import Incumbents
-from recoup.planner.repair import SEARCH_OPS, Allowance
+from recoup.planner.incumbents import SEARCH_OPS, Allowance, Incumbents
 from recoup.planner.step import PlannedStep
 from recoup.planner.strategies.base import Decisions, Proposals, Strategy
 from recoup.planner.strategies.scan_plans import ScanPlans
