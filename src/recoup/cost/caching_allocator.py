@@ -15,13 +15,13 @@ simulated: several streams, whose blocks are not shared, and the addresses of se
 from __future__ import annotations
 
 import bisect
-import sys
 
 # Of c10/core/AllocatorConfig.h, as torch 2.13 has them.
 MIN_BLOCK_BYTES = 512  # kMinBlockSize: sizes are rounded up to it
 _SMALL_BYTES = 1 << 20  # kSmallSize: larger blocks lie in segments of their own kind
 SMALL_SEGMENT_BYTES = 2 << 20  # kSmallBuffer; larger segments are a whole number of these, too (kRoundLarge)
 _LARGE_SEGMENT_BYTES = 20 << 20  # kLargeBuffer
+_EXPANDABLE_SEGMENT_BYTES = 1 << 50  # ours, of addresses: more than any card has, and `_key` has room for it
 _OWN_SEGMENT_BYTES = 10 << 20  # kMinLargeAlloc: from here on a block has a segment to itself
 
 
@@ -231,7 +231,7 @@ class CachingAllocator:
     def _expand(self, pool: _Pool, size: int) -> Block | None:
         """Maps pages behind the first place of the segment with room for `size`."""
         if pool.first is None:
-            pool.first = Block(self._place(sys.maxsize), sys.maxsize, pool)  # more than any card has
+            pool.first = Block(self._place(_EXPANDABLE_SEGMENT_BYTES), _EXPANDABLE_SEGMENT_BYTES, pool)
             pool.first.is_mapped = False
         block: Block | None = pool.first
         while block is not None:
