@@ -88,7 +88,8 @@ def plan(
         model: any module, on any device, `meta` too. batch: a dict becomes `model(**batch)`, a tuple or list
             `model(*batch)`, anything else `model(batch)`; its tensors may be on `meta`.
         budget: peak bytes of the whole step: an int, `"8GiB"`, `"60%"` of the unplanned step's peak (on a GPU of what
-            libraries do not take, for that no plan changes), or `"auto"`.
+            libraries do not take, for that no plan changes), `"min"` (the smallest reachable), or `"auto"` (what is
+            free).
         loss: `loss(output, batch)` returns a scalar. Left out: `output.loss`, `output["loss"]`, a scalar output, or
             the mean of all floating outputs (then the plan says so).
         step: `step(model, batch)` returns the scalar loss, in place of the model's call and `loss`: any loop's forward,

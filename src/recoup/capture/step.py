@@ -120,7 +120,7 @@ def make_objective(
         raise UsageError("Give loss=... or step=..., not both: a step returns the loss itself.")
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise UsageError(f"accumulate must be the number of micro-batches of one optimizer step; got {accumulate!r}.")
-    if autocast is not None and not (isinstance(autocast, torch.dtype) and autocast.is_floating_point):
+    if autocast not in (None, torch.bfloat16, torch.float16):
         raise UsageError(f"autocast must be torch.bfloat16 or torch.float16; got {autocast!r}.")
     is_paired = inputs is not None
     if is_paired:

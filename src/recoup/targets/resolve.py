@@ -126,7 +126,7 @@ def _guarded(parsed: FileTarget, run: Callable[[], Any]) -> Any:
         return run()
     except RecoupError:
         raise
-    except Exception as error:  # the user's file runs here and may raise anything
+    except (Exception, SystemExit) as error:  # the user's file runs here and may raise anything, or end the process
         where = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).name == parsed.path.name]
         line = f", line {where[-1].lineno}" if where else ""
         if isinstance(error, SyntaxError):
