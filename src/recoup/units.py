@@ -41,7 +41,7 @@ def parse_bytes(text: str | int) -> int:
         UsageError: if it is not a positive number with a known unit.
     """
     if isinstance(text, bool) or not isinstance(text, (int, str)):
-        raise UsageError(f"A budget is an int (bytes) or a string such as '8GiB'; got {text!r}.")
+        raise UsageError(f"A budget is an int (bytes) or a string such as '8GiB' or '60%'; got {text!r}.")
     if isinstance(text, int):
         value = text
     else:
@@ -123,6 +123,12 @@ def check_budget(budget: str | int) -> None:
             parse_percent(text)
             return
     parse_bytes(budget)
+
+
+def check_count(name: str, value: object) -> None:
+    """Raises UsageError unless `value` is a whole number of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UsageError(f"{name} must be a whole number of at least 1; got {value!r}.")
 
 
 def is_minimum(budget: str | int) -> bool:

@@ -23,7 +23,7 @@ from recoup.planner.explain import explain as explain_plan
 from recoup.planner.explain import trade
 from recoup.planner.request import free_bytes_on, planner_for
 from recoup.runtime.as_found import all_or_nothing
-from recoup.units import check_budget, format_bytes, parse_bytes
+from recoup.units import check_budget, check_count, format_bytes, parse_bytes
 
 
 @all_or_nothing
@@ -181,6 +181,7 @@ def frontier(
         >>> curve.points[0].peak_bytes < curve.points[-1].peak_bytes
         True
     """
+    check_count("num_points", num_points)
     objective, batch = make_objective(
         batch,
         loss=loss,

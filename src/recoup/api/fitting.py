@@ -13,7 +13,7 @@ from torch import nn
 from recoup import progress
 from recoup._allocation import return_freed_memory
 from recoup.capture.fingerprint import refuse_other_model
-from recoup.capture.optimizer import OptimizerLike
+from recoup.capture.optimizer import OptimizerLike, check_optimizer
 from recoup.capture.step import Loss, StepFunction, make_objective
 from recoup.compiled.api import fit_compiled
 from recoup.compiled.fitting import CompiledFit
@@ -28,7 +28,13 @@ from recoup.planner.driver import is_on_meta
 from recoup.planner.request import fitting_for
 from recoup.runtime.apply import Applied, apply_decisions, find_patches
 from recoup.runtime.as_found import all_or_nothing
-from recoup.runtime.conflicts import refuse_conflicts, refuse_distributed, refuse_wrapped
+from recoup.runtime.conflicts import (
+    refuse_conflicts,
+    refuse_distributed,
+    refuse_no_module,
+    refuse_unready,
+    refuse_wrapped,
+)
 from recoup.runtime.offload.transport import Transport
 from recoup.units import check_budget, format_bytes
 
@@ -162,6 +168,7 @@ def apply(model: nn.Module, plan: Plan, *, transport: Transport | str = "auto") 
         >>> with recoup.apply(model, made):
         ...     model(x).mean().backward()
     """
+    refuse_no_module(model)
     refuse_wrapped(model)
     refuse_other_model(model, plan)
     refuse_conflicts(model)
@@ -195,7 +202,8 @@ def verify(
         timed: also time interleaved pairs of steps.
 
     Raises:
-        UsageError: if the model is on `meta`. StepOutOfMemory: if there is no memory for it; says how much is needed.
+        UsageError: for input that cannot be used, a model on `meta`. PlanMismatch: if the plan was made for another
+            model. StepOutOfMemory: if there is no memory for it; says how much is needed.
 
     Example:
         >>> model, x = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(8)]), torch.randn(4096, 64)
@@ -203,6 +211,9 @@ def verify(
         >>> recoup.verify(model, made, x, timed=False).gradients_equal
         True
     """
+    refuse_no_module(model)
+    refuse_other_model(model, plan)
+    check_optimizer(optimizer)
     objective, batch = make_objective(
         batch,
         loss=loss,
@@ -213,6 +224,7 @@ def verify(
         scaler=scaler,
         accumulate=accumulate,
     )
+    refuse_unready(model, batch)
     progress.advance("running plain and planned steps")
     return verify_plan(model, plan, batch, objective=objective, optimizer=optimizer, timed=timed)
 
@@ -320,6 +332,7 @@ def fit(
         >>> fit.applied.remove()
     """
     check_budget(budget)
+    refuse_no_module(model)
     if is_on_meta(model):
         raise UsageError(
             f"{type(model).__name__} is on `meta`: there is nothing to run and prove. Use `plan`, or build it on the "
