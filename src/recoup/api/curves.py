@@ -67,10 +67,10 @@ def profile(
         scaler=scaler,
         accumulate=accumulate,
     )
-    planner, _, _ = planner_for(
+    planner, name, _ = planner_for(
         model, batch, objective=objective, optimizer=optimizer, device=device, actions=(), cost=cost
     )
-    return make_profile(planner.priced)
+    return make_profile(planner.priced, device=name, plain_peak_bytes=planner.plain.peak_bytes)
 
 
 class Frontier:

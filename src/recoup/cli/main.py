@@ -30,7 +30,7 @@ from recoup.cli.report import report
 from recoup.cli.show import show
 from recoup.cli.validate import validate
 from recoup.cli.verify import verify
-from recoup.errors import RecoupError, UsageError
+from recoup.errors import RecoupError, TargetError, UsageError
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own chatter, read when torch is loaded
 app = typer.Typer(
@@ -89,6 +89,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
             raise
         where = UsageError(f"{error.filename}: {error.strerror}. Name a file that can be read or written.")
         return _refused(where, "", arguments)
+    except SystemExit as error:  # in the target's forward, say
+        return _refused(TargetError(f"The target's code ended the process (SystemExit: {error.code})."), "", arguments)
     except (typer.Abort, KeyboardInterrupt):
         typer.echo("interrupted", err=True)
         return 130

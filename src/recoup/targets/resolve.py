@@ -132,6 +132,8 @@ def _guarded(parsed: FileTarget, run: Callable[[], Any]) -> Any:
         if isinstance(error, SyntaxError):
             line = f", line {error.lineno}"
         what = " ".join(str(error).split())
+        if isinstance(error, SystemExit):
+            what += ". What a script runs belongs behind `if __name__ == '__main__':`"
         raise TargetError(f"{parsed.path}{line} failed: {type(error).__name__}: {what}") from error
 
 
