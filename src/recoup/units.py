@@ -146,10 +146,14 @@ def format_bytes(num_bytes: int | float, unit: tuple[int, str] | None = None) ->
     """Returns e.g. `"7.41 GiB"`, `"512.0 MiB"`, `"3 B"`.
 
     Args:
-        unit: (bytes, name) to write it in, as `byte_unit` gives it; the one that suits the number if left out.
+        unit: (bytes, name) to write it in, as `byte_unit` gives it; the one that suits the number if left out. What
+            is less than it shows is "< 0.1 MiB".
     """
     size, name = unit or byte_unit(abs(num_bytes))
     digits = {1: 0, KIB: 1, MIB: 1}.get(size, 2)
+    least = 10.0**-digits
+    if 0 < num_bytes < least * size / 2:
+        return f"< {least:.{digits}f} {name}"
     return f"{num_bytes / size:.{digits}f} {name}"
 
 

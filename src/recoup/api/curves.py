@@ -135,11 +135,12 @@ class Frontier:
                 format_bytes(p.peak_bytes),
                 format_share(p.peak_bytes, plain.peak_bytes),
                 format_percent(p.extra_time_ratio),
+                "" if p.is_exact else "with tiles",
             )
             for p in self.points
         ]
         title = f"{len(self.points)} plans on {self._device}"
-        return html.card(title, html.table(("peak", "of plain", "time"), rows), html.text(str(self), "as text"))
+        return html.card(title, html.table(("peak", "of plain", "time", ""), rows), html.text(str(self), "as text"))
 
     def __str__(self) -> str:
         from recoup.report.text import format_frontier

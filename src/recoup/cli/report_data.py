@@ -61,6 +61,7 @@ def make_report(
                 num_regions=len(p.plan.regions),
                 recomputed_flops=p.recomputed_flops,
                 words=tuple(describe_decisions(p.plan.decisions)),
+                is_exact=p.is_exact,
             )
             for p in curve.points
         ),
