@@ -119,7 +119,7 @@ def verify(
 
     Example:
         >>> made = recoup.jax.plan(loss, x, budget="100%")
-        >>> recoup.jax.verify(loss, made, x, eager=False).ok
+        >>> recoup.jax.verify(loss, made, x, eager=False).gradients_equal
         True
     """
     traced = trace(step, args, argnums, has_aux=has_aux)
