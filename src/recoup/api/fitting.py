@@ -13,7 +13,7 @@ from torch import nn
 from recoup import progress
 from recoup._allocation import return_freed_memory
 from recoup.capture.fingerprint import refuse_other_model
-from recoup.capture.optimizer import OptimizerLike, check_optimizer
+from recoup.capture.optimizer import OptimizerLike
 from recoup.capture.step import Loss, StepFunction, make_objective
 from recoup.compiled.api import fit_compiled
 from recoup.compiled.fitting import CompiledFit
@@ -29,13 +29,7 @@ from recoup.planner.incumbents import Effort
 from recoup.planner.request import fitting_for
 from recoup.runtime.apply import Applied, apply_decisions, find_patches
 from recoup.runtime.as_found import all_or_nothing
-from recoup.runtime.conflicts import (
-    refuse_conflicts,
-    refuse_distributed,
-    refuse_no_module,
-    refuse_unready,
-    refuse_wrapped,
-)
+from recoup.runtime.conflicts import refuse_conflicts, refuse_distributed, refuse_no_module, refuse_wrapped
 from recoup.runtime.offload.transport import Transport
 from recoup.units import check_budget, format_bytes
 
@@ -173,7 +167,6 @@ def apply(model: nn.Module, plan: Plan, *, transport: Transport | str = "auto") 
         >>> with recoup.apply(model, made):
         ...     model(x).mean().backward()
     """
-    refuse_no_module(model)
     refuse_wrapped(model)
     refuse_other_model(model, plan)
     refuse_conflicts(model)
@@ -216,9 +209,7 @@ def verify(
         >>> recoup.verify(model, made, x, timed=False).gradients_equal
         True
     """
-    refuse_no_module(model)
     refuse_other_model(model, plan)
-    check_optimizer(optimizer)
     objective, batch = make_objective(
         batch,
         loss=loss,
@@ -229,7 +220,6 @@ def verify(
         scaler=scaler,
         accumulate=accumulate,
     )
-    refuse_unready(model, batch)
     progress.advance("running plain and planned steps")
     return verify_plan(model, plan, batch, objective=objective, optimizer=optimizer, timed=timed)
 

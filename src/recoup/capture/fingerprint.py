@@ -8,6 +8,7 @@ from torch import nn
 
 from recoup.errors import PlanMismatch, UsageError
 from recoup.ir.plan import Plan
+from recoup.runtime.conflicts import refuse_no_module
 
 
 def structure_of(model: nn.Module) -> dict[str, str]:
@@ -32,6 +33,7 @@ def refuse_other_model(model: nn.Module, plan: Plan) -> None:
         UsageError: for what is no plan. PlanMismatch: if parameters' shapes or dtypes, or the structure outside of
             planned modules, are others.
     """
+    refuse_no_module(model)
     if not isinstance(plan, Plan):
         raise UsageError(
             f"plan must be a recoup.Plan (`fit.plan`, or `recoup.Plan.load(path)`); got {type(plan).__name__}."

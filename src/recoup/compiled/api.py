@@ -17,7 +17,7 @@ from recoup.compiled.recording import CompileOptions, Division
 from recoup.errors import InexactWarning, UsageError
 from recoup.evidence.memory import storage_bytes
 from recoup.planner.request import free_bytes_on
-from recoup.runtime.conflicts import refuse_conflicts, refuse_no_module, refuse_unready, refuse_wrapped
+from recoup.runtime.conflicts import refuse_conflicts, refuse_unready, refuse_wrapped
 from recoup.units import format_bytes, parse_bytes
 
 
@@ -100,6 +100,5 @@ def compile(  # as torch.compile
 
 
 def _refuse(model: nn.Module) -> None:
-    refuse_no_module(model)
     refuse_wrapped(model, compiled_in_place=True)
     refuse_conflicts(model)

@@ -84,6 +84,7 @@ def refuse_wrapped(model: nn.Module, *, compiled_in_place: bool = False) -> None
     Args:
         compiled_in_place: a model that `nn.Module.compile` changed is taken: what it was compiled to is replaced.
     """
+    refuse_no_module(model)
     for path, module in model.named_modules():
         names = [base.__name__ for base in type(module).__mro__]
         kind = next((name for name in _WRAPPERS if name in names), "")
