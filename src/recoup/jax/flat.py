@@ -37,7 +37,11 @@ class Op:
 
 
 class Flat:
-    """A jaxpr inlined: steps in order and the bytes of each value."""
+    """A jaxpr inlined.
+
+    Attributes:
+        ops: in order. sizes, avals: bytes on a device and type of each value. arguments, results: their numbers.
+    """
 
     def __init__(self, jaxpr: Any, num_sliced: int = 0) -> None:
         inner, _ = open_jaxpr(jaxpr)
@@ -86,11 +90,11 @@ class Flat:
         """Lets arguments be slices of something larger, taken where they are first read."""
         waiting = set(arguments)
         ops: list[Op] = []
-        for step in self.ops:
-            first = [v for v in step.inputs if v in waiting]
+        for op in self.ops:
+            first = [v for v in op.inputs if v in waiting]
             waiting.difference_update(first)
-            ops += [Op(step.eqn, [], [value], name="dynamic_slice") for value in first]
-            ops.append(step)
+            ops += [Op(op.eqn, [], [value], name="dynamic_slice") for value in first]
+            ops.append(op)
         self.ops = ops
 
     def _step(self, eqn: Any, operands: list[int | None], numbers: dict[Any, int | None]) -> None:
@@ -149,10 +153,10 @@ class Flat:
     def _drop_dead_code(self) -> None:
         needed = set(self.results)
         kept = []
-        for step in reversed(self.ops):
-            if has_effects(step.eqn) or any(v in needed for v in step.outputs):
-                needed.update(step.inputs)
-                kept.append(step)
+        for op in reversed(self.ops):
+            if has_effects(op.eqn) or any(v in needed for v in op.outputs):
+                needed.update(op.inputs)
+                kept.append(op)
         self.ops = kept[::-1]
 
 
@@ -176,7 +180,7 @@ def _same(eqn: Any, operands: list[int | None]) -> Any:
 
 def live_eqns(jaxpr: Any) -> list[Any]:
     """Returns the equations that run: calls inlined, dead code left out."""
-    return [op.eqn for op in Flat(jaxpr).ops if op.name == op.eqn.primitive.name]
+    return [op.eqn for op in Flat(jaxpr).ops if op.name == op.eqn.primitive.name != BARRIER]
 
 
 Layout = tuple[str, tuple[int, ...]]
