@@ -9,12 +9,12 @@ from typing import Any
 
 import jax
 from recoup.jax._jax import Literal, open_jaxpr, source_line
+from recoup.jax.flat import live_eqns
 from recoup.jax.flops import result_bytes, sub_jaxprs
 from recoup.jax.jax_plan import JaxPlan
 from recoup.jax.layout import Segment
 from recoup.jax.planner import Planner
 from recoup.jax.rebuild import run
-from recoup.jax.simulate import live_eqns
 from recoup.jax.trace import Step, gradient_function, loss_function
 
 
