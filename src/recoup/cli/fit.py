@@ -32,6 +32,7 @@ def fit(
     device: options.RunDevice = None,
     actions: options.Actions = None,
     host_budget: options.HostBudget = None,
+    effort: options.Effort = "normal",
     out: options.Out = None,
     html: Annotated[
         Path | None, typer.Option(help="Also write a report here, one offline page", dir_okay=False)
@@ -52,7 +53,13 @@ def fit(
         )
     if target.startswith(jax_steps.PREFIX):
         jax_steps.check_options(
-            batch=batch, seq=seq, image=image, dtype=dtype, optimizer=optimizer, host_budget=host_budget
+            batch=batch,
+            seq=seq,
+            image=image,
+            dtype=dtype,
+            optimizer=optimizer,
+            host_budget=host_budget,
+            effort=None if effort == "normal" else effort,
         )
         jax_steps.fit(target, budget, device=device, actions=actions, out=out, html=html, json=json, quiet=quiet)
         return
@@ -68,6 +75,7 @@ def fit(
         budget=budget,
         host_budget=host_budget,
         out=out,
+        effort=effort,
         runs=True,
     )
     keep_freed_memory()
@@ -83,10 +91,6 @@ def fit(
         else:
             done = eager = api.fit(found.model, found.batch, budget=budget, **keywords)
             seen = _report(eager, found, keywords) if html is not None or trace is not None else None
-    if json:
-        print_json({"plan": done.plan.to_json(), "evidence": done.evidence.to_json()})
-    else:
-        print_data(str(done), ok=done.evidence.ok)
     if out is not None:
         done.plan.save(out)
         say(f"plan written to {out}", quiet=quiet)
@@ -94,6 +98,10 @@ def fit(
         write_html(seen[0], html, quiet=quiet)
     if eager is not None and seen is not None and trace is not None:
         write_trace(trace, *seen[1:], eager.plan.decisions, measured=seen[0], quiet=quiet)
+    if json:
+        print_json({"plan": done.plan.to_json(), "evidence": done.evidence.to_json()})
+    else:
+        print_data(str(done), ok=done.evidence.ok)
     if not done.evidence.ok:
         raise typer.Exit(1)
 
@@ -109,5 +117,5 @@ def _report(done: Fit, found: Target, keywords: dict[str, Any]) -> tuple[Report,
     measured = measure_timelines(
         found.model, done.plan, batch, objective=objective, optimizer=keywords.get("optimizer")
     )
-    curve = api.frontier(found.model, found.batch, **keywords)
+    curve = api.frontier(found.model, found.batch, **{k: v for k, v in keywords.items() if k != "effort"})
     return report_data.make_report(curve, plan=done.plan, evidence=done.evidence, measured=measured)

@@ -2,8 +2,8 @@
 
 Both start from the same weights, buffers, attributes and random streams. One planned step keeps what regions drop and
 compares every replay with it (`replay_audit.py`); one plain and one planned step are run under the meter and compared
-value by value (with an optimizer, whose step counts too, they are metered apart); time is taken over interleaved pairs.
-The model's whole state is put back.
+value by value (with an optimizer, whose step counts too, they are metered apart); time is taken of plain and
+planned steps in turn. The model's whole state is put back.
 
 [Note: memory of a verification] A plan is proved where the plain step does not fit:
 1. What has to be kept for a comparison is one copy of the gradients. It is gone before an optimizer steps, and a copy
@@ -26,7 +26,7 @@ from torch import nn
 
 from recoup._allocation import available_bytes, is_allocation_failure
 from recoup._pytree import first_half, num_rows
-from recoup.capture.optimizer import OptimizerLike
+from recoup.capture.optimizer import OptimizerLike, check_optimizer
 from recoup.capture.snapshot import untouched
 from recoup.capture.step import Objective
 from recoup.errors import RecoupError, StepOutOfMemory, UsageError
@@ -47,6 +47,7 @@ from recoup.ir.evidence import Evidence
 from recoup.ir.plan import Plan
 from recoup.runtime import execution_context
 from recoup.runtime.apply import apply_decisions, find_patches, plain
+from recoup.runtime.conflicts import refuse_unready
 from recoup.runtime.offload.transport import Transport, make_transport
 from recoup.runtime.step_log import StepLog
 from recoup.units import format_bytes
@@ -68,12 +69,14 @@ def verify_plan(
 
     Args:
         plan: applied already, or not: then it is applied for the duration.
-        timed: whether to time interleaved pairs of steps, for about `max_seconds`.
+        timed: whether to time plain and planned steps in turn, for about `max_seconds`.
 
     Raises:
         UsageError: if the model is on `meta`: there is nothing to run. StepOutOfMemory: if the planned step, or a plain
             one to compare with, does not fit; says how much is needed.
     """
+    check_optimizer(optimizer)
+    refuse_unready(model, batch)
     if any(p.device.type == "meta" for p in model.parameters()):
         raise UsageError(
             f"{type(model).__name__} is on `meta`; a measured step needs real weights. Build it on the device, or "

@@ -21,7 +21,7 @@ from recoup.ir.decision import Decision
 from recoup.ir.plan import Plan
 from recoup.ir.text import format_share
 from recoup.planner.budget_search import BudgetSearch
-from recoup.planner.incumbents import MOST_REPAIRS, Candidate
+from recoup.planner.incumbents import MOST_REPAIRS, Candidate, Effort
 from recoup.planner.prediction import write_plan
 from recoup.planner.remembered import recall, step_key
 from recoup.planner.simulator import Simulator
@@ -54,6 +54,7 @@ class Planner(Simulator):
         spans: whether consecutive calls may form one region.
         strategies: what proposes plans. hooks: how decisions of each class change a call.
         remembers: a search that was made in this process before is not made again.
+        effort: how much searches may simulate once a plan fits.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Planner(Simulator):
         strategies: Sequence[type[Strategy]] = STRATEGIES,
         hooks: Mapping[type[Decision], Hook] = HOOKS,
         remembers: bool = False,
+        effort: Effort = "normal",
     ) -> None:
         self._remembers = remembers
         self.prefers_equal_bits = actions is None
@@ -99,6 +101,7 @@ class Planner(Simulator):
             loop=find_loop(trace) if "recompute" in self.actions else None,
             views=ViewMaker(self, actions=self.actions, spans=spans, scans=self.scans),
             host_budget_bytes=host_budget_bytes,
+            effort=effort,
         )
         made = (kind.make(self.step) for kind in strategies)
         self.strategies = tuple(strategy for strategy in made if strategy is not None)
@@ -130,7 +133,7 @@ class Planner(Simulator):
     @functools.cached_property
     def _step_key(self) -> str:
         spec = self.spec
-        asked = (self.actions, self.prefers_equal_bits, sorted(spec.keep), self.host_budget_bytes)
+        asked = (self.actions, self.prefers_equal_bits, sorted(spec.keep), self.host_budget_bytes, self.step.effort)
         device = (spec.dialect, spec.capability, spec.round_bytes, self.fixed_bytes, self.link)
         return step_key(self.priced, asked, device)
 

@@ -26,6 +26,7 @@ from recoup.runtime import scan_bytes
 from recoup.runtime.apply import apply_decisions
 from recoup.runtime.hooks import HOOKS, Hook
 from recoup.runtime.recompute.rng_state import statistics_buffers
+from recoup.runtime.tile.module.tiled import Proofs
 
 EVERYWHERE = (Rederive(path=""),)
 
@@ -59,6 +60,7 @@ class Simulator:
         self.hooks = hooks
         self.simulated: dict[tuple[Decision, ...], Candidate] = {}
         self._card_events: dict[tuple[Decision, ...], CardEvents] = {}
+        self._proofs = Proofs()
         self.num_simulated_ops = 0
         progress.advance("capturing the step")
         self.spec, trace, counts, self.num_draws = _largest_draw(spec)
@@ -81,7 +83,8 @@ class Simulator:
     def simulate_priced(self, chosen: tuple[Decision, ...]) -> PricedTrace:
         """Returns the step with `chosen` applied, captured and priced; without the optimizer's part."""
         self.spec.known_state.note(self.spec.model, self.spec.batch, self.spec.objective.functions)
-        with apply_decisions(self.spec.model, chosen, hooks=self.hooks), scan_bytes.counting() as counts:
+        applied = apply_decisions(self.spec.model, chosen, hooks=self.hooks, proofs=self._proofs)
+        with applied, scan_bytes.counting() as counts:
             priced = self.cost.price(capture(self.spec, known=self.trace))
         priced = _with_counts(priced, counts)
         return priced if self.link is None else with_copies(priced, self.link)
