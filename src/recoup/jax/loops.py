@@ -10,7 +10,7 @@ from recoup.jax.layout import Piece, Scan, Segment
 from recoup.jax.program import Program
 from recoup.thresholds import MOST_TRIES
 
-MOST_WAYS = 12  # to run a part of a step: the solver tries each
+MOST_WAYS = 24  # to run a scan: the solver tries each; a segment, of which there are many, has half as many
 
 
 def body_ways(
@@ -22,7 +22,7 @@ def body_ways(
     places = cuts(program, 0, num_units, active, exact=exact)
     for cut in thinned(program, places, active, exact=exact):
         if len(cut) > 2:
-            found += uniform(program, cut, active, costs, most=MOST_TRIES)
+            found += uniform(program, cut, active, costs, most=MOST_WAYS // 4)
     inner = [u.index for u in program.units if is_loop(program, u.index, active)]
     return list(dict.fromkeys(_with_inner_loops(program, layout, inner, active, costs) for layout in found))
 

@@ -21,6 +21,7 @@ from recoup.solver.problem import Block, Leaf, Option, Problem, Region
 from recoup.solver.sequence import Pick
 from recoup.solver.ways import Run, RungOf
 
+_SPLIT_PLACES = 32  # of a scan into two stretches: each is priced, and the solver tries it
 _Way = tuple[Segment, Price]
 
 
@@ -124,7 +125,7 @@ class Options:
         program, active = self._program, self._step.active
         if last == first + 1 and is_loop(program, first, active):
             return self._loop_ways(first)
-        segments = [way for (way,) in ways(program, first, last, active, self._costs, most=MOST_WAYS)]
+        segments = [way for (way,) in ways(program, first, last, active, self._costs, most=MOST_WAYS // 2)]
         if self._offload:
             segments += [offloaded(way) for way in segments if way.held]
         key = self._structure(first, last)
@@ -156,7 +157,7 @@ class Options:
         for chunk in chunk_sizes(num_steps):
             chunked = [whole_scan(unit, num_steps, layout, chunk) for layout in layouts if layout in lean]
             result += [(s, self._price(s)) for s in chunked]
-        stride = max(num_steps // MOST_WAYS, 1)
+        stride = max(num_steps // _SPLIT_PLACES, 1)
         plain_whole = whole_scan(unit, num_steps, layouts[0])
         for (left, of_left), (right, of_right) in itertools.pairwise(hull):
             left = left if left.scans else plain_whole
