@@ -17,8 +17,8 @@ from recoup.jax.rebuild import run
 from recoup.jax.simulate import Memory, simulate
 from recoup.jax.trace import Step, gradient_function
 from recoup.solver.frontier import Solution, Solver
-from recoup.thresholds import MOST_TRIES
 
+_MAX_PLANS = 8  # of one kind that are simulated for a budget: the solver's, and those with one price throughout
 _MAX_UNITS = 4_000  # traced for one budget beside what the solver asks for
 
 
@@ -151,7 +151,7 @@ class Planner:
         line, solver = self._solver(exact=exact)
         low, high = solver.leanest().peak_bytes, 2 * max(budget_bytes, solver.leanest().peak_bytes)
         asked = budget_bytes
-        for _ in range(MOST_TRIES):
+        for _ in range(_MAX_PLANS):
             candidate = self._try(line, solver.solve(asked), exact=exact)
             # The solver is off by so much here.
             over = self.peak_bytes(candidate) - budget_bytes
@@ -185,7 +185,7 @@ class Planner:
                 return
         places = cuts(program, 0, len(program.units), active, exact=exact)
         for cut in thinned(program, places, active, exact=exact):
-            layouts = uniform(program, cut, active, self.costs, most=MOST_TRIES)
+            layouts = uniform(program, cut, active, self.costs, most=_MAX_PLANS)
 
             def fits(layout: Layout) -> bool:
                 return self.peak_bytes(self._judge(layout, exact=exact)) <= budget_bytes
