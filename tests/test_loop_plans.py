@@ -16,6 +16,7 @@ from recoup.cost.roofline import RooflineCost
 from recoup.ir.plan import Plan
 from recoup.planner.driver import Planner
 from recoup.solver.loops import find_loop
+from tests.thorough import cases
 
 
 class Recurrent(nn.Module):
@@ -49,7 +50,7 @@ def test_a_loop_is_found() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lstm", [False, True])
+@pytest.mark.parametrize("lstm", cases([False, True], [True]))
 def test_fit(lstm: bool) -> None:
     torch.manual_seed(0)
     model, x = Recurrent(lstm=lstm), torch.randn(64, 32, 8)

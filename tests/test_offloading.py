@@ -231,6 +231,7 @@ class Handle(list[Any]):
     """A list that can be watched."""
 
 
+@pytest.mark.slow
 def test_a_plan_keeps_to_the_hosts_memory_and_is_slower_for_it() -> None:
     planner, free = within(None)
     assert free is not None and free.host_bytes > 0
@@ -248,6 +249,7 @@ def test_a_plan_keeps_to_the_hosts_memory_and_is_slower_for_it() -> None:
         assert transport.most == found.host_bytes
 
 
+@pytest.mark.slow
 def test_hosts_bytes_are_asked_for_by_themselves_and_checked() -> None:
     model, x = mlp()
     plan = recoup.plan(model, x, budget="60%", host_budget="1MiB", cost=FastLink(), device="a100-80gb")

@@ -54,6 +54,7 @@ _HOMES = {
     "max_tokens": "recoup.api",
     "TokenLimits": "recoup.ir.lengths",
     "offload": "recoup.runtime.offload.saved_tensor",
+    "offload_optimizer": "recoup.runtime.offload.optimizer_state",
     "plan": "recoup.api",
     "profile": "recoup.api",
     "recurrent": "recoup",
@@ -112,6 +113,7 @@ if TYPE_CHECKING:
     from recoup.runtime.apply import Applied as Applied
     from recoup.runtime.contrastive import contrastive as contrastive
     from recoup.runtime.execution_context import is_recomputing as is_recomputing
+    from recoup.runtime.offload.optimizer_state import offload_optimizer as offload_optimizer
     from recoup.runtime.offload.saved_tensor import offload as offload
     from recoup.runtime.rebuild.hold import hold as hold
     from recoup.runtime.rebuild.saved_tensor import rederive as rederive

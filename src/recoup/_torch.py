@@ -360,7 +360,7 @@ def user_modes() -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     Torch's own are those it keeps apart: fake tensors, tracing. Freed by: public stacks of modes.
     """
     functions = tuple(map(torch._C._get_function_stack_at, range(torch._C._len_torch_function_stack())))
-    return functions, tuple(m for m in _dispatch_modes() if not isinstance(m, dispatch_mode_class()))
+    return functions, tuple(m for m in dispatch_modes() if not isinstance(m, dispatch_mode_class()))
 
 
 def has_user_modes(modes: tuple[Any, ...]) -> bool:
@@ -375,7 +375,7 @@ def user_modes_below(mode: Any) -> tuple[Any, ...]:
     if torch._C._len_torch_dispatch_stack() < 2:
         return ()
     found = []
-    for other in _dispatch_modes():
+    for other in dispatch_modes():
         if other is mode:
             break
         if not isinstance(other, dispatch_mode_class()):
@@ -383,7 +383,7 @@ def user_modes_below(mode: Any) -> tuple[Any, ...]:
     return tuple(found)
 
 
-def _dispatch_modes() -> list[Any]:
+def dispatch_modes() -> list[Any]:
     num = torch._C._len_torch_dispatch_stack()
     modes = map(torch._C._get_dispatch_stack_at, range(num))
     return [m for m in modes if getattr(m, "_mode_key", None) is None]
@@ -401,7 +401,7 @@ def under_modes(modes: tuple[tuple[Any, ...], tuple[Any, ...]]) -> Iterator[None
     if _are_same(before[0], functions) and _are_same(before[1], dispatches):
         yield
         return
-    stack = _dispatch_modes()
+    stack = dispatch_modes()
     wanted = [*(m for m in stack if isinstance(m, dispatch_mode_class())), *dispatches]
     push, pop = torch._C._push_on_torch_dispatch_stack, torch._C._pop_torch_dispatch_stack
     push_function, pop_function = torch._C._push_on_torch_function_stack, torch._C._pop_torch_function_stack
@@ -1039,6 +1039,24 @@ def without_global_optimizer_hooks() -> Iterator[None]:
     finally:
         for registered, before in hooks:
             registered.update(before)  # type: ignore[arg-type]
+
+
+def register_first_post_hook(optimizer: torch.optim.Optimizer, hook: Callable[..., None]) -> Any:
+    """Registers a hook that runs after an optimizer's step and before its other hooks (torch 2.13).
+
+    Freed by: `prepend=` for step hooks, which hooks of `state_dict` have.
+    """
+    handle = optimizer.register_step_post_hook(hook)
+    optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
+    return handle
+
+
+def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Runs the step of an optimizer of torch's as its class has it, without hooks (torch 2.13).
+
+    Freed by: a public name for the step inside of its hooks.
+    """
+    type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]
 
 
 def clear_cublas_workspaces() -> None:

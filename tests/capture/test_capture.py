@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -179,6 +180,27 @@ def test_optimizer_state_counts() -> None:
 def test_steps_that_cannot_be(model: nn.Module, loss, message: str) -> None:
     with pytest.raises(StepError, match=message):
         capture(StepSpec(model=model, batch=torch.randn(2, 4), objective=Objective(loss=loss)))
+
+
+def test_a_failing_step_is_not_searched_for_in_the_whole_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Fails(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(5, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.second(input=torch.relu(self.first(x)))
+
+    collect, generations = gc.collect, list[int]()
+
+    def noted(generation: int = 2) -> int:
+        generations.append(generation)
+        return collect(generation)
+
+    monkeypatch.setattr(gc, "collect", noted)
+    with pytest.raises(StepError, match="failed on this batch"):
+        capture(StepSpec(model=Fails(), batch=torch.randn(2, 4), objective=Objective(loss=lambda o, _: o.sum())))
+    assert generations == [1], "a full collection takes a second where transformers and jax are loaded"
 
 
 def test_what_the_next_call_takes_at_once_is_saved_by_that_call() -> None:

@@ -81,6 +81,32 @@ def test_books_are_kept(expandable: bool) -> None:
         assert allocator.reserved_bytes == 0
 
 
+@pytest.mark.parametrize("expandable", [False, True])
+def test_what_passes_through_is_allocated_and_freed(expandable: bool) -> None:
+    for seed in range(20):
+        rng = random.Random(seed)
+        limit = rng.choice([None, 200 * MIB])
+        one, other = (CachingAllocator(expandable=expandable, limit_bytes=limit) for _ in range(2))
+        live = []
+        for _ in range(200):
+            nbytes = rng.choice([300, 70_000, MIB, 3 * MIB, 17 * MIB, 44 * MIB])
+            try:
+                if live and rng.random() < 0.4:
+                    for allocator, block in zip((one, other), live.pop(rng.randrange(len(live))), strict=True):
+                        allocator.free(block)
+                elif rng.random() < 0.5:
+                    one.pass_through(nbytes)
+                    other.free(other.allocate(nbytes))
+                else:
+                    live.append((one.allocate(nbytes), other.allocate(nbytes)))
+            except OutOfCard:
+                assert limit is not None
+                with pytest.raises(OutOfCard):
+                    other.allocate(nbytes)
+            assert one.free_places() == other.free_places()
+            assert (one.peak_allocated_bytes, one.reserved_bytes) == (other.peak_allocated_bytes, other.reserved_bytes)
+
+
 def model() -> nn.Module:
     with torch.device("meta"):
         return nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(1024, 1024), nn.GELU())))

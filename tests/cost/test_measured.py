@@ -47,8 +47,8 @@ def test_second_time_comes_from_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     monkeypatch.setattr(measured, "measure_ops", None)  # calling it would fail
     assert MeasuredCost(CPU).price(trace) == first
     (file,) = (tmp_path / "cache").iterdir()
-    data = json.loads(file.read_text())
-    assert data["torch"] == torch.__version__ and len(data["ops"]) == 2
+    head, *ops = (json.loads(line) for line in file.read_text().split("\n") if line)
+    assert head["torch"] == torch.__version__ and len(ops) == 2
 
 
 def test_cache_is_for_these_threads_and_this_torch() -> None:
@@ -61,11 +61,14 @@ def test_cache_is_for_these_threads_and_this_torch() -> None:
     assert len(paths) == 8
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"ops": 3}', '{"ops": {"a": [1]}}', "\x00"])
+@pytest.mark.parametrize("content", ["", "[]", '{"ops": 3}', '["a", [1]]', '["a", 3]', "\x00", "[1, 2"])
 def test_a_broken_cache_is_no_cache(content: str, tmp_path: Path) -> None:
-    path = tmp_path / "ops.json"
+    path = tmp_path / "ops.jsonl"
     path.write_text(content)
     assert cache.load(path) == {}
+    entry = cache.Measurement(seconds=1.5, spread_seconds=0.25, workspace_bytes=7, extra_output_bytes=0)
+    cache.store(path, {"a": entry}, device_name="d", torch_version="v")
+    assert cache.load(path) == {"a": entry}
 
 
 def test_an_unwritable_cache_is_no_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -75,12 +78,12 @@ def test_an_unwritable_cache_is_no_failure(monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 def test_stores_merge(tmp_path: Path) -> None:
-    path = tmp_path / "ops.json"
+    path = tmp_path / "ops.jsonl"
     entry = cache.Measurement(seconds=1.5, spread_seconds=0.25, workspace_bytes=7, extra_output_bytes=0)
     cache.store(path, {"a": entry}, device_name="d", torch_version="v")
     cache.store(path, {"b": None}, device_name="d", torch_version="v")
     assert cache.load(path) == {"a": entry, "b": None}
-    assert [p.name for p in tmp_path.iterdir()] == ["ops.json"]
+    assert [p.name for p in tmp_path.iterdir()] == ["ops.jsonl"]
 
 
 def test_ops_that_cannot_run_alone_are_scaled_from_the_roofline_and_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:

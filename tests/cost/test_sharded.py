@@ -41,6 +41,7 @@ def test_units_are_gathered_while_they_run() -> None:
     assert priced.op_workspace_bytes[first] == root + 2 * layer
 
 
+@pytest.mark.slow
 def test_a_plan_counts_the_optimizer_once() -> None:
     model, batch, _ = make("llama")
     cost = ShardedCost(FlopsCost(), world_size=4)

@@ -89,3 +89,33 @@ def test_by_hand_nothing_is_waited_for() -> None:
             loss.backward()
         assert 0 < moved.bytes_out == moved.bytes_back
         assert seen["syncs"] == seen["event_syncs"] == 0
+
+
+def test_the_state_of_an_optimizer_is_on_the_host_between_its_steps() -> None:
+    layers = [torch.nn.Linear(512, 512, device="cuda") for _ in range(4)]
+    model, x = torch.nn.Sequential(*layers), torch.zeros(8, 512, device="cuda")
+    optimizer = torch.optim.AdamW(model.parameters())
+    state_bytes = 4 * 2 * 512 * 512 * 4
+
+    def step() -> int:
+        optimizer.zero_grad()
+        model(x).mean().backward()
+        before = torch.cuda.memory_allocated()
+        optimizer.step()
+        return before
+
+    step()
+    with_state = step()
+    with recoup.offload_optimizer(optimizer) as offload:
+        assert offload.host_bytes == state_bytes
+        step()
+        assert abs(with_state - step() - state_bytes) < 64 << 10
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        optimizer.step()
+        assert torch.cuda.max_memory_allocated() - before < state_bytes
+        assert all(s["exp_avg"].is_pinned() for p, s in optimizer.state.items() if p.dim() == 2)
+        plan = recoup.plan(model, (x,), budget="100%", optimizer=optimizer, loss=lambda out, _: out.mean())
+        assert plan.predicted.host_bytes == state_bytes
+    assert all(s["exp_avg"].is_cuda for s in optimizer.state.values())
+    step()

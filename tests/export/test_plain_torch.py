@@ -21,6 +21,7 @@ from recoup.ir.decision import Decision, Loop, Recompute, Rederive
 from recoup.ir.plan import Plan
 from tests.ir.test_schema import make_plan
 from tests.models import ConvNet, Stack, make, same, step
+from tests.thorough import thorough
 
 Regions = list[tuple[str, ...]]
 CASES: list[tuple[str, Regions]] = [
@@ -88,10 +89,12 @@ def _llama() -> tuple[torch.nn.Module, Any]:
 @pytest.mark.parametrize(
     ("build", "regions"),
     [
-        (lambda: (Stack(128, 6), torch.randn(1024, 128)), [(f"layers.{i}",) for i in range(5)]),
+        pytest.param(
+            lambda: (Stack(128, 6), torch.randn(1024, 128)), [(f"layers.{i}",) for i in range(5)], marks=thorough
+        ),
         (lambda: (Stack(128, 6, batch_norm=True), torch.randn(1024, 128)), [("layers.0", "layers.1"), ("layers.2",)]),
-        pytest.param(_llama, [(f"model.layers.{i}",) for i in range(6)], marks=pytest.mark.slow),
-        pytest.param(_llama, [("model.layers.0", "model.layers.1"), ("model.layers.4",)], marks=pytest.mark.slow),
+        (_llama, [(f"model.layers.{i}",) for i in range(6)]),
+        pytest.param(_llama, [("model.layers.0", "model.layers.1"), ("model.layers.4",)], marks=thorough),
     ],
     ids=["stack", "batch-norm-span", "llama", "llama-spans"],
 )

@@ -12,6 +12,7 @@ from torch import multiprocessing
 from recoup.cost.sharding import num_all_gathers, unit_of
 from recoup.integrations import distributed
 from tests.integrations import ranks
+from tests.thorough import IS_THOROUGH
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +29,11 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.slow
 def test_table(results: Any) -> None:
     table = results["table"]
-    assert len(table) == len(ranks.WRAPPERS) * 2 * len(ranks.MODES) * len(ranks.PLANS)
+    cells = [tuple(name.split(" | ")) for name in table]
+    assert len(cells) == len(ranks.WRAPPERS) * len(ranks.MODES) * (8 if IS_THOROUGH else 4)
+    for wrapper in ranks.WRAPPERS:  # with each plan in each order; and each plan in each mode
+        assert len({(order, name) for kind, order, _, name in cells if kind == wrapper}) == 2 * len(ranks.PLANS)
+        assert len({(mode, name) for kind, _, mode, name in cells if kind == wrapper}) == 3 * len(ranks.PLANS)
     for name, errors in table.items():
         low = "bf16" in name  # float64 elsewhere; in bf16 the same wrapper without a plan is the reference
         assert errors["against unplanned"] <= (1e-6 if low else 1e-12), (name, errors)

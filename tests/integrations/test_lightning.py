@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from recoup.errors import UsageError
 from tests.models import Stack
+from tests.thorough import cases
 
 lightning = pytest.importorskip("lightning.pytorch")
 
@@ -59,6 +60,9 @@ def _train(module: nn.Module, folder: Path, *callbacks: Any, **options: Any) -> 
     trainer.fit(module, DataLoader(data, batch_size=512))
 
 
+_OPTIONS: list[dict[str, Any]] = [{}, {"precision": "bf16-mixed"}, {"accumulate_grad_batches": 3}]
+
+
 class _Measure(RecoupCallback):
     """Measures without a plan."""
 
@@ -67,7 +71,7 @@ class _Measure(RecoupCallback):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"precision": "bf16-mixed"}, {"accumulate_grad_batches": 3}], ids=str)
+@pytest.mark.parametrize("options", cases(_OPTIONS, _OPTIONS[1:]), ids=str)
 def test_training_is_the_same_and_fits(tmp_path: Path, options: dict[str, Any]) -> None:
     torch.manual_seed(1)
     module = Module()

@@ -23,6 +23,7 @@ from tests.thorough import cases
 pytestmark = pytest.mark.filterwarnings("ignore:.*pin_memory.*", "ignore:.*use_cpu.*")
 
 
+_OPTIONS: list[dict[str, Any]] = [{}, {"bf16": True}, {"fp16": True}, {"gradient_accumulation_steps": 2}]
 _BATCH_BYTES = 2 * 4 * 48 * 8 + 4  # input_ids, labels and their number: there before the Trainer's step begins
 
 
@@ -55,7 +56,7 @@ def _train(model: nn.Module, args: TrainingArguments, *callbacks: Any, **how: An
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"bf16": True}, {"fp16": True}, {"gradient_accumulation_steps": 2}], ids=str)
+@pytest.mark.parametrize("options", cases(_OPTIONS, _OPTIONS[1:]), ids=str)
 def test_training_is_the_same_and_fits(tmp_path: Path, options: dict[str, Any]) -> None:
     model, _, _ = make("llama")
     twin = copy.deepcopy(model)

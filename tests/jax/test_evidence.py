@@ -47,6 +47,7 @@ def test_the_page_shows_a_plan_beside_the_step() -> None:
     assert all(name in page for name, _ in plan.names)
 
 
+@pytest.mark.slow
 def test_the_commands_fit_and_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from recoup.cli.main import run
 
@@ -74,6 +75,7 @@ def test_offloading_needs_a_device_that_says_what_it_takes() -> None:
         recoup.jax.plan(chain, *ARGS, budget="80%", actions=("tile",))
 
 
+@pytest.mark.slow
 def test_what_is_dear_to_run_again_goes_to_the_host() -> None:
     def wide(params: Any, x: jax.Array) -> jax.Array:
         for down, up in params:
@@ -95,6 +97,7 @@ def test_what_is_dear_to_run_again_goes_to_the_host() -> None:
     assert "in host memory" in "".join(str(p.plan) for p in curves[1].points)
 
 
+@pytest.mark.slow
 def test_values_in_host_memory_give_the_same_gradients() -> None:
     points = recoup.jax.frontier(chain, *ARGS, num_points=4).points
     plan = next(p.plan for p in points if p.plan.names)

@@ -16,6 +16,7 @@ from recoup.errors import InfeasibleBudget, PlanMismatch, StepError, TargetError
 from tests.jax.models import STEPS, rnn, shape, transformer, values_of
 
 
+@pytest.mark.slow
 def test_a_while_loop_stays_and_what_is_around_it_is_planned() -> None:
     def loss(params: Any, x: jax.Array) -> jax.Array:
         top = jax.lax.stop_gradient(jnp.abs(x).max())
@@ -80,6 +81,7 @@ def test_the_plain_step_fits_a_large_budget() -> None:
     assert _leaves_equal(jax.jit(jax.grad(planned))(*values), jax.jit(jax.grad(step))(*values))
 
 
+@pytest.mark.slow
 def test_budgets_trade_bytes_for_time_monotonically() -> None:
     curve = recoup.jax.frontier(*_called(rnn(steps=24)))
     peaks = [p.peak_bytes for p in curve.points]
@@ -97,6 +99,7 @@ def _called(step: Any) -> tuple[Any, ...]:
     return loss, *args
 
 
+@pytest.mark.slow
 def test_a_budget_below_the_floor_says_what_is_there() -> None:
     step, args = rnn(steps=8)
     with pytest.raises(InfeasibleBudget, match="smallest reachable peak of `loss`") as caught:
@@ -117,6 +120,7 @@ def test_names_of_the_user_are_the_names_of_a_plan() -> None:
     assert any(name.startswith("mine") for name, _ in plan.names)
 
 
+@pytest.mark.slow
 def test_what_is_no_array_stays_as_it_is() -> None:
     def loss(params: Any, config: dict[str, Any]) -> tuple[jax.Array, dict[str, Any]]:
         y = config["activation"](params["w"])

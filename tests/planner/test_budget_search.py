@@ -13,8 +13,8 @@ from recoup.capture.capture import StepSpec
 from recoup.cost.model import FlopsCost
 from recoup.planner.budget_search import BudgetSearch
 from recoup.planner.driver import Planner
-from recoup.planner.incumbents import Incumbents
-from recoup.planner.repair import SEARCH_OPS, Allowance, repaired
+from recoup.planner.incumbents import SEARCH_OPS, Allowance, Incumbents
+from recoup.planner.repair import repaired
 from recoup.planner.strategies.base import Strategy
 from tests.planner.fake import OPS, TILE, FakeJudge, Says, SaysTiles, candidate, region, regions
 

@@ -25,7 +25,7 @@ from recoup.cost.model import FlopsCost
 torch.manual_seed(0)
 def block():
     return nn.Linear(32, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 32), nn.LayerNorm(32)
-layers = [m for _ in range(6) for m in block()]
+layers = [m for _ in range(3) for m in block()]
 actions = ("rederive", "recompute", "offload")
 for share in ("70%", "45%"):
     plan = recoup.plan(nn.Sequential(*layers), torch.randn(512, 32), budget=share, cost=FlopsCost(), actions=actions)

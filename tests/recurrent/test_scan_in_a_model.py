@@ -35,6 +35,7 @@ def _loss(out: torch.Tensor, batch: Any) -> torch.Tensor:
     return out.square().mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, pytest.param({"slots": 3}, marks=pytest.mark.slow)], ids=["chunks", "slots"])
 def test_fit_plans_around_a_scan(options: dict[str, Any]) -> None:
     torch.manual_seed(0)

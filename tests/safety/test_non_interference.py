@@ -316,7 +316,9 @@ def test_the_cases_cover_all_pairs() -> None:
         assert {(c[a], c[b]) for c in CASES} == set(itertools.product(KINDS[a], KINDS[b]))
 
 
-@pytest.mark.parametrize("case", CASES[:12], ids=_name)
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=pytest.mark.slow if i >= 4 else ()) for i, c in enumerate(CASES[:12])], ids=_name
+)
 def test_a_training_is_as_if_fit_had_not_been_called(case: dict[str, str]) -> None:
     _check(case)
 

@@ -179,6 +179,7 @@ def test_nothing_is_left_and_others_profilers_and_copies_are_undisturbed() -> No
     assert after == hooks
 
 
+@pytest.mark.slow
 def test_most_steps_are_not_metered() -> None:
     model = Net()
     fitted = _planned(model)

@@ -25,6 +25,7 @@ from recoup.ir.evidence import Evidence
 from recoup.ir.plan import Plan
 from recoup.ir.text import format_decisions
 from recoup.planner.driver import is_on_meta
+from recoup.planner.incumbents import Effort
 from recoup.planner.request import fitting_for
 from recoup.runtime.apply import Applied, apply_decisions, find_patches
 from recoup.runtime.as_found import all_or_nothing
@@ -81,6 +82,7 @@ def plan(
     host_budget: int | str | None = None,
     cost: CostModel | None = None,
     keep: Iterable[str] = (),
+    effort: Effort = "normal",
 ) -> Plan:
     """Returns the fastest plan found whose simulated peak is within the budget; nothing of the model changes.
 
@@ -106,6 +108,8 @@ def plan(
         cost: prices of ops; left out: measured on this machine's device, a roofline for a named one.
         keep: paths of modules whose forward runs once, like the plain step's: no region and no tile contains them, or
             is inside of them. Saved tensors of theirs may still be rederived.
+        effort: how long to search once a plan fits, in simulated ops and not by the clock: "low" takes the first that
+            fits, "high" simulates up to ten times as much as "normal".
 
     Raises:
         UsageError: for input that cannot be used. StepError: if the step fails. ConflictError: if activation
@@ -140,6 +144,7 @@ def plan(
         cost=cost,
         host_budget=host_budget,
         keep=keep,
+        effort=effort,
     ).plan()
 
 
@@ -191,7 +196,7 @@ def verify(
         model, batch, loss, step, inputs, targets, autocast, scaler, accumulate, optimizer: the training step, as for
             `plan`.
         plan: in place on the model already, or not (then it is for the duration).
-        timed: also time interleaved pairs of steps.
+        timed: also time plain and planned steps in turn.
 
     Raises:
         UsageError: if the model is on `meta`. StepOutOfMemory: if there is no memory for it; says how much is needed.
@@ -235,6 +240,7 @@ def fit(
     host_budget: int | str | None = None,
     timed: bool = True,
     keep: Iterable[str] = (),
+    effort: Effort = "normal",
     apply_failed: bool = False,
     compiled: Literal[False] = False,
 ) -> Fit: ...
@@ -259,6 +265,7 @@ def fit(
     host_budget: int | str | None = None,
     timed: bool = True,
     keep: Iterable[str] = (),
+    effort: Effort = "normal",
     apply_failed: bool = False,
     compiled: Literal[True] | Mapping[str, Any],
 ) -> CompiledFit: ...
@@ -283,6 +290,7 @@ def fit(
     host_budget: int | str | None = None,
     timed: bool = True,
     keep: Iterable[str] = (),
+    effort: Effort = "normal",
     apply_failed: bool = False,
     compiled: bool | Mapping[str, Any] = False,
 ) -> Fit | CompiledFit:
@@ -299,7 +307,7 @@ def fit(
         budget: peak bytes of the whole step, measured: an int, `"8GiB"`, `"60%"` of the plain step's peak, `"min"` (the
             smallest reachable) or `"auto"` (what is free).
         device, actions, host_budget: as for `plan`; the step is run on the model's own device.
-        timed: also time interleaved pairs of steps. keep: as for `plan`: modules whose forward is to run once.
+        timed: also time plain and planned steps in turn. keep, effort: as for `plan`.
         apply_failed: leave a plan in place whose evidence is not ok; otherwise nothing is in place then, a warning
             (E300) says what differed, and `fit.evidence` has all of it.
         compiled: compile the model in place (`nn.Module.compile`), within the budget: True, or a dict of
@@ -344,7 +352,13 @@ def fit(
             compiled=compiled,
             timed=timed,
             apply_failed=apply_failed,
-            unused={"device": device, "actions": actions, "host_budget": host_budget, "keep": tuple(keep) or None},
+            unused={
+                "device": device,
+                "actions": actions,
+                "host_budget": host_budget,
+                "keep": tuple(keep) or None,
+                "effort": None if effort == "normal" else effort,
+            },
         )
     refuse_wrapped(model)
     refuse_distributed(model)
@@ -360,6 +374,7 @@ def fit(
         cost=None,
         host_budget=host_budget,
         keep=keep,
+        effort=effort,
     )
     made, applied, evidence = fitting.fit(
         lambda made: verify_plan(model, made, batch, objective=objective, optimizer=optimizer, timed=timed)

@@ -203,6 +203,7 @@ def _capture_on(
             trackers.append(tracker)
             results = _results_of(spec, device, mode)
             stepper = _fake_optimizer(spec, parameters, old, outside, results) if known is None else None
+            host_bytes = known.optimizer_host_bytes if known is not None else stepper.host_bytes if stepper else 0
             register(spec.model, parameters, tracker)
             tracker.outside = categories_of(before)
             if known is not None:
@@ -246,6 +247,7 @@ def _capture_on(
                 loss_source=source,
                 reason="",
                 notes=(stepper.note,) if stepper is not None and stepper.note else (),
+                optimizer_host_bytes=host_bytes,
             )
 
 
@@ -344,10 +346,10 @@ def _fake_optimizer(
     )
 
 
-def _optimizer_state_bytes(spec: StepSpec) -> tuple[int, tuple[str, ...]]:
-    """Returns the bytes of the optimizer's state, and sentences about them, without a step of the model."""
+def _optimizer_state_bytes(spec: StepSpec) -> tuple[int, int, tuple[str, ...]]:
+    """Returns the bytes of the optimizer's state on the device and on the host, and sentences, without a step."""
     if spec.optimizer is None:
-        return 0, ()
+        return 0, 0, ()
     device = device_of(spec.model)
     with _torch.quiet_fake_errors(), _torch.fake_tensor_mode():
         new_of = {
@@ -356,12 +358,13 @@ def _optimizer_state_bytes(spec: StepSpec) -> tuple[int, tuple[str, ...]]:
         stepper = prepare_optimizer(spec.optimizer, new_of, list(new_of.values()), foreach=spec.dialect == "cuda")
         made = {id(t): t for t in stepper.state_tensors()}
         total = sum(t.numel() * t.dtype.itemsize for t in made.values()) + stepper.estimated_bytes
-    return total, (stepper.note or "the optimizer's step was left out: its state counts, its temporaries do not",)
+    note = stepper.note or "the optimizer's step was left out: its state counts, its temporaries do not"
+    return total, stepper.host_bytes, (note,)
 
 
 def _capture_real(spec: StepSpec, reason: str) -> Trace:
     """Runs a real step on the model's own tensors, its optimizer's state estimated; everything is put back."""
-    state_bytes, notes = _optimizer_state_bytes(spec)
+    state_bytes, host_bytes, notes = _optimizer_state_bytes(spec)
     with untouched_step(spec) as before, before.watching():
         parameters: dict[str, torch.Tensor] = dict(spec.model.named_parameters())
         parameters |= parameters_outside(spec.model, before)
@@ -393,4 +396,5 @@ def _capture_real(spec: StepSpec, reason: str) -> Trace:
             loss_source=source,
             reason=reason,
             notes=notes,
+            optimizer_host_bytes=host_bytes,
         )

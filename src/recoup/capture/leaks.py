@@ -53,7 +53,7 @@ def run_on_fakes(body: Callable[[Any, list[Tracker]], T], *, is_thorough: bool) 
         try:
             result = body(mode, trackers)
         except BaseException as error:
-            _forget_locals(error)
+            _forget_locals(error, mode)
             del mode
             trackers.clear()
             _take_back(left, is_strict=False)
@@ -65,13 +65,31 @@ def run_on_fakes(body: Callable[[Any, list[Tracker]], T], *, is_thorough: bool) 
         return result, _take_back(left, is_strict=True) if is_suspect else []
 
 
-def _forget_locals(error: BaseException | None) -> None:
-    """Has the frames of an error, which is on its way to the user, let go of their variables."""
+def _forget_locals(error: BaseException | None, mode: Any) -> None:
+    """Has the frames of an error, which is on its way to the user, let go of their variables.
+
+    A frame keeps its function, and so what that closes over: the arguments, in the one that torch calls modules by.
+    """
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         traceback.clear_frames(error.__traceback__)
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            for function in (f for f in gc.get_referents(frame) if type(f) is types.FunctionType):
+                for cell in function.__closure__ or ():
+                    _empty(cell, mode)
         error = error.__cause__ or error.__context__
+
+
+def _empty(cell: types.CellType, mode: Any) -> None:
+    """Takes the mode's fake tensors from a variable that is one of them, or a tuple or a dict of some."""
+    with contextlib.suppress(ValueError):  # it is empty
+        held = cell.cell_contents
+        if type(held) is dict:
+            for key in [k for k, v in held.items() if _torch.fakes_among([v], mode)]:
+                del held[key]
+        elif _torch.fakes_among(list(held) if type(held) is tuple else [held], mode):
+            cell.cell_contents = None
 
 
 def _take_back(held: weakref.ref[Any], *, is_strict: bool) -> list[str]:

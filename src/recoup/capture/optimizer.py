@@ -18,6 +18,7 @@ from torch import nn
 from recoup import _torch
 from recoup._pytree import iterate_tensors
 from recoup.errors import UsageError
+from recoup.runtime.offload.optimizer_state import find_offload, offload_alike, state_on_device
 
 OptimizerLike = torch.optim.Optimizer | type[torch.optim.Optimizer]
 Closure = Callable[[], torch.Tensor]
@@ -91,14 +92,23 @@ class OptimizerStep:
     def forget(self) -> None:
         """Lets go of the state and the parameters: an optimizer is part of a cycle, which the collector finds late."""
         for optimizer in () if self.optimizer is None else (self.optimizer, *_parts(self.optimizer).values()):
+            offload = find_offload(optimizer)
+            if offload is not None:
+                offload.forget()
             optimizer.state.clear()
             optimizer.param_groups.clear()
 
     def state_tensors(self) -> Iterator[torch.Tensor]:
-        """Yields the tensors of its state, and of the optimizers it is made of."""
+        """Yields the tensors of its state, and of the optimizers it is made of, without those on the host."""
         if self.optimizer is not None:
             for optimizer in (self.optimizer, *_parts(self.optimizer).values()):
-                yield from iterate_tensors([dict(state) for state in optimizer.state.values()])
+                yield from iterate_tensors(list(state_on_device(optimizer)))
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of its state that are on the host between steps."""
+        offload = find_offload(self.optimizer)
+        return 0 if offload is None else offload.host_bytes
 
 
 def prepare_optimizer(
@@ -154,6 +164,7 @@ def _stepped(
                 with _torch.settings_put_back_on_error():
                     with _torch.without_global_optimizer_hooks():
                         rebuilt = _rebuild(optimizer, new_of, parameters, foreach=foreach)
+                        offload_alike(optimizer, rebuilt, new_of)
                     made = OptimizerStep(rebuilt, takes_closure=takes_closure)
                     _prime(made, sparse=sparse)
                     return made

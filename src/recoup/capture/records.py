@@ -61,6 +61,12 @@ class StorageRecord:
         self.saved_by: list[int] = []
         self.source = user_line() if alloc_op >= 0 and nbytes >= SMALL_BYTES else ""
 
+    def moved(self, num_ops: int, order: int) -> StorageRecord:
+        """Returns one like it that lives so many ops later."""
+        made = StorageRecord(self.nbytes, self.category, -1, order, self.label)
+        made.alloc_op, made.free_op, made.source = self.alloc_op + num_ops, self.free_op + num_ops, self.source
+        return made
+
     def save(self, op: int, call: int) -> None:
         """Notes that autograd keeps it for `op` of `call`."""
         if self.category == "temporary":

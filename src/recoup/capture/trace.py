@@ -25,6 +25,7 @@ def build_trace(
     loss_source: str,
     reason: str,
     notes: tuple[str, ...] = (),
+    optimizer_host_bytes: int = 0,
 ) -> Trace:
     """Returns the trace.
 
@@ -33,6 +34,7 @@ def build_trace(
             with the call that made them).
         keep: paths of modules that must run once.
         reason: why a real step was run; "" after a fake one. notes: sentences for the plan.
+        optimizer_host_bytes: of the optimizer's state, on the host but for its step.
     """
     num_ops = len(tracker.ops)
     run_once = {"", *(parent for path in keep for parent in paths_around(path))} if keep else set()
@@ -56,6 +58,7 @@ def build_trace(
         reason=reason,
         notes=notes,
         draws_on_host=tracker.draws_on_host,
+        optimizer_host_bytes=optimizer_host_bytes,
         device=device,
         fingerprint=fingerprint,
         model_class=type(model).__name__,

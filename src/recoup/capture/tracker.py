@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +18,7 @@ import torch
 from recoup import _torch
 from recoup._interrupts import let_in
 from recoup._storages import dense_parts
+from recoup.capture import repeats
 from recoup.capture.island import UNKNOWN, Island
 from recoup.capture.op_cache import FakeResults
 from recoup.capture.records import OpRecord, StorageRecord
@@ -167,6 +168,16 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
         self._storages.append(StorageRecord(nbytes, category, alloc_op, len(self._storages), label))
         return handle.index
 
+    def _indices(self, tensors: list[torch.Tensor], alloc_op: int, label: str) -> tuple[int, ...]:
+        """Returns the indices of an op's storages; those that are new are noted as made by `alloc_op`."""
+        found = []
+        for tensor in tensors:
+            if tensor.layout is torch.strided and _torch.is_fake(tensor):
+                found.append(self._index(tensor, "temporary", alloc_op, label))
+            else:
+                found += [self._index(part, "temporary", alloc_op, label) for part in dense_parts(tensor)]
+        return tuple(found)
+
     def saved(self, tensor: torch.Tensor) -> None:
         """Notes that autograd keeps the tensor for the current call."""
         if not self.recording:
@@ -264,9 +275,7 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
         let_in()  # not where a question about a tensor is answered, which must not raise
         index = len(self.ops)
         self.marks.append((len(self._storages), self.num_rederived))
-        inputs = tuple(
-            self._index(part, "temporary", -1, "made before the step") for t in tensors for part in dense_parts(t)
-        )
+        inputs = self._indices(tensors, -1, "made before the step")
         outputs: list[torch.Tensor] = []
         _collect(out if isinstance(out, (tuple, list)) else (out,), outputs)
         name = func._schema.name
@@ -277,7 +286,7 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
                 "no plan and takes them."
             )
         call, origin = self._origin(index)
-        new = tuple(self._index(part, "temporary", index, name) for t in outputs for part in dense_parts(t))
+        new = self._indices(outputs, index, name)
         signature = self._signature(func, args, kwargs, out)
         self._bury()
         self.ops.append(OpRecord(signature, call, origin, self.phase, execution_context.is_recomputing(), inputs, new))
@@ -300,6 +309,34 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
         self._bury()
         self.ops.append(OpRecord(-1, call, origin, self.phase, False, (), ()))
         return index
+
+    def place(self) -> repeats.Place:
+        """Returns how far it has come."""
+        return repeats.place_of(self)
+
+    def repeat(self, places: Sequence[repeats.Place], times: int) -> bool:
+        """Notes so many tiles more like the last one, if they are alike; see `repeats`."""
+        return repeats.repeat(self, places, times)
+
+    def add_like(self, first: repeats.Place, end: repeats.Place, moving: Sequence[repeats.Moving], number: int) -> None:
+        """Notes what was recorded between two places once more, `number` tiles later."""
+        num_ops, num_storages = end.num_ops - first.num_ops, end.num_storages - first.num_storages
+        for record in self._storages[first.num_storages : end.num_storages]:
+            self._storages.append(record.moved(number * num_ops, len(self._storages)))
+        for op, moved in zip(self.ops[first.num_ops : end.num_ops], moving, strict=True):
+            self.ops.append(moved.moved(op, number))
+            if self.phase != "backward":
+                self._node_numbers.append(_torch.next_node_number())
+                self._node_calls.append(self.call)
+        marks = self.marks[first.num_ops : end.num_ops]
+        self.marks += [(known + number * num_storages, num_rederived) for known, num_rederived in marks]
+
+    def hand_on(self, successors: dict[int, int]) -> None:
+        """Has storages that are alive counted as others, whose lives go on."""
+        for handle in self._handles.values():
+            if handle.index in successors:
+                handle.index = successors[handle.index]
+                self._storages[handle.index].free_op = -1
 
     def _signature(self, func: Any, args: Any, kwargs: Any, out: Any) -> int:
         known = self._results.key

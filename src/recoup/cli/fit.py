@@ -32,6 +32,7 @@ def fit(
     device: options.RunDevice = None,
     actions: options.Actions = None,
     host_budget: options.HostBudget = None,
+    effort: options.Effort = "normal",
     out: options.Out = None,
     html: Annotated[
         Path | None, typer.Option(help="Also write a report here, one offline page", dir_okay=False)
@@ -52,7 +53,13 @@ def fit(
         )
     if target.startswith(jax_steps.PREFIX):
         jax_steps.check_options(
-            batch=batch, seq=seq, image=image, dtype=dtype, optimizer=optimizer, host_budget=host_budget
+            batch=batch,
+            seq=seq,
+            image=image,
+            dtype=dtype,
+            optimizer=optimizer,
+            host_budget=host_budget,
+            effort=None if effort == "normal" else effort,
         )
         jax_steps.fit(target, budget, device=device, actions=actions, out=out, html=html, json=json, quiet=quiet)
         return
@@ -68,6 +75,7 @@ def fit(
         budget=budget,
         host_budget=host_budget,
         out=out,
+        effort=effort,
         runs=True,
     )
     keep_freed_memory()
@@ -109,5 +117,5 @@ def _report(done: Fit, found: Target, keywords: dict[str, Any]) -> tuple[Report,
     measured = measure_timelines(
         found.model, done.plan, batch, objective=objective, optimizer=keywords.get("optimizer")
     )
-    curve = api.frontier(found.model, found.batch, **keywords)
+    curve = api.frontier(found.model, found.batch, **{k: v for k, v in keywords.items() if k != "effort"})
     return report_data.make_report(curve, plan=done.plan, evidence=done.evidence, measured=measured)

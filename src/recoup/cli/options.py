@@ -11,6 +11,7 @@ import typer
 
 from recoup.cost.devices import get_device
 from recoup.errors import UsageError
+from recoup.planner.incumbents import EFFORTS
 from recoup.targets.parse import parse_target
 from recoup.units import check_budget, parse_bytes
 
@@ -48,6 +49,7 @@ Actions = Annotated[
 HostBudget = Annotated[
     str | None, typer.Option(help="Bytes of host memory that a plan may hold: 64GiB. Offload is then a default action")
 ]
+Effort = Annotated[str, typer.Option(help="How long to search once a plan fits: low, normal or high")]
 Fsdp = Annotated[int | None, typer.Option(help="Bytes of one rank of so many, sharded as FSDP2 does", min=1)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr")]
@@ -68,6 +70,7 @@ class Request:
     actions: str | None
     host_budget: str | None = None
     fsdp: int | None = None
+    effort: str = "normal"
 
     def resolve(self, *, runs: bool) -> Target:
         """Returns the target: with data where the step `runs`, else `hf:` models without."""
@@ -108,6 +111,8 @@ class Request:
             keywords["actions"] = tuple(name.strip() for name in self.actions.split(",") if name.strip())
         if self.host_budget is not None:
             keywords["host_budget"] = self.host_budget
+        if self.effort != "normal":
+            keywords["effort"] = self.effort
         return keywords
 
 
@@ -125,6 +130,7 @@ def check_request(
     host_budget: str | None = None,
     out: Path | None = None,
     fsdp: int | None = None,
+    effort: str = "normal",
     runs: bool = False,
 ) -> Request:
     """Returns the checked options.
@@ -157,6 +163,7 @@ def check_request(
         actions=actions,
         host_budget=host_budget,
         fsdp=fsdp,
+        effort=_look_up(effort, {name: name for name in EFFORTS}, "--effort") or "normal",
     )
 
 

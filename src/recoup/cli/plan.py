@@ -18,6 +18,7 @@ def plan(
     actions: options.Actions = None,
     host_budget: options.HostBudget = None,
     fsdp: options.Fsdp = None,
+    effort: options.Effort = "normal",
     out: options.Out = None,
     json: options.Json = False,
     quiet: options.Quiet = False,
@@ -25,7 +26,14 @@ def plan(
     """Find the fastest plan inside a budget; nothing is allocated, and the device need not be there."""
     if target.startswith(jax_steps.PREFIX):
         jax_steps.check_options(
-            batch=batch, seq=seq, image=image, dtype=dtype, optimizer=optimizer, host_budget=host_budget, fsdp=fsdp
+            batch=batch,
+            seq=seq,
+            image=image,
+            dtype=dtype,
+            optimizer=optimizer,
+            host_budget=host_budget,
+            fsdp=fsdp,
+            effort=None if effort == "normal" else effort,
         )
         jax_steps.plan(target, budget, device=device, actions=actions, out=out, json=json, quiet=quiet)
         return
@@ -42,6 +50,7 @@ def plan(
         host_budget=host_budget,
         out=out,
         fsdp=fsdp,
+        effort=effort,
     )
     with showing_progress(quiet=quiet):
         found = request.resolve(runs=False)

@@ -38,7 +38,7 @@ from recoup.ir.evidence import Evidence
 from recoup.planner.fitting import MOST_MEASURED_PLANS
 from recoup.units import format_bytes, parse_budget
 
-_TIMED_SECONDS = 20.0  # interleaved pairs end then
+_TIMED_SECONDS = 20.0  # steps in turn end then
 
 
 class CompiledModel:

@@ -1,4 +1,4 @@
-"""Measurements on disk: one JSON file for each device, thread count, torch version and kernel flags.
+"""Measurements on disk: one file of JSON lines for each device, thread count, torch version and kernel flags.
 
 The file is in the user's cache directory (`XDG_CACHE_HOME`, else `~/.cache`, then `recoup`); `RECOUP_CACHE_DIR`
 overrides it. It may be deleted at any time. A directory that cannot be written to only means measuring again.
@@ -6,11 +6,11 @@ overrides it. It may be deleted at any time. A directory that cannot be written 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -46,45 +46,45 @@ def cache_path(device_name: str, *, threads: int, torch_version: str, flags: str
     chosen = os.environ.get("RECOUP_CACHE_DIR")
     root = Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "recoup"
     text = f"{device_name}|{threads}|{torch_version}|{flags}|{_VERSION}"
-    return root / f"ops-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+    return root / f"ops-{hashlib.sha256(text.encode()).hexdigest()[:16]}.jsonl"
 
 
 def load(path: Path | None) -> dict[str, Measurement | None]:
-    """Returns the file's measurements; none if it is missing or cannot be read."""
+    """Returns the file's measurements, the later of two of one op; none if it is missing, lines that break are left."""
     if path is None:
         return {}
     try:
-        return {
-            key: None
-            if entry is None
-            else Measurement(
-                seconds=float(entry[0]),
-                spread_seconds=float(entry[1]),
-                workspace_bytes=int(entry[2]),
-                extra_output_bytes=int(entry[3]),
-            )
-            for key, entry in json.loads(path.read_text())["ops"].items()
-        }
-    except (OSError, ValueError, TypeError, IndexError, KeyError, AttributeError):
+        text = path.read_text()
+    except (OSError, ValueError):
         return {}
+    found: dict[str, Measurement | None] = {}
+    for line in text.splitlines():
+        with contextlib.suppress(ValueError, TypeError):
+            key, entry = json.loads(line)
+            found[str(key)] = None if entry is None else _measurement(*entry)
+    return found
+
+
+def _measurement(seconds: float, spread_seconds: float, workspace_bytes: int, extra_output_bytes: int) -> Measurement:
+    return Measurement(
+        seconds=float(seconds),
+        spread_seconds=float(spread_seconds),
+        workspace_bytes=int(workspace_bytes),
+        extra_output_bytes=int(extra_output_bytes),
+    )
 
 
 def store(path: Path | None, measurements: Measurements, *, device_name: str, torch_version: str) -> None:
-    """Adds to the file in one move; what another process wrote meanwhile is kept where keys differ."""
+    """Appends to the file, in one write: processes that measure at the same time add to each other."""
     if path is None:
         return
-    entries = {
-        key: None if found is None else dataclasses.astuple(found)
-        for key, found in (load(path) | dict(measurements)).items()
-    }
-    data = {"device": device_name, "torch": torch_version, "ops": entries}
-    temporary = ""
+    lines = [json.dumps([key, m and dataclasses.astuple(m)]) for key, m in measurements.items()]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-        with os.fdopen(handle, "w") as file:
-            json.dump(data, file)
-        os.replace(temporary, path)
+        with path.open("ab", buffering=0) as file:
+            if not file.tell():
+                lines.insert(0, json.dumps({"device": device_name, "torch": torch_version}))
+            # A line that a process left half written ends where this one begins.
+            file.write("\n".join(["", *lines, ""]).encode())
     except OSError:
-        if temporary:
-            Path(temporary).unlink(missing_ok=True)
+        return

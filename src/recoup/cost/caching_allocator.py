@@ -41,21 +41,31 @@ class Block:
 
 
 class _Pool:
-    """Free blocks of one kind, by size and address."""
+    """Free blocks of one kind, by size and address: `keys` in order, and the block of each key.
 
-    __slots__ = ("first", "free", "is_small", "page")
+    Attributes:
+        least_rest_bytes: of a free block that is larger than what is asked for, the least that is cut off.
+    """
 
-    def __init__(self, *, is_small: bool) -> None:
+    __slots__ = ("blocks", "first", "is_small", "keys", "least_rest_bytes", "page")
+
+    def __init__(self, *, is_small: bool, expandable: bool) -> None:
         self.is_small = is_small
         self.page = _SMALL_SEGMENT if is_small else _LARGE_SEGMENT
-        self.free: list[tuple[int, int, Block]] = []
+        self.least_rest_bytes = MIN_BLOCK if is_small or expandable else SMALL + 1
+        self.keys: list[int] = []
+        self.blocks: dict[int, Block] = {}
         self.first: Block | None = None  # of the expandable segment
 
     def add(self, block: Block) -> None:
-        bisect.insort(self.free, (block.size, block.address, block))
+        key = _key(block.size, block.address)
+        self.blocks[key] = block
+        bisect.insort(self.keys, key)
 
     def remove(self, block: Block) -> None:
-        del self.free[bisect.bisect_left(self.free, (block.size, block.address))]
+        key = _key(block.size, block.address)
+        del self.blocks[key]
+        del self.keys[bisect.bisect_left(self.keys, key)]
 
 
 class CachingAllocator:
@@ -76,8 +86,12 @@ class CachingAllocator:
         self.expandable = expandable
         self.allocated_bytes = self.peak_allocated_bytes = 0
         self.reserved_bytes = self.peak_reserved_bytes = 0
-        self._pools = (_Pool(is_small=True), _Pool(is_small=False))
+        self._pools = tuple(_Pool(is_small=is_small, expandable=expandable) for is_small in (True, False))
         self._next_address = 1 << 60
+
+    def free_places(self) -> list[list[int]]:
+        """Returns where what is free lies: two moments with the same blocks in use and the same of these are alike."""
+        return [list(pool.keys) for pool in self._pools]
 
     def reset_peaks(self) -> None:
         """Counts the most from here on."""
@@ -89,25 +103,41 @@ class CachingAllocator:
         Raises:
             OutOfCard: if the limit does not allow it.
         """
-        size = max(-(-nbytes // MIN_BLOCK) * MIN_BLOCK, MIN_BLOCK)
+        size = -(-nbytes // MIN_BLOCK) * MIN_BLOCK or MIN_BLOCK
         pool = self._pools[size > SMALL]
-        block = self._find(pool, size)
-        if block is None:
+        at = self._find(pool, size)
+        if at is not None:
+            block: Block | None = pool.blocks.pop(pool.keys.pop(at))
+        else:
             block = self._grow(pool, size)
-        if block is None:
-            self.empty_cache()
-            block = self._grow(pool, size)
+            if block is None:
+                self.empty_cache()
+                block = self._grow(pool, size)
         if block is None:
             raise OutOfCard
-        rest = block.size - size
-        if rest >= MIN_BLOCK if pool.is_small or self.expandable else rest > SMALL:
-            self._cut(block, size)
-            assert block.next is not None
-            pool.add(block.next)
+        if block.size - size >= pool.least_rest_bytes:
+            pool.add(self._cut(block, size))
         block.is_free = False
-        self.allocated_bytes += block.size
-        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
+        self._count(block.size)
         return block
+
+    def pass_through(self, nbytes: int) -> None:
+        """Allocates so many bytes and frees them.
+
+        Raises:
+            OutOfCard: if the limit does not allow it.
+        """
+        size = -(-nbytes // MIN_BLOCK) * MIN_BLOCK or MIN_BLOCK
+        pool = self._pools[size > SMALL]
+        at = self._find(pool, size)
+        if at is None:
+            self.free(self.allocate(nbytes))
+            return
+        # The block is cut and joined again: all lies as it did.
+        found = pool.blocks[pool.keys[at]].size
+        taken = size if found - size >= pool.least_rest_bytes else found
+        self._count(taken)
+        self.allocated_bytes -= taken
 
     def free(self, block: Block) -> None:
         """Gives a block back to its pool."""
@@ -118,7 +148,7 @@ class CachingAllocator:
     def empty_cache(self) -> None:
         """Gives the card back what is free as a whole: segments, or pages of expandable ones."""
         for pool in self._pools:
-            for _, _, block in list(pool.free):
+            for block in [pool.blocks[key] for key in pool.keys]:
                 if self.expandable:
                     self._unmap(pool, block)
                 elif block.before is None and block.next is None:
@@ -127,35 +157,44 @@ class CachingAllocator:
 
     # -- blocks -------------------------------------------------------------------------------------------------
 
-    def _find(self, pool: _Pool, size: int) -> Block | None:
-        """Takes the smallest free block that fits out of its pool; one that can grow counts as large as it can get."""
-        at = bisect.bisect_left(pool.free, (size,))
-        if at == len(pool.free):
+    def _count(self, nbytes: int) -> None:
+        """Counts bytes as allocated."""
+        self.allocated_bytes += nbytes
+        if self.allocated_bytes > self.peak_allocated_bytes:
+            self.peak_allocated_bytes = self.allocated_bytes
+
+    def _find(self, pool: _Pool, size: int) -> int | None:
+        """Returns where the smallest free block that fits is; one that can grow counts as large as it can get."""
+        keys = pool.keys
+        at = bisect.bisect_left(keys, _key(size, 0))
+        if at == len(keys):
             return None
         if self.expandable:
-            while at + 1 < len(pool.free) and _reach(pool.free[at + 1][2]) < _reach(pool.free[at][2]):
+            while at + 1 < len(keys) and _reach(pool.blocks[keys[at + 1]]) < _reach(pool.blocks[keys[at]]):
                 at += 1
-        return pool.free.pop(at)[2]
+        return at
 
-    def _cut(self, block: Block, size: int) -> None:
+    def _cut(self, block: Block, size: int) -> Block:
+        """Cuts a block to a size; returns the rest, free like the block."""
         rest = Block(block.address + size, block.size - size, block.pool)
-        rest.before, rest.next = block, block.next
-        if block.next is not None:
-            block.next.before = rest
+        after = block.next
+        rest.before, rest.next = block, after
+        if after is not None:
+            after.before = rest
         block.next, block.size, rest.is_mapped = rest, size, block.is_mapped
+        return rest
 
     def _pool_up(self, block: Block) -> None:
         """Joins a free mapped block with its free neighbours and adds it to its pool."""
-        for other in (block.before, block.next):
-            if other is not None and other.is_free and other.is_mapped:
-                block.pool.remove(other)
-        before = block.before
+        before, after, pool = block.before, block.next, block.pool
+        if after is not None and after.is_free and after.is_mapped:
+            pool.remove(after)
+            _join(block)
         if before is not None and before.is_free and before.is_mapped:
+            pool.remove(before)
             _join(before)
             block = before
-        if block.next is not None and block.next.is_free and block.next.is_mapped:
-            _join(block)
-        block.pool.add(block)
+        pool.add(block)
 
     # -- segments -----------------------------------------------------------------------------------------------
 
@@ -235,20 +274,21 @@ class CachingAllocator:
         pool.remove(block)
         middle = block
         if begin > block.address:
-            self._cut(block, begin - block.address)
-            assert block.next is not None
+            middle = self._cut(block, begin - block.address)
             pool.add(block)
-            middle = block.next
         if end < middle.address + middle.size:
-            self._cut(middle, end - begin)
-            assert middle.next is not None
-            pool.add(middle.next)
+            pool.add(self._cut(middle, end - begin))
         middle.is_mapped = False
         self.reserved_bytes -= middle.size
         if middle.next is not None and not middle.next.is_mapped:
             _join(middle)
         if middle.before is not None and not middle.before.is_mapped:
             _join(middle.before)
+
+
+def _key(size: int, address: int) -> int:
+    """Returns a number in the order of sizes, of one size in that of addresses: those begin at 1 << 60."""
+    return size << 62 | address
 
 
 def _join(block: Block) -> None:

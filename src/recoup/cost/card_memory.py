@@ -118,7 +118,8 @@ class CardMemory:
 
     def _events(self, trace: Trace, workspace: Sequence[int], first: int, last: int) -> CardEvents:
         """Returns (storage, bytes) as allocated, (storage, 0) as freed, (-1, bytes) for blocks of an op held together
-        until (-2, 0), (-3, thread) where a thread asks for cuBLAS's workspace, (-4, thread) for cuBLASLt's."""
+        until (-2, 0), (-5, bytes) for a single one, (-3, thread) where a thread asks for cuBLAS's workspace, (-4,
+        thread) for cuBLASLt's."""
         born: dict[int, list[int]] = {}
         died: dict[int, list[int]] = {}
         takes_over = _sums_in_place(trace)
@@ -148,8 +149,8 @@ class CardMemory:
                     started.add((backward, is_lt))
                     events.append((-3 - is_lt, int(backward)))
             if op.signature >= 0 and workspace[i]:
-                events += [(-1, nbytes) for nbytes in self._hidden(trace.signatures[op.signature], workspace[i])]
-                events.append((-2, 0))
+                blocks = self._hidden(trace.signatures[op.signature], workspace[i])
+                events += [(-1, nbytes) for nbytes in blocks] + [(-2, 0)] if len(blocks) != 1 else [(-5, blocks[0])]
             events += [(index, 0) for index in died.get(i, ())]
         return events
 
@@ -159,7 +160,12 @@ class CardMemory:
         if cached_bytes:
             allocator.free(allocator.allocate(cached_bytes))
         threads: set[tuple[int, int]] = set()
+        before: list[list[int]] = []
         for number in range(_NUM_STEPS):
+            after = allocator.free_places()
+            if number > 1 and after == before:  # the step before left everything as it found it: so will the next
+                return
+            before = after
             live: dict[int, Block] = {}
             earlier = [allocator.allocate(nbytes) for nbytes in self._gradients]
             self._play(allocator, step, live, threads)
@@ -179,17 +185,20 @@ class CardMemory:
         threads: set[tuple[int, int]],
     ) -> None:
         hidden: list[Block] = []
+        allocate, free = allocator.allocate, allocator.free
         for index, nbytes in events:
             if index >= 0:
                 if nbytes:
-                    live[index] = allocator.allocate(nbytes)
+                    live[index] = allocate(nbytes)
                 else:
-                    allocator.free(live.pop(index))
+                    free(live.pop(index))
+            elif index == -5:
+                allocator.pass_through(nbytes)
             elif index == -1:
-                hidden.append(allocator.allocate(nbytes))
+                hidden.append(allocate(nbytes))
             elif index == -2:
                 for block in hidden:
-                    allocator.free(block)
+                    free(block)
                 hidden.clear()
             elif (index, nbytes) not in threads and self._thread_bytes:
                 threads.add((index, nbytes))

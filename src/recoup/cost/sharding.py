@@ -91,7 +91,12 @@ class ShardedCost:
                 return storage
             return dataclasses.replace(storage, nbytes=-(-storage.nbytes // self.world_size))
 
-        return dataclasses.replace(trace, storages=tuple(shard(s) for s in trace.storages))
+        host_bytes = trace.optimizer_host_bytes
+        if is_first:
+            host_bytes = -(-host_bytes // self.world_size)
+        return dataclasses.replace(
+            trace, storages=tuple(shard(s) for s in trace.storages), optimizer_host_bytes=host_bytes
+        )
 
     def _transient_bytes(self, trace: Trace) -> list[int]:
         """Returns for each op the bytes of whole parameters, whole gradients and buffers beside the rank's shards."""

@@ -1,4 +1,4 @@
-"""How much slower: plain and planned steps interleaved, medians of ratios, as many as it takes to be sure."""
+"""How much slower: plain and planned steps in turn, medians of ratios of neighbours, as many as it takes to be sure."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ def time_ratio(
     pairs: int = 5,
     before: Callable[[], Any] = lambda: None,
 ) -> tuple[float, float]:
-    """Returns the median of planned/plain over interleaved pairs, and half the distance between its quartiles.
+    """Returns the median of planned/plain, and half the distance between its quartiles.
 
-    Stops once all ratios so far, two at least, lie within `_NARROW_RATIO` of each other.
+    Plain and planned steps run in turn, and each is compared with the one before it: a machine that gets slower from
+    step to step raises one ratio and lowers the next. Stops once all ratios so far, two at least, lie within
+    `_NARROW_RATIO` of each other: after three steps where the machine is quiet.
 
     Args:
-        max_seconds: stop after this long, once two pairs are in. pairs: how many at most.
+        max_seconds: stop after this long, once two pairs are in. pairs: of neighbours, how many at most.
         before: run before each step, its time not taken.
     """
 
@@ -42,12 +44,11 @@ def time_ratio(
 
     ratios: list[float] = []
     begun = time.perf_counter()
+    last = once(plain)
     for i in range(pairs):
-        if i % 2 == 0:
-            a, b = once(plain), once(planned)
-        else:
-            b, a = once(planned), once(plain)
-        ratios.append(b / a)
+        now = once(plain if i % 2 else planned)
+        ratios.append(last / now if i % 2 else now / last)
+        last = now
         is_narrow = max(ratios) - min(ratios) <= _NARROW_RATIO
         if len(ratios) >= 2 and (is_narrow or time.perf_counter() - begun > max_seconds):
             break

@@ -2,8 +2,8 @@
 
 Both start from the same weights, buffers, attributes and random streams. One planned step keeps what regions drop and
 compares every replay with it (`replay_audit.py`); one plain and one planned step are run under the meter and compared
-value by value (with an optimizer, whose step counts too, they are metered apart); time is taken over interleaved pairs.
-The model's whole state is put back.
+value by value (with an optimizer, whose step counts too, they are metered apart); time is taken of plain and
+planned steps in turn. The model's whole state is put back.
 
 [Note: memory of a verification] A plan is proved where the plain step does not fit:
 1. What has to be kept for a comparison is one copy of the gradients. It is gone before an optimizer steps, and a copy
@@ -68,7 +68,7 @@ def verify_plan(
 
     Args:
         plan: applied already, or not: then it is applied for the duration.
-        timed: whether to time interleaved pairs of steps, for about `max_seconds`.
+        timed: whether to time plain and planned steps in turn, for about `max_seconds`.
 
     Raises:
         UsageError: if the model is on `meta`: there is nothing to run. StepOutOfMemory: if the planned step, or a plain

@@ -21,7 +21,7 @@ class Evidence:
         gradients_equal: every gradient bit for bit. max_gradient_error: the largest relative difference of one
             gradient, ||planned - plain|| / ||plain||.
         loss_equal, buffers_equal, rng_equal: bit for bit. same_gradient_set: the same parameters got a gradient.
-        time_ratio: planned step over plain step, median of interleaved pairs; None when it was not timed.
+        time_ratio: planned step over plain step, median over neighbours of steps run in turn; None: not timed.
         time_spread: half the distance between the quartiles of that ratio.
         num_regions_replayed: regions that ran again. num_rederived: saved tensors rebuilt.
         replays_equal: every tensor that a region's second forward saved had the bits of the first one's.

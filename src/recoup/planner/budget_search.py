@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from recoup.planner.incumbents import Candidate, Incumbents, Judge
-from recoup.planner.repair import SEARCH_OPS, Allowance
+from recoup.planner.incumbents import SEARCH_OPS, Allowance, Candidate, Incumbents, Judge
 from recoup.planner.strategies.base import Proposals, Strategy
 
 

@@ -16,12 +16,12 @@ from torch import nn
 from recoup.capture.capture import StepSpec
 from recoup.cost.host_link import Link
 from recoup.cost.model import CostModel
-from recoup.errors import InfeasibleBudget
+from recoup.errors import InfeasibleBudget, UsageError
 from recoup.ir.decision import Decision
 from recoup.ir.plan import Plan
 from recoup.ir.text import format_share
 from recoup.planner.budget_search import BudgetSearch
-from recoup.planner.incumbents import MOST_REPAIRS, Candidate
+from recoup.planner.incumbents import MOST_REPAIRS, Candidate, Effort
 from recoup.planner.prediction import write_plan
 from recoup.planner.remembered import recall, step_key
 from recoup.planner.simulator import Simulator
@@ -33,6 +33,7 @@ from recoup.planner.strategies.scan_plans import ScanPlans
 from recoup.planner.views import View, ViewMaker
 from recoup.runtime import scan_bytes
 from recoup.runtime.hooks import HOOKS, Hook
+from recoup.runtime.offload.optimizer_state import find_offload
 from recoup.solver.loops import find_loop
 from recoup.units import format_at_least, format_bytes, is_minimum, parse_budget
 
@@ -53,6 +54,7 @@ class Planner(Simulator):
         spans: whether consecutive calls may form one region.
         strategies: what proposes plans. hooks: how decisions of each class change a call.
         remembers: a search that was made in this process before is not made again.
+        effort: how much searches may simulate once a plan fits.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class Planner(Simulator):
         strategies: Sequence[type[Strategy]] = STRATEGIES,
         hooks: Mapping[type[Decision], Hook] = HOOKS,
         remembers: bool = False,
+        effort: Effort = "normal",
     ) -> None:
         self._remembers = remembers
         self.prefers_equal_bits = actions is None
@@ -74,11 +77,18 @@ class Planner(Simulator):
         self.actions = by_default if actions is None else tuple(actions)
         self.host_budget_bytes = host_budget_bytes
         link: Link | None = None
-        if "offload" in self.actions:
+        if "offload" in self.actions or find_offload(spec.optimizer) is not None:
             device = next((p.device for p in spec.model.parameters() if p.device.type != "meta"), torch.device("cpu"))
             link = find_link(cost, device=device, dialect=spec.dialect)
         num_scans = scan_bytes.num_free()
         super().__init__(spec, cost=cost, fixed_bytes=fixed_bytes, link=link, hooks=hooks)
+        state_bytes = self.trace.optimizer_host_bytes
+        if host_budget_bytes is not None and state_bytes > host_budget_bytes:
+            raise UsageError(
+                f"host_budget={format_bytes(host_budget_bytes)}: the optimizer's state alone takes "
+                f"{format_bytes(state_bytes)} on the host (offload_optimizer). Give it that much, or remove() what "
+                "offload_optimizer returned."
+            )
         self.scans: ScanPlans | None = None
         if "recompute" in self.actions and scan_bytes.num_free() > num_scans:
             found = ScanPlans(self, rederives="rederive" in self.actions)
@@ -91,6 +101,7 @@ class Planner(Simulator):
             loop=find_loop(trace) if "recompute" in self.actions else None,
             views=ViewMaker(self, actions=self.actions, spans=spans, scans=self.scans),
             host_budget_bytes=host_budget_bytes,
+            effort=effort,
         )
         made = (kind.make(self.step) for kind in strategies)
         self.strategies = tuple(strategy for strategy in made if strategy is not None)
@@ -122,7 +133,7 @@ class Planner(Simulator):
     @functools.cached_property
     def _step_key(self) -> str:
         spec = self.spec
-        asked = (self.actions, self.prefers_equal_bits, sorted(spec.keep), self.host_budget_bytes)
+        asked = (self.actions, self.prefers_equal_bits, sorted(spec.keep), self.host_budget_bytes, self.step.effort)
         device = (spec.dialect, spec.capability, spec.round_bytes, self.fixed_bytes, self.link)
         return step_key(self.priced, asked, device)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Protocol
+from typing import Literal, Protocol
 
 from recoup.ir.decision import Decision
 
@@ -11,7 +11,13 @@ SAME_TIME_SHARE = 0.01  # of a step's time: two plans closer than this are equal
 WORTH_SHARE = 0.002  # of a step's time: what promises less over a plan that fits is not simulated
 CLOSE_SHARE = 0.985  # of the budget: a plan that uses more leaves nothing to gain
 HOPEFUL_SHARE = 0.05  # of the budget: how far an estimate may miss it and its plan still be tried
+SEARCH_OPS = 200_000  # simulated ops of one search: some twenty steps of a model with ten thousand
 MOST_REPAIRS = 5  # answers of one view that are simulated for one budget; each is closer to it than the one before
+
+
+Effort = Literal["low", "normal", "high"]
+# Factors on what a search may simulate once a plan fits: none more, what pays mostly, and what seldom does.
+EFFORTS: dict[Effort, int] = {"low": 0, "normal": 1, "high": 10}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,3 +123,23 @@ class Incumbents:
         fastest = min(c.step_seconds for c in fitting)
         equal = [c for c in fitting if c.step_seconds <= fastest * (1 + SAME_TIME_SHARE)]
         return min(equal, key=lambda c: (c.recomputed_flops, c.step_seconds, len(c.decisions), c.peak_bytes))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Allowance:
+    """How much may be simulated before a search is content with a plan that fits: work, the same on every machine.
+
+    Attributes:
+        num_ops: of simulated steps. began_at: ops simulated when the search began.
+    """
+
+    num_ops: int
+    began_at: int
+
+    def is_spent(self, incumbents: Incumbents) -> bool:
+        """Whether so many ops were simulated since it began."""
+        return incumbents.num_simulated_ops - self.began_at >= self.num_ops
+
+    def ends(self, incumbents: Incumbents, budget_bytes: int) -> bool:
+        """Whether it is spent and something fits."""
+        return self.is_spent(incumbents) and bool(incumbents.fitting(budget_bytes))

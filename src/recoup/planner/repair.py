@@ -6,30 +6,11 @@ and the budget: down where the plan is over, and a little more, up where it leav
 
 from __future__ import annotations
 
-import dataclasses
-
-from recoup.planner.incumbents import CLOSE_SHARE, MOST_REPAIRS, WORTH_SHARE, Incumbents
+from recoup.planner.incumbents import CLOSE_SHARE, MOST_REPAIRS, WORTH_SHARE, Allowance, Incumbents
 from recoup.planner.strategies.base import Proposals
 from recoup.planner.views import View
 
 BEYOND_SHARE = 0.002  # of the budget: by how much more than the gap a target is lowered, since the next may miss too
-SEARCH_OPS = 200_000  # simulated ops of one search: some twenty steps of a model with ten thousand
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Allowance:
-    """How much may be simulated before a search is content with a plan that fits: work, the same on every machine.
-
-    Attributes:
-        num_ops: of simulated steps. began_at: ops simulated when the search began.
-    """
-
-    num_ops: int
-    began_at: int
-
-    def is_spent(self, incumbents: Incumbents) -> bool:
-        """Whether so many ops were simulated since it began."""
-        return incumbents.num_simulated_ops - self.began_at >= self.num_ops
 
 
 def repaired(

@@ -21,6 +21,7 @@ from recoup.cost.roofline import RooflineCost
 from recoup.errors import UsageError
 from recoup.planner.driver import Planner
 from recoup.planner.fitting import Fitting, paths_below
+from recoup.planner.incumbents import EFFORTS, Effort
 from recoup.planner.strategies.registry import check_actions
 from recoup.runtime.conflicts import refuse_conflicts, refuse_unready, refuse_wrapped
 from recoup.units import parse_bytes
@@ -58,6 +59,7 @@ def planner_for(
     cost: CostModel | None,
     host_budget: int | str | None = None,
     keep: frozenset[str] = frozenset(),
+    effort: Effort = "normal",
 ) -> tuple[Planner, str, Device | None]:
     """Returns the planner of a step, the device's name, and its table entry (None: this machine's own).
 
@@ -67,6 +69,8 @@ def planner_for(
     if not isinstance(model, nn.Module):
         raise UsageError(f"model must be a torch.nn.Module; got {type(model).__name__}.")
     check_optimizer(optimizer)
+    if effort not in EFFORTS:
+        raise UsageError(f"effort is one of {', '.join(EFFORTS)}; got {effort!r}.")
     chosen = check_actions(actions)
     host_budget_bytes = None if host_budget is None else parse_bytes(host_budget)
     if host_budget is not None and chosen is not None and "offload" not in chosen:
@@ -102,6 +106,7 @@ def planner_for(
         host_budget_bytes=host_budget_bytes,
         fixed_bytes=fixed_bytes,
         remembers=True,
+        effort=effort,
     )
     return planner, name, entry
 
@@ -134,6 +139,7 @@ def fitting_for(
     cost: CostModel | None,
     host_budget: int | str | None,
     keep: Iterable[str],
+    effort: Effort,
 ) -> Fitting:
     """Returns a planner for one budget that plans again without modules that turn out not to run twice."""
     if not isinstance(model, nn.Module):
@@ -149,6 +155,7 @@ def fitting_for(
         cost=cost,
         host_budget=host_budget,
         keep=kept,
+        effort=effort,
     )
 
     def make_planner(runs_once: frozenset[str], allowed: Sequence[str] | None) -> Planner:
@@ -162,6 +169,7 @@ def fitting_for(
             host_budget_bytes=first.host_budget_bytes,
             fixed_bytes=first.fixed_bytes,
             remembers=True,
+            effort=effort,
         )
 
     return Fitting(

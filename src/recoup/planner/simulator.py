@@ -26,6 +26,7 @@ from recoup.runtime import scan_bytes
 from recoup.runtime.apply import apply_decisions
 from recoup.runtime.hooks import HOOKS, Hook
 from recoup.runtime.recompute.rng_state import statistics_buffers
+from recoup.runtime.tile.module.tiled import Proofs
 
 EVERYWHERE = (Rederive(path=""),)
 
@@ -59,6 +60,7 @@ class Simulator:
         self.hooks = hooks
         self.simulated: dict[tuple[Decision, ...], Candidate] = {}
         self._card_events: dict[tuple[Decision, ...], CardEvents] = {}
+        self._proofs = Proofs()
         self.num_simulated_ops = 0
         progress.advance("capturing the step")
         self.spec, trace, counts, self.num_draws = _largest_draw(spec)
@@ -81,7 +83,8 @@ class Simulator:
     def simulate_priced(self, chosen: tuple[Decision, ...]) -> PricedTrace:
         """Returns the step with `chosen` applied, captured and priced; without the optimizer's part."""
         self.spec.known_state.note(self.spec.model, self.spec.batch, self.spec.objective.functions)
-        with apply_decisions(self.spec.model, chosen, hooks=self.hooks), scan_bytes.counting() as counts:
+        applied = apply_decisions(self.spec.model, chosen, hooks=self.hooks, proofs=self._proofs)
+        with applied, scan_bytes.counting() as counts:
             priced = self.cost.price(capture(self.spec, known=self.trace))
         priced = _with_counts(priced, counts)
         return priced if self.link is None else with_copies(priced, self.link)
@@ -130,7 +133,10 @@ class Simulator:
         trace, priced = self.priced.trace, self.priced
         at = [i for i, o in enumerate(trace.ops) if o.phase == "optimizer"]
         levels = trace.levels(priced.op_workspace_bytes)
-        return max((levels[i] for i in at), default=0), sum(priced.op_seconds[i] for i in at)
+        seconds = sum(priced.op_seconds[i] for i in at)
+        if self.link is not None:  # a bucket of state comes in, is updated and goes out before the next
+            seconds += trace.optimizer_host_bytes * (1 / self.link.back_bytes + 1 / self.link.out_bytes)
+        return max((levels[i] for i in at), default=0), seconds
 
     def candidate(self, chosen: tuple[Decision, ...], priced: PricedTrace) -> Candidate:
         """Returns the candidate of a captured and priced step with `chosen`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from recoup.ir.trace import Trace
+from recoup.planner.incumbents import EFFORTS, SEARCH_OPS, Allowance, Effort, Incumbents
 from recoup.planner.simulator import Simulator
 from recoup.planner.strategies.scan_plans import ScanPlans
 from recoup.planner.views import ViewMaker
@@ -21,6 +22,7 @@ class PlannedStep:
         scans: plans for its scans, if it has some that were given no schedule. loop: over time, if it has one.
         views: makes views of it for solvers.
         host_budget_bytes: the most that a plan may hold in the host's memory at a time; None: whatever it takes.
+        effort: how much searches may simulate once a plan fits.
     """
 
     simulator: Simulator
@@ -29,6 +31,15 @@ class PlannedStep:
     loop: StepLoop | None
     views: ViewMaker
     host_budget_bytes: int | None = None
+    effort: Effort = "normal"
+
+    def allowance(self, incumbents: Incumbents, num_ops: int = SEARCH_OPS) -> Allowance:
+        """Returns what a search that begins now may simulate.
+
+        Args:
+            num_ops: of simulated steps, with normal effort.
+        """
+        return Allowance(num_ops=EFFORTS[self.effort] * num_ops, began_at=incumbents.num_simulated_ops)
 
     @property
     def calls_trace(self) -> Trace:

@@ -30,6 +30,7 @@ from recoup.runtime.rebuild.apply_held import HeldSettings, HeldState, run_held
 from recoup.runtime.recompute.rng_state import statistics_buffers
 from recoup.runtime.step_log import StepLog
 from recoup.runtime.step_watch import StepWatch
+from recoup.runtime.tile.module.tiled import Proofs
 
 
 class Applied:
@@ -96,12 +97,14 @@ def apply_decisions(
     *,
     transport: Transport | str = "auto",
     hooks: Mapping[type[Decision], Hook] = HOOKS,
+    proofs: Proofs | None = None,
 ) -> Applied:
     """Changes the forwards that `decisions` name, and nothing else.
 
     Args:
         transport: how offloaded tensors are moved, see `recoup.offload`; "auto" is "cuda" on a GPU, else "disk".
         hooks: how decisions of each class change a call.
+        proofs: about tiled modules, of plans for this model and batch that were in place before; left out: none.
 
     Raises:
         PlanMismatch: if a path is not in the model. UsageError: if a decision cannot be applied there. Nothing was
@@ -137,6 +140,7 @@ def apply_decisions(
     state = StepState(
         counts_calls=any(d.call is not None or isinstance(d, Loop) for d in decisions),
         offloading=Offloading(transport) if offloads else None,
+        proofs=proofs,
     )
     paths = dict.fromkeys([*by_path, *joins])
     caching = caching_paths(modules, [d.path for d in decisions if d.is_region])

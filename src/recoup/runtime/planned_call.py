@@ -41,11 +41,13 @@ from recoup.runtime.tile.module.tiled import Proofs
 class StepState:
     """State that the patched forwards of one model share, such as how often each path was called in this step."""
 
-    def __init__(self, *, counts_calls: bool, offloading: Offloading | None = None) -> None:
+    def __init__(
+        self, *, counts_calls: bool, offloading: Offloading | None = None, proofs: Proofs | None = None
+    ) -> None:
         self.counts_calls = counts_calls
         self.offloading = offloading
         self.calls: dict[str, int] = {}
-        self.proofs = Proofs()
+        self.proofs = Proofs() if proofs is None else proofs
         self.counts = Counts()
         self.unwritten: dict[str, set[int]] = {}
         self.places: dict[str, Places] = {}

@@ -28,6 +28,7 @@ from recoup._pytree import iterate_tensors
 from recoup.errors import OtherStepWarning, OverBudgetWarning
 from recoup.ir.plan import Plan
 from recoup.runtime import execution_context
+from recoup.runtime.offload.optimizer_state import state_on_device
 from recoup.units import format_bytes
 
 _MAX_LOOKS = 64  # steps that look new: with another shape each time there is no end of them
@@ -229,7 +230,7 @@ class StepWatch:
 
     def _state_bytes(self) -> int:
         """Returns the bytes of the optimizers' state: of all that stepped the model's parameters."""
-        states = [s for ref in self._optimizers if (o := ref()) is not None for s in o.state.values()]
+        states = [s for ref in self._optimizers if (o := ref()) is not None for s in state_on_device(o)]
         return sum(t.numel() * t.element_size() for s in states for t in s.values() if isinstance(t, torch.Tensor))
 
     def _ask_allocator(self) -> None:

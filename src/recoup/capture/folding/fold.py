@@ -156,7 +156,7 @@ class Folding:
 
     @contextlib.contextmanager
     def on(self) -> Iterator[Folding]:
-        """Folds inside the block."""
+        """Folds inside the block, once: what is fake does not outlive it."""
         self.recorder.watcher = self.watch
         self.tracker.bridge = self
         try:
@@ -164,6 +164,7 @@ class Folding:
         finally:
             self.recorder.watcher = None
             self.tracker.bridge = None
+            del self.anchor
             self.remove()
 
     def remove(self) -> None:

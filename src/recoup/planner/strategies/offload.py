@@ -10,7 +10,7 @@ from typing import ClassVar, Self
 from recoup.cost.host_link import Link
 from recoup.ir.decision import Decision, Region
 from recoup.planner.incumbents import MOST_REPAIRS, Incumbents
-from recoup.planner.repair import Allowance, repaired
+from recoup.planner.repair import repaired
 from recoup.planner.step import PlannedStep
 from recoup.planner.strategies.base import Proposals, Strategy
 from recoup.planner.views import View, ViewSet
@@ -84,7 +84,7 @@ class OffloadStrategy(Strategy):
 
     def propose(self, budget_bytes: int, incumbents: Incumbents) -> Proposals:
         """Yields the answers of each assumption on what copies cost."""
-        allowance = Allowance(num_ops=MOVING_OPS, began_at=incumbents.num_simulated_ops)
+        allowance = self._step.allowance(incumbents, MOVING_OPS)
         num_repairs = MOST_REPAIRS if self._step.scans is None else 1
         for view in self._views:
             yield from repaired(view, budget_bytes, incumbents, allowance, num_repairs=num_repairs)

@@ -46,11 +46,14 @@ class RebuildStrategy(Strategy):
 
     def propose(self, budget_bytes: int, incumbents: Incumbents) -> Proposals:
         """Yields the solver's answers for the budget, each repaired by the gap of the one before."""
-        if self._view is None or self._solver is None:
+        allowance = self._step.allowance(incumbents)
+        if allowance.ends(incumbents, budget_bytes) or self._view is None or self._solver is None:
             return
         plain = self._step.simulator.plain
         target, has_fitted = budget_bytes, False
         for _ in range(MOST_REPAIRS):
+            if allowance.ends(incumbents, budget_bytes):
+                return
             choice = self._solver.solve(target - self._fixed_bytes)
             worth = incumbents.seconds(budget_bytes) * (1 - WORTH_SHARE)
             if choice is None or plain.step_seconds + choice.extra_seconds >= worth:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar, Self
 
 from recoup.planner.incumbents import MOST_REPAIRS, Incumbents
-from recoup.planner.repair import SEARCH_OPS, Allowance, repaired
+from recoup.planner.repair import repaired
 from recoup.planner.simulator import EVERYWHERE
 from recoup.planner.step import PlannedStep
 from recoup.planner.strategies.base import Proposals, Strategy
@@ -29,7 +29,7 @@ class RecomputeStrategy(Strategy):
         views = self._step.views.plain.views
         if "rederive" in self._step.actions and self._step.scans is None:
             yield EVERYWHERE
-        allowance = Allowance(num_ops=SEARCH_OPS, began_at=incumbents.num_simulated_ops)
+        allowance = self._step.allowance(incumbents)
         # Bytes of scans are moved to the budget afterwards, which repairs more than a solver can.
         num_repairs = MOST_REPAIRS if self._step.scans is None else 1
         for view in views:

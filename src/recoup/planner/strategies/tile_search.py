@@ -6,8 +6,8 @@ from typing import ClassVar, Self
 
 from recoup import progress
 from recoup.ir.decision import Decision, TileModule
-from recoup.planner.incumbents import MOST_REPAIRS, Candidate, Incumbents
-from recoup.planner.repair import SEARCH_OPS, Allowance, repaired
+from recoup.planner.incumbents import MOST_REPAIRS, SEARCH_OPS, Allowance, Candidate, Incumbents
+from recoup.planner.repair import repaired
 from recoup.planner.simulator import EVERYWHERE
 from recoup.planner.step import PlannedStep
 from recoup.planner.strategies.base import Decisions, Proposals, Strategy
@@ -60,16 +60,18 @@ class TileStrategy(Strategy):
     def propose(self, budget_bytes: int, incumbents: Incumbents) -> Proposals:
         """Yields plans with each set of tiles, and the fastest of them with fewer modules tiled."""
         num_repairs = MOST_REPAIRS if self._step.scans is None else 1
+        if self._step.allowance(incumbents).ends(incumbents, budget_bytes):
+            return
         for tiles, views, moving in self.found.sets:
             if self._step.scans is None:
                 yield tiles.tiles
                 if "rederive" in self._step.actions:
                     yield (*EVERYWHERE, *tiles.tiles)
             for some, num_ops in ((views, SEARCH_OPS), (moving, MOVING_OPS)):
-                allowance = Allowance(num_ops=num_ops, began_at=incumbents.num_simulated_ops)
+                allowance = self._step.allowance(incumbents, num_ops)
                 for view in some:
                     yield from repaired(view, budget_bytes, incumbents, allowance, num_repairs=num_repairs)
-            yield from _with_fewer_tiles(tiles.tiles, budget_bytes, incumbents)
+            yield from _with_fewer_tiles(tiles.tiles, budget_bytes, incumbents, self._step.allowance(incumbents))
 
     def shrink(self, incumbents: Incumbents) -> Proposals:
         """Yields the leanest plan with each set of tiles, then the leanest of all with ever smaller tiles."""
@@ -157,7 +159,7 @@ class _Found:
         self.sets.append((tiles, tiles.views, moving))
 
 
-def _with_fewer_tiles(tiles: Decisions, budget_bytes: int, incumbents: Incumbents) -> Proposals:
+def _with_fewer_tiles(tiles: Decisions, budget_bytes: int, incumbents: Incumbents, allowance: Allowance) -> Proposals:
     """Yields the fastest plan with these tiles, and everything rederived, with as few modules tiled as needed.
 
     Those that backward comes to first stay.
@@ -170,7 +172,7 @@ def _with_fewer_tiles(tiles: Decisions, budget_bytes: int, incumbents: Incumbent
     for candidate in starts:
         modules = [d for d in candidate.decisions if isinstance(d, TileModule)]
         fewest, most = 0, len(modules)
-        while fewest < most:
+        while fewest < most and not allowance.is_spent(incumbents):
             kept = (fewest + most) // 2
             dropped = modules[: len(modules) - kept]
             tried = yield tuple(d for d in candidate.decisions if d not in dropped)

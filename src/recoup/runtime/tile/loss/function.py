@@ -17,6 +17,7 @@ import torch
 
 from recoup import _torch
 from recoup.errors import UsageError
+from recoup.runtime.tile.inside import each_tile
 from recoup.runtime.tile.loss.math import Spec, Step, Tile, wide
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -115,7 +116,7 @@ def _tiles(
     *,
     needs_gradient: bool = True,
 ) -> Iterator[tuple[int, torch.Tensor, Tile]]:
-    for start in range(0, len(hidden_NH), spec.tile_tokens):
+    for start in each_tile(range(0, len(hidden_NH), spec.tile_tokens)):
         end = start + spec.tile_tokens
         hidden_TH = hidden_NH[start:end]
         output_TV = torch.mm(hidden_TH, weight.t()) if bias is None else torch.addmm(bias, hidden_TH, weight.t())

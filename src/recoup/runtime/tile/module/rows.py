@@ -24,7 +24,7 @@ from recoup.errors import ReplayError, UsageError
 from recoup.runtime import execution_context
 from recoup.runtime.recompute.inputs import Inputs
 from recoup.runtime.recompute.rng_state import AutocastState, version_of
-from recoup.runtime.tile.inside import inside_tile
+from recoup.runtime.tile.inside import each_tile, inside_tile
 from recoup.runtime.tile.loss.math import wide
 from recoup.runtime.tile.module.position_wise import graph_nodes
 
@@ -100,7 +100,7 @@ def _forward(tiling: Tiling) -> torch.Tensor:
     output_NF: torch.Tensor | None = None
     rows_NF: torch.Tensor | None = None
     tiled_rows = tiling.tiled_rows()
-    for start in tiling.starts():
+    for start in each_tile(tiling.starts()):
         swaps = {id(t): tiling.cut(rows, start) for t, rows in tiled_rows}
         with inside_tile():
             made_TF = tiling.call(swaps).detach()
@@ -155,7 +155,7 @@ class _TiledCall:
         sums = _Sums([*(t for t in whole if t is not None), *self.leaves])
         grad_rows, tiled_rows = tiling.in_a_row(grad), tiling.tiled_rows()
         with self.autocast.replayed(), _torch.without_tensor_hooks(self.leaves):
-            for start in tiling.starts():
+            for start in each_tile(tiling.starts()):
                 self._tile(tiling, start, tiled_rows, grad_rows, into, sums)
         totals = sums.finish()
         found = [w if t is None else totals.pop(0) for t, w in zip(whole, written, strict=True)]

@@ -169,7 +169,10 @@ def _same(held: Any, copy: Any) -> bool:
 
 
 class Proofs:
-    """Proofs about the tiled modules of a plan, or about one module: names of parameters, by shape and mode."""
+    """Proofs about the tiled modules of a plan, or about one module: names of parameters, by shape and mode.
+
+    On fake tensors a proof is made once too; on real ones a first tile is compared besides.
+    """
 
     def __init__(self) -> None:
         self._leaves: dict[Any, tuple[str, ...]] = {}
@@ -187,13 +190,14 @@ class Proofs:
         """
         tiling = Tiling(path, run, args, kwargs, tile_rows=rows)
         parameters = dict(module.named_parameters(remove_duplicate=False))
-        key = (path, _mode_of(tiling, module, parameters))
+        is_fake = _torch.is_fake(tiling.tensors[0])
+        key = (path, is_fake, _mode_of(tiling, module, parameters))
         names = self._leaves.get(key)
         if names is None:
             names = self._prove(path, module, tiling, parameters)
-            if not _torch.is_fake(tiling.tensors[0]):
+            if not is_fake:
                 _compare(tiling)
-                self._leaves[key] = names
+            self._leaves[key] = names
         return run_tiles(tiling, [parameters[name] for name in names])
 
     def _prove(

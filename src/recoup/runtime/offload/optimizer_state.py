@@ -1,0 +1,390 @@
+"""The optimizer's state on the host between steps: in backward the device holds none of it, in the step a bucket.
+
+A step runs bucket by bucket: the state of a few parameters comes in, the optimizer's own step runs for these parameters
+alone, their state goes out again. Numbered rules:
+
+1. Only optimizers of `torch.optim` that update each parameter by itself are served: a step over some of the parameters,
+   then over the others, has the bits of one over all. Others are refused.
+2. Hooks, schedulers and a GradScaler see one step over all parameters: the user's `step` is called once. All buckets
+   but the last run in a pre-hook behind every other, the last is the step itself, which a post-hook before every other
+   ends.
+3. What lies in `optimizer.state` between steps are tensors with the state's values, on the host: they may be read and
+   saved. A state that is loaded goes to the host when it was loaded.
+4. A bucket takes no more bytes of parameters than the largest parameter has.
+
+prime-rl and DeepSpeed keep the state on the host as well; DeepSpeed also steps there, which rounds differently.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import tempfile
+import types
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Protocol, Self
+
+import torch
+
+from recoup import _torch
+from recoup.errors import UsageError
+from recoup.runtime.offload.offloaded_saved_tensor import MIN_BYTES, Moves
+from recoup.units import format_bytes
+
+_HOME = "recoup_offload"  # attribute of the patched `step`
+
+
+class Host(Protocol):
+    """Where state is between steps."""
+
+    def leave(self, tensor: torch.Tensor, there: Any | None) -> Any:
+        """Copies a tensor to the host; `there` is what an earlier call returned for it, whose memory is used again."""
+
+    def back(self, there: Any, device: torch.device) -> torch.Tensor:
+        """Returns the tensor, a new one on the device."""
+
+    def finish(self) -> None:
+        """Returns when all copies are done."""
+
+
+class PinnedHost:
+    """Pinned memory, for a GPU."""
+
+    def leave(self, tensor: torch.Tensor, there: Any | None) -> Any:
+        """See `Host`."""
+        if there is None:
+            there = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        return there.copy_(tensor, non_blocking=True)
+
+    def back(self, there: Any, device: torch.device) -> torch.Tensor:
+        """See `Host`."""
+        return torch.empty_like(there, device=device, pin_memory=False).copy_(there, non_blocking=True)
+
+    def finish(self) -> None:
+        """See `Host`."""
+        torch.cuda.current_stream().synchronize()
+
+
+class FileHost:
+    """Files without a name in the temporary directory, mapped into memory: for a CPU, whose host is the disk."""
+
+    def leave(self, tensor: torch.Tensor, there: Any | None) -> Any:
+        """See `Host`."""
+        if there is None:
+            handle, name = tempfile.mkstemp()
+            os.close(handle)
+            flat = torch.from_file(name, shared=True, size=tensor.numel(), dtype=tensor.dtype)
+            os.unlink(name)
+            there = flat.as_strided(tensor.size(), tensor.stride())
+        return there.copy_(tensor)
+
+    def back(self, there: Any, device: torch.device) -> torch.Tensor:
+        """See `Host`."""
+        return torch.empty_like(there, device=device).copy_(there)
+
+    def finish(self) -> None:
+        """See `Host`."""
+
+
+class _Noted:
+    """What a tensor without data leaves behind: how to make another."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.nbytes = tensor.numel() * tensor.dtype.itemsize
+        self.make = (tuple(tensor.size()), tuple(tensor.stride()), tensor.dtype)
+
+
+class NotedHost:
+    """Stands in while a step is captured: nothing is copied, and the host's memory is no tensor."""
+
+    def leave(self, tensor: torch.Tensor, there: Any | None) -> Any:
+        """See `Host`."""
+        return _Noted(tensor)
+
+    def back(self, there: Any, device: torch.device) -> torch.Tensor:
+        """See `Host`."""
+        size, stride, dtype = there.make
+        return torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+    def finish(self) -> None:
+        """See `Host`."""
+
+
+class OptimizerOffload:
+    """An optimizer whose state is on the host between its steps; `remove()` ends it, and so does the end of its block.
+
+    Attributes:
+        moves: bytes moved so far, out and back.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, host: Host, *, out: Iterable[tuple[torch.Tensor, str]] = ()
+    ) -> None:
+        """Moves the state that is there.
+
+        Args:
+            host: where to. out: parameters and names whose state is no device's already, in the copy of an optimizer.
+        """
+        self.moves = Moves()
+        self._optimizer = optimizer
+        self._host = host
+        self._is_on = True
+        self._there: dict[tuple[torch.Tensor, str], Any] = {}  # by parameter and name: what lies in the state
+        self._in: list[torch.Tensor] = []  # parameters whose state is on the device
+        self._came: dict[tuple[torch.Tensor, str], Any] = {}  # what their state had in its place
+        self._groups = optimizer.param_groups
+        self._members: list[tuple[dict[str, Any], list[torch.Tensor]]] = []  # of the groups while a step runs
+        for parameter, name in out:
+            if name in optimizer.state.get(parameter, {}):
+                self._leave(parameter, name, optimizer.state[parameter][name])
+        self._leave_all()
+        former = optimizer.step
+        self._former, self._before_us = former, optimizer.__dict__.get("step")
+
+        @functools.wraps(former)
+        def step(_: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            return self._step(*args, **kwargs)
+
+        setattr(step, _HOME, self)
+        self._patched = optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
+        self._loaded = optimizer.register_load_state_dict_post_hook(lambda _: self._leave_all())
+
+    def __repr__(self) -> str:
+        where = f"{format_bytes(self.host_bytes)} on the host" if self._is_on else "removed"
+        return f"<OptimizerOffload: {type(self._optimizer).__name__}, {where}>"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.remove()
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of state on the host."""
+        return sum(there.nbytes for _, there in self.places())
+
+    def places(self) -> Iterator[tuple[tuple[torch.Tensor, str], Any]]:
+        """Yields parameter and name of what is on the host, and what lies in the state for it."""
+        for (parameter, name), there in self._there.items():
+            if self._optimizer.state.get(parameter, {}).get(name) is there:
+                yield (parameter, name), there
+
+    def remove(self) -> None:
+        """Brings the state back and puts the optimizer's own `step` back; safe to call twice."""
+        if not self._is_on:
+            return
+        self._is_on = False
+        for (parameter, name), there in list(self.places()):
+            self._bring(parameter, name, there)
+        self._host.finish()
+        self.forget()
+        self._loaded.remove()
+        if self._optimizer.__dict__.get("step") is not self._patched:
+            return  # a scheduler wrapped it since: what it calls passes the call on
+        if self._before_us is None:
+            del self._optimizer.step
+        else:
+            self._optimizer.step = self._before_us  # type: ignore[method-assign]
+
+    def forget(self) -> None:
+        """Lets go of what is on the host."""
+        self._there.clear()
+
+    # -- a step ------------------------------------------------------------------------------------------------------
+
+    def _step(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._is_on:
+            return self._former(*args, **kwargs)
+        optimizer = self._optimizer
+        hooks = [
+            optimizer.register_step_pre_hook(self._before),
+            _torch.register_first_post_hook(optimizer, self._after),
+        ]
+        try:
+            return self._former(*args, **kwargs)
+        finally:
+            for hook in hooks:
+                hook.remove()
+            self._after()
+
+    def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        """Runs every bucket but the last, and brings the last one in; a closure has its turn before."""
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+            args, kwargs = args[:1], {**kwargs, "closure": lambda: loss}
+        self._groups = optimizer.param_groups
+        self._members = [(group, group["params"]) for group in self._groups]
+        for number, (group, members) in enumerate(list(self._buckets())):
+            if number:
+                _torch.step_without_hooks(optimizer)
+                self._out()
+            optimizer.param_groups = [group]
+            group["params"] = self._in = members
+            for parameter in members:
+                for name in list(optimizer.state.get(parameter, {})):
+                    there = self._there.get((parameter, name))
+                    if there is not None and optimizer.state[parameter][name] is there:
+                        self._bring(parameter, name, there)
+                        self._came[parameter, name] = there
+        return args, kwargs
+
+    def _after(self, *_: Any) -> None:
+        """Ends the last bucket, or one that failed: the groups are the user's again."""
+        self._out()
+        for group, members in self._members:
+            group["params"] = members
+        self._optimizer.param_groups = self._groups
+        self._members = []
+        self._host.finish()
+
+    def _buckets(self) -> Iterator[tuple[dict[str, Any], list[torch.Tensor]]]:
+        """Yields parameters that have a gradient, group by group, no more bytes at a time than the largest has."""
+        most = max((p.nbytes for _, members in self._members for p in members), default=0)
+        for group, members in self._members:
+            bucket: list[torch.Tensor] = []
+            for parameter in members:
+                if parameter.grad is None:
+                    continue
+                if bucket and sum(p.nbytes for p in bucket) + parameter.nbytes > most:
+                    yield group, bucket
+                    bucket = []
+                bucket.append(parameter)
+            if bucket:
+                yield group, bucket
+
+    # -- copies ------------------------------------------------------------------------------------------------------
+
+    def _out(self) -> None:
+        """Takes the state of what is in to the host."""
+        parameters, self._in = self._in, []
+        self._leave_those(parameters)
+        self._came.clear()
+
+    def _leave_all(self) -> None:
+        self._leave_those([p for group in self._optimizer.param_groups for p in group["params"]])
+        self._host.finish()
+
+    def _leave_those(self, parameters: list[torch.Tensor]) -> None:
+        for parameter in parameters:
+            for name, value in list(self._optimizer.state.get(parameter, {}).items()):
+                if value is not self._there.get((parameter, name)) and _is_movable(value, parameter):
+                    self._leave(parameter, name, value)
+
+    def _leave(self, parameter: torch.Tensor, name: str, value: torch.Tensor) -> None:
+        there = self._host.leave(value, self._came.pop((parameter, name), None))
+        self._optimizer.state[parameter][name] = self._there[parameter, name] = there
+        self.moves.bytes_out += value.nbytes
+        self.moves.num_blocks += 1
+
+    def _bring(self, parameter: torch.Tensor, name: str, there: Any) -> None:
+        self._optimizer.state[parameter][name] = self._host.back(there, parameter.device)
+        self.moves.bytes_back += there.nbytes
+
+
+def _is_movable(value: Any, parameter: torch.Tensor) -> bool:
+    """Whether a value of the state lies beside its parameter, in a storage of its own, and is worth a copy."""
+    return (
+        isinstance(value, torch.Tensor)
+        and value.device == parameter.device
+        and value.layout is torch.strided
+        and value.nbytes >= MIN_BYTES
+        and value.nbytes == value.untyped_storage().nbytes()
+    )
+
+
+def offload_optimizer(optimizer: torch.optim.Optimizer, *, host: Host | None = None) -> OptimizerOffload:
+    """Keeps an optimizer's state on the host between its steps; the results of each step have the same bits.
+
+    In forward and backward the device holds none of it, and in the step the state of a few parameters at a time. Plans
+    that are made with this optimizer count it so: `predicted.host_bytes` includes it. A state that is there moves at
+    once, one that is not yet when it is made.
+
+    Args:
+        optimizer: of `torch.optim`: any but LBFGS.
+        host: where to; left out: pinned memory for a GPU, files without a name in the temporary directory for a CPU.
+
+    Returns:
+        What `remove()` ends; a context manager too. `moves` has the bytes that were moved.
+
+    Raises:
+        UsageError: for an optimizer whose step cannot be run for some of its parameters. Nothing was changed then.
+
+    Example:
+        >>> model = torch.nn.Linear(512, 512)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> with recoup.offload_optimizer(optimizer) as offload:
+        ...     model(torch.ones(4, 512)).sum().backward()
+        ...     optimizer.step()
+        ...     print(offload.host_bytes >> 20, "MiB on the host")
+        2 MiB on the host
+    """
+    _check(optimizer)
+    return OptimizerOffload(optimizer, host or _host_of(optimizer))
+
+
+def offload_alike(optimizer: Any, rebuilt: torch.optim.Optimizer, new_of: Mapping[int, torch.Tensor]) -> None:
+    """Has the state of a rebuilt optimizer on the host where the user's is; `new_of`: its parameters by old `id`."""
+    offload = find_offload(optimizer)
+    if offload is not None:
+        out = [(new_of[id(p)], name) for (p, name), _ in offload.places() if id(p) in new_of]
+        OptimizerOffload(rebuilt, _host_of(rebuilt), out=out)
+
+
+def _host_of(optimizer: torch.optim.Optimizer) -> Host:
+    first = next(p for group in optimizer.param_groups for p in group["params"])
+    if _torch.is_fake(first):
+        return NotedHost()
+    return PinnedHost() if first.device.type == "cuda" else FileHost()
+
+
+def find_offload(optimizer: Any) -> OptimizerOffload | None:
+    """Returns what keeps an optimizer's state on the host, None if nothing does."""
+    found = getattr(getattr(optimizer, "step", None), _HOME, None)
+    is_its_own = isinstance(found, OptimizerOffload) and found._is_on and found._optimizer is optimizer
+    return found if is_its_own else None
+
+
+def state_on_device(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
+    """Yields what is in an optimizer's state, without what is on the host."""
+    offload = find_offload(optimizer)
+    away = {id(there) for _, there in offload.places()} if offload is not None else set()
+    for state in optimizer.state.values():
+        yield {name: value for name, value in dict(state).items() if id(value) not in away}
+
+
+def _check(optimizer: Any) -> None:
+    name = type(optimizer).__name__
+    where = "(recoup.runtime.offload.optimizer_state)"
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UsageError(f"offload_optimizer takes a torch.optim.Optimizer; got {name}. {where}")
+    if find_offload(optimizer) is not None:
+        raise UsageError(f"The state of this {name} is on the host already: remove() what was returned then. {where}")
+    code = inspect.unwrap(type(optimizer).step)
+    if not code.__module__.startswith("torch.optim."):
+        raise UsageError(
+            f"{name}.step is code of {code.__module__}, which may update parameters together or hold its state "
+            "elsewhere: run for some of them it could differ. offload_optimizer serves the optimizers of torch.optim; "
+            f"for one inside a wrapper pass that one. {where}"
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UsageError(
+            "LBFGS runs the training step again inside its own and reads its history there, so that its state cannot "
+            f"be on the host meanwhile. Use another optimizer, or leave its state where it is. {where}"
+        )
+    for group in optimizer.param_groups:
+        if group.get("differentiable"):
+            raise UsageError(
+                f"{name}(differentiable=True) keeps its state in a graph, which needs it on the device. {where}"
+            )
+        for parameter in group["params"]:
+            kind: Any = type(parameter)  # hashable, which mypy does not see of a class
+            if _torch.is_wrapper_type(kind):
+                raise UsageError(
+                    f"A parameter of {list(parameter.shape)} is a {kind.__name__}, and so is its state, "
+                    "which has no place apart from its mesh. FSDP2 keeps both on the host itself: fully_shard(..., "
+                    f"offload_policy=CPUOffloadPolicy()). {where}"
+                )
