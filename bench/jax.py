@@ -32,11 +32,12 @@ import jax
 import recoup.jax
 from recoup.jax.api import planner_for
 from recoup.jax.compiled import compiled_bytes
+from recoup.jax.flat import live_eqns
 from recoup.jax.flops import eqn_flops
 from recoup.jax.layout import Layout, Piece, Scan, Segment
 from recoup.jax.planner import Planner
 from recoup.jax.program import Program
-from recoup.jax.simulate import live_eqns, simulate
+from recoup.jax.simulate import simulate
 from recoup.jax.trace import gradient_function, trace
 from recoup.units import format_bytes
 

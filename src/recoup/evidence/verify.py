@@ -26,7 +26,7 @@ from torch import nn
 
 from recoup._allocation import available_bytes, is_allocation_failure
 from recoup._pytree import first_half, num_rows
-from recoup.capture.optimizer import OptimizerLike
+from recoup.capture.optimizer import OptimizerLike, check_optimizer
 from recoup.capture.snapshot import untouched
 from recoup.capture.step import Objective
 from recoup.errors import RecoupError, StepOutOfMemory, UsageError
@@ -47,6 +47,7 @@ from recoup.ir.evidence import Evidence
 from recoup.ir.plan import Plan
 from recoup.runtime import execution_context
 from recoup.runtime.apply import apply_decisions, find_patches, plain
+from recoup.runtime.conflicts import refuse_unready
 from recoup.runtime.offload.transport import Transport, make_transport
 from recoup.runtime.step_log import StepLog
 from recoup.units import format_bytes
@@ -74,6 +75,8 @@ def verify_plan(
         UsageError: if the model is on `meta`: there is nothing to run. StepOutOfMemory: if the planned step, or a plain
             one to compare with, does not fit; says how much is needed.
     """
+    check_optimizer(optimizer)
+    refuse_unready(model, batch)
     if any(p.device.type == "meta" for p in model.parameters()):
         raise UsageError(
             f"{type(model).__name__} is on `meta`; a measured step needs real weights. Build it on the device, or "

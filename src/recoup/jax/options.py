@@ -21,7 +21,7 @@ from recoup.solver.problem import Block, Leaf, Option, Problem, Region
 from recoup.solver.sequence import Pick
 from recoup.solver.ways import Run, RungOf
 
-_LAYOUTS, _MOST_SPLITS = 12, 8
+_LAYOUTS, _MOST_SPLITS = 12, 32
 _Way = tuple[Segment, Price]
 
 

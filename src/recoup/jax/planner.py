@@ -7,12 +7,14 @@ from collections.abc import Sequence
 
 import jax
 from recoup.jax.cost import Costs
+from recoup.jax.exchange import holding_more
+from recoup.jax.flat import live_eqns
 from recoup.jax.flops import eqn_flops, nbytes
 from recoup.jax.labels import cuts, holding_everything, is_loop, may_run_again, thinned, uniform
 from recoup.jax.layout import Layout, Segment
 from recoup.jax.options import Line, Options
 from recoup.jax.rebuild import run
-from recoup.jax.simulate import Memory, live_eqns, simulate
+from recoup.jax.simulate import Memory, simulate
 from recoup.jax.trace import Step, gradient_function
 from recoup.solver.frontier import Solution, Solver
 
@@ -123,8 +125,26 @@ class Planner:
             self._search(budget_bytes, exact=exact)
             found = self.best_known(budget_bytes)
             if found is not None:
-                return found
+                self._hold_more(found, budget_bytes)
+                return self.best_known(budget_bytes)
         return None
+
+    def _hold_more(self, found: Candidate, budget_bytes: int) -> None:
+        """Simulates what holds more values beside a candidate's, in as many of the bytes that it leaves as fit."""
+        exact = found.layout not in self.inexact
+        few, many = 0, budget_bytes - self.peak_bytes(found)
+        room_bytes = many
+        for _ in range(min(_MAX_PLANS, _MAX_UNITS // len(self.step.program.units))):
+            layout = holding_more(self.step.program, found.layout, self.step.active, self.costs, room_bytes=room_bytes)
+            if layout == found.layout:
+                return
+            if self.peak_bytes(self._judge(layout, exact=exact)) > budget_bytes:
+                many = room_bytes
+            elif room_bytes == many:
+                return
+            else:
+                few = room_bytes
+            room_bytes = (few + many) // 2
 
     def _search(self, budget_bytes: int, *, exact: bool) -> None:
         """Simulates what the solver says, asked so that its simulated peak comes near the budget."""

@@ -9,12 +9,13 @@ from typing import Any
 import jax
 from recoup.jax._jax import Literal, open_jaxpr, struct_of_type
 from recoup.jax.cost import Costs
+from recoup.jax.flat import live_eqns
 from recoup.jax.flops import eqn_flops, nbytes, result_bytes
 from recoup.jax.layout import Segment
 from recoup.jax.linear import is_differentiable
 from recoup.jax.program import Program
 from recoup.jax.rebuild import run_segments
-from recoup.jax.simulate import live_eqns, simulate
+from recoup.jax.simulate import simulate
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -104,11 +104,13 @@ def _run_unit(unit: Unit, operands: Sequence[Any], names: tuple[str | None, ...]
     if unit.kind.startswith("custom_vjp_call"):
         return _run_with_own_vjp(unit, operands, names)
     if not reads.outputs:
-        return _named(bind(unit.eqn, operands), names)
+        with at_line(unit.eqn):
+            return _named(bind(unit.eqn, operands), names)
 
     @jax.custom_jvp
     def held(*args: Any) -> list[Any]:
-        return _named(bind(unit.eqn, args), names)
+        with at_line(unit.eqn):
+            return _named(bind(unit.eqn, args), names)
 
     @held.defjvp
     def _(primals: Any, tangents: Any) -> Any:  # see [Note: results that a derivative reads]
@@ -123,7 +125,8 @@ def _run_unit(unit: Unit, operands: Sequence[Any], names: tuple[str | None, ...]
 
         for eqn in inner.eqns:
             results = bind(eqn, [read(v) for v in eqn.invars])
-            values.update(zip(eqn.outvars, _named(results, [named.get(v) for v in eqn.outvars]), strict=True))
+            with at_line(unit.eqn):
+                values.update(zip(eqn.outvars, _named(results, [named.get(v) for v in eqn.outvars]), strict=True))
         results = [read(v) for v in inner.outvars]
         return results[: len(names)], results[len(names) :]
 
@@ -136,7 +139,8 @@ def _run_with_own_vjp(unit: Unit, operands: Sequence[Any], names: tuple[str | No
 
     @jax.custom_vjp
     def held(*args: Any) -> list[Any]:
-        return _named(bind(unit.eqn, args), names)
+        with at_line(unit.eqn):
+            return _named(bind(unit.eqn, args), names)
 
     def forward(*args: Any) -> Any:
         results, vjp = jax.vjp(lambda *a: bind(unit.eqn, a), *args)

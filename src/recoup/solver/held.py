@@ -164,6 +164,29 @@ def trade_offs(segment: Segment, *, most: int = 24) -> list[Held]:
     return kept
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Addition:
+    """One more value to hold: the bytes it takes, and the seconds that run again no more."""
+
+    value: int
+    nbytes: int
+    seconds: float
+
+
+def additions(segment: Segment, values: Collection[int]) -> list[Addition]:
+    """Returns the values that, held beside `values`, let less run again."""
+    evaluate = _Evaluation(segment)
+    now = evaluate.of(values)
+    found = []
+    for value in {v for i in now.rerun for v in segment.ops[i].outputs}:
+        nbytes = segment.value_bytes[value]
+        if nbytes is not None:
+            spared = now.seconds - evaluate.of({*values, value}).seconds
+            if spared > 0:
+                found.append(Addition(value=value, nbytes=nbytes, seconds=spared))
+    return sorted(found, key=lambda a: a.value)
+
+
 class _Evaluation:
     """What choices come to, without a cut; infinite seconds where what may not run again would have to."""
 

@@ -1,0 +1,43 @@
+"""The simulation beside what XLA allocates, on programs that show one rule each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+import jax
+from recoup.jax._jax import compiled
+from recoup.jax.simulate import simulate
+from tests.jax.models import shape
+
+KIB = 1024
+X, W = shape(64, 64), shape(64, 64)
+
+
+def in_place(x: Any, w: Any) -> Any:
+    return jnp.maximum(x @ w, 0) @ w  # one buffer: the maximum lies where the product was
+
+
+def again(x: Any, w: Any) -> Any:
+    y = x @ w
+    z = jnp.maximum(y, 0)  # has a buffer for the product, and is run again in the sum, which reads y
+    return (z @ w).sum() + (z + jnp.sin(x)).sum()
+
+
+def dear(x: Any, w: Any) -> Any:
+    y = jnp.exp(x @ w)  # is not run twice
+    return ((y * 2) @ w).sum() + (y + jnp.sin(x)).sum()
+
+
+def transposed(x: Any, w: Any) -> Any:
+    g = jnp.sin(x).reshape(8, 8, 64)  # contracted over two dimensions: copied with the features first
+    return jnp.einsum("bth,btw->hw", g, w.reshape(8, 8, 64))
+
+
+@pytest.mark.parametrize("step", [in_place, again, dear, transposed])
+def test_a_program_takes_what_is_simulated(step: Callable[..., Any]) -> None:
+    found = compiled(jax.jit(step), X, W).memory_analysis().temp_size_in_bytes
+    assert abs(simulate(jax.make_jaxpr(step)(X, W)).temporary_bytes - found) <= KIB
