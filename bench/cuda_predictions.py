@@ -162,7 +162,8 @@ def main(argv: list[str] | None = None) -> int:
         folder = Path(given.out)
         (folder / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n")
         head = (
-            f"# Predictions for {data['hardware']}, {today}\n\ntorch {torch.__version__}, AdamW, no cuDNN workspaces.\n"
+            f"# Predictions for {data['hardware']}, {today}\n\n"
+            f"torch {torch.__version__}, AdamW, no cuDNN workspaces; on the stub the U-Net is in float16.\n"
         )
         (folder / f"{name}.md").write_text("\n".join([head, HEAD, *map(text, rows), ""]))
     return sum("why_not" in row for row in rows)
