@@ -329,9 +329,9 @@ def laws(model: str, method: str, names: Sequence[str]) -> dict[str, Law]:
     return {name: Law(steps=steps, depth=_SHAPES[model][1], input_bytes=inputs) for name, steps in found.items()}
 
 
-def table(model: str, method: str, names: Sequence[str]) -> str:
+def table(model: str, method: str, found: dict[str, Law]) -> str:
     """Returns two Markdown tables: a line a card and a line a number of H100s, a column a recipe."""
-    found = laws(model, method, names)
+    names = list(found)
     ours = found[names[-1]]
 
     def cell(law: Law, tokens: int) -> str:
@@ -381,7 +381,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     pages = []
     for model in options.models if not options.check else ():
         for method in options.methods:
-            pages.append(table(model, method, options.recipes))
+            pages.append(table(model, method, laws(model, method, options.recipes)))
             print(pages[-1], "\n", flush=True)
     print(f"{time.process_time() - began:.0f} s of CPU, torch {torch.__version__}")
     if options.out is not None:
