@@ -177,8 +177,10 @@ def apply(step: Loss, plan: JaxPlan) -> Loss:
     PlanMismatch.
 
     Raises:
-        UsageError: if the plan offloads and the default backend has no `pinned_host` memory.
+        UsageError: if `plan` is none, or offloads and the default backend has no `pinned_host` memory.
     """
+    if not isinstance(plan, JaxPlan):
+        raise UsageError(f"plan={plan!r} is no recoup.jax.JaxPlan. Make one: recoup.jax.plan(step, *args, budget=...).")
     offloads = any(part.offloaded for segment in plan.segments for part in segment.walk())
     if offloads and not has_pinned_host():
         raise UsageError(
