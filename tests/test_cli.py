@@ -49,6 +49,9 @@ def a_loader(): return given(batch=torch.utils.data.DataLoader(torch.randn(8, 4)
 def lazy(): return given(model=torch.nn.LazyLinear(4))
 def no_batch(): return {"model": torch.nn.Linear(4, 4)}
 def raises(): raise ValueError("no data here")
+def ends(): raise SystemExit(0)
+def ends_in_forward(): return given(loss=lambda o, b: exit(3))
+def needs(rows): return given()
 def frozen(): return given(model=torch.nn.Linear(4, 4).requires_grad_(False))
 def talks():
     print("made by the target")
@@ -91,6 +94,13 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         ("{source}:no_batch", ["--budget", "60%"], "without 'batch'"),
         ("{source}:raises", ["--budget", "60%"], "no data here"),
         ("{source}:frozen", ["--budget", "60%"], "unfreeze"),
+        ("{source}:ends", ["--budget", "60%"], "__main__"),
+        ("{source}:ends_in_forward", ["--budget", "60%"], "ended the process"),
+        ("{source}:needs", ["--budget", "60%"], "'rows'"),
+        ("", ["--budget", "60%"], "FILE.py:FUNCTION"),
+        ("{source}", ["--budget", "60%", "--bugdet", "60%"], "--budget"),
+        ("{source}", ["{source}", "--budget", "60%"], "unexpected extra argument"),
+        ("{source}", ["--budget", "60%", "--out", "."], "directory"),
         ("{source}:targett", ["--budget", "60%"], "Did you mean"),
         ("{source}", ["--budget", "60"], "bytes or per cent"),
         ("{source}", ["--budget", "0%"], "positive"),
@@ -109,6 +119,7 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     ],
 )
 def test_bad_input_is_one_line_and_exit_2(target: str, options: list[str], message: str, source, capsys) -> None:
+    options = [option.format(source=source) for option in options]
     assert run(["plan", target.format(source=source), *options, "--quiet"]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -120,6 +131,10 @@ def test_bad_input_is_one_line_and_exit_2(target: str, options: list[str], messa
 def test_errors_are_json_where_json_was_asked_for_and_targets_do_not_talk_on_stdout(source: str, capsys) -> None:
     assert run(["plan", f"{source}:no_batch", "--budget", "60%", "--json", "--quiet"]) == 2
     assert json.loads(capsys.readouterr().out)["error"]["code"] == "E101"
+    assert run(["plan", source, "--json", "--quiet"]) == 2
+    assert json.loads(capsys.readouterr().out)["error"]["hint"] == "recoup plan --help"
+    assert run(["plan", source, "--budget", "99%", "--json", "--quiet", "--out", "/proc/plan.json"]) == 2
+    assert "/proc/plan.json" in json.loads(capsys.readouterr().out)["error"]["message"]
     assert run(["profile", f"{source}:talks", "--json", "--quiet"]) == 0
     captured = capsys.readouterr()
     assert json.loads(captured.out)["model_class"] == "Linear"

@@ -16,8 +16,9 @@ What a page says of a command stands in the comment behind it, or for inline cod
 - `GPU`: it needs one, and is typed with `--gpu` only;
 - `minutes` or `hours`: it is typed with `--long` only.
 
-`pip` is typed with `--network` only, and installs nothing (`--dry-run`). Inline code with `...` or `TARGET` in it is no
-command. The clone is of the last commit; it uses the packages of the Python that runs this script.
+`pip` is typed with `--network` only, and installs nothing (`--dry-run`). What has `...` in it or a word in capitals
+(`TARGET`, `OLD.json`) leaves something to the reader and is no command. The clone is of the last commit; it uses the
+packages of the Python that runs this script.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ TIMEOUT_SECONDS = 900
 _PROGRAMS = r"(?:recoup|make|python|git|pip)"
 _FENCE = re.compile(r"^( *)```([^\n]*)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 _INLINE = re.compile(rf"`((?!recoup [\w-]+`){_PROGRAMS} [^`]+)`(?:\)? \(([^)]*)\)|, (minutes|hours|GPU)\b)?")
+_LEFT_OPEN = re.compile(r"\.\.\.|(?<![\w/.])[A-Z]{3,}(?![\w=])")
 _NEEDS = {"gpu": re.compile(r"(?<!no )\bGPU\b"), "long": re.compile(r"\b(?:minutes|hours)\b")}
 
 
@@ -65,7 +67,7 @@ def read_page(page: Path) -> Iterator[Typed]:
         place = f"{name}:{text.count(chr(10), 0, match.start()) + 1}"
         _, language, block, inline, *remarks = match.groups()
         if inline is not None:
-            if "..." not in inline and "TARGET" not in inline and inline not in seen:
+            if not _LEFT_OPEN.search(inline) and inline not in seen:
                 seen.add(inline)
                 yield _command(place, " ".join(inline.split()), "".join(filter(None, remarks)))
         elif language.strip() in ("", "bash", "console", "sh"):
@@ -73,7 +75,8 @@ def read_page(page: Path) -> Iterator[Typed]:
                 if re.match(rf"(?:\$ )?{_PROGRAMS} ", line):
                     command, _, remark = line.removeprefix("$ ").partition(" #")
                     seen.add(command.strip())
-                    yield _command(place, command.strip(), remark)
+                    if not _LEFT_OPEN.search(command):
+                        yield _command(place, command.strip(), remark)
         elif language.strip() == "python":
             block = textwrap.dedent(block)
             if missing_names(block):
@@ -165,11 +168,15 @@ def main() -> int:
     asked = parser.parse_args()
     chosen = [p.resolve() for p in asked.page] or [p for p in pages() if "_build" not in p.parts and p.exists()]
     allowed = {"", *(need for need in ("long", "network", "gpu") if getattr(asked, need))}
-    worst, counts = 0, {"as said": 0, "not as said": 0, "not typed": 0}
+    worst, started, counts = 0, time.monotonic(), {"as said": 0, "not as said": 0, "not typed": 0}
     root = Path(tempfile.mkdtemp(prefix="recoup-pages-"))
     try:
         environment = {} if asked.list else make_clone(root / "recoup")
+        done: set[tuple[object, ...]] = set()  # what two pages say alike is typed once
         for typed in (t for page in chosen for t in read_page(page)):
+            if typed[1:] in done:
+                continue
+            done.add(typed[1:])
             shown = typed.text.strip().splitlines()[-1][:110] if typed.is_python else typed.text
             if asked.list or typed.needs not in allowed:
                 counts["not typed"] += 1
@@ -185,7 +192,7 @@ def main() -> int:
                 print(f"            the page says {typed.status}; it said: {said}", flush=True)
     finally:
         shutil.rmtree(root, ignore_errors=True)
-    print(", ".join(f"{count} {what}" for what, count in counts.items()))
+    print(", ".join(f"{count} {what}" for what, count in counts.items()), f"in {time.monotonic() - started:.0f} s")
     return worst
 
 

@@ -41,7 +41,7 @@ def parse_bytes(text: str | int) -> int:
         UsageError: if it is not a positive number with a known unit.
     """
     if isinstance(text, bool) or not isinstance(text, (int, str)):
-        raise UsageError(f"A budget is an int (bytes) or a string such as '8GiB'; got {text!r}.")
+        raise UsageError(f"A budget is an int (bytes) or a string such as '8GiB' or '60%'; got {text!r}.")
     if isinstance(text, int):
         value = text
     else:
@@ -125,6 +125,12 @@ def check_budget(budget: str | int) -> None:
     parse_bytes(budget)
 
 
+def check_count(name: str, value: object) -> None:
+    """Raises UsageError unless `value` is a whole number of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UsageError(f"{name} must be a whole number of at least 1; got {value!r}.")
+
+
 def is_minimum(budget: str | int) -> bool:
     """Whether the budget is the smallest that can be reached."""
     return isinstance(budget, str) and budget.strip().lower() == "min"
@@ -140,10 +146,14 @@ def format_bytes(num_bytes: int | float, unit: tuple[int, str] | None = None) ->
     """Returns e.g. `"7.41 GiB"`, `"512.0 MiB"`, `"3 B"`.
 
     Args:
-        unit: (bytes, name) to write it in, as `byte_unit` gives it; the one that suits the number if left out.
+        unit: (bytes, name) to write it in, as `byte_unit` gives it; the one that suits the number if left out. What
+            is less than it shows is "< 0.1 MiB".
     """
     size, name = unit or byte_unit(abs(num_bytes))
     digits = {1: 0, KIB: 1, MIB: 1}.get(size, 2)
+    least = 10.0**-digits
+    if 0 < num_bytes < least * size / 2:
+        return f"< {least:.{digits}f} {name}"
     return f"{num_bytes / size:.{digits}f} {name}"
 
 

@@ -12,16 +12,23 @@ from recoup.ir.trace import Trace
 _MAX_POINTS = 2000  # of the timeline in JSON: a step of more ops is thinned out
 
 
-def make_profile(priced: PricedTrace) -> Profile:
-    """Returns the profile of a captured step."""
+def make_profile(priced: PricedTrace, *, device: str = "", plain_peak_bytes: int = 0) -> Profile:
+    """Returns the profile of a captured step.
+
+    Args:
+        device: what the step is planned for; left out: what it was captured for. plain_peak_bytes: the step's peak as
+            plans have it; what it is beyond the tensors (libraries' workspaces, rounding) is shown as "library".
+    """
     trace = priced.trace
     levels = category_levels(priced)
+    beyond = max(0, plain_peak_bytes - int(np.sum([levels[c] for c in CATEGORIES], axis=0).max()))
+    levels["library"] = levels["library"] + beyond
     total = np.sum([levels[c] for c in CATEGORIES], axis=0)
     at = int(total.argmax())
     alive = sorted((s for s in trace.storages if s.alloc_op <= at <= s.free_op), key=lambda s: -s.nbytes)
     return Profile(
         model_class=trace.model_class,
-        device=trace.device,
+        device=device or trace.device,
         source=trace.source,
         reason=trace.reason,
         num_parameters=trace.num_parameters,

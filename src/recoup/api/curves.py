@@ -23,7 +23,7 @@ from recoup.planner.explain import explain as explain_plan
 from recoup.planner.explain import trade
 from recoup.planner.request import free_bytes_on, planner_for
 from recoup.runtime.as_found import all_or_nothing
-from recoup.units import check_budget, format_bytes, parse_bytes
+from recoup.units import check_budget, check_count, format_bytes, parse_bytes
 
 
 @all_or_nothing
@@ -67,10 +67,10 @@ def profile(
         scaler=scaler,
         accumulate=accumulate,
     )
-    planner, _, _ = planner_for(
+    planner, name, _ = planner_for(
         model, batch, objective=objective, optimizer=optimizer, device=device, actions=(), cost=cost
     )
-    return make_profile(planner.priced)
+    return make_profile(planner.priced, device=name, plain_peak_bytes=planner.plain.peak_bytes)
 
 
 class Frontier:
@@ -135,11 +135,12 @@ class Frontier:
                 format_bytes(p.peak_bytes),
                 format_share(p.peak_bytes, plain.peak_bytes),
                 format_percent(p.extra_time_ratio),
+                "" if p.is_exact else "with tiles",
             )
             for p in self.points
         ]
         title = f"{len(self.points)} plans on {self._device}"
-        return html.card(title, html.table(("peak", "of plain", "time"), rows), html.text(str(self), "as text"))
+        return html.card(title, html.table(("peak", "of plain", "time", ""), rows), html.text(str(self), "as text"))
 
     def __str__(self) -> str:
         from recoup.report.text import format_frontier
@@ -181,6 +182,7 @@ def frontier(
         >>> curve.points[0].peak_bytes < curve.points[-1].peak_bytes
         True
     """
+    check_count("num_points", num_points)
     objective, batch = make_objective(
         batch,
         loss=loss,

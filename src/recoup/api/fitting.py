@@ -29,7 +29,7 @@ from recoup.planner.incumbents import Effort
 from recoup.planner.request import fitting_for
 from recoup.runtime.apply import Applied, apply_decisions, find_patches
 from recoup.runtime.as_found import all_or_nothing
-from recoup.runtime.conflicts import refuse_conflicts, refuse_distributed, refuse_wrapped
+from recoup.runtime.conflicts import refuse_conflicts, refuse_distributed, refuse_no_module, refuse_wrapped
 from recoup.runtime.offload.transport import Transport
 from recoup.units import check_budget, format_bytes
 
@@ -90,7 +90,8 @@ def plan(
         model: any module, on any device, `meta` too. batch: a dict becomes `model(**batch)`, a tuple or list
             `model(*batch)`, anything else `model(batch)`; its tensors may be on `meta`.
         budget: peak bytes of the whole step: an int, `"8GiB"`, `"60%"` of the unplanned step's peak (on a GPU of what
-            libraries do not take, for that no plan changes), or `"auto"`.
+            libraries do not take, for that no plan changes), `"min"` (the smallest reachable), or `"auto"` (what is
+            free).
         loss: `loss(output, batch)` returns a scalar. Left out: `output.loss`, `output["loss"]`, a scalar output, or
             the mean of all floating outputs (then the plan says so).
         step: `step(model, batch)` returns the scalar loss, in place of the model's call and `loss`: any loop's forward,
@@ -199,7 +200,8 @@ def verify(
         timed: also time plain and planned steps in turn.
 
     Raises:
-        UsageError: if the model is on `meta`. StepOutOfMemory: if there is no memory for it; says how much is needed.
+        UsageError: for input that cannot be used, a model on `meta`. PlanMismatch: if the plan was made for another
+            model. StepOutOfMemory: if there is no memory for it; says how much is needed.
 
     Example:
         >>> model, x = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(8)]), torch.randn(4096, 64)
@@ -207,6 +209,7 @@ def verify(
         >>> recoup.verify(model, made, x, timed=False).gradients_equal
         True
     """
+    refuse_other_model(model, plan)
     objective, batch = make_objective(
         batch,
         loss=loss,
@@ -327,6 +330,7 @@ def fit(
         >>> fit.applied.remove()
     """
     check_budget(budget)
+    refuse_no_module(model)
     if is_on_meta(model):
         raise UsageError(
             f"{type(model).__name__} is on `meta`: there is nothing to run and prove. Use `plan`, or build it on the "

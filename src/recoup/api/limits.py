@@ -19,7 +19,7 @@ from recoup.planner.driver import plan_for_budget
 from recoup.planner.largest import largest_size
 from recoup.planner.request import free_bytes_on, planner_for
 from recoup.runtime.as_found import all_or_nothing
-from recoup.units import check_budget
+from recoup.units import check_budget, check_count
 
 _SHORTER = (4, 16)  # times shorter than the longest sequence: the lengths that are tried where none are named
 
@@ -27,8 +27,12 @@ _SHORTER = (4, 16)  # times shorter than the longest sequence: the lengths that 
 class _Search:
     """Whether the step of a batch fits the budget under some plan; every size asked of it is planned and simulated."""
 
-    def __init__(self, model: nn.Module, *, budget: int | str, step: dict[str, Any], planning: dict[str, Any]) -> None:
+    def __init__(
+        self, model: nn.Module, make_batch: Any, *, budget: int | str, step: dict[str, Any], planning: dict[str, Any]
+    ) -> None:
         check_budget(budget)
+        if not callable(make_batch):
+            raise UsageError(f"make_batch must be a function from a size to a batch; got {type(make_batch).__name__}.")
         if isinstance(budget, str) and budget.strip().endswith("%"):
             raise UsageError(
                 "The largest size needs a budget in bytes ('8GiB'); a percentage of what changes with the batch."
@@ -93,8 +97,10 @@ def max_batch(
         >>> recoup.max_batch(model, lambda n: torch.randn(n, 64), budget="32MiB", device="a100-80gb", limit=64)
         64
     """
+    check_count("limit", limit)
     search = _Search(
         model,
+        make_batch,
         budget=budget,
         step={"loss": loss, "step": step, "autocast": autocast, "accumulate": accumulate},
         planning={
@@ -153,12 +159,12 @@ def max_tokens(
         512
     """
     for name, value in (("multiple_of", multiple_of), ("limit", limit), *(("lengths", n) for n in lengths or ())):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise UsageError(f"{name} must be whole numbers of at least 1; got {value!r}.")
+        check_count(name, value)
     if limit < max(multiple_of, *(lengths or (1,))):
         raise UsageError(f"limit {limit} is below the shortest length to be tried.")
     search = _Search(
         model,
+        make_batch,
         budget=budget,
         step={"loss": loss, "step": step, "autocast": autocast, "accumulate": accumulate},
         planning={

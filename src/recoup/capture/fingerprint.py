@@ -6,8 +6,9 @@ import hashlib
 
 from torch import nn
 
-from recoup.errors import PlanMismatch
+from recoup.errors import PlanMismatch, UsageError
 from recoup.ir.plan import Plan
+from recoup.runtime.conflicts import refuse_no_module
 
 
 def structure_of(model: nn.Module) -> dict[str, str]:
@@ -29,8 +30,14 @@ def refuse_other_model(model: nn.Module, plan: Plan) -> None:
     """Refuses a plan that was made for another model, saying what differs.
 
     Raises:
-        PlanMismatch: if parameters' shapes or dtypes, or the structure outside of planned modules, are others.
+        UsageError: for what is no plan. PlanMismatch: if parameters' shapes or dtypes, or the structure outside of
+            planned modules, are others.
     """
+    refuse_no_module(model)
+    if not isinstance(plan, Plan):
+        raise UsageError(
+            f"plan must be a recoup.Plan (`fit.plan`, or `recoup.Plan.load(path)`); got {type(plan).__name__}."
+        )
     found = fingerprint(model)
     if found != plan.fingerprint:
         structure = structure_of(model)

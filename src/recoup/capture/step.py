@@ -116,11 +116,13 @@ def make_objective(
     for name, function, takes in (("loss", loss, "(output, batch)"), ("step", step, "(model, batch)")):
         if function is not None and not callable(function):
             raise UsageError(f"{name} must be a function of {takes}; got {type(function).__name__}.")
+        if isinstance(function, type) and issubclass(function, nn.Module):
+            raise UsageError(f"{name} is the class {function.__name__}; make one: {name}={function.__name__}().")
     if loss is not None and step is not None:
         raise UsageError("Give loss=... or step=..., not both: a step returns the loss itself.")
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise UsageError(f"accumulate must be the number of micro-batches of one optimizer step; got {accumulate!r}.")
-    if autocast is not None and not (isinstance(autocast, torch.dtype) and autocast.is_floating_point):
+    if autocast not in (None, torch.bfloat16, torch.float16):
         raise UsageError(f"autocast must be torch.bfloat16 or torch.float16; got {autocast!r}.")
     is_paired = inputs is not None
     if is_paired:
@@ -142,8 +144,8 @@ def make_objective(
             )
     scale = 1.0
     if scaler is not None:
-        if not hasattr(scaler, "get_scale"):
-            raise UsageError(f"scaler must be a torch.amp.GradScaler; got {type(scaler).__name__}.")
+        if isinstance(scaler, type) or not hasattr(scaler, "get_scale"):
+            raise UsageError(f"scaler must be a torch.amp.GradScaler, made; got {scaler!r}.")
         scale = float(scaler.get_scale())
     objective = Objective(
         loss=loss, step=step, is_paired=is_paired, autocast=autocast, scale=scale, accumulates=accumulate > 1

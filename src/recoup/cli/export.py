@@ -45,10 +45,10 @@ def export(
     made = export_compiled(CompiledPlan.load(plan)) if to is To.compile else _EXPORTERS[to](Plan.load(plan))
     for sentence in made.left_out:
         say(f"note: {sentence}", quiet=quiet)
-    if json:
-        print_json({"code": made.code, "left_out": list(made.left_out)})
     if out is not None:
         out.write_text(made.code)
         say(f"code written to {out}", quiet=quiet)
-    elif not json:
+    if json:
+        print_json({"code": made.code, "left_out": list(made.left_out)})
+    elif out is None:
         print_data(made.code.rstrip())

@@ -91,10 +91,6 @@ def fit(
         else:
             done = eager = api.fit(found.model, found.batch, budget=budget, **keywords)
             seen = _report(eager, found, keywords) if html is not None or trace is not None else None
-    if json:
-        print_json({"plan": done.plan.to_json(), "evidence": done.evidence.to_json()})
-    else:
-        print_data(str(done), ok=done.evidence.ok)
     if out is not None:
         done.plan.save(out)
         say(f"plan written to {out}", quiet=quiet)
@@ -102,6 +98,10 @@ def fit(
         write_html(seen[0], html, quiet=quiet)
     if eager is not None and seen is not None and trace is not None:
         write_trace(trace, *seen[1:], eager.plan.decisions, measured=seen[0], quiet=quiet)
+    if json:
+        print_json({"plan": done.plan.to_json(), "evidence": done.evidence.to_json()})
+    else:
+        print_data(str(done), ok=done.evidence.ok)
     if not done.evidence.ok:
         raise typer.Exit(1)
 

@@ -30,7 +30,7 @@ from recoup.cli.report import report
 from recoup.cli.show import show
 from recoup.cli.validate import validate
 from recoup.cli.verify import verify
-from recoup.errors import RecoupError
+from recoup.errors import RecoupError, TargetError, UsageError
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own chatter, read when torch is loaded
 app = typer.Typer(
@@ -73,22 +73,36 @@ def run(arguments: Sequence[str] | None = None) -> int:
     try:
         status = typer.main.get_command(app).main(args=arguments, prog_name="recoup", standalone_mode=False)
     except RecoupError as error:
-        if "--json" in arguments:
-            print_json({"error": {"code": error.code, "message": str(error), "hint": hint_for(error)}})
-        print_error(error, hint=hint_for(error))
-        return error.exit_code
+        return _refused(error, hint_for(error), arguments)
     except _ClickException as error:
         context = getattr(error, "ctx", None)
         if type(error).__name__ == "NoArgsIsHelpError":
             error.show()  # the help is the message
             return 2
         command = context.command_path if context is not None else "recoup"
-        print_error(ValueError(error.format_message()), hint=f"{command} --help")
-        return 2
+        return _refused(UsageError(error.format_message()), f"{command} --help", arguments)
+    except BrokenPipeError:  # whoever read stdout has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes stdout once more at its end
+        return 1
+    except OSError as error:  # a file named on the command line cannot be read or written
+        if error.filename is None:
+            raise
+        where = UsageError(f"{error.filename}: {error.strerror}. Name a file that can be read or written.")
+        return _refused(where, "", arguments)
+    except SystemExit as error:  # in the target's forward, say
+        return _refused(TargetError(f"The target's code ended the process (SystemExit: {error.code})."), "", arguments)
     except (typer.Abort, KeyboardInterrupt):
         typer.echo("interrupted", err=True)
         return 130
     return status if isinstance(status, int) else 0
+
+
+def _refused(error: RecoupError, hint: str, arguments: Sequence[str]) -> int:
+    """Says why nothing was done, as JSON too where that was asked for; returns the exit status."""
+    if "--json" in arguments:
+        print_json({"error": {"code": error.code, "message": str(error), "hint": hint}})
+    print_error(error, hint=hint)
+    return error.exit_code
 
 
 def main() -> None:

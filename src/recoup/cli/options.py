@@ -34,8 +34,10 @@ _OPTIMIZERS = {
 TargetText = Annotated[
     str, typer.Argument(metavar="TARGET", help="FILE.py[:FUNCTION], hf:MODEL_TYPE?key=value, or jax:FILE.py:FUNCTION")
 ]
-Budget = Annotated[str, typer.Option(help="Peak bytes of the step: 8GiB, 60% (of the unplanned peak), or auto")]
-BudgetIfAny = Annotated[str | None, typer.Option(help="Also plan for this: 8GiB, 60%, or auto")]
+Budget = Annotated[
+    str, typer.Option(help="Peak bytes of the step: 8GiB, 60% (of the unplanned peak), min (the smallest), or auto")
+]
+BudgetIfAny = Annotated[str | None, typer.Option(help="Also plan for this: 8GiB, 60%, min, or auto")]
 Batch = Annotated[int | None, typer.Option(help="Examples in the batch", min=1)]
 Seq = Annotated[int | None, typer.Option(help="Tokens of each example", min=1)]
 Image = Annotated[int | None, typer.Option(help="Pixels along an edge", min=1)]

@@ -57,10 +57,10 @@ def plan(
         from recoup import api  # with it comes torch
 
         made = api.plan(found.model, found.batch, budget=budget, **request.planning_keywords(found))
+    if out is not None:
+        made.save(out)
+        say(f"plan written to {out}", quiet=quiet)
     if json:
         print_json(made.to_json())
     else:
         print_data(str(made))
-    if out is not None:
-        made.save(out)
-        say(f"plan written to {out}", quiet=quiet)

@@ -77,10 +77,10 @@ def report(
         shown, plain, planned = report_data.make_report(curve, plan=made)
         if trace is not None:
             write_trace(trace, plain, planned, made.decisions if made is not None else (), quiet=quiet)
-    if json:
-        print_json(shown.to_json())
     if out is not None and out.suffix.lower() in (".html", ".htm"):
         write_html(shown, out, quiet=quiet)
+        if json:
+            print_json(shown.to_json())
         return
     parts = [str(shown.profile), f"Plans for {shown.title}, from the smallest reachable peak up\n{curve}"]
     if made is not None:
@@ -88,7 +88,9 @@ def report(
     if out is not None:
         out.write_text("\n\n".join(parts) + "\n")
         say(f"report written to {out}", quiet=quiet)
-    elif not json:
+    if json:
+        print_json(shown.to_json())
+    elif out is None:
         print_data("\n\n".join(parts))
 
 
@@ -133,13 +135,13 @@ def _report_plan(target: str, *, out: Path | None, json: bool, quiet: bool, **ot
     check_writable(out, "--out")
     made = Plan.load(target)
     shown = Report(title=f"{made.model_class} on {made.device}", plan=made)
-    if json:
-        print_json(shown.to_json())
-    elif out is not None and out.suffix.lower() in (".html", ".htm"):
+    if out is not None and out.suffix.lower() in (".html", ".htm"):
         write_html(shown, out, quiet=quiet)
     elif out is not None:
         out.write_text(f"{made}\n")
-    else:
+    if json:
+        print_json(shown.to_json())
+    elif out is None:
         print_data(str(made))
 
 

@@ -48,7 +48,7 @@ def make_report(
     report = Report(
         capacity_bytes=DEVICES[device].memory_bytes if device in DEVICES else 0,
         title=f"{planner.trace.model_class} on {device}",
-        profile=make_profile(plain),
+        profile=make_profile(plain, device=device, plain_peak_bytes=most[0]),
         plain=make_timeline(plain, fixed_bytes=fixed[0]),
         planned=make_timeline(planned, plain=plain, fixed_bytes=fixed[1]) if planned is not None else None,
         measured_plain=measured[0],
@@ -61,6 +61,7 @@ def make_report(
                 num_regions=len(p.plan.regions),
                 recomputed_flops=p.recomputed_flops,
                 words=tuple(describe_decisions(p.plan.decisions)),
+                is_exact=p.is_exact,
             )
             for p in curve.points
         ),

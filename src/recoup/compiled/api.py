@@ -100,7 +100,5 @@ def compile(  # as torch.compile
 
 
 def _refuse(model: nn.Module) -> None:
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"model must be a torch.nn.Module; got {type(model).__name__}.")
     refuse_wrapped(model, compiled_in_place=True)
     refuse_conflicts(model)

@@ -66,6 +66,11 @@ class CompileOptions:
         Raises:
             UsageError: for an option that is not known.
         """
+        if not isinstance(compiled, bool | Mapping):
+            raise UsageError(
+                f"compiled must be True or a dict of torch.compile's options, such as {{'backend': 'inductor'}}; got "
+                f"{compiled!r}."
+            )
         given = dict(compiled) if isinstance(compiled, Mapping) else {}
         known = [field.name for field in dataclasses.fields(CompileOptions)]
         unknown = sorted(given.keys() - set(known))

@@ -24,9 +24,10 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from recoup import progress
 from recoup._allocation import available_bytes, is_allocation_failure
 from recoup._pytree import first_half, num_rows
-from recoup.capture.optimizer import OptimizerLike
+from recoup.capture.optimizer import OptimizerLike, check_optimizer
 from recoup.capture.snapshot import untouched
 from recoup.capture.step import Objective
 from recoup.errors import RecoupError, StepOutOfMemory, UsageError
@@ -47,6 +48,7 @@ from recoup.ir.evidence import Evidence
 from recoup.ir.plan import Plan
 from recoup.runtime import execution_context
 from recoup.runtime.apply import apply_decisions, find_patches, plain
+from recoup.runtime.conflicts import refuse_unready
 from recoup.runtime.offload.transport import Transport, make_transport
 from recoup.runtime.step_log import StepLog
 from recoup.units import format_bytes
@@ -74,6 +76,8 @@ def verify_plan(
         UsageError: if the model is on `meta`: there is nothing to run. StepOutOfMemory: if the planned step, or a plain
             one to compare with, does not fit; says how much is needed.
     """
+    check_optimizer(optimizer)
+    refuse_unready(model, batch)
     if any(p.device.type == "meta" for p in model.parameters()):
         raise UsageError(
             f"{type(model).__name__} is on `meta`; a measured step needs real weights. Build it on the device, or "
@@ -129,11 +133,13 @@ class _Verification:
     def run(self, max_seconds: float | None) -> Evidence:
         """Returns the evidence; times steps for about `max_seconds`, None: not at all."""
         bench, plan = self.bench, self._plan
+        progress.advance("step 1 of 3: every replay beside what it stands for")
         audit = self._audit()
         if bench.optimizer is not None and self._plain_fits:  # its step counts, and is no part of what is compared
             with bench.optimizing(), plain(bench.model):
                 bench.restore()
                 self._plain_fits = self._attempt(lambda: self._metered(bench.step, planned=False)) is not None
+        progress.advance("steps 2 and 3 of 3: plain and planned, compared and metered")
         comparison, ran = self._compare(audit)
         ratio = spread = None
         with bench.optimizing():
@@ -141,6 +147,7 @@ class _Verification:
                 bench.restore()
                 self._metered(bench.step, planned=True)
             if max_seconds is not None and False in self._peaks:
+                progress.advance("timing plain and planned steps in turn, at most six")
                 ratio, spread = self._time(max_seconds)
         return Evidence(
             peak_bytes=self._peaks[True],

@@ -36,7 +36,8 @@ def fit(
     Args:
         model: before `prepare`, or what `prepare` returned for one process or DDP. An FSDP model is planned before
             `prepare`: afterwards a rank holds only its part. optimizer: before `prepare`, or its class.
-        batch: on the model's device; see `recoup.plan` for the rest.
+        batch: on the model's device. accelerator: its precision, plugins and accumulation are those of training.
+        budget, loss, timed: as for `recoup.fit`.
 
     Raises:
         ConflictError: if the accelerator turns on another activation checkpointing, or the model is sharded already.

@@ -116,7 +116,8 @@ def configure(
     """Takes what `deepspeed.checkpointing.configure` takes; raises where the result would be another one.
 
     `partition_activations` and `checkpoint_in_cpu` change where inputs of regions live, which regions here do not; the
-    rest tunes DeepSpeed's own buffers and has no meaning here. Nothing has to be initialised.
+    rest (`mpu_`, `deepspeed_config`, `contiguous_checkpointing`, `num_checkpoints`, `synchronize`, `profile`) tunes
+    DeepSpeed's own buffers and has no meaning here. Nothing has to be initialised.
 
     Raises:
         UsageError: for partition_activations or checkpoint_in_cpu.

@@ -52,6 +52,9 @@ def check_same_plan(plan: Plan, group: dist.ProcessGroup | None = None) -> None:
 def broadcast_plan(plan: Plan | None, group: dist.ProcessGroup | None = None) -> Plan:
     """Returns rank 0's plan on every rank; a collective call. Other ranks may pass None.
 
+    Args:
+        plan: rank 0's. group: the ranks to tell; None: all.
+
     Raises:
         PlanMismatch: if rank 0 has none.
     """

@@ -298,6 +298,7 @@ def apply_shapes(
         model: bare, or wrapped by DDP. Ranks choose by their own batch. DDP's collectives are the same under any plan;
             those of FSDP are not, so there every rank's batch must have the same shape (pad to it).
         buckets: from `fit_shapes(...).buckets`, or made by hand from plans on disk.
+        loss, optimizer: of the training step, for what is advised when a batch does not fit.
 
     Raises:
         PlanMismatch: if a plan was made for another model. ConflictError: if activation checkpointing is on already.

@@ -54,7 +54,12 @@ def fit(
 
     The batch is the `per_device_train_batch_size` longest of the first 1000 examples, collated; precision and optimizer
     are those of `args`. With gradient accumulation the gradients are there from the start of a forward, so their bytes
-    are taken off the budget. `actions` are those of `recoup.fit`.
+    are taken off the budget.
+
+    Args:
+        model: on its device. args: the arguments that the `Trainer` will get. train_dataset: what it will be trained
+            on, of which the first 1000 examples are read. data_collator: the `Trainer`'s own; None: the default one.
+        budget, actions, timed: as for `recoup.fit`.
 
     Raises:
         ConflictError: if `args` turn on another activation checkpointing. What `recoup.fit` raises.
@@ -100,7 +105,7 @@ def fit_trainer(
     Args:
         trainer: a `Trainer` or a subclass. batch: the largest inputs that `compute_loss` will get; None: the
             `per_device_train_batch_size` longest of the first 1000 examples, collated. A trainer that makes its inputs
-            while it trains (GRPO generates completions) has to be told. actions, timed: those of `recoup.fit`.
+            while it trains (GRPO generates completions) has to be told. budget, actions, timed: as for `recoup.fit`.
 
     Raises:
         ConflictError: if the trainer's arguments turn on another activation checkpointing or offloading.
@@ -211,7 +216,15 @@ def _autocast_dtype(model: nn.Module, args: TrainingArguments) -> torch.dtype | 
 def sample_batch(
     dataset: Iterable[Any], batch_size: int, data_collator: Callable[[list[Any]], Any] | None = None
 ) -> Any:
-    """Returns the collated batch of the longest examples: the one whose step takes the most."""
+    """Returns the collated batch of the longest examples: the one whose step takes the most.
+
+    Args:
+        dataset: its first 1000 examples are read. batch_size: examples in the batch. data_collator: makes a batch of
+            a list of examples; None: transformers' default one.
+
+    Raises:
+        UsageError: if there are no examples.
+    """
     examples = list(itertools.islice(iter(dataset), _SAMPLED_EXAMPLES))
     if not examples:
         raise UsageError("The training dataset is empty; there is no batch to plan for.")

@@ -28,6 +28,7 @@ from recoup.errors import BatchTooLarge, InfeasibleBudget, RecoupError, StepOutO
 from recoup.integrations.distributed import unwrap
 from recoup.integrations.watched_steps import WatchedSteps
 from recoup.runtime.apply import find_patches, plain
+from recoup.runtime.conflicts import refuse_no_module
 from recoup.units import format_bytes, parse_bytes
 
 
@@ -53,6 +54,7 @@ def watch(
         >>> steps.num_steps
         1
     """
+    refuse_no_module(model)
     guard = Guard(model, parse_bytes(budget), loss, optimizer)
     hook = model.register_forward_pre_hook(guard.before_forward, with_kwargs=True, prepend=True)
     try:

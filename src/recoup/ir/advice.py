@@ -22,6 +22,7 @@ _INSTEAD = {
     "batch": "a smaller batch, or one that is loaded in parts",
     "temporary": "a smaller batch, or kernels that need less workspace",
     "buffer": "smaller buffers",
+    "library": "nothing in the step: it is what libraries (cuBLAS) keep on a GPU, and little beside a larger model",
 }
 
 

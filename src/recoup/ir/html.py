@@ -68,13 +68,14 @@ def stacked(series: Sequence[tuple[str, Sequence[int]]]) -> str:
         way += [_point(i, below[i], points, most) for i in reversed(range(points))]
         areas.append(f'<polygon points="{" ".join(way)}" fill="{color}"><title>{escape(name)}</title></polygon>')
         legend.append(
-            f'<span style="margin-right: 1em"><span style="color: {color}">&#9632;</span> {escape(name)}</span>'
+            f'<span style="margin-right: 1em; white-space: nowrap"><span style="color: {color}">&#9632;</span> '
+            f"{escape(name)}</span>"
         )
         below = above
     return (
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" width="100%" role="img" '
         f'aria-label="memory over one step, at most {format_bytes(most)}">{"".join(areas)}</svg>'
-        f"<div>{''.join(legend)} peak {format_bytes(most)}</div>"
+        f"<div>{' '.join(legend)} <span style='white-space: nowrap'>peak {format_bytes(most)}</span></div>"
     )
 
 

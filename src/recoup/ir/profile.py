@@ -81,6 +81,11 @@ class FrontierPoint:
     recomputed_flops: int
     plan: Plan
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether the plan keeps every bit where kernels are deterministic; one with tiles rounds differently."""
+        return all(decision.is_exact for decision in self.plan.decisions)
+
     def to_json(self) -> dict[str, Any]:
         """Returns plain JSON data."""
         return {

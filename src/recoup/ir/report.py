@@ -88,7 +88,7 @@ class CurvePoint:
     """A plan on the picture of bytes against time; `name` is "" for the frontier's own points.
 
     Attributes:
-        words: the plan, a line a decision.
+        words: the plan, a line a decision. is_exact: it keeps every bit where kernels are deterministic; tiles round.
     """
 
     name: str
@@ -97,6 +97,7 @@ class CurvePoint:
     num_regions: int
     recomputed_flops: int
     words: tuple[str, ...]
+    is_exact: bool = True
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -121,7 +121,7 @@ def plan(
         *args: its arguments: arrays, or `jax.ShapeDtypeStruct`s, with shardings where they have some.
         budget: bytes, `"8GiB"`, or `"60%"` of the unplanned step's peak: arguments, loss, gradients, temporaries and
             the optimizer's state, on one device.
-        argnums: which arguments gradients are asked of, as in `jax.grad`.
+        argnums: which arguments gradients are asked of, as in `jax.grad`. has_aux: whether `step` returns a pair.
         optimizer: an optax optimizer, whose state counts.
         device: a name of recoup's table of devices ("h100-sxm") whose rates price the seconds; None: FLOPs alone.
         actions: "recompute", and "offload" to hold values in the host's memory (`pinned_host`) too: copied both ways,
@@ -132,6 +132,11 @@ def plan(
     Raises:
         UsageError: for a budget, arguments or device that cannot be used. InfeasibleBudget: if no plan fits, or with
             `confirm` none that was compiled.
+
+    Example:
+        >>> made = recoup.jax.plan(loss, x, budget="100%")
+        >>> made.predicted.peak_bytes <= made.budget_bytes
+        True
     """
     check_budget(budget)
     planner = planner_for(
@@ -176,8 +181,16 @@ def apply(step: Loss, plan: JaxPlan) -> Loss:
     It is traced when it is called, as `jax.jit` would; on arguments of other shapes than it was planned for it raises
     PlanMismatch.
 
+    Args:
+        step: the loss function that the plan was made for. plan: from `plan`, or read by `JaxPlan.load`.
+
     Raises:
         UsageError: if `plan` is none, or offloads and the default backend has no `pinned_host` memory.
+
+    Example:
+        >>> planned = recoup.jax.apply(loss, recoup.jax.plan(loss, x, budget="100%"))
+        >>> jax.grad(planned)(x).shape
+        (64, 8)
     """
     if not isinstance(plan, JaxPlan):
         raise UsageError(f"plan={plan!r} is no recoup.jax.JaxPlan. Make one: recoup.jax.plan(step, *args, budget=...).")
@@ -208,14 +221,23 @@ def fit(
     actions: Sequence[str] = ACTIONS[:1],
     confirm: bool | None = None,
 ) -> tuple[Loss, JaxPlan]:
-    """Plans a step and applies the plan; the arguments are those of `plan`.
+    """Plans a step and applies the plan.
 
     Args:
+        step, *args, budget, argnums, has_aux, optimizer, device, actions: as for `plan`.
         confirm: as there. None: where the arguments are arrays, for the step will run here then; a plan that fits
             simulated alone is handed back too, and its notes say what it takes compiled.
 
     Returns:
         The planned step, to be used as the plain one was: `jax.jit(jax.grad(planned))`; and its plan.
+
+    Raises:
+        UsageError, InfeasibleBudget: as `plan`.
+
+    Example:
+        >>> planned, made = recoup.jax.fit(loss, x, budget="100%")
+        >>> jax.jit(jax.grad(planned))(x).shape
+        (64, 8)
     """
     check_budget(budget)
     planner = planner_for(
@@ -235,7 +257,19 @@ def frontier(
     device: str | None = None,
     actions: Sequence[str] = ACTIONS[:1],
 ) -> JaxFrontier:
-    """Returns the curve of bytes and time; the other arguments are those of `plan`."""
+    """Returns the curve of bytes and time.
+
+    Args:
+        step, *args, argnums, has_aux, optimizer, device, actions: as for `plan`.
+        num_points: at most so many plans, from the smallest reachable peak to the plain step.
+
+    Raises:
+        UsageError: as `plan`.
+
+    Example:
+        >>> len(recoup.jax.frontier(loss, x, num_points=3).points) >= 1
+        True
+    """
     planner = planner_for(
         step, args, argnums=argnums, has_aux=has_aux, optimizer=optimizer, device=device, actions=actions
     )
@@ -263,5 +297,16 @@ def profile(
     optimizer: Any = None,
     device: str | None = None,
 ) -> JaxProfile:
-    """Returns where the unplanned step's memory goes; the arguments are those of `plan`."""
+    """Returns where the unplanned step's memory goes.
+
+    Args:
+        step, *args, argnums, has_aux, optimizer, device: as for `plan`.
+
+    Raises:
+        UsageError: as `plan`.
+
+    Example:
+        >>> recoup.jax.profile(loss, x).peak_bytes > x.nbytes
+        True
+    """
     return profile_of(planner_for(step, args, argnums=argnums, has_aux=has_aux, optimizer=optimizer, device=device))

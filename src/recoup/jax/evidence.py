@@ -108,14 +108,19 @@ def verify(
     """Runs the plain and the planned step's gradients and compiles both.
 
     Args:
-        step: the loss function, not planned. plan: made for it. *args: as for `recoup.jax.plan`; with
-            `jax.ShapeDtypeStruct`s among them nothing runs, and only what is compiled is compared.
+        step: the loss function, not planned. plan: made for it. *args, argnums, has_aux: as for `recoup.jax.plan`;
+            with `jax.ShapeDtypeStruct`s among them nothing runs, and only what is compiled is compared.
         eager: whether to compare op by op too, which takes long for long loops, and is left out where a plan offloads:
             memory spaces are jit's.
         time_pairs: how many pairs of jitted runs to time; 0: none.
 
     Raises:
         PlanMismatch: if the plan was made for another step.
+
+    Example:
+        >>> made = recoup.jax.plan(loss, x, budget="100%")
+        >>> recoup.jax.verify(loss, made, x, eager=False).gradients_equal
+        True
     """
     traced = trace(step, args, argnums, has_aux=has_aux)
     check_fingerprint(traced, plan)

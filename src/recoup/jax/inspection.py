@@ -137,8 +137,15 @@ def residuals(step: Any, *args: Any, plan: JaxPlan | None = None, has_aux: bool 
     """Returns what a step keeps between forward and backward, under a plan or as JAX does by itself.
 
     Args:
-        step: the loss function, not planned. *args: its arguments, as for `recoup.jax.plan`.
+        step: the loss function, not planned. *args, has_aux, argnums: as for `recoup.jax.plan`.
         plan: what to look at; None: the step as it is.
+
+    Raises:
+        PlanMismatch: if the plan was made for another step.
+
+    Example:
+        >>> len(recoup.jax.residuals(loss, x)) > 0
+        True
     """
     from recoup.jax.trace import trace
 

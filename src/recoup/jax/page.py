@@ -40,11 +40,16 @@ def format_html(
     """Returns the page; nothing on it comes from elsewhere.
 
     Args:
-        step: the loss function, not planned. *args: as for `recoup.jax.plan`. plan: made for it.
+        step: the loss function, not planned. *args, argnums, has_aux: as for `recoup.jax.plan`. plan: made for it.
         evidence: what `verify` returned; with it the page shows what the compiler keeps beside what is planned.
 
     Raises:
         PlanMismatch: if the plan was made for another step.
+
+    Example:
+        >>> made = recoup.jax.plan(loss, x, budget="100%")
+        >>> recoup.jax.format_html(loss, x, plan=made)[:15]
+        '<!doctype html>'
     """
     traced = trace(step, args, argnums, has_aux=has_aux)
     check_fingerprint(traced, plan)

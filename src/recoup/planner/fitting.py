@@ -37,6 +37,8 @@ def paths_below(model: nn.Module, keep: Iterable[str]) -> frozenset[str]:
     """
     if isinstance(keep, str):
         keep = (keep,)
+    if not isinstance(keep, Iterable):
+        raise UsageError(f"keep must be paths of modules; got {keep!r}.")
     modules = dict(model.named_modules(remove_duplicate=False))
     inside: set[int] = set()
     for path in keep:

@@ -23,7 +23,7 @@ from recoup.planner.driver import Planner
 from recoup.planner.fitting import Fitting, paths_below
 from recoup.planner.incumbents import EFFORTS, Effort
 from recoup.planner.strategies.registry import check_actions
-from recoup.runtime.conflicts import refuse_conflicts, refuse_unready, refuse_wrapped
+from recoup.runtime.conflicts import refuse_conflicts, refuse_no_module, refuse_unready, refuse_wrapped
 from recoup.units import parse_bytes
 
 _AUTO_SHARE = 0.92  # share of the free bytes that "auto" takes: the rest is for what is allocated while training
@@ -66,8 +66,7 @@ def planner_for(
     Raises:
         UsageError: for input that cannot be used. ConflictError: if activation checkpointing is on already.
     """
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"model must be a torch.nn.Module; got {type(model).__name__}.")
+    refuse_no_module(model)
     check_optimizer(optimizer)
     if effort not in EFFORTS:
         raise UsageError(f"effort is one of {', '.join(EFFORTS)}; got {effort!r}.")
@@ -142,8 +141,7 @@ def fitting_for(
     effort: Effort,
 ) -> Fitting:
     """Returns a planner for one budget that plans again without modules that turn out not to run twice."""
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"model must be a torch.nn.Module; got {type(model).__name__}.")
+    refuse_no_module(model)
     kept = paths_below(model, keep)
     first, name, entry = planner_for(
         model,

@@ -97,6 +97,16 @@ def scan(
     Raises:
         UsageError: for arguments that make no loop. InfeasibleBudget: if one step does not fit the budget.
         ReplayError: from backward, if a step does not do again what it did, or something it reads was changed.
+
+    Example:
+        >>> cell = torch.nn.GRUCell(4, 8)
+        >>> def step(state, x):
+        ...     state = cell(x, state)
+        ...     return state, state
+        >>> last, states = recoup.recurrent.scan(step, torch.randn(16, 2, 4), torch.zeros(2, 8), slots=3)
+        >>> states.shape
+        torch.Size([16, 2, 8])
+        >>> states.sum().backward()
     """
     num_steps = _check(inputs, length, budget, slots, chunk, outputs)
     weights = _checked_costs(costs, num_steps)

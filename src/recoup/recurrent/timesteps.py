@@ -63,6 +63,21 @@ def checkpoint_timesteps(module: nn.Module, *, chunk: int = 1, path: str | None 
     Raises:
         UsageError: if `chunk` is no positive number, or there is no loop that calls just one submodule; the message
             shows how to write it as a scan. Nothing was changed.
+
+    Example:
+        >>> class Net(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.cell = torch.nn.GRUCell(4, 8)
+        ...     def forward(self, inputs):
+        ...         state = torch.zeros(inputs.shape[1], 8)
+        ...         for x in inputs:
+        ...             state = self.cell(x, state)
+        ...         return state
+        >>> model = Net()
+        >>> handle = recoup.recurrent.checkpoint_timesteps(model, chunk=4)
+        >>> model(torch.randn(16, 2, 4)).sum().backward()
+        >>> handle.remove()
     """
     if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1:
         raise UsageError(f"recoup.recurrent: snn_chunk_size must be a whole number from 1 up; got {chunk!r}.")

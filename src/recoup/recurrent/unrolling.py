@@ -17,13 +17,18 @@ def unroll(module: nn.Module, inputs: Any, **options: Any) -> Any:
     plain loop, with their gradients: reset or detach them between sequences as always.
 
     Args:
-        inputs: a nest of tensors whose first dimension is time. options: those of `scan`.
+        module: called once a time step. inputs: a nest of tensors whose first dimension is time. options: those of
+            `scan`.
 
     Returns:
         The outputs, stacked over time or as `outputs=` says.
 
     Raises:
         UsageError, InfeasibleBudget, ReplayError: as `scan`.
+
+    Example:
+        >>> recoup.recurrent.unroll(torch.nn.Linear(4, 8), torch.randn(16, 2, 4), outputs="mean").shape
+        torch.Size([2, 8])
     """
     return scan(functools.partial(_step, module), inputs, None, **options)[1]
 

@@ -52,14 +52,17 @@ def draw_frontier(report: Report, *, unit: tuple[int, str], wide: bool) -> str:
         parts.append(
             _label(frame, taken, x, frame.top + 8, f"budget {format_bytes(plan.budget_bytes, unit)}", "budget-text")
         )
-    curve = "".join(
-        f"{'L' if i else 'M'}{frame.x(p.peak_bytes):.1f} {frame.y(100 * p.extra_time_ratio):.1f}"
-        for i, p in enumerate(report.frontier)
-    )
+    curve, last = "", None
+    for p in report.frontier:  # no line from plans that round differently to those that keep every bit
+        curve += (
+            f"{'L' if p.is_exact == last else 'M'}{frame.x(p.peak_bytes):.1f} {frame.y(100 * p.extra_time_ratio):.1f}"
+        )
+        last = p.is_exact
     parts.append(f'<path class="curve" d="{curve}"/>')
     marks: list[tuple[float, float, str, str, str]] = []
     for p in report.frontier:
-        marks.append((p.peak_bytes, 100 * p.extra_time_ratio, "dot", "", "plan"))
+        kind, title = ("dot", "plan") if p.is_exact else ("tile", "plan with tiles")
+        marks.append((p.peak_bytes, 100 * p.extra_time_ratio, kind, "", title))
     for p in report.baselines:
         marks.append((p.peak_bytes, 100 * p.extra_time_ratio, "hand", p.name, f"by hand: {p.name}"))
     if plan is not None:
@@ -76,7 +79,7 @@ def draw_frontier(report: Report, *, unit: tuple[int, str], wide: bool) -> str:
         taken.append((x - 6, y - 6, x + 6, y + 6))
         hint = f"{escape(title)}: {format_bytes(peak, unit)}, {extra:+.1f} % time"
         shape = f'<path class="{kind}" d="{_shape(kind, x, y)}"><title>{hint}</title></path>'
-        if kind in ("dot", "hand"):
+        if kind in ("dot", "tile", "hand"):
             area = f'<circle class="touch" cx="{x:.1f}" cy="{y:.1f}" r="11"/>'
             shape = f'<a href="#plan-{number}" aria-label="{hint}">{area}{shape}</a>'
         shapes.append(shape)
@@ -95,6 +98,8 @@ def _shape(kind: str, x: float, y: float) -> str:
     """Returns a mark that differs by its form, not only by its colour."""
     if kind == "hand":  # a diamond
         return f"M{x:.1f} {y - 6:.1f}l6 6l-6 6l-6 -6Z"
+    if kind == "tile":  # a triangle
+        return f"M{x:.1f} {y - 6:.1f}l6 11h-12Z"
     if kind == "real":  # a square
         return f"M{x - 5:.1f} {y - 5:.1f}h10v10h-10Z"
     r = 6.5 if kind == "plan" else 3.5

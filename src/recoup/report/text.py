@@ -31,6 +31,6 @@ def format_frontier(points: Sequence[FrontierPoint]) -> str:
         lines.append(
             f"  {format_bytes(point.peak_bytes):>11} {format_share(point.peak_bytes, predicted.plain_peak_bytes):>9} "
             f"{format_percent(point.extra_time_ratio):>9} {format_flops(point.recomputed_flops):>12}  "
-            f"{len(point.plan.regions)}"
+            f"{len(point.plan.regions)}" + ("" if point.is_exact else ", with tiles, which round differently")
         )
     return "\n".join(lines)

@@ -66,6 +66,7 @@ def draw_timeline(
             end=timeline.duration_seconds,
         )
         parts.append(f'<path class="halo" d="{shape}"/><path class="measured" d="{shape}"/>')
+    x, y = frame.x(timeline.peak_seconds), frame.y(timeline.peak_bytes)
     for kind, size, words, anchor in (
         ("capacity", capacity_bytes, "device", "start"),
         ("budget", budget_bytes or 0, "budget", "end"),
@@ -74,8 +75,8 @@ def draw_timeline(
             level, side = frame.y(size), frame.left + 4 if anchor == "start" else frame.width - frame.right - 3
             parts.append(f'<path class="{kind}" d="M{frame.left} {level:.1f}H{frame.width - frame.right}"/>')
             words = f"{words} {format_bytes(size, unit)}"
-            parts.append(text(side, level - 5, words, anchor=anchor, kind=f"over {kind}-text"))
-    x, y = frame.x(timeline.peak_seconds), frame.y(timeline.peak_bytes)
+            below = abs(level - y) < 16  # where the peak's own words are above the line
+            parts.append(text(side, level + (14 if below else -5), words, anchor=anchor, kind=f"over {kind}-text"))
     parts.append(f'<circle class="peak" cx="{x:.1f}" cy="{y:.1f}" r="4.5"/>')
     anchor = "start" if x < frame.width * (0.6 if wide else 0.38) else "end"
     offset = 8 if anchor == "start" else -8

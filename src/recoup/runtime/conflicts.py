@@ -1,4 +1,4 @@
-"""Finds activation checkpointing by other libraries, before a plan is made or applied."""
+"""Finds what no plan can be made for or applied to: no module, wrapped, compiled, checkpointed by others."""
 
 from __future__ import annotations
 
@@ -12,6 +12,14 @@ from recoup._pytree import iterate_tensors
 from recoup.errors import ConflictError, UsageError
 from recoup.runtime.apply import find_patches
 from recoup.runtime.patch import find_patch
+
+
+def refuse_no_module(model: object) -> None:
+    """Raises UsageError for what is no module: a name, a class, a list of modules."""
+    if isinstance(model, nn.Module):
+        return
+    what = f"the class {model.__name__}: make one" if isinstance(model, type) else type(model).__name__
+    raise UsageError(f"model must be a torch.nn.Module; got {what}.")
 
 
 def refuse_conflicts(model: nn.Module, *, allow_ours: bool = False) -> None:
@@ -76,6 +84,7 @@ def refuse_wrapped(model: nn.Module, *, compiled_in_place: bool = False) -> None
     Args:
         compiled_in_place: a model that `nn.Module.compile` changed is taken: what it was compiled to is replaced.
     """
+    refuse_no_module(model)
     for path, module in model.named_modules():
         names = [base.__name__ for base in type(module).__mro__]
         kind = next((name for name in _WRAPPERS if name in names), "")

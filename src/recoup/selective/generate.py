@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from recoup.selective.trial import check_strategies
+
 _TEXT = '''"""Activation checkpointing on {target}: memory, profile and gradients. Written by `recoup gen-tests`."""
 
 import pytest
@@ -59,5 +61,9 @@ def generate_tests(target: str, *, sizes: Mapping[str, Any], strategies: Sequenc
     Args:
         target: a TARGET of the command line. sizes: keywords of `resolve_target` (batch, seq, image, dtype, device).
         strategies: what to try.
+
+    Raises:
+        UsageError: for a strategy that is not known.
     """
+    check_strategies(strategies)
     return _TEXT.format(target=target, sizes=dict(sizes), strategies=list(strategies))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -28,6 +29,13 @@ from recoup.selective.strategies import choose
 
 TRIED = ("full", "every-2", "sequential", "selective", "rederive", "budget")
 _BUDGET_SHARE = 0.6  # of the plain peak, at which the compared configurations are planned
+
+
+def check_strategies(strategies: Iterable[str]) -> None:
+    """Raises UsageError for a strategy that is not one of `TRIED`."""
+    for strategy in strategies:
+        if strategy not in TRIED:
+            raise UsageError(f"Unknown strategy {strategy!r} to try. Choose from {', '.join(TRIED)}.")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,8 +102,7 @@ class Trials:
         Raises:
             UsageError: if it is not one of `TRIED`, or finds nothing to work on in this model.
         """
-        if strategy not in TRIED:
-            raise UsageError(f"Unknown strategy {strategy!r} to try. Choose from {', '.join(TRIED)}.")
+        check_strategies([strategy])
         if strategy == "rederive":
             return self.planner.simulate((Rederive(path=""),))
         if strategy == "budget":

@@ -126,12 +126,14 @@ def _guarded(parsed: FileTarget, run: Callable[[], Any]) -> Any:
         return run()
     except RecoupError:
         raise
-    except Exception as error:  # the user's file runs here and may raise anything
+    except (Exception, SystemExit) as error:  # the user's file runs here and may raise anything, or end the process
         where = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).name == parsed.path.name]
         line = f", line {where[-1].lineno}" if where else ""
         if isinstance(error, SyntaxError):
             line = f", line {error.lineno}"
         what = " ".join(str(error).split())
+        if isinstance(error, SystemExit):
+            what += ". What a script runs belongs behind `if __name__ == '__main__':`"
         raise TargetError(f"{parsed.path}{line} failed: {type(error).__name__}: {what}") from error
 
 

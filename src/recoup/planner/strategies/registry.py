@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from recoup.errors import UsageError
@@ -37,8 +38,10 @@ def check_actions(actions: Any) -> tuple[str, ...] | None:
     """
     if actions is None:
         return None
-    chosen = (actions,) if isinstance(actions, str) else tuple(actions)
     known = (*DEFAULT_ACTIONS, *OPT_IN_ACTIONS)
+    if not isinstance(actions, Iterable):
+        raise UsageError(f"actions must be names of {', '.join(known)}; got {actions!r}.")
+    chosen = (actions,) if isinstance(actions, str) else tuple(actions)
     for action in chosen:
         if action not in known:
             raise UsageError(f"Unknown action {action!r}. Choose from {', '.join(known)} (save is always there).")
