@@ -8,6 +8,7 @@ from torch import nn
 
 from recoup.errors import PlanMismatch, UsageError
 from recoup.ir.plan import Plan
+from recoup.runtime.apply import find_patches
 from recoup.runtime.conflicts import refuse_no_module
 
 
@@ -38,6 +39,8 @@ def refuse_other_model(model: nn.Module, plan: Plan) -> None:
         raise UsageError(
             f"plan must be a recoup.Plan (`fit.plan`, or `recoup.Plan.load(path)`); got {type(plan).__name__}."
         )
+    if find_patches(model):
+        return  # asked when a plan was put in place, perhaps before the model was sharded and its classes renamed
     found = fingerprint(model)
     if found != plan.fingerprint:
         structure = structure_of(model)
