@@ -86,3 +86,49 @@ def test_more_memory_chunks_fewer_calls() -> None:
     assert least.peak_bytes <= small.peak_bytes
     again = planner.fit(least.peak_bytes)
     assert again is not None and again.peak_bytes <= least.peak_bytes
+
+
+class _Gate(nn.Module):
+    """A token of a gated recurrence; `wkv`: RWKV's sums with their running maximum, else a state that decays."""
+
+    def __init__(self, width: int, *, wkv: bool) -> None:
+        super().__init__()
+        self.decay, self.bonus, self.wkv = nn.Parameter(torch.rand(width)), nn.Parameter(torch.rand(width)), wkv
+
+    def forward(self, state: Any, key: torch.Tensor, value: torch.Tensor) -> Any:
+        if not self.wkv:
+            state = state * torch.exp(-key.exp().unsqueeze(-1) * self.decay) + torch.einsum("bi,bj->bij", key, value)
+            return state, (state * self.bonus).sum(-1)
+        top, sums, weights = state
+        most = torch.maximum(top, key + self.bonus)
+        old, new = torch.exp(top - most), torch.exp(key + self.bonus - most)
+        out = (old * sums + new * value) / (old * weights + new)
+        most = torch.maximum(top - self.decay, key)
+        old, new = torch.exp(top - self.decay - most), torch.exp(key - most)
+        return (most, old * sums + new * value, old * weights + new), out
+
+
+class _Scanned(nn.Module):
+    def __init__(self, *, wkv: bool, width: int = 16) -> None:
+        super().__init__()
+        self.project, self.cell = nn.Linear(width, 2 * width), _Gate(width, wkv=wkv)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        zeros = x.new_zeros(x.shape[0], x.shape[2])
+        state: Any = (zeros - 30, zeros, zeros) if self.cell.wkv else zeros.unsqueeze(-1) * zeros.unsqueeze(1)
+        outputs = []
+        for token in self.project(x).unbind(1):
+            state, out = self.cell(state, *token.chunk(2, -1))
+            outputs.append(out)
+        return torch.stack(outputs, 1).square().mean()
+
+
+@pytest.mark.parametrize("wkv", [False, True])
+def test_recurrences_of_mamba_and_rwkv_run_in_chunks(wkv: bool) -> None:
+    torch.manual_seed(0)
+    model, x = _Scanned(wkv=wkv), torch.randn(8, 48, 16)
+    fit = recoup.fit(model, (x,), budget="50%", actions=("recompute",), timed=False)
+    assert fit.evidence.exact and fit.evidence.peak_bytes <= fit.plan.budget_bytes
+    (chunked,) = [d for d in fit.plan.decisions if d.path == "cell"]
+    assert 1 < chunked.chunk < 48, "only the state that enters a chunk is kept"
+    fit.applied.remove()

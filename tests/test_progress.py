@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import recoup
+from recoup import progress
 from recoup.cost.model import FlopsCost
 from recoup.ir.profile import format_profile
 
@@ -49,6 +50,18 @@ def test_the_logger_is_told_and_nothing_is_printed(
         _profile()
     assert "capturing the step" in [record.getMessage() for record in caplog.records]
     assert capfd.readouterr() == ("", "")
+
+
+def test_progress_says_which_search_of_how_many(caplog: pytest.LogCaptureFixture) -> None:
+    model, x = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(6))), torch.randn(64, 16)
+    with caplog.at_level(logging.INFO, logger="recoup"):
+        recoup.plan(model, x, loss=lambda o, b: o.square().mean(), budget="70%", cost=FlopsCost())
+    said = [record.getMessage() for record in caplog.records]
+    assert any(text.startswith("search 1 of ") and "simulating a plan" in text for text in said)
+    progress.advance("after")
+    with progress.stage("a", 1, 2), progress.stage("b", 2, 3), progress.listening(said.append):
+        progress.advance("inside")
+    assert said[-1] == "a 1 of 2: b 2 of 3: inside"
 
 
 def test_text_keeps_to_the_terminals_width(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,15 +12,27 @@ from typing import Any
 
 Listener = Callable[[str], None]
 _listener: contextvars.ContextVar[Listener | None] = contextvars.ContextVar("recoup_progress", default=None)
+_stage: contextvars.ContextVar[str] = contextvars.ContextVar("recoup_stage", default="")
 _logger = logging.getLogger("recoup")  # of a library: what it says is shown where the user set a handler and INFO
 
 
 def advance(text: str) -> None:
     """Tells the listener what is being done now; the logger "recoup" always, with level INFO."""
+    text = _stage.get() + text
     _logger.info("%s", text)
     listener = _listener.get()
     if listener is not None:
         listener(text)
+
+
+@contextlib.contextmanager
+def stage(name: str, number: int, of: int) -> Iterator[None]:
+    """Has what is done in the block told as part of one of several stages: "search 2 of 5: ..."."""
+    token = _stage.set(f"{_stage.get()}{name} {number} of {of}: ")
+    try:
+        yield
+    finally:
+        _stage.reset(token)
 
 
 @contextlib.contextmanager

@@ -135,6 +135,7 @@ def test_a_plan_by_tensor_beside_one_by_regions() -> None:
     assert not find_patches(model)
 
 
+@pytest.mark.slow
 def test_refusals() -> None:
     model = Stack()
     with pytest.raises(UsageError, match="at least one batch"):

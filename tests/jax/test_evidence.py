@@ -147,6 +147,7 @@ def test_a_shard_map_is_planned_inside() -> None:
         assert jnp.allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_bytes_are_those_on_one_device() -> None:
     from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 

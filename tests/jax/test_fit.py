@@ -39,7 +39,8 @@ def _leaves_equal(a: Any, b: Any) -> bool:
     return all(bool((x == y).all()) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
 
 
-@pytest.mark.parametrize("name", [*(pytest.param(n, marks=pytest.mark.slow) for n in STEPS if n != "rnn"), "rnn"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STEPS)
 def test_a_fitted_step_holds_its_budget_and_its_gradients(name: str) -> None:
     step, args = STEPS[name]()
     planned, plan = recoup.jax.fit(step, *args, budget="70%")

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from recoup import progress
 from recoup._allocation import available_bytes, is_allocation_failure
 from recoup._pytree import first_half, num_rows
 from recoup.capture.optimizer import OptimizerLike, check_optimizer
@@ -132,11 +133,13 @@ class _Verification:
     def run(self, max_seconds: float | None) -> Evidence:
         """Returns the evidence; times steps for about `max_seconds`, None: not at all."""
         bench, plan = self.bench, self._plan
+        progress.advance("step 1 of 3: every replay beside what it stands for")
         audit = self._audit()
         if bench.optimizer is not None and self._plain_fits:  # its step counts, and is no part of what is compared
             with bench.optimizing(), plain(bench.model):
                 bench.restore()
                 self._plain_fits = self._attempt(lambda: self._metered(bench.step, planned=False)) is not None
+        progress.advance("steps 2 and 3 of 3: plain and planned, compared and metered")
         comparison, ran = self._compare(audit)
         ratio = spread = None
         with bench.optimizing():
@@ -144,6 +147,7 @@ class _Verification:
                 bench.restore()
                 self._metered(bench.step, planned=True)
             if max_seconds is not None and False in self._peaks:
+                progress.advance("timing plain and planned steps in turn, at most six")
                 ratio, spread = self._time(max_seconds)
         return Evidence(
             peak_bytes=self._peaks[True],

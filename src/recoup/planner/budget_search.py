@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from recoup import progress
 from recoup.planner.incumbents import SEARCH_OPS, Allowance, Candidate, Incumbents, Judge
 from recoup.planner.strategies.base import Proposals, Strategy
 
@@ -75,8 +76,10 @@ class BudgetSearch:
         exact = [s for s in self._strategies if s.is_exact and not s.is_fallback]
         fallbacks = [s for s in self._strategies if s.is_fallback]
         others = [s for s in self._strategies if not s.is_exact and not s.is_fallback]
-        for strategy in exact if self._prefers_equal_bits else [s for s in self._strategies if not s.is_fallback]:
-            self._try(strategy.propose(budget_bytes, self._incumbents))
+        asked = exact if self._prefers_equal_bits else [s for s in self._strategies if not s.is_fallback]
+        for number, strategy in enumerate(asked, start=1):
+            with progress.stage("search", number, len(asked)):
+                self._try(strategy.propose(budget_bytes, self._incumbents))
             if strategy.dominates_step:
                 return
         if not self._incumbents.fitting(budget_bytes):

@@ -138,7 +138,11 @@ class OptimizerOffload:
         for parameter, name in out:
             if name in optimizer.state.get(parameter, {}):
                 self._leave(parameter, name, optimizer.state[parameter][name])
-        self._leave_all()
+        try:
+            self._leave_all()
+        except BaseException:  # no memory there, or Ctrl-C: nothing was changed
+            self._bring_all()
+            raise
         former = optimizer.step
         self._former, self._before_us = former, optimizer.__dict__.get("step")
 
@@ -176,9 +180,7 @@ class OptimizerOffload:
         if not self._is_on:
             return
         self._is_on = False
-        for (parameter, name), there in list(self.places()):
-            self._bring(parameter, name, there)
-        self._host.finish()
+        self._bring_all()
         self.forget()
         self._loaded.remove()
         if self._optimizer.__dict__.get("step") is not self._patched:
@@ -234,12 +236,13 @@ class OptimizerOffload:
 
     def _after(self, *_: Any) -> None:
         """Ends the last bucket, or one that failed: the groups are the user's again."""
-        self._out()
-        for group, members in self._members:
-            group["params"] = members
-        self._optimizer.param_groups = self._groups
-        self._members = []
-        self._host.finish()
+        if self._members:
+            members_of, self._members = self._members, []
+            for group, members in members_of:
+                group["params"] = members
+            self._optimizer.param_groups = self._groups
+            self._out()
+            self._host.finish()
 
     def _buckets(self) -> Iterator[tuple[dict[str, Any], list[torch.Tensor]]]:
         """Yields parameters that have a gradient, group by group, no more bytes at a time than the largest has."""
@@ -279,6 +282,11 @@ class OptimizerOffload:
         self._optimizer.state[parameter][name] = self._there[parameter, name] = there
         self.moves.bytes_out += value.nbytes
         self.moves.num_blocks += 1
+
+    def _bring_all(self) -> None:
+        for (parameter, name), there in list(self.places()):
+            self._bring(parameter, name, there)
+        self._host.finish()
 
     def _bring(self, parameter: torch.Tensor, name: str, there: Any) -> None:
         self._optimizer.state[parameter][name] = self._host.back(there, parameter.device)
