@@ -5,7 +5,8 @@
 Needs a CUDA device, or the stub GPU (shared/cuda_stub: the allocator and the ops are real there, values and times are
 not). Each case runs in a process of its own: the model is planned on `meta` for the device named below, then built on
 the card, where a step's `max_memory_allocated` is taken, and the smallest `set_per_process_memory_fraction` under which
-three steps run. cuDNN's workspaces are no part of a prediction; on the stub set STUB_GPU_CONV_WORKSPACE=0,
+it is built and three steps run: as on a card of that size, the limit holds from the start. cuDNN's workspaces are no
+part of a prediction; on the stub set STUB_GPU_CONV_WORKSPACE=0,
 STUB_GPU_BATCH_NORM_WORKSPACE=0 and STUB_GPU_BATCH_NORM_RESERVE=0.
 """
 
@@ -13,9 +14,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import datetime
 import gc
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +28,7 @@ import torch
 
 import recoup
 from bench.gpu_models import WORKLOADS, Autocast, Workload, gpt2
+from recoup._torch import clear_cublas_workspaces
 
 CASES = ("gpt2-dropout", "gpt2-autocast", *WORKLOADS)
 DEVICES = {(7, 5): "t4", (8, 0): "a100-80gb", (8, 9): "rtx-4090", (9, 0): "h100-sxm", (10, 0): "b200"}
@@ -36,7 +40,10 @@ Row = dict[str, Any]
 def make(name: str, device: torch.device, *, small: bool) -> Workload:
     """Returns a case's model and batch on a device."""
     if not name.startswith("gpt2"):
-        return WORKLOADS[name](device, small=small)
+        work = WORKLOADS[name](device, small=small)
+        if name == "unet" and os.environ.get("TORCH_CUDNN_V8_API_DISABLED"):  # the stub: no bfloat16 in cuDNN's v7
+            work = dataclasses.replace(work, model=work.model.half(), batch=work.batch.half())
+        return work
     work = gpt2(device, small=small, dropout=0.1 if name == "gpt2-dropout" else 0.0)
     return Workload(
         model=Autocast(work.model) if name == "gpt2-autocast" else work.model,
@@ -55,34 +62,39 @@ def measure(name: str, budget: str, *, small: bool) -> Row:
     ids = not torch.is_floating_point(work.batch)
     batch = torch.zeros(work.batch.shape, dtype=work.batch.dtype) if ids else work.batch
     plan = recoup.plan(work.model, batch, loss=work.loss, optimizer=torch.optim.AdamW, budget=budget, device=device)
-    work = make(name, torch.device("cuda"), small=small)
-    optimizer = torch.optim.AdamW(work.model.parameters())
-
-    def step() -> None:
-        loss = work.loss(work.model(work.batch), work.batch)
-        loss.backward()
-        del loss
-        optimizer.step()
-        work.model.zero_grad(set_to_none=True)
-
     total = torch.cuda.get_device_properties(0).total_memory
-    with recoup.apply(work.model, plan) if plan.decisions else contextlib.nullcontext():
-        step()
-        torch.cuda.reset_peak_memory_stats()
-        step()
-        allocated = torch.cuda.max_memory_allocated()
-        low, high = allocated - 1, torch.cuda.max_memory_reserved() + (64 << 20)
-        while high - low > _PRECISION_BYTES:
-            middle = (low + high) // 2
-            gc.collect()
-            torch.cuda.empty_cache()
-            torch.cuda.set_per_process_memory_fraction(middle / total)
-            try:
-                step(), step(), step()
-                high = middle
-            except torch.OutOfMemoryError:
-                work.model.zero_grad(set_to_none=True)
-                low = middle
+
+    def run(limit_bytes: int) -> int | None:
+        """Returns the peak of the second of three steps under a limit, in bytes allocated; None: out of memory."""
+        gc.collect()
+        clear_cublas_workspaces()
+        torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction(limit_bytes / total)
+        if torch.cuda.memory_allocated() > _PRECISION_BYTES:
+            raise RuntimeError(f"{torch.cuda.memory_allocated()} bytes are left of the steps before")
+        peaks = []
+        try:
+            work = make(name, torch.device("cuda"), small=small)
+            optimizer = torch.optim.AdamW(work.model.parameters())
+            with recoup.apply(work.model, plan) if plan.decisions else contextlib.nullcontext():
+                for _ in range(3):
+                    torch.cuda.reset_peak_memory_stats()
+                    loss = work.loss(work.model(work.batch), work.batch)
+                    loss.backward()
+                    del loss
+                    optimizer.step()
+                    work.model.zero_grad(set_to_none=True)
+                    peaks.append(torch.cuda.max_memory_allocated())
+        except torch.OutOfMemoryError:
+            return None
+        return peaks[1]
+
+    allocated = run(total)
+    assert allocated is not None, "the card is too small for this case"
+    low, high = allocated - 1, 2 * plan.predicted.card_bytes
+    while high - low > _PRECISION_BYTES:
+        middle = (low + high) // 2
+        low, high = (middle, high) if run(middle) is None else (low, middle)
     found = plan.predicted
     return {
         "case": name,
@@ -150,7 +162,8 @@ def main(argv: list[str] | None = None) -> int:
         folder = Path(given.out)
         (folder / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n")
         head = (
-            f"# Predictions for {data['hardware']}, {today}\n\ntorch {torch.__version__}, AdamW, no cuDNN workspaces.\n"
+            f"# Predictions for {data['hardware']}, {today}\n\n"
+            f"torch {torch.__version__}, AdamW, no cuDNN workspaces; on the stub the U-Net is in float16.\n"
         )
         (folder / f"{name}.md").write_text("\n".join([head, HEAD, *map(text, rows), ""]))
     return sum("why_not" in row for row in rows)

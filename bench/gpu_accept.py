@@ -31,6 +31,7 @@ import recoup
 from bench.cuda_predictions import DEVICES, make
 from bench.gpu_models import Workload, gpt2
 from recoup.ir.decision import Offload, Recompute, Rederive
+from recoup.runtime.execution_context import thread_log
 
 Numbers = dict[str, Any]
 MIB = 1 << 20
@@ -192,27 +193,32 @@ class Acceptance:
             if self.has_values:
                 with deterministic():
                     fitted = recoup.fit(work.model, work.batch, budget="60%", device="cuda", timed=False, **options)
-                seen, plan = fitted.evidence, fitted.plan
-                fitted.applied.remove()
+                seen, plan, applied = fitted.evidence, fitted.plan, fitted.applied
                 del fitted
             else:  # nothing is equal there, and `fit` would take the plan off again
                 plan = recoup.plan(work.model, work.batch, budget="60%", device="cuda", **options)
                 seen = recoup.verify(work.model, plan, work.batch, timed=False, **options)
+                applied = recoup.apply(work.model, plan)
+            before = thread_log()
+            step(work)
+            log = thread_log() - before
+            applied.remove()
             off = seen.peak_bytes / plan.predicted.peak_bytes - 1
             found[name] = {
                 "budget": plan.budget_bytes,
                 "measured": seen.peak_bytes,
                 "off": off,
-                "regions": seen.num_regions_replayed,
-                "rederived": seen.num_rederived,
+                "regions": log.num_replays,
+                "rederived": log.num_rederived,
+                "tiled": log.num_tiled,
             }
             require(seen.peak_bytes <= plan.budget_bytes, f"{name} measured above its budget: {found[name]}")
-            require(seen.num_regions_replayed + seen.num_rederived > 0, f"{name}: nothing was counted")
+            require(log.num_replays + log.num_rederived + log.num_tiled > 0, f"{name}: nothing was counted")
             if not self.reduced:
                 require(abs(off) <= 0.01, f"{name} measured {100 * off:+.1f} % of predicted")
             if self.has_values:
                 require(seen.exact, f"{name}: {seen.differences[:1]}")
-            del work, optimizer, options
+            del work, optimizer, options, applied
         return found
 
     def a5(self) -> Numbers:

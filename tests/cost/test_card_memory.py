@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from torch import nn
 import recoup
 from recoup.cost import devices
 from recoup.cost.caching_allocator import CachingAllocator, OutOfCard
+from recoup.cost.card_memory import _sums_in_place
+from recoup.ir.trace import Op, Signature, Storage
 
 MIB = 1 << 20
 
@@ -141,3 +144,46 @@ def test_gradients_of_earlier_micro_batches_lie_on_the_card_too() -> None:
     # Of the first micro-batch's gradients none is there at first, of the second's all; then one more at a time.
     assert weights < peaks[0] - 65 * MIB < 2.1 * weights
     assert 0.9 * one_layer < peaks[1] - peaks[0] < 2 * one_layer
+
+
+@pytest.mark.parametrize(
+    ("between", "replayed", "in_place"),
+    [((), False, True), (("view",), False, False), (("view", "mm"), False, True), ((), True, False)],
+)
+def test_gradients_are_summed_in_place_where_autograd_does(
+    between: tuple[str, ...], replayed: bool, in_place: bool
+) -> None:
+    # Storage 0 is made, what is in between reads it, the sum reads it last and makes storage 2.
+    names = ("mm", *between, "aten.add.Tensor")
+    last = len(names) - 1
+    signatures = tuple(
+        Signature(name=n, args=(), kwargs=(), flops=0, bytes_moved=0, output_bytes=MIB, is_view="view" in n)
+        for n in names
+    )
+    ops = [
+        Op(
+            signature=i,
+            call=-1,
+            origin=-1,
+            phase="backward",
+            replayed=replayed,
+            inputs=(1,) if i == 0 else (0, 1) if i == last else (0,),
+            outputs=(2,) if i == last else (0,),
+        )
+        for i in range(len(names))
+    ]
+    storages = [
+        Storage(
+            nbytes=MIB,
+            category="temporary",
+            alloc_op=alloc,
+            free_op=free,
+            released_op=free,
+            saved_op=-1,
+            saved_by=(),
+            label="",
+        )
+        for alloc, free in ((0, last), (-1, last), (last, last + 1))
+    ]
+    trace = SimpleNamespace(ops=ops, storages=storages, signatures=signatures)
+    assert _sums_in_place(trace) == ({2: 0} if in_place else {})  # type: ignore[arg-type]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -27,6 +29,7 @@ class Dear(nn.Module):
         for weight in self.weights:
             y = x @ weight
             y = recoup.hold(y) if self.marks else y
+            self.last = weakref.ref(y)
             x = x + torch.tanh(y) * torch.sigmoid(y)
         return x
 
@@ -49,6 +52,13 @@ def test_hold_is_the_identity() -> None:
     integers = torch.arange(5)
     assert recoup.hold(integers).data_ptr() == integers.data_ptr()
     assert not recoup.hold(integers).requires_grad
+
+
+def test_a_forward_without_a_backward_leaves_nothing() -> None:
+    model = Dear(marks=True)
+    with apply_decisions(model, [Rebuild(path="")]):
+        model(torch.randn(256, 64))
+        assert model.last() is None
 
 
 def test_what_is_marked_never_runs_again() -> None:

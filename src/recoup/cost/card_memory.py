@@ -2,7 +2,8 @@
 
 A trace says which storage lives when; the simulated caching allocator says what that comes to on a card, where blocks
 are rounded, left uncut and fragmented. *Allocated* is what `torch.cuda.max_memory_allocated` tells; *needed* the
-smallest limit under which a few steps run, cached memory given back where that helps, as PyTorch does.
+smallest limit under which a process runs from its first step on, cached memory given back where that helps, as PyTorch
+does.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ _NUM_STEPS = 3  # gradients and workspaces are new in the first; after two more 
 _PRECISION_BYTES, _PRECISION_SHARE = 4 << 20, 0.001
 _MARGIN_FACTOR = 1.01  # factor on the need: other histories of a process leave blocks elsewhere
 _UNCUT_FACTOR = 1.001  # factor on what is allocated: an uncut block counts up to 1 MiB more, by where it happens to lie
+_LAST_RESULT_FIRST = frozenset(["native_dropout"])  # the mask is allocated before the result
 CardEvents = list[tuple[int, int]]
 """What a step asks of the allocator, in order; see `CardMemory._events`."""
 HiddenBlocks = Callable[[Signature, int], Sequence[int]]
@@ -82,29 +84,28 @@ class CardMemory:
         )
 
     def needed_bytes(self, step: CardEvents, *, expandable: bool = False) -> int:
-        """Returns the smallest limit, in bytes reserved, under which the step runs.
+        """Returns the smallest card, in bytes reserved, that a process runs the step on from its first step on.
 
         Where blocks lie depends on what the process did before, and on where the driver puts segments. So several
-        histories are tried: a process under the limit from its first step on and one that had plenty in it, with and
-        without a block of the largest weight's size that was let go before (weights that were tied, cast or moved leave
-        such), and segments that ascend and descend. The worst counts, with `_MARGIN_FACTOR` for others.
+        histories are tried: with and without a block of the largest weight's size that was let go before (weights that
+        were tied, cast or moved leave such), and segments that ascend and descend. The worst counts, with
+        `_MARGIN_FACTOR` for others. A process that had plenty in its first steps and gave back what it did not use may
+        do with less later: what is cached at the end of the first step, the optimizer's state between it, is then free.
         """
         plenty = self.need(step, expandable=expandable)
         worst, most = plenty.allocated_bytes, 2 * plenty.reserved_bytes
         precision = max(_PRECISION_BYTES, int(worst * _PRECISION_SHARE))
         largest = max(self._there, default=0)
 
-        def runs(limit_bytes: int, had_plenty: bool, cached_bytes: int, ascending: bool) -> bool:
-            first = None if had_plenty else limit_bytes
-            allocator = CachingAllocator(limit_bytes=first, expandable=expandable, ascending=ascending)
+        def runs(limit_bytes: int, cached_bytes: int, ascending: bool) -> bool:
+            allocator = CachingAllocator(limit_bytes=limit_bytes, expandable=expandable, ascending=ascending)
             try:
-                later = limit_bytes if had_plenty else None
-                self._run(allocator, step, later_limit_bytes=later, cached_bytes=cached_bytes)
+                self._run(allocator, step, cached_bytes=cached_bytes)
             except OutOfCard:
                 return False
             return True
 
-        for history in itertools.product((False, True), (0, largest), (False,) if expandable else (False, True)):
+        for history in itertools.product((0, largest), (False,) if expandable else (False, True)):
             low, high, gap = worst, worst, precision
             while high < most and not runs(high, *history):  # what is missing is mostly little
                 low, gap = high, 4 * gap
@@ -139,7 +140,10 @@ class CardMemory:
         for i in range(first, last):
             op = trace.ops[i]
             backward = op.phase == "backward"
-            events += [(index, trace.storages[index].nbytes) for index in born.get(i, ())]
+            results = born.get(i, ())
+            if op.signature >= 0 and op_name(trace.signatures[op.signature].name) in _LAST_RESULT_FIRST:
+                results = results[::-1]
+            events += [(index, trace.storages[index].nbytes) for index in results]
             for is_lt in workspaces[op.signature] if op.signature >= 0 else ():
                 if (backward, is_lt) not in started:
                     started.add((backward, is_lt))
@@ -150,14 +154,7 @@ class CardMemory:
             events += [(index, 0) for index in died.get(i, ())]
         return events
 
-    def _run(
-        self,
-        allocator: CachingAllocator,
-        step: CardEvents,
-        *,
-        later_limit_bytes: int | None = None,
-        cached_bytes: int = 0,
-    ) -> None:
+    def _run(self, allocator: CachingAllocator, step: CardEvents, *, cached_bytes: int = 0) -> None:
         for nbytes in self._there:
             allocator.allocate(nbytes)
         if cached_bytes:
@@ -179,9 +176,6 @@ class CardMemory:
             self._play(allocator, self._optimizer, updated, threads)
             for block in (*earlier, *live.values(), *updated.values()):  # gradients are let go
                 allocator.free(block)
-            if number == 0 and later_limit_bytes is not None:
-                allocator.empty_cache()
-                allocator.limit_bytes = later_limit_bytes
 
     def _play(
         self,
@@ -222,17 +216,27 @@ def _workspaces(signature: Signature) -> tuple[bool, ...]:
 def _sums_in_place(trace: Trace) -> dict[int, int]:
     """Returns storages of summed gradients that are the storage of the first gradient in truth, by the new one's index.
 
-    Autograd adds a gradient to one that nobody else holds in place; to fake tensors it does not.
+    Autograd adds a gradient to one that nobody else holds in place, unless that is a view of another tensor; to fake
+    tensors it never does. A sum of a forward that runs again in backward is a new tensor.
     """
     found: dict[int, int] = {}
     for i, op in enumerate(trace.ops):
-        if op.phase != "backward" or op.signature < 0 or trace.signatures[op.signature].name != "aten.add.Tensor":
+        if op.phase != "backward" or op.replayed or op.signature < 0:
+            continue
+        if trace.signatures[op.signature].name != "aten.add.Tensor":
             continue
         if not op.inputs or len(op.outputs) != 1:
             continue
         old, new = op.inputs[0], op.outputs[0]
         before, after = trace.storages[old], trace.storages[new]
         is_let_go = before.free_op == i == after.alloc_op and before.alloc_op >= 0
-        if old != new and is_let_go and before.nbytes == after.nbytes:
+        is_like = old != new and is_let_go and before.nbytes == after.nbytes
+        if is_like and not _is_only_viewed(trace, old, before.alloc_op, i):
             found[new] = old
     return found
+
+
+def _is_only_viewed(trace: Trace, storage: int, made: int, read: int) -> bool:
+    """Whether all that was done between two ops with a storage are views of it: it is read through one of them."""
+    between = [op.signature for op in trace.ops[made + 1 : read] if storage in op.inputs]
+    return bool(between) and all(i >= 0 and trace.signatures[i].is_view for i in between)

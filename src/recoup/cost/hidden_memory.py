@@ -124,7 +124,7 @@ def _flash_backward(args: Sequence[object], device: Device) -> list[int]:
     gradient, query, key, _, out = (a for a in args[:5] if isinstance(a, TensorSpec))
     batch, heads, length, width = query.shape
     rows, columns = _round_up(length, 128), _round_up(width, 32 if width <= 128 else 64)
-    blocks = [4 * batch * rows * heads * columns, 4 * batch * heads * rows]
+    blocks = [4 * batch * heads * rows, 4 * batch * rows * heads * columns]
     if key.shape[1] != heads:
         blocks += 2 * [batch * key.shape[2] * heads * width * _itemsize(key)]
     return blocks + [_bytes(t) for t in (gradient, out) if not _is_contiguous(t, (0, 2, 1, 3))]

@@ -383,7 +383,9 @@ def keep(value: Value, tensor: torch.Tensor) -> Source:
     """Keeps a tensor's contents for who rebuilds from them; a random mask of zeros and ones as bytes."""
     if value.random_mask:
         kept: Source = compact_mask(value, tensor)
-    else:  # ops are recorded below autograd, where a view does not count changes in place together with its base
-        kept = Kept(tensor if tensor.grad_fn is None else _torch.alias_below_autograd(tensor))
+    else:
+        # Never a result itself: autograd gives it a node once the op has returned, and that node saves what is rebuilt
+        # from here, a cycle that no collector sees. Below autograd a plain `detach` would count changes in place apart.
+        kept = Kept(_torch.alias_below_autograd(tensor))
     value.kept = weakref.ref(kept)
     return kept
