@@ -151,6 +151,8 @@ def test_a_plan_for_other_shapes_is_refused() -> None:
         ({"budget": "lots"}, UsageError, "number of bytes"),
         ({"argnums": 5}, UsageError, "names no argument"),
         ({"argnums": 1}, UsageError, "can have a gradient"),
+        ({"argnums": 1.5}, UsageError, "give a number"),
+        ({"has_aux": True}, StepError, "a pair of it"),
         ({"device": "abacus"}, UsageError, "abacus"),
         ({"optimizer": 3}, UsageError, "optax"),
     ],
@@ -166,6 +168,15 @@ def test_bad_input_is_refused(change: dict[str, Any], error: type[Exception], te
 def test_a_step_that_is_no_loss_is_refused() -> None:
     with pytest.raises(StepError, match="floating scalar"):
         recoup.jax.plan(lambda x: x * 2, shape(4), budget="50%")
+    with pytest.raises(StepError, match="complex64"):
+        recoup.jax.plan(lambda x: x.sum() * 1j, shape(4), budget="50%")
+    with pytest.raises(UsageError, match="cannot be called"):
+        recoup.jax.plan(3, shape(4), budget="50%")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="No arguments"):
+        recoup.jax.plan(lambda: 1.0, budget="50%")
+    with pytest.raises(UsageError, match="is no recoup"):
+        recoup.jax.apply(lambda x: x, None)  # type: ignore[arg-type]
+    assert recoup.jax.plan(lambda x: jnp.float32(3), shape(4), budget="2KiB").predicted.recomputed_flops == 0
     with pytest.raises(StepError, match="fails on these arguments"):
         recoup.jax.plan(lambda x: x @ x, shape(4, 3), budget="50%")
 

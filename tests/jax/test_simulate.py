@@ -37,7 +37,13 @@ def transposed(x: Any, w: Any) -> Any:
     return jnp.einsum("bth,btw->hw", g, w.reshape(8, 8, 64))
 
 
-@pytest.mark.parametrize("step", [in_place, again, dear, transposed])
+is_new = tuple(map(int, jax.__version__.split(".")[:2])) >= (0, 11)
+one_call = pytest.mark.skipif(is_new, reason="jax 0.12's XLA makes a library call of these whole programs")
+
+
+@pytest.mark.parametrize(
+    "step", [in_place, pytest.param(again, marks=one_call), pytest.param(dear, marks=one_call), transposed]
+)
 def test_a_program_takes_what_is_simulated(step: Callable[..., Any]) -> None:
     found = compiled(jax.jit(step), X, W).memory_analysis().temp_size_in_bytes
     assert abs(simulate(jax.make_jaxpr(step)(X, W)).temporary_bytes - found) <= KIB

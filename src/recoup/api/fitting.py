@@ -209,7 +209,7 @@ def verify(
         >>> recoup.verify(model, made, x, timed=False).gradients_equal
         True
     """
-    refuse_other_model(model, plan)
+    refuse_other_model(model, plan, may_be_sharded=True)
     objective, batch = make_objective(
         batch,
         loss=loss,

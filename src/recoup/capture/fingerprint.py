@@ -6,8 +6,10 @@ import hashlib
 
 from torch import nn
 
+from recoup import _torch
 from recoup.errors import PlanMismatch, UsageError
 from recoup.ir.plan import Plan
+from recoup.runtime.apply import find_patches
 from recoup.runtime.conflicts import refuse_no_module
 
 
@@ -26,8 +28,11 @@ def fingerprint(model: nn.Module) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def refuse_other_model(model: nn.Module, plan: Plan) -> None:
+def refuse_other_model(model: nn.Module, plan: Plan, *, may_be_sharded: bool = False) -> None:
     """Refuses a plan that was made for another model, saying what differs.
+
+    Args:
+        may_be_sharded: a model of distributed tensors, whose plan knows a rank's own parts, is taken as it is.
 
     Raises:
         UsageError: for what is no plan. PlanMismatch: if parameters' shapes or dtypes, or the structure outside of
@@ -38,6 +43,10 @@ def refuse_other_model(model: nn.Module, plan: Plan) -> None:
         raise UsageError(
             f"plan must be a recoup.Plan (`fit.plan`, or `recoup.Plan.load(path)`); got {type(plan).__name__}."
         )
+    if find_patches(model):
+        return  # asked when a plan was put in place, perhaps before the model was sharded and its classes renamed
+    if may_be_sharded and any(_torch.is_wrapper_type(type(p)) for p in model.parameters()):
+        return
     found = fingerprint(model)
     if found != plan.fingerprint:
         structure = structure_of(model)

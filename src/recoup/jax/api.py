@@ -185,13 +185,15 @@ def apply(step: Loss, plan: JaxPlan) -> Loss:
         step: the loss function that the plan was made for. plan: from `plan`, or read by `JaxPlan.load`.
 
     Raises:
-        UsageError: if the plan offloads and the default backend has no `pinned_host` memory.
+        UsageError: if `plan` is none, or offloads and the default backend has no `pinned_host` memory.
 
     Example:
         >>> planned = recoup.jax.apply(loss, recoup.jax.plan(loss, x, budget="100%"))
         >>> jax.grad(planned)(x).shape
         (64, 8)
     """
+    if not isinstance(plan, JaxPlan):
+        raise UsageError(f"plan={plan!r} is no recoup.jax.JaxPlan. Make one: recoup.jax.plan(step, *args, budget=...).")
     offloads = any(part.offloaded for segment in plan.segments for part in segment.walk())
     if offloads and not has_pinned_host():
         raise UsageError(

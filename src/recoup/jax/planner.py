@@ -134,7 +134,7 @@ class Planner:
         exact = found.layout not in self.inexact
         few, many = 0, budget_bytes - self.peak_bytes(found)
         room_bytes = many
-        for _ in range(min(_MAX_PLANS, _MAX_UNITS // len(self.step.program.units))):
+        for _ in range(min(_MAX_PLANS, _MAX_UNITS // max(len(self.step.program.units), 1))):
             layout = holding_more(self.step.program, found.layout, self.step.active, self.costs, room_bytes=room_bytes)
             if layout == found.layout:
                 return
@@ -176,7 +176,7 @@ class Planner:
         program, active = self.step.program, self.step.active
         if any(is_loop(program, unit.index, active) for unit in program.units):
             return
-        left = _MAX_UNITS // len(program.units)
+        left = _MAX_UNITS // max(len(program.units), 1)
         if left < 4:
             return  # too long a step to search so
         if may_run_again(program, 0, len(program.units)):

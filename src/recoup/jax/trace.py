@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -117,7 +117,14 @@ def trace(
         StepError: if the step fails on these arguments, or returns no scalar.
     """
     name = getattr(step, "__name__", type(step).__name__)
-    wanted: set[int] = {n if n >= 0 else n + len(args) for n in ([argnums] if isinstance(argnums, int) else argnums)}
+    if not callable(step):
+        raise UsageError(f"step={step!r} cannot be called. Give the loss function.")
+    chosen = [argnums] if isinstance(argnums, int) else argnums
+    if isinstance(chosen, str) or not isinstance(chosen, Iterable) or not all(isinstance(n, int) for n in chosen):
+        raise UsageError(f"argnums={argnums!r}: give a number, or several, of the arguments of `{name}` to derive for.")
+    if not args:
+        raise UsageError(f"No arguments were given for `{name}`. Give arrays or jax.ShapeDtypeStructs behind it.")
+    wanted: set[int] = {n if n >= 0 else n + len(args) for n in chosen}
     if not wanted or min(wanted) < 0 or max(wanted) >= len(args):
         raise UsageError(
             f"argnums={argnums!r} names no argument of `{name}`: {len(args)} were given. "
@@ -210,11 +217,14 @@ def on_one_device(
 
 
 def _check_result(name: str, shape: Any, *, has_aux: bool) -> None:
-    loss = shape[0] if has_aux and isinstance(shape, (tuple, list)) and len(shape) == 2 else shape
-    leaves = jax.tree.leaves(loss)
-    if len(leaves) != 1 or leaves[0].shape != () or not is_differentiable(leaves[0]):
+    is_pair = isinstance(shape, (tuple, list)) and len(shape) == 2
+    leaves = jax.tree.leaves(shape[0] if has_aux and is_pair else shape)
+    is_scalar = len(leaves) == 1 and leaves[0].shape == () and jax.numpy.issubdtype(leaves[0].dtype, jax.numpy.floating)
+    if not is_scalar or (has_aux and not is_pair):
         found = ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves[:3]) or "nothing"
-        hint = "" if has_aux else " If it returns a pair of loss and something else, set has_aux=True."
+        hint = " If it returns a pair of loss and something else, set has_aux=True."
+        if has_aux:
+            hint = " With has_aux=True, a pair of it and anything else."
         raise StepError(f"`{name}` has to return a floating scalar, the loss; it returns {found}.{hint}")
 
 

@@ -148,7 +148,7 @@ def infeasible(planner: Planner, budget_bytes: int) -> InfeasibleBudget:
     leanest = planner.leanest()
     minimum = planner.peak_bytes(leanest)
     tensors = _tensors(leanest.memory)
-    largest = "; ".join(f"{what}: {format_bytes(size)}" for what, size in tensors[:3])
+    largest = "; ".join(f"{what}: {format_bytes(size)}" for what, size in tensors[:3]) or "nothing"
     return InfeasibleBudget(
         f"Budget {format_bytes(budget_bytes)} is below the smallest reachable peak of `{planner.step.name}`, "
         f"{format_bytes(minimum)}: {format_bytes(planner.fixed_bytes)} are arguments, loss, gradients and optimizer "
