@@ -86,8 +86,9 @@ class CardMemory:
 
         Where blocks lie depends on what the process did before, and on where the driver puts segments. So several
         histories are tried: with and without a block of the largest weight's size that was let go before (weights that
-        were tied, cast or moved leave such), and segments that ascend and descend. The worst counts, and
-        `SAME_SHARE` more for others. A process that had plenty in its first steps and gave back what it did not use may
+        were tied, cast or moved leave such), with the optimizer's state there before the first step (loaded from a
+        checkpoint, or in a verification), and segments that ascend and descend. The worst counts, and `SAME_SHARE` more
+        for others. A process that had plenty in its first steps and gave back what it did not use may
         do with less later: what is cached at the end of the first step, the optimizer's state between it, is then free.
         """
         plenty = self.need(step, expandable=expandable)
@@ -95,15 +96,16 @@ class CardMemory:
         precision = max(2 * SMALL_SEGMENT_BYTES, int(worst * NEGLIGIBLE_SHARE))
         largest = max(self._there, default=0)
 
-        def runs(limit_bytes: int, cached_bytes: int, ascending: bool) -> bool:
+        def runs(limit_bytes: int, before: tuple[int, bool], ascending: bool) -> bool:
             allocator = CachingAllocator(limit_bytes=limit_bytes, expandable=expandable, ascending=ascending)
             try:
-                self._run(allocator, step, cached_bytes=cached_bytes)
+                self._run(allocator, step, cached_bytes=before[0], resumes=before[1])
             except OutOfCard:
                 return False
             return True
 
-        for history in itertools.product((0, largest), (False,) if expandable else (False, True)):
+        before = {(0, False), (largest, False), (0, bool(self._state))}
+        for history in itertools.product(sorted(before), (False,) if expandable else (False, True)):
             low, high, gap = worst, worst, precision
             while high < most and not runs(high, *history):  # what is missing is mostly little
                 low, gap = high, 4 * gap
@@ -152,8 +154,10 @@ class CardMemory:
             events += [(index, 0) for index in died.get(i, ())]
         return events
 
-    def _run(self, allocator: CachingAllocator, step: CardEvents, *, cached_bytes: int = 0) -> None:
-        for nbytes in self._there:
+    def _run(
+        self, allocator: CachingAllocator, step: CardEvents, *, cached_bytes: int = 0, resumes: bool = False
+    ) -> None:
+        for nbytes in (*self._there, *(self._state if resumes else ())):
             allocator.allocate(nbytes)
         if cached_bytes:
             allocator.free(allocator.allocate(cached_bytes))
@@ -167,7 +171,7 @@ class CardMemory:
             live: dict[int, Block] = {}
             earlier = [allocator.allocate(nbytes) for nbytes in self._gradients]
             self._play(allocator, step, live, threads)
-            if number == 0:
+            if number == 0 and not resumes:
                 for nbytes in self._state:
                     allocator.allocate(nbytes)
             updated: dict[int, Block] = {}

@@ -10,7 +10,8 @@ planned steps in turn. The model's whole state is put back.
    of the weights that optimizers change takes its place. Both are in host memory for a model on a GPU.
 2. A plain step that cannot fit runs with what it saves for backward moved to host memory or, on a CPU, to a temporary
    file: the same kernels on the same bytes. So do the audit's originals. It is not metered or timed then.
-3. Where even that fails, the values are compared on half the batch, and on half of that.
+3. Where even that fails, the values, and replays with what they stand for, are compared on half the batch, and on
+   half of that.
 """
 
 from __future__ import annotations
@@ -166,7 +167,7 @@ class _Verification:
             num_rederived=ran.num_rederived,
             differences=(*([str(audit.first)] if audit.first is not None else []), *comparison.differences),
             meter=meter_name(bench.device),
-            notes=tuple(self._notes),
+            notes=tuple(dict.fromkeys(self._notes)),
             replays_equal=not audit.divergences,
             num_replays_compared=audit.num_compared,
             error_bound=comparison.error_bound,
@@ -210,7 +211,23 @@ class _Verification:
 
         in_memory = self._plain_fits and self.bench.device.type == "cpu"
         found = self._attempt(lambda: run(None)) if in_memory else None
-        return run(self._aside) if found is None else found
+        whole = self.bench.batch
+        try:
+            return self._on_what_fits(lambda: run(self._aside)) if found is None else found
+        finally:
+            self.bench.batch = whole
+
+    def _on_what_fits(self, run: Callable[[], _Result]) -> _Result:
+        """Returns the result of `run` on as much of the batch as there is memory for; leaves the batch so."""
+        bench, whole = self.bench, num_rows(self.bench.batch)
+        while (found := self._attempt(run)) is None:
+            smaller = first_half(bench.batch)
+            if smaller is bench.batch:
+                raise MemoryError("not even one example fits, with what is compared moved away")
+            bench.batch = smaller
+        if num_rows(bench.batch) != whole:
+            self._notes.append(f"values were compared on {num_rows(bench.batch)} of {whole} examples: no more fits")
+        return found
 
     def _compare(self, audit: Audit) -> tuple[Comparison, StepLog]:
         """Compares one plain and one planned step; returns also what the planned one ran twice."""
@@ -246,21 +263,9 @@ class _Verification:
             if found is not None:
                 return found
         self._moves_plain = True
-        whole = num_rows(bench.batch)
-        while True:
-            found = self._attempt(lambda: self._result(planned=False))
-            if found is not None:
-                break
-            smaller = first_half(bench.batch)
-            if smaller is bench.batch:
-                raise MemoryError("the plain step does not fit, even with what it saves moved away")
-            bench.batch = smaller
         kept = "a temporary file" if bench.device.type == "cpu" else "host memory"
-        note = f"the plain step does not fit: it was run with what it saves for backward in {kept}"
-        if num_rows(bench.batch) != whole:
-            note += f", and values were compared on {num_rows(bench.batch)} of {whole} examples"
-        self._notes.append(note)
-        return found
+        self._notes.append(f"the plain step does not fit: it was run with what it saves for backward in {kept}")
+        return self._on_what_fits(lambda: self._result(planned=False))
 
     def _result(self, *, planned: bool, times: float | None = None) -> StepResult:
         bench = self.bench

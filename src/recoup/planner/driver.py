@@ -6,6 +6,7 @@ Where a budget becomes a plan: `plan_for_budget` here -> `budget_search.BudgetSe
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
@@ -56,6 +57,7 @@ class Planner(Simulator):
         strategies: what proposes plans. hooks: how decisions of each class change a call.
         remembers: a search that was made in this process before is not made again.
         effort: how much searches may simulate once a plan fits.
+        card_free_bytes: what torch may reserve on the card; None: not known, or no card.
     """
 
     def __init__(
@@ -71,8 +73,10 @@ class Planner(Simulator):
         hooks: Mapping[type[Decision], Hook] = HOOKS,
         remembers: bool = False,
         effort: Effort = "normal",
+        card_free_bytes: int | None = None,
     ) -> None:
         self._remembers = remembers
+        self.card_free_bytes = card_free_bytes
         self.prefers_equal_bits = actions is None
         by_default = DEFAULT_ACTIONS if host_budget_bytes is None else (*DEFAULT_ACTIONS, "offload")
         self.actions = by_default if actions is None else tuple(actions)
@@ -216,7 +220,9 @@ def plan_for_budget(
 ) -> tuple[Plan, Candidate]:
     """Returns the fastest plan for the budget.
 
-    On a card `budget="auto"` is what torch may reserve there, which is more than a plan's tensors take.
+    On a card torch reserves more than a plan's tensors take. `budget="auto"` is what it may reserve; of another budget
+    that the card has, a plan that would need more than the card with its fragments gives way to one that does not, if
+    there is one.
 
     Raises:
         InfeasibleBudget: if the smallest reachable peak is above it.
@@ -232,15 +238,28 @@ def plan_for_budget(
     if candidate is None:
         raise planner.infeasible(budget_bytes)
     card = (0, 0) if planner.card is None else planner.needed_bytes(candidate.decisions)
+    limit_bytes = budget_bytes if budget == "auto" else planner.card_free_bytes
+    if limit_bytes is None or limit_bytes < budget_bytes:
+        limit_bytes = card[0]  # the plan is for another card than this one
+    fastest = candidate, card
     for _ in range(MOST_TRIES):
-        over = card[0] - budget_bytes
-        if budget != "auto" or over <= 0:
+        over = card[0] - limit_bytes
+        if over <= 0:
             break
         smaller = planner.fit(candidate.peak_bytes - over)
-        if smaller is None:
+        if smaller is None and budget == "auto":
             raise planner.infeasible(candidate.peak_bytes - over)
+        if smaller is None:
+            candidate, card = fastest
+            break
         candidate, card = smaller, planner.needed_bytes(smaller.decisions)
     made = planner.plan(candidate, budget_bytes=budget_bytes, budget_text=str(budget), device=device, card=card)
+    if candidate is not fastest[0]:
+        note = (
+            f"a faster plan that peaks at {format_bytes(fastest[0].peak_bytes)} would have torch reserve "
+            f"{format_bytes(fastest[1][0])} of the card, which has {format_bytes(limit_bytes)} to give"
+        )
+        made = dataclasses.replace(made, notes=(*made.notes, note))
     return made, candidate
 
 

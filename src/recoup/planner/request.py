@@ -107,6 +107,7 @@ def planner_for(
         fixed_bytes=fixed_bytes,
         remembers=True,
         effort=effort,
+        card_free_bytes=_card_free_bytes(name, entry) if on_cuda else None,
     )
     return planner, name, entry
 
@@ -114,17 +115,18 @@ def planner_for(
 def free_bytes_on(name: str, entry: Device | None) -> int:
     """Returns the bytes that `budget="auto"` means: those free on the device, less a margin."""
     if entry is not None:
-        return (
-            entry.memory_bytes - entry.context_bytes
-            if entry.dialect == "cuda"
-            else int(entry.memory_bytes * _AUTO_SHARE)
-        )
-    if name.startswith("cuda"):
-        device = torch.device(name)
-        # What torch has reserved is its own to use again; the model in it counts in the plan's peak.
-        free = available_bytes(device) + torch.cuda.memory_allocated(device)
-        return int(free * _AUTO_SHARE)
-    return int(available_host_bytes() * _AUTO_SHARE)
+        return _card_free_bytes(name, entry) if entry.dialect == "cuda" else int(entry.memory_bytes * _AUTO_SHARE)
+    free = _card_free_bytes(name, None) if name.startswith("cuda") else available_host_bytes()
+    return int(free * _AUTO_SHARE)
+
+
+def _card_free_bytes(name: str, entry: Device | None) -> int:
+    """Returns the bytes that torch may reserve on a card in all."""
+    if entry is not None:
+        return entry.memory_bytes - entry.context_bytes
+    device = torch.device(name)
+    # What torch has reserved is its own to use again; the model in it counts in the plan's peak.
+    return available_bytes(device) + torch.cuda.memory_allocated(device)
 
 
 def fitting_for(
