@@ -19,6 +19,9 @@ _WORDS = (
     "bad allocation",
     "could not create a memory",
     "could not create a primitive",
+    # cuDNN, once none of its algorithms got the workspace that it asked for.
+    "find a valid cuDNN algorithm",
+    "unable to find an engine",
 )
 
 

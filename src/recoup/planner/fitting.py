@@ -2,7 +2,8 @@
 
 What verification finds is planned around: a measured peak above the budget (an allocator does what no simulation saw)
 asks for as many bytes less; a region that cannot run twice asks for a plan in which it, and modules of its kind, run
-once; values that differ for no region's sake ask for a plan without the action that may have changed them.
+once; values that differ for no region's sake ask for a plan without the action that may have changed them; a step that
+runs out of memory, though its plan should fit, asks for a smaller one.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from collections.abc import Callable, Iterable, Sequence
 from torch import nn
 
 from recoup import progress
-from recoup.errors import InfeasibleBudget, ReplayError, UsageError
+from recoup.errors import InfeasibleBudget, ReplayError, StepOutOfMemory, UsageError
 from recoup.ir.decision import TileLoss, TileModule
 from recoup.ir.evidence import Evidence
 from recoup.ir.labels import without_numbers
 from recoup.ir.plan import Plan
 from recoup.planner.driver import Planner, plan_for_budget
 from recoup.runtime.apply import Applied, apply_decisions
-from recoup.thresholds import MOST_TRIES, NEGLIGIBLE_SHARE
+from recoup.thresholds import ESTIMATE_SHARE, MOST_TRIES, NEGLIGIBLE_SHARE
 from recoup.units import format_at_least, format_bytes, is_minimum
 
 MakePlanner = Callable[[frozenset[str], Sequence[str] | None], Planner]
@@ -105,6 +106,7 @@ class Fitting:
         """
         failed: tuple[Plan, Evidence] | None = None
         measured: Evidence | None = None  # of the last plan that was above the budget
+        ran_out: StepOutOfMemory | None = None
         num_over = 0
         while True:
             try:
@@ -113,7 +115,7 @@ class Fitting:
                 if failed is not None:
                     return failed[0], apply_decisions(self.model, ()), failed[1]
                 if measured is None or self._target_bytes is None:
-                    raise
+                    raise ran_out or error from None
                 raise self._never_below(measured, error.minimum_bytes - self._target_bytes) from None
             applied = apply_decisions(self.model, made.decisions)
             try:
@@ -123,6 +125,14 @@ class Fitting:
                 applied.remove()
                 if not self._plan_around(made, (error.region,), _reason(error)):
                     raise
+                continue
+            except StepOutOfMemory as error:  # workspaces of libraries and fragments that no simulation saw
+                applied.remove()
+                ran_out, num_over = StepOutOfMemory(*error.args), num_over + 1  # its traceback holds the step
+                less = made.predicted.peak_bytes - int(made.budget_bytes * ESTIMATE_SHARE)
+                if num_over == MOST_TRIES or less <= 0 or is_minimum(self.budget):
+                    raise
+                self._plan_for_less(less, "a verified step of an earlier plan ran out of memory")
                 continue
             except BaseException:
                 applied.remove()
@@ -148,9 +158,12 @@ class Fitting:
             less = (self._target_bytes or made.budget_bytes) - over - int(made.budget_bytes * NEGLIGIBLE_SHARE)
             if num_over == MOST_TRIES or less <= 0:
                 raise self._never_below(evidence)
-            self._target_bytes = less
-            note = "planned for less than the budget: an earlier plan measured above it"
-            self.notes += [] if note in self.notes else [note]
+            self._plan_for_less(less, "an earlier plan measured above it")
+
+    def _plan_for_less(self, target_bytes: int, reason: str) -> None:
+        self._target_bytes = target_bytes
+        note = f"planned for less than the budget: {reason}"
+        self.notes += [] if note in self.notes else [note]
 
     def _plan_around(self, made: Plan, culprits: Sequence[str], reason: str) -> bool:
         """Leaves something out of the next plan: regions, or an action that the plan used; whether there was any."""
