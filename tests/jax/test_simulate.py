@@ -38,11 +38,13 @@ def transposed(x: Any, w: Any) -> Any:
 
 
 is_new = tuple(map(int, jax.__version__.split(".")[:2])) >= (0, 11)
-one_call = pytest.mark.skipif(is_new, reason="jax 0.12's XLA makes a library call of these whole programs")
+unlike = pytest.mark.skipif(
+    is_new, reason="jax 0.12's compiler takes less than is simulated, 16 KiB of `again`: not looked into"
+)
 
 
 @pytest.mark.parametrize(
-    "step", [in_place, pytest.param(again, marks=one_call), pytest.param(dear, marks=one_call), transposed]
+    "step", [in_place, pytest.param(again, marks=unlike), pytest.param(dear, marks=unlike), transposed]
 )
 def test_a_program_takes_what_is_simulated(step: Callable[..., Any]) -> None:
     found = compiled(jax.jit(step), X, W).memory_analysis().temp_size_in_bytes
