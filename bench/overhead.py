@@ -132,7 +132,7 @@ def block_marks(model: Model, x: Tensor) -> Rebuild:
     model.at_block = lambda: starts.append(len(found))
     HeldRecorder.before_op = before_op  # type: ignore[method-assign]
     try:
-        with apply_decisions(model, [Rebuild(path="")]):
+        with apply_decisions(model, [Rebuild(path="")]), _Ops():  # behind another mode each op is recorded by itself
             model(x)
     finally:
         HeldRecorder.before_op = real  # type: ignore[method-assign]

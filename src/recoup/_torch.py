@@ -11,6 +11,7 @@ import functools
 import logging
 import operator
 import os
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -354,12 +355,37 @@ def dispatch_mode_class() -> type[Any]:
     return OwnMode
 
 
+@functools.cache
+def function_mode_class() -> type[Any]:
+    """Returns the base of our torch-function modes, which `user_modes` leaves out. Raises nothing."""
+    from torch.overrides import TorchFunctionMode
+
+    class OwnFunctionMode(TorchFunctionMode):  # type: ignore[no-untyped-call]
+        pass
+
+    return OwnFunctionMode
+
+
+def sees_function_modes() -> bool:
+    """Whether a torch-function mode that is put on now is not ours alone: the user has some, or compiles (torch 2.13).
+
+    Dynamo traces modes into what it compiles. Freed by: a mode that Dynamo leaves alone.
+    """
+    if torch._C._len_torch_function_stack():
+        return True
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    if dynamo is None:
+        return False
+    backends = getattr(dynamo, "cached_backends", {0: dynamo})  # None: of what is not to be compiled
+    return any(backend is not None for backend in backends.values())
+
+
 def user_modes() -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Returns the torch-function modes and the dispatch modes that are on, without ours and torch's own (torch 2.13).
 
     Torch's own are those it keeps apart: fake tensors, tracing. Freed by: public stacks of modes.
     """
-    functions = tuple(map(torch._C._get_function_stack_at, range(torch._C._len_torch_function_stack())))
+    functions = tuple(m for m in _function_modes() if not isinstance(m, function_mode_class()))
     return functions, tuple(m for m in dispatch_modes() if not isinstance(m, dispatch_mode_class()))
 
 
@@ -389,6 +415,10 @@ def dispatch_modes() -> list[Any]:
     return [m for m in modes if getattr(m, "_mode_key", None) is None]
 
 
+def _function_modes() -> list[Any]:
+    return list(map(torch._C._get_function_stack_at, range(torch._C._len_torch_function_stack())))
+
+
 @contextlib.contextmanager
 def under_modes(modes: tuple[tuple[Any, ...], tuple[Any, ...]]) -> Iterator[None]:
     """Runs what is inside under these modes of the user and no others, without entering them (torch 2.11, 2.13).
@@ -401,28 +431,29 @@ def under_modes(modes: tuple[tuple[Any, ...], tuple[Any, ...]]) -> Iterator[None
     if _are_same(before[0], functions) and _are_same(before[1], dispatches):
         yield
         return
-    stack = dispatch_modes()
+    stack, function_stack = dispatch_modes(), _function_modes()
+    wanted_functions = [*(m for m in function_stack if isinstance(m, function_mode_class())), *functions]
     wanted = [*(m for m in stack if isinstance(m, dispatch_mode_class())), *dispatches]
     push, pop = torch._C._push_on_torch_dispatch_stack, torch._C._pop_torch_dispatch_stack
     push_function, pop_function = torch._C._push_on_torch_function_stack, torch._C._pop_torch_function_stack
     for _ in stack:
         pop(None)
-    for _ in before[0]:
+    for _ in function_stack:
         pop_function()
     for mode in wanted:
         push(mode)
-    for mode in functions:
+    for mode in wanted_functions:
         push_function(mode)
     try:
         yield
     finally:
         for _ in wanted:
             pop(None)
-        for _ in functions:
+        for _ in wanted_functions:
             pop_function()
         for mode in stack:
             push(mode)
-        for mode in before[0]:
+        for mode in function_stack:
             push_function(mode)
 
 

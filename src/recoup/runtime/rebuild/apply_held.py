@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import warnings
 from typing import Any
@@ -14,11 +15,10 @@ from recoup.ir.decision import Rebuild
 from recoup.runtime import execution_context
 from recoup.runtime.compiling import tell_compiled
 from recoup.runtime.patch import PatchedForward
+from recoup.runtime.rebuild.calls import Calls, CallWatch
 from recoup.runtime.rebuild.held_recorder import HeldRecorder, marks_of
-from recoup.runtime.rebuild.leaves import KINDS, Leaves, op_by_op
 from recoup.runtime.rebuild.lineage import current_recorder
 from recoup.runtime.rebuild.saved_tensor import pack, unpack
-from recoup.runtime.rebuild.sites import Sites
 from recoup.runtime.step_log import Counts
 
 
@@ -34,8 +34,7 @@ class HeldState:
     def __init__(self, decision: Rebuild) -> None:
         self.decision = decision
         self.marks = marks_of(decision.marks)
-        self.sites = Sites()
-        self.leaves = Leaves()
+        self.calls = Calls()
         self.counts = Counts()
         self.suspended = False
         self.warned = False
@@ -75,23 +74,25 @@ def run_held(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, A
     recorder = current_recorder()
     if isinstance(recorder, HeldRecorder):
         kind = type(patched.module)
-        if (known := KINDS.get(kind)) is not None and len(args) == 1 and not kwargs and patched.previous is None:
-            return state.leaves.run(recorder, settings.path, patched, known, args[0])
-        if not state.is_unit(kind):
-            return op_by_op(recorder, settings.path, patched, *args, **kwargs)
-        recorder.begin_segment()  # FSDP2 has its parameters there in its own forward and backward only
+        is_unit = state.is_unit(kind)
+        if is_unit:
+            recorder.begin_segment()  # FSDP2 has its parameters there in its own forward and backward only
+        recorder.enter(settings.path)
         try:
-            return op_by_op(recorder, settings.path, patched, *args, **kwargs)
+            return patched.original(*args, **kwargs)
         finally:
-            recorder.begin_segment()
+            recorder.leave()
+            if is_unit:
+                recorder.begin_segment()
     if state.suspended or _torch.inside_transform() or torch.compiler.is_exporting():
         return patched.original(*args, **kwargs)
     if settings.path or recorder is not None:
         return patched.original(*args, **kwargs)
     with execution_context.counting_for(state.counts):
-        recorder = HeldRecorder(state.marks, state.decision.num_ops, state.sites)
+        recorder = HeldRecorder(state.marks, state.decision.num_ops)
         recorder.enter("")
-        with recorder, _torch.saved_tensors_hooks(pack, unpack):
+        watch = contextlib.nullcontext() if _torch.sees_function_modes() else CallWatch(recorder, state.calls)
+        with recorder, watch, _torch.saved_tensors_hooks(pack, unpack):
             result = patched.original(*args, **kwargs)
     lost = recorder.lost
     if recorder.is_other_step:

@@ -51,6 +51,8 @@ def _pack(tensor: torch.Tensor) -> Any:
         or tensor.is_conj()
     ):
         return Kept(tensor)
+    if recorder.call is not None:
+        recorder.call.saves(recorder, tensor)
     value = recorder.value_of(tensor)
     if value.constant is not None:
         return KeptConstant(tensor)

@@ -27,7 +27,7 @@ from recoup.runtime import execution_context
 from recoup.runtime.rebuild.kept import Kept, Source, changed_since, is_overwritten, laid
 from recoup.runtime.rebuild.lineage import Geometry, Made, Read, Surroundings, Value
 from recoup.runtime.rebuild.rederived import constant_contents, fitted, paused
-from recoup.runtime.rebuild.sites import Noted
+from recoup.runtime.rebuild.op_forms import Noted
 
 
 class Wanted:
@@ -203,7 +203,7 @@ def _again(made: Made, here: dict[Value, torch.Tensor]) -> Any:
     """Runs an op again."""
     if type(made) is Noted:
         tensors = []
-        for value, geometry in zip(made.values, made.site.geometries, strict=True):
+        for value, geometry in zip(made.values, made.form.geometries, strict=True):
             tensor = here.get(value)
             if tensor is None:
                 tensor = laid(_contents(value, here), geometry)
