@@ -526,6 +526,20 @@ def backend_flags(*, cpu_only: bool = False) -> tuple[Any, ...]:
     return tuple([get() for get, _ in (_CPU_FLAGS if cpu_only else _FLAGS)])
 
 
+def attention_flags() -> tuple[Any, ...]:
+    """Returns the flags that choose a kernel of `scaled_dot_product_attention` (torch 2.11, 2.13).
+
+    Freed by: as `backend_flags`.
+    """
+    cuda = torch.backends.cuda
+    flags = (cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled())
+    return (*flags, *torch._C._get_sdp_priority_order())
+
+
+is_autocast = torch._C._is_any_autocast_enabled
+"""Whether autocast is on for some device (torch 2.11, 2.13). Freed by: `torch.is_autocast_enabled` for any device."""
+
+
 @contextlib.contextmanager
 def under_flags(flags: tuple[Any, ...]) -> Iterator[None]:
     """Runs what is inside under the flags that `backend_flags` returned. Freed by: as `backend_flags`."""

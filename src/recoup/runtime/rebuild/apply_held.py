@@ -91,9 +91,11 @@ def run_held(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, A
     with execution_context.counting_for(state.counts):
         recorder = HeldRecorder(state.marks, state.decision.num_ops)
         recorder.enter("")
-        watch = contextlib.nullcontext() if _torch.sees_function_modes() else CallWatch(recorder, state.calls)
-        with recorder, watch, _torch.saved_tensors_hooks(pack, unpack):
+        watch = None if _torch.sees_function_modes() else CallWatch(recorder, state.calls, _alike(args, kwargs))
+        with recorder, watch or contextlib.nullcontext(), _torch.saved_tensors_hooks(pack, unpack):
             result = patched.original(*args, **kwargs)
+        if watch is not None:
+            watch.end()
     lost = recorder.lost
     if recorder.is_other_step:
         lost = [*lost, f"{recorder.num_ops} ops, planned {state.decision.num_ops}"]
@@ -105,3 +107,9 @@ def run_held(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, A
             stacklevel=3,
         )
     return result
+
+
+def _alike(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Returns what is equal for steps that may be alike."""
+    items = (*args, *kwargs.values())
+    return tuple(kwargs), tuple([item.shape if isinstance(item, torch.Tensor) else type(item) for item in items])

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from recoup import _torch
@@ -63,6 +64,7 @@ class CallForm:
 
     __slots__ = (
         "_exact",
+        "_flags",
         "_is_nested",
         "_matches",
         "_offsets",
@@ -92,6 +94,7 @@ class CallForm:
         matches: Callable[..., bool],
         *,
         is_nested: bool,
+        flags: tuple[Any, ...],
     ) -> None:
         self.kinds = tuple(map(type, flat))
         self.names = names
@@ -106,10 +109,18 @@ class CallForm:
         self._rest = _picker(scalars)
         self._scalars = self._rest(flat)
         self._exact = repr(self._scalars) if any(type(s) is float and s == 0 for s in self._scalars) else ""
+        self._flags = flags
         self.then: Any = None
 
-    def tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> tuple[torch.Tensor, ...] | None:
+    def tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Sequence[torch.Tensor] | None:
         """Returns the tensors of a call that is like this one, each once; None if it is not."""
+        tensors = self.alike(args, kwargs)
+        if tensors is None or not self._matches(*tensors) or [t.storage_offset() for t in tensors] != self._offsets:
+            return None
+        return tensors
+
+    def alike(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Sequence[torch.Tensor] | None:
+        """Returns the tensors of a call that is like this one as far as their metadata goes, each once; else None."""
         flat: Sequence[Any] = args
         if kwargs:
             if tuple(kwargs) != self.names:
@@ -124,13 +135,12 @@ class CallForm:
         scalars = self._rest(flat)
         if scalars != self._scalars or (self._exact and repr(scalars) != self._exact):  # zero has two signs
             return None
-        tensors = self._pick(flat)
-        if not self._matches(*tensors) or [t.storage_offset() for t in tensors] != self._offsets:
+        if self._flags and _torch.attention_flags() != self._flags:
             return None
         for one, other in self._same:
             if flat[one] is not flat[other]:
                 return None
-        return tensors
+        return self._pick(flat)
 
 
 def flattened(items: Sequence[Any]) -> Sequence[Any]:
@@ -147,6 +157,7 @@ def flattened(items: Sequence[Any]) -> Sequence[Any]:
 
 
 def form_of_call(
+    func: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any] | None,
     out: Any,
@@ -178,7 +189,8 @@ def form_of_call(
     matches = _torch.tensor_guard(tensors) if tensors else None
     if matches is None or not matches(*tensors):
         return None
-    form = CallForm(flat, tuple(kwargs or ()), first, same, matches, is_nested=is_nested)
+    flags = _torch.attention_flags() if func is F.scaled_dot_product_attention else ()
+    form = CallForm(flat, tuple(kwargs or ()), first, same, matches, is_nested=is_nested, flags=flags)
     return form if _knows(form, tensors, out, log, value_of) else None
 
 
@@ -201,7 +213,10 @@ def _knows(
             aliases.append((numbers[id(value)], i))
         numbers.setdefault(id(value), i)
     ops, made, num = [], set(), len(tensors)
+    autocasts = _torch.is_autocast()
     for op, read, values in log.ops:
+        if autocasts and any(value.constant is not None for value in read) and op.is_cast:
+            return False  # autocast casts a parameter once a step
         picks = [numbers.get(id(value), -1) for value in read]
         if -1 in picks:
             return False

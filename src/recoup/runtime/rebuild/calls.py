@@ -12,21 +12,24 @@ Only functions of torch's own are taken, in which no code of the user runs, and 
 from __future__ import annotations
 
 import types
-import weakref
+
 from typing import Any
 
 import torch
 
 from recoup import _torch
 from recoup.ir.decision import OpMark
+from recoup.runtime import execution_context
 from recoup.runtime.rebuild.call_forms import CallForm, CallLog, form_of_call
 from recoup.runtime.rebuild.held_recorder import HeldRecorder
 from recoup.runtime.rebuild.lineage import Value
-from recoup.runtime.rebuild.op_forms import Noted
+from recoup.runtime.rebuild.step_program import Learning, StepProgram
+from recoup.runtime.rebuild.step_run import StepRun
 from recoup.thresholds import MOST_TRIES
 
 _TORCHS = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 _MODULES = frozenset(["torch.nn.functional", "torch.functional", "torch._tensor"])
+_MOST_PROGRAMS = 8  # a batch's shapes each have their own
 _MOST_FORMS = 256  # of one function: a loop whose steps read further and further into a tensor has one for each
 
 
@@ -36,6 +39,32 @@ class Calls:
     def __init__(self) -> None:
         self._forms: dict[Any, list[CallForm]] = {}
         self._misses: dict[Any, int] = {}
+        self._programs: dict[Any, StepProgram] = {}
+        self._seen: dict[Any, int] = {}
+
+    def begin(self, recorder: HeldRecorder, key: Any) -> StepRun | Learning | None:
+        """Returns what follows a step: the program of earlier ones like it, or who learns one; None at first.
+
+        Args:
+            key: equal for steps that may be alike.
+        """
+        if execution_context.observer() is not None:
+            return None
+        program = self._programs.get(key)
+        slots = None if program is None else program.slots()
+        if program is not None and slots is not None:
+            return StepRun(program, slots, recorder)
+        num = self._seen[key] = self._seen.get(key, 0) + 1
+        return Learning(recorder) if 1 < num <= MOST_TRIES and len(self._programs) < _MOST_PROGRAMS else None
+
+    def end(self, key: Any, followed: StepRun | Learning | None) -> None:
+        """Takes note of how it went."""
+        if isinstance(followed, Learning):
+            program = followed.program()
+            if program is not None:
+                self._programs[key] = program
+        elif followed is not None and not followed.is_done:
+            self._programs.pop(key, None)
 
     def known(self, func: Any) -> list[CallForm]:
         """Returns the forms of a function's calls, those that were met last first."""
@@ -64,20 +93,58 @@ _NONE: list[CallForm] = []
 class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
     """The torch-function mode in front of a recorder."""
 
-    def __init__(self, recorder: HeldRecorder, calls: Calls) -> None:
+    def __init__(self, recorder: HeldRecorder, calls: Calls, key: Any) -> None:
         super().__init__()
         self._recorder = recorder
         self._calls = calls
         self._last: CallForm | None = None
+        self._key = key
+        followed = calls.begin(recorder, key)
+        self._run = recorder.program = followed if isinstance(followed, StepRun) else None
+        self._learning = recorder.learning = followed if isinstance(followed, Learning) else None
+        self._followed = followed
+        if followed is not None:
+            recorder.stop_program = self._stop
+
+    def end(self) -> None:
+        """Called when the step's forward has returned."""
+        self._calls.end(self._key, self._followed)
+
+    def _stop(self) -> None:
+        """Ends what follows the step: something is done that no program has."""
+        recorder = self._recorder
+        if self._run is not None:
+            self._run.end(recorder)
+        elif self._learning is not None:
+            self._learning.failed = True
+        self._run = self._learning = recorder.program = recorder.learning = recorder.stop_program = None
 
     def __torch_function__(
         self, func: Any, types_: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if type(func) is types.MethodWrapperType:  # an attribute
+            if func.__name__ == "__set__":
+                self._stop()
             return func(*args)
         recorder = self._recorder
         if recorder.paused or _torch.num_dispatch_modes() != 1:
+            self._stop()
             return func(*args, **kwargs) if kwargs else func(*args)
+        run = self._run
+        if run is not None:
+            call = run.next_call(func, args, kwargs)
+            if call is not None:
+                if call.form is None:
+                    out = func(*args, **kwargs) if kwargs else func(*args)
+                else:
+                    recorder.count_ops(call.num_ops)
+                    recorder.frame.ordinal += call.num_ops
+                    with _torch.past_dispatch_modes():
+                        out = func(*args, **kwargs) if kwargs else func(*args)
+                if self._run is not None:
+                    run.returned(call, out)
+                return out
+            self._stop()
         last = self._last
         guess = None if last is None else last.then
         tensors = None
@@ -98,15 +165,20 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
         ordinal, num_ops = frame.ordinal, form.num_ops
         values = recorder.note_ops(form, tensors) if form.ops else _NO_VALUES
         if values is None:
+            self._stop()
             return func(*args, **kwargs) if kwargs else func(*args)
         if frame.marks is not None and (marks := _marked(frame.marks, ordinal, form)):
             if None in marks:
+                self._stop()
                 return func(*args, **kwargs) if kwargs else func(*args)
             recorder.call = Running(form, values, marks)
         elif form.saves:
             recorder.call = Running(form, values, [])
         recorder.count_ops(num_ops)
         frame.ordinal = ordinal + num_ops
+        learning = self._learning
+        if learning is not None:
+            learning.begin(func, form, tensors)
         try:
             with _torch.past_dispatch_modes():
                 out = func(*args, **kwargs) if kwargs else func(*args)
@@ -116,14 +188,24 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
             recorder.note_results(form, values, out)
         if running is not None and running.marks:
             running.end(recorder, out)
+        if learning is not None:
+            learning.end(out, num_ops)
         return out
 
     def _look_into(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         """Runs a call that no form fits op by op, and learns from it."""
         self._last = None
         recorder = self._recorder
+        learning = self._learning
         if not self._calls.may_learn(func):
-            return func(*args, **kwargs) if kwargs else func(*args)
+            if learning is not None:
+                learning.begin_other(func, args, kwargs)
+            out = func(*args, **kwargs) if kwargs else func(*args)
+            if learning is not None:
+                learning.end(out, 0)
+            return out
+        if learning is not None:
+            learning.failed = True
         log = CallLog()
         frame = recorder.frame
         recorder.log = recorder.call = log
@@ -131,7 +213,7 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
             out = func(*args, **kwargs) if kwargs else func(*args)
         finally:
             recorder.log = recorder.call = None
-        form = form_of_call(args, kwargs, out, log, recorder.existing) if recorder.frame is frame else None
+        form = form_of_call(func, args, kwargs, out, log, recorder.existing) if recorder.frame is frame else None
         self._calls.learn(func, form)
         return out
 

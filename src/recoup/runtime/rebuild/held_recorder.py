@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -54,6 +54,7 @@ class HeldRecorder(Recorder):
         self._planned_turns = 0
         self.lost: list[str] = []
         self.log: CallLog | None = None
+        self.stop_program: Callable[[], None] | None = None
 
     def enter(self, path: str) -> None:
         """Begins a call of the module at `path`: ops are its own until `leave`."""
@@ -85,6 +86,8 @@ class HeldRecorder(Recorder):
         facts = known_facts(id(func))
         if facts is None and not _torch.is_higher_order(func):
             facts = op_facts(func)
+        if self.stop_program is not None and (facts is None or not (facts.is_inert or facts.can_rerun) or facts.is_batch_norm):
+            self.stop_program()
         if self.paused or facts is None:
             self.log_other()
             return super().__torch_dispatch__(func, (), args, kwargs)

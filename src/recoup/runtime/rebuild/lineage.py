@@ -168,6 +168,8 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
         self.offloading = False
         self.offloader: Any = None
         self.call: Any = None
+        self.program: Any = None
+        self.learning: Any = None
         self._num_made = 0
         self.turn = 0  # counts saved tensors: backward asks about in reverse
         self._values: dict[weakref.ref[torch.UntypedStorage], Value] = {}  # of live storages; see `waiting.py`

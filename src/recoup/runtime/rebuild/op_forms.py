@@ -24,7 +24,7 @@ class OpForm:
         gives_again: says whether results lie as they did, when it runs again; found on the first time.
     """
 
-    __slots__ = ("bases", "call", "geometries", "gives_again", "is_single", "kwargs", "overload", "positions", "rest")
+    __slots__ = ("bases", "call", "geometries", "gives_again", "is_cast", "is_single", "kwargs", "overload", "positions", "rest")
 
     def __init__(
         self,
@@ -46,8 +46,30 @@ class OpForm:
         self.kwargs = kwargs
         self.geometries = tuple([geometry_of(args[i]) for i in positions])
         self.bases = tuple([(position, geometry_of(t)) for position, t in recorded])
+        self.is_cast = facts.label == "aten._to_copy.default"
         self.is_single = type(out) is torch.Tensor
         self.gives_again: Callable[..., bool] | None = None
+
+    def run(self, tensors: list[torch.Tensor]) -> Any:
+        """Runs the op again on tensors that lie as the first time."""
+        if self.positions is None:
+            args = (*tensors, *self.rest)
+        else:
+            args = self.rest.copy()
+            for position, tensor in zip(self.positions, tensors, strict=True):
+                args[position] = tensor
+        return self.call(*args, **self.kwargs) if self.kwargs else self.call(*args)
+
+    def gave(self, out: Any) -> bool:
+        """Whether results lie as they did the first time."""
+        outs = (out,) if self.is_single else out
+        if self.gives_again is None:
+            if not all([geometry_of(outs[position]) == base for position, base in self.bases]):
+                return False
+            self.gives_again = _torch.tensor_guard(outs)
+        if self.gives_again is None or not self.gives_again(*outs):
+            return False
+        return all([outs[position].storage_offset() == base[2] for position, base in self.bases])
 
 
 def form_of(
@@ -81,29 +103,6 @@ class Noted(Made):
         self.form = form
         self.values = values
         self.order = order
-
-    def run(self, tensors: list[torch.Tensor]) -> Any:
-        """Runs the op again on tensors that lie as the first time."""
-        form = self.form
-        if form.positions is None:
-            args = (*tensors, *form.rest)
-        else:
-            args = form.rest.copy()
-            for position, tensor in zip(form.positions, tensors, strict=True):
-                args[position] = tensor
-        return form.call(*args, **form.kwargs) if form.kwargs else form.call(*args)
-
-    def gave(self, out: Any) -> bool:
-        """Whether results lie as they did the first time."""
-        form = self.form
-        outs = (out,) if form.is_single else out
-        if form.gives_again is None:
-            if not all([geometry_of(outs[position]) == base for position, base in form.bases]):
-                return False
-            form.gives_again = _torch.tensor_guard(outs)
-        if form.gives_again is None or not form.gives_again(*outs):
-            return False
-        return all([outs[position].storage_offset() == base[2] for position, base in form.bases])
 
 
 def are_plain(kwargs: Mapping[str, Any]) -> bool:

@@ -51,9 +51,18 @@ def _pack(tensor: torch.Tensor) -> Any:
         or tensor.is_conj()
     ):
         return Kept(tensor)
+    if recorder.program is not None and (packed := recorder.program.pack(recorder, tensor)) is not None:
+        return packed
     if recorder.call is not None:
         recorder.call.saves(recorder, tensor)
     value = recorder.value_of(tensor)
+    packed = _pack_value(recorder, tensor, value)
+    if recorder.learning is not None:
+        recorder.learning.saved(tensor, value, packed)
+    return packed
+
+
+def _pack_value(recorder: Recorder, tensor: torch.Tensor, value: Value) -> Any:
     if value.constant is not None:
         return KeptConstant(tensor)
     recorder.turn += 1

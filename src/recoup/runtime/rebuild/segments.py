@@ -24,9 +24,10 @@ import torch
 from recoup import _torch
 from recoup.errors import ReplayError
 from recoup.runtime import execution_context
+from recoup.runtime.rebuild.constant import Constant
 from recoup.runtime.rebuild.kept import Kept, Source, changed_since, is_overwritten, laid
 from recoup.runtime.rebuild.lineage import Geometry, Made, Read, Surroundings, Value
-from recoup.runtime.rebuild.rederived import constant_contents, fitted, paused
+from recoup.runtime.rebuild.rederived import constant_of, fitted, paused
 from recoup.runtime.rebuild.op_forms import Noted
 
 
@@ -180,7 +181,7 @@ def _run(wanted: set[Value], here: dict[Value, torch.Tensor]) -> dict[Value, tor
         for value in values:
             assert value.base is not None
             tensor = out if type(out) is torch.Tensor else _result(out, value.output)
-            if type(made) is not Noted or not made.gave(out):
+            if type(made) is not Noted or not made.form.gave(out):
                 tensor = fitted(tensor, value.base)
             if value in uses:
                 here[value] = tensor
@@ -210,7 +211,7 @@ def _again(made: Made, here: dict[Value, torch.Tensor]) -> Any:
             elif geometry is not value.base:  # rebuilt, so that it lies as it did
                 tensor = laid(tensor, geometry)
             tensors.append(tensor)
-        return made.run(tensors)
+        return made.form.run(tensors)
     args = _decoded(made.args, here)
     if made.kwargs:
         return made.function(*args, **{key: _decoded((item,), here)[0] for key, item in made.kwargs.items()})
@@ -248,16 +249,21 @@ def _result(out: Any, position: int) -> torch.Tensor:
     return result
 
 
+def parameter_of(constant: Constant) -> torch.Tensor:
+    """Returns the contents of a parameter; raises if it was changed or taken away since it was read."""
+    parameter = constant.tensor
+    if constant.copy is None and not has_memory(parameter):
+        raise ReplayError(
+            f"A parameter {list(parameter.shape)} that saved tensors are rebuilt from was taken away since "
+            "its module's forward. Plan without `rebuild`: actions=('rederive', 'recompute').",
+            code="E203",
+        )
+    return constant_of(constant)
+
+
 def _contents(value: Value, here: dict[Value, torch.Tensor]) -> torch.Tensor:
     if value.constant is not None:
-        parameter = value.constant.tensor
-        if value.constant.copy is None and not has_memory(parameter):
-            raise ReplayError(
-                f"A parameter {list(parameter.shape)} that saved tensors are rebuilt from was taken away since "
-                "its module's forward. Plan without `rebuild`: actions=('rederive', 'recompute').",
-                code="E203",
-            )
-        return constant_contents(value)
+        return parameter_of(value.constant)
     found = here.get(value)
     if found is not None:
         return found

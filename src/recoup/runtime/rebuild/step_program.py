@@ -1,0 +1,387 @@
+"""The program of a step: what a plan by tensor did in one step, to be done again in the next without a record.
+
+[Note: step programs]
+1. A step in which every call of a torch function has a form (`call_forms.py`) is noted: which calls came, with which
+   scalars, which tensor was handed from which call to which, and what became of each tensor that autograd saved.
+2. The next step is held against it, call by call (`step_run.py`). The tensors a call is handed are the very objects
+   that earlier calls of this step returned, or parameters, or new to the step; those that are new are looked at as
+   forms look at them. So by induction each tensor lies as it did, and what is saved of it is dealt with as it was.
+3. What is rebuilt from what is a list of ops on numbered values, one list a segment. Scalars are those of the step at
+   hand: a call whose scalars differ is another call.
+4. At the first call that is not the expected one the program ends, and the rest of the step is recorded: what was
+   decided so far rests on calls that have been made. What the program holds for rebuilds is made known to the record.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from recoup import _torch
+from recoup.runtime.rebuild.call_forms import CallForm
+from recoup.runtime.rebuild.kept import Kept, KeptConstant, KeptView
+from recoup.runtime.rebuild.lineage import PLAIN, Geometry, Value, geometry_of
+from recoup.runtime.rebuild.op_forms import Noted, OpForm
+from recoup.runtime.rebuild.segments import Rebuilt, Segment
+
+KEEP, CONSTANT, REBUILD = range(3)
+
+
+class ProgramCall:
+    """One call of the program.
+
+    Attributes:
+        func: the function. form: of the call, None if any call of the function will do.
+        reads: slots of the call's tensors, -1 for one that is new to the step. binds: whether there is a new one.
+        enters: position among the call's tensors and slot of those that are new and read again.
+        leaves: slots that no later call reads. gives: position (-1: the result) and slot of results that are read.
+        keeps: position among the call's tensors and number of values to hold. keeps_results: the same of results.
+        reads_constants: the same of parameters that something is rebuilt from.
+        num_ops: counted in it. first_save, end_save: tensors that autograd saved before it, and after it.
+        deriving: whether saved tensors were rebuilt after it.
+    """
+
+    __slots__ = (
+        "binds",
+        "deriving",
+        "end_save",
+        "enters",
+        "first_save",
+        "form",
+        "func",
+        "gives",
+        "keeps",
+        "keeps_results",
+        "leaves",
+        "num_ops",
+        "reads",
+        "reads_constants",
+        "scalars",
+    )
+
+    def __init__(self, func: Any, form: CallForm | None, reads: list[int]) -> None:
+        self.func = func
+        self.form = form
+        self.reads: Sequence[int] = reads
+        self.binds = -1 in reads
+        self.enters: Sequence[tuple[int, int]] = ()
+        self.leaves: Sequence[int] = ()
+        self.gives: Sequence[tuple[int, int]] = ()
+        self.keeps: Sequence[tuple[int, int]] = ()
+        self.keeps_results: Sequence[tuple[int, int]] = ()
+        self.reads_constants: Sequence[tuple[int, int]] = ()
+        self.scalars: Any = None
+        self.num_ops = 0
+        self.first_save = self.end_save = 0
+        self.deriving = True
+
+
+    def may_be(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
+        """Whether a call without form has the scalars of this one."""
+        return scalars_of(args, kwargs) == self.scalars
+
+
+def scalars_of(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+    """Returns what is plain among a call's arguments, with its classes."""
+    items = (*args, *(kwargs or {}).values())
+    return [(type(item), item if type(item) in PLAIN else None) for item in items]
+
+
+Saved = tuple[int, int, int, Geometry | None]  # what becomes of it, segment, number of the value, geometry
+ProgramOp = tuple[OpForm, tuple[int, ...], tuple[tuple[int, int], ...]]  # form, numbers read, results with numbers
+
+
+class SegmentProgram:
+    """How a segment is rebuilt: its ops in the order of the forward, and the values that they start from."""
+
+    __slots__ = ("_known", "bases", "constants", "ops", "sources")
+
+    def __init__(
+        self, ops: list[ProgramOp], sources: frozenset[int], constants: frozenset[int], bases: dict[int, Geometry]
+    ) -> None:
+        self.ops = ops
+        self.sources = sources
+        self.constants = constants
+        self.bases = bases
+        self._known: dict[frozenset[int], list[Any]] = {}
+
+    def leading_to(self, wanted: frozenset[int]) -> list[Any]:
+        """Returns the ops that lead to these values: form, reads, results that are read or wanted, numbers to let go.
+
+        A read is a number and the geometry to lay it out in, None where it lies so already.
+        """
+        found = self._known.get(wanted)
+        if found is None:
+            found = self._known[wanted] = self._leading_to(wanted)
+        return found
+
+    def _leading_to(self, wanted: frozenset[int]) -> list[Any]:
+        needed = set(wanted)
+        chosen: list[Any] = []
+        last: set[int] = set()
+        for form, reads, results in reversed(self.ops):
+            gives = tuple([(position, number) for position, number in results if number in needed])
+            if not gives:
+                continue
+            laid_out = []
+            for number, geometry in zip(reads, form.geometries, strict=True):
+                is_start = number in self.sources or number in self.constants
+                laid_out.append((number, geometry if is_start or geometry != self.bases[number] else None))
+            drops = tuple({n for n in reads if n not in last and n not in wanted and n not in self.constants})
+            last.update(reads)
+            needed.update(reads)
+            chosen.append((form, tuple(laid_out), gives, drops))
+        return chosen[::-1]
+
+
+class StepProgram:
+    """What a step under a plan by tensor did.
+
+    Attributes:
+        calls: in order. saves: what becomes of each tensor that autograd saves. segments: how each is rebuilt.
+        values: one for each number, with the geometry of what fills its storage. num_slots: of tensors.
+        constants: parameters and the slots they lie in.
+    """
+
+    def __init__(
+        self,
+        calls: list[ProgramCall],
+        saves: list[Saved],
+        segments: list[SegmentProgram],
+        values: list[Value],
+        num_slots: int,
+        constants: list[tuple[nn.Parameter, int]],
+    ) -> None:
+        self.calls = calls
+        self.saves = saves
+        self.segments = segments
+        self.values = values
+        self.num_slots = num_slots
+        self._constants = [(weakref.ref(parameter), slot) for parameter, slot in constants]
+        self._guard = _torch.tensor_guard([parameter for parameter, _ in constants]) if constants else None
+        self._offsets = [parameter.storage_offset() for parameter, _ in constants]
+        self.holders: dict[int, list[int]] = {}
+        for i, segment in enumerate(segments):
+            for number in segment.sources:
+                self.holders.setdefault(number, []).append(i)
+
+    def slots(self) -> list[Any] | None:
+        """Returns the slots at the beginning of a step: parameters are in theirs. None if they are not as they were."""
+        slots: list[Any] = [None] * self.num_slots
+        parameters = []
+        for ref, slot in self._constants:
+            slots[slot] = parameter = ref()
+            if parameter is None:
+                return None
+            parameters.append(parameter)
+        if parameters and (
+            self._guard is None
+            or not self._guard(*parameters)
+            or [p.storage_offset() for p in parameters] != self._offsets
+        ):
+            return None
+        return slots
+
+
+class Learning:
+    """Notes a step while it is recorded."""
+
+    def __init__(self, recorder: Any) -> None:
+        self._recorder = recorder
+        self.failed = False
+        self._calls: list[ProgramCall] = []
+        self._saves: list[tuple[Any, Value | None, Geometry]] = []
+        self._slots: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._num_slots = 0
+        self._constants: list[tuple[nn.Parameter, int]] = []
+        self._numbers: dict[Value, int] = {}
+        self._seen: dict[Value, tuple[int, bool, int]] = {}  # where first: call, whether a result, position
+        self._ops: dict[int, ProgramOp] = {}
+        self._is_inside = False
+
+    # -- notes --------------------------------------------------------------------------------------------------
+
+    def begin(self, func: Any, form: CallForm | None, tensors: Sequence[Any]) -> None:
+        """Called before a call runs."""
+        reads = []
+        self._tensors = tensors
+        index = len(self._calls)
+        call = ProgramCall(func, form, reads)
+        enters = []
+        for i, tensor in enumerate(tensors):
+            slot = self._slot(tensor)
+            value = self._recorder.existing(tensor)
+            if slot is None:
+                slot = self._new_slot(tensor)
+                if type(tensor) is nn.Parameter:
+                    self._constants.append((tensor, slot))
+                else:
+                    if value is not None and value.made is not None:
+                        self.failed = True  # a view that no call returned
+                    enters.append((i, slot))
+                    slot = -1
+            reads.append(slot)
+        call.binds = bool(enters)
+        call.enters = enters
+        call.first_save = len(self._saves)
+        self._calls.append(call)
+        self._see(index, False, list(enumerate(tensors)))
+        self._is_inside = form is not None
+
+    def end(self, out: Any, num_ops: int) -> None:
+        """Called when it has returned."""
+        call = self._calls[-1]
+        outs = [(-1, out)] if isinstance(out, torch.Tensor) else []
+        if isinstance(out, (tuple, list)):
+            outs = [(i, item) for i, item in enumerate(out) if isinstance(item, torch.Tensor)]
+        call.gives = [(i, self._new_slot(t)) for i, t in outs if self._slot(t) is None]
+        call.num_ops = num_ops
+        call.end_save = len(self._saves)
+        call.deriving = self._recorder.deriving
+        index = len(self._calls) - 1
+        self._see(index, False, list(enumerate(self._tensors)))
+        self._see(index, True, outs)
+        self._tensors = ()
+        self._is_inside = False
+
+    def begin_other(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
+        """Called before a call without form runs."""
+        self.begin(func, None, ())
+        self._calls[-1].scalars = scalars_of(args, kwargs)
+
+    def saved(self, tensor: torch.Tensor, value: Value | None, packed: Any) -> None:
+        """Called when a tensor was packed."""
+        if not self._is_inside:
+            self.failed = self.failed or type(packed) is not Kept
+            value = None
+        self._saves.append((packed if type(packed) is Rebuilt else type(packed), value, geometry_of(tensor)))
+
+    def _slot(self, tensor: Any) -> int | None:
+        known = self._slots.get(id(tensor))
+        return known[1] if known is not None and known[0]() is tensor else None
+
+    def _new_slot(self, tensor: Any) -> int:
+        slot = self._num_slots
+        self._num_slots = slot + 1
+        self._slots[id(tensor)] = weakref.ref(tensor), slot
+        return slot
+
+    def _see(self, index: int, is_result: bool, tensors: list[tuple[int, Any]]) -> None:
+        for position, tensor in tensors:
+            value = self._recorder.existing(tensor)
+            if value is not None and value not in self._seen:
+                self._seen[value] = index, is_result, position
+
+    # -- the program --------------------------------------------------------------------------------------------
+
+    def _number(self, value: Value) -> int:
+        return self._numbers.setdefault(value, len(self._numbers))
+
+    def program(self) -> StepProgram | None:
+        """Returns the program of the step that was noted, None if it has none."""
+        if self.failed:
+            return None
+        segments: list[Segment] = []
+        wanted: list[set[Value]] = []
+        saves: list[Saved] = []
+        for packed, value, geometry in self._saves:
+            if type(packed) is Rebuilt:
+                if packed.segment.around is not None:
+                    return None
+                if packed.segment not in segments:
+                    segments.append(packed.segment)
+                    wanted.append(set())
+                at = segments.index(packed.segment)
+                wanted[at].add(packed.value)
+                base = packed.value.base
+                own = None if base == packed.geometry else packed.geometry
+                saves.append((REBUILD, at, self._number(packed.value), own))
+            elif packed is Kept or packed is KeptView:
+                number = -1 if value is None or value.constant is not None else self._number(value)
+                saves.append((KEEP, -1, number, geometry))
+            elif packed is KeptConstant:
+                saves.append((CONSTANT, -1, -1, None))
+            else:
+                return None
+        programs = [self._segment(s, w) for s, w in zip(segments, wanted, strict=True)]
+        if any(p is None for p in programs):
+            return None
+        found = [p for p in programs if p is not None]
+        if not self._place(found):
+            return None
+        self._let_go()
+        values = []
+        for value in self._numbers:
+            again = Value()
+            again.base = value.base
+            values.append(again)
+        return StepProgram(self._calls, saves, found, values, self._num_slots, self._constants)
+
+    def _segment(self, segment: Segment, wanted: set[Value]) -> SegmentProgram | None:
+        """Returns how a segment is rebuilt, None if an op of it has no form."""
+        kept = {id(source) for source in segment.sources.values()}
+        sources, constants, bases = set(), set(), {}
+        ops: dict[int, tuple[Noted, set[Value]]] = {}
+        stack, seen = list(wanted), set(wanted)
+        while stack:
+            value = stack.pop()
+            if value.constant is not None:
+                constants.add(self._number(value))
+                continue
+            alive = value.alive()
+            if alive is not None and id(alive) in kept:
+                if type(alive) is not Kept:
+                    return None
+                sources.add(self._number(value))
+                continue
+            made = value.made
+            if type(made) is not Noted or value.base is None:
+                return None
+            bases[self._number(value)] = value.base
+            ops.setdefault(made.order, (made, set()))[1].add(value)
+            for read in made.values:
+                if read not in seen:
+                    seen.add(read)
+                    stack.append(read)
+        listed: list[ProgramOp] = []
+        for order in sorted(ops):
+            made, results = ops[order]
+            gives = tuple([(value.output, self._number(value)) for value in results])
+            listed.append((made.form, tuple([self._number(read) for read in made.values]), gives))
+        return SegmentProgram(listed, frozenset(sources), frozenset(constants), bases)
+
+    def _place(self, segments: list[SegmentProgram]) -> bool:
+        """Has what segments start from held at the call where it is first met; whether each is met."""
+        by_number = {number: value for value, number in self._numbers.items()}
+        for attribute, numbers in (
+            ("sources", {n for s in segments for n in s.sources}),
+            ("constants", {n for s in segments for n in s.constants}),
+        ):
+            for number in sorted(numbers):
+                value = by_number[number]
+                where = self._seen.get(value)
+                if where is None:
+                    return False
+                index, is_result, position = where
+                call = self._calls[index]
+                name = "reads_constants" if attribute == "constants" else "keeps_results" if is_result else "keeps"
+                if attribute == "constants" and is_result:
+                    return False
+                setattr(call, name, (*getattr(call, name), (position, number)))
+        return True
+
+    def _let_go(self) -> None:
+        """Notes after which call nobody reads a slot any more."""
+        always = {slot for _, slot in self._constants}
+        read: set[int] = set()
+        for call in reversed(self._calls):
+            here = [slot for slot in call.reads if slot >= 0 and slot not in always]
+            call.gives = tuple([(i, slot) for i, slot in call.gives if slot in read])
+            call.enters = tuple([(i, slot) for i, slot in call.enters if slot in read])
+            call.leaves = tuple({slot for slot in here if slot not in read})
+            read.update(here)
+            call.reads = tuple(call.reads)
