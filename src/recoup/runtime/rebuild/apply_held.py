@@ -92,10 +92,14 @@ def run_held(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, A
         recorder = HeldRecorder(state.marks, state.decision.num_ops)
         recorder.enter("")
         watch = None if _torch.sees_function_modes() else CallWatch(recorder, state.calls, _alike(args, kwargs))
-        with recorder, watch or contextlib.nullcontext(), _torch.saved_tensors_hooks(pack, unpack):
-            result = patched.original(*args, **kwargs)
-        if watch is not None:
-            watch.end()
+        is_whole = False
+        try:
+            with recorder, watch or contextlib.nullcontext(), _torch.saved_tensors_hooks(pack, unpack):
+                result = patched.original(*args, **kwargs)
+            is_whole = True
+        finally:
+            if watch is not None:
+                watch.end(is_whole=is_whole)
     lost = recorder.lost
     if recorder.is_other_step:
         lost = [*lost, f"{recorder.num_ops} ops, planned {state.decision.num_ops}"]

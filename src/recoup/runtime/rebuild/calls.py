@@ -106,9 +106,12 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
         if followed is not None:
             recorder.stop_program = self._stop
 
-    def end(self) -> None:
-        """Called when the step's forward has returned."""
-        self._calls.end(self._key, self._followed)
+    def end(self, *, is_whole: bool) -> None:
+        """Called when the step's forward is over; `is_whole` if it has returned."""
+        if is_whole:
+            self._calls.end(self._key, self._followed)
+        recorder = self._recorder
+        recorder.program = recorder.learning = recorder.stop_program = self._followed = None  # no cycle stays
 
     def _stop(self) -> None:
         """Ends what follows the step: something is done that no program has."""

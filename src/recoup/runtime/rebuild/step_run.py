@@ -51,14 +51,16 @@ class SegmentRun:
         here: dict[int, torch.Tensor] = {}
         bases = self._program.bases
         for form, reads, gives, drops in self._program.leading_to(wanted):
-            tensors = []
+            tensors: list[torch.Tensor] = []
+            tensor: torch.Tensor | None = None
             for number, geometry in reads:
                 tensor = here.get(number)
                 if tensor is None:
                     tensor = here[number] = self._start(number)
                 tensors.append(tensor if geometry is None else laid(tensor, geometry))
             out = form.run(tensors)
-            del tensors, tensor
+            del tensors
+            tensor = None
             as_then = form.gave(out)
             for position, number in gives:
                 result = out if form.is_single else out[position]
