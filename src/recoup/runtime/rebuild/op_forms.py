@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,14 +17,14 @@ class OpForm:
     """One op of a call, with its scalars.
 
     Attributes:
-        overload: what ran. call: runs it. rest: its arguments, None in the place of tensors where those do not come
-            first, without them where they do. positions: of the tensors, None if they come first. kwargs: its own.
-        geometries: of the tensors it read. bases: geometries of the results that are recorded, by position.
-        is_single: it returns one tensor.
+        call: runs it. first: whether its tensors come first, and none is in a list. rest: its arguments, without the
+            tensors where those come first, else with `TENSOR` in their place. kwargs: its own, in the same way.
+        geometries: of the tensors it read, in order. bases: geometries of the results that are recorded, by position.
+        is_single: it returns one tensor. is_cast: it copies a tensor to another dtype.
         gives_again: says whether results lie as they did, when it runs again; found on the first time.
     """
 
-    __slots__ = ("bases", "call", "geometries", "gives_again", "is_cast", "is_single", "kwargs", "overload", "positions", "rest")
+    __slots__ = ("bases", "call", "first", "geometries", "gives_again", "is_cast", "is_single", "kwargs", "rest")
 
     def __init__(
         self,
@@ -33,18 +33,14 @@ class OpForm:
         kwargs: dict[str, Any],
         out: Any,
         recorded: list[tuple[int, torch.Tensor]],
-        positions: list[int],
+        tensors: list[torch.Tensor],
     ) -> None:
-        self.overload = facts.overload
         self.call = _torch.op_call(facts.overload)
-        num = len(positions)
-        self.positions: tuple[int, ...] | None = None
-        self.rest: Any = args[num:]
-        if positions != list(range(num)):
-            self.positions = tuple(positions)
-            self.rest = [None if i in positions else item for i, item in enumerate(args)]
-        self.kwargs = kwargs
-        self.geometries = tuple([geometry_of(args[i]) for i in positions])
+        num = len(tensors)
+        self.first = all(item is tensor for item, tensor in zip(args, tensors, strict=False)) and num <= len(args)
+        self.rest = args[num:] if self.first else _without_tensors(args)
+        self.kwargs = {key: _without_tensors((item,))[0] for key, item in kwargs.items()}
+        self.geometries = tuple([geometry_of(tensor) for tensor in tensors])
         self.bases = tuple([(position, geometry_of(t)) for position, t in recorded])
         self.is_cast = facts.label == "aten._to_copy.default"
         self.is_single = type(out) is torch.Tensor
@@ -52,13 +48,11 @@ class OpForm:
 
     def run(self, tensors: list[torch.Tensor]) -> Any:
         """Runs the op again on tensors that lie as the first time."""
-        if self.positions is None:
-            args = (*tensors, *self.rest)
-        else:
-            args = self.rest.copy()
-            for position, tensor in zip(self.positions, tensors, strict=True):
-                args[position] = tensor
-        return self.call(*args, **self.kwargs) if self.kwargs else self.call(*args)
+        if self.first:
+            return self.call(*tensors, *self.rest, **self.kwargs) if self.kwargs else self.call(*tensors, *self.rest)
+        each = iter(tensors)
+        args = _with_tensors(self.rest, each)
+        return self.call(*args, **{key: _with_tensors((item,), each)[0] for key, item in self.kwargs.items()})
 
     def gave(self, out: Any) -> bool:
         """Whether results lie as they did the first time."""
@@ -72,6 +66,13 @@ class OpForm:
         return all([outs[position].storage_offset() == base[2] for position, base in self.bases])
 
 
+class _Tensor:
+    """Stands for a tensor among an op's arguments."""
+
+
+TENSOR = _Tensor()
+
+
 def form_of(
     facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, recorded: list[tuple[int, torch.Tensor]]
 ) -> OpForm | None:
@@ -80,20 +81,48 @@ def form_of(
     Args:
         recorded: results whose making was recorded, with their positions.
     """
-    schema = facts.overload._schema.arguments
-    positions = []
-    for i, item in enumerate(args):
-        if type(item) is torch.Tensor or type(item) is nn.Parameter:
-            positions.append(i)
-        elif type(item) in (list, tuple):
-            if "Tensor" in str(schema[i].type) or any(type(x) not in PLAIN for x in item):
-                return None
-        elif type(item) not in PLAIN:
-            return None
+    tensors: list[torch.Tensor] = []
     outs = out if type(out) is tuple else (out,)
-    if not are_plain(kwargs) or not recorded or any(type(t) is not torch.Tensor for t in outs):
+    if not recorded or any(type(t) is not torch.Tensor for t in outs):
         return None
-    return OpForm(facts, args, kwargs, out, recorded, positions)
+    if not _collect(args, tensors) or not _collect(kwargs.values(), tensors):
+        return None
+    return OpForm(facts, args, kwargs, out, recorded, tensors)
+
+
+def _collect(items: Iterable[Any], tensors: list[torch.Tensor]) -> bool:
+    """Adds the tensors among arguments; whether all of these are tensors, plain, or lists of such."""
+    for item in items:
+        kind = type(item)
+        if kind is torch.Tensor or kind is nn.Parameter:
+            tensors.append(item)
+        elif kind is list or kind is tuple:
+            if not _collect(item, tensors):
+                return False
+        elif kind not in PLAIN:
+            return False
+    return True
+
+
+def _without_tensors(items: Sequence[Any]) -> Any:
+    """Returns arguments with `TENSOR` in the place of tensors: a form holds none."""
+    found = []
+    for item in items:
+        if isinstance(item, torch.Tensor):
+            found.append(TENSOR)
+        else:
+            found.append(_without_tensors(item) if isinstance(item, (list, tuple)) else item)
+    return type(items)(found)
+
+
+def _with_tensors(items: Sequence[Any], tensors: Iterator[torch.Tensor]) -> Any:
+    found = []
+    for item in items:
+        if item is TENSOR:
+            found.append(next(tensors))
+        else:
+            found.append(_with_tensors(item, tensors) if isinstance(item, (list, tuple)) else item)
+    return type(items)(found)
 
 
 class Noted(Made):
@@ -103,8 +132,3 @@ class Noted(Made):
         self.form = form
         self.values = values
         self.order = order
-
-
-def are_plain(kwargs: Mapping[str, Any]) -> bool:
-    """Whether there is no tensor among keyword arguments."""
-    return all([type(item) in PLAIN for item in kwargs.values()]) if kwargs else True

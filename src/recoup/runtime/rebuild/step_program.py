@@ -22,10 +22,11 @@ import torch
 from torch import nn
 
 from recoup import _torch
-from recoup.runtime.rebuild.call_forms import CallForm
+from recoup.runtime.rebuild.call_forms import CallForm, flattened
 from recoup.runtime.rebuild.kept import Kept, KeptConstant, KeptView
 from recoup.runtime.rebuild.lineage import PLAIN, Geometry, Value, geometry_of
 from recoup.runtime.rebuild.op_forms import Noted, OpForm
+from recoup.runtime.rebuild.saved_tensor import MIN_BYTES
 from recoup.runtime.rebuild.segments import Rebuilt, Segment
 
 KEEP, CONSTANT, REBUILD = range(3)
@@ -80,15 +81,12 @@ class ProgramCall:
         self.deriving = True
 
 
-    def may_be(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
-        """Whether a call without form has the scalars of this one."""
-        return scalars_of(args, kwargs) == self.scalars
 
-
-def scalars_of(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-    """Returns what is plain among a call's arguments, with its classes."""
-    items = (*args, *(kwargs or {}).values())
-    return [(type(item), item if type(item) in PLAIN else None) for item in items]
+def parts_of(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> tuple[list[Any], list[Any]]:
+    """Returns the tensors of a call without form, and what is plain among its arguments, with its classes."""
+    items = flattened((*args, *(kwargs or {}).values()))
+    tensors = [item for item in items if isinstance(item, torch.Tensor)]
+    return tensors, [(type(item), item if type(item) in PLAIN else None) for item in items]
 
 
 Saved = tuple[int, int, int, Geometry | None]  # what becomes of it, segment, number of the value, geometry
@@ -201,14 +199,14 @@ class Learning:
         self._numbers: dict[Value, int] = {}
         self._seen: dict[Value, tuple[int, bool, int]] = {}  # where first: call, whether a result, position
         self._ops: dict[int, ProgramOp] = {}
-        self._is_inside = False
+        self._is_inside = self._is_open = False  # a call runs: with a form; any
+        self._written: list[Value] = []
 
     # -- notes --------------------------------------------------------------------------------------------------
 
     def begin(self, func: Any, form: CallForm | None, tensors: Sequence[Any]) -> None:
         """Called before a call runs."""
         reads = []
-        self._tensors = tensors
         index = len(self._calls)
         call = ProgramCall(func, form, reads)
         enters = []
@@ -231,6 +229,7 @@ class Learning:
         self._calls.append(call)
         self._see(index, False, list(enumerate(tensors)))
         self._is_inside = form is not None
+        self._is_open = True
 
     def end(self, out: Any, num_ops: int) -> None:
         """Called when it has returned."""
@@ -243,15 +242,24 @@ class Learning:
         call.end_save = len(self._saves)
         call.deriving = self._recorder.deriving
         index = len(self._calls) - 1
-        self._see(index, False, list(enumerate(self._tensors)))
-        self._see(index, True, outs)
-        self._tensors = ()
-        self._is_inside = False
+        self._see(index, True, outs)  # what it was handed and wrote to has its new value from the next call on
+        self._is_inside = self._is_open = False
 
     def begin_other(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
         """Called before a call without form runs."""
-        self.begin(func, None, ())
-        self._calls[-1].scalars = scalars_of(args, kwargs)
+        tensors, scalars = parts_of(args, kwargs)
+        self.begin(func, None, tensors)
+        self._calls[-1].scalars = scalars
+
+    def leave_other(self) -> None:
+        """Called when a call without form turned out to have one."""
+        self.failed = True
+
+    def writes(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Called before an op writes to tensors."""
+        if self._is_inside or not self._is_open:
+            self.failed = True
+        self._written += [v for v in map(self._recorder.existing, tensors) if v is not None]
 
     def saved(self, tensor: torch.Tensor, value: Value | None, packed: Any) -> None:
         """Called when a tensor was packed."""
@@ -311,6 +319,9 @@ class Learning:
         if any(p is None for p in programs):
             return None
         found = [p for p in programs if p is not None]
+        starts = {n for p in found for n in p.sources | p.constants}
+        if any(self._numbers.get(value, -1) in starts for value in self._written):
+            return None
         if not self._place(found):
             return None
         self._let_go()
@@ -339,8 +350,14 @@ class Learning:
                 sources.add(self._number(value))
                 continue
             made = value.made
-            if type(made) is not Noted or value.base is None:
+            if value.base is None:
                 return None
+            if type(made) is not Noted:  # what a call without form made
+                size, _, _, dtype = value.base
+                if dtype.is_floating_point and size.numel() * dtype.itemsize > MIN_BYTES:
+                    return None
+                sources.add(self._number(value))
+                continue
             bases[self._number(value)] = value.base
             ops.setdefault(made.order, (made, set()))[1].add(value)
             for read in made.values:

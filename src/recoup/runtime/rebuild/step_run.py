@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from recoup.runtime.rebuild.kept import Kept, KeptConstant, KeptView, laid
 from recoup.runtime.rebuild.lineage import Value, geometry_of
 from recoup.runtime.rebuild.rederived import fitted, paused
 from recoup.runtime.rebuild.segments import Rebuilt, Segment, Wanted, has_memory, parameter_of
-from recoup.runtime.rebuild.step_program import CONSTANT, REBUILD, ProgramCall, SegmentProgram, StepProgram
+from recoup.runtime.rebuild.step_program import CONSTANT, REBUILD, ProgramCall, SegmentProgram, StepProgram, parts_of
 
 
 class SegmentRun:
@@ -117,18 +118,18 @@ class StepRun:
             return None
         form = call.form
         if form is None:
-            if not call.may_be(args, kwargs):
+            tensors, scalars = parts_of(args, kwargs)
+            if scalars != call.scalars or not self._are_read(call, tensors):
                 return None
+            self._take(call, tensors)
             self._at = at + 1
             self._end = call.end_save
             return call
         tensors = form.tensors(args, kwargs) if call.binds else form.alike(args, kwargs)
         if tensors is None:
             return None
-        slots = self._slots
-        for tensor, slot in zip(tensors, call.reads, strict=True):
-            if slot >= 0 and slots[slot] is not tensor:
-                return None
+        if not self._are_read(call, tensors):
+            return None
         if call.reads_constants:
             for position, number in call.reads_constants:
                 parameter = tensors[position]
@@ -139,15 +140,28 @@ class StepRun:
                         return None
                     constant = self._constants[number] = Constant(parameter)
                     constant.is_source = True
+        self._take(call, tensors)
+        self._at = at + 1
+        self._end = call.end_save
+        return call
+
+    def _are_read(self, call: ProgramCall, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether these are the very tensors that the call reads."""
+        slots = self._slots
+        for tensor, slot in zip(tensors, call.reads, strict=True):
+            if slot >= 0 and slots[slot] is not tensor:
+                return False
+        return True
+
+    def _take(self, call: ProgramCall, tensors: Sequence[torch.Tensor]) -> None:
+        """Notes what a call is handed."""
+        slots = self._slots
         for slot in call.leaves:
             slots[slot] = None
         for position, slot in call.enters:
             slots[slot] = tensors[position]
         for position, number in call.keeps:
             self._keep(number, tensors[position])
-        self._at = at + 1
-        self._end = call.end_save
-        return call
 
     def returned(self, call: ProgramCall, out: Any) -> None:
         """Called when a call of the program has returned."""
