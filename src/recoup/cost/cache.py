@@ -43,10 +43,19 @@ def cache_path(device_name: str, *, threads: int, torch_version: str, flags: str
     Args:
         flags: settings under which another kernel may run (TF32, cuDNN's choice, determinism).
     """
+    return _path("ops", device_name, str(threads), torch_version, flags, suffix=".jsonl")
+
+
+def host_path(host_name: str, *, python_version: str, torch_version: str) -> Path:
+    """Returns the file for the host's own costs; nothing is created."""
+    return _path("host", host_name, python_version, torch_version, suffix=".json")
+
+
+def _path(kind: str, *parts: str, suffix: str) -> Path:
     chosen = os.environ.get("RECOUP_CACHE_DIR")
     root = Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "recoup"
-    text = f"{device_name}|{threads}|{torch_version}|{flags}|{_VERSION}"
-    return root / f"ops-{hashlib.sha256(text.encode()).hexdigest()[:16]}.jsonl"
+    text = "|".join((*parts, str(_VERSION)))
+    return root / f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:16]}{suffix}"
 
 
 def load(path: Path | None) -> dict[str, Measurement | None]:

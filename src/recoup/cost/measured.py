@@ -26,6 +26,7 @@ from recoup.cost.apart import Request, measure_apart
 from recoup.cost.cache import Measurement
 from recoup.cost.devices import DEVICES
 from recoup.cost.flops import kind
+from recoup.cost.host_costs import TYPICAL, HostCosts
 from recoup.cost.kernel_flags import KernelFlags
 from recoup.cost.model import PricedTrace, price_by_signature
 from recoup.cost.op_memory import make_meter, time_call
@@ -42,9 +43,10 @@ _BATCH_OPS = 24  # metered in one profiler run
 class MeasuredCost:
     """Prices ops by running them on `device`; what was measured before comes from disk."""
 
-    def __init__(self, device: torch.device, *, cache: bool = True) -> None:
+    def __init__(self, device: torch.device, *, cache: bool = True, host_costs: HostCosts = TYPICAL) -> None:
         self.device = device
-        self.name = _device_name(device)
+        self.host_costs = host_costs
+        self.name = device_name(device)
         self._flags = KernelFlags.current()
         threads, flags = torch.get_num_threads(), str(self._flags)
         path = disk.cache_path(self.name, threads=threads, torch_version=torch.__version__, flags=flags)
@@ -72,6 +74,7 @@ class MeasuredCost:
             return found.seconds, found.workspace_bytes
 
         priced = price_by_signature(self._with_real_sizes(trace), price, source=self._source(), is_estimate=False)
+        priced = dataclasses.replace(priced, host_costs=self.host_costs)
         if not unmeasured:
             return priced
         note = f"{priced.source} ({unmeasured} of {len(trace.signatures)} distinct ops scaled from a roofline)"
@@ -228,7 +231,8 @@ def alone(device: torch.device) -> Iterator[None]:
             torch.cuda.set_rng_state(cuda, device)
 
 
-def _device_name(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
+    """Returns what the device is called: a card's name, a CPU's model."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:

@@ -28,7 +28,7 @@ def step_key(priced: PricedTrace, *settings: object) -> str:
     """Returns what a search over a step is known by: its trace, its prices and what else decides."""
     trace = priced.trace
     parts = (trace.fingerprint, trace.signatures, trace.ops, trace.storages, trace.calls)
-    prices = (priced.op_seconds, priced.op_workspace_bytes, priced.source)
+    prices = (priced.op_seconds, priced.op_workspace_bytes, priced.host_costs, priced.source)
     return hashlib.sha256(repr((parts, prices, settings)).encode()).hexdigest()
 
 
