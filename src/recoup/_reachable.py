@@ -169,7 +169,7 @@ class Reached:
         if function.__dict__:
             yield name, function.__dict__
         if self._is_users(function.__globals__.get("__name__", "")):
-            yield from self._look_at_names(frozenset(_names(function.__code__)), function.__globals__)
+            yield from self._look_at_names(frozenset(names_in(function.__code__)), function.__globals__)
 
     def _look_at_names(self, names: frozenset[str], scope: dict[str, Any]) -> Iterator[tuple[str, Any]]:
         for name in sorted(names):
@@ -231,11 +231,12 @@ def slots_of(kind: type) -> tuple[str, ...]:
     return tuple(n for c in kind.__mro__ for n, v in vars(c).items() if isinstance(v, types.MemberDescriptorType))
 
 
-def _names(code: types.CodeType) -> Iterator[str]:
+def names_in(code: types.CodeType) -> Iterator[str]:
+    """Yields the names that a function's code looks up outside of itself, those of functions inside of it too."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _names(constant)
+            yield from names_in(constant)
 
 
 def _contents(cell: types.CellType) -> Any:

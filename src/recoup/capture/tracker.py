@@ -17,6 +17,7 @@ import torch
 
 from recoup import _torch
 from recoup._interrupts import let_in
+from recoup._pytree import argument_tensors
 from recoup._storages import dense_parts
 from recoup.capture import repeats
 from recoup.capture.island import UNKNOWN, Island
@@ -352,12 +353,9 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
         return index
 
     def _note_writes(self, facts: Any, index: int, args: Any, kwargs: Any) -> None:
-        written = [args[i] for i in facts.written if i < len(args)]
-        written += [kwargs[n] for n in facts.written_names if n in kwargs]
-        for item in written:
-            for tensor in item if isinstance(item, (list, tuple)) else (item,):
-                if isinstance(tensor, torch.Tensor) and _is_plain(tensor):
-                    self.writes.append((index, self._index(tensor, "temporary", -1, "")))
+        for tensor in argument_tensors(facts.written_arguments(args, kwargs)):
+            if _is_plain(tensor):
+                self.writes.append((index, self._index(tensor, "temporary", -1, "")))
 
     def _origin(self, index: int) -> tuple[int, int]:
         """Returns the call the op that runs now belongs to, and the forward op it stems from."""

@@ -27,7 +27,7 @@ from recoup.cost.devices import get_device
 from recoup.cost.roofline import RooflineCost
 from recoup.errors import BatchTooLarge, InfeasibleBudget, RecoupError, StepOutOfMemory
 from recoup.integrations.distributed import unwrap
-from recoup.integrations.watched_steps import WatchedSteps
+from recoup.integrations.watched_steps import WatchedSteps, shapes_text
 from recoup.runtime.apply import find_patches, plain
 from recoup.runtime.conflicts import refuse_no_module
 from recoup.units import format_bytes, parse_bytes
@@ -134,7 +134,7 @@ class Guard:
             with contextlib.nullcontext() if without_plan is None else without_plan():
                 advice = self._advice()
             raise BatchTooLarge(
-                f"A batch of {_words(shapes)} would peak at {format_bytes(peak_bytes)}; the budget is "
+                f"A batch of {shapes_text(shapes)} would peak at {format_bytes(peak_bytes)}; the budget is "
                 f"{format_bytes(self.budget_bytes)}. It was not run. {advice}"
             )
         self.weighed.append(shapes)
@@ -207,7 +207,3 @@ def _covers(known: list[tuple[int, ...]], shapes: list[tuple[int, ...]]) -> bool
     return len(known) == len(shapes) and all(
         len(a) == len(b) and all(x >= y for x, y in zip(a, b, strict=True)) for a, b in zip(known, shapes, strict=True)
     )
-
-
-def _words(shapes: list[tuple[int, ...]]) -> str:
-    return ", ".join(str(list(shape)) for shape in shapes[:3])

@@ -65,12 +65,6 @@ def baselines(problem: Problem) -> tuple[Baseline, ...]:
     return tuple(found)
 
 
-def best_baseline(problem: Problem, budget_bytes: int) -> Baseline | None:
-    """Returns the fastest baseline whose peak is at most `budget_bytes`, None if none fits."""
-    fitting = [b for b in baselines(problem) if b.peak_bytes <= budget_bytes]
-    return min(fitting, key=lambda b: (b.extra_seconds, b.peak_bytes), default=None)
-
-
 def named_segments(line: Line) -> Iterator[tuple[str, Segments]]:
     """Yields the name of each baseline, and the calls of each of its regions."""
     yield "none", ()

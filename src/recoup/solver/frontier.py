@@ -154,11 +154,6 @@ def solve(problem: Problem, budget_bytes: int, *, actions: Sequence[str] = ACTIO
     return Solver(problem, actions=actions, spans=spans).solve(budget_bytes)
 
 
-def minimum_peak(problem: Problem, *, actions: Sequence[str] = ACTIONS, spans: bool = True) -> Solution:
-    """Returns the choice with the smallest peak there is; its peak, given as a budget, is feasible."""
-    return Solver(problem, actions=actions, spans=spans).leanest()
-
-
 def frontier(
     problem: Problem, num_points: int = 40, *, actions: Sequence[str] = ACTIONS, spans: bool = True
 ) -> list[Solution]:

@@ -11,6 +11,7 @@ import bisect
 import dataclasses
 from collections.abc import Hashable, Iterator, Sequence
 
+from recoup.solver.disjoint_sets import DisjointSets
 from recoup.solver.problem import Block, Keep, Leaf, Offload, Problem, Region
 from recoup.solver.ways import Move, Replay, Run, Way
 
@@ -172,14 +173,7 @@ def _units(leaves: Sequence[Leaf]) -> list[list[int]]:
         if leaf.group >= 0:
             ends[leaf.group] = (ends.get(leaf.group, (i, i))[0], i)
     longest = max(_LONGEST_GROUP_LEAVES, len(leaves) // 8)
-    root = list(range(len(leaves)))
-
-    def find(a: int) -> int:
-        while root[a] != a:
-            root[a] = root[root[a]]
-            a = root[a]
-        return a
-
+    sets = DisjointSets(len(leaves))
     seen: dict[Hashable, int] = {}
     for i in free:
         leaf = leaves[i]
@@ -187,10 +181,10 @@ def _units(leaves: Sequence[Leaf]) -> list[list[int]]:
         if leaf.group >= 0 and ends[leaf.group][1] - ends[leaf.group][0] < longest:
             keys.append(leaf.group)
         for key in keys:
-            root[find(i)] = find(seen.setdefault(key, i))
+            sets.join(i, seen.setdefault(key, i))
     gathered: dict[int, list[int]] = {}
     for i in free:
-        gathered.setdefault(find(i), []).append(i)
+        gathered.setdefault(sets.find(i), []).append(i)
     return [positions for positions in gathered.values() if len(positions) > 1]
 
 

@@ -208,6 +208,11 @@ class OpFacts:
         )
         self.can_rerun = self.kind == CHEAP or (self.kind == OPAQUE and _can_rerun(name, namespace, overload))
 
+    def written_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """Returns those arguments of a call that the op changes: tensors, or lists of tensors."""
+        found = [args[i] for i in self.written if i < len(args)]
+        return found + [kwargs[name] for name in self.written_names if name in kwargs]
+
 
 _CHANGES_SIZE = frozenset(
     ["resize_", "resize_as_", "set_", "t_", "transpose_", "squeeze_", "unsqueeze_", "as_strided_"]
