@@ -47,13 +47,20 @@ class Reached:
     """The objects that were found, each with a name that says where.
 
     Attributes:
-        tensors: leaf and other tensors. containers: lists, dicts (attribute dictionaries among them), sets, deques.
-        slotted: objects with `__slots__`. classes: a user's own. cells: of closures. bindings: (globals, name) that a
-            user's function names. arrays: numpy's. raw: `bytearray`s and arrays. streams: random number generators.
+        tensors: leaf and other tensors.
+        containers: lists, dicts (attribute dictionaries among them), sets, deques.
+        slotted: objects with `__slots__`.
+        classes: a user's own.
+        cells: of closures.
+        bindings: (globals, name) that a user's function names.
+        arrays: numpy's.
+        raw: `bytearray`s and arrays.
+        streams: random number generators.
         once_only: generators, files and their like, which cannot be put back, with their holder and key in it.
 
     Args:
-        roots: where to look from, by name. around: of a module that these are part of, only attributes are looked at.
+        roots: where to look from, by name.
+        around: of a module that these are part of, only attributes are looked at.
     """
 
     def __init__(self, roots: Mapping[str, Any], *, around: Iterable[nn.Module] = ()) -> None:

@@ -62,7 +62,8 @@ def make_timeline(priced: PricedTrace, *, plain: PricedTrace | None = None, fixe
 
     Args:
         plain: the plain step, whose optimizer part follows where `priced` was captured without one (no plan changes
-            it). fixed_bytes: what the device takes whatever the step does; shown as "library".
+            it).
+        fixed_bytes: what the device takes whatever the step does; shown as "library".
     """
     levels, seconds, phases = _whole_step(priced, plain)
     levels["library"] = levels["library"] + fixed_bytes

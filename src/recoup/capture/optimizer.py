@@ -122,7 +122,8 @@ def prepare_optimizer(
 
     Args:
         optimizer: an instance (its settings, groups and state are taken over) or a class (its defaults).
-        new_of: new parameter by `id` of the old one. parameters: all new ones, for a class.
+        new_of: new parameter by `id` of the old one.
+        parameters: all new ones, for a class.
         foreach: use the multi-tensor implementation where the user left the choice open, as torch does on CUDA.
         under: what its first step is run in.
 

@@ -138,7 +138,8 @@ def check_request(
     """Returns the checked options.
 
     Args:
-        text: the TARGET. runs: whether steps will be run, for which the device has to be here.
+        text: the TARGET.
+        runs: whether steps will be run, for which the device has to be here.
 
     Raises:
         UsageError: for a value that cannot be used.

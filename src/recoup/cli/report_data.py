@@ -31,7 +31,9 @@ def make_report(
     """Returns the report, and the priced plain and planned steps for a trace file.
 
     Args:
-        curve: of the model the report is about. plan: made for it. evidence, measured: of steps that were run.
+        curve: of the model the report is about.
+        plan: made for it.
+        evidence, measured: of steps that were run.
     """
     planner = curve.planner
     plain = planner.priced

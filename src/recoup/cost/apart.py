@@ -40,7 +40,8 @@ class Found:
 
     Attributes:
         measured: by position: None for ops that cannot be run alone, nothing for those there was no time for.
-        deadly: positions of those that ended the process. failure: why no worker could start; "" if one did.
+        deadly: positions of those that ended the process.
+        failure: why no worker could start; "" if one did.
     """
 
     measured: dict[int, Measurement | None] = dataclasses.field(default_factory=dict)

@@ -76,8 +76,10 @@ class CachingAllocator:
     """Allocates sizes as PyTorch would on one stream.
 
     Args:
-        limit_bytes: of what may be reserved. expandable: with expandable segments. ascending: whether a new segment
-            lies above those before it, which decides between free blocks of one size; the driver does not say.
+        limit_bytes: of what may be reserved.
+        expandable: with expandable segments.
+        ascending: whether a new segment lies above those before it, which decides between free blocks of one size; the
+            driver does not say.
 
     Attributes:
         allocated_bytes, reserved_bytes: as `torch.cuda.memory_allocated` and `memory_reserved` tell; with `peak_`, the

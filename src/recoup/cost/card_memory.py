@@ -32,7 +32,8 @@ class CardNeed:
     """Memory that a step needs of a card.
 
     Attributes:
-        allocated_bytes: at the peak, as `max_memory_allocated`. reserved_bytes: at most, if the card has plenty.
+        allocated_bytes: at the peak, as `max_memory_allocated`.
+        reserved_bytes: at most, if the card has plenty.
     """
 
     allocated_bytes: int
@@ -44,7 +45,8 @@ class CardMemory:
 
     Args:
         plain: trace of the unplanned step: parameters, optimizer state and the optimizer's step are the same in all.
-        plain_workspace: hidden bytes of each of its ops. hidden: how they are cut into blocks.
+        plain_workspace: hidden bytes of each of its ops.
+        hidden: how they are cut into blocks.
         thread_bytes: workspace that cuBLAS keeps for each thread that multiplies matrices: forward's and backward's.
     """
 

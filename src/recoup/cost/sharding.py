@@ -41,8 +41,8 @@ def num_all_gathers(num_units: int, *, reshard_after_forward: bool = True) -> in
     """Returns the all-gathers of one forward and backward under FSDP2, with or without regions.
 
     Args:
-        num_units: sharded units, the root included. reshard_after_forward: of the units below the root; the root is
-            not resharded after forward, by FSDP2's default.
+        num_units: sharded units, the root included.
+        reshard_after_forward: of the units below the root; the root is not resharded after forward, by FSDP2's default.
     """
     return num_units + (num_units - 1 if reshard_after_forward else 0)
 
@@ -134,9 +134,12 @@ class _Units:
     """The sharded units in the order of their forwards, and which of them each op finds itself in.
 
     Attributes:
-        nbytes: whole parameters of each. root_nbytes: of the rest. of_op: the unit of each op's call, -1 for the root.
-        last_entered: the last unit whose forward had begun. running: in backward, the unit whose backward runs, or the
-            one before while the root's ops run: after the last unit, -1.
+        nbytes: whole parameters of each.
+        root_nbytes: of the rest.
+        of_op: the unit of each op's call, -1 for the root.
+        last_entered: the last unit whose forward had begun.
+        running: in backward, the unit whose backward runs, or the one before while the root's ops run: after the last
+            unit, -1.
     """
 
     def __init__(self, trace: Trace) -> None:

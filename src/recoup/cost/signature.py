@@ -66,7 +66,9 @@ def make_signature(
     that are an argument written in place, or a view of one, are not new.
 
     Args:
-        func: the overload. args, kwargs: as dispatched, tensors fake or real. outputs: what it returned.
+        func: the overload.
+        args, kwargs: as dispatched, tensors fake or real.
+        outputs: what it returned.
         home: the type of the step's device.
     """
     name = f"{func._schema.name.replace('::', '.')}.{func._overloadname}"

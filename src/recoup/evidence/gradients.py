@@ -36,7 +36,8 @@ def take_result(
     """Returns copies of what the step that just ran left behind; gradients are handed over, not copied.
 
     Args:
-        before: the state that it began with. outside: parameters that are not the model's, by name.
+        before: the state that it began with.
+        outside: parameters that are not the model's, by name.
     """
     gradients = {}
     for name, parameter in [*model.named_parameters(), *outside.items()]:
@@ -109,7 +110,8 @@ def rounding_bound(result: StepResult, coarsest: torch.dtype | None, noise: floa
 
     Args:
         coarsest: the lowest precision of an op's result in the step, which autocast hides from gradients and loss;
-            None: not known. noise: measured between two plain steps that round differently.
+            None: not known.
+        noise: measured between two plain steps that round differently.
     """
     dtypes = {t.dtype for t in (result.loss, *result.gradients.values()) if t is not None} | {coarsest}
     least = max((_BOUNDS[d] for d in dtypes if d in _BOUNDS), default=_BOUNDS[torch.float32])

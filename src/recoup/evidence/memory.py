@@ -25,8 +25,9 @@ def measure_peak(step: Callable[[], Any], *, device: torch.device, held_bytes: i
     """Runs `step` once and returns the peak in bytes.
 
     Args:
-        device: where the step runs. held_bytes: storages that are there before and stay (CPU only; CUDA counts
-            everything that is allocated on the device).
+        device: where the step runs.
+        held_bytes: storages that are there before and stay (CPU only; CUDA counts everything that is allocated on the
+            device).
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)

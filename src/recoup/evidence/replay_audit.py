@@ -29,8 +29,10 @@ class Divergence:
     """A saved tensor that came out otherwise the second time.
 
     Attributes:
-        order: its place among all tensors saved in the step. region, module: paths. op: that made it ("" if it came
-            from outside the region). largest: the largest absolute difference.
+        order: its place among all tensors saved in the step.
+        region, module: paths.
+        op: that made it ("" if it came from outside the region).
+        largest: the largest absolute difference.
     """
 
     order: int
@@ -118,8 +120,9 @@ class Audit(_torch.dispatch_mode_class()):  # type: ignore[misc]
     """Keeps what regions save and compares it with what their replays save.
 
     Attributes:
-        divergences: what differed, as found. num_compared: tensors compared. coarsest: the floating dtype of the lowest
-            precision among what ops returned.
+        divergences: what differed, as found.
+        num_compared: tensors compared.
+        coarsest: the floating dtype of the lowest precision among what ops returned.
         aside: where what is kept is moved to, None: it stays in memory.
     """
 

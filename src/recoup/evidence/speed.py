@@ -28,7 +28,8 @@ def time_ratio(
     twice `SAME_SHARE` of each other: after three steps where the machine is quiet.
 
     Args:
-        max_seconds: stop after this long, once two pairs are in. pairs: of neighbours, how many at most.
+        max_seconds: stop after this long, once two pairs are in.
+        pairs: of neighbours, how many at most.
         before: run before each step, its time not taken.
     """
 

@@ -91,7 +91,8 @@ class StepBench:
         The first with `take` is watched: what it writes is copied before, and so is put back after any other step too.
 
         Args:
-            times: the loss is multiplied by it before backward. aside: where saved tensors are moved to.
+            times: the loss is multiplied by it before backward.
+            aside: where saved tensors are moved to.
             meter: calls forward and backward.
         """
         losses: list[torch.Tensor] = []

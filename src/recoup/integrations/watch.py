@@ -40,7 +40,8 @@ def watch(
     """Watches the training steps of `model` inside the block; gives what ran so far, to print or to look at.
 
     Args:
-        model: with a plan in place or without. budget: bytes of one step, an int or `"8GiB"`.
+        model: with a plan in place or without.
+        budget: bytes of one step, an int or `"8GiB"`.
         loss, optimizer: as for `recoup.plan`: needed where the model does not return its loss, or where the
             optimizer's state is to be counted.
 
@@ -73,8 +74,9 @@ class Guard:
     """Sizes seen so far, and the last batch: shapes alone, and integers' values.
 
     Attributes:
-        weighed: shapes of batches that are known to fit. steps: what ran so far. how: a plan that fits is put in
-            place, in a message.
+        weighed: shapes of batches that are known to fit.
+        steps: what ran so far.
+        how: a plan that fits is put in place, in a message.
     """
 
     def __init__(

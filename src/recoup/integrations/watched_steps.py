@@ -19,8 +19,8 @@ class WatchedBatches:
     """Steps on batches of the same shapes.
 
     Attributes:
-        first, last: numbers of the first and the last such step, from 1. bound_bytes: what a step peaks at, simulated
-            for the smallest weighed batch that covers these shapes.
+        first, last: numbers of the first and the last such step, from 1.
+        bound_bytes: what a step peaks at, simulated for the smallest weighed batch that covers these shapes.
     """
 
     shapes: Shapes
@@ -35,7 +35,8 @@ class WatchedSteps:
     """The steps of a block of `recoup.watch`, while it runs and afterwards.
 
     Attributes:
-        num_steps: forwards in training so far. batches: by shapes, in order of their first step.
+        num_steps: forwards in training so far.
+        batches: by shapes, in order of their first step.
         last_bytes: the bound of each of the last steps, as many as a chart draws.
     """
 

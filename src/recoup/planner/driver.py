@@ -54,7 +54,8 @@ class Planner(Simulator):
         actions: names; None: the default ones, equal bits preferred, and offload if the host has a budget.
         host_budget_bytes: the most that a plan may hold in the host's memory at a time; None: whatever it takes.
         spans: whether consecutive calls may form one region.
-        strategies: what proposes plans. hooks: how decisions of each class change a call.
+        strategies: what proposes plans.
+        hooks: how decisions of each class change a call.
         remembers: a search that was made in this process before is not made again.
         effort: how much searches may simulate once a plan fits.
         card_free_bytes: what torch may reserve on the card; None: not known, or no card.

@@ -21,8 +21,10 @@ class Candidate:
     """A set of decisions and what the simulation of the applied plan says of it.
 
     Attributes:
-        phase: where the peak is. tensors: the largest alive there, as (what, bytes).
-        offloaded_bytes: moved to the host in one step. host_bytes: the most of them that are there at a time.
+        phase: where the peak is.
+        tensors: the largest alive there, as (what, bytes).
+        offloaded_bytes: moved to the host in one step.
+        host_bytes: the most of them that are there at a time.
         num_collectives: that the step runs (tensor parallel).
     """
 
@@ -49,7 +51,8 @@ class Judge(Protocol):
     """Says what decisions cost: the simulator, or a stand-in.
 
     Attributes:
-        plain: the step without a plan. simulated: what was simulated so far, by decisions.
+        plain: the step without a plan.
+        simulated: what was simulated so far, by decisions.
         num_simulated_ops: ops of all steps simulated so far: the work that limits are counted in.
     """
 
@@ -126,7 +129,8 @@ class Allowance:
     """How much may be simulated before a search is content with a plan that fits: work, the same on every machine.
 
     Attributes:
-        num_ops: of simulated steps. began_at: ops simulated when the search began.
+        num_ops: of simulated steps.
+        began_at: ops simulated when the search began.
     """
 
     num_ops: int

@@ -22,8 +22,9 @@ def largest_size(
     """Returns the largest size that fits, by doubling and halving: the next size does not.
 
     Args:
-        first: the size tried first, a guess at the answer. errors: to which `fits` adds the reason of each size that
-            does not fit. limit: the largest size tried.
+        first: the size tried first, a guess at the answer.
+        errors: to which `fits` adds the reason of each size that does not fit.
+        limit: the largest size tried.
         is_metered_last: whether `fits` leaves the kernels' workspace out unless it is told to meter.
 
     Raises:

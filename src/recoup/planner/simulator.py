@@ -35,14 +35,17 @@ class Simulator:
     """Simulates candidates for one step on one device, once each.
 
     Attributes:
-        plain: the step without a plan. priced: its trace. simulated: what was simulated so far, by decisions.
+        plain: the step without a plan.
+        priced: its trace.
+        simulated: what was simulated so far, by decisions.
         num_simulated_ops: ops of all steps simulated so far: the work that searches are limited by.
         fixed_bytes: what the device takes whatever the step does (library workspaces).
         hooks: how decisions of each class change a call.
         card: what steps take from the allocator of a card; None where they run on a CPU.
         link: to the host, if something may be moved there.
         num_draws: of random numbers that were tried for the largest step.
-        num_calls: of each module path. mutated_buffers: of each path, those that regions must be told of.
+        num_calls: of each module path.
+        mutated_buffers: of each path, those that regions must be told of.
     """
 
     def __init__(

@@ -19,7 +19,8 @@ class PlannedStep:
     Attributes:
         simulator: the step without a plan, and what decisions cost.
         actions: names of what may be used.
-        scans: plans for its scans, if it has some that were given no schedule. loop: over time, if it has one.
+        scans: plans for its scans, if it has some that were given no schedule.
+        loop: over time, if it has one.
         views: makes views of it for solvers.
         host_budget_bytes: the most that a plan may hold in the host's memory at a time; None: whatever it takes.
         effort: how much searches may simulate once a plan fits.

@@ -30,7 +30,9 @@ class View:
     """A step as a solver sees it.
 
     Attributes:
-        name: what may be chosen in it. make_solver: of its problem. tiles: what is tiled throughout.
+        name: what may be chosen in it.
+        make_solver: of its problem.
+        tiles: what is tiled throughout.
         plain_seconds: of the step that its solver's extra seconds are counted from.
         fixed_bytes: on the device whatever the step does, which its problem does not hold.
         to_plan: turns a solver's choice into decisions for the engine.
@@ -67,7 +69,8 @@ class ViewSet:
     """The views of a step with something, or nothing, tiled.
 
     Attributes:
-        problem: in which actions mix freely. views: the richest first.
+        problem: in which actions mix freely.
+        views: the richest first.
         saving: the view in which what is in no region is saved.
     """
 
@@ -81,7 +84,8 @@ class ViewMaker:
     """Makes views of one step.
 
     Args:
-        actions: those that may be chosen. spans: whether consecutive calls may form one region.
+        actions: those that may be chosen.
+        spans: whether consecutive calls may form one region.
         scans: plans for its scans, if it has some that were given no schedule.
     """
 

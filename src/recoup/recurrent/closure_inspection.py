@@ -58,8 +58,9 @@ class Reached:
     """The objects that were found.
 
     Attributes:
-        modules: with all their submodules. tensors: other tensors that a step may read, by name. streams: explicit
-            random number generators.
+        modules: with all their submodules.
+        tensors: other tensors that a step may read, by name.
+        streams: explicit random number generators.
     """
 
     def __init__(self, step: Any) -> None:

@@ -26,9 +26,11 @@ def draw_timeline(
     """Returns one chart as an `<svg>` element.
 
     Args:
-        name: "plain" or "planned", for the accessible name. capacity_bytes: of the device; drawn where the scale
-            reaches it. max_seconds, max_bytes: the scale, so that two charts compare. unit: of bytes, the page's.
-            wide: for a page, else for a phone.
+        name: "plain" or "planned", for the accessible name.
+        capacity_bytes: of the device; drawn where the scale reaches it.
+        max_seconds, max_bytes: the scale, so that two charts compare.
+        unit: of bytes, the page's.
+        wide: for a page, else for a phone.
     """
     frame = Frame(
         width=1040 if wide else 350,

@@ -16,7 +16,8 @@ class Row:
     """One strategy on one size of a model.
 
     Attributes:
-        time_ratio: measured step over the plain step, None when not timed. time_spread: half the quartiles' distance.
+        time_ratio: measured step over the plain step, None when not timed.
+        time_spread: half the quartiles' distance.
         recomputed_flops: run a second time.
     """
 

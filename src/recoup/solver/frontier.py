@@ -51,7 +51,8 @@ class Solver:
         nested_spans: whether calls inside a span may be regions and spans again, as in Rotor's recursion.
 
     Attributes:
-        line: the problem, laid out. baselines: (extra seconds, peak bytes, regions) of each plan by hand.
+        line: the problem, laid out.
+        baselines: (extra seconds, peak bytes, regions) of each plan by hand.
     """
 
     def __init__(

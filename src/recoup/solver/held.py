@@ -32,7 +32,8 @@ class Op:
 
     Attributes:
         inputs, outputs: values, as indices into `Segment.value_bytes`. Each value has at most one maker.
-        seconds: what running it again takes (any unit, the same for all). can_rerun: whether it may run again at all.
+        seconds: what running it again takes (any unit, the same for all).
+        can_rerun: whether it may run again at all.
     """
 
     inputs: tuple[int, ...]
@@ -46,7 +47,8 @@ class Segment:
     """Consecutive ops of a forward pass.
 
     Attributes:
-        value_bytes: of each value; None: it cannot be held. ops: in forward order.
+        value_bytes: of each value; None: it cannot be held.
+        ops: in forward order.
         reads: values that backward reads. Values that no op here makes are free: they are there anyway.
     """
 
@@ -146,7 +148,8 @@ def trade_offs(segment: Segment, *, most: int = 24) -> list[Held]:
     """Returns choices none of which another beats in both bytes and seconds, most bytes first: corners, and between.
 
     Args:
-        segment: what to choose in. most: how many at most.
+        segment: what to choose in.
+        most: how many at most.
     """
     corners = hull(segment, most=most)
     evaluate = _Evaluation(segment)

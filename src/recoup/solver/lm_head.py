@@ -17,7 +17,9 @@ class HeadCall:
     """A call that may be the head of a language model.
 
     Attributes:
-        output_bytes: of its logits. tokens: their rows. token_bytes: what a row takes in a tile.
+        output_bytes: of its logits.
+        tokens: their rows.
+        token_bytes: what a row takes in a tile.
     """
 
     path: str
@@ -36,7 +38,8 @@ def heads(trace: Trace, *, peak_bytes: int) -> list[HeadCall]:
     """Returns the Linear calls with the largest outputs, the largest first, each path once.
 
     Args:
-        trace: of the plain step. peak_bytes: of the plain step.
+        trace: of the plain step.
+        peak_bytes: of the plain step.
     """
     found: dict[str, HeadCall] = {}
     scored = {_classes(trace, op.signature) for op in trace.ops if op.phase in ("forward", "loss")}

@@ -23,8 +23,11 @@ class StepLoop:
     """A loop over time.
 
     Attributes:
-        path: of the module it calls once a step. num_calls: steps. state_bytes: that go from a call to the next.
-        tape_bytes: that autograd keeps of a call. share: of all bytes that autograd keeps of the forward.
+        path: of the module it calls once a step.
+        num_calls: steps.
+        state_bytes: that go from a call to the next.
+        tape_bytes: that autograd keeps of a call.
+        share: of all bytes that autograd keeps of the forward.
     """
 
     path: str

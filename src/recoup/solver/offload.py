@@ -78,7 +78,8 @@ def with_offload(
     """Returns the problem with labels that move regions' inputs, and what calls save, to the host.
 
     Args:
-        out_seconds, back_seconds: of moving one byte. overlaps: whether copies run beside compute.
+        out_seconds, back_seconds: of moving one byte.
+        overlaps: whether copies run beside compute.
         min_bytes: calls that would move less get no such label.
         depth: of the calls that a window is for; the outermost ones have depth 0.
         host_bytes: that the labels, taken by all calls that have one, may move.

@@ -24,7 +24,8 @@ class Linked:
     """A span's inside, with units that reach out of it to the left.
 
     Attributes:
-        structure: equal for equal numbers. fronts: for each set of units that rederive and reach out.
+        structure: equal for equal numbers.
+        fronts: for each set of units that rederive and reach out.
     """
 
     structure: int
@@ -35,9 +36,11 @@ class Links:
     """The units that link the parts of one call.
 
     Args:
-        parts: of the call. reaches: the first and the last part that a unit touches.
+        parts: of the call.
+        reaches: the first and the last part that a unit touches.
         walk: returns the front of a call followed by another front, given the units that rederive.
-        structure: returns a small number, the same for equal values. known: what was found before, by structure.
+        structure: returns a small number, the same for equal values.
+        known: what was found before, by structure.
     """
 
     def __init__(

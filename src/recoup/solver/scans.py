@@ -24,7 +24,9 @@ class Rung:
     """One way to run the scans of a leaf in less than all their steps taped.
 
     Attributes:
-        scan_bytes: of each scan. freed_bytes: less than with all steps taped. seconds: of what runs again.
+        scan_bytes: of each scan.
+        freed_bytes: less than with all steps taped.
+        seconds: of what runs again.
     """
 
     scan_bytes: tuple[int, ...]
@@ -37,8 +39,10 @@ class Ladder:
     """The scans of one leaf.
 
     Attributes:
-        path, call: of the call whose own forward runs them. scans: their numbers in that call.
-        first_ops: where they begin. taped_bytes: of each, enough to tape all its steps.
+        path, call: of the call whose own forward runs them.
+        scans: their numbers in that call.
+        first_ops: where they begin.
+        taped_bytes: of each, enough to tape all its steps.
         rungs: by the action its steps run under, with falling bytes.
     """
 

@@ -346,7 +346,8 @@ class Search:
         """Returns the insides of regions over 1, 2, ... calls, the first of which is part `i` of `around`.
 
         Args:
-            known: the same for the parts behind it. links: what links the parts of `around`, None: nothing does.
+            known: the same for the parts behind it.
+            links: what links the parts of `around`, None: nothing does.
         """
         call = around.parts[i]
         assert isinstance(call, Call)

@@ -31,7 +31,8 @@ class Choice:
     """A plan by tensor.
 
     Attributes:
-        segments: (first op, label) of each. peak_bytes, extra_seconds: estimated.
+        segments: (first op, label) of each.
+        peak_bytes, extra_seconds: estimated.
     """
 
     segments: tuple[tuple[int, Label], ...]
@@ -44,7 +45,10 @@ class _States:
     """What is known at one place: for each way to get there, none of which beats another, a column.
 
     Attributes:
-        held, peak: bytes. seconds: run again. place, column: which state it came from. label: how, by number.
+        held, peak: bytes.
+        seconds: run again.
+        place, column: which state it came from.
+        label: how, by number.
     """
 
     held: npt.NDArray[np.int64]

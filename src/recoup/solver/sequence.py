@@ -46,7 +46,8 @@ class Call:
     """A block that holds leaves, where it lies in the line.
 
     Attributes:
-        first, last: its leaves. starts: the leaf at which each part begins.
+        first, last: its leaves.
+        starts: the leaf at which each part begins.
         rank: how many calls inside it begin at the same leaf.
         structure: equal for calls with the same numbers inside.
         units: those that are inside this call but in none of its parts alone.
@@ -70,7 +71,8 @@ class Line:
     """A problem laid out.
 
     Attributes:
-        root: the whole step as a call that is no region. leaves: in forward order.
+        root: the whole step as a call that is no region.
+        leaves: in forward order.
         units: leaves that take one action together, as positions in order: those of one owner (the engine sets an
             action per call) and those of one group (they rederive from what each other keep).
         unit_of: for each leaf its unit, -1 where it is on its own.

@@ -36,8 +36,9 @@ class FoundScan:
     """A scan of the captured step.
 
     Attributes:
-        owner: the call whose own forward runs it, as an index into the trace's calls. first_op, last_op: its first
-            forward is ops [first_op, last_op). step: what a step takes; None while that is not known.
+        owner: the call whose own forward runs it, as an index into the trace's calls.
+        first_op, last_op: its first forward is ops [first_op, last_op).
+        step: what a step takes; None while that is not known.
     """
 
     owner: int
@@ -78,7 +79,8 @@ class ScanPlans:
 
     Attributes:
         trace: of the step with all steps of all scans taped, each scan folded into the call that runs it.
-        taped: the decisions that do so. ladders: for the solver. names: the actions they add to it.
+        taped: the decisions that do so.
+        ladders: for the solver. names: the actions they add to it.
         rederives: whether the steps' tapes are smaller where they rederive.
     """
 

@@ -25,7 +25,9 @@ class TiledHead:
     """A head that was tiled in a captured step.
 
     Attributes:
-        head: which call, and its bytes. decision: what was applied. trace: of the step with it.
+        head: which call, and its bytes.
+        decision: what was applied.
+        trace: of the step with it.
     """
 
     head: HeadCall
@@ -37,7 +39,8 @@ def find_tiled_head(spec: StepSpec, plain: Trace, *, peak_bytes: int) -> TiledHe
     """Returns the head whose loss ran over tiles, its logits never made, in a capture of the step with it tiled.
 
     Args:
-        plain: the trace of the step as it is. peak_bytes: its peak.
+        plain: the trace of the step as it is.
+        peak_bytes: its peak.
     """
     found = heads(plain, peak_bytes=peak_bytes)
     for head in (*found, *_with_adapters(found)):
@@ -73,8 +76,9 @@ class TiledModules:
     """Modules that were proved position-wise in a captured step.
 
     Attributes:
-        kinds: the outermost ones, by what they need for a moment. tokens: of the call, by path. refused: why others
-            are not, by path.
+        kinds: the outermost ones, by what they need for a moment.
+        tokens: of the call, by path.
+        refused: why others are not, by path.
     """
 
     kinds: tuple[TileKind, ...]
@@ -94,7 +98,8 @@ def find_tiled_modules(spec: StepSpec, plain: Trace, *, peak_bytes: int) -> Tile
     """Returns the modules worth tiles whose forward was proved position-wise, on what the step gives them.
 
     Args:
-        plain: the trace of the step as it is. peak_bytes: its peak.
+        plain: the trace of the step as it is.
+        peak_bytes: its peak.
     """
     kinds = tile_kinds(plain, peak_bytes=peak_bytes)
     modules = dict(spec.model.named_modules(remove_duplicate=False))
