@@ -25,7 +25,7 @@ _SHORTER = (4, 16)  # times shorter than the longest sequence: the lengths that 
 
 
 class _Search:
-    """Whether the step of a batch fits the budget under some plan; every size asked of it is planned and simulated."""
+    """Answers whether the step of a batch fits the budget under some plan, by planning and simulating it."""
 
     def __init__(
         self, model: nn.Module, make_batch: Any, *, budget: int | str, step: dict[str, Any], planning: dict[str, Any]

@@ -76,7 +76,7 @@ def make_report(
 
 
 def _baselines(planner: Planner) -> Any:
-    """Yields the plans people make by hand, simulated like every other."""
+    """Yields the usual plans by hand, simulated as every plan is."""
     view = planner.saving_view
     for baseline in baselines(view.solver.problem):
         if baseline.name not in _BASELINES:

@@ -218,7 +218,7 @@ def _workspaces(signature: Signature) -> tuple[bool, ...]:
 
 
 def _sums_in_place(trace: Trace) -> dict[int, int]:
-    """Returns storages of summed gradients that are the storage of the first gradient in truth, by the new one's index.
+    """Returns, by index, summed gradients that autograd accumulates in place, and the storage they really share.
 
     Autograd adds a gradient to one that nobody else holds in place, unless that is a view of another tensor; to fake
     tensors it never does. A sum of a forward that runs again in backward is a new tensor.
@@ -241,6 +241,6 @@ def _sums_in_place(trace: Trace) -> dict[int, int]:
 
 
 def _is_only_viewed(trace: Trace, storage: int, made: int, read: int) -> bool:
-    """Whether all that was done between two ops with a storage are views of it: it is read through one of them."""
+    """Whether ops between these two only made views of the storage."""
     between = [op.signature for op in trace.ops[made + 1 : read] if storage in op.inputs]
     return bool(between) and all(i >= 0 and trace.signatures[i].is_view for i in between)

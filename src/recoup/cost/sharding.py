@@ -131,7 +131,7 @@ class ShardedCost:
 
 
 class _Units:
-    """The sharded units in the order of their forwards, and which of them each op finds itself in.
+    """The sharded units in forward order, and the unit of each op.
 
     Attributes:
         nbytes: whole parameters of each.
@@ -171,7 +171,7 @@ class _Units:
         self.running = self._running(trace)
 
     def size(self, unit: int) -> int:
-        """Returns a unit's whole parameters; nothing where there is no such unit."""
+        """Returns the bytes of a unit's whole parameters, 0 if there is no such unit."""
         return self.nbytes[unit] if 0 <= unit < len(self.nbytes) else 0
 
     def _running(self, trace: Trace) -> list[int]:
@@ -194,7 +194,7 @@ class _Units:
 
 
 def _whole_gradients(trace: Trace, units: _Units, world_size: int) -> list[int]:
-    """Returns for each op what gradients take above their shards: whole from when they are made until reduced."""
+    """Returns for each op the bytes of unsharded gradients: from when they are made until they are reduced."""
     end = max((i for i, op in enumerate(trace.ops) if op.phase == "backward"), default=-1)
     change = [0] * (len(trace.ops) + 1)
     for storage in trace.storages:

@@ -24,7 +24,7 @@ _GATHERS = frozenset({"embedding", "gather", "index", "index_select", "nll_loss_
 
 
 def signature_key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, home: str = "cpu") -> Any:
-    """Returns something hashable that is equal exactly when `make_signature` would return the same."""
+    """Returns a hashable key; two calls have equal keys exactly if `make_signature` gives them equal signatures."""
     return (func, _key(args, home), _key(tuple(kwargs.items()), home) if kwargs else ())
 
 

@@ -33,7 +33,7 @@ class StepResult:
 def take_result(
     model: nn.Module, loss: torch.Tensor, before: Snapshot, outside: Mapping[str, torch.Tensor]
 ) -> StepResult:
-    """Returns copies of what the step that just ran left behind; gradients are handed over, not copied.
+    """Returns loss, gradients (moved, not copied) and copies of buffers and random state after a step.
 
     Args:
         before: the state that it began with.
@@ -130,7 +130,7 @@ _MAX_NOISE_FACTOR = 10.0  # factor on the bound of a dtype that measured roundin
 
 
 def rounding_noise(plain: StepResult, scaled: StepResult) -> float:
-    """Returns how far apart two plain steps are that only round differently: the worst gradient, relative.
+    """Returns the largest relative difference of a gradient between two plain steps that only round differently.
 
     Two results with independent roundings; how much of it there is depends on the model's depth and on its data, so it
     is measured, not known.

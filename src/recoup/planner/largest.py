@@ -19,7 +19,7 @@ class Fits(Protocol):
 def largest_size(
     fits: Fits, errors: Sequence[InfeasibleBudget], *, limit: int, is_metered_last: bool, first: int = 1
 ) -> int:
-    """Returns the largest size that fits, by doubling and halving: the next size does not.
+    """Returns the largest size that fits, by doubling and bisection; the next size does not fit.
 
     Args:
         first: the size tried first, a guess at the answer.

@@ -35,10 +35,10 @@ class PlannedStep:
     effort: Effort = "normal"
 
     def allowance(self, incumbents: Incumbents) -> Allowance:
-        """Returns what a search that begins now may simulate."""
+        """Returns the allowance of a search that begins now."""
         return Allowance(num_ops=EFFORTS[self.effort] * SEARCH_OPS, began_at=incumbents.num_simulated_ops)
 
     @property
     def calls_trace(self) -> Trace:
-        """The trace of the plain step for what looks at its calls: those in a scan's steps are none."""
+        """The plain step's trace without calls inside of scans, which no decision can name."""
         return self.simulator.trace if self.scans is None else self.scans.trace

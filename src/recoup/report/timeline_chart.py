@@ -99,7 +99,7 @@ def draw_timeline(
 
 
 def _phases(frame: Frame, timeline: Timeline, wide: bool) -> list[str]:
-    """Returns a strip under the stack that says which phase runs; narrow ones without a name."""
+    """Returns the strip below the stack that shows the phases; narrow ones have no name."""
     parts = []
     base = frame.height - frame.bottom
     bounds: list[tuple[str, float, float]] = []

@@ -28,7 +28,7 @@ class Baseline:
 
     Attributes:
         name: "none", "full", "every-2", ..., "sqrt".
-        peak_bytes, extra_seconds, extra_flops: as `simulate.evaluate` says.
+        peak_bytes, extra_seconds, extra_flops: as `reference.evaluate` says.
         has_spans: whether a region covers several calls.
     """
 
@@ -128,7 +128,7 @@ class Pricer:
 
 
 class _Label(NamedTuple):
-    """A sequence without its inside: what it leaves saved, its peaks above the level before it, its gradients."""
+    """The prices of a sequence of leaves: bytes saved, peaks above the level before it, bytes of gradients."""
 
     saved_bytes: int
     forward_bytes: int
@@ -176,7 +176,7 @@ def _sibling_lists(line: Line) -> Iterator[list[Call]]:
 
 
 def _strides(num_blocks: int) -> list[int]:
-    """Returns the distinct k of every-k: from n // 2 on, k only moves the second of two regions; a few of those do."""
+    """Returns the values of k for every-k: all below n // 2, where two regions are left, and a few above."""
     return [k for k in range(2, num_blocks + 1) if k <= 64 or k % (k // 16) == 0]
 
 

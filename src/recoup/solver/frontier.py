@@ -42,7 +42,7 @@ class Solution:
 
 
 class Solver:
-    """A problem, ready for questions.
+    """Answers questions about one problem: for a budget, the leanest, the whole frontier.
 
     Args:
         problem: the step.

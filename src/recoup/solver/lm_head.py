@@ -59,7 +59,7 @@ def heads(trace: Trace, *, peak_bytes: int) -> list[HeadCall]:
 
 
 def _classes(trace: Trace, signature: int) -> int:
-    """Returns over how many classes an op takes a log-softmax or its sum, 0 if it takes none."""
+    """Returns the number of classes of an op's log-softmax or its sum, 0 for other ops."""
     found = trace.signatures[signature]
     return int(found.args[0].shape[-1]) if found.name.startswith(_SCORES) else 0
 

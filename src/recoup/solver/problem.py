@@ -100,7 +100,7 @@ class Region:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Offload:
-    """The price of moving what a block saves to the host, all of whose leaves run under `inside`.
+    """The price of moving a block's saved tensors to the host; all of its leaves run under `inside`.
 
     Attributes:
         saved_bytes: what stays.

@@ -21,7 +21,7 @@ _Name = tuple[int, int]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Linked:
-    """A span's inside, with units that reach out of it to the left.
+    """The inside of a span, and the units that begin before it.
 
     Attributes:
         structure: equal for equal numbers.
@@ -113,7 +113,7 @@ class Links:
 
 
 def forks(state: frozenset[int], opening: Sequence[int]) -> Iterator[frozenset[int]]:
-    """Yields `state` with every subset of the units that open here."""
+    """Yields `state` extended by every subset of the units that begin here."""
     for size in range(len(opening) + 1):
         for units in itertools.combinations(opening, size):
             yield state.union(units)

@@ -43,7 +43,7 @@ def is_tried_inside(length: int) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Inside:
-    """Some consecutive calls as a sequence of their own.
+    """Consecutive calls as a sequence of their own: the inside of a region.
 
     Attributes:
         structure: equal for equal numbers.

@@ -254,11 +254,11 @@ class LabelMaker:
         )
 
     def _read_from_before(self, ops: list[int], made: set[int]) -> list[int]:
-        """Returns what these ops read that earlier segments made."""
+        """Returns the values that these ops read and earlier segments made."""
         return [v for at in ops for v in self.problem.ops[at].inputs if v not in made and v in self._maker]
 
     def _is_charged(self, value: int, i: int, j: int) -> bool:
-        """Whether a segment pays for a value that an earlier one made: not again for one that many of them read."""
+        """Whether a segment pays for an earlier segment's value; of more than two readers, only the first does."""
         maker = self._interval(self._maker[value])
         later = sorted({r for r in self._readers.get(value, ()) if r > maker})
         return len(later) <= 2 or i <= later[0] < j

@@ -105,7 +105,7 @@ class Line:
         return tuple(found)
 
     def structure(self, numbers: Hashable) -> int:
-        """Returns a small number, the same for equal `numbers`."""
+        """Returns a number that stands for `numbers`: the same for equal ones."""
         return self._structures.setdefault(numbers, len(self._structures))
 
     def is_touched(self, unit: int, first: int, last: int) -> bool:
@@ -221,12 +221,12 @@ class Span:
 
     @property
     def is_allowed(self) -> bool:
-        """Whether what was added may be one region."""
+        """Whether the calls added so far may form one region."""
         first, last = self._first, self._last
         return first is not None and first.begins and (first is not last or first.is_alone)
 
     def region(self) -> Region:
-        """Returns the price of what was added, one call at least."""
+        """Returns the price of the region over the calls added so far, at least one."""
         first, last = self._first, self._last
         assert first is not None and last is not None
         return Region(

@@ -57,7 +57,7 @@ def tile_kinds(trace: Trace, *, peak_bytes: int) -> list[TileKind]:
 
 
 def _inner_bytes(trace: Trace, call: Call) -> int:
-    """Returns the most bytes made by the call that are there at once while its forward runs, its result left out."""
+    """Returns the peak bytes of the call's own tensors in forward, without its result."""
     changes = [0] * (call.last_op - call.first_op + 1)
     outputs = set(call.outputs)
     for index, storage in enumerate(trace.storages):

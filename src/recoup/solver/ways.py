@@ -9,7 +9,7 @@ from recoup.ir.decision import Ambient
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RungOf:
-    """In how many bytes the scans of a leaf run: which of the problem's ladders, and which of its rungs."""
+    """The rung on which a leaf's scans run: the ladder's number in the problem, and the rung's on it."""
 
     ladder: int
     number: int
