@@ -531,9 +531,12 @@ def attention_flags() -> tuple[Any, ...]:
 
     Freed by: as `backend_flags`.
     """
-    cuda = torch.backends.cuda
-    flags = (cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled())
-    return (*flags, *torch._C._get_sdp_priority_order())
+    flags = (
+        torch._C._get_flash_sdp_enabled(),
+        torch._C._get_mem_efficient_sdp_enabled(),
+        torch._C._get_math_sdp_enabled(),
+    )
+    return (*flags, torch._C._get_cudnn_sdp_enabled(), *torch._C._get_sdp_priority_order())
 
 
 is_autocast = torch._C._is_any_autocast_enabled

@@ -7,10 +7,12 @@ import os
 import random
 import threading
 import warnings
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from recoup.evidence.gradients import equal_values
 from recoup.ir.decision import OpMark, Rebuild
@@ -33,9 +35,16 @@ def ops_of(model: nn.Module, x: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -
 
     with monkeypatch.context() as patch:
         patch.setattr(held_recorder.HeldRecorder, "before_op", before_op)
-        with apply_decisions(model, [Rebuild(path="")]):
+        with apply_decisions(model, [Rebuild(path="")]), _Behind():
             model(x)
     return found
+
+
+class _Behind(TorchDispatchMode):
+    """Behind another mode each op is recorded by itself."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
 
 
 def backward(loss: torch.Tensor, model: Program, x: torch.Tensor, kind: int) -> None:
@@ -55,7 +64,7 @@ def backward(loss: torch.Tensor, model: Program, x: torch.Tensor, kind: int) -> 
         loss.backward()
 
 
-def train(seed: int, plan: Rebuild | None, num_steps: int = 3) -> list[torch.Tensor]:
+def train(seed: int, plan: Rebuild | None, num_steps: int = 5) -> list[torch.Tensor]:
     """Returns gradients, buffers and the random stream after some steps."""
     torch.manual_seed(seed)
     model = Program(seed)

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from recoup.cost.host_overhead import REPLAY_OVERHEAD_SECONDS
 from recoup.cost.model import PricedTrace
 from recoup.ir.decision import OpMark, Rebuild
 from recoup.ir.trace import Signature, TensorSpec, Trace
@@ -67,7 +66,7 @@ def held_view(priced: PricedTrace, *, kept_paths: frozenset[str] = frozenset()) 
     if not positions or positions != list(range(len(positions))):
         return None
     num_ops = len(positions)
-    overheads = _overhead_seconds(trace)
+    overheads = priced.serial_costs.replayed_op_seconds
     value_of: dict[int, int] = {}
     versions: dict[int, list[tuple[int, int]]] = {}
     value_bytes: list[int] = []
@@ -204,8 +203,3 @@ def _thinned(places: list[int], ops: list[Op], value_bytes: list[int]) -> list[i
         if made[place] - made[kept[-1]] >= wanted:
             kept.append(place)
     return kept
-
-
-def _overhead_seconds(trace: Trace) -> float:
-    """Returns the host time of running an op again: argument look-ups and the call."""
-    return REPLAY_OVERHEAD_SECONDS if trace.device == "cpu" else 0.0

@@ -8,6 +8,7 @@ it with `is` raises `StillRead`, and the loop begins again with everything held.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn
 
@@ -25,22 +26,22 @@ class StillRead(BaseException):
     """A step used what the first steps wrote without reading. No `except Exception` of a step's own hides it."""
 
 
-_num_loops = 0  # that run now: at other times a debugger, or who walks over all objects, may look
+# At other times, and in other threads, a debugger or who walks over all objects may look.
+_in_loop: contextvars.ContextVar[bool] = contextvars.ContextVar("recoup_in_loop", default=False)
 
 
 @contextlib.contextmanager
 def refusing() -> Iterator[None]:
-    """Has every `Unread` refuse to be used, while a loop runs."""
-    global _num_loops
-    _num_loops += 1
+    """Has every `Unread` refuse to be used by this thread, while a loop runs."""
+    token = _in_loop.set(True)
     try:
         yield
     finally:
-        _num_loops -= 1
+        _in_loop.reset(token)
 
 
 def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
-    if _num_loops:
+    if _in_loop.get():
         raise StillRead
     raise TypeError("a value that no step of a scan reads was not kept")
 
@@ -52,7 +53,7 @@ class Unread:
     __torch_function__ = _refuse
 
     def __getattribute__(self, name: str) -> Any:
-        return _refuse() if _num_loops else object.__getattribute__(self, name)
+        return _refuse() if _in_loop.get() else object.__getattribute__(self, name)
 
 
 _kept = frozenset(vars(Unread))

@@ -110,6 +110,13 @@ class CallForm:
         self._scalars = self._rest(flat)
         self._exact = repr(self._scalars) if any(type(s) is float and s == 0 for s in self._scalars) else ""
         self._flags = flags
+        self.ops: tuple[tuple[OpForm, tuple[int, ...]], ...] = ()
+        self.aliases: tuple[tuple[int, int], ...] = ()
+        self.saves: tuple[tuple[int | None, Geometry], ...] = ()
+        self.results: tuple[tuple[int, int, int], ...] = ()
+        self.gives: Callable[..., bool] = _is_alike
+        self.counted: tuple[tuple[str, int, tuple[int, ...] | None], ...] = ()
+        self.num_ops = 0
         self.then: Any = None
 
     def tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Sequence[torch.Tensor] | None:
@@ -234,24 +241,30 @@ def _knows(
     form.aliases = tuple(aliases)
     found = [(numbers[id(v)] if v is not None and id(v) in made else None, geometry) for v, geometry in log.saved]
     form.saves = tuple(found) if any(number is not None for number, _ in found) else ()
-    form.results, form.gives = (), None
     outs = [(-1, out)] if type(out) is torch.Tensor else list(enumerate(out)) if isinstance(out, (tuple, list)) else []
-    results, given = [], []
+    results: list[tuple[int, int, int]] = []
+    given = []
     for position, item in outs:
         value = value_of(item) if type(item) is torch.Tensor else None
         if value is not None and id(value) in made:
-            results.append((position, numbers[id(value)], item.storage_offset()))
+            results.append((position, numbers[id(value)], int(item.storage_offset())))
             given.append(item)
     seen = {number for number, _ in form.saves} | {number for _, number, _ in results}
     form.counted = tuple(
         [
-            (label, num_saved, tuple(numbers[id(v)] for v in values) if {numbers[id(v)] for v in values} <= seen else None)
+            (
+                label,
+                num_saved,
+                tuple(numbers[id(v)] for v in values) if {numbers[id(v)] for v in values} <= seen else None,
+            )
             for label, num_saved, values in log.counted
         ]
     )
     if results:
-        form.results, form.gives = tuple(results), _torch.tensor_guard(given)
-        return form.gives is not None and form.gives(*given)
+        gives = _torch.tensor_guard(given)
+        if gives is None or not gives(*given):
+            return False
+        form.results, form.gives = tuple(results), gives
     return True
 
 

@@ -12,7 +12,6 @@ Only functions of torch's own are taken, in which no code of the user runs, and 
 from __future__ import annotations
 
 import types
-
 from typing import Any
 
 import torch
@@ -39,6 +38,7 @@ class Calls:
     def __init__(self) -> None:
         self._forms: dict[Any, list[CallForm]] = {}
         self._misses: dict[Any, int] = {}
+        self._num_forms: dict[Any, int] = {}
         self._programs: dict[Any, StepProgram] = {}
         self._seen: dict[Any, int] = {}
 
@@ -66,28 +66,33 @@ class Calls:
         elif followed is not None and not followed.is_done:
             self._programs.pop(key, None)
 
-    def known(self, func: Any) -> list[CallForm]:
-        """Returns the forms of a function's calls, those that were met last first."""
-        return self._forms.get(func, _NONE)
+    def known(self, func: Any, args: tuple[Any, ...]) -> list[CallForm]:
+        """Returns the forms of a function's calls that may be like one with these arguments."""
+        return self._forms.get((func, _shape(args)), _NONE)
 
     def may_learn(self, func: Any) -> bool:
         """Whether calls of a function can have forms, and it was not found that none ever fits."""
-        if self._misses.get(func, 0) >= MOST_TRIES or len(self.known(func)) >= _MOST_FORMS:
+        if self._misses.get(func, 0) >= MOST_TRIES or self._num_forms.get(func, 0) >= _MOST_FORMS:
             return False
         return isinstance(func, _TORCHS) or (
             isinstance(func, types.FunctionType) and func.__module__ in _MODULES and func is not torch.Tensor.backward
         )
 
-    def learn(self, func: Any, form: CallForm | None) -> None:
+    def learn(self, func: Any, args: tuple[Any, ...], form: CallForm | None) -> None:
         """Adds a form; None: a call had none."""
         if form is None:
             self._misses[func] = self._misses.get(func, 0) + 1
         else:
             self._misses[func] = 0
-            self._forms.setdefault(func, []).append(form)
+            self._num_forms[func] = self._num_forms.get(func, 0) + 1
+            self._forms.setdefault((func, _shape(args)), []).append(form)
 
 
 _NONE: list[CallForm] = []
+
+
+def _shape(args: tuple[Any, ...]) -> Any:
+    return args[0].shape if args and type(args[0]) is torch.Tensor else None
 
 
 class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
@@ -170,7 +175,7 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
             form = guess[1]
             tensors = form.tensors(args, kwargs)
         if tensors is None:
-            for form in self._calls.known(func):
+            for form in self._calls.known(func, args):
                 tensors = form.tensors(args, kwargs)
                 if tensors is not None:
                     break
@@ -186,10 +191,11 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
             self._stop()
             return func(*args, **kwargs) if kwargs else func(*args)
         if frame.marks is not None and (marks := _marked(frame.marks, ordinal, form)):
-            if None in marks:
+            plain = [mark for mark in marks if mark is not None]
+            if len(plain) < len(marks):
                 self._stop()
                 return func(*args, **kwargs) if kwargs else func(*args)
-            recorder.call = Running(form, values, marks)
+            recorder.call = Running(form, values, plain)
         elif form.saves:
             recorder.call = Running(form, values, [])
         recorder.count_ops(num_ops)
@@ -230,7 +236,7 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
         finally:
             recorder.log = recorder.call = None
         form = form_of_call(func, args, kwargs, out, log, recorder.existing) if recorder.frame is frame else None
-        self._calls.learn(func, form)
+        self._calls.learn(func, args, form)
         if learning is not None:
             learning.end(out, 0)
             if form is not None:
@@ -279,7 +285,7 @@ class Running:
             self._begun += 1
         expected = self._form.saves[position] if position < len(self._form.saves) else None
         if expected is not None and expected[0] is not None:
-            size, stride, offset, dtype = expected[1]
+            size, stride, _, dtype = expected[1]
             if tensor.dtype is dtype and tensor.size() == size and tensor.stride() == stride:
                 recorder.note_value(tensor, self._values[expected[0]])
                 for mark, _, numbers in marks:

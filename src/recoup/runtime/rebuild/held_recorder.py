@@ -12,14 +12,14 @@ from torch import nn
 from recoup import _torch
 from recoup.ir.decision import OpMark
 from recoup.runtime import execution_context
+from recoup.runtime.rebuild.call_forms import CallForm, CallLog
 from recoup.runtime.rebuild.cheap_ops import HOLD, OPAQUE, OpFacts, has_history, known_facts, op_facts
 from recoup.runtime.rebuild.constant import Constant
 from recoup.runtime.rebuild.kept import Kept, Source, laid, on_device
 from recoup.runtime.rebuild.lineage import Geometry, Made, Recorder, Value, geometry_of
+from recoup.runtime.rebuild.op_forms import Noted, OpForm, form_of
 from recoup.runtime.rebuild.saved_tensor import MIN_BYTES, compact_mask
 from recoup.runtime.rebuild.segments import Rebuilt, Segment
-from recoup.runtime.rebuild.call_forms import CallForm, CallLog
-from recoup.runtime.rebuild.op_forms import Noted, OpForm, form_of
 
 
 @_torch.without_dynamo_wrapper
@@ -87,7 +87,9 @@ class HeldRecorder(Recorder):
         facts = known_facts(id(func))
         if facts is None and not _torch.is_higher_order(func):
             facts = op_facts(func)
-        if self.on_write is not None and (facts is None or not (facts.is_inert or facts.can_rerun) or facts.is_batch_norm):
+        if self.on_write is not None and (
+            facts is None or not (facts.is_inert or facts.can_rerun) or facts.is_batch_norm
+        ):
             self.on_write([a for a in args if isinstance(a, torch.Tensor)])
         if self.paused or facts is None:
             self.log_other()

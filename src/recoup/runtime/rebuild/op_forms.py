@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import nn
 
 from recoup import _torch
 from recoup.runtime.rebuild.cheap_ops import OpFacts
-from recoup.runtime.rebuild.lineage import PLAIN, Geometry, Made, Value, geometry_of
+from recoup.runtime.rebuild.lineage import PLAIN, Made, Value, geometry_of
 
 
 class OpForm:
@@ -104,7 +104,7 @@ def _collect(items: Iterable[Any], tensors: list[torch.Tensor]) -> bool:
     return True
 
 
-def _without_tensors(items: Sequence[Any]) -> Any:
+def _without_tensors(items: Any) -> Any:
     """Returns arguments with `TENSOR` in the place of tensors: a form holds none."""
     found = []
     for item in items:
@@ -115,7 +115,7 @@ def _without_tensors(items: Sequence[Any]) -> Any:
     return type(items)(found)
 
 
-def _with_tensors(items: Sequence[Any], tensors: Iterator[torch.Tensor]) -> Any:
+def _with_tensors(items: Any, tensors: Iterator[torch.Tensor]) -> Any:
     found = []
     for item in items:
         if item is TENSOR:

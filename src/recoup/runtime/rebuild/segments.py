@@ -17,7 +17,7 @@ The scheme is that of activation checkpointing (Chen et al., arXiv 1604.06174) w
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -27,18 +27,32 @@ from recoup.runtime import execution_context
 from recoup.runtime.rebuild.constant import Constant
 from recoup.runtime.rebuild.kept import Kept, Source, changed_since, is_overwritten, laid
 from recoup.runtime.rebuild.lineage import Geometry, Made, Read, Surroundings, Value
-from recoup.runtime.rebuild.rederived import constant_of, fitted, paused
 from recoup.runtime.rebuild.op_forms import Noted
+from recoup.runtime.rebuild.rederived import constant_of, fitted, paused
+
+
+class Rebuilds(Protocol):
+    """A segment, as those see it who ask for its values."""
+
+    pending: set[weakref.ref[Wanted]]
+
+    def rebuild(self, asked: Wanted) -> None:
+        """Has everybody who waits hold the contents asked for."""
 
 
 class Wanted:
-    """A value of a segment that somebody will ask for: holds its contents from the rebuild until then."""
+    """A value of a segment that somebody will ask for: holds its contents from the rebuild until then.
 
-    __slots__ = ("__weakref__", "_ticket", "held", "segment", "value")
+    Attributes:
+        number: of the value in a program ([Note: step programs]).
+    """
 
-    def __init__(self, value: Value, segment: Segment) -> None:
+    __slots__ = ("__weakref__", "_ticket", "held", "number", "segment", "value")
+
+    def __init__(self, value: Value, segment: Rebuilds, number: int = -1) -> None:
         self.value = value
         self.segment = segment
+        self.number = number
         self.held: torch.Tensor | None = None
         self._ticket = weakref.ref(self, segment.pending.discard)  # no Python runs when it dies, see `waiting.py`
         segment.pending.add(self._ticket)
@@ -279,8 +293,10 @@ class Rebuilt(Wanted):
 
     __slots__ = ("_under", "geometry")
 
-    def __init__(self, value: Value, geometry: Geometry, segment: Segment, under: Surroundings) -> None:
-        super().__init__(value, segment)
+    def __init__(
+        self, value: Value, geometry: Geometry, segment: Rebuilds, under: Surroundings, number: int = -1
+    ) -> None:
+        super().__init__(value, segment, number)
         self._under = under
         self.geometry = geometry
 

@@ -81,7 +81,6 @@ class ProgramCall:
         self.deriving = True
 
 
-
 def parts_of(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> tuple[list[Any], list[Any]]:
     """Returns the tensors of a call without form, and what is plain among its arguments, with its classes."""
     items = flattened((*args, *(kwargs or {}).values()))
@@ -94,17 +93,23 @@ ProgramOp = tuple[OpForm, tuple[int, ...], tuple[tuple[int, int], ...]]  # form,
 
 
 class SegmentProgram:
-    """How a segment is rebuilt: its ops in the order of the forward, and the values that they start from."""
+    """How a segment is rebuilt.
 
-    __slots__ = ("_known", "bases", "constants", "ops", "sources")
+    Attributes:
+        ops: in the order of the forward. sources, constants: numbers of the held values and parameters that they start
+            from. around: the segment that this is a piece of, -1 for none. starts: numbers of the values of that which
+            a piece starts from. bases: geometry of what fills a value's storage.
+    """
 
-    def __init__(
-        self, ops: list[ProgramOp], sources: frozenset[int], constants: frozenset[int], bases: dict[int, Geometry]
-    ) -> None:
-        self.ops = ops
-        self.sources = sources
-        self.constants = constants
-        self.bases = bases
+    __slots__ = ("_known", "around", "bases", "constants", "ops", "sources", "starts")
+
+    def __init__(self, around: int) -> None:
+        self.around = around
+        self.ops: list[ProgramOp] = []
+        self.sources: set[int] = set()
+        self.constants: set[int] = set()
+        self.starts: set[int] = set()
+        self.bases: dict[int, Geometry] = {}
         self._known: dict[frozenset[int], list[Any]] = {}
 
     def leading_to(self, wanted: frozenset[int]) -> list[Any]:
@@ -206,7 +211,7 @@ class Learning:
 
     def begin(self, func: Any, form: CallForm | None, tensors: Sequence[Any]) -> None:
         """Called before a call runs."""
-        reads = []
+        reads: list[int] = []
         index = len(self._calls)
         call = ProgramCall(func, form, reads)
         enters = []
@@ -293,17 +298,21 @@ class Learning:
         """Returns the program of the step that was noted, None if it has none."""
         if self.failed:
             return None
-        segments: list[Segment] = []
+        segments: dict[Segment, int] = {}
         wanted: list[set[Value]] = []
         saves: list[Saved] = []
         for packed, value, geometry in self._saves:
             if type(packed) is Rebuilt:
-                if packed.segment.around is not None:
-                    return None
-                if packed.segment not in segments:
-                    segments.append(packed.segment)
-                    wanted.append(set())
-                at = segments.index(packed.segment)
+                segment = packed.segment
+                assert isinstance(segment, Segment)
+                around = segment.around
+                for each in (around, segment):
+                    if each is not None and each not in segments:
+                        segments[each] = len(segments)
+                        wanted.append(set())
+                if around is not None:
+                    wanted[segments[around]].update(segment.starts)
+                at = segments[segment]
                 wanted[at].add(packed.value)
                 base = packed.value.base
                 own = None if base == packed.geometry else packed.geometry
@@ -315,7 +324,7 @@ class Learning:
                 saves.append((CONSTANT, -1, -1, None))
             else:
                 return None
-        programs = [self._segment(s, w) for s, w in zip(segments, wanted, strict=True)]
+        programs = [self._segment(s, w, segments) for s, w in zip(segments, wanted, strict=True)]
         if any(p is None for p in programs):
             return None
         found = [p for p in programs if p is not None]
@@ -332,44 +341,48 @@ class Learning:
             values.append(again)
         return StepProgram(self._calls, saves, found, values, self._num_slots, self._constants)
 
-    def _segment(self, segment: Segment, wanted: set[Value]) -> SegmentProgram | None:
-        """Returns how a segment is rebuilt, None if an op of it has no form."""
+    def _segment(self, segment: Segment, wanted: set[Value], indices: dict[Segment, int]) -> SegmentProgram | None:
+        """Returns how a segment is rebuilt, None if something that it starts from cannot be held."""
         kept = {id(source) for source in segment.sources.values()}
-        sources, constants, bases = set(), set(), {}
+        program = SegmentProgram(-1 if segment.around is None else indices[segment.around])
         ops: dict[int, tuple[Noted, set[Value]]] = {}
         stack, seen = list(wanted), set(wanted)
         while stack:
             value = stack.pop()
+            number = self._number(value)
             if value.constant is not None:
-                constants.add(self._number(value))
+                program.constants.add(number)
                 continue
+            if value.base is not None:
+                program.bases[number] = value.base
             alive = value.alive()
             if alive is not None and id(alive) in kept:
                 if type(alive) is not Kept:
                     return None
-                sources.add(self._number(value))
+                program.sources.add(number)
                 continue
-            made = value.made
             if value.base is None:
                 return None
+            if value in segment.starts:
+                program.starts.add(number)
+                continue
+            made = value.made
             if type(made) is not Noted:  # what a call without form made
                 size, _, _, dtype = value.base
                 if dtype.is_floating_point and size.numel() * dtype.itemsize > MIN_BYTES:
                     return None
-                sources.add(self._number(value))
+                program.sources.add(number)
                 continue
-            bases[self._number(value)] = value.base
             ops.setdefault(made.order, (made, set()))[1].add(value)
             for read in made.values:
                 if read not in seen:
                     seen.add(read)
                     stack.append(read)
-        listed: list[ProgramOp] = []
         for order in sorted(ops):
             made, results = ops[order]
             gives = tuple([(value.output, self._number(value)) for value in results])
-            listed.append((made.form, tuple([self._number(read) for read in made.values]), gives))
-        return SegmentProgram(listed, frozenset(sources), frozenset(constants), bases)
+            program.ops.append((made.form, tuple([self._number(read) for read in made.values]), gives))
+        return program
 
     def _place(self, segments: list[SegmentProgram]) -> bool:
         """Has what segments start from held at the call where it is first met; whether each is met."""

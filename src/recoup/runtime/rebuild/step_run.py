@@ -23,17 +23,24 @@ class SegmentRun:
 
     Attributes:
         pending: as `Segment`'s. sources: what keeps the values that it starts from, by number.
+
+    Args:
+        around: the run of the segment that this is a piece of. values: by number.
     """
 
-    __slots__ = ("__weakref__", "_constants", "_counts", "_program", "pending", "sources")
-    around = None
+    __slots__ = ("__weakref__", "_constants", "_counts", "_program", "_starts", "pending", "sources")
 
-    def __init__(self, program: SegmentProgram, constants: dict[int, Constant]) -> None:
+    def __init__(
+        self, program: SegmentProgram, constants: dict[int, Constant], around: SegmentRun | None, values: list[Value]
+    ) -> None:
         self._counts = execution_context.current_counts()
         self._program = program
         self._constants = constants
         self.pending: set[weakref.ref[Wanted]] = set()
         self.sources: dict[int, Kept] = {}
+        self._starts: dict[int, Wanted] = {}
+        if around is not None:
+            self._starts = {number: Wanted(values[number], around, number) for number in program.starts}
 
     def rebuild(self, asked: Wanted) -> None:
         """Has everybody who waits hold the contents asked for, by running what leads to them."""
@@ -44,12 +51,16 @@ class SegmentRun:
                 waiting.append(wanted)
         with _torch.below_autocast_and_autograd(), execution_context.recomputing(), paused():
             found = self._run(frozenset([wanted.number for wanted in waiting]))
-        for wanted in waiting:
-            wanted.held = found[wanted.number]
+            for wanted in waiting:
+                tensor = found.get(wanted.number)
+                if tensor is None:  # held by itself
+                    start = self._start(wanted.number)
+                    tensor = start if wanted.value.base is None else laid(start, wanted.value.base)
+                wanted.held = tensor
         execution_context.count("num_rederived", self._counts, len(waiting))
 
     def _run(self, wanted: frozenset[int]) -> dict[int, torch.Tensor]:
-        here: dict[int, torch.Tensor] = {}
+        here = {number: start.take() for number, start in self._starts.items()}
         bases = self._program.bases
         for form, reads, gives, drops in self._program.leading_to(wanted):
             tensors: list[torch.Tensor] = []
@@ -79,12 +90,6 @@ class SegmentRun:
         return parameter_of(self._constants[number])
 
 
-class PlannedTensor(Rebuilt):
-    """A `Rebuilt` whose value has a number in a program."""
-
-    __slots__ = ("number",)
-
-
 class StepRun:
     """Follows a program through a step.
 
@@ -92,7 +97,18 @@ class StepRun:
         is_on: until a call is another than the program's.
     """
 
-    __slots__ = ("_at", "_constants", "_end", "_kept", "_num_saved", "_program", "_segments", "_slots", "_under", "is_on")
+    __slots__ = (
+        "_at",
+        "_constants",
+        "_end",
+        "_kept",
+        "_num_saved",
+        "_program",
+        "_segments",
+        "_slots",
+        "_under",
+        "is_on",
+    )
 
     def __init__(self, program: StepProgram, slots: list[Any], recorder: Any) -> None:
         self._program = program
@@ -118,10 +134,10 @@ class StepRun:
             return None
         form = call.form
         if form is None:
-            tensors, scalars = parts_of(args, kwargs)
-            if scalars != call.scalars or not self._are_read(call, tensors):
+            handed, scalars = parts_of(args, kwargs)
+            if scalars != call.scalars or len(handed) != len(call.reads) or not self._are_read(call, handed):
                 return None
-            self._take(call, tensors)
+            self._take(call, handed)
             self._at = at + 1
             self._end = call.end_save
             return call
@@ -186,9 +202,9 @@ class StepRun:
         recorder.turn += 1
         if kind == REBUILD:
             value = self._program.values[number]
-            rebuilt = PlannedTensor(value, geometry or value.base, self._segment(segment), self._under)
-            rebuilt.number = number
-            return rebuilt
+            wanted = geometry or value.base
+            assert wanted is not None
+            return Rebuilt(value, wanted, self._segment(segment), self._under, number)
         if number < 0:
             return Kept(tensor)
         kept = self._kept.get(number)
@@ -196,12 +212,16 @@ class StepRun:
             kept = Kept(tensor)
             self._own(number, kept)
             return kept
+        assert geometry is not None
         return kept if geometry_of(kept.tensor) == geometry else KeptView(kept, geometry)
 
     def _segment(self, index: int) -> SegmentRun:
         found = self._segments.get(index)
         if found is None:
-            found = self._segments[index] = SegmentRun(self._program.segments[index], self._constants)
+            program = self._program
+            segment = program.segments[index]
+            around = None if segment.around < 0 else self._segment(segment.around)
+            found = self._segments[index] = SegmentRun(segment, self._constants, around, program.values)
         return found
 
     def _keep(self, number: int, tensor: torch.Tensor) -> None:
