@@ -21,14 +21,14 @@ from recoup.ir.decision import OpMark
 from recoup.runtime import execution_context
 from recoup.runtime.rebuild.call_forms import CallForm, CallLog, form_of_call
 from recoup.runtime.rebuild.held_recorder import HeldRecorder
+from recoup.runtime.rebuild.learning import Learning
 from recoup.runtime.rebuild.lineage import Value
-from recoup.runtime.rebuild.step_program import Learning, StepProgram
+from recoup.runtime.rebuild.step_program import StepProgram
 from recoup.runtime.rebuild.step_run import StepRun
 from recoup.thresholds import MOST_TRIES
 
 _TORCHS = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 _MODULES = frozenset(["torch.nn.functional", "torch.functional", "torch._tensor"])
-_MOST_PROGRAMS = 8  # a batch's shapes each have their own
 _MOST_FORMS = 256  # of one function: a loop whose steps read further and further into a tensor has one for each
 
 
@@ -55,7 +55,7 @@ class Calls:
         if program is not None and slots is not None:
             return StepRun(program, slots, recorder)
         num = self._seen[key] = self._seen.get(key, 0) + 1
-        return Learning(recorder) if 1 < num <= MOST_TRIES and len(self._programs) < _MOST_PROGRAMS else None
+        return Learning(recorder) if 1 < num <= MOST_TRIES and len(self._programs) < MOST_TRIES else None
 
     def end(self, key: Any, followed: StepRun | Learning | None) -> None:
         """Takes note of how it went."""
