@@ -357,27 +357,52 @@ def dispatch_mode_class() -> type[Any]:
 
 @functools.cache
 def function_mode_class() -> type[Any]:
-    """Returns the base of our torch-function modes, which `user_modes` leaves out. Raises nothing."""
+    """Returns the base of our torch-function modes, which `user_modes` leaves out (torch 2.11, 2.13).
+
+    Freed by: as `user_modes`.
+    """
     from torch.overrides import TorchFunctionMode
 
     class OwnFunctionMode(TorchFunctionMode):  # type: ignore[no-untyped-call]
-        pass
+        is_off = False
+
+        def leave(self) -> None:
+            """Turns it off before its block ends, if no other mode was put on since."""
+            num = torch._C._len_torch_function_stack()
+            if not self.is_off and num and torch._C._get_function_stack_at(num - 1) is self:
+                torch._C._pop_torch_function_stack()
+                self.is_off = True
+
+        def __exit__(self, *exc: Any) -> None:
+            if not self.is_off:
+                super().__exit__(*exc)  # type: ignore[no-untyped-call]
 
     return OwnFunctionMode
 
 
-def sees_function_modes() -> bool:
-    """Whether a torch-function mode that is put on now is not ours alone: the user has some, or compiles (torch 2.13).
+@contextlib.contextmanager
+def on_compiled_calls(tell: Callable[[], None]) -> Iterator[None]:
+    """Calls `tell` before compiled code runs inside of the block (torch 2.11, 2.13).
 
-    Dynamo traces modes into what it compiles. Freed by: a mode that Dynamo leaves alone.
+    Code that is compiled for the first time in this process there is not seen. Freed by: a function mode that Dynamo
+    leaves alone; it traces those that are on into what it compiles.
     """
-    if torch._C._len_torch_function_stack():
-        return True
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")
-    if dynamo is None:
-        return False
-    backends = getattr(dynamo, "cached_backends", {0: dynamo})  # None: of what is not to be compiled
-    return any(backend is not None for backend in backends.values())
+    dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
+    backends = getattr(dynamo, "cached_backends", {})
+    if all(backend is None for backend in backends.values()):  # None: that of what is not to be compiled
+        yield
+        return
+    real = dynamo.set_eval_frame
+
+    def set_eval_frame(callback: Any) -> Any:
+        tell()
+        return real(callback)
+
+    dynamo.set_eval_frame = set_eval_frame
+    try:
+        yield
+    finally:
+        dynamo.set_eval_frame = real
 
 
 def user_modes() -> tuple[tuple[Any, ...], tuple[Any, ...]]:

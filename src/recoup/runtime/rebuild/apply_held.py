@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import warnings
 from typing import Any
@@ -92,15 +91,14 @@ def run_held(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, A
     with execution_context.counting_for(state.counts):
         recorder = HeldRecorder(state.marks, state.decision.num_ops)
         recorder.enter("")
-        watch = None if _torch.sees_function_modes() else CallWatch(recorder, state.calls, _alike(args, kwargs))
-        is_whole = False
-        try:
-            with recorder, watch or contextlib.nullcontext(), _torch.saved_tensors_hooks(pack, unpack):
+        if _torch.num_function_modes() or state.calls.is_compiled:
+            with recorder, _torch.saved_tensors_hooks(pack, unpack):
                 result = patched.original(*args, **kwargs)
-            is_whole = True
-        finally:
-            if watch is not None:
-                watch.end(is_whole=is_whole)
+        else:
+            watch = CallWatch(recorder, state.calls, _alike(args, kwargs))
+            with watch, recorder, _torch.on_compiled_calls(watch.leave), _torch.saved_tensors_hooks(pack, unpack):
+                result = patched.original(*args, **kwargs)
+            watch.learn()
     lost = recorder.lost
     if recorder.is_other_step:
         lost = [*lost, f"{recorder.num_ops} ops, planned {state.decision.num_ops}"]

@@ -25,17 +25,21 @@ from recoup.runtime.rebuild.learning import Learning
 from recoup.runtime.rebuild.lineage import Value
 from recoup.runtime.rebuild.step_program import StepProgram
 from recoup.runtime.rebuild.step_run import StepRun
-from recoup.thresholds import MOST_TRIES
+from recoup.thresholds import MOST_REMEMBERED_ANSWERS, MOST_TRIES
 
 _TORCHS = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 _MODULES = frozenset(["torch.nn.functional", "torch.functional", "torch._tensor"])
-_MOST_FORMS = 256  # of one function: a loop whose steps read further and further into a tensor has one for each
 
 
 class Calls:
-    """The forms of a plan's calls; all steps share them."""
+    """The forms of a plan's calls; all steps share them.
+
+    Attributes:
+        is_compiled: a part of the model is compiled.
+    """
 
     def __init__(self) -> None:
+        self.is_compiled = False
         self._forms: dict[Any, list[CallForm]] = {}
         self._misses: dict[Any, int] = {}
         self._num_forms: dict[Any, int] = {}
@@ -72,7 +76,7 @@ class Calls:
 
     def may_learn(self, func: Any) -> bool:
         """Whether calls of a function can have forms, and it was not found that none ever fits."""
-        if self._misses.get(func, 0) >= MOST_TRIES or self._num_forms.get(func, 0) >= _MOST_FORMS:
+        if self._misses.get(func, 0) >= MOST_TRIES or self._num_forms.get(func, 0) >= MOST_REMEMBERED_ANSWERS:
             return False
         return isinstance(func, _TORCHS) or (
             isinstance(func, types.FunctionType) and func.__module__ in _MODULES and func is not torch.Tensor.backward
@@ -113,13 +117,20 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
             recorder.stop_program = self._stop
             recorder.on_write = self._writes
 
-    def end(self, *, is_whole: bool) -> None:
-        """Called when the step's forward is over; `is_whole` if it has returned."""
-        if is_whole:
-            self._calls.end(self._key, self._followed)
+    def __exit__(self, *exc: Any) -> None:
+        super().__exit__(*exc)
         recorder = self._recorder
-        recorder.program = recorder.learning = self._followed = None
-        recorder.stop_program = recorder.on_write = None  # no cycle stays
+        recorder.program = recorder.learning = recorder.stop_program = recorder.on_write = None  # no cycle stays
+
+    def learn(self) -> None:
+        """Called when the step's forward has returned."""
+        self._calls.end(self._key, self._followed)
+
+    def leave(self) -> None:
+        """Called before compiled code runs, which must not meet this mode: it is off from then on."""
+        self._calls.is_compiled = True
+        self._stop()
+        super().leave()
 
     def _writes(self, tensors: list[torch.Tensor]) -> None:
         """Called before an op writes to tensors: a program has that only inside of its calls without form."""
