@@ -78,7 +78,8 @@ class Carried:
     """The places that steps change, in a fixed order.
 
     Attributes:
-        places: of the state that modules carry. in_place: for each, whether the tensor there is changed in place.
+        places: of the state that modules carry.
+        in_place: for each, whether the tensor there is changed in place.
         unread: for each, whether no step reads what is there, so that it is not held.
         writes: to be on while a step runs, until `learn`; None if nothing asks.
     """
@@ -141,7 +142,9 @@ class Carried:
         """Called after a step, finds tensors that it wrote anew and had not read; whether there are any.
 
         Args:
-            entered: what was at the places before it. passed_on: tensors that the step came to. watch: was on.
+            entered: what was at the places before it.
+            passed_on: tensors that the step came to.
+            watch: was on.
         """
         held = {t.untyped_storage()._cdata for t in passed_on if t.layout is torch.strided}
         for i, (place, before) in enumerate(zip(self.places, entered)):

@@ -34,9 +34,12 @@ class Steps:
     """The steps of a loop, and the state it stands at.
 
     Attributes:
-        num_steps: T. evaluations: step evaluations so far. outputs: what steps returned. inputs: the tensors of the
-            loop's inputs. captured: parameters and other tensors of the graph. is_lean: whether tapes hold no tensor
-            but what their graph keeps.
+        num_steps: T.
+        evaluations: step evaluations so far.
+        outputs: what steps returned.
+        inputs: the tensors of the loop's inputs.
+        captured: parameters and other tensors of the graph.
+        is_lean: whether tapes hold no tensor but what their graph keeps.
     """
 
     def __init__(

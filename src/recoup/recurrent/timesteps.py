@@ -58,7 +58,8 @@ def checkpoint_timesteps(module: nn.Module, *, chunk: int = 1, path: str | None 
     """Has the time loop in `module.forward` recompute its steps, `chunk` at a time, without rewriting it.
 
     Args:
-        module: its forward has a loop over time that calls one submodule a step. chunk: steps a group.
+        module: its forward has a loop over time that calls one submodule a step.
+        chunk: steps a group.
         path: of that submodule; if left out, it is read off the source of `forward`.
 
     Raises:

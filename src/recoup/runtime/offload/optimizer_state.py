@@ -48,7 +48,8 @@ class OptimizerOffload:
         """Moves the state that is there.
 
         Args:
-            host: where to. out: parameters and names whose state is no device's already, in the copy of an optimizer.
+            host: where to.
+            out: parameters and names whose state is no device's already, in the copy of an optimizer.
         """
         self.moves = Moves()
         self._optimizer = optimizer

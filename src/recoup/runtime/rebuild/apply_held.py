@@ -26,7 +26,8 @@ class HeldState:
     """State that the patched forwards of one model share.
 
     Attributes:
-        warned: a step that went another way was told of. counts: what steps do.
+        warned: a step that went another way was told of.
+        counts: what steps do.
     """
 
     offloading = None

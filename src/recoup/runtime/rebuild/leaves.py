@@ -34,7 +34,10 @@ class Kind:
     """A class of modules whose forward calls one function of `torch.nn.functional`, which saves only what it reads.
 
     Attributes:
-        forward: the class's own. name: of the function. function: itself. attributes: those that it is handed.
+        forward: the class's own.
+        name: of the function.
+        function: itself.
+        attributes: those that it is handed.
     """
 
     forward: Any
@@ -68,9 +71,13 @@ class _Leaf:
 
     Attributes:
         marks: the plan's in it: none, or one that holds the result.
-        made: how its result was made. attributes: of the module. picks: which of the call's tensors the op reads.
-        matches: whether tensors are like those of the call; offsets: theirs in their storages. gives: whether a result
-            is like the one it gave. num_ops: counted in it.
+        made: how its result was made.
+        attributes: of the module.
+        picks: which of the call's tensors the op reads.
+        matches: whether tensors are like those of the call.
+        offsets: theirs in their storages.
+        gives: whether a result is like the one it gave.
+        num_ops: counted in it.
     """
 
     __slots__ = ("attributes", "gives", "made", "marks", "matches", "num_ops", "offsets", "picks")
