@@ -38,7 +38,8 @@ import recoup
 from recoup.evidence.memory import measure_peak, storage_bytes
 from recoup.ir.decision import Decision, OpMark, Rebuild, Recompute, Rederive
 from recoup.runtime.apply import apply_decisions
-from recoup.runtime.rebuild.held_recorder import HeldRecorder, reads_numbers
+from recoup.runtime.rebuild.held_recorder import HeldRecorder
+from recoup.runtime.rebuild.marks import reads_numbers
 
 BLOCKS, WIDTH, HEADS, ROWS, COLUMNS = 24, 32, 2, 2, 32
 _ROUNDS = 15

@@ -14,9 +14,10 @@ from recoup.ir.decision import Rebuild
 from recoup.runtime import execution_context
 from recoup.runtime.compiling import tell_compiled
 from recoup.runtime.patch import PatchedForward
-from recoup.runtime.rebuild.held_recorder import HeldRecorder, marks_of
+from recoup.runtime.rebuild.held_recorder import HeldRecorder
 from recoup.runtime.rebuild.leaves import KINDS, Leaves, op_by_op
 from recoup.runtime.rebuild.lineage import current_recorder
+from recoup.runtime.rebuild.marks import marks_of
 from recoup.runtime.rebuild.saved_tensor import pack, unpack
 from recoup.runtime.rebuild.sites import Sites
 from recoup.runtime.step_log import Counts

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from recoup.runtime.rebuild.cheap_ops import HOLD, OPAQUE, OpFacts, has_history,
 from recoup.runtime.rebuild.constant import Constant
 from recoup.runtime.rebuild.kept import Kept, Source, laid, on_device
 from recoup.runtime.rebuild.lineage import Geometry, Made, Recorder, Value, geometry_of
+from recoup.runtime.rebuild.marks import Frame, reads_numbers
 from recoup.runtime.rebuild.saved_tensor import MIN_BYTES, compact_mask
 from recoup.runtime.rebuild.segments import Rebuilt, Segment
 from recoup.runtime.rebuild.sites import Noted, Site, Sites, are_plain
@@ -352,46 +352,6 @@ class Rewriting:
         copied = torch.empty_strided(whole.size(), whole.stride(), dtype=whole.dtype, device=whole.device).copy_(whole)
         self.op(laid(copied, self.part), *args, **kwargs)
         return copied
-
-
-def marks_of(marks: Sequence[OpMark]) -> dict[tuple[str, int], dict[int, OpMark]]:
-    """Returns marks by module path and call, then by ordinal."""
-    found: dict[tuple[str, int], dict[int, OpMark]] = {}
-    for mark in marks:
-        found.setdefault((mark.path, mark.call), {})[mark.ordinal] = mark
-    return found
-
-
-class Frame:
-    """One call that runs now.
-
-    Attributes:
-        place: how many ops of its own have run, ordinal: how many of those that marks count.
-        missed: the mark in whose place another op stood.
-    """
-
-    __slots__ = ("marks", "missed", "ordinal", "path", "place", "sites")
-
-    def __init__(self, path: str, marks: dict[int, OpMark] | None, sites: dict[int, Site | None]) -> None:
-        self.path = path
-        self.marks = marks
-        self.sites = sites
-        self.place = self.ordinal = 0
-        self.missed: OpMark | None = None
-
-
-def reads_numbers(args: Sequence[Any]) -> bool:
-    """Whether an op is handed a tensor of floating-point or complex numbers: others have no number in their call.
-
-    Code that asks about integers or masks may do so in a step and not while it is captured.
-    """
-    for item in args:
-        if isinstance(item, torch.Tensor):
-            if item.dtype.is_floating_point or item.dtype.is_complex:
-                return True
-        elif isinstance(item, (list, tuple)) and reads_numbers(item):
-            return True
-    return False
 
 
 def keep(value: Value, tensor: torch.Tensor) -> Source:

@@ -23,8 +23,9 @@ from recoup import _torch
 from recoup.ir.decision import OpMark
 from recoup.runtime.patch import PatchedForward
 from recoup.runtime.rebuild.cheap_ops import op_facts
-from recoup.runtime.rebuild.held_recorder import Frame, HeldRecorder
+from recoup.runtime.rebuild.held_recorder import HeldRecorder
 from recoup.runtime.rebuild.lineage import Value
+from recoup.runtime.rebuild.marks import Frame
 from recoup.runtime.rebuild.sites import Noted
 from recoup.thresholds import MOST_TRIES
 
