@@ -209,9 +209,14 @@ class CardMemory:
                 allocator.allocate(self._thread_bytes if index == -3 else CUBLASLT_BYTES)
 
 
+def uses_cublas(trace: Trace) -> bool:
+    """Whether some op of a step has cuBLAS, and so its workspaces, set up."""
+    return any(_workspaces(s) for s in trace.signatures)
+
+
 def _workspaces(signature: Signature) -> tuple[bool, ...]:
     """Returns which workspaces an op asks for: False for cuBLAS's, True for cuBLASLt's, which adds a bias by itself."""
-    if kind(signature.name) not in ("matmul", "convolution"):
+    if kind(signature.name) != "matmul":  # convolutions are cuDNN's, which does not ask torch for it
         return ()
     bias = signature.args[0] if op_name(signature.name) == "addmm" and signature.args else None
     return (False, True) if isinstance(bias, TensorSpec) and len(bias.shape) == 1 else (False,)

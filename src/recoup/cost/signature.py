@@ -78,7 +78,7 @@ def make_signature(
     results = list(argument_tensors((outputs,)))
     # `prim` ops ask a tensor for its device or dtype.
     is_view = short in _UNDECLARED_VIEWS or name.startswith("prim.") or _is_view(func)
-    written = _written(func, args, kwargs)
+    written = _torch.written_arguments(func, args, kwargs)
     fresh = [] if is_view else [t for t in results if not any(t is w for w in written)]
     is_idle = is_view or short in _ALLOCATIONS
     return Signature(
@@ -95,17 +95,6 @@ def make_signature(
 def _is_view(func: Any) -> bool:
     schema = func._schema
     return bool(schema.returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
-
-
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """Returns the arguments the op says it writes."""
-    written: list[torch.Tensor] = []
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        item = args[position] if position < len(args) else kwargs.get(argument.name)
-        written += argument_tensors((item,))
-    return written
 
 
 def _bytes_moved(

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from recoup import progress
 from recoup.capture.capture import StepSpec, capture
 from recoup.capture.draws import EXTREMES, SEEDED, Draw
-from recoup.cost.card_memory import CardEvents, CardMemory
+from recoup.cost.card_memory import CardEvents, CardMemory, uses_cublas
 from recoup.cost.devices import CUBLASLT_BYTES
 from recoup.cost.hidden_memory import hidden_blocks
 from recoup.cost.host_link import Link, with_copies
@@ -69,6 +69,8 @@ class Simulator:
         self.spec, trace, counts, self.num_draws = _largest_draw(spec)
         progress.advance(f"pricing {len(trace.signatures)} distinct ops")
         self.priced = _with_counts(cost.price(trace), counts)
+        if not uses_cublas(trace):
+            self.fixed_bytes = 0
         self._optimizer = self._optimizer_step()
         known = set(statistics_buffers(spec.model.named_modules()))  # the engine finds these by itself
         self.mutated_buffers = {c.path: tuple(b for b in c.mutated_buffers if b not in known) for c in trace.calls}

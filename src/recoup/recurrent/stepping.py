@@ -191,8 +191,12 @@ class Steps:
         # Listed before the step runs: it may change the state's own lists (norse's sequential module does).
         entered = flatten((self._state, self._carried.read()))[0] if is_due or not self._is_replaying else []
         first_node_number = _torch.next_node_number()
-        if self._derives or self._watch is not None:
-            with self._taping(), self._watch or contextlib.nullcontext():
+        modes = [mode for mode in (self._watch, self._carried.writes) if mode is not None]
+        if self._derives or modes:
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(self._taping())
+                for mode in modes:
+                    stack.enter_context(mode)
                 state, y = checked(self._step(self._state, x))
         else:
             state, y = checked(self._step(self._state, x))

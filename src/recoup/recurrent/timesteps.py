@@ -10,6 +10,7 @@ arguments, stay) and always evaluates a step twice; use `scan` where the loop ca
 from __future__ import annotations
 
 import ast
+import contextlib
 import inspect
 import textwrap
 import weakref
@@ -243,7 +244,7 @@ class _Group:
         random = RandomState(tensors)
         if number:
             self._carried.watch(copies=True)
-        with _torch.saved_tensors_hooks(self._pack, _Slot.unpack):
+        with _torch.saved_tensors_hooks(self._pack, _Slot.unpack), self._carried.writes or contextlib.nullcontext():
             output = self._steps.run(args, kwargs)
         random.settle()
         kept = [None if i in links else t.detach() for i, t in enumerate(tensors)]
