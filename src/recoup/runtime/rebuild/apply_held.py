@@ -15,8 +15,9 @@ from recoup.runtime import execution_context
 from recoup.runtime.compiling import tell_compiled
 from recoup.runtime.patch import PatchedForward
 from recoup.runtime.rebuild.calls import Calls, CallWatch
-from recoup.runtime.rebuild.held_recorder import HeldRecorder, marks_of
+from recoup.runtime.rebuild.held_recorder import HeldRecorder
 from recoup.runtime.rebuild.lineage import current_recorder
+from recoup.runtime.rebuild.marks import marks_of
 from recoup.runtime.rebuild.saved_tensor import pack, unpack
 from recoup.runtime.step_log import Counts
 
@@ -89,7 +90,7 @@ def run_held(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, A
     if settings.path or recorder is not None:
         return patched.original(*args, **kwargs)
     with execution_context.counting_for(state.counts):
-        recorder = HeldRecorder(state.marks, state.decision.num_ops)
+        recorder = HeldRecorder(state.marks)
         recorder.enter("")
         if _torch.num_function_modes() or state.calls.is_compiled:
             with recorder, _torch.saved_tensors_hooks(pack, unpack):
@@ -100,8 +101,10 @@ def run_held(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, A
                 result = patched.original(*args, **kwargs)
             watch.learn()
     lost = recorder.lost
-    if recorder.is_other_step:
-        lost = [*lost, f"{recorder.num_ops} ops, planned {state.decision.num_ops}"]
+    num_saved, planned = len(recorder.packed), state.decision.num_saved
+    if planned not in (None, num_saved) and not recorder.num_saved() <= planned <= num_saved:
+        lost = [*lost, f"autograd saves {num_saved} tensors, planned {planned}"]
+    recorder.packed.clear()
     if lost and not state.warned:
         state.warned = True
         warnings.warn(

@@ -171,7 +171,6 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
                     finally:
                         self._is_other = False
                 else:
-                    recorder.count_ops(call.num_ops)
                     recorder.frame.ordinal += call.num_ops
                     with _torch.past_dispatch_modes():
                         out = func(*args, **kwargs) if kwargs else func(*args)
@@ -201,6 +200,9 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
         if values is None:
             self._stop()
             return func(*args, **kwargs) if kwargs else func(*args)
+        if frame.missed is not None:
+            self._stop()
+            return func(*args, **kwargs) if kwargs else func(*args)
         if frame.marks is not None and (marks := _marked(frame.marks, ordinal, form)):
             plain = [mark for mark in marks if mark is not None]
             if len(plain) < len(marks):
@@ -209,7 +211,6 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
             recorder.call = Running(form, values, plain)
         elif form.saves:
             recorder.call = Running(form, values, [])
-        recorder.count_ops(num_ops)
         frame.ordinal = ordinal + num_ops
         learning = self._learning
         if learning is not None:

@@ -17,6 +17,7 @@ from recoup.runtime.rebuild.cheap_ops import HOLD, OPAQUE, OpFacts, has_history,
 from recoup.runtime.rebuild.constant import Constant
 from recoup.runtime.rebuild.kept import Kept, Source, laid, on_device
 from recoup.runtime.rebuild.lineage import Geometry, Made, Recorder, Value, geometry_of
+from recoup.runtime.rebuild.marks import Frame, reads_numbers
 from recoup.runtime.rebuild.op_forms import Noted, OpForm, form_of
 from recoup.runtime.rebuild.saved_tensor import MIN_BYTES, compact_mask
 from recoup.runtime.rebuild.segments import Rebuilt, Segment
@@ -27,11 +28,14 @@ class HeldRecorder(Recorder):
     """Records every op that can run again, and holds the results that a plan names.
 
     Attributes:
-        segment: the one that ops run in now. log: of the call that is looked into now.
-        num_ops: counted so far. lost: marks that met another op, in words.
+        segment: the one that ops run in now.
+        log: of the call that is looked into now.
+        lost: marks that met no op of theirs, in words.
+        stop_program: ends the program that the step follows, if it follows one.
+        on_write: told of the tensors among an op's arguments before it writes.
 
     Args:
-        marks: by call, then by number of op. num_planned: ops of the planned step, None if that is not known.
+        marks: by call, then by number of op.
     """
 
     is_cheap = False
@@ -39,7 +43,6 @@ class HeldRecorder(Recorder):
     def __init__(
         self,
         marks: dict[tuple[str, int], dict[int, OpMark]],
-        num_planned: int | None = None,
     ) -> None:
         super().__init__()
         self.segment = Segment()
@@ -49,9 +52,6 @@ class HeldRecorder(Recorder):
         self._leaves: dict[Value, Source] = {}
         self._calls: dict[str, int] = {}
         self._frames: list[Frame] = []
-        self.num_ops = 0
-        self._num_planned = num_planned
-        self._planned_turns = 0
         self.lost: list[str] = []
         self.log: CallLog | None = None
         self.stop_program: Callable[[], None] | None = None
@@ -65,7 +65,9 @@ class HeldRecorder(Recorder):
 
     def leave(self) -> None:
         """Ends the innermost call."""
-        self._frames.pop()
+        frame = self._frames.pop()
+        if frame.missed is not None:
+            self._lose(frame)
 
     @property
     def frame(self) -> Frame:
@@ -96,8 +98,8 @@ class HeldRecorder(Recorder):
             return super().__torch_dispatch__(func, (), args, kwargs)
         if not self._frames or not facts.is_counted:
             return self._run(facts, args, kwargs)
-        mark = self.before_op(facts.label)
-        if self.log is not None:
+        mark = None if self._frames[-1].marks is None else self.before_op(facts.label, args)
+        if self.log is not None and reads_numbers(args):
             self.log.counted.append((facts.label, len(self.log.saved), []))
         out = self._run(facts, args, kwargs)
         if mark is not None:
@@ -260,37 +262,28 @@ class HeldRecorder(Recorder):
             execution_context.rederived(tensor, [t for t in map(on_device, sources) if t is not None])
         return Rebuilt(value, base if geometry == base else geometry, segment, self.surroundings())
 
-    @property
-    def is_other_step(self) -> bool:
-        """Whether ops are missing, or are there beyond the planned ones and saved something: logging does not."""
-        if self._num_planned is None or self.num_ops == self._num_planned:
-            return False
-        return self.num_ops < self._num_planned or self.turn > self._planned_turns
+    def before_op(self, name: str, args: tuple[Any, ...]) -> OpMark | None:
+        """Counts an op of the innermost call, in which there are marks; returns what the plan says of it.
 
-    def _count(self, frame: Frame) -> None:
-        if self.num_ops == self._num_planned:
-            self._planned_turns = self.turn
-        self.num_ops += 1
-        frame.ordinal += 1
-
-    def count_ops(self, num: int) -> None:
-        """Counts the ops of a call that ran past this recorder."""
-        if self._num_planned is not None and self.num_ops <= self._num_planned < self.num_ops + num:
-            self._planned_turns = self.turn
-        self.num_ops += num
-
-    def before_op(self, name: str) -> OpMark | None:
-        """Counts an op of the innermost call; returns what the plan says of it."""
-        if not self._frames:
-            return None
+        Where another op stands than the marked one, the numbers go on; if the marked one comes later, there were ops
+        more than the plan knows, and it is numbered as the plan has it.
+        """
         frame = self._frames[-1]
-        ordinal = frame.ordinal
-        self._count(frame)
-        if frame.marks is None or (mark := frame.marks.get(ordinal)) is None:
+        marks, ordinal, missed = frame.marks, frame.ordinal, frame.missed
+        if marks is None or not reads_numbers(args):
             return None
-        if mark.op != name:
-            self.lost.append(f"`{frame.path}`: op {ordinal} is {name}, was {mark.op}")
-            return mark
+        frame.ordinal = ordinal + 1
+        mark = marks.get(ordinal)
+        if mark is None or mark.op != name:
+            if missed is None or missed.op != name:
+                if mark is not None and missed is None:
+                    frame.missed = mark
+                return None
+            mark = missed
+            frame.ordinal = mark.ordinal + 1
+        elif missed is not None:
+            self._lose(frame)
+        frame.missed = None
         self.begin(mark)
         return mark
 
@@ -301,6 +294,14 @@ class HeldRecorder(Recorder):
             self.deriving = not mark.saves
         elif mark.begins_piece:
             self.segment = Segment(self._around)
+
+    def _lose(self, frame: Frame) -> None:
+        assert frame.missed is not None
+        self.lost.append(f"`{frame.path}` runs no {frame.missed.op} as op {frame.missed.ordinal}")
+
+    def num_saved(self) -> int:
+        """Returns how many of the tensors that autograd saved it still has: what is asked and logged is gone."""
+        return sum(ref() is not None for ref in self.packed)
 
     def hold(self, out: Any) -> None:
         """Holds the results of an op."""
@@ -348,25 +349,6 @@ class Rewriting:
         copied = torch.empty_strided(whole.size(), whole.stride(), dtype=whole.dtype, device=whole.device).copy_(whole)
         self.op(laid(copied, self.part), *args, **kwargs)
         return copied
-
-
-def marks_of(marks: Sequence[OpMark]) -> dict[tuple[str, int], dict[int, OpMark]]:
-    """Returns marks by module path and call, then by ordinal."""
-    found: dict[tuple[str, int], dict[int, OpMark]] = {}
-    for mark in marks:
-        found.setdefault((mark.path, mark.call), {})[mark.ordinal] = mark
-    return found
-
-
-class Frame:
-    """One call that runs now: which of its own ops comes next."""
-
-    __slots__ = ("marks", "ordinal", "path")
-
-    def __init__(self, path: str, marks: dict[int, OpMark] | None) -> None:
-        self.path = path
-        self.marks = marks
-        self.ordinal = 0
 
 
 def keep(value: Value, tensor: torch.Tensor) -> Source:
