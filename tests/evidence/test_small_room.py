@@ -85,6 +85,12 @@ def test_a_plan_that_the_card_cannot_hold_gives_way() -> None:
     assert tight.predicted.card_bytes <= planner.card_free_bytes and tight.budget_bytes == roomy.budget_bytes
     assert tight.predicted.peak_bytes < roomy.predicted.peak_bytes
     assert any("a faster plan" in note for note in tight.notes)
+    assert roomy.predicted.expandable_card_bytes < roomy.predicted.card_bytes
+    planner.expandable = True  # the user's setting: no room is lost between segments
+    planner.card_free_bytes = max(roomy.predicted.expandable_card_bytes, roomy.budget_bytes)
+    same, _ = plan_for_budget(planner, budget="90%", free_bytes=None, device="a100-80gb")
+    assert same.decisions == roomy.decisions and any("that are set here" in note for note in same.notes)
+    planner.expandable = False
     planner.card_free_bytes = roomy.budget_bytes - 1  # for another card than this one
     other, _ = plan_for_budget(planner, budget="90%", free_bytes=None, device="a100-80gb")
     assert other.decisions == roomy.decisions
