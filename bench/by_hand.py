@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from bench.methods import wrapped
 from recoup.capture.capture import capture
-from recoup.cost.host_overhead import REPLAY_OVERHEAD_SECONDS, host_seconds
+from recoup.cost.host_overhead import host_seconds
 from recoup.errors import StepError
 from recoup.ir.decision import Recompute
 from recoup.ir.trace import Trace
@@ -157,8 +157,9 @@ def _simulate(planner: Planner, name: str, paths: Sequence[str], contexts: Calla
     flops = sum(priced.trace.signatures[o.signature].flops for o in priced.trace.ops if o.phase != "optimizer")
     plain = sum(planner.trace.signatures[o.signature].flops for o in planner.trace.ops if o.phase != "optimizer")
     regions = [Recompute(path=path, keep=() if contexts is None else ("by list",)) for path in paths]
-    host = sum(host_seconds(regions, priced.trace, plain=planner.trace))
-    host += (_num_kernels(priced.trace) - _num_kernels(planner.trace)) * REPLAY_OVERHEAD_SECONDS
+    costs = priced.host_costs
+    host = sum(host_seconds(regions, priced.trace, plain=planner.trace, costs=costs))
+    host += (_num_kernels(priced.trace) - _num_kernels(planner.trace)) * costs.replayed_op_seconds
     return Method(name, found.peak_bytes, found.step_seconds + host, flops - plain)
 
 

@@ -311,6 +311,19 @@ def is_higher_order(func: Any) -> bool:
     return not isinstance(func, torch._ops.OpOverload)
 
 
+def written_arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Returns the tensors that an op says it writes, of those it was given.
+
+    Private: `_schema` of an op. Seen working with 2.7 to 2.13.
+    """
+    found: list[torch.Tensor] = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            item = args[position] if position < len(args) else kwargs.get(argument.name)
+            found += [t for t in (item if isinstance(item, (list, tuple)) else (item,)) if isinstance(t, torch.Tensor)]
+    return found
+
+
 def is_wrapped(tensor: torch.Tensor) -> bool:
     """Whether a `torch.func` transform stands around the tensor, which has no storage then (torch 2.11, 2.13).
 

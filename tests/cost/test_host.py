@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,20 +12,13 @@ from torch import nn
 
 from recoup.capture.capture import StepSpec, capture
 from recoup.capture.step import Objective
-from recoup.cost.host_overhead import (
-    CALL_OVERHEAD_SECONDS,
-    KEEP_OVERHEAD_SECONDS,
-    REBUILD_OVERHEAD_SECONDS,
-    RECORD_OVERHEAD_SECONDS,
-    REGION_OVERHEAD_SECONDS,
-    REPLAY_OVERHEAD_SECONDS,
-    SEGMENT_OVERHEAD_SECONDS,
-    TAPE_OVERHEAD_SECONDS,
-    host_seconds,
-    step_seconds,
-)
+from recoup.cost.host_costs import TYPICAL, HostCosts, load_host_costs
+from recoup.cost.host_overhead import host_seconds, step_seconds
+from recoup.cost.measured import MeasuredCost
 from recoup.cost.model import price_by_signature
 from recoup.ir.decision import Decision, Rebuild, Recompute, Rederive
+from recoup.planner import host_calibration
+from recoup.planner.host_calibration import host_costs
 from recoup.runtime.apply import apply_decisions
 
 
@@ -35,16 +30,16 @@ def test_host_time_grows_with_what_runs_again() -> None:
 
     def seconds(*decisions: Decision) -> float:
         with apply_decisions(model, decisions):
-            return sum(host_seconds(decisions, capture(spec, known=plain), plain=plain))
+            return sum(host_seconds(decisions, capture(spec, known=plain), plain=plain, costs=TYPICAL))
 
     one = Recompute(path="1")
     span = dataclasses.replace(one, span=("2",))
-    assert host_seconds((), plain, plain=plain) == (0.0, 0.0)
+    assert host_seconds((), plain, plain=plain, costs=TYPICAL) == (0.0, 0.0)
     # Its Linear and LayerNorm run again; what GELU saves is there before GELU runs.
-    assert seconds(one) > REGION_OVERHEAD_SECONDS + 3 * CALL_OVERHEAD_SECONDS
+    assert seconds(one) > TYPICAL.region_seconds + 3 * TYPICAL.call_seconds
     assert seconds(span) == pytest.approx(2 * seconds(one), rel=0.2)
     kept = seconds(dataclasses.replace(one, keep=("matmul:8x8",))) - seconds(one)
-    assert kept == pytest.approx(3 * KEEP_OVERHEAD_SECONDS, rel=0.3)
+    assert kept == pytest.approx(3 * TYPICAL.watched_op_seconds, rel=0.3)
 
 
 def test_on_a_gpu_the_slower_of_host_and_device_counts_in_each_phase() -> None:
@@ -61,7 +56,7 @@ def test_on_a_gpu_the_slower_of_host_and_device_counts_in_each_phase() -> None:
     assert seconds(1e-3) == pytest.approx(num_ops * 1e-3) == seconds(1e-3, everywhere)  # it hides behind the kernels
     assert seconds(1e-9) < 1e-5 * num_ops  # the host is slower: what it does on top counts
     num_forward = sum(o.phase in ("forward", "loss") for o in plain.ops)
-    assert seconds(1e-9, everywhere) - seconds(1e-9) == pytest.approx(num_forward * RECORD_OVERHEAD_SECONDS)
+    assert seconds(1e-9, everywhere) - seconds(1e-9) == pytest.approx(num_forward * TYPICAL.recorded_op_seconds)
 
 
 def test_steps_of_a_scan_that_run_again_cost_their_ops_alone() -> None:
@@ -72,9 +67,50 @@ def test_steps_of_a_scan_that_run_again_cost_their_ops_alone() -> None:
     views = [s.is_view for s in plain.signatures]
     again = dataclasses.replace(plain, ops=tuple(dataclasses.replace(o, replayed=True) for o in plain.ops))
     num_again = sum(not views[o.signature] for o in plain.ops)
-    assert sum(host_seconds((), again, plain=plain)) == pytest.approx(num_again * REPLAY_OVERHEAD_SECONDS)
+    assert sum(host_seconds((), again, plain=plain, costs=TYPICAL)) == pytest.approx(
+        num_again * TYPICAL.replayed_op_seconds
+    )
     rebuilding = dataclasses.replace(plain, num_rederived=5)  # with its segment a tensor is rebuilt for less
-    for decision, each in ((Rebuild(path=""), SEGMENT_OVERHEAD_SECONDS), (Rederive(path=""), REBUILD_OVERHEAD_SECONDS)):
-        assert host_seconds((decision,), rebuilding, plain=plain)[1] == pytest.approx(5 * each)
-    scanned = host_seconds((), again, plain=plain, num_scan_replayed=num_again, num_scan_tapes=3)
-    assert sum(scanned) == pytest.approx(3 * TAPE_OVERHEAD_SECONDS)
+    for decision, each in (
+        (Rebuild(path=""), TYPICAL.segment_tensor_seconds),
+        (Rederive(path=""), TYPICAL.rederived_tensor_seconds),
+    ):
+        assert host_seconds((decision,), rebuilding, plain=plain, costs=TYPICAL)[1] == pytest.approx(5 * each)
+    scanned = host_seconds((), again, plain=plain, costs=TYPICAL, num_scan_replayed=num_again, num_scan_tapes=3)
+    assert sum(scanned) == pytest.approx(3 * TYPICAL.tape_seconds)
+
+
+def test_costs_are_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RECOUP_CACHE_DIR", str(tmp_path))
+    seen: list[torch.Tensor] = []
+    hook = nn.modules.module.register_module_forward_hook(lambda module, args, output: seen.append(output))
+    random = torch.get_rng_state()
+    begin = time.thread_time()
+    try:
+        measured = host_costs()
+    finally:
+        hook.remove()
+    assert time.thread_time() - begin < 10  # a second or two; never what a plan would be waited for
+    assert not seen and torch.equal(torch.get_rng_state(), random)
+    for name in ("region_seconds", "replayed_op_seconds", "recorded_op_seconds", "forward_op_seconds", "tape_seconds"):
+        assert 1e-7 < getattr(measured, name) < 1e-2, name
+    assert all(seconds >= 0 for seconds in dataclasses.astuple(measured))
+    (path,) = tmp_path.glob("host-*")
+    assert load_host_costs(path) == measured
+    monkeypatch.setattr(host_calibration, "measure_host_costs", lambda: pytest.fail("measured again"))
+    assert host_costs() == measured
+    cost = MeasuredCost(torch.device("cpu"), host_costs=measured)
+    assert cost.price(capture(StepSpec(model=nn.Linear(2, 2), batch=torch.ones(1, 2)))).host_costs == measured
+
+
+def test_a_broken_file_is_measured_anew_and_a_closed_directory_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_calibration, "measure_host_costs", lambda: HostCosts(region_seconds=1.0))
+    monkeypatch.setenv("RECOUP_CACHE_DIR", str(tmp_path))
+    assert host_costs() == HostCosts(region_seconds=1.0)
+    (path,) = tmp_path.glob("host-*")
+    path.write_text("{")
+    assert load_host_costs(path) is None and host_costs() == HostCosts(region_seconds=1.0)
+    monkeypatch.setenv("RECOUP_CACHE_DIR", str(path / "below"))
+    assert host_costs() == TYPICAL

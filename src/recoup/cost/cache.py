@@ -43,14 +43,23 @@ def cache_path(device_name: str, *, threads: int, torch_version: str, flags: str
     Args:
         flags: settings under which another kernel may run (TF32, cuDNN's choice, determinism).
     """
+    return _path("ops", device_name, str(threads), torch_version, flags, suffix=".jsonl")
+
+
+def host_path(host_name: str, *, python_version: str, torch_version: str) -> Path:
+    """Returns the file for the host's own costs; nothing is created."""
+    return _path("host", host_name, python_version, torch_version, suffix=".json")
+
+
+def _path(kind: str, *parts: str, suffix: str) -> Path:
     chosen = os.environ.get("RECOUP_CACHE_DIR")
     root = Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "recoup"
-    text = f"{device_name}|{threads}|{torch_version}|{flags}|{_VERSION}"
-    return root / f"ops-{hashlib.sha256(text.encode()).hexdigest()[:16]}.jsonl"
+    text = "|".join((*parts, str(_VERSION)))
+    return root / f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:16]}{suffix}"
 
 
 def load(path: Path | None) -> dict[str, Measurement | None]:
-    """Returns the file's measurements, the later of two of one op; none if it is missing, lines that break are left."""
+    """Returns the file's measurements, for an op the last line; none if there is no file. Broken lines are skipped."""
     if path is None:
         return {}
     try:
@@ -75,7 +84,7 @@ def _measurement(seconds: float, spread_seconds: float, workspace_bytes: int, ex
 
 
 def store(path: Path | None, measurements: Measurements, *, device_name: str, torch_version: str) -> None:
-    """Appends to the file, in one write: processes that measure at the same time add to each other."""
+    """Appends to the file in one write, so that processes that measure at the same time do not lose each other's."""
     if path is None:
         return
     lines = [json.dumps([key, m and dataclasses.astuple(m)]) for key, m in measurements.items()]

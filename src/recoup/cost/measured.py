@@ -26,6 +26,7 @@ from recoup.cost.apart import Request, measure_apart
 from recoup.cost.cache import Measurement
 from recoup.cost.devices import DEVICES
 from recoup.cost.flops import kind
+from recoup.cost.host_costs import TYPICAL, HostCosts
 from recoup.cost.kernel_flags import KernelFlags
 from recoup.cost.model import PricedTrace, price_by_signature
 from recoup.cost.op_memory import make_meter, time_call
@@ -42,9 +43,10 @@ _BATCH_OPS = 24  # metered in one profiler run
 class MeasuredCost:
     """Prices ops by running them on `device`; what was measured before comes from disk."""
 
-    def __init__(self, device: torch.device, *, cache: bool = True) -> None:
+    def __init__(self, device: torch.device, *, cache: bool = True, host_costs: HostCosts = TYPICAL) -> None:
         self.device = device
-        self.name = _device_name(device)
+        self.host_costs = host_costs
+        self.name = device_name(device)
         self._flags = KernelFlags.current()
         threads, flags = torch.get_num_threads(), str(self._flags)
         path = disk.cache_path(self.name, threads=threads, torch_version=torch.__version__, flags=flags)
@@ -54,7 +56,7 @@ class MeasuredCost:
         self._known = disk.load(self._path)
 
     def price(self, trace: Trace) -> PricedTrace:
-        """Returns the priced trace; ops that could not be measured are scaled from the roofline, and that is said."""
+        """Returns the priced trace. Ops that were not measured are scaled from the roofline, and `source` says so."""
         self._measure([s for s in trace.signatures if not _is_small(s) and _key(s) not in self._known])
         scale, roofline = self._scale(trace)
         unmeasured = 0
@@ -72,6 +74,7 @@ class MeasuredCost:
             return found.seconds, found.workspace_bytes
 
         priced = price_by_signature(self._with_real_sizes(trace), price, source=self._source(), is_estimate=False)
+        priced = dataclasses.replace(priced, host_costs=self.host_costs)
         if not unmeasured:
             return priced
         note = f"{priced.source} ({unmeasured} of {len(trace.signatures)} distinct ops scaled from a roofline)"
@@ -175,7 +178,7 @@ def _is_small(signature: Signature) -> bool:
 
 
 def measure_ops(signatures: Sequence[Signature], arena: Arena, deadline: float) -> dict[str, Measurement | None]:
-    """Returns what was found by key: None for ops that cannot be run alone, nothing for those there was no time for."""
+    """Returns measurements by key, None for ops that cannot run alone; ops after the deadline are missing."""
     device = arena.device
     refused: dict[str, Measurement | None] = {}
     runs: list[tuple[Signature, tuple[float, float], int]] = []
@@ -214,7 +217,7 @@ def measure_ops(signatures: Sequence[Signature], arena: Arena, deadline: float) 
 
 @contextlib.contextmanager
 def alone(device: torch.device) -> Iterator[None]:
-    """Ops run as they were recorded, whatever the caller is inside of; the random streams stay as they were."""
+    """Runs ops outside of the caller's dispatch modes and autocast, and restores the random streams afterwards."""
     cpu = torch.get_rng_state()
     cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     try:
@@ -228,7 +231,8 @@ def alone(device: torch.device) -> Iterator[None]:
             torch.cuda.set_rng_state(cuda, device)
 
 
-def _device_name(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
+    """Returns what the device is called: a card's name, a CPU's model."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Protocol
 
+from recoup.cost.host_costs import TYPICAL, HostCosts
 from recoup.ir.trace import Signature, Trace
 
 
@@ -14,13 +15,16 @@ class PricedTrace:
     """A trace with prices.
 
     Attributes:
-        op_seconds, op_workspace_bytes: one number for each op of the trace. Workspace is memory an op takes while it
-            runs and gives back before it returns.
-        source: where the numbers come from, for people. is_estimate: False where the device itself was measured.
+        op_seconds: of each op of the trace.
+        op_workspace_bytes: of each op, the memory that it takes while it runs and gives back before it returns.
+        source: where the numbers come from, for people.
+        is_estimate: False where the device itself was measured.
+        host_costs: what a plan's bookkeeping takes beside the kernels.
         copy_seconds: what copies to the host and back add to the step, beyond what hides behind compute.
         num_all_gathers: of the step on each rank, where it is sharded.
-        num_scan_evaluations: step evaluations of scans whose bytes the applied plan decides. num_scan_tapes: calls of
-            autograd's engine in scans. num_scan_replayed: ops of scans' steps that ran again.
+        num_scan_evaluations: step evaluations of scans whose bytes the applied plan decides.
+        num_scan_tapes: calls of autograd's engine in scans.
+        num_scan_replayed: ops of scans' steps that ran again.
     """
 
     trace: Trace
@@ -28,11 +32,17 @@ class PricedTrace:
     op_workspace_bytes: tuple[int, ...]
     source: str
     is_estimate: bool
+    host_costs: HostCosts = TYPICAL
     copy_seconds: float = 0.0
     num_all_gathers: int = 0
     num_scan_evaluations: int = 0
     num_scan_tapes: int = 0
     num_scan_replayed: int = 0
+
+    @property
+    def serial_costs(self) -> HostCosts:
+        """Host costs that add to the kernels' seconds: those of a CPU. A GPU works beside the host."""
+        return self.host_costs if self.trace.device == "cpu" else HostCosts()
 
 
 class CostModel(Protocol):

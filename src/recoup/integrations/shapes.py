@@ -95,7 +95,8 @@ class ShapePlans:
     """Plans for several shapes in place on one model; `remove()`, or leaving the block, takes them away.
 
     Attributes:
-        buckets: by predicted plain peak, the smallest first. counts: how many training forwards ran under each.
+        buckets: by predicted plain peak, the smallest first.
+        counts: how many training forwards ran under each.
     """
 
     def __init__(

@@ -46,7 +46,7 @@ def fits(value: Any, hint: Any) -> bool:
 
 
 def said(hint: Any) -> str:
-    """Returns a field's type in words."""
+    """Returns a type in words, for a message."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is Literal:
         return " or ".join(repr(a) for a in arguments)

@@ -54,7 +54,8 @@ class Planner(Simulator):
         actions: names; None: the default ones, equal bits preferred, and offload if the host has a budget.
         host_budget_bytes: the most that a plan may hold in the host's memory at a time; None: whatever it takes.
         spans: whether consecutive calls may form one region.
-        strategies: what proposes plans. hooks: how decisions of each class change a call.
+        strategies: what proposes plans.
+        hooks: how decisions of each class change a call.
         remembers: a search that was made in this process before is not made again.
         effort: how much searches may simulate once a plan fits.
         card_free_bytes: what torch may reserve on the card; None: not known, or no card.
@@ -127,7 +128,7 @@ class Planner(Simulator):
             return found
 
     def _recalled(self, budget_bytes: int | None, search: Callable[[], Candidate | None]) -> Candidate | None:
-        """Returns what a search finds, for a budget or (None) for the smallest peak, or found before.
+        """Returns a search's answer for a budget (None: the smallest peak), or that of an identical earlier search.
 
         Plans for scans rest on more than the trace, and a search that is not this planner's first on those before it.
         """
@@ -144,7 +145,7 @@ class Planner(Simulator):
 
     @property
     def saving_view(self) -> View:
-        """The view in which what is in no region is saved: what plans by hand are written over."""
+        """The view in which tensors outside of regions are saved: plans by hand are written over it."""
         return self.step.views.plain.saving
 
     def strategy(self, kind: type[_S]) -> _S | None:
@@ -264,5 +265,5 @@ def plan_for_budget(
 
 
 def is_on_meta(model: nn.Module) -> bool:
-    """Whether any parameter has no data."""
+    """Whether any parameter is on the `meta` device."""
     return any(p.device.type == "meta" for p in model.parameters())

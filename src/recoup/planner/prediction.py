@@ -48,14 +48,14 @@ def prediction_of(simulator: Simulator, candidate: Candidate, card: tuple[int, i
 
 
 def _model_input_bytes(simulator: Simulator) -> int:
-    """Returns the bytes of the batch; 0 where a step of the user's makes the model's inputs of it."""
+    """Returns the bytes of the model's inputs; 0 if the user's own step function makes them."""
     if simulator.spec.objective.step is not None:
         return 0
     return sum(s.nbytes for s in simulator.trace.storages if s.category == "batch")
 
 
 def _precision(trace: Trace) -> str:
-    """Returns the dtype of what the op with the most FLOPs reads, "" if there is none."""
+    """Returns the dtype of the inputs of the op with the most FLOPs, "" if no op has any."""
     most = max(trace.signatures, key=lambda s: s.flops, default=None)
     specs = [a for a in most.args if isinstance(a, TensorSpec)] if most is not None and most.flops else []
     return specs[0].dtype if specs else ""

@@ -22,6 +22,7 @@ from recoup.cost.roofline import RooflineCost
 from recoup.errors import UsageError
 from recoup.planner.driver import Planner
 from recoup.planner.fitting import Fitting, paths_below
+from recoup.planner.host_calibration import host_costs
 from recoup.planner.incumbents import EFFORTS, Effort
 from recoup.planner.strategies.registry import check_actions
 from recoup.runtime.conflicts import refuse_conflicts, refuse_no_module, refuse_unready, refuse_wrapped
@@ -94,7 +95,10 @@ def planner_for(
         keep=keep,
     )
     if cost is None:
-        cost = RooflineCost(entry) if entry is not None else MeasuredCost(here or torch.device("cpu"))
+        if entry is not None:
+            cost = RooflineCost(entry)
+        else:
+            cost = MeasuredCost(here or torch.device("cpu"), host_costs=host_costs())
     if entry is not None:
         fixed_bytes = entry.fixed_bytes
     else:

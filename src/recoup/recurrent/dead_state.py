@@ -8,6 +8,7 @@ it with `is` raises `StillRead`, and the loop begins again with everything held.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn
 
@@ -25,22 +26,22 @@ class StillRead(BaseException):
     """A step used what the first steps wrote without reading. No `except Exception` of a step's own hides it."""
 
 
-_num_loops = 0  # that run now: at other times a debugger, or who walks over all objects, may look
+# At other times, and in other threads, a debugger or who walks over all objects may look.
+_in_loop: contextvars.ContextVar[bool] = contextvars.ContextVar("recoup_in_loop", default=False)
 
 
 @contextlib.contextmanager
 def refusing() -> Iterator[None]:
-    """Has every `Unread` refuse to be used, while a loop runs."""
-    global _num_loops
-    _num_loops += 1
+    """Has every `Unread` refuse to be used by this thread, while a loop runs."""
+    token = _in_loop.set(True)
     try:
         yield
     finally:
-        _num_loops -= 1
+        _in_loop.reset(token)
 
 
 def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
-    if _num_loops:
+    if _in_loop.get():
         raise StillRead
     raise TypeError("a value that no step of a scan reads was not kept")
 
@@ -52,7 +53,7 @@ class Unread:
     __torch_function__ = _refuse
 
     def __getattribute__(self, name: str) -> Any:
-        return _refuse() if _num_loops else object.__getattribute__(self, name)
+        return _refuse() if _in_loop.get() else object.__getattribute__(self, name)
 
 
 _kept = frozenset(vars(Unread))
@@ -108,6 +109,30 @@ class Watch(_torch.dispatch_mode_class()):  # type: ignore[misc]
     def has_taken(self, tensor: torch.Tensor) -> bool:
         """Whether an op took the tensor, or another one in the same memory."""
         return tensor.layout is not torch.strided or tensor.untyped_storage()._cdata in self._taken
+
+
+class Writes(_torch.dispatch_mode_class()):  # type: ignore[misc]
+    """Notes the storages that ops write while it is on, also where the version of no tensor tells."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._written: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if _torch.is_higher_order(func):
+            return func(*args, **kwargs)
+        written, name = _torch.written_arguments(func, args, kwargs), func._schema.name
+        if "batch_norm" in name and "backward" not in name:  # running statistics are written, which no schema says
+            named = {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+            if named.get("training", named.get("train", True)):
+                written += [named[n] for n in ("running_mean", "running_var") if named.get(n) is not None]
+        self._written.update(t.untyped_storage()._cdata for t in written if t.layout is torch.strided)
+        return func(*args, **kwargs)
+
+    def has_written(self, tensor: torch.Tensor) -> bool:
+        """Whether an op wrote to the tensor's memory; a layout without a storage counts as written."""
+        return tensor.layout is not torch.strided or tensor.untyped_storage()._cdata in self._written
 
 
 def left_in(template: Any, num_tensors: int, dropped: list[bool]) -> tuple[list[int], Any]:

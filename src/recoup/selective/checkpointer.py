@@ -26,8 +26,8 @@ class SelectiveCheckpointer:
     """Makes the layers that the configuration chooses regions, in place and undoably.
 
     Args:
-        config: what is wanted. profiler: has profiled a batch ("selective" reads its report, "budget" plans for its
-            batch), or None.
+        config: what is wanted.
+        profiler: has profiled a batch ("selective" reads its report, "budget" plans for its batch), or None.
 
     Attributes:
         plan: for strategy "budget", the plan in place; else None.

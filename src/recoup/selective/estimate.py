@@ -59,7 +59,9 @@ class Estimate:
 
     Attributes:
         textbook, rule_of_thumb, textbook_sqrt: by formula.
-        plain: autograd alone. rederived: recoup's rederive everywhere. every_block, sqrt: those regions by recompute.
+        plain: autograd alone.
+        rederived: recoup's rederive everywhere.
+        every_block, sqrt: those regions by recompute.
         planned: every block a region, and the rest rederived.
     """
 

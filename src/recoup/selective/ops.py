@@ -71,7 +71,8 @@ class KeepOps:
     """A policy: the results of these ops are kept, all others run again. Cuts a region's time, costs their bytes.
 
     Args:
-        ops: as `overloads` takes. every: of them only the first of each k (counted in one region's forward).
+        ops: as `overloads` takes.
+        every: of them only the first of each k (counted in one region's forward).
     """
 
     def __init__(self, ops: Iterable[Any], *, every: int = 1) -> None:

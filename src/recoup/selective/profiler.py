@@ -33,12 +33,13 @@ class MemoryProfiler:
     """Profiles a model's layers on a batch; nothing of the model changes.
 
     Args:
-        model: any module; on `meta` its step is captured and not run. device: where it is ("cpu", "cuda"); None: the
-            model's own.
+        model: any module; on `meta` its step is captured and not run.
+        device: where it is ("cpu", "cuda"); None: the model's own.
         loss: `loss(output, batch)`, as in `recoup.plan`.
 
     Attributes:
-        report: of the last `profile`, None before. sample_input: its batch.
+        report: of the last `profile`, None before.
+        sample_input: its batch.
     """
 
     def __init__(self, model: nn.Module, device: str | torch.device | None = None, *, loss: Loss | None = None) -> None:

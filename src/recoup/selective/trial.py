@@ -21,6 +21,7 @@ from recoup.ir.decision import Rederive
 from recoup.ir.evidence import Evidence
 from recoup.ir.plan import Plan
 from recoup.planner.driver import Planner, is_on_meta
+from recoup.planner.host_calibration import host_costs
 from recoup.planner.incumbents import Candidate
 from recoup.runtime.conflicts import refuse_conflicts
 from recoup.selective.config import CheckpointConfig
@@ -80,7 +81,7 @@ class Trials:
             dialect="cuda" if on_cuda else "cpu",
             round_bytes=MIN_BLOCK_BYTES if on_cuda else 1,
         )
-        self.planner = Planner(spec, cost=MeasuredCost(self.device), actions=None)
+        self.planner = Planner(spec, cost=MeasuredCost(self.device, host_costs=host_costs()), actions=None)
         self._report: ProfileReport | None = None
 
     def report(self, num_runs: int = 3) -> ProfileReport:

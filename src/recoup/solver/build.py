@@ -14,13 +14,6 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from recoup.cost.host_overhead import (
-    CALL_OVERHEAD_SECONDS,
-    KEEP_OVERHEAD_SECONDS,
-    REBUILD_OVERHEAD_SECONDS,
-    REGION_OVERHEAD_SECONDS,
-    REPLAY_OVERHEAD_SECONDS,
-)
 from recoup.cost.model import PricedTrace
 from recoup.ir.decision import Ambient
 from recoup.ir.trace import Call, Trace
@@ -179,7 +172,7 @@ def measure(priced: PricedTrace, segments: Sequence[Interval]) -> Numbers:
     backward = saved.copy()
     seconds = [0.0] * num
     flops = [0] * num
-    on_host = trace.device == "cpu"
+    costs = priced.serial_costs
     for i, op in enumerate(trace.ops):
         at = int(segment_of_op[i])
         if at < 0:
@@ -189,14 +182,14 @@ def measure(priced: PricedTrace, segments: Sequence[Interval]) -> Numbers:
             backward[at] = max(backward[at], above)
             if op.replayed:
                 seconds[at] += priced.op_seconds[i]
-                if on_host and not trace.signatures[op.signature].is_view:
-                    seconds[at] += REPLAY_OVERHEAD_SECONDS
+                if not trace.signatures[op.signature].is_view:
+                    seconds[at] += costs.replayed_op_seconds
                 flops[at] += trace.signatures[op.signature].flops
         else:
             forward[at] = max(forward[at], levels[i] - fixed - saved_before[at])
-    if num and on_host:
+    if num:
         for i, _sources in trace.rederive_links:
-            seconds[segment_of_op[min(i, num_forward - 1)]] += REBUILD_OVERHEAD_SECONDS
+            seconds[segment_of_op[min(i, num_forward - 1)]] += costs.rederived_tensor_seconds
     return Numbers(
         fixed_bytes=fixed,
         saved=saved,
@@ -212,7 +205,7 @@ def measure(priced: PricedTrace, segments: Sequence[Interval]) -> Numbers:
 
 
 class _Lookup:
-    """Sums over ranges of ops, and forward storages by the op that made them, prepared once."""
+    """Sums over ranges of ops, and forward storages by the op that made them, computed once."""
 
     def __init__(self, priced: PricedTrace, segments: Sequence[Interval]) -> None:
         trace = priced.trace
@@ -222,10 +215,10 @@ class _Lookup:
         # Whole femtoseconds: equal layers get equal sums wherever they lie, which the solver's sharing lives on.
         whole = np.rint(np.asarray(priced.op_seconds) * _FEMTOSECONDS).astype(np.int64)
         self._sums = np.concatenate([[0], np.cumsum(whole)])
-        ran = [trace.device == "cpu" and not trace.signatures[o.signature].is_view for o in trace.ops]
+        self.costs = priced.serial_costs
+        ran = [not trace.signatures[o.signature].is_view for o in trace.ops]
         self._num_ran = np.concatenate([[0], np.cumsum(np.asarray(ran, dtype=np.int64))])
-        self.rebuild_seconds = REBUILD_OVERHEAD_SECONDS if trace.device == "cpu" else 0.0
-        begun = [c.first_op for c in trace.calls if c.path and c.last_op > c.first_op and trace.device == "cpu"]
+        begun = [c.first_op for c in trace.calls if c.path and c.last_op > c.first_op]
         self._call_starts = np.sort(np.asarray(begun, dtype=np.int64))
         self.flops = np.concatenate([[0], np.cumsum(np.asarray(flops, dtype=np.int64))])
         made = [s for s in trace.storages if s.alloc_op >= 0 and s.nbytes and s.released_op < s.free_op]
@@ -243,11 +236,11 @@ class _Lookup:
         """Returns how long ops [first, last) take when they run again, and the calls that begin with them."""
         num_ops = int(self._num_ran[last] - self._num_ran[first])
         begin, end = np.searchsorted(self._call_starts, [first, last])
-        return self.seconds(first, last) + num_ops * REPLAY_OVERHEAD_SECONDS + int(end - begin) * CALL_OVERHEAD_SECONDS
+        return self.seconds(first, last) + self.costs.replay_seconds(num_ops=num_ops, num_calls=int(end - begin))
 
     def keep_seconds(self, first: int, last: int) -> float:
         """Returns the seconds of watching ops [first, last) for results to keep."""
-        return int(self._num_ran[last] - self._num_ran[first]) * KEEP_OVERHEAD_SECONDS
+        return int(self._num_ran[last] - self._num_ran[first]) * self.costs.watched_op_seconds
 
     def let_go(self, first: int, last: int) -> _Array:
         """Returns for each op of [first, last) the bytes made in that range that only autograd still holds."""
@@ -269,7 +262,7 @@ def _region(lookup: _Lookup, numbers: Numbers, index: int, free: set[int], holde
     for i in call.inputs:
         storage = trace.storages[i]
         if storage.alloc_op >= 0 and i in free:
-            rebuilding += lookup.seconds(storage.alloc_op, storage.alloc_op + 1) + lookup.rebuild_seconds
+            rebuilding += lookup.seconds(storage.alloc_op, storage.alloc_op + 1) + lookup.costs.rederived_tensor_seconds
             continue
         if storage.alloc_op < 0 or _held_before(trace, call, holders.get(i, ())):
             continue
@@ -282,7 +275,7 @@ def _region(lookup: _Lookup, numbers: Numbers, index: int, free: set[int], holde
         saved_bytes=pinned,
         forward_bytes=int(level.max()) - numbers.fixed_bytes - int(numbers.saved_before[at]),
         replay_bytes=-saved_inside,
-        seconds=lookup.replay_seconds(first, stop) + rebuilding + REGION_OVERHEAD_SECONDS,
+        seconds=lookup.replay_seconds(first, stop) + rebuilding + lookup.costs.region_seconds,
         flops=int(lookup.flops[stop] - lookup.flops[first]),
         entry_seconds=rebuilding,
         tail_seconds=lookup.replay_seconds(stop, last),

@@ -25,11 +25,17 @@ class Site:
     """One op of a module's code.
 
     Attributes:
-        overload: what ran there. call: runs it. kinds: the classes of its arguments, None where nothing is recorded.
-        names: of its keyword arguments. tensors: picks the tensors out of its arguments, rest: what is beside them.
-        positions: of the tensors, None if they come first. matches: whether tensors are like those it was handed.
-        geometries: of the tensors. gives: whether results are like those it gave. bases: geometries of the results that
-            are recorded, by position, or of the one result. is_single: it returns one tensor.
+        overload: what ran there.
+        call: runs it.
+        kinds: the classes of its arguments, None where nothing is recorded.
+        names: of its keyword arguments.
+        tensors: picks the tensors out of its arguments, rest: what is beside them.
+        positions: of the tensors, None if they come first.
+        matches: whether tensors are like those it was handed.
+        geometries: of the tensors.
+        gives: whether results are like those it gave.
+        bases: geometries of the results that are recorded, by position, or of the one result.
+        is_single: it returns one tensor.
         gives_again: `gives` for when it runs again, where other dispatch keys are on; found on the first time.
     """
 

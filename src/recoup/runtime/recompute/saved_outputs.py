@@ -10,6 +10,7 @@ result would leave the random numbers of what follows where they were.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -81,15 +82,10 @@ class _Mode(_torch.dispatch_mode_class()):  # type: ignore[misc]
         return out
 
 
-_heavy: dict[Any, bool] = {}
-
-
+@functools.cache
 def _is_heavy(func: Any) -> bool:
-    found = _heavy.get(func)
-    if found is None:
-        name = str(func)
-        found = _heavy[func] = kind(name) != "other" and "backward" not in name and not func._schema.is_mutable
-    return found
+    name = str(func)
+    return kind(name) != "other" and "backward" not in name and not func._schema.is_mutable
 
 
 def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -1,0 +1,86 @@
+"""What each piece of a plan's bookkeeping takes on a host: measured on this one, typical for one that is elsewhere.
+
+`planner/host_calibration.py` measures; this file keeps the answer on disk, beside the measurements of ops and under the
+same rules (`cache.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+from pathlib import Path
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class HostCosts:
+    """Seconds of host time, kernels aside.
+
+    Attributes:
+        region_seconds: a region: noting and putting back state, its slots, the replay's start and end.
+        call_seconds: a module's call in a replay: its hooks, its graph, the checks of what it saves.
+        replayed_op_seconds: an op that runs again, views aside.
+        rederived_tensor_seconds: a tensor that `Rederive` rebuilds: its search and its rebuild.
+        segment_tensor_seconds: a tensor that `Rebuild` rebuilds together with its segment.
+        recorded_op_seconds: an op in forward that is recorded so that its result can be rebuilt.
+        watched_op_seconds: an op in forward, views aside, in a region that keeps results.
+        tape_seconds: a call of autograd's engine for the taped steps of a scan.
+        forward_op_seconds, backward_op_seconds: an op that is dispatched, the Python around it included.
+    """
+
+    region_seconds: float = 0.0
+    call_seconds: float = 0.0
+    replayed_op_seconds: float = 0.0
+    rederived_tensor_seconds: float = 0.0
+    segment_tensor_seconds: float = 0.0
+    recorded_op_seconds: float = 0.0
+    watched_op_seconds: float = 0.0
+    tape_seconds: float = 0.0
+    forward_op_seconds: float = 0.0
+    backward_op_seconds: float = 0.0
+
+    def replay_seconds(self, *, num_ops: int, num_calls: int) -> float:
+        """Returns the host time of ops (views not counted) that run again, and of the modules' calls among them."""
+        return num_ops * self.replayed_op_seconds + num_calls * self.call_seconds
+
+
+TYPICAL = HostCosts(
+    region_seconds=150e-6,
+    call_seconds=100e-6,
+    replayed_op_seconds=15e-6,
+    rederived_tensor_seconds=105e-6,
+    segment_tensor_seconds=50e-6,
+    recorded_op_seconds=22e-6,
+    watched_op_seconds=60e-6,
+    tape_seconds=30e-6,
+    forward_op_seconds=5e-6,
+    backward_op_seconds=4.5e-6,
+)
+"""Of an x86 CPU, for steps that run elsewhere: medians of steps of tenths of a second, whose kernels drive the
+interpreter's data out of the cache (bench/results/overhead-cpu-2026-11-22.md); the last two are of GPT-2 small at
+batch 1 on the stub GPU."""
+
+
+def load_host_costs(path: Path) -> HostCosts | None:
+    """Returns the costs in the file; None if it is missing or broken."""
+    try:
+        return HostCosts(**{name: float(seconds) for name, seconds in json.loads(path.read_text()).items()})
+    except (OSError, ValueError, TypeError, AttributeError):
+        return None
+
+
+def store_host_costs(path: Path, costs: HostCosts) -> HostCosts | None:
+    """Writes the file unless another process was first; returns its contents, None if it cannot be written."""
+    beside = path.with_suffix(f".{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside.write_text(json.dumps(dataclasses.asdict(costs)))
+        if load_host_costs(path) is None:
+            beside.replace(path)
+    except OSError:
+        return None
+    finally:
+        with contextlib.suppress(OSError):
+            beside.unlink(missing_ok=True)
+    return load_host_costs(path)

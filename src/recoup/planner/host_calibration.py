@@ -1,0 +1,219 @@
+"""Measures what a plan's bookkeeping takes on this host: once for each machine, Python and torch version.
+
+`host_seconds` is linear in the costs. A small model therefore runs plainly and under plans that do different amounts of
+each kind of bookkeeping. What each plan takes above the plain step, its kernels aside, is one equation, and least
+squares solves them, held near `TYPICAL` by as little as the times may be off. What a plan takes whatever it does is one
+more unknown, which nobody is charged.
+
+Tensors are as large as a core's cache holds a few of, since kernels of a real step drive the interpreter's data out of
+it. Kernels are priced as in any plan: what an op takes longer inside of a step than alone counts as host time. Times
+are those of this thread, the least of several steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+import time
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from recoup import _torch, progress
+from recoup.capture.capture import StepSpec, capture
+from recoup.capture.step import Objective
+from recoup.cost.cache import host_path
+from recoup.cost.host_costs import TYPICAL, HostCosts, load_host_costs, store_host_costs
+from recoup.cost.host_overhead import host_seconds
+from recoup.cost.measured import MeasuredCost, device_name
+from recoup.cost.model import PricedTrace
+from recoup.ir.decision import Decision, Rebuild, Recompute, Rederive
+from recoup.runtime.apply import apply_decisions
+from recoup.thresholds import ESTIMATE_SHARE
+
+# Of the plans' bookkeeping; what a scan and a plain op take is timed by itself.
+_SOLVED = (
+    "region_seconds",
+    "call_seconds",
+    "replayed_op_seconds",
+    "watched_op_seconds",
+    "recorded_op_seconds",
+    "rederived_tensor_seconds",
+    "segment_tensor_seconds",
+)
+
+
+def host_costs() -> HostCosts:
+    """Returns this host's costs: measured now (in about a second) if no earlier process did.
+
+    Where they cannot be kept for the next process they are those of a typical host, so that plans stay the same.
+    """
+    python, host = platform.python_version(), device_name(torch.device("cpu"))
+    path = host_path(host, python_version=python, torch_version=torch.__version__)
+    known = load_host_costs(path)
+    if known is not None:
+        return known
+    if store_host_costs(path.with_suffix(".tried"), TYPICAL) is None:
+        return TYPICAL
+    path.with_suffix(".tried").unlink(missing_ok=True)
+    progress.advance("measuring this host's own costs")
+    return store_host_costs(path, measure_host_costs()) or TYPICAL
+
+
+def measure_host_costs(*, num_layers: int = 3, num_rounds: int = 2) -> HostCosts:
+    """Returns this host's costs, measured now.
+
+    Args:
+        num_layers: of the model: more make the differences larger, and take as much longer.
+        num_rounds: in which the plans take turns, so that what else the machine does meets all of them.
+    """
+    plans = _plans(num_layers)
+    with _undisturbed():
+        model = nn.Sequential(*(_Layer() for _ in range(num_layers)))
+        x = torch.ones(256, 128, device="cpu", dtype=torch.float32)
+        spec = StepSpec(model=model, batch=x, objective=Objective(loss=lambda output, batch: output.sum()))
+        cost = MeasuredCost(torch.device("cpu"))
+        plain = cost.price(capture(spec))
+        least: dict[str, tuple[float, float]] = {}
+        priced: dict[str, PricedTrace] = {}
+        for _ in range(num_rounds):
+            for name, decisions in plans.items():
+                with apply_decisions(model, decisions):
+                    priced[name] = priced.get(name) or cost.price(capture(spec, known=plain.trace))
+                    _step(model, x)  # a plan's first step in place notes what later ones look up
+                    laps = [_step(model, x) for _ in range(3)]
+                laps += [least[name]] if name in least else []
+                least[name] = min(forward for forward, _ in laps), min(backward for _, backward in laps)
+        tape_seconds = min(_tape_seconds() for _ in range(20))
+    rows, above = [], []
+    for name, decisions in plans.items():
+        trace = priced[name].trace
+        unit = [HostCosts(**{field: 1.0}) for field in _SOLVED]
+        rows.append([sum(host_seconds(decisions, trace, plain=plain.trace, costs=costs)) for costs in unit] + [1.0])
+        again_seconds = sum(priced[name].op_seconds) - sum(plain.op_seconds)
+        above.append(sum(least[name]) - sum(least["plain"]) - again_seconds)
+    solved = _solve(rows, above, noise_seconds=ESTIMATE_SHARE * sum(least["plain"]))
+    num_forward = plain.trace.num_forward_ops
+    forward = least["plain"][0] - sum(plain.op_seconds[:num_forward])
+    backward = least["plain"][1] - sum(plain.op_seconds[num_forward:])
+    backward_op_seconds = max(backward / (len(plain.op_seconds) - num_forward), 0.0)
+    return HostCosts(
+        **dict(zip(_SOLVED, solved, strict=False)),
+        tape_seconds=max(tape_seconds - backward_op_seconds, 0.0),
+        forward_op_seconds=max(forward / num_forward, 0.0),
+        backward_op_seconds=backward_op_seconds,
+    )
+
+
+def _solve(rows: list[list[float]], above: list[float], *, noise_seconds: float) -> list[float]:
+    """Returns the least-squares solution that has no negative part: what would be negative is left out, one by one.
+
+    A cost twice the typical one counts as an error of `noise_seconds`: so noise that the steps cannot tell from a cost
+    moves it little.
+
+    Args:
+        rows: of each step, how many times it pays each cost, and 1.
+        above: of each step, its seconds above the plain one.
+        noise_seconds: what two runs of a step may be apart.
+    """
+    typical = [getattr(TYPICAL, field) for field in _SOLVED]
+    weights = np.diag([noise_seconds / seconds for seconds in typical] + [0.0])
+    equations = np.vstack([np.asarray(rows), weights])
+    wanted = np.concatenate([above, weights @ np.asarray([*typical, 0.0])])
+    used = list(range(equations.shape[1]))
+    while True:
+        found, *_ = np.linalg.lstsq(equations[:, used], wanted, rcond=None)
+        if found.min() >= 0:
+            solved = dict(zip(used, found.tolist(), strict=True))
+            return [solved.get(column, 0.0) for column in range(equations.shape[1])]
+        del used[int(found.argmin())]
+
+
+class _Layer(nn.Module):
+    """A call of few ops, one of many, and one whose ops lie in calls of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.few, self.many, self.nested = _Ops(num_rounds=1), _Ops(num_rounds=4), _Ops(num_rounds=4, has_calls=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.nested(self.many(self.few(x)))
+        return out
+
+
+class _Ops(nn.Module):
+    """Elementwise ops, and a product at the end that a region may keep."""
+
+    def __init__(self, *, num_rounds: int, has_calls: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((128, 128), 1 / 128, device="cpu", dtype=torch.float32))
+        self.pairs = nn.ModuleList(_Pair() for _ in range(num_rounds))
+        self.has_calls = has_calls
+
+    def forward(self, x: Tensor) -> Tensor:
+        for pair in self.pairs:
+            x = pair(x) if self.has_calls else pair.forward(x)
+        return x @ self.weight
+
+
+class _Pair(nn.Module):
+    """Elementwise ops whose inputs autograd saves."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(F.gelu(0.5 * x))
+
+
+def _plans(num_layers: int) -> Mapping[str, tuple[Decision, ...]]:
+    """Returns plans whose amounts of bookkeeping tell its kinds apart."""
+
+    def regions(name: str, keep: tuple[str, ...] = ()) -> tuple[Decision, ...]:
+        return tuple(Recompute(path=f"{i}.{name}", keep=keep) for i in range(num_layers))
+
+    return {
+        "plain": (),
+        "few ops": regions("few"),
+        "many ops": regions("many"),
+        "many calls": regions("nested"),
+        "everywhere": (*regions("few"), *regions("many"), *regions("nested")),
+        "kept": regions("many", keep=("matmul:128x128",)),
+        "rederived": (Rederive(path=""),),
+        "rederived once": (Rederive(path="0.many"),),
+        "rebuilt": (Rebuild(path=""),),
+    }
+
+
+def _step(model: nn.Module, x: Tensor) -> tuple[float, float]:
+    """Returns the seconds of this thread in forward and in backward."""
+    begin = time.thread_time()
+    loss = model(x).sum()
+    middle = time.thread_time()
+    loss.backward()
+    end = time.thread_time()
+    model.zero_grad()
+    return middle - begin, end - middle
+
+
+def _tape_seconds() -> float:
+    """Returns the seconds of a call of autograd's engine for one op."""
+    x = torch.ones(64, 32, device="cpu", requires_grad=True)
+    y = (x * 2.0).sum()
+    begin = time.thread_time()
+    torch.autograd.grad(y, x)
+    return time.thread_time() - begin
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Steps run as in a plain loop, whatever the caller is inside of; no random number is drawn."""
+    no_hooks: tuple[dict[int, object], ...] = tuple({} for _ in _torch.global_forward_hooks())
+    with (
+        _torch.without_dispatch_modes(),
+        _torch.under_global_forward_hooks(no_hooks),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast("cpu", enabled=False),
+    ):
+        yield
