@@ -59,6 +59,7 @@ def build_trace(
         reason=reason,
         notes=notes,
         draws_on_host=tracker.draws_on_host,
+        num_saved=sum(call >= 0 for _, call in tracker.save_ops),
         optimizer_host_bytes=optimizer_host_bytes,
         device=device,
         fingerprint=fingerprint,

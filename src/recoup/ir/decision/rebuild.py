@@ -19,7 +19,8 @@ class OpMark:
     Attributes:
         path: dotted path of the module whose own code dispatches the op ("" is the model).
         call: which call of that module in the step, from 0.
-        ordinal: which op of that call, from 0; ops of modules called inside do not count.
+        ordinal: which op of that call, from 0, of those that read tensors of floating-point or complex numbers; ops of
+            modules called inside do not count.
         op: its name, "aten.mm.default": where another op stands there, the mark means nothing.
         holds: its results are held for backward.
         begins_segment: a new segment begins with it.
@@ -57,7 +58,8 @@ class Rebuild(Decision):
 
     Attributes:
         marks: in the order of the forward.
-        num_ops: how many ops the planned forward runs; a step with another number went another way. None: not known.
+        num_saved: how many tensors autograd saves in the planned forward; a step that saves another number went
+            another way. None: not known.
     """
 
     action: ClassVar[str] = "rebuild"
@@ -65,7 +67,7 @@ class Rebuild(Decision):
     is_whole_step: ClassVar[bool] = True
 
     marks: tuple[OpMark, ...] = ()
-    num_ops: int | None = None
+    num_saved: int | None = None
 
     @property
     def below(self) -> Ambient:

@@ -14,9 +14,10 @@ from recoup.ir.decision import Rebuild
 from recoup.runtime import execution_context
 from recoup.runtime.compiling import tell_compiled
 from recoup.runtime.patch import PatchedForward
-from recoup.runtime.rebuild.held_recorder import HeldRecorder, marks_of
+from recoup.runtime.rebuild.held_recorder import HeldRecorder
 from recoup.runtime.rebuild.leaves import KINDS, Leaves, op_by_op
 from recoup.runtime.rebuild.lineage import current_recorder
+from recoup.runtime.rebuild.marks import marks_of
 from recoup.runtime.rebuild.saved_tensor import pack, unpack
 from recoup.runtime.rebuild.sites import Sites
 from recoup.runtime.step_log import Counts
@@ -90,13 +91,15 @@ def run_held(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, A
     if settings.path or recorder is not None:
         return patched.original(*args, **kwargs)
     with execution_context.counting_for(state.counts):
-        recorder = HeldRecorder(state.marks, state.decision.num_ops, state.sites)
+        recorder = HeldRecorder(state.marks, state.sites)
         recorder.enter("")
         with recorder, _torch.saved_tensors_hooks(pack, unpack):
             result = patched.original(*args, **kwargs)
     lost = recorder.lost
-    if recorder.is_other_step:
-        lost = [*lost, f"{recorder.num_ops} ops, planned {state.decision.num_ops}"]
+    num_saved, planned = len(recorder.packed), state.decision.num_saved
+    if planned is not None and not recorder.num_saved() <= planned <= num_saved:
+        lost = [*lost, f"autograd saves {num_saved} tensors, planned {planned}"]
+    recorder.packed.clear()
     if lost and not state.warned:
         state.warned = True
         warnings.warn(

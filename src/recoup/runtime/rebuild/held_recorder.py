@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from recoup.runtime.rebuild.cheap_ops import HOLD, OPAQUE, OpFacts, has_history,
 from recoup.runtime.rebuild.constant import Constant
 from recoup.runtime.rebuild.kept import Kept, Source, laid, on_device
 from recoup.runtime.rebuild.lineage import Geometry, Made, Recorder, Value, geometry_of
+from recoup.runtime.rebuild.marks import Frame, reads_numbers
 from recoup.runtime.rebuild.saved_tensor import MIN_BYTES, compact_mask
 from recoup.runtime.rebuild.segments import Rebuilt, Segment
 from recoup.runtime.rebuild.sites import Noted, Site, Sites, are_plain
@@ -27,10 +27,10 @@ class HeldRecorder(Recorder):
 
     Attributes:
         segment: the one that ops run in now.
-        num_ops: counted so far. lost: marks that met another op, in words.
+        lost: marks that met no op of theirs, in words.
 
     Args:
-        marks: by call, then by number of op. num_planned: ops of the planned step, None if that is not known.
+        marks: by call, then by number of op.
         sites: what earlier steps were like.
     """
 
@@ -39,7 +39,6 @@ class HeldRecorder(Recorder):
     def __init__(
         self,
         marks: dict[tuple[str, int], dict[int, OpMark]],
-        num_planned: int | None = None,
         sites: Sites | None = None,
     ) -> None:
         super().__init__()
@@ -51,9 +50,6 @@ class HeldRecorder(Recorder):
         self._leaves: dict[Value, Source] = {}
         self._calls: dict[str, int] = {}
         self._frames: list[Frame] = []
-        self.num_ops = 0
-        self._num_planned = num_planned
-        self._planned_turns = 0
         self.lost: list[str] = []
 
     def enter(self, path: str) -> None:
@@ -64,7 +60,9 @@ class HeldRecorder(Recorder):
 
     def leave(self) -> None:
         """Ends the innermost call."""
-        self._frames.pop()
+        frame = self._frames.pop()
+        if frame.missed is not None:
+            self._lose(frame)
 
     def begin_past(self, path: str, marks: dict[int, OpMark] | None) -> bool:
         """Begins a call of the module at `path` that runs past this recorder, if these are the plan's marks in it."""
@@ -103,13 +101,10 @@ class HeldRecorder(Recorder):
         kwargs = kwargs or {}
         frames = self._frames
         frame = frames[-1] if frames and not self.paused else None
-        if frame is None or (site := frame.sites.get(ordinal := frame.ordinal)) is None or site.overload is not func:
+        if frame is None or (site := frame.sites.get(place := frame.place)) is None or site.overload is not func:
             return self._record(func, args, kwargs)
-        mark = None
-        if frame.marks is None or ordinal not in frame.marks:
-            self._count(frame)
-        else:
-            mark = self.before_op(op_facts(func).label)
+        frame.place = place + 1
+        mark = None if frame.marks is None else self.before_op(op_facts(func).label, args)
         if site.kinds is None:
             out = site.call(*args, **kwargs) if kwargs else site.call(*args)
         elif (values := self._sources(site, args, kwargs)) is not None:
@@ -122,7 +117,7 @@ class HeldRecorder(Recorder):
             else:
                 self._attach_results(op_facts(func), self._made(op_facts(func), args, kwargs), out)
         else:
-            out = self._run(op_facts(func), args, kwargs, frame, ordinal)
+            out = self._run(op_facts(func), args, kwargs, frame, place)
         if mark is not None:
             self._obey(mark, out)
         return out
@@ -180,15 +175,16 @@ class HeldRecorder(Recorder):
         if not self._frames or not facts.is_counted:
             return self._run(facts, args, kwargs, None, -1)
         frame = self._frames[-1]
-        ordinal = frame.ordinal
-        mark = self.before_op(facts.label)
-        out = self._run(facts, args, kwargs, frame, ordinal)
+        place = frame.place
+        frame.place = place + 1
+        mark = None if frame.marks is None else self.before_op(facts.label, args)
+        out = self._run(facts, args, kwargs, frame, place)
         if mark is not None:
             self._obey(mark, out)
         return out
 
     def _run(
-        self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], frame: Frame | None, ordinal: int
+        self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], frame: Frame | None, place: int
     ) -> Any:
         """Runs and records an op by all of its arguments; its site learns from it, if `frame` has one."""
         if facts.can_rerun and not facts.is_batch_norm:
@@ -198,16 +194,16 @@ class HeldRecorder(Recorder):
             if frame is None or made is None:
                 pass
             elif results or not isinstance(out, torch.Tensor) or self._existing(out) is None:
-                self._sites.learn(frame.sites, ordinal, facts, args, kwargs, out, results)
+                self._sites.learn(frame.sites, place, facts, args, kwargs, out, results)
             else:  # a view, though its schema does not say so
-                self._sites.passing(frame.sites, ordinal, facts.overload)
+                self._sites.passing(frame.sites, place, facts.overload)
             return out
         if not facts.is_inert:
             return super().__torch_dispatch__(facts.overload, (), args, kwargs)
         out = facts.overload(*args, **kwargs)
         if facts.label != HOLD:
             if frame is not None:
-                self._sites.passing(frame.sites, ordinal, facts.overload)
+                self._sites.passing(frame.sites, place, facts.overload)
         elif self.deriving:
             self.hold(out)
         return out
@@ -273,43 +269,42 @@ class HeldRecorder(Recorder):
             execution_context.rederived(tensor, [t for t in map(on_device, sources) if t is not None])
         return Rebuilt(value, base if geometry == base else geometry, segment, self.surroundings())
 
-    @property
-    def is_other_step(self) -> bool:
-        """Whether ops are missing, or are there beyond the planned ones and saved something: logging does not."""
-        if self._num_planned is None or self.num_ops == self._num_planned:
-            return False
-        return self.num_ops < self._num_planned or self.turn > self._planned_turns
+    def before_op(self, name: str, args: tuple[Any, ...]) -> OpMark | None:
+        """Counts an op of the innermost call, in which there are marks; returns what the plan says of it.
 
-    def _count(self, frame: Frame) -> None:
-        if self.num_ops == self._num_planned:
-            self._planned_turns = self.turn
-        self.num_ops += 1
-        frame.ordinal += 1
-
-    def count_ops(self, num: int) -> None:
-        """Counts the ops of a call that ran past this recorder."""
-        if self._num_planned is not None and self.num_ops <= self._num_planned < self.num_ops + num:
-            self._planned_turns = self.turn
-        self.num_ops += num
-
-    def before_op(self, name: str) -> OpMark | None:
-        """Counts an op of the innermost call; returns what the plan says of it."""
-        if not self._frames:
-            return None
+        Where another op stands than the marked one, the numbers go on; if the marked one comes later, there were ops
+        more than the plan knows, and it is numbered as the plan has it.
+        """
         frame = self._frames[-1]
-        ordinal = frame.ordinal
-        self._count(frame)
-        if frame.marks is None or (mark := frame.marks.get(ordinal)) is None:
+        marks, ordinal, missed = frame.marks, frame.ordinal, frame.missed
+        if marks is None or not reads_numbers(args):
             return None
-        if mark.op != name:
-            self.lost.append(f"`{frame.path}`: op {ordinal} is {name}, was {mark.op}")
-            return mark
+        frame.ordinal = ordinal + 1
+        mark = marks.get(ordinal)
+        if mark is None or mark.op != name:
+            if missed is None or missed.op != name:
+                if mark is not None and missed is None:
+                    frame.missed = mark
+                return None
+            mark = missed
+            frame.ordinal = mark.ordinal + 1
+        elif missed is not None:
+            self._lose(frame)
+        frame.missed = None
         if mark.begins_segment:
             self.begin_segment(in_pieces=mark.begins_piece)
             self.deriving = not mark.saves
         elif mark.begins_piece:
             self.segment = Segment(self._around)
         return mark
+
+    def _lose(self, frame: Frame) -> None:
+        assert frame.missed is not None
+        self.lost.append(f"`{frame.path}` runs no {frame.missed.op} as op {frame.missed.ordinal}")
+
+    def num_saved(self) -> int:
+        """Returns how many of the tensors that autograd saved it still has: what is asked and logged is gone."""
+        return sum(ref() is not None for ref in self.packed)
 
     def hold(self, out: Any) -> None:
         """Holds the results of an op."""
@@ -357,26 +352,6 @@ class Rewriting:
         copied = torch.empty_strided(whole.size(), whole.stride(), dtype=whole.dtype, device=whole.device).copy_(whole)
         self.op(laid(copied, self.part), *args, **kwargs)
         return copied
-
-
-def marks_of(marks: Sequence[OpMark]) -> dict[tuple[str, int], dict[int, OpMark]]:
-    """Returns marks by module path and call, then by ordinal."""
-    found: dict[tuple[str, int], dict[int, OpMark]] = {}
-    for mark in marks:
-        found.setdefault((mark.path, mark.call), {})[mark.ordinal] = mark
-    return found
-
-
-class Frame:
-    """One call that runs now: which of its own ops comes next."""
-
-    __slots__ = ("marks", "ordinal", "path", "sites")
-
-    def __init__(self, path: str, marks: dict[int, OpMark] | None, sites: dict[int, Site | None]) -> None:
-        self.path = path
-        self.marks = marks
-        self.sites = sites
-        self.ordinal = 0
 
 
 def keep(value: Value, tensor: torch.Tensor) -> Source:

@@ -23,8 +23,9 @@ from recoup import _torch
 from recoup.ir.decision import OpMark
 from recoup.runtime.patch import PatchedForward
 from recoup.runtime.rebuild.cheap_ops import op_facts
-from recoup.runtime.rebuild.held_recorder import Frame, HeldRecorder
+from recoup.runtime.rebuild.held_recorder import HeldRecorder
 from recoup.runtime.rebuild.lineage import Value
+from recoup.runtime.rebuild.marks import Frame
 from recoup.runtime.rebuild.sites import Noted
 from recoup.thresholds import MOST_TRIES
 
@@ -77,10 +78,9 @@ class _Leaf:
         matches: whether tensors are like those of the call.
         offsets: theirs in their storages.
         gives: whether a result is like the one it gave.
-        num_ops: counted in it.
     """
 
-    __slots__ = ("attributes", "gives", "made", "marks", "matches", "num_ops", "offsets", "picks")
+    __slots__ = ("attributes", "gives", "made", "marks", "matches", "offsets", "picks")
 
     def __init__(
         self,
@@ -99,7 +99,6 @@ class _Leaf:
         self.matches = matches
         self.offsets = offsets
         self.gives = gives
-        self.num_ops = frame.ordinal
 
     def values(self, recorder: HeldRecorder, tensors: tuple[torch.Tensor, ...]) -> tuple[Value, ...] | None:
         """Returns the values that the op is about to read; None: the call is not as it was."""
@@ -133,7 +132,7 @@ def _only_op(recorder: HeldRecorder, out: Any) -> Noted | None:
     frame = recorder.frame
     value = recorder.existing(out) if type(out) is torch.Tensor else None
     made = None if value is None else value.made
-    if type(made) is not Noted or not made.site.is_single or len(frame.sites) != frame.ordinal:
+    if type(made) is not Noted or not made.site.is_single or len(frame.sites) != frame.place:
         return None
     ordinals = [i for i, site in frame.sites.items() if site is None or site.kinds is not None]
     if len(ordinals) != 1 or frame.sites[ordinals[0]] is not made.site:
@@ -182,7 +181,6 @@ class Leaves:
                     recorder.hold(out)
             else:
                 self._miss(path)
-            recorder.count_ops(leaf.num_ops)
             return out
         self._miss(path)
         recorder.enter(path)

@@ -168,6 +168,7 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
         self.offloading = False
         self.offloader: Any = None
         self._num_made = 0
+        self.packed: list[weakref.ref[Any]] = []  # what autograd got for each saved tensor, unless `is_cheap`
         self.turn = 0  # counts saved tensors: backward asks about in reverse
         self._values: dict[weakref.ref[torch.UntypedStorage], Value] = {}  # of live storages; see `waiting.py`
         self._outer: Recorder | None = None

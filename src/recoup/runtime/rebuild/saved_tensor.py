@@ -37,8 +37,12 @@ def pack(tensor: torch.Tensor) -> Any:
     """Returns the object that autograd saves in place of `tensor`: `Kept`, `KeptView`, `Rederived` or `Returning`."""
     if _torch.num_function_modes():
         with _torch.past_function_modes():
-            return _pack(tensor)
-    return _pack(tensor)
+            packed = _pack(tensor)
+    else:
+        packed = _pack(tensor)
+    if (recorder := current_recorder()) is not None and not recorder.is_cheap:
+        recorder.packed.append(weakref.ref(packed))
+    return packed
 
 
 def _pack(tensor: torch.Tensor) -> Any:
