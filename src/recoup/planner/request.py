@@ -66,7 +66,8 @@ def planner_for(
     """Returns the planner of a step, the device's name, and its table entry (None: this machine's own).
 
     Raises:
-        UsageError: for input that cannot be used. ConflictError: if activation checkpointing is on already.
+        UsageError: for input that cannot be used.
+        ConflictError: if activation checkpointing is on already.
     """
     refuse_no_module(model)
     check_optimizer(optimizer)
