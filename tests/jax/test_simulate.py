@@ -54,7 +54,13 @@ def too_small(x: Any, w: Any) -> Any:
     return jnp.exp(x[:32] @ w).sum(-1)
 
 
-STEPS = [in_place, again, dear, transposed, one_call, one_call_below, no_kernel, too_small]
+def loop(x: Any, w: Any) -> Any:
+    y = (x @ w) @ w  # what the loop stacks is there before, filled with zeros
+    _, stacked = jax.lax.scan(lambda c, row: (c + row, jnp.cbrt(c * row)), y[0], y)
+    return (stacked @ w).sum(-1)
+
+
+STEPS = [in_place, again, dear, transposed, one_call, one_call_below, no_kernel, too_small, loop]
 
 
 @pytest.mark.parametrize("step", STEPS)

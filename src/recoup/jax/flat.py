@@ -36,6 +36,10 @@ class Op:
             return list(zip(self.operands[num_consts:], self.outputs, strict=True))
         return []
 
+    def stacked(self) -> list[int]:
+        """Returns, for a scan, the results that every step writes its part of."""
+        return self.outputs[scan_counts(self.eqn)[1] :] if self.name == "scan" else []
+
 
 class Flat:
     """A jaxpr inlined.

@@ -109,7 +109,8 @@ def _simulate(flat: Flat, *, count_outputs: bool, num_stacked: int = 0, first_ca
             source = _taken_over(flat, fused, op, value, read, freed)
             if source is not None:
                 freed.remove(source)
-            spans[value] = spans.pop(source) if source is not None else [i, i]
+            begin = 0 if value in op.stacked() else i  # filled with zeros before all else
+            spans[value] = spans.pop(source) if source is not None else [begin, i]
             spans[value][1] = last.get(value, i)
             dying.setdefault(spans[value][1], []).append(value)
     for value in _in_outputs(flat, spans, written, len(ops)):

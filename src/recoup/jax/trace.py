@@ -224,7 +224,10 @@ def _check_result(name: str, shape: Any, *, has_aux: bool) -> None:
     is_scalar = len(leaves) == 1 and leaves[0].shape == () and jax.numpy.issubdtype(leaves[0].dtype, jax.numpy.floating)
     if not is_scalar or (has_aux and not is_pair):
         found = ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves[:3]) or "nothing"
-        hint = " If it returns a pair of loss and something else, set has_aux=True."
+        hint = (
+            " If it returns a pair of loss and something else, set has_aux=True. Of a whole training step, give the "
+            "loss, and let the step derive the planned one."
+        )
         if has_aux:
             hint = " With has_aux=True, a pair of it and anything else."
         raise StepError(f"`{name}` has to return a floating scalar, the loss; it returns {found}.{hint}")

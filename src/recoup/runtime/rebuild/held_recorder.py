@@ -11,7 +11,7 @@ from torch import nn
 from recoup import _torch
 from recoup.ir.decision import OpMark
 from recoup.runtime import execution_context
-from recoup.runtime.rebuild.cheap_ops import HOLD, OPAQUE, OpFacts, has_history, known_facts, op_facts
+from recoup.runtime.rebuild.cheap_ops import HOLD, OPAQUE, VIEW, OpFacts, has_history, known_facts, op_facts
 from recoup.runtime.rebuild.constant import Constant
 from recoup.runtime.rebuild.kept import Kept, Source, laid, on_device
 from recoup.runtime.rebuild.lineage import Geometry, Made, Recorder, Value, geometry_of
@@ -104,7 +104,9 @@ class HeldRecorder(Recorder):
         if frame is None or (site := frame.sites.get(place := frame.place)) is None or site.overload is not func:
             return self._record(func, args, kwargs)
         frame.place = place + 1
-        mark = None if frame.marks is None else self.before_op(op_facts(func).label, args)
+        mark = None
+        if frame.marks is not None and (facts := op_facts(func)).kind != VIEW:
+            mark = self.before_op(facts.label, args)
         if site.kinds is None:
             out = site.call(*args, **kwargs) if kwargs else site.call(*args)
         elif (values := self._sources(site, args, kwargs)) is not None:
@@ -177,7 +179,7 @@ class HeldRecorder(Recorder):
         frame = self._frames[-1]
         place = frame.place
         frame.place = place + 1
-        mark = None if frame.marks is None else self.before_op(facts.label, args)
+        mark = None if frame.marks is None or facts.kind == VIEW else self.before_op(facts.label, args)
         out = self._run(facts, args, kwargs, frame, place)
         if mark is not None:
             self._obey(mark, out)
@@ -270,7 +272,7 @@ class HeldRecorder(Recorder):
         return Rebuilt(value, base if geometry == base else geometry, segment, self.surroundings())
 
     def before_op(self, name: str, args: tuple[Any, ...]) -> OpMark | None:
-        """Counts an op of the innermost call, in which there are marks; returns what the plan says of it.
+        """Counts an op, no view, of the innermost call, in which there are marks; returns what the plan says of it.
 
         Where another op stands than the marked one, the numbers go on; if the marked one comes later, there were ops
         more than the plan knows, and it is numbered as the plan has it.

@@ -140,7 +140,7 @@ def _only_op(recorder: HeldRecorder, out: Any) -> Noted | None:
     for ordinal, mark in (frame.marks or {}).items():
         label = op_facts(made.site.overload).label
         held = OpMark(path=mark.path, call=mark.call, ordinal=ordinal, op=label, holds=True)
-        if ordinal != ordinals[0] or mark != held:
+        if ordinal or frame.ordinal != 1 or mark != held:
             return None
     return made
 
