@@ -1173,6 +1173,14 @@ def cuda_peak_bytes(device: torch.device) -> int:
     return int(torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]["peak"])
 
 
+def has_expandable_segments() -> bool:
+    """Whether the CUDA allocator of this process grows its segments, as it was told by whom- and however.
+
+    Private: `torch.cuda.memory._snapshot`, seen working with 2.11. False where it does not say.
+    """
+    return bool(torch.cuda.memory._snapshot().get("allocator_settings", {}).get("expandable_segments", False))
+
+
 def _partitioners() -> Any:
     from torch._functorch import partitioners
 

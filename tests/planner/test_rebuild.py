@@ -196,6 +196,28 @@ def test_what_a_step_looks_at_and_its_capture_does_not_changes_no_plan() -> None
         assert applied.log.num_rederived > 0
 
 
+class Writing(nn.Module):
+    """Writes through views, which autograd makes again where tensors are fake."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.randn(32, 32) / 6) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for weight in self.weights:
+            y = torch.zeros_like(x)
+            y[:128, :16] = torch.sigmoid(x @ weight)[:128, :16]
+            x = torch.tanh(torch.sin(x + y))
+        return x
+
+
+def test_writes_through_views_move_no_mark() -> None:
+    torch.manual_seed(0)
+    fit = recoup.fit(Writing(), (torch.randn(256, 32),), budget="70%", loss=loss, timed=False, actions=("rebuild",))
+    assert fit.evidence.exact
+    assert fit.evidence.peak_bytes == fit.plan.predicted.peak_bytes
+
+
 def test_second_order_and_repeated_backward() -> None:
     model, batch, plan = small_plan()
     names = [p for p in model.parameters()]

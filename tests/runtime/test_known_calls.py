@@ -139,7 +139,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("marked", [False, True])
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_differs_from_the_step_before(change: Any, marked: bool) -> None:
-    marks = (OpMark(path="second", call=0, ordinal=1, op="aten.mm.default", holds=True),) if marked else ()
+    marks = (OpMark(path="second", call=0, ordinal=0, op="aten.mm.default", holds=True),) if marked else ()
     plain, planned = _train(change, []), _train(change, [Rebuild(path="", marks=marks)])
     assert len(plain) == len(planned)
     assert all(map(equal_values, plain, planned))
@@ -178,7 +178,7 @@ def test_known_calls_pass_the_recorder_and_are_rebuilt_as_much(
         return real(self, func, *rest)
 
     monkeypatch.setattr(HeldRecorder, "__torch_dispatch__", dispatch)
-    marks = (OpMark(path="second", call=0, ordinal=1, op="aten.mm.default", **mark),) if mark else ()
+    marks = (OpMark(path="second", call=0, ordinal=0, op="aten.mm.default", **mark),) if mark else ()
     model, x = _Model(), torch.randn(ROWS, WIDTH, requires_grad=True)
     rebuilt, numbers = [], []
     with apply_decisions(model, [Rebuild(path="", marks=marks)]) as applied:

@@ -91,7 +91,8 @@ def max_batch(
         limit: the largest size tried.
 
     Raises:
-        UsageError: for a percentage. InfeasibleBudget: if even size 1 does not fit.
+        UsageError: for a percentage.
+        InfeasibleBudget: if even size 1 does not fit.
 
     Example:
         >>> model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(8)])
@@ -151,8 +152,8 @@ def max_tokens(
         limit: the most tokens tried.
 
     Raises:
-        UsageError: for a percentage, or lengths below 1. InfeasibleBudget: if one example of `multiple_of` tokens, or
-            of one of the `lengths`, does not fit.
+        UsageError: for a percentage, or lengths below 1.
+        InfeasibleBudget: if one example of `multiple_of` tokens, or of one of the `lengths`, does not fit.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Embedding(100, 64), torch.nn.Linear(64, 64))

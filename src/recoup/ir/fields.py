@@ -73,7 +73,10 @@ def read_fields(kind: type[T], data: Any, where: str, **ready: Any) -> T:
     """Returns an instance of a dataclass from a JSON object; fields with a default may be missing.
 
     Args:
-        where: what the object is, for messages. ready: fields that were read already.
+        kind: the dataclass.
+        data: the JSON object.
+        where: what the object is, for messages.
+        ready: fields that were read already.
 
     Raises:
         UsageError: for an unknown field, a missing one, or a value that does not fit.

@@ -59,6 +59,7 @@ class Planner(Simulator):
         remembers: a search that was made in this process before is not made again.
         effort: how much searches may simulate once a plan fits.
         card_free_bytes: what torch may reserve on the card; None: not known, or no card.
+        expandable: whether the allocator there is set to expandable segments.
     """
 
     def __init__(
@@ -75,9 +76,11 @@ class Planner(Simulator):
         remembers: bool = False,
         effort: Effort = "normal",
         card_free_bytes: int | None = None,
+        expandable: bool = False,
     ) -> None:
         self._remembers = remembers
         self.card_free_bytes = card_free_bytes
+        self.expandable = expandable
         self.prefers_equal_bits = actions is None
         by_default = DEFAULT_ACTIONS if host_budget_bytes is None else (*DEFAULT_ACTIONS, "offload")
         self.actions = by_default if actions is None else tuple(actions)
@@ -212,6 +215,7 @@ class Planner(Simulator):
             budget_text=budget_text,
             device=device,
             card=card,
+            expandable=self.expandable,
             more_notes=notes,
         )
 
@@ -241,10 +245,10 @@ def plan_for_budget(
     card = (0, 0) if planner.card is None else planner.needed_bytes(candidate.decisions)
     limit_bytes = budget_bytes if budget == "auto" else planner.card_free_bytes
     if limit_bytes is None or limit_bytes < budget_bytes:
-        limit_bytes = card[0]  # the plan is for another card than this one
+        limit_bytes = card[planner.expandable]  # the plan is for another card than this one
     fastest = candidate, card
     for _ in range(MOST_TRIES):
-        over = card[0] - limit_bytes
+        over = card[planner.expandable] - limit_bytes
         if over <= 0:
             break
         smaller = planner.fit(candidate.peak_bytes - over)
@@ -258,7 +262,7 @@ def plan_for_budget(
     if candidate is not fastest[0]:
         note = (
             f"a faster plan that peaks at {format_bytes(fastest[0].peak_bytes)} would have torch reserve "
-            f"{format_bytes(fastest[1][0])} of the card, which has {format_bytes(limit_bytes)} to give"
+            f"{format_bytes(fastest[1][planner.expandable])} of the card, which has {format_bytes(limit_bytes)} to give"
         )
         made = dataclasses.replace(made, notes=(*made.notes, note))
     return made, candidate

@@ -16,7 +16,7 @@ import torch
 from recoup.cost.model import PricedTrace
 from recoup.ir.decision import OpMark, Rebuild
 from recoup.ir.trace import Signature, TensorSpec, Trace
-from recoup.runtime.rebuild.cheap_ops import DETACH, HOLD, OpFacts, op_facts
+from recoup.runtime.rebuild.cheap_ops import DETACH, HOLD, VIEW, OpFacts, op_facts
 from recoup.runtime.rebuild.saved_tensor import MIN_BYTES
 from recoup.solver.build import measure
 from recoup.solver.held import Op
@@ -193,7 +193,9 @@ def _addresses(trace: Trace, num_ops: int) -> list[OpMark | None]:
     for op in trace.ops[:num_ops]:
         signature = trace.signatures[op.signature]
         name = signature.name
-        if name == DETACH or not _reads_numbers(signature.args):
+        facts = _facts(name)
+        is_view = facts is not None and facts.kind == VIEW
+        if name == DETACH or is_view or not _reads_numbers(signature.args):
             found.append(None)
             continue
         ordinal = counts.get(op.call, 0)

@@ -95,7 +95,8 @@ def scan(
         loop runs.
 
     Raises:
-        UsageError: for arguments that make no loop. InfeasibleBudget: if one step does not fit the budget.
+        UsageError: for arguments that make no loop.
+        InfeasibleBudget: if one step does not fit the budget.
         ReplayError: from backward, if a step does not do again what it did, or something it reads was changed.
 
     Example:

@@ -18,7 +18,8 @@ def unroll(module: nn.Module, inputs: Any, **options: Any) -> Any:
 
     Args:
         module: called once a time step.
-        inputs: a nest of tensors whose first dimension is time. options: those of `scan`.
+        inputs: a nest of tensors whose first dimension is time.
+        options: those of `scan`.
 
     Returns:
         The outputs, stacked over time or as `outputs=` says.

@@ -51,8 +51,9 @@ class SelectiveCheckpointer:
             profile_report: for "selective"; left out: the profiler's last one, or a new one over the profiler's batch.
 
         Raises:
-            UsageError: if the configuration cannot be carried out on this model. ConflictError: if activation
-                checkpointing is on already. InfeasibleBudget: for "budget". The model is unchanged then.
+            UsageError: if the configuration cannot be carried out on this model.
+            ConflictError: if activation checkpointing is on already.
+            InfeasibleBudget: for "budget". The model is unchanged then.
         """
         config = self.config
         config.check()

@@ -97,7 +97,8 @@ def estimate(name: str, *, sequences: Sequence[int] = SEQUENCES, batches: Sequen
     """Returns the table for a model of `MODELS`.
 
     Raises:
-        UsageError: for an unknown name. TargetError: if transformers is missing.
+        UsageError: for an unknown name.
+        TargetError: if transformers is missing.
     """
     shape = find_shape(name)
     corners = {}

@@ -194,8 +194,8 @@ def checkpoint_ops(model: nn.Module, policy: Any, *, paths: Sequence[str]) -> Ap
         paths: dotted paths of modules, none inside another.
 
     Raises:
-        UsageError: for an unknown policy or path, or a module with running statistics. ConflictError: if activation
-            checkpointing is on already. The model is unchanged then.
+        UsageError: for an unknown policy or path, or a module with running statistics.
+        ConflictError: if activation checkpointing is on already. The model is unchanged then.
     """
     found = find_policy(policy)
     modules = dict(model.named_modules())

@@ -69,7 +69,8 @@ class MemoryProfiler:
             sample_input: a dict becomes `model(**sample_input)`, a tuple `model(*sample_input)`, else `model(it)`.
 
         Raises:
-            UsageError: if `num_runs` is not at least 1. StepError: if the step fails.
+            UsageError: if `num_runs` is not at least 1.
+            StepError: if the step fails.
         """
         if isinstance(num_runs, bool) or not isinstance(num_runs, int) or num_runs < 1:
             raise UsageError(f"num_runs must be a whole number of at least 1; got {num_runs!r}.")

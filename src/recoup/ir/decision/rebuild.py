@@ -19,8 +19,8 @@ class OpMark:
     Attributes:
         path: dotted path of the module whose own code dispatches the op ("" is the model).
         call: which call of that module in the step, from 0.
-        ordinal: which op of that call, from 0, of those that read tensors of floating-point or complex numbers; ops of
-            modules called inside do not count.
+        ordinal: which op of that call, from 0, of those that read tensors of floating-point or complex numbers and
+            are no views; ops of modules called inside do not count.
         op: its name, "aten.mm.default": where another op stands there, the mark means nothing.
         holds: its results are held for backward.
         begins_segment: a new segment begins with it.

@@ -80,7 +80,8 @@ class ScanPlans:
     Attributes:
         trace: of the step with all steps of all scans taped, each scan folded into the call that runs it.
         taped: the decisions that do so.
-        ladders: for the solver. names: the actions they add to it.
+        ladders: the solver's, one for each scan.
+        names: the actions that the ladders add to the solver's.
         rederives: whether the steps' tapes are smaller where they rederive.
     """
 

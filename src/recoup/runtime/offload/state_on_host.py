@@ -39,30 +39,33 @@ class PinnedHost:
     is_behind = True
 
     def __init__(self) -> None:
-        self._copied: torch.cuda.Event | None = None  # behind the last copy, if nobody waited for it yet
+        self._copied: dict[torch.device, torch.cuda.Event] = {}  # behind the last copies, while nobody waited for them
+        self._leaving: set[torch.device] = set()
 
     def leave(self, tensor: torch.Tensor, there: Any | None) -> Any:
         """See `Host`."""
         if there is None:
             there = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        self._leaving.add(tensor.device)
         return there.copy_(tensor, non_blocking=True)
 
     def back(self, there: Any, device: torch.device) -> torch.Tensor:
         """See `Host`."""
-        if self._copied is not None:
-            self._copied.wait()  # the stream does, which may be another one now
+        if device in self._copied:
+            self._copied[device].wait(torch.cuda.current_stream(device))  # which may be another one now
         return torch.empty_like(there, device=device, pin_memory=False).copy_(there, non_blocking=True)
 
     def finish(self) -> None:
         """See `Host`."""
-        self._copied = self._copied or torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._copied.record()
+        for device in self._leaving:
+            self._copied[device] = torch.cuda.current_stream(device).record_event()
+        self._leaving.clear()
 
     def wait(self) -> None:
         """See `Host`."""
-        if self._copied is not None:
-            self._copied.synchronize()
-            self._copied = None
+        for event in self._copied.values():
+            event.synchronize()
+        self._copied.clear()
 
 
 class FileHost:

@@ -33,12 +33,18 @@ class CallLog:
         saved: value (None: unknown) and geometry of each tensor that autograd saved.
     """
 
-    __slots__ = ("counted", "ops", "saved")
+    __slots__ = ("counted", "made", "ops", "saved")
 
     def __init__(self) -> None:
         self.ops: list[tuple[OpForm, tuple[Value, ...], list[Value]]] | None = []
         self.counted: list[tuple[str, int, list[Value]]] = []
+        self.made: list[Value] = []  # by the op that runs now, if it is counted
         self.saved: list[tuple[Value | None, Geometry]] = []
+
+    def count(self, label: str) -> None:
+        """Notes an op that is about to run and has a number."""
+        self.made = []
+        self.counted.append((label, len(self.saved), self.made))
 
     def saves(self, recorder: Any, tensor: torch.Tensor) -> None:
         """Called before a tensor is packed."""

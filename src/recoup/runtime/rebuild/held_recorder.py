@@ -13,7 +13,7 @@ from recoup import _torch
 from recoup.ir.decision import OpMark
 from recoup.runtime import execution_context
 from recoup.runtime.rebuild.call_forms import CallForm, CallLog
-from recoup.runtime.rebuild.cheap_ops import HOLD, OPAQUE, OpFacts, has_history, known_facts, op_facts
+from recoup.runtime.rebuild.cheap_ops import HOLD, OPAQUE, VIEW, OpFacts, has_history, known_facts, op_facts
 from recoup.runtime.rebuild.constant import Constant
 from recoup.runtime.rebuild.kept import Kept, Source, laid, on_device
 from recoup.runtime.rebuild.lineage import Geometry, Made, Recorder, Value, geometry_of
@@ -98,9 +98,11 @@ class HeldRecorder(Recorder):
             return super().__torch_dispatch__(func, (), args, kwargs)
         if not self._frames or not facts.is_counted:
             return self._run(facts, args, kwargs)
-        mark = None if self._frames[-1].marks is None else self.before_op(facts.label, args)
-        if self.log is not None and reads_numbers(args):
-            self.log.counted.append((facts.label, len(self.log.saved), []))
+        mark = None
+        if facts.kind != VIEW:
+            mark = None if self._frames[-1].marks is None else self.before_op(facts.label, args)
+            if self.log is not None and reads_numbers(args):
+                self.log.count(facts.label)
         out = self._run(facts, args, kwargs)
         if mark is not None:
             self.obey(mark, out)
@@ -178,8 +180,8 @@ class HeldRecorder(Recorder):
             log.ops = None
         else:
             log.ops.append((form, made.values, values))
-            if log.counted:
-                log.counted[-1][2].extend(values)
+            log.made.extend(values)
+            log.made = []
 
     def _run(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs and records an op."""

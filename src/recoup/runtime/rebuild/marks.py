@@ -38,7 +38,8 @@ class Frame:
 def reads_numbers(args: Sequence[Any]) -> bool:
     """Whether an op is handed a tensor of floating-point or complex numbers: others have no number in their call.
 
-    Code that asks about integers or masks may do so in a step and not while it is captured.
+    Code that asks about integers or masks may do so in a step and not while it is captured. Views have none either:
+    after a write through a view, autograd makes the views of fake tensors again, and those of real ones not.
     """
     for item in args:
         if isinstance(item, torch.Tensor):
