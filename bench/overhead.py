@@ -38,6 +38,7 @@ import recoup
 from recoup.evidence.memory import measure_peak, storage_bytes
 from recoup.ir.decision import Decision, OpMark, Rebuild, Recompute, Rederive
 from recoup.runtime.apply import apply_decisions
+from recoup.runtime.rebuild import apply_held
 from recoup.runtime.rebuild.held_recorder import HeldRecorder
 from recoup.runtime.rebuild.marks import reads_numbers
 
@@ -119,6 +120,13 @@ class Model(nn.Module):
 MODELS: dict[str, type[nn.Module]] = {"modules": ModuleBlock, "functions": FunctionBlock, "gpt2": Gpt2Block}
 
 
+class _NoneAnywhere(dict[Any, Any]):
+    """Marks of a plan: no op has one, though any might, so that all have numbers."""
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return {}
+
+
 def block_marks(model: Model, x: Tensor) -> Rebuild:
     """Returns the plan by tensor that holds what each block hands on, as checkpointing every block does."""
     found: list[OpMark] = []
@@ -133,11 +141,13 @@ def block_marks(model: Model, x: Tensor) -> Rebuild:
 
     model.at_block = lambda: starts.append(len(found))
     HeldRecorder.before_op = before_op  # type: ignore[method-assign]
-    nowhere = OpMark(path="", call=0, ordinal=1 << 40, op="")  # has the ops of the model's own code numbered
+    marks_of = apply_held.marks_of
+    apply_held.marks_of = lambda marks: _NoneAnywhere()
     try:
-        with apply_decisions(model, [Rebuild(path="", marks=(nowhere,))]), _Ops():  # behind a mode each op is recorded
+        with apply_decisions(model, [Rebuild(path="")]), _Ops():  # behind a mode each op is recorded by itself
             model(x)
     finally:
+        apply_held.marks_of = marks_of
         HeldRecorder.before_op = real  # type: ignore[method-assign]
         model.at_block = lambda: None
     marks = {i: dataclasses.replace(found[i], begins_segment=True) for i in starts}

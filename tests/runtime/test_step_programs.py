@@ -98,6 +98,13 @@ def _lists(model: _Model, x: Tensor) -> Tensor:
     return torch.tanh(torch.cat([parts[i] for i in order], -1) * torch.stack(parts, 1).sum(1).repeat(1, 4))
 
 
+def _masked(model: _Model, x: Tensor) -> Tensor:
+    y = torch.sin(model.first(x))
+    chosen = torch.exp(y)[x.detach() * (-1) ** model.i > 0]  # as many as the contents say
+    rows = torch.exp(y)[torch.arange(ROWS) % 3]
+    return torch.tanh(chosen * 2).sum() + torch.tanh(rows * y)
+
+
 class _Double(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -113,7 +120,7 @@ class _Double(torch.autograd.Function):
 
 STEPS = [
     *(_same, _swapped, _attention, _gradients_off, _buffer_written, _written_between, _zeros_sign, _behind_python),
-    *(_looks, _lists),
+    *(_looks, _lists, _masked),
 ]
 
 
@@ -165,7 +172,7 @@ def test_what_differs_from_the_program(step: Step, followed: list[bool]) -> None
     assert len(plain) == len(planned)
     assert all(map(equal_values, plain, planned))
     assert applied.log.num_rederived > 0
-    assert all(followed) if step is _same else step in (_behind_python, _written_between) or True in followed
+    assert all(followed) if step is _same else step in (_behind_python, _written_between, _masked) or True in followed
 
 
 def test_an_exception_ends_a_program_and_nothing_else(followed: list[bool]) -> None:

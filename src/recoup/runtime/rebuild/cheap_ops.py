@@ -141,6 +141,8 @@ class OpFacts:
         pooled_dims: how many dimensions a max-pooling with indices pools, 0 for other ops.
         can_rerun: it computes new tensors from its arguments alone, dear or cheap: run again it gives the same bits.
         can_rewrite: it changes its first argument alone, and does so again on a copy.
+        has_dynamic_shape: how large its result is may depend on contents.
+        gathers: it does only where it is handed a mask.
         is_counted: it has a number among the ops of a module's call.
         written: positions of positional arguments that are changed.
         written_names: of keyword ones.
@@ -151,6 +153,8 @@ class OpFacts:
         "can_rewrite",
         "commutes",
         "function",
+        "gathers",
+        "has_dynamic_shape",
         "is_batch_norm",
         "is_counted",
         "is_inert",
@@ -182,6 +186,8 @@ class OpFacts:
         self.is_batch_norm = name in ("native_batch_norm", "cudnn_batch_norm", "_native_batch_norm_legit")
         self.pooled_dims = _MAX_POOLS.get(name, 0)
         self.is_random_mask = name == "bernoulli_"
+        self.gathers = name in _GATHERS
+        self.has_dynamic_shape = torch.Tag.dynamic_output_shape in overload.tags
         self.label = f"{schema.name.replace('::', '.')}.{overload._overloadname}"
         self.is_counted = self.label != DETACH and namespace != "prim"
         self.function = self.overload = overload

@@ -17,7 +17,7 @@ from recoup.runtime.rebuild.cheap_ops import HOLD, OPAQUE, VIEW, OpFacts, has_hi
 from recoup.runtime.rebuild.constant import Constant
 from recoup.runtime.rebuild.kept import Kept, Source, laid, on_device
 from recoup.runtime.rebuild.lineage import Geometry, Made, Recorder, Value, geometry_of
-from recoup.runtime.rebuild.marks import Frame, reads_numbers
+from recoup.runtime.rebuild.marks import Frame, reads_masks, reads_numbers
 from recoup.runtime.rebuild.op_forms import Noted, OpForm, form_of
 from recoup.runtime.rebuild.saved_tensor import MIN_BYTES, compact_mask
 from recoup.runtime.rebuild.segments import Rebuilt, Segment
@@ -103,6 +103,8 @@ class HeldRecorder(Recorder):
             mark = None if self._frames[-1].marks is None else self.before_op(facts.label, args)
             if self.log is not None and reads_numbers(args):
                 self.log.count(facts.label)
+        if self.log is not None and facts.has_dynamic_shape and (not facts.gathers or reads_masks(args)):
+            self.log_other()
         out = self._run(facts, args, kwargs)
         if mark is not None:
             self.obey(mark, out)

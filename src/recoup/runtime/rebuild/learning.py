@@ -42,6 +42,7 @@ class Learning:
         self._seen: dict[Value, tuple[int, bool, int]] = {}  # where first: call, whether a result, position
         self._is_inside = self._is_open = False  # a call runs: with a form; any
         self._written: list[Value] = []
+        self._of_others: set[Value] = set()  # results of calls without form
 
     # -- notes --------------------------------------------------------------------------------------------------
 
@@ -59,7 +60,7 @@ class Learning:
                 if type(tensor) is nn.Parameter:
                     self._constants.append((tensor, slot))
                 else:
-                    if value is not None and value.made is not None:
+                    if value is not None and value.made is not None and value not in self._of_others:
                         self.failed = True  # a view that no call returned
                     enters.append((i, slot))
                     slot = -1
@@ -78,7 +79,10 @@ class Learning:
         outs = [(-1, out)] if isinstance(out, torch.Tensor) else []
         if isinstance(out, (tuple, list)):
             outs = [(i, item) for i, item in enumerate(out) if isinstance(item, torch.Tensor)]
-        call.gives = [(i, self._new_slot(t)) for i, t in outs if self._slot(t) is None]
+        if call.form is None:  # how that lies does not follow from the call: looked at where it is read first
+            self._of_others.update(v for v in (self._recorder.existing(t) for _, t in outs) if v is not None)
+        else:
+            call.gives = [(i, self._new_slot(t)) for i, t in outs if self._slot(t) is None]
         call.num_ops = num_ops
         call.end_save = len(self._saves)
         call.deriving = self._recorder.deriving
@@ -243,8 +247,10 @@ class Learning:
     def _let_go(self) -> None:
         """Notes after which call nobody reads a slot any more."""
         always = {slot for _, slot in self._constants}
+        num_saved = len(self._saves)
         read: set[int] = set()
         for call in reversed(self._calls):
+            call.last_save, num_saved = num_saved, call.first_save
             here = [slot for slot in call.reads if slot >= 0 and slot not in always]
             call.gives = tuple([(i, slot) for i, slot in call.gives if slot in read])
             call.enters = tuple([(i, slot) for i, slot in call.enters if slot in read])

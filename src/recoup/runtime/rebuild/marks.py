@@ -48,3 +48,14 @@ def reads_numbers(args: Sequence[Any]) -> bool:
         elif isinstance(item, (list, tuple)) and reads_numbers(item):
             return True
     return False
+
+
+def reads_masks(args: Sequence[Any]) -> bool:
+    """Whether an op is handed a tensor of booleans, or of the bytes that once were their dtype."""
+    for item in args:
+        if isinstance(item, torch.Tensor):
+            if item.dtype in (torch.bool, torch.uint8):
+                return True
+        elif isinstance(item, (list, tuple)) and reads_masks(item):
+            return True
+    return False

@@ -35,32 +35,37 @@ MIN_BYTES = 4096  # smaller saved tensors are kept: a rebuild takes some 100 us 
 
 def pack(tensor: torch.Tensor) -> Any:
     """Returns the object that autograd saves in place of `tensor`: `Kept`, `KeptView`, `Rederived` or `Returning`."""
+    recorder = current_recorder()
+    if recorder is not None and recorder.program is not None:
+        packed = recorder.program.pack(recorder, tensor)
+        if packed is not None:
+            return packed
     if _torch.num_function_modes():
         with _torch.past_function_modes():
-            packed = _pack(tensor)
+            packed = _pack(recorder, tensor)
     else:
-        packed = _pack(tensor)
-    if (recorder := current_recorder()) is not None and not recorder.is_cheap:
+        packed = _pack(recorder, tensor)
+    if recorder is not None and not recorder.is_cheap:
         recorder.packed.append(weakref.ref(packed))
     return packed
 
 
-def _pack(tensor: torch.Tensor) -> Any:
-    recorder = current_recorder()
+def _pack(recorder: Recorder | None, tensor: torch.Tensor) -> Any:
+    if recorder is None:
+        return Kept(tensor)
+    value: Value | None = None
+    if recorder.call is not None:
+        recorder.call.saves(recorder, tensor)
     if (
-        recorder is None
-        or (type(tensor) is not torch.Tensor and isinstance(tensor, nn.Parameter))
+        (type(tensor) is not torch.Tensor and isinstance(tensor, nn.Parameter))
         or tensor.layout is not torch.strided
         or tensor.is_neg()
         or tensor.is_conj()
     ):
-        return Kept(tensor)
-    if recorder.program is not None and (packed := recorder.program.pack(recorder, tensor)) is not None:
-        return packed
-    if recorder.call is not None:
-        recorder.call.saves(recorder, tensor)
-    value = recorder.value_of(tensor)
-    packed = _pack_value(recorder, tensor, value)
+        packed: Any = Kept(tensor)
+    else:
+        value = recorder.value_of(tensor)
+        packed = _pack_value(recorder, tensor, value)
     if recorder.learning is not None:
         recorder.learning.saved(tensor, value, packed)
     return packed

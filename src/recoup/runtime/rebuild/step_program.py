@@ -39,7 +39,8 @@ class ProgramCall:
         leaves: slots that no later call reads. gives: position (-1: the result) and slot of results that are read.
         keeps: position among the call's tensors and number of values to hold. keeps_results: the same of results.
         reads_constants: the same of parameters that something is rebuilt from.
-        num_ops: counted in it. first_save, end_save: tensors that autograd saved before it, and after it.
+        num_ops: counted in it. first_save, end_save, last_save: tensors that autograd saved before it, after it, and
+            before the next call.
         deriving: whether saved tensors were rebuilt after it.
     """
 
@@ -54,6 +55,7 @@ class ProgramCall:
         "gives",
         "keeps",
         "keeps_results",
+        "last_save",
         "leaves",
         "num_ops",
         "reads",
@@ -74,7 +76,7 @@ class ProgramCall:
         self.reads_constants: Sequence[tuple[int, int]] = ()
         self.scalars: Any = None
         self.num_ops = 0
-        self.first_save = self.end_save = 0
+        self.first_save = self.end_save = self.last_save = 0
         self.deriving = True
 
 

@@ -137,6 +137,8 @@ class StepRun:
             handed, scalars = parts_of(args, kwargs)
             if scalars != call.scalars or len(handed) != len(call.reads) or not self._are_read(call, handed):
                 return None
+            for slot in call.leaves:
+                self._slots[slot] = None
             self._take(call, handed)
             self._at = at + 1
             self._end = call.end_save
@@ -144,19 +146,21 @@ class StepRun:
         tensors = form.tensors(args, kwargs) if call.binds else form.alike(args, kwargs)
         if tensors is None:
             return None
-        if not self._are_read(call, tensors):
-            return None
-        if call.reads_constants:
-            for position, number in call.reads_constants:
-                parameter = tensors[position]
-                if not isinstance(parameter, torch.nn.Parameter):
+        slots = self._slots
+        for tensor, slot in zip(tensors, call.reads, strict=True):
+            if slot >= 0 and slots[slot] is not tensor:
+                return None
+        for position, number in call.reads_constants:
+            parameter = tensors[position]
+            if number not in self._constants:
+                if not isinstance(parameter, torch.nn.Parameter) or not has_memory(parameter):
                     return None
-                if number not in self._constants:
-                    if not has_memory(parameter):
-                        return None
-                    constant = self._constants[number] = Constant(parameter)
-                    constant.is_source = True
-        self._take(call, tensors)
+                constant = self._constants[number] = Constant(parameter)
+                constant.is_source = True
+        for slot in call.leaves:
+            slots[slot] = None
+        if call.enters or call.keeps:
+            self._take(call, tensors)
         self._at = at + 1
         self._end = call.end_save
         return call
@@ -171,11 +175,8 @@ class StepRun:
 
     def _take(self, call: ProgramCall, tensors: Sequence[torch.Tensor]) -> None:
         """Notes what a call is handed."""
-        slots = self._slots
-        for slot in call.leaves:
-            slots[slot] = None
         for position, slot in call.enters:
-            slots[slot] = tensors[position]
+            self._slots[slot] = tensors[position]
         for position, number in call.keeps:
             self._keep(number, tensors[position])
 
@@ -185,9 +186,7 @@ class StepRun:
             self._slots[slot] = out if position < 0 else out[position]
         for position, number in call.keeps_results:
             self._keep(number, out if position < 0 else out[position])
-        at = self._at
-        calls = self._program.calls
-        self._end = calls[at].first_save if at < len(calls) else len(self._program.saves)
+        self._end = call.last_save
 
     def pack(self, recorder: Any, tensor: torch.Tensor) -> Any | None:
         """Returns what autograd gets instead of a tensor; None if the program has nothing saved here."""
