@@ -19,11 +19,12 @@ from torch.utils.flop_counter import FlopCounterMode
 import recoup
 from bench.functional_models import FUNCTIONAL, checkpointed
 from bench.more_functional_models import MORE_FUNCTIONAL
+from bench.stranger_models import STRANGERS
 from recoup.errors import InfeasibleBudget
 from recoup.evidence.memory import measure_peak, storage_bytes
 
 NUM_PAIRS = 7
-MODELS = FUNCTIONAL | MORE_FUNCTIONAL
+MODELS = FUNCTIONAL | MORE_FUNCTIONAL | STRANGERS
 CPU = torch.device("cpu")
 
 

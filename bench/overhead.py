@@ -39,6 +39,7 @@ from recoup.evidence.memory import measure_peak, storage_bytes
 from recoup.ir.decision import Decision, OpMark, Rebuild, Recompute, Rederive
 from recoup.runtime.apply import apply_decisions
 from recoup.runtime.rebuild.held_recorder import HeldRecorder
+from recoup.runtime.rebuild.marks import reads_numbers
 
 BLOCKS, WIDTH, HEADS, ROWS, COLUMNS = 24, 32, 2, 2, 32
 _ROUNDS = 15
@@ -124,15 +125,17 @@ def block_marks(model: Model, x: Tensor) -> Rebuild:
     starts: list[int] = []
     real = HeldRecorder.before_op
 
-    def before_op(self: Any, name: str) -> OpMark | None:
+    def before_op(self: Any, name: str, args: tuple[Any, ...]) -> OpMark | None:
         frame = self._frames[-1]
-        found.append(OpMark(path=frame.path, call=self._calls[frame.path] - 1, ordinal=frame.ordinal, op=name))
-        return real(self, name)
+        if reads_numbers(args):
+            found.append(OpMark(path=frame.path, call=self._calls[frame.path] - 1, ordinal=frame.ordinal, op=name))
+        return real(self, name, args)
 
     model.at_block = lambda: starts.append(len(found))
     HeldRecorder.before_op = before_op  # type: ignore[method-assign]
+    nowhere = OpMark(path="", call=0, ordinal=1 << 40, op="")  # has the ops of the model's own code numbered
     try:
-        with apply_decisions(model, [Rebuild(path="")]):
+        with apply_decisions(model, [Rebuild(path="", marks=(nowhere,))]), _Ops():  # behind a mode each op is recorded
             model(x)
     finally:
         HeldRecorder.before_op = real  # type: ignore[method-assign]

@@ -159,6 +159,8 @@ class Session:
 
     def time(self, row: Row, enter: Any = None) -> None:
         """Times a row's method and its plan beside plain, and plain beside itself; writes it into the row."""
+        if not self.rounds:
+            return
         ways = {"plain": METHODS["plain"](self.subject)}
         if enter is None and "peak_bytes" in row:
             enter = METHODS[row["method"]](self.subject)
@@ -172,7 +174,7 @@ class Session:
         ours = row.get("recoup")
         if ours and "plan" in ours:
             ways["recoup"] = self.entered(Plan.from_json(ours["plan"]))
-        if len(ways) == 1 or not self.rounds:
+        if len(ways) == 1:
             return
         found = timed(self.bench, ways, rounds=self.rounds)
         row["plain_seconds"] = found["plain"]["seconds"]
@@ -227,7 +229,12 @@ def main() -> None:
     parser.add_argument("--same-plan", action="store_true", help="with --again: with the plans that are in the file")
     parser.add_argument("--replan", action="store_true", help="plan again for the rows that are there, and time them")
     parser.add_argument("--retime", action="store_true", help="only time the rows that are there, with their plans")
-    parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds of steps that a row is timed over")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=5,
+        help="interleaved rounds of steps that a row is timed over; 0: bytes and FLOPs only",
+    )
     parser.add_argument("--report", action="store_true", help="only write page and pictures from the file")
     parser.add_argument(
         "--out", default="bench/results", help="a folder; or a .json file, then without page and pictures"

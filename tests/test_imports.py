@@ -190,3 +190,18 @@ def test_files_that_pages_and_docstrings_name_exist() -> None:
     for page in [here / "README.md", *sorted((here / "docs").glob("*.md")), *FILES]:
         for name in re.findall(r"`([\w/]+\.py)`", page.read_text()):
             assert (here / name).exists() or any(ROOT.rglob(name)), f"{page.name} names {name}"
+
+
+def test_each_stop_of_a_walk_is_where_the_page_says() -> None:
+    here = ROOT.parent.parent
+    page = (here / "docs" / "architecture.md").read_text()
+    walks = re.split(r"^\*\*.+?\*\*", page.split("## Walks", 1)[1].split("## Decisions", 1)[0], flags=re.M)[1:]
+    assert len(walks) >= 7
+    for walk in walks:
+        stops = re.findall(r"^\d\. (.+(?:\n   .+)*)", walk, re.M)
+        assert 3 <= len(stops) <= 5
+        for path, name in re.findall(r"`([\w/]+\.py)`, `([\w.]+)`", "\n".join(stops)):
+            tree = ast.parse((ROOT / path).read_text())
+            defined = {n.name: n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+            for part in name.split("."):
+                assert part in defined, f"{path} does not define {name}"

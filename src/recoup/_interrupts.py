@@ -35,7 +35,8 @@ class _Pressed:
     process (torch 2.13). So it waits for the next op to come to a mode of ours; a second one does not wait.
 
     Attributes:
-        num_blocks: in how many blocks that run steps under modes this is. events: what waits.
+        num_blocks: in how many blocks that run steps under modes this is.
+        events: what waits.
     """
 
     def __init__(self, handler: Callable[..., Any]) -> None:

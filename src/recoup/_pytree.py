@@ -174,6 +174,15 @@ def iterate_tensors(nest: Any) -> Iterator[torch.Tensor]:
             yield from iterate_tensors(child)
 
 
+def argument_tensors(arguments: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Yields the tensors among an op's arguments, where only lists and tuples hold others: for what runs every op."""
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor):
+            yield argument
+        elif isinstance(argument, (list, tuple)):
+            yield from argument_tensors(argument)
+
+
 def num_rows(batch: Any) -> int:
     """Returns the largest first dimension of the batch's tensors."""
     return max((t.shape[0] for t in iterate_tensors(batch) if t.dim() > 0), default=0)

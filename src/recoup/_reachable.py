@@ -47,13 +47,20 @@ class Reached:
     """The objects that were found, each with a name that says where.
 
     Attributes:
-        tensors: leaf and other tensors. containers: lists, dicts (attribute dictionaries among them), sets, deques.
-        slotted: objects with `__slots__`. classes: a user's own. cells: of closures. bindings: (globals, name) that a
-            user's function names. arrays: numpy's. raw: `bytearray`s and arrays. streams: random number generators.
+        tensors: leaf and other tensors.
+        containers: lists, dicts (attribute dictionaries among them), sets, deques.
+        slotted: objects with `__slots__`.
+        classes: a user's own.
+        cells: of closures.
+        bindings: (globals, name) that a user's function names.
+        arrays: numpy's.
+        raw: `bytearray`s and arrays.
+        streams: random number generators.
         once_only: generators, files and their like, which cannot be put back, with their holder and key in it.
 
     Args:
-        roots: where to look from, by name. around: of a module that these are part of, only attributes are looked at.
+        roots: where to look from, by name.
+        around: of a module that these are part of, only attributes are looked at.
     """
 
     def __init__(self, roots: Mapping[str, Any], *, around: Iterable[nn.Module] = ()) -> None:
@@ -169,7 +176,7 @@ class Reached:
         if function.__dict__:
             yield name, function.__dict__
         if self._is_users(function.__globals__.get("__name__", "")):
-            yield from self._look_at_names(frozenset(_names(function.__code__)), function.__globals__)
+            yield from self._look_at_names(frozenset(names_in(function.__code__)), function.__globals__)
 
     def _look_at_names(self, names: frozenset[str], scope: dict[str, Any]) -> Iterator[tuple[str, Any]]:
         for name in sorted(names):
@@ -231,11 +238,12 @@ def slots_of(kind: type) -> tuple[str, ...]:
     return tuple(n for c in kind.__mro__ for n, v in vars(c).items() if isinstance(v, types.MemberDescriptorType))
 
 
-def _names(code: types.CodeType) -> Iterator[str]:
+def names_in(code: types.CodeType) -> Iterator[str]:
+    """Yields the names that a function's code looks up outside of itself, those of functions inside of it too."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _names(constant)
+            yield from names_in(constant)
 
 
 def _contents(cell: types.CellType) -> Any:

@@ -11,6 +11,7 @@ import functools
 import logging
 import operator
 import os
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -311,6 +312,19 @@ def is_higher_order(func: Any) -> bool:
     return not isinstance(func, torch._ops.OpOverload)
 
 
+def written_arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Returns the tensors that an op says it writes, of those it was given.
+
+    Private: `_schema` of an op. Seen working with 2.7 to 2.13.
+    """
+    found: list[torch.Tensor] = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            item = args[position] if position < len(args) else kwargs.get(argument.name)
+            found += [t for t in (item if isinstance(item, (list, tuple)) else (item,)) if isinstance(t, torch.Tensor)]
+    return found
+
+
 def is_wrapped(tensor: torch.Tensor) -> bool:
     """Whether a `torch.func` transform stands around the tensor, which has no storage then (torch 2.11, 2.13).
 
@@ -354,12 +368,62 @@ def dispatch_mode_class() -> type[Any]:
     return OwnMode
 
 
+@functools.cache
+def function_mode_class() -> type[Any]:
+    """Returns the base of our torch-function modes, which `user_modes` leaves out (torch 2.11, 2.13).
+
+    Freed by: as `user_modes`.
+    """
+    from torch.overrides import TorchFunctionMode
+
+    class OwnFunctionMode(TorchFunctionMode):  # type: ignore[no-untyped-call]
+        is_off = False
+
+        def leave(self) -> None:
+            """Turns it off before its block ends, if no other mode was put on since."""
+            num = torch._C._len_torch_function_stack()
+            if not self.is_off and num and torch._C._get_function_stack_at(num - 1) is self:
+                torch._C._pop_torch_function_stack()
+                self.is_off = True
+
+        def __exit__(self, *exc: Any) -> None:
+            if not self.is_off:
+                super().__exit__(*exc)  # type: ignore[no-untyped-call]
+
+    return OwnFunctionMode
+
+
+@contextlib.contextmanager
+def on_compiled_calls(tell: Callable[[], None]) -> Iterator[None]:
+    """Calls `tell` before compiled code runs inside of the block (torch 2.11, 2.13).
+
+    Code that is compiled for the first time in this process there is not seen. Freed by: a function mode that Dynamo
+    leaves alone; it traces those that are on into what it compiles.
+    """
+    dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
+    backends = getattr(dynamo, "cached_backends", {})
+    if all(backend is None for backend in backends.values()):  # None: that of what is not to be compiled
+        yield
+        return
+    real = dynamo.set_eval_frame
+
+    def set_eval_frame(callback: Any) -> Any:
+        tell()
+        return real(callback)
+
+    dynamo.set_eval_frame = set_eval_frame
+    try:
+        yield
+    finally:
+        dynamo.set_eval_frame = real
+
+
 def user_modes() -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Returns the torch-function modes and the dispatch modes that are on, without ours and torch's own (torch 2.13).
 
     Torch's own are those it keeps apart: fake tensors, tracing. Freed by: public stacks of modes.
     """
-    functions = tuple(map(torch._C._get_function_stack_at, range(torch._C._len_torch_function_stack())))
+    functions = tuple(m for m in _function_modes() if not isinstance(m, function_mode_class()))
     return functions, tuple(m for m in dispatch_modes() if not isinstance(m, dispatch_mode_class()))
 
 
@@ -389,6 +453,10 @@ def dispatch_modes() -> list[Any]:
     return [m for m in modes if getattr(m, "_mode_key", None) is None]
 
 
+def _function_modes() -> list[Any]:
+    return list(map(torch._C._get_function_stack_at, range(torch._C._len_torch_function_stack())))
+
+
 @contextlib.contextmanager
 def under_modes(modes: tuple[tuple[Any, ...], tuple[Any, ...]]) -> Iterator[None]:
     """Runs what is inside under these modes of the user and no others, without entering them (torch 2.11, 2.13).
@@ -401,28 +469,29 @@ def under_modes(modes: tuple[tuple[Any, ...], tuple[Any, ...]]) -> Iterator[None
     if _are_same(before[0], functions) and _are_same(before[1], dispatches):
         yield
         return
-    stack = dispatch_modes()
+    stack, function_stack = dispatch_modes(), _function_modes()
+    wanted_functions = [*(m for m in function_stack if isinstance(m, function_mode_class())), *functions]
     wanted = [*(m for m in stack if isinstance(m, dispatch_mode_class())), *dispatches]
     push, pop = torch._C._push_on_torch_dispatch_stack, torch._C._pop_torch_dispatch_stack
     push_function, pop_function = torch._C._push_on_torch_function_stack, torch._C._pop_torch_function_stack
     for _ in stack:
         pop(None)
-    for _ in before[0]:
+    for _ in function_stack:
         pop_function()
     for mode in wanted:
         push(mode)
-    for mode in functions:
+    for mode in wanted_functions:
         push_function(mode)
     try:
         yield
     finally:
         for _ in wanted:
             pop(None)
-        for _ in functions:
+        for _ in wanted_functions:
             pop_function()
         for mode in stack:
             push(mode)
-        for mode in before[0]:
+        for mode in function_stack:
             push_function(mode)
 
 
@@ -493,6 +562,23 @@ def backend_flags(*, cpu_only: bool = False) -> tuple[Any, ...]:
     Freed by: one public snapshot of `torch.backends`.
     """
     return tuple([get() for get, _ in (_CPU_FLAGS if cpu_only else _FLAGS)])
+
+
+def attention_flags() -> tuple[Any, ...]:
+    """Returns the flags that choose a kernel of `scaled_dot_product_attention` (torch 2.11, 2.13).
+
+    Freed by: as `backend_flags`.
+    """
+    flags = (
+        torch._C._get_flash_sdp_enabled(),
+        torch._C._get_mem_efficient_sdp_enabled(),
+        torch._C._get_math_sdp_enabled(),
+    )
+    return (*flags, torch._C._get_cudnn_sdp_enabled(), *torch._C._get_sdp_priority_order())
+
+
+is_autocast = torch._C._is_any_autocast_enabled
+"""Whether autocast is on for some device (torch 2.11, 2.13). Freed by: `torch.is_autocast_enabled` for any device."""
 
 
 @contextlib.contextmanager
@@ -1085,6 +1171,14 @@ def set_version(tensor: torch.Tensor, version: int) -> None:
 def cuda_peak_bytes(device: torch.device) -> int:
     """Returns `max_memory_allocated` without a flat dictionary of every statistic (torch 2.11, 2.13)."""
     return int(torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]["peak"])
+
+
+def has_expandable_segments() -> bool:
+    """Whether the CUDA allocator of this process grows its segments, as it was told by whom- and however.
+
+    Private: `torch.cuda.memory._snapshot`, seen working with 2.11. False where it does not say.
+    """
+    return bool(torch.cuda.memory._snapshot().get("allocator_settings", {}).get("expandable_segments", False))
 
 
 def _partitioners() -> Any:

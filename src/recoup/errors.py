@@ -177,3 +177,8 @@ class OverBudgetWarning(UserWarning):
     """A training step under a plan peaked above the plan's budget; says by how much, and why it may."""
 
     code = "E302"
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an exception's text, "" if it has none."""
+    return next(iter(str(error).strip().splitlines()), "")

@@ -148,3 +148,19 @@ def test_a_watched_batch_is_weighed_as_the_gpu_counts() -> None:
         model(x).sum().backward()
     with pytest.raises(recoup.BatchTooLarge), recoup.watch(model, budget=peak - 512):
         model(x)
+
+
+def test_the_users_expandable_segments_are_what_a_plan_is_chosen_for() -> None:
+    model, x = torch.nn.Linear(64, 64, device="cuda"), torch.zeros(8, 64, device="cuda")
+    table = RooflineCost(get_device("h100-sxm"))
+
+    def note() -> str:
+        plan = recoup.plan(model, x, budget="100%", device="cuda", cost=table, loss=lambda y, _: y.mean())
+        return next(n for n in plan.notes if "torch reserves" in n)
+
+    assert "that are set here" not in note()
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    try:
+        assert "that are set here" in note()
+    finally:
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:False")

@@ -62,6 +62,13 @@ def unet() -> Made:
     return {"model": UNet(16, 3), "batch": images, "loss": lambda output, batch: nn.functional.mse_loss(output, batch)}
 
 
+def mlp() -> Made:
+    """Returns a chain of linear layers on 32,768 rows: quick to plan, and 32 MiB a tensor."""
+    layers = [layer for _ in range(8) for layer in (nn.Linear(256, 256), nn.ReLU())]
+    rows = torch.randn(1 << 15, 256, generator=_generator())
+    return {"model": nn.Sequential(*layers), "batch": rows, "loss": lambda output, batch: output.square().mean()}
+
+
 def _generator() -> torch.Generator:
     return torch.Generator().manual_seed(0)
 

@@ -73,7 +73,7 @@ def test_replays_are_compared_on_half_the_batch_where_no_more_fits(monkeypatch: 
     assert evidence.ok and any("256 of 512 examples" in note for note in evidence.notes)
 
 
-def test_a_plan_that_the_card_cannot_hold_gives_way() -> None:
+def test_a_plan_that_the_card_cannot_hold_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = _model(), torch.randn(512, 64)
     planner = planner_for(model, x, objective=Objective(), optimizer=None, device="a100-80gb", actions=None, cost=None)[
         0
@@ -85,6 +85,13 @@ def test_a_plan_that_the_card_cannot_hold_gives_way() -> None:
     assert tight.predicted.card_bytes <= planner.card_free_bytes and tight.budget_bytes == roomy.budget_bytes
     assert tight.predicted.peak_bytes < roomy.predicted.peak_bytes
     assert any("a faster plan" in note for note in tight.notes)
+    needed = planner.needed_bytes
+    monkeypatch.setattr(planner, "needed_bytes", lambda chosen: (needed(chosen)[0], roomy.budget_bytes))
+    planner.expandable = True  # the user's setting: no room is lost between segments
+    planner.card_free_bytes = roomy.budget_bytes
+    same, _ = plan_for_budget(planner, budget="90%", free_bytes=None, device="a100-80gb")
+    assert same.decisions == roomy.decisions and any("that are set here" in note for note in same.notes)
+    planner.expandable = False
     planner.card_free_bytes = roomy.budget_bytes - 1  # for another card than this one
     other, _ = plan_for_budget(planner, budget="90%", free_bytes=None, device="a100-80gb")
     assert other.decisions == roomy.decisions

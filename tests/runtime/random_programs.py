@@ -1,8 +1,9 @@
-"""Random training steps whose work lies in functions: in place, views, loops, dropout, frozen weights, submodules."""
+"""Random training steps: functions, submodules, in place, views, loops, dropout, generators, frozen, random depth."""
 
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,17 +30,33 @@ class Child(nn.Module):
         return F.relu_(x) if self.kind else torch.tanh(x)
 
 
+class Doubled(torch.autograd.Function):
+    """A function of the user's that saves its result."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(x) * 2
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        (y,) = ctx.saved_tensors
+        return gradients[0] * (2 - y * y / 2)
+
+
 class Program(nn.Module):
     """A fixed random sequence of operations on a few tensors; what it does may depend on the number of the step."""
 
     def __init__(self, seed: int, *, length: int = 24) -> None:
         super().__init__()
         rng = random.Random(seed)
-        self.steps = [(rng.randrange(19), rng.randrange(1 << 30)) for _ in range(length)]
+        self.steps = [(rng.randrange(24), rng.randrange(1 << 30)) for _ in range(length)]
         self.weights = nn.ParameterList(nn.Parameter(torch.randn(WIDTH, WIDTH) / 4) for _ in range(4))
         self.weights[rng.randrange(4)].requires_grad_(rng.random() < 0.7)
         self.children_ = nn.ModuleList(Child(i) for i in range(2))
         self.varies = rng.random() < 0.3
+        self.generator = torch.Generator().manual_seed(seed)
         self.num_steps = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -107,6 +124,19 @@ class Program(nn.Module):
         if kind == 17:
             top = a.topk(4, dim=1)
             return a.scatter(1, top.indices, top.values * 0.5)
+        if kind == 18:
+            noise = torch.randn(ROWS, WIDTH, generator=self.generator)
+            return torch.where(torch.rand(ROWS, 1, generator=self.generator) < 0.5, a, b + noise.to(a.dtype) / 9)
+        if kind == 19:
+            y = torch.fft.irfft(torch.fft.rfft(a.float(), dim=0) * 0.5, n=ROWS, dim=0)
+            return y.cumsum(1).to(a.dtype) / WIDTH
+        if kind == 20:
+            parts = [part * (i + 1) for i, part in enumerate(torch.split(a, [8, 16, ROWS - 24]))]
+            return torch.cat(parts[::-1]) if self.num_steps % 2 or not self.varies else torch.cat(parts)
+        if kind == 21:
+            return torch.einsum("ri,ij,rj->ri", a, weight.to(a.dtype), b) / WIDTH
+        if kind == 22:
+            return Doubled.apply(a) + b.unfold(0, 1, 1).squeeze(-1)
         with torch.no_grad():
             scale = a.abs().mean()
         return a / (scale + 1) + torch.outer(b[:, 0], weight[0])

@@ -7,35 +7,53 @@ import os
 import random
 import threading
 import warnings
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from recoup.evidence.gradients import equal_values
 from recoup.ir.decision import OpMark, Rebuild
 from recoup.runtime.apply import apply_decisions
-from recoup.runtime.rebuild import held_recorder
+from recoup.runtime.rebuild import apply_held, held_recorder
 from tests.runtime.random_programs import ATTENTION, ROWS, WIDTH, Program
 
 NUM = int(os.environ.get("RECOUP_FUZZ", "24"))
 
 
+class _NoneAnywhere(dict[Any, Any]):
+    """Marks of a plan: no op has one, though any might."""
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return {}
+
+
 def ops_of(model: nn.Module, x: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> list[OpMark]:
-    """Returns the addresses of all ops of a step."""
+    """Returns the addresses of all ops of a step that have a number."""
     found: list[OpMark] = []
     real = held_recorder.HeldRecorder.before_op
 
-    def before_op(self: held_recorder.HeldRecorder, name: str) -> OpMark | None:
+    def before_op(self: held_recorder.HeldRecorder, name: str, args: tuple[Any, ...]) -> OpMark | None:
         frame = self._frames[-1]
-        found.append(OpMark(path=frame.path, call=self._calls[frame.path] - 1, ordinal=frame.ordinal, op=name))
-        return real(self, name)
+        if held_recorder.reads_numbers(args):
+            found.append(OpMark(path=frame.path, call=self._calls[frame.path] - 1, ordinal=frame.ordinal, op=name))
+        return real(self, name, args)
 
     with monkeypatch.context() as patch:
         patch.setattr(held_recorder.HeldRecorder, "before_op", before_op)
-        with apply_decisions(model, [Rebuild(path="")]):
+        patch.setattr(apply_held, "marks_of", lambda marks: _NoneAnywhere())
+        with apply_decisions(model, [Rebuild(path="")]), _Behind():
             model(x)
     return found
+
+
+class _Behind(TorchDispatchMode):
+    """Behind another mode each op is recorded by itself."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
 
 
 def backward(loss: torch.Tensor, model: Program, x: torch.Tensor, kind: int) -> None:
@@ -55,7 +73,7 @@ def backward(loss: torch.Tensor, model: Program, x: torch.Tensor, kind: int) -> 
         loss.backward()
 
 
-def train(seed: int, plan: Rebuild | None, num_steps: int = 3) -> list[torch.Tensor]:
+def train(seed: int, plan: Rebuild | None, num_steps: int = 5) -> list[torch.Tensor]:
     """Returns gradients, buffers and the random stream after some steps."""
     torch.manual_seed(seed)
     model = Program(seed)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recoup.solver.baselines import Pricer, baselines, best_baseline, choice_of, named_segments, repeated_blocks
+from recoup.solver.baselines import Pricer, baselines, choice_of, named_segments, repeated_blocks
 from recoup.solver.reference import evaluate_line
 from recoup.solver.sequence import Choice, Line
 from recoup.solver.ways import Replay
@@ -27,16 +27,6 @@ def test_names_and_regions_of_a_chain() -> None:
     assert regions(found["every-4"].choice) == [(0, 1), (4, 1), (8, 1)]
     assert regions(found["sqrt"].choice) == [(0, 3), (3, 3)]
     assert found["sqrt"].has_spans and not found["full"].has_spans
-
-
-def test_the_fastest_that_fits_is_best() -> None:
-    problem = random_chain(2, 9)
-    priced = baselines(problem)
-    for budget in (b.peak_bytes for b in priced):
-        best = best_baseline(problem, budget)
-        assert best is not None
-        assert best.extra_seconds == min(b.extra_seconds for b in priced if b.peak_bytes <= budget)
-    assert best_baseline(problem, 0) is None
 
 
 def test_repeated_blocks_are_the_siblings_that_save_most() -> None:

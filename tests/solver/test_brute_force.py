@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recoup.solver.frontier import Solver, minimum_peak, solve
+from recoup.solver.frontier import Solver, solve
 from recoup.solver.reference import evaluate, evaluate_line
 from recoup.solver.sequence import Line
 from recoup.solver.ways import Run
@@ -69,7 +69,7 @@ def test_the_fronts_numbers_are_those_of_evaluate(seed: int) -> None:
 
 def test_infeasible_returns_the_leanest_choice() -> None:
     problem = random_problem(3)
-    smallest = minimum_peak(problem)
+    smallest = Solver(problem).leanest()
     answer = solve(problem, smallest.peak_bytes - 1)
     assert answer.status == "infeasible"
     assert answer.choice == smallest.choice

@@ -120,7 +120,7 @@ def _alive_at_peak(priced: PricedTrace, plain: PricedTrace | None, fixed_bytes: 
 
 
 def _extra_seconds(trace: Trace, planned: PricedTrace, decisions: Sequence[Decision]) -> list[float]:
-    """Returns seconds of second runs by call of `trace`, at the outermost region that holds the call."""
+    """Returns the seconds of replays by call of `trace`, counted at the outermost region around the call."""
     home: dict[str, str] = {}
     for decision in decisions:
         if decision.is_region:

@@ -15,8 +15,9 @@ def make_profile(priced: PricedTrace, *, device: str = "", plain_peak_bytes: int
     """Returns the profile of a captured step.
 
     Args:
-        device: what the step is planned for; left out: what it was captured for. plain_peak_bytes: the step's peak as
-            plans have it; what it is beyond the tensors (libraries' workspaces, rounding) is shown as "library".
+        device: what the step is planned for; left out: what it was captured for.
+        plain_peak_bytes: the step's peak as plans have it; what it is beyond the tensors (libraries' workspaces,
+            rounding) is shown as "library".
     """
     trace = priced.trace
     levels = category_levels(priced)

@@ -62,7 +62,8 @@ def make_timeline(priced: PricedTrace, *, plain: PricedTrace | None = None, fixe
 
     Args:
         plain: the plain step, whose optimizer part follows where `priced` was captured without one (no plan changes
-            it). fixed_bytes: what the device takes whatever the step does; shown as "library".
+            it).
+        fixed_bytes: what the device takes whatever the step does; shown as "library".
     """
     levels, seconds, phases = _whole_step(priced, plain)
     levels["library"] = levels["library"] + fixed_bytes
@@ -110,7 +111,7 @@ def _whole_step(priced: PricedTrace, plain: PricedTrace | None) -> tuple[dict[st
 
 
 def _columns(begins: np.ndarray, peak: int) -> list[int]:  # type: ignore[type-arg]
-    """Returns the first op of each column, and the end: columns of equal time; the peak begins one of its own."""
+    """Returns the first op of each column and the end: columns of equal time, and one that begins at the peak."""
     num_ops = len(begins) - 1
     edges = np.linspace(0.0, begins[-1], TIMELINE_POINTS + 1)[:-1]
     first = np.unique(np.searchsorted(begins[:-1], edges, side="left"))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from recoup.api.curves import Frontier, explain, frontier, profile
-from recoup.api.fitting import Fit, apply, fit, plan, verify
+from recoup.api.fit_result import Fit
+from recoup.api.fitting import apply, fit, plan, verify
 from recoup.api.limits import max_batch, max_tokens
 from recoup.runtime.apply import Applied
 from recoup.runtime.execution_context import is_recomputing

@@ -104,7 +104,8 @@ class Frontier:
         """Returns what `more` bytes on top of a budget would buy: the two plans, and the seconds between them.
 
         Args:
-            budget: the bytes there are. more: bytes on top of them, as a number or as text ("2GiB").
+            budget: the bytes there are.
+            more: bytes on top of them, as a number or as text ("2GiB").
         """
         first = self.plan(budget)
         second = self.plan(first.budget_bytes + parse_bytes(more))
@@ -171,7 +172,8 @@ def frontier(
     Args:
         model, batch, loss, step, inputs, targets, autocast, scaler, accumulate, optimizer: the training step, as for
             `plan`.
-        device, actions, cost: as for `plan`. num_points: about so many points, each a simulated plan.
+        device, actions, cost: as for `plan`.
+        num_points: about so many points, each a simulated plan.
 
     Raises:
         UsageError, StepError, ConflictError: as `plan`.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, overload
@@ -12,6 +11,7 @@ from torch import nn
 
 from recoup import progress
 from recoup._allocation import return_freed_memory
+from recoup.api.fit_result import Fit
 from recoup.capture.fingerprint import refuse_other_model
 from recoup.capture.optimizer import OptimizerLike
 from recoup.capture.step import Loss, StepFunction, make_objective
@@ -20,10 +20,8 @@ from recoup.compiled.fitting import CompiledFit
 from recoup.cost.model import CostModel
 from recoup.errors import InexactWarning, UsageError
 from recoup.evidence.verify import verify_plan
-from recoup.ir import html
 from recoup.ir.evidence import Evidence
 from recoup.ir.plan import Plan
-from recoup.ir.text import format_decisions
 from recoup.planner.driver import is_on_meta
 from recoup.planner.incumbents import Effort
 from recoup.planner.request import fitting_for
@@ -32,35 +30,6 @@ from recoup.runtime.as_found import all_or_nothing
 from recoup.runtime.conflicts import refuse_conflicts, refuse_distributed, refuse_no_module, refuse_wrapped
 from recoup.runtime.offload.transport import Transport
 from recoup.units import check_budget, format_bytes
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Fit:
-    """A planned, changed and proven model.
-
-    Attributes:
-        plan: what was decided. evidence: what was measured. applied: the handle that undoes it; if `evidence.ok` is
-            False nothing is in place, unless `apply_failed=True` asked for it.
-    """
-
-    plan: Plan
-    applied: Applied
-    evidence: Evidence
-
-    def __repr__(self) -> str:
-        return f"<Fit: {self.plan!r}, {self.evidence!r}>"
-
-    def _repr_html_(self) -> str:
-        title = f"{self.plan.model_class} on {self.plan.device}: {self.evidence.verdict}"
-        shown = html.bars(self.evidence.measured, self.plan.budget_bytes)
-        return html.card(
-            title, shown, html.text(format_decisions(self.plan.decisions)), html.text(str(self), "evidence")
-        )
-
-    def __str__(self) -> str:
-        from recoup.report.text import format_fit
-
-        return format_fit(self.plan, self.evidence)
 
 
 @all_or_nothing
@@ -87,8 +56,9 @@ def plan(
     """Returns the fastest plan found whose simulated peak is within the budget; nothing of the model changes.
 
     Args:
-        model: any module, on any device, `meta` too. batch: a dict becomes `model(**batch)`, a tuple or list
-            `model(*batch)`, anything else `model(batch)`; its tensors may be on `meta`.
+        model: any module, on any device, `meta` too.
+        batch: a dict becomes `model(**batch)`, a tuple or list `model(*batch)`, anything else `model(batch)`; its
+            tensors may be on `meta`.
         budget: peak bytes of the whole step: an int, `"8GiB"`, `"60%"` of the unplanned step's peak (on a GPU of what
             libraries do not take, for that no plan changes), `"min"` (the smallest reachable), or `"auto"` (what is
             free).
@@ -113,8 +83,10 @@ def plan(
             fits, "high" simulates up to ten times as much as "normal".
 
     Raises:
-        UsageError: for input that cannot be used. StepError: if the step fails. ConflictError: if activation
-            checkpointing is on already. InfeasibleBudget: with the smallest reachable peak.
+        UsageError: for input that cannot be used.
+        StepError: if the step fails.
+        ConflictError: if activation checkpointing is on already.
+        InfeasibleBudget: with the smallest reachable peak.
 
     Example:
         >>> model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(8)])
@@ -153,13 +125,13 @@ def apply(model: nn.Module, plan: Plan, *, transport: Transport | str = "auto") 
     """Changes `model` in place to run as `plan` says; returns the handle that undoes it.
 
     Args:
-        model: the model that the plan was made for, or one of the same structure. plan: from `plan`, or read by
-            `Plan.load`.
+        model: the model that the plan was made for, or one of the same structure.
+        plan: from `plan`, or read by `Plan.load`.
         transport: how a plan that offloads moves tensors, see `recoup.offload`; "auto" is "cuda" on a GPU, else "disk".
 
     Raises:
-        PlanMismatch: if the plan was made for another model; says what differs. ConflictError: if activation
-            checkpointing is on already. The model is unchanged then.
+        PlanMismatch: if the plan was made for another model; says what differs.
+        ConflictError: if activation checkpointing is on already. The model is unchanged then.
 
     Example:
         >>> model, x = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(8)]), torch.randn(4096, 64)
@@ -200,8 +172,9 @@ def verify(
         timed: also time plain and planned steps in turn.
 
     Raises:
-        UsageError: for input that cannot be used, a model on `meta`. PlanMismatch: if the plan was made for another
-            model. StepOutOfMemory: if there is no memory for it; says how much is needed.
+        UsageError: for input that cannot be used, a model on `meta`.
+        PlanMismatch: if the plan was made for another model. StepOutOfMemory: if there is no memory for it; says how
+            much is needed.
 
     Example:
         >>> model, x = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(8)]), torch.randn(4096, 64)
@@ -310,7 +283,8 @@ def fit(
         budget: peak bytes of the whole step, measured: an int, `"8GiB"`, `"60%"` of the plain step's peak, `"min"` (the
             smallest reachable) or `"auto"` (what is free).
         device, actions, host_budget: as for `plan`; the step is run on the model's own device.
-        timed: also time plain and planned steps in turn. keep, effort: as for `plan`.
+        timed: also time plain and planned steps in turn.
+        keep, effort: as for `plan`.
         apply_failed: leave a plan in place whose evidence is not ok; otherwise nothing is in place then, a warning
             (E300) says what differed, and `fit.evidence` has all of it.
         compiled: compile the model in place (`nn.Module.compile`), within the budget: True, or a dict of

@@ -25,7 +25,7 @@ _SHORTER = (4, 16)  # times shorter than the longest sequence: the lengths that 
 
 
 class _Search:
-    """Whether the step of a batch fits the budget under some plan; every size asked of it is planned and simulated."""
+    """Answers whether the step of a batch fits the budget under some plan, by planning and simulating it."""
 
     def __init__(
         self, model: nn.Module, make_batch: Any, *, budget: int | str, step: dict[str, Any], planning: dict[str, Any]
@@ -87,10 +87,12 @@ def max_batch(
         model, loss, step, autocast, accumulate, optimizer, device, actions, host_budget, cost: as for
             `plan`.
         make_batch: returns a batch of the given size (of examples, tokens, pixels: whatever grows).
-        budget: absolute bytes or `"auto"`; a percentage has no meaning here. limit: the largest size tried.
+        budget: absolute bytes or `"auto"`; a percentage has no meaning here.
+        limit: the largest size tried.
 
     Raises:
-        UsageError: for a percentage. InfeasibleBudget: if even size 1 does not fit.
+        UsageError: for a percentage.
+        InfeasibleBudget: if even size 1 does not fit.
 
     Example:
         >>> model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(8)])
@@ -143,13 +145,15 @@ def max_tokens(
             `plan`.
         make_batch: (examples, tokens) -> a batch of so many examples of so many tokens each: padded ones at their
             longest, or one row of packed examples with their position numbers.
-        budget: absolute bytes or `"auto"`. multiple_of: lengths that are tried are its multiples.
-        lengths: of examples, for which the most that fit are looked for; left out: the longest, and a 4th and a 16th
-            of it. limit: the most tokens tried.
+        budget: absolute bytes or `"auto"`.
+        multiple_of: lengths that are tried are its multiples.
+        lengths: of examples, for which the most that fit are looked for; left out: the longest, and a 4th and a 16th of
+            it.
+        limit: the most tokens tried.
 
     Raises:
-        UsageError: for a percentage, or lengths below 1. InfeasibleBudget: if one example of `multiple_of` tokens, or
-            of one of the `lengths`, does not fit.
+        UsageError: for a percentage, or lengths below 1.
+        InfeasibleBudget: if one example of `multiple_of` tokens, or of one of the `lengths`, does not fit.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Embedding(100, 64), torch.nn.Linear(64, 64))

@@ -35,8 +35,8 @@ def refuse_other_model(model: nn.Module, plan: Plan, *, may_be_sharded: bool = F
         may_be_sharded: a model of distributed tensors, whose plan knows a rank's own parts, is taken as it is.
 
     Raises:
-        UsageError: for what is no plan. PlanMismatch: if parameters' shapes or dtypes, or the structure outside of
-            planned modules, are others.
+        UsageError: for what is no plan.
+        PlanMismatch: if parameters' shapes or dtypes, or the structure outside of planned modules, are others.
     """
     refuse_no_module(model)
     if not isinstance(plan, Plan):

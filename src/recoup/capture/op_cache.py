@@ -47,8 +47,9 @@ class Answers:
     """What is known of ops by their keys.
 
     Attributes:
-        recipes: how to make their results again. signatures: of ops with a recipe, by key and the step's device type:
-            the key that `signature_key` gives them, and the signature.
+        recipes: how to make their results again.
+        signatures: of ops with a recipe, by key and the step's device type: the key that `signature_key` gives them,
+            and the signature.
     """
 
     recipes: dict[Any, Any] = dataclasses.field(default_factory=dict)

@@ -17,7 +17,7 @@ from torch import nn
 
 from recoup import _torch
 from recoup._pytree import iterate_tensors
-from recoup.errors import UsageError
+from recoup.errors import UsageError, first_line
 from recoup.runtime.offload.optimizer_state import find_offload, offload_alike, state_on_device
 
 OptimizerLike = torch.optim.Optimizer | type[torch.optim.Optimizer]
@@ -122,7 +122,8 @@ def prepare_optimizer(
 
     Args:
         optimizer: an instance (its settings, groups and state are taken over) or a class (its defaults).
-        new_of: new parameter by `id` of the old one. parameters: all new ones, for a class.
+        new_of: new parameter by `id` of the old one.
+        parameters: all new ones, for a class.
         foreach: use the multi-tensor implementation where the user left the choice open, as torch does on CUDA.
         under: what its first step is run in.
 
@@ -142,7 +143,7 @@ def prepare_optimizer(
     estimate.estimated_bytes, source = _estimate(optimizer, new_of, parameters)
     name = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
     estimate.note = (
-        f"the {name} step cannot be run apart from your training ({type(made).__name__}: {_first_line(made)}): its "
+        f"the {name} step cannot be run apart from your training ({type(made).__name__}: {first_line(made)}): its "
         f"state is estimated from {source}, and its step's temporaries are not counted"
     )
     return estimate
@@ -375,8 +376,3 @@ def _estimate(
 
 def _tensors(state: Any) -> list[torch.Tensor]:
     return list(iterate_tensors(dict(state) if isinstance(state, Mapping) else state))
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else ""

@@ -30,8 +30,9 @@ class SimulatedTransport:
     """Stands in for the real transport while a step is captured.
 
     Args:
-        tracker: told of every copy. prefetches: whether `prefetch` takes the memory at once, as on a GPU, or copies are
-            made when they are waited for.
+        tracker: told of every copy.
+        prefetches: whether `prefetch` takes the memory at once, as on a GPU, or copies are made when they are waited
+            for.
     """
 
     def __init__(self, tracker: Tracker, *, prefetches: bool) -> None:

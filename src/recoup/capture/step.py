@@ -25,7 +25,8 @@ class Objective:
     """What one training step computes: from a model and a batch to the scalar that backward begins at.
 
     Attributes:
-        loss: of the output and the batch; None: found in the output. step: in place of the model's call and the loss.
+        loss: of the output and the batch; None: found in the output.
+        step: in place of the model's call and the loss.
         is_paired: the batch is a dict of `inputs`, for the model, and `targets`, for the loss.
         autocast: the dtype of a `torch.autocast` around forward and loss; None: none but the caller's.
         scale: what the loss is multiplied by before backward.

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from recoup import _torch
+from recoup._pytree import argument_tensors
 from recoup.errors import UsageError
 from recoup.runtime.rebuild.cheap_ops import SILENT_WRITERS, op_facts
 from recoup.runtime.recompute.rng_state import version_of
@@ -177,15 +178,14 @@ class CopyBeforeWrite(_torch.dispatch_mode_class()):  # type: ignore[misc]
 
     def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        for tensor in _flat((*args, *kwargs.values())):
+        for tensor in argument_tensors((*args, *kwargs.values())):
             self._notes.takes(tensor)
         if _torch.is_higher_order(func):  # these write to nothing
             return func(*args, **kwargs)
         facts = op_facts(func)
-        written = [args[i] for i in facts.written if i < len(args)]
-        written += [kwargs[n] for n in facts.written_names if n in kwargs]
+        written = facts.written_arguments(args, kwargs)
         written += [args[i] for i in SILENT_WRITERS.get(func._schema.name.rsplit("::", 1)[-1], ()) if i < len(args)]
-        for tensor in _flat(written):
+        for tensor in argument_tensors(written):
             self._notes.before_write(tensor)
         return func(*args, **kwargs)
 
@@ -194,14 +194,6 @@ def _storage_key(tensor: torch.Tensor) -> int:
     if tensor.layout is not torch.strided or _torch.is_fake(tensor) or _torch.is_wrapper(tensor):
         return 0
     return int(tensor.untyped_storage()._cdata)
-
-
-def _flat(items: Any) -> Iterator[torch.Tensor]:
-    for item in items:
-        if isinstance(item, torch.Tensor):
-            yield item
-        elif isinstance(item, (list, tuple)):
-            yield from _flat(item)
 
 
 def _same(now: torch.Tensor, before: torch.Tensor) -> bool:

@@ -33,7 +33,8 @@ def build_trace(
         released: the run in which autograd kept nothing (None: not to be had; then saved storages count as released
             with the call that made them).
         keep: paths of modules that must run once.
-        reason: why a real step was run; "" after a fake one. notes: sentences for the plan.
+        reason: why a real step was run; "" after a fake one.
+        notes: sentences for the plan.
         optimizer_host_bytes: of the optimizer's state, on the host but for its step.
     """
     num_ops = len(tracker.ops)
@@ -58,6 +59,7 @@ def build_trace(
         reason=reason,
         notes=notes,
         draws_on_host=tracker.draws_on_host,
+        num_saved=sum(call >= 0 for _, call in tracker.save_ops),
         optimizer_host_bytes=optimizer_host_bytes,
         device=device,
         fingerprint=fingerprint,

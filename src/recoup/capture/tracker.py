@@ -17,6 +17,7 @@ import torch
 
 from recoup import _torch
 from recoup._interrupts import let_in
+from recoup._pytree import argument_tensors
 from recoup._storages import dense_parts
 from recoup.capture import repeats
 from recoup.capture.island import UNKNOWN, Island
@@ -49,12 +50,14 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
 
     Attributes:
         phase, call: where the step is; the capture moves them on.
-        writes: (op, storage) pairs of arguments changed in place. random_ops: ops that drew random numbers.
+        writes: (op, storage) pairs of arguments changed in place.
+        random_ops: ops that drew random numbers.
         saves: (ops so far, call, storage, op that saves it) of each tensor that autograd keeps, in order.
         marks: before each op, how many storages were known and saved tensors rederived.
-        counting: ops run and are not recorded. num_looks: how many ops were asked of real tensors, whose values may
-            count. unanswered: the first error of an op that fake tensors cannot answer, "" if there was none.
-            bridge: stands for the calls that `folding` leaves out, if it does.
+        counting: ops run and are not recorded.
+        num_looks: how many ops were asked of real tensors, whose values may count.
+        unanswered: the first error of an op that fake tensors cannot answer, "" if there was none.
+        bridge: stands for the calls that `folding` leaves out, if it does.
         outside: what tensors are that the step may reach and that are not the model's, by their storages' address.
     """
 
@@ -187,6 +190,8 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
                 self.saved(part)
             return
         index = self.find(tensor)
+        if index is None and _torch.is_fake(tensor):  # the op that saves it is the first to read it
+            index = self._index(tensor, "temporary", -1, "")
         if index is not None and self.phase in ("forward", "loss"):
             record = self._storages[index]
             self.save_ops.append((len(self.ops), self.call))
@@ -352,12 +357,9 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
         return index
 
     def _note_writes(self, facts: Any, index: int, args: Any, kwargs: Any) -> None:
-        written = [args[i] for i in facts.written if i < len(args)]
-        written += [kwargs[n] for n in facts.written_names if n in kwargs]
-        for item in written:
-            for tensor in item if isinstance(item, (list, tuple)) else (item,):
-                if isinstance(tensor, torch.Tensor) and _is_plain(tensor):
-                    self.writes.append((index, self._index(tensor, "temporary", -1, "")))
+        for tensor in argument_tensors(facts.written_arguments(args, kwargs)):
+            if _is_plain(tensor):
+                self.writes.append((index, self._index(tensor, "temporary", -1, "")))
 
     def _origin(self, index: int) -> tuple[int, int]:
         """Returns the call the op that runs now belongs to, and the forward op it stems from."""

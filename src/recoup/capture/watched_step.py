@@ -19,7 +19,7 @@ from recoup.capture.simulated_transport import SimulatedTransport
 from recoup.capture.snapshot import Snapshot
 from recoup.capture.step import Objective, leaves_of
 from recoup.capture.tracker import Tracker
-from recoup.errors import RecoupError, StepError
+from recoup.errors import RecoupError, StepError, first_line
 from recoup.runtime import execution_context
 
 
@@ -81,10 +81,10 @@ def run_step(
     except (RecoupError, Unfollowable):
         raise
     except _torch.fake_tensor_errors() as error:
-        raise Unfollowable(f"{type(error).__name__}: {_first_line(error)}") from error
+        raise Unfollowable(f"{type(error).__name__}: {first_line(error)}") from error
     except Exception as error:  # the user's model and loss run here and may raise anything
         phase = {"forward": "forward", "loss": "loss"}.get(tracker.phase, "backward")
-        what = f"{type(error).__name__}: {_first_line(error)}"
+        what = f"{type(error).__name__}: {first_line(error)}"
         message = f"The {phase} of {type(model).__name__} failed on this batch: {what}"
         if (
             phase == "forward"
@@ -97,11 +97,6 @@ def run_step(
                 "inputs=..., targets=... and loss=..., or step=lambda model, batch: ..."
             )
         raise Failed(message, f"{phase} raised {what}") from error
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else ""
 
 
 @contextlib.contextmanager

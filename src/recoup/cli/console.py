@@ -19,7 +19,7 @@ _QUIET_SECONDS = 2.0  # between two lines of progress where there is no terminal
 
 
 def print_data(text: str, *, ok: bool | None = None) -> None:
-    """Prints a result; `ok` gives its last line, the verdict, a colour where there are colours."""
+    """Prints a result; `ok` colours its last line, the verdict, if the terminal has colours."""
     if ok is None or not sys.stdout.isatty():
         typer.echo(text)
         return
@@ -50,7 +50,7 @@ def print_error(error: BaseException, *, hint: str = "") -> None:
 
 
 def hint_for(error: RecoupError) -> str:
-    """Returns a hint, where the message itself does not say it all."""
+    """Returns a hint for an error whose message does not say what to do."""
     if isinstance(error, InfeasibleBudget):
         return "`recoup frontier TARGET` shows every budget that can be reached, and what each costs in time"
     return ""
@@ -58,7 +58,7 @@ def hint_for(error: RecoupError) -> str:
 
 @contextlib.contextmanager
 def showing_progress(*, quiet: bool) -> Iterator[None]:
-    """Shows what is being done: a spinner on a terminal, else a line for what comes after two silent seconds.
+    """Shows progress: a spinner on a terminal; elsewhere a line at most every two seconds.
 
     What the target's own code prints inside goes to stderr: stdout is for the result.
     """

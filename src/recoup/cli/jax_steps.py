@@ -15,7 +15,7 @@ PREFIX = "jax:"
 
 
 def check_options(**options: Any) -> None:
-    """Raises UsageError for options that say nothing of a JAX step: its arguments come with it."""
+    """Raises UsageError for options that have no meaning for a JAX step."""
     given = [f"--{name.replace('_', '-')}" for name, value in options.items() if value is not None]
     if given:
         raise UsageError(

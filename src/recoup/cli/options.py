@@ -101,7 +101,7 @@ class Request:
         return keywords
 
     def planning_keywords(self, target: Target) -> dict[str, Any]:
-        """Returns the same, and the actions if some were named."""
+        """Returns `keywords`, and the actions if some were named."""
         keywords = self.keywords(target)
         if self.fsdp is not None:
             from recoup.cost.roofline import RooflineCost
@@ -138,7 +138,8 @@ def check_request(
     """Returns the checked options.
 
     Args:
-        text: the TARGET. runs: whether steps will be run, for which the device has to be here.
+        text: the TARGET.
+        runs: whether steps will be run, for which the device has to be here.
 
     Raises:
         UsageError: for a value that cannot be used.
@@ -192,7 +193,7 @@ def _check_device(device: str, *, runs: bool) -> None:
 
 
 def silence_transformers() -> None:
-    """Leaves out transformers' remarks on configurations: random weights have no tokens to be wrong about."""
+    """Silences transformers' warnings about configurations: random weights have no tokenizer."""
     try:
         import transformers
     except ImportError:  # resolve_target says what to do

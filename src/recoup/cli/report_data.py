@@ -31,7 +31,9 @@ def make_report(
     """Returns the report, and the priced plain and planned steps for a trace file.
 
     Args:
-        curve: of the model the report is about. plan: made for it. evidence, measured: of steps that were run.
+        curve: of the model the report is about.
+        plan: made for it.
+        evidence, measured: of steps that were run.
     """
     planner = curve.planner
     plain = planner.priced
@@ -74,7 +76,7 @@ def make_report(
 
 
 def _baselines(planner: Planner) -> Any:
-    """Yields the plans people make by hand, simulated like every other."""
+    """Yields the usual plans by hand, simulated as every plan is."""
     view = planner.saving_view
     for baseline in baselines(view.solver.problem):
         if baseline.name not in _BASELINES:

@@ -40,7 +40,8 @@ class Found:
 
     Attributes:
         measured: by position: None for ops that cannot be run alone, nothing for those there was no time for.
-        deadly: positions of those that ended the process. failure: why no worker could start; "" if one did.
+        deadly: positions of those that ended the process.
+        failure: why no worker could start; "" if one did.
     """
 
     measured: dict[int, Measurement | None] = dataclasses.field(default_factory=dict)
@@ -51,7 +52,7 @@ class Found:
 def measure_apart(
     request: Request, *, advance: Callable[[int], None] = lambda _: None, command: Sequence[str] = _COMMAND
 ) -> Found:
-    """Returns what workers found; one that died is followed by another, for the ops after the one it died of.
+    """Returns what worker processes measured; if one dies, the next goes on after the op that killed it.
 
     Args:
         advance: told how many ops are behind.
@@ -74,7 +75,7 @@ def measure_apart(
 def _run(
     request: Request, positions: list[int], found: Found, advance: Callable[[int], None], command: Sequence[str]
 ) -> tuple[int | None, float, bool, str]:
-    """Returns the op it was at when it ended, the seconds it measured, whether it came to its end, and what it said."""
+    """Runs one worker; returns the op it reached, the seconds spent, whether it finished, and its error output."""
     path = os.pathsep.join(p for p in sys.path if p)
     process = subprocess.Popen(
         command,

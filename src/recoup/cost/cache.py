@@ -59,7 +59,7 @@ def _path(kind: str, *parts: str, suffix: str) -> Path:
 
 
 def load(path: Path | None) -> dict[str, Measurement | None]:
-    """Returns the file's measurements, the later of two of one op; none if it is missing, lines that break are left."""
+    """Returns the file's measurements, for an op the last line; none if there is no file. Broken lines are skipped."""
     if path is None:
         return {}
     try:
@@ -84,7 +84,7 @@ def _measurement(seconds: float, spread_seconds: float, workspace_bytes: int, ex
 
 
 def store(path: Path | None, measurements: Measurements, *, device_name: str, torch_version: str) -> None:
-    """Appends to the file, in one write: processes that measure at the same time add to each other."""
+    """Appends to the file in one write, so that processes that measure at the same time do not lose each other's."""
     if path is None:
         return
     lines = [json.dumps([key, m and dataclasses.astuple(m)]) for key, m in measurements.items()]

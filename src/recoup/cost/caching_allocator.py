@@ -76,8 +76,10 @@ class CachingAllocator:
     """Allocates sizes as PyTorch would on one stream.
 
     Args:
-        limit_bytes: of what may be reserved. expandable: with expandable segments. ascending: whether a new segment
-            lies above those before it, which decides between free blocks of one size; the driver does not say.
+        limit_bytes: of what may be reserved.
+        expandable: with expandable segments.
+        ascending: whether a new segment lies above those before it, which decides between free blocks of one size; the
+            driver does not say.
 
     Attributes:
         allocated_bytes, reserved_bytes: as `torch.cuda.memory_allocated` and `memory_reserved` tell; with `peak_`, the
@@ -94,11 +96,11 @@ class CachingAllocator:
         self._next_address = 1 << 60
 
     def free_places(self) -> list[list[int]]:
-        """Returns where what is free lies: two moments with the same blocks in use and the same of these are alike."""
+        """Returns size and address of each free block: with the blocks in use, the allocator's whole state."""
         return [list(pool.keys) for pool in self._pools]
 
     def reset_peaks(self) -> None:
-        """Counts the most from here on."""
+        """Sets the peaks to the present values."""
         self.peak_allocated_bytes, self.peak_reserved_bytes = self.allocated_bytes, self.reserved_bytes
 
     def allocate(self, nbytes: int) -> Block:
@@ -126,7 +128,7 @@ class CachingAllocator:
         return block
 
     def pass_through(self, nbytes: int) -> None:
-        """Allocates so many bytes and frees them.
+        """Allocates `nbytes` and frees them at once.
 
         Raises:
             OutOfCard: if the limit does not allow it.
@@ -150,7 +152,7 @@ class CachingAllocator:
         self._pool_up(block)
 
     def empty_cache(self) -> None:
-        """Gives the card back what is free as a whole: segments, or pages of expandable ones."""
+        """Returns wholly free segments (of expandable segments, wholly free pages) to the card."""
         for pool in self._pools:
             for block in [pool.blocks[key] for key in pool.keys]:
                 if self.expandable:
@@ -168,7 +170,7 @@ class CachingAllocator:
             self.peak_allocated_bytes = self.allocated_bytes
 
     def _find(self, pool: _Pool, size: int) -> int | None:
-        """Returns where the smallest free block that fits is; one that can grow counts as large as it can get."""
+        """Returns the position of the smallest free block that fits; one that can grow counts as fully grown."""
         keys = pool.keys
         at = bisect.bisect_left(keys, _key(size, 0))
         if at == len(keys):

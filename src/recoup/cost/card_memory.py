@@ -32,7 +32,8 @@ class CardNeed:
     """Memory that a step needs of a card.
 
     Attributes:
-        allocated_bytes: at the peak, as `max_memory_allocated`. reserved_bytes: at most, if the card has plenty.
+        allocated_bytes: at the peak, as `max_memory_allocated`.
+        reserved_bytes: at most, if the card has plenty.
     """
 
     allocated_bytes: int
@@ -44,7 +45,8 @@ class CardMemory:
 
     Args:
         plain: trace of the unplanned step: parameters, optimizer state and the optimizer's step are the same in all.
-        plain_workspace: hidden bytes of each of its ops. hidden: how they are cut into blocks.
+        plain_workspace: hidden bytes of each of its ops.
+        hidden: how they are cut into blocks.
         thread_bytes: workspace that cuBLAS keeps for each thread that multiplies matrices: forward's and backward's.
     """
 
@@ -207,16 +209,21 @@ class CardMemory:
                 allocator.allocate(self._thread_bytes if index == -3 else CUBLASLT_BYTES)
 
 
+def uses_cublas(trace: Trace) -> bool:
+    """Whether some op of a step has cuBLAS, and so its workspaces, set up."""
+    return any(_workspaces(s) for s in trace.signatures)
+
+
 def _workspaces(signature: Signature) -> tuple[bool, ...]:
     """Returns which workspaces an op asks for: False for cuBLAS's, True for cuBLASLt's, which adds a bias by itself."""
-    if kind(signature.name) not in ("matmul", "convolution"):
+    if kind(signature.name) != "matmul":  # convolutions are cuDNN's, which does not ask torch for it
         return ()
     bias = signature.args[0] if op_name(signature.name) == "addmm" and signature.args else None
     return (False, True) if isinstance(bias, TensorSpec) and len(bias.shape) == 1 else (False,)
 
 
 def _sums_in_place(trace: Trace) -> dict[int, int]:
-    """Returns storages of summed gradients that are the storage of the first gradient in truth, by the new one's index.
+    """Returns, by index, summed gradients that autograd accumulates in place, and the storage they really share.
 
     Autograd adds a gradient to one that nobody else holds in place, unless that is a view of another tensor; to fake
     tensors it never does. A sum of a forward that runs again in backward is a new tensor.
@@ -239,6 +246,6 @@ def _sums_in_place(trace: Trace) -> dict[int, int]:
 
 
 def _is_only_viewed(trace: Trace, storage: int, made: int, read: int) -> bool:
-    """Whether all that was done between two ops with a storage are views of it: it is read through one of them."""
+    """Whether ops between these two only made views of the storage."""
     between = [op.signature for op in trace.ops[made + 1 : read] if storage in op.inputs]
     return bool(between) and all(i >= 0 and trace.signatures[i].is_view for i in between)

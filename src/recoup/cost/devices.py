@@ -20,16 +20,20 @@ class Device:
     """One device.
 
     Attributes:
-        dialect: "cpu" or "cuda". capability: CUDA's compute capability, which decides which kernels there are.
+        dialect: "cpu" or "cuda".
+        capability: CUDA's compute capability, which decides which kernels there are.
         num_sms, threads_per_sm: multiprocessors, and the threads each holds: what reductions are split by.
-        bf16_flops, fp16_flops, tf32_flops, fp32_flops: FLOP/s of dense matmuls. bandwidth_bytes: bytes/s of its memory.
+        bf16_flops, fp16_flops, tf32_flops, fp32_flops: FLOP/s of dense matmuls.
+        bandwidth_bytes: bytes/s of its memory.
         memory_bytes: what a program can have: a little less than what it is sold as.
         copy_bytes: bytes/s to and from the host, one direction, pinned memory.
-        launch_seconds: the least an eager op takes. round_bytes: what its allocator rounds sizes up to.
-        fixed_bytes: what libraries take once a step runs (cuBLAS workspace). context_bytes: the CUDA context and
-            loaded kernels of a process, beside what torch allocates.
+        launch_seconds: the least an eager op takes.
+        round_bytes: what its allocator rounds sizes up to.
+        fixed_bytes: what libraries take once a step runs (cuBLAS workspace).
+        context_bytes: the CUDA context and loaded kernels of a process, beside what torch allocates.
         matmul_fraction, attention_fraction, bandwidth_fraction: of the peaks, what large kernels reach.
-        source: the datasheet. sources: where each number is from, as (field, source).
+        source: the datasheet.
+        sources: where each number is from, as (field, source).
     """
 
     name: str

@@ -138,8 +138,9 @@ def result_label(name: str, args: Sequence[Any]) -> str:
     """Returns what a plan calls an op whose result a region may keep, "" for one that is too cheap to be worth it.
 
     Args:
-        name: of the op, `"aten.mm.default"`. args: its positional arguments, tensors or `TensorSpec`s among them. The
-            label names the shape of the right factor or the weight, so that a last, smaller batch is treated alike.
+        name: of the op, `"aten.mm.default"`.
+        args: its positional arguments, tensors or `TensorSpec`s among them. The label names the shape of the right
+            factor or the weight, so that a last, smaller batch is treated alike.
     """
     what = kind(name)
     if what == "other" or "backward" in name:

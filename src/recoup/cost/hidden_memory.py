@@ -85,7 +85,7 @@ def _is_contiguous(spec: TensorSpec, order: Sequence[int] | None = None) -> bool
 
 
 def _copied(name: str, args: Sequence[object]) -> Iterator[TensorSpec]:
-    """Yields arguments that are copied because of how they lie."""
+    """Yields arguments that the kernel copies because it cannot read their strides."""
     for position in _CONTIGUOUS.get(name, ()):
         spec = args[position] if position < len(args) else None
         if isinstance(spec, TensorSpec) and not _is_contiguous(spec):
@@ -120,7 +120,7 @@ def _round_up(number: int, multiple: int) -> int:
 
 
 def _flash_backward(args: Sequence[object], device: Device) -> list[int]:
-    """Accumulators in float32 for the query's gradient and the row sums; key and value once for each query head."""
+    """Yields float32 accumulators of the query's gradient and row sums, keys and values expanded to query heads."""
     gradient, query, key, _, out = (a for a in args[:5] if isinstance(a, TensorSpec))
     batch, heads, length, width = query.shape
     rows, columns = _round_up(length, 128), _round_up(width, 32 if width <= 128 else 64)
@@ -152,7 +152,7 @@ def _efficient_backward(args: Sequence[object], device: Device) -> list[int]:
 
 
 def _dims(signature: Signature) -> tuple[int, ...]:
-    """Returns which dimensions a reduction takes away."""
+    """Returns the dimensions that a reduction sums over."""
     spec = signature.args[0]
     position = 2 if op_name(signature.name) in ("linalg_vector_norm", "norm") else 1
     given = signature.args[position] if len(signature.args) > position else dict(signature.kwargs).get("dim")
@@ -164,7 +164,7 @@ def _dims(signature: Signature) -> tuple[int, ...]:
 
 
 def _merged(dims: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Returns (size, stride) of dimensions, the fastest first, those that lie seamlessly taken together."""
+    """Returns (size, stride) of dimensions, the fastest first, with contiguous neighbours merged."""
     result: list[tuple[int, int]] = []
     for size, stride in sorted(dims, key=lambda d: d[1]):
         if result and result[-1][0] * result[-1][1] == stride:

@@ -63,7 +63,7 @@ batch 1 on the stub GPU."""
 
 
 def load_host_costs(path: Path) -> HostCosts | None:
-    """Returns what was measured before; None if nothing was, or what the file says is no such thing."""
+    """Returns the costs in the file; None if it is missing or broken."""
     try:
         return HostCosts(**{name: float(seconds) for name, seconds in json.loads(path.read_text()).items()})
     except (OSError, ValueError, TypeError, AttributeError):
@@ -71,7 +71,7 @@ def load_host_costs(path: Path) -> HostCosts | None:
 
 
 def store_host_costs(path: Path, costs: HostCosts) -> HostCosts | None:
-    """Writes the file as a whole unless another process did so first; returns what it says now, None if none can be."""
+    """Writes the file unless another process was first; returns its contents, None if it cannot be written."""
     beside = path.with_suffix(f".{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -23,7 +23,8 @@ class Link:
     """The way to host memory.
 
     Attributes:
-        out_bytes, back_bytes: bytes/s each way. overlaps: whether copies run beside compute.
+        out_bytes, back_bytes: bytes/s each way.
+        overlaps: whether copies run beside compute.
         source: where the numbers come from, for people.
     """
 

@@ -12,7 +12,8 @@ class KernelFlags:
     """How float32 products are computed, how cuDNN chooses, and whether kernels have to be deterministic.
 
     Attributes:
-        tf32_matmul, tf32_conv: float32 on CUDA is rounded to TF32. benchmark: cuDNN tries its algorithms.
+        tf32_matmul, tf32_conv: float32 on CUDA is rounded to TF32.
+        benchmark: cuDNN tries its algorithms.
         cudnn_deterministic, deterministic: of cuDNN alone, of all ops.
     """
 

@@ -56,7 +56,7 @@ class MeasuredCost:
         self._known = disk.load(self._path)
 
     def price(self, trace: Trace) -> PricedTrace:
-        """Returns the priced trace; ops that could not be measured are scaled from the roofline, and that is said."""
+        """Returns the priced trace. Ops that were not measured are scaled from the roofline, and `source` says so."""
         self._measure([s for s in trace.signatures if not _is_small(s) and _key(s) not in self._known])
         scale, roofline = self._scale(trace)
         unmeasured = 0
@@ -178,7 +178,7 @@ def _is_small(signature: Signature) -> bool:
 
 
 def measure_ops(signatures: Sequence[Signature], arena: Arena, deadline: float) -> dict[str, Measurement | None]:
-    """Returns what was found by key: None for ops that cannot be run alone, nothing for those there was no time for."""
+    """Returns measurements by key, None for ops that cannot run alone; ops after the deadline are missing."""
     device = arena.device
     refused: dict[str, Measurement | None] = {}
     runs: list[tuple[Signature, tuple[float, float], int]] = []
@@ -217,7 +217,7 @@ def measure_ops(signatures: Sequence[Signature], arena: Arena, deadline: float) 
 
 @contextlib.contextmanager
 def alone(device: torch.device) -> Iterator[None]:
-    """Ops run as they were recorded, whatever the caller is inside of; the random streams stay as they were."""
+    """Runs ops outside of the caller's dispatch modes and autocast, and restores the random streams afterwards."""
     cpu = torch.get_rng_state()
     cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     try:

@@ -27,7 +27,7 @@ _CLOCK_HZ = 2e9  # of a GPU, about: how long a kernel that waits is told to wait
 
 
 class Meter(Protocol):
-    """Runs ops one after the other inside a `with` block; tells what they allocated once it was left."""
+    """Runs ops one after the other inside a `with` block; their allocations can be read after it."""
 
     def __enter__(self) -> Meter: ...
 
@@ -38,7 +38,7 @@ class Meter(Protocol):
         ...
 
     def metered_bytes(self) -> list[tuple[int, int]]:
-        """Returns (workspace, what remains) of each run; call it after the `with` block."""
+        """Returns (workspace bytes, bytes that remain allocated) of each run; call it after the `with` block."""
         ...
 
 
@@ -48,7 +48,7 @@ def make_meter(device: torch.device) -> Meter:
 
 
 class _CpuMeter:
-    """Workspaces of ops run under one profiler; two odd allocations mark where each op's events begin and end."""
+    """Meters ops under one profiler; allocations of an odd size mark where each op's events begin and end."""
 
     _MARK_BYTES = 104729  # prime: no op allocates as many
 
@@ -99,7 +99,7 @@ class _CpuMeter:
 
 
 class _CudaMeter:
-    """Workspaces of ops by the caching allocator's own peak."""
+    """Meters ops by the caching allocator's own peak."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -129,7 +129,7 @@ class _CudaMeter:
 
 
 def time_call(call: Callable[[], Any], device: torch.device, *, limit_seconds: float) -> tuple[float, float]:
-    """Returns (least seconds, how far the median lies above) of 2 to 9 runs that together stay near `limit_seconds`.
+    """Returns (least seconds, median minus least) of 2 to 9 runs that together take about `limit_seconds`.
 
     One run has to be enough where it takes eight times the limit. The caller has run it once, to warm up.
     """
@@ -147,7 +147,7 @@ def time_call(call: Callable[[], Any], device: torch.device, *, limit_seconds: f
 
 
 def _time_on_cuda(call: Callable[[], Any], device: torch.device, limit_seconds: float) -> tuple[float, float]:
-    """Times by the device's own clock: the host is ahead, so that no launch is waited for, and the L2 cache is cold."""
+    """Times with CUDA events. The host runs ahead, so launches cost nothing, and the L2 cache is cold."""
     with torch.cuda.device(device):
         torch.cuda.synchronize(device)
         start = time.perf_counter()
@@ -172,7 +172,7 @@ def _time_on_cuda(call: Callable[[], Any], device: torch.device, limit_seconds: 
 
 
 def _goes_on(times: list[float], seconds: float, limit_seconds: float) -> bool:
-    """Whether to run it again: until the two least agree, three times and up to nine within the limit where not."""
+    """Whether to run once more: until the two fastest agree; if they do not, three to nine times within the limit."""
     if len(times) < 2:
         return not times or seconds <= 8 * limit_seconds
     least, next_to_it = sorted(times)[:2]

@@ -32,7 +32,7 @@ _ON_HOST = {
 
 
 class Arena:
-    """One block for the floating arguments of one op after the other, so that its pages are faulted in once.
+    """One block of memory that the floating-point arguments of every op are taken from, so its pages fault in once.
 
     A call made with it is only good until the next one is made.
     """
@@ -45,11 +45,11 @@ class Arena:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the block, which the next op uses again."""
+        """Bytes of the block."""
         return self._block.numel()
 
     def reset(self, needed_bytes: int) -> None:
-        """Forgets the tensors handed out, and makes room for `needed_bytes` of new ones."""
+        """Takes all tensors back, and grows the block to `needed_bytes`."""
         self._used_bytes = 0
         if self._block.numel() < needed_bytes:
             self._block = torch.empty(0, dtype=torch.uint8, device=self.device)  # before the new one is there
@@ -71,7 +71,7 @@ class Arena:
 
 
 def aligned(num_bytes: int) -> int:
-    """Returns the bytes that `num_bytes` take in an arena."""
+    """Returns `num_bytes` rounded up to the arena's alignment."""
     return -(-num_bytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
 
 
@@ -134,7 +134,7 @@ def _with_host_scalars(short: str, function: Any, args: tuple[Any, ...]) -> list
 
 
 def _lstm_workspace(args: list[Any]) -> torch.Tensor:
-    """Returns what oneDNN's LSTM kept for the backward that has these arguments: only its forward can make it.
+    """Returns the workspace that oneDNN's LSTM backward needs, by running its forward: nothing else makes one.
 
     Its size is the kernel's own affair; fake tensors show it as empty.
     """

@@ -41,8 +41,8 @@ def num_all_gathers(num_units: int, *, reshard_after_forward: bool = True) -> in
     """Returns the all-gathers of one forward and backward under FSDP2, with or without regions.
 
     Args:
-        num_units: sharded units, the root included. reshard_after_forward: of the units below the root; the root is
-            not resharded after forward, by FSDP2's default.
+        num_units: sharded units, the root included.
+        reshard_after_forward: of the units below the root; the root is not resharded after forward, by FSDP2's default.
     """
     return num_units + (num_units - 1 if reshard_after_forward else 0)
 
@@ -131,12 +131,15 @@ class ShardedCost:
 
 
 class _Units:
-    """The sharded units in the order of their forwards, and which of them each op finds itself in.
+    """The sharded units in forward order, and the unit of each op.
 
     Attributes:
-        nbytes: whole parameters of each. root_nbytes: of the rest. of_op: the unit of each op's call, -1 for the root.
-        last_entered: the last unit whose forward had begun. running: in backward, the unit whose backward runs, or the
-            one before while the root's ops run: after the last unit, -1.
+        nbytes: whole parameters of each.
+        root_nbytes: of the rest.
+        of_op: the unit of each op's call, -1 for the root.
+        last_entered: the last unit whose forward had begun.
+        running: in backward, the unit whose backward runs, or the one before while the root's ops run: after the last
+            unit, -1.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -168,7 +171,7 @@ class _Units:
         self.running = self._running(trace)
 
     def size(self, unit: int) -> int:
-        """Returns a unit's whole parameters; nothing where there is no such unit."""
+        """Returns the bytes of a unit's whole parameters, 0 if there is no such unit."""
         return self.nbytes[unit] if 0 <= unit < len(self.nbytes) else 0
 
     def _running(self, trace: Trace) -> list[int]:
@@ -191,7 +194,7 @@ class _Units:
 
 
 def _whole_gradients(trace: Trace, units: _Units, world_size: int) -> list[int]:
-    """Returns for each op what gradients take above their shards: whole from when they are made until reduced."""
+    """Returns for each op the bytes of unsharded gradients: from when they are made until they are reduced."""
     end = max((i for i, op in enumerate(trace.ops) if op.phase == "backward"), default=-1)
     change = [0] * (len(trace.ops) + 1)
     for storage in trace.storages:

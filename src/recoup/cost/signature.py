@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from recoup import _torch
+from recoup._pytree import argument_tensors
 from recoup.cost.flops import count_flops, op_name
 from recoup.ir.trace import Signature, TensorSpec
 
@@ -24,7 +24,7 @@ _GATHERS = frozenset({"embedding", "gather", "index", "index_select", "nll_loss_
 
 
 def signature_key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, home: str = "cpu") -> Any:
-    """Returns something hashable that is equal exactly when `make_signature` would return the same."""
+    """Returns a hashable key; two calls have equal keys exactly if `make_signature` gives them equal signatures."""
     return (func, _key(args, home), _key(tuple(kwargs.items()), home) if kwargs else ())
 
 
@@ -66,17 +66,19 @@ def make_signature(
     that are an argument written in place, or a view of one, are not new.
 
     Args:
-        func: the overload. args, kwargs: as dispatched, tensors fake or real. outputs: what it returned.
+        func: the overload.
+        args, kwargs: as dispatched, tensors fake or real.
+        outputs: what it returned.
         home: the type of the step's device.
     """
     name = f"{func._schema.name.replace('::', '.')}.{func._overloadname}"
     short = op_name(name)
     encoded = tuple(_encode(a, home) for a in args)
     encoded_kwargs = tuple((k, _encode(v, home)) for k, v in kwargs.items())
-    results = list(_tensors((outputs,)))
+    results = list(argument_tensors((outputs,)))
     # `prim` ops ask a tensor for its device or dtype.
     is_view = short in _UNDECLARED_VIEWS or name.startswith("prim.") or _is_view(func)
-    written = _written(func, args, kwargs)
+    written = _torch.written_arguments(func, args, kwargs)
     fresh = [] if is_view else [t for t in results if not any(t is w for w in written)]
     is_idle = is_view or short in _ALLOCATIONS
     return Signature(
@@ -95,17 +97,6 @@ def _is_view(func: Any) -> bool:
     return bool(schema.returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
 
 
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """Returns the arguments the op says it writes."""
-    written: list[torch.Tensor] = []
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        item = args[position] if position < len(args) else kwargs.get(argument.name)
-        written += _tensors((item,))
-    return written
-
-
 def _bytes_moved(
     func: Any,
     args: tuple[Any, ...],
@@ -115,7 +106,7 @@ def _bytes_moved(
 ) -> int:
     short = op_name(func._schema.name.replace("::", "."))
     overwrites = any(argument.is_out for argument in func._schema.arguments)
-    inputs = list(_tensors((args, tuple(kwargs.values()))))
+    inputs = list(argument_tensors((args, tuple(kwargs.values()))))
     writes = sum(_num_bytes(t) for t in (*written, *fresh))
     if written and (short in _OVERWRITERS or overwrites):
         inputs = [t for t in inputs if not any(t is w for w in written)]
@@ -135,14 +126,6 @@ def _touched_bytes(tensor: torch.Tensor) -> int:
         return _num_bytes(tensor)
     sizes = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride or not size)
     return int(math.prod(sizes)) * tensor.dtype.itemsize
-
-
-def _tensors(nest: Any) -> Iterator[torch.Tensor]:
-    for item in nest:
-        if isinstance(item, torch.Tensor):
-            yield item
-        elif isinstance(item, (list, tuple)):
-            yield from _tensors(item)
 
 
 def _encode_outputs(outputs: Any) -> tuple[Any, ...]:

@@ -33,10 +33,11 @@ class StepResult:
 def take_result(
     model: nn.Module, loss: torch.Tensor, before: Snapshot, outside: Mapping[str, torch.Tensor]
 ) -> StepResult:
-    """Returns copies of what the step that just ran left behind; gradients are handed over, not copied.
+    """Returns loss, gradients (moved, not copied) and copies of buffers and random state after a step.
 
     Args:
-        before: the state that it began with. outside: parameters that are not the model's, by name.
+        before: the state that it began with.
+        outside: parameters that are not the model's, by name.
     """
     gradients = {}
     for name, parameter in [*model.named_parameters(), *outside.items()]:
@@ -109,7 +110,8 @@ def rounding_bound(result: StepResult, coarsest: torch.dtype | None, noise: floa
 
     Args:
         coarsest: the lowest precision of an op's result in the step, which autocast hides from gradients and loss;
-            None: not known. noise: measured between two plain steps that round differently.
+            None: not known.
+        noise: measured between two plain steps that round differently.
     """
     dtypes = {t.dtype for t in (result.loss, *result.gradients.values()) if t is not None} | {coarsest}
     least = max((_BOUNDS[d] for d in dtypes if d in _BOUNDS), default=_BOUNDS[torch.float32])
@@ -128,7 +130,7 @@ _MAX_NOISE_FACTOR = 10.0  # factor on the bound of a dtype that measured roundin
 
 
 def rounding_noise(plain: StepResult, scaled: StepResult) -> float:
-    """Returns how far apart two plain steps are that only round differently: the worst gradient, relative.
+    """Returns the largest relative difference of a gradient between two plain steps that only round differently.
 
     Two results with independent roundings; how much of it there is depends on the model's depth and on its data, so it
     is measured, not known.

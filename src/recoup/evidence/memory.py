@@ -17,7 +17,7 @@ from recoup._storages import covered_bytes
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Returns the bytes that the tensors cover of their storages, each counted once: of a slice, the slice."""
+    """Returns the bytes of storage that the tensors cover, each byte once; a slice counts as the slice."""
     return covered_bytes(tensors)
 
 
@@ -25,8 +25,9 @@ def measure_peak(step: Callable[[], Any], *, device: torch.device, held_bytes: i
     """Runs `step` once and returns the peak in bytes.
 
     Args:
-        device: where the step runs. held_bytes: storages that are there before and stay (CPU only; CUDA counts
-            everything that is allocated on the device).
+        device: where the step runs.
+        held_bytes: storages that are there before and stay (CPU only; CUDA counts everything that is allocated on the
+            device).
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -46,7 +47,7 @@ def measure_peak(step: Callable[[], Any], *, device: torch.device, held_bytes: i
 
 
 def peak_on_cuda(device: torch.device) -> int:
-    """Returns the most bytes since the peaks were reset that were in use, or freed while another stream still read."""
+    """Returns the peak bytes since the last reset, with blocks that are freed but that another stream still reads."""
     stats = torch.cuda.memory_stats(device)
     return max(int(stats["allocated_bytes.all.peak"]), int(stats["active_bytes.all.peak"]))
 
@@ -59,6 +60,6 @@ def meter_name(device: torch.device) -> str:
 
 
 def release_unused(device: torch.device) -> None:
-    """Gives a card back what torch keeps of it unused: blocks of one step lie otherwise than the next one's."""
+    """Returns torch's unused memory to the card, so that one step's fragments do not burden the next."""
     if device.type == "cuda":
         torch.cuda.empty_cache()

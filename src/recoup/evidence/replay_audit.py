@@ -26,11 +26,13 @@ from recoup.thresholds import SMALL_BYTES
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Divergence:
-    """A saved tensor that came out otherwise the second time.
+    """A saved tensor whose second computation gave other values.
 
     Attributes:
-        order: its place among all tensors saved in the step. region, module: paths. op: that made it ("" if it came
-            from outside the region). largest: the largest absolute difference.
+        order: its place among all tensors saved in the step.
+        region, module: paths.
+        op: that made it ("" if it came from outside the region).
+        largest: the largest absolute difference.
     """
 
     order: int
@@ -79,7 +81,7 @@ class _Original:
         return flat.view(self.dtype).reshape(self.shape)
 
     def compare(self, again: torch.Tensor, region: str) -> None:
-        """Notes whether `again` has the same bits."""
+        """Compares `again` with the original, and notes a difference."""
         if self.tensor is not None and self.tensor._version != self.version:
             return  # changed in place since: the plain step would refuse it
         self.audit.num_compared += 1
@@ -100,7 +102,7 @@ class _Original:
         )
 
     def _largest_difference(self, again: torch.Tensor) -> float | None:
-        """Returns by how much values differ at most; None if bits are equal. In pieces, as the device may be full."""
+        """Returns the largest absolute difference, None if all bits are equal; in pieces, as the device may be full."""
         first = self._contents()
         if first.layout is not torch.strided:
             return None if equal_values(first, again) else float("nan")
@@ -118,8 +120,9 @@ class Audit(_torch.dispatch_mode_class()):  # type: ignore[misc]
     """Keeps what regions save and compares it with what their replays save.
 
     Attributes:
-        divergences: what differed, as found. num_compared: tensors compared. coarsest: the floating dtype of the lowest
-            precision among what ops returned.
+        divergences: what differed, as found.
+        num_compared: tensors compared.
+        coarsest: the floating dtype of the lowest precision among what ops returned.
         aside: where what is kept is moved to, None: it stays in memory.
     """
 
@@ -177,7 +180,7 @@ class Audit(_torch.dispatch_mode_class()):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Watches everything inside."""
+        """Audits the steps that run inside of the `with` block."""
         modules = nn.modules.module
 
         def enter(module: nn.Module, args: Any) -> None:

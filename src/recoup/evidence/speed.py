@@ -21,14 +21,15 @@ def time_ratio(
     pairs: int = 5,
     before: Callable[[], Any] = lambda: None,
 ) -> tuple[float, float]:
-    """Returns the median of planned/plain, and half the distance between its quartiles.
+    """Returns the median of planned over plain step time, and half the distance between its quartiles.
 
     Plain and planned steps run in turn, and each is compared with the one before it: a machine that gets slower from
     step to step raises one ratio and lowers the next. Stops once all ratios so far, two at least, lie within
     twice `SAME_SHARE` of each other: after three steps where the machine is quiet.
 
     Args:
-        max_seconds: stop after this long, once two pairs are in. pairs: of neighbours, how many at most.
+        max_seconds: stop after this long, once two pairs are in.
+        pairs: of neighbours, how many at most.
         before: run before each step, its time not taken.
     """
 

@@ -26,7 +26,7 @@ from recoup.thresholds import SMALL_BYTES
 
 
 class StepBench:
-    """A model in a fixed state, on which steps are run and taken back."""
+    """Runs steps of a model from one fixed state, and restores that state after each."""
 
     def __init__(self, model: nn.Module, batch: Any, objective: Objective, optimizer: OptimizerLike | None) -> None:
         self.model = model
@@ -52,7 +52,7 @@ class StepBench:
 
     @contextlib.contextmanager
     def optimizing(self) -> Iterator[None]:
-        """Has `restore` put back, inside the block and at its end, weights that an optimizer changes."""
+        """Lets steps of the optimizer run inside of the block: `restore` puts weights and state back too."""
         changed = [p for p in [*self.model.parameters(), *self._outside.values()] if self._optimizes]
         with self._before.tensors.copied(p for p in changed if p.requires_grad):
             try:
@@ -61,7 +61,7 @@ class StepBench:
                 self.restore()
 
     def restore(self) -> None:
-        """Puts everything that a step can reach back; no tensor has a gradient then."""
+        """Restores everything that a step can reach; gradients are None afterwards."""
         self._before.restore()
         self._before.renew_iterators()
         torch.clear_autocast_cache()  # inside the user's autocast it holds casts of weights as they were
@@ -70,7 +70,7 @@ class StepBench:
         release_unused(self.device)
 
     def held_bytes(self) -> int:
-        """Returns the bytes that are there before a step: weights, buffers, optimizer state, batch."""
+        """Returns the bytes allocated before a step: weights, buffers, optimizer state, batch."""
         state = list(self.optimizer.state_tensors()) if self.optimizer is not None else []
         tensors = [*self.model.parameters(), *self.model.buffers(), *iterate_tensors(self.batch), *state]
         tensors += self._before.tensors.touched()
@@ -86,12 +86,13 @@ class StepBench:
         aside: Transport | None = None,
         meter: Callable[[Callable[[], Any]], Any] = lambda run: run(),
     ) -> StepResult | None:
-        """Runs one training step; with `take`, returns what it left behind (and runs no optimizer step).
+        """Runs one training step; with `take`, returns its result and runs no optimizer step.
 
         The first with `take` is watched: what it writes is copied before, and so is put back after any other step too.
 
         Args:
-            times: the loss is multiplied by it before backward. aside: where saved tensors are moved to.
+            times: the loss is multiplied by it before backward.
+            aside: where saved tensors are moved to.
             meter: calls forward and backward.
         """
         losses: list[torch.Tensor] = []

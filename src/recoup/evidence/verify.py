@@ -181,7 +181,7 @@ class _Verification:
         )
 
     def _attempt(self, run: Callable[[], _Result]) -> _Result | None:
-        """Returns the result of `run`; None if there is no memory for it, with nothing of it left."""
+        """Returns the result of `run`; None if memory ran out, after everything of it was freed."""
         try:
             return run()
         except Exception as error:
@@ -192,7 +192,7 @@ class _Verification:
         return None
 
     def _metered(self, run: Callable[[], Any], *, planned: bool) -> int:
-        """Runs (a part of) a step in the state it begins with; returns the peak, and notes it."""
+        """Runs a step, or a part of one, from the initial state; returns its peak in bytes and records it."""
         moved, held_bytes = _moved_bytes(self.bench.model), self.bench.held_bytes()
         peak = self._peaks[planned] = measure_peak(run, device=self.bench.device, held_bytes=held_bytes)
         if planned:
@@ -200,7 +200,7 @@ class _Verification:
         return peak
 
     def _audit(self) -> Audit:
-        """Returns what one planned step with all that regions drop kept beside it found."""
+        """Runs one planned step that keeps what regions drop; returns the comparison with their replays."""
 
         def run(aside: Transport | None) -> Audit:
             self.bench.restore()
@@ -218,7 +218,7 @@ class _Verification:
             self.bench.batch = whole
 
     def _on_what_fits(self, run: Callable[[], _Result]) -> _Result:
-        """Returns the result of `run` on as much of the batch as there is memory for; leaves the batch so."""
+        """Returns the result of `run` on the largest part of the batch that fits; later steps use that part too."""
         bench, whole = self.bench, num_rows(self.bench.batch)
         while (found := self._attempt(run)) is None:
             smaller = first_half(bench.batch)
@@ -230,7 +230,7 @@ class _Verification:
         return found
 
     def _compare(self, audit: Audit) -> tuple[Comparison, StepLog]:
-        """Compares one plain and one planned step; returns also what the planned one ran twice."""
+        """Compares one plain and one planned step; also returns the planned step's log."""
         whole = self.bench.batch
         plain_result = self._plain_result()
         noise = 0.0

@@ -14,8 +14,9 @@ class Export:
     """A plan in somebody else's terms.
 
     Attributes:
-        code: Python, runs without recoup. left_out: what the plan does and the code does not, in sentences; then the
-            plan's prediction does not hold for it.
+        code: Python, runs without recoup.
+        left_out: what the plan does and the code does not, in sentences; then the plan's prediction does not hold for
+            it.
     """
 
     code: str

@@ -35,8 +35,10 @@ def fit(
 
     Args:
         model: before `prepare`, or what `prepare` returned for one process or DDP. An FSDP model is planned before
-            `prepare`: afterwards a rank holds only its part. optimizer: before `prepare`, or its class.
-        batch: on the model's device. accelerator: its precision, plugins and accumulation are those of training.
+            `prepare`: afterwards a rank holds only its part.
+        optimizer: before `prepare`, or its class.
+        batch: on the model's device.
+        accelerator: its precision, plugins and accumulation are those of training.
         budget, loss, timed: as for `recoup.fit`.
 
     Raises:

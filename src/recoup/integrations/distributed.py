@@ -53,7 +53,8 @@ def broadcast_plan(plan: Plan | None, group: dist.ProcessGroup | None = None) ->
     """Returns rank 0's plan on every rank; a collective call. Other ranks may pass None.
 
     Args:
-        plan: rank 0's. group: the ranks to tell; None: all.
+        plan: rank 0's.
+        group: the ranks to tell; None: all.
 
     Raises:
         PlanMismatch: if rank 0 has none.
@@ -73,7 +74,8 @@ def apply(model: nn.Module, plan: Plan, group: dist.ProcessGroup | None = None) 
     """Changes a wrapped or unwrapped model in place to run as `plan` says, after checking that all ranks agree.
 
     Args:
-        model: bare, or wrapped by DDP, FSDP1, `fully_shard` or `torch.compile`. plan: made for the bare model.
+        model: bare, or wrapped by DDP, FSDP1, `fully_shard` or `torch.compile`.
+        plan: made for the bare model.
         group: the ranks that train together. Left out: all.
 
     Raises:

@@ -54,15 +54,17 @@ class RecoupCallback(Callback):
     """Plans for a budget from the first training batch, measures the step after, and reports.
 
     Attributes:
-        plan: None before the first batch. meter: the measured step.
+        plan: None before the first batch.
+        meter: the measured step.
     """
 
     def __init__(self, budget: int | str | None = None, *, plan: Plan | None = None, measured_step: int = 1) -> None:
         """Takes a budget, or a plan that was made by this callback before (`plan.save`).
 
         Args:
-            budget: as for `recoup.plan`. plan: its paths begin with `module.`. measured_step: which batch to measure,
-                counted from 0.
+            budget: as for `recoup.plan`.
+            plan: its paths begin with `module.`.
+            measured_step: which batch to measure, counted from 0.
         """
         if (budget is None) == (plan is None):
             raise UsageError("RecoupCallback takes a budget or a plan, one of the two.")

@@ -19,7 +19,8 @@ class StepMeter:
     """The peak of a step and what ran twice in it.
 
     Attributes:
-        peak_bytes: None before the first measured step. num_replays, num_rederived: of that step.
+        peak_bytes: None before the first measured step.
+        num_replays, num_rederived: of that step.
     """
 
     def __init__(self) -> None:

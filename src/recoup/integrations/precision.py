@@ -22,7 +22,8 @@ def forward_under(
     prepared is left alone, its precision is in its forward; so is one with a plan at its root.
 
     Args:
-        context: makes what is entered around forward. finish: what is done to forward's result before it is returned.
+        context: makes what is entered around forward.
+        finish: what is done to forward's result before it is returned.
     """
     own = model.__dict__.get("forward")  # TRL puts one there
     if "_original_forward" in model.__dict__ or isinstance(own, PatchedForward):
@@ -57,8 +58,9 @@ def autocast_forward(
     """Runs the model's forward under autocast inside the block, and `finish` on its result.
 
     Args:
-        dtype: of autocast; None: changes nothing. finish: accelerate's and the Trainer's `convert_to_fp32`, which makes
-            a copy of every low-precision output (the logits) that counts in the peak.
+        dtype: of autocast; None: changes nothing.
+        finish: accelerate's and the Trainer's `convert_to_fp32`, which makes a copy of every low-precision output (the
+            logits) that counts in the peak.
     """
     if dtype is None:
         yield

@@ -95,7 +95,8 @@ class ShapePlans:
     """Plans for several shapes in place on one model; `remove()`, or leaving the block, takes them away.
 
     Attributes:
-        buckets: by predicted plain peak, the smallest first. counts: how many training forwards ran under each.
+        buckets: by predicted plain peak, the smallest first.
+        counts: how many training forwards ran under each.
     """
 
     def __init__(
@@ -262,7 +263,8 @@ def fit_shapes(
         loss, optimizer, timed: as for `recoup.fit`.
 
     Raises:
-        UsageError: without a batch. InfeasibleBudget: with the shapes that do not fit. What `recoup.fit` raises.
+        UsageError: without a batch.
+        InfeasibleBudget: with the shapes that do not fit. What `recoup.fit` raises.
     """
     if not batches:
         raise UsageError("fit_shapes needs at least one batch; got none. (recoup.integrations.shapes)")
@@ -301,8 +303,8 @@ def apply_shapes(
         loss, optimizer: of the training step, for what is advised when a batch does not fit.
 
     Raises:
-        PlanMismatch: if a plan was made for another model. ConflictError: if activation checkpointing is on already.
-            The model is unchanged then.
+        PlanMismatch: if a plan was made for another model.
+        ConflictError: if activation checkpointing is on already. The model is unchanged then.
     """
     if not buckets:
         raise UsageError("apply_shapes needs at least one plan; got none. (recoup.integrations.shapes)")

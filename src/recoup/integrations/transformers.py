@@ -57,8 +57,10 @@ def fit(
     are taken off the budget.
 
     Args:
-        model: on its device. args: the arguments that the `Trainer` will get. train_dataset: what it will be trained
-            on, of which the first 1000 examples are read. data_collator: the `Trainer`'s own; None: the default one.
+        model: on its device.
+        args: the arguments that the `Trainer` will get.
+        train_dataset: what it will be trained on, of which the first 1000 examples are read.
+        data_collator: the `Trainer`'s own; None: the default one.
         budget, actions, timed: as for `recoup.fit`.
 
     Raises:
@@ -103,9 +105,11 @@ def fit_trainer(
     and logs there (metrics, tokens seen) is put back.
 
     Args:
-        trainer: a `Trainer` or a subclass. batch: the largest inputs that `compute_loss` will get; None: the
-            `per_device_train_batch_size` longest of the first 1000 examples, collated. A trainer that makes its inputs
-            while it trains (GRPO generates completions) has to be told. budget, actions, timed: as for `recoup.fit`.
+        trainer: a `Trainer` or a subclass.
+        batch: the largest inputs that `compute_loss` will get; None: the `per_device_train_batch_size` longest of the
+            first 1000 examples, collated. A trainer that makes its inputs while it trains (GRPO generates completions)
+            has to be told.
+        budget, actions, timed: as for `recoup.fit`.
 
     Raises:
         ConflictError: if the trainer's arguments turn on another activation checkpointing or offloading.
@@ -219,8 +223,9 @@ def sample_batch(
     """Returns the collated batch of the longest examples: the one whose step takes the most.
 
     Args:
-        dataset: its first 1000 examples are read. batch_size: examples in the batch. data_collator: makes a batch of
-            a list of examples; None: transformers' default one.
+        dataset: its first 1000 examples are read.
+        batch_size: examples in the batch.
+        data_collator: makes a batch of a list of examples; None: transformers' default one.
 
     Raises:
         UsageError: if there are no examples.

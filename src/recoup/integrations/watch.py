@@ -27,7 +27,7 @@ from recoup.cost.devices import get_device
 from recoup.cost.roofline import RooflineCost
 from recoup.errors import BatchTooLarge, InfeasibleBudget, RecoupError, StepOutOfMemory
 from recoup.integrations.distributed import unwrap
-from recoup.integrations.watched_steps import WatchedSteps
+from recoup.integrations.watched_steps import WatchedSteps, shapes_text
 from recoup.runtime.apply import find_patches, plain
 from recoup.runtime.conflicts import refuse_no_module
 from recoup.units import format_bytes, parse_bytes
@@ -40,7 +40,8 @@ def watch(
     """Watches the training steps of `model` inside the block; gives what ran so far, to print or to look at.
 
     Args:
-        model: with a plan in place or without. budget: bytes of one step, an int or `"8GiB"`.
+        model: with a plan in place or without.
+        budget: bytes of one step, an int or `"8GiB"`.
         loss, optimizer: as for `recoup.plan`: needed where the model does not return its loss, or where the
             optimizer's state is to be counted.
 
@@ -73,8 +74,9 @@ class Guard:
     """Sizes seen so far, and the last batch: shapes alone, and integers' values.
 
     Attributes:
-        weighed: shapes of batches that are known to fit. steps: what ran so far. how: a plan that fits is put in
-            place, in a message.
+        weighed: shapes of batches that are known to fit.
+        steps: what ran so far.
+        how: a plan that fits is put in place, in a message.
     """
 
     def __init__(
@@ -134,7 +136,7 @@ class Guard:
             with contextlib.nullcontext() if without_plan is None else without_plan():
                 advice = self._advice()
             raise BatchTooLarge(
-                f"A batch of {_words(shapes)} would peak at {format_bytes(peak_bytes)}; the budget is "
+                f"A batch of {shapes_text(shapes)} would peak at {format_bytes(peak_bytes)}; the budget is "
                 f"{format_bytes(self.budget_bytes)}. It was not run. {advice}"
             )
         self.weighed.append(shapes)
@@ -207,7 +209,3 @@ def _covers(known: list[tuple[int, ...]], shapes: list[tuple[int, ...]]) -> bool
     return len(known) == len(shapes) and all(
         len(a) == len(b) and all(x >= y for x, y in zip(a, b, strict=True)) for a, b in zip(known, shapes, strict=True)
     )
-
-
-def _words(shapes: list[tuple[int, ...]]) -> str:
-    return ", ".join(str(list(shape)) for shape in shapes[:3])

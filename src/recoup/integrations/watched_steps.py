@@ -19,8 +19,8 @@ class WatchedBatches:
     """Steps on batches of the same shapes.
 
     Attributes:
-        first, last: numbers of the first and the last such step, from 1. bound_bytes: what a step peaks at, simulated
-            for the smallest weighed batch that covers these shapes.
+        first, last: numbers of the first and the last such step, from 1.
+        bound_bytes: what a step peaks at, simulated for the smallest weighed batch that covers these shapes.
     """
 
     shapes: Shapes
@@ -35,7 +35,8 @@ class WatchedSteps:
     """The steps of a block of `recoup.watch`, while it runs and afterwards.
 
     Attributes:
-        num_steps: forwards in training so far. batches: by shapes, in order of their first step.
+        num_steps: forwards in training so far.
+        batches: by shapes, in order of their first step.
         last_bytes: the bound of each of the last steps, as many as a chart draws.
     """
 
@@ -65,14 +66,14 @@ class WatchedSteps:
         lines = [self._title(), f"  {'steps':>7} {'first':>7} {'last':>7} {'at most':>11}  batch"]
         for b in self.batches.values():
             lines.append(
-                f"  {b.count:>7} {b.first:>7} {b.last:>7} {format_bytes(b.bound_bytes):>11}  {_words(b.shapes)}"
+                f"  {b.count:>7} {b.first:>7} {b.last:>7} {format_bytes(b.bound_bytes):>11}  {shapes_text(b.shapes)}"
             )
         if len(set(self.last_bytes)) > 1:
             lines.append(f"  memory from step to step |{sparkline(list(self.last_bytes))}|")
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        rows = [(_words(b.shapes), b.bound_bytes) for b in self.batches.values()]
+        rows = [(shapes_text(b.shapes), b.bound_bytes) for b in self.batches.values()]
         return html.card(
             self._title(), html.bars(rows, self.budget_bytes) if rows else "", html.text(str(self), "steps")
         )
@@ -83,5 +84,6 @@ class WatchedSteps:
         return f"{steps}{most} of {format_bytes(self.budget_bytes)}"
 
 
-def _words(shapes: Sequence[tuple[int, ...]]) -> str:
+def shapes_text(shapes: Sequence[tuple[int, ...]]) -> str:
+    """Returns the first shapes of a batch, for a message."""
     return ", ".join(str(list(shape)) for shape in shapes[:3])

@@ -33,10 +33,13 @@ class CompiledGraph:
     """One graph of a compiled step.
 
     Attributes:
-        fingerprint: tells the joint graph. num_calls: how often a step runs it. num_ops: of its forward.
-        choice: how it is divided. held_bytes: kept for backward.
-        rerun_seconds: an estimate by which choices are ranked, FLOPs first. is_torch: whether the graph is divided as
-            torch itself would.
+        fingerprint: tells the joint graph.
+        num_calls: how often a step runs it.
+        num_ops: of its forward.
+        choice: how it is divided.
+        held_bytes: kept for backward.
+        rerun_seconds: an estimate by which choices are ranked, FLOPs first.
+        is_torch: whether the graph is divided as torch itself would.
     """
 
     fingerprint: str
@@ -53,9 +56,13 @@ class CompiledPlan:
     """A compiled step within a budget.
 
     Attributes:
-        model_class: the class's name. backend: "inductor" or "aot_eager". torch_version: whose graphs these are.
-        budget_bytes: what was asked. predicted_peak_bytes: of the whole step, said before it was compiled.
-        plain_peak_bytes: measured, of the step as torch compiles it. graphs: in the order in which they first ran.
+        model_class: the class's name.
+        backend: "inductor" or "aot_eager".
+        torch_version: whose graphs these are.
+        budget_bytes: what was asked.
+        predicted_peak_bytes: of the whole step, said before it was compiled.
+        plain_peak_bytes: measured, of the step as torch compiles it.
+        graphs: in the order in which they first ran.
         notes: what a reader should know.
     """
 

@@ -15,27 +15,34 @@ class Evidence:
     """A plain step and a planned step, side by side: same weights, same random numbers.
 
     Attributes:
-        peak_bytes: measured peak of the planned step, everything counted. baseline_peak_bytes: of the plain step,
-            None when it did not fit.
-        predicted_peak_bytes: what the plan said. budget_bytes: what was asked.
-        gradients_equal: every gradient bit for bit. max_gradient_error: the largest relative difference of one
-            gradient, ||planned - plain|| / ||plain||.
-        loss_equal, buffers_equal, rng_equal: bit for bit. same_gradient_set: the same parameters got a gradient.
+        peak_bytes: measured peak of the planned step, everything counted.
+        baseline_peak_bytes: of the plain step, None when it did not fit.
+        predicted_peak_bytes: what the plan said.
+        budget_bytes: what was asked.
+        gradients_equal: every gradient bit for bit.
+        max_gradient_error: the largest relative difference of one gradient, ||planned - plain|| / ||plain||.
+        loss_equal, buffers_equal, rng_equal: bit for bit.
+        same_gradient_set: the same parameters got a gradient.
         time_ratio: planned step over plain step, median over neighbours of steps run in turn; None: not timed.
         time_spread: half the distance between the quartiles of that ratio.
-        num_regions_replayed: regions that ran again. num_rederived: saved tensors rebuilt.
+        num_regions_replayed: regions that ran again.
+        num_rederived: saved tensors rebuilt.
         replays_equal: every tensor that a region's second forward saved had the bits of the first one's.
-            num_replays_compared: how many were compared.
+        num_replays_compared: how many were compared.
         differences: what differed, in words, the first first.
-        meter: how the peak was measured. notes: what was left out and why.
+        meter: how the peak was measured.
+        notes: what was left out and why.
         error_bound: 0 where every gradient must be bit-equal; with `tile`, which sums in another order, how far the
             loss and gradients may be from plain's, relative (a gradient's error to its norm, or to a thousandth of the
-            norm of all gradients where that is more). loss_error: relative difference of the loss.
+            norm of all gradients where that is more).
+        loss_error: relative difference of the loss.
         num_scan_evaluations: step evaluations of scans whose bytes the plan decides, in the planned step that was
-            compared. predicted_scan_evaluations: what the plan said.
-        regions_diverged: paths of regions whose second forward gave other values. plain_repeats: whether plain steps
-            gave the same bits twice, which is asked only where something differed.
-        offloaded_bytes: moved to the host by the metered step. predicted_offloaded_bytes: what the plan said.
+            compared.
+        predicted_scan_evaluations: what the plan said.
+        regions_diverged: paths of regions whose second forward gave other values.
+        plain_repeats: whether plain steps gave the same bits twice, which is asked only where something differed.
+        offloaded_bytes: moved to the host by the metered step.
+        predicted_offloaded_bytes: what the plan said.
     """
 
     peak_bytes: int

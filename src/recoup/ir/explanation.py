@@ -16,8 +16,9 @@ class Price:
 
     Attributes:
         choice: in model terms, e.g. `recompute model.layers.0-7`.
-        freed_peak_bytes: by how much the step's peak falls. freed_saved_bytes: by how much less autograd holds when
-            backward begins. extra_seconds: what it adds to a step.
+        freed_peak_bytes: by how much the step's peak falls.
+        freed_saved_bytes: by how much less autograd holds when backward begins.
+        extra_seconds: what it adds to a step.
     """
 
     choice: str
@@ -36,7 +37,8 @@ class Trade:
     """Two plans for one step, and what lies between them.
 
     Attributes:
-        from_bytes, to_bytes: their predicted peaks. from_seconds, to_seconds: their predicted seconds a step.
+        from_bytes, to_bytes: their predicted peaks.
+        from_seconds, to_seconds: their predicted seconds a step.
         to_does: what the second one does, a line each.
     """
 

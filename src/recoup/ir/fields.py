@@ -46,7 +46,7 @@ def fits(value: Any, hint: Any) -> bool:
 
 
 def said(hint: Any) -> str:
-    """Returns a field's type in words."""
+    """Returns a type in words, for a message."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is Literal:
         return " or ".join(repr(a) for a in arguments)
@@ -73,7 +73,10 @@ def read_fields(kind: type[T], data: Any, where: str, **ready: Any) -> T:
     """Returns an instance of a dataclass from a JSON object; fields with a default may be missing.
 
     Args:
-        where: what the object is, for messages. ready: fields that were read already.
+        kind: the dataclass.
+        data: the JSON object.
+        where: what the object is, for messages.
+        ready: fields that were read already.
 
     Raises:
         UsageError: for an unknown field, a missing one, or a value that does not fit.

@@ -22,7 +22,7 @@ def card(title: str, *parts: str) -> str:
 
 
 def bars(rows: Sequence[tuple[str, int]], budget_bytes: int | None = None) -> str:
-    """Returns one bar a row, to one scale; a line where the budget is.
+    """Returns a bar chart, one row a bar on one scale, with a line at the budget.
 
     Args:
         rows: (name, bytes).

@@ -24,12 +24,15 @@ class Prediction:
     """Predicted cost of the step, simulated.
 
     Attributes:
-        peak_bytes: peak of the whole step, everything counted. plain_peak_bytes: the same without a plan.
+        peak_bytes: peak of the whole step, everything counted.
+        plain_peak_bytes: the same without a plan.
         step_seconds, plain_step_seconds: by the cost source named in `cost_source`.
         extra_time_ratio: step_seconds / plain_step_seconds - 1.
-        recomputed_flops: FLOPs run a second time. plain_flops: FLOPs of the step without a plan.
+        recomputed_flops: FLOPs run a second time.
+        plain_flops: FLOPs of the step without a plan.
         saved_bytes, plain_saved_bytes: bytes that autograd holds when backward begins.
-        offloaded_bytes: bytes moved to the host in one step. host_bytes: the most of them that are there at a time.
+        offloaded_bytes: bytes moved to the host in one step.
+        host_bytes: the most of them that are there at a time.
         num_collectives, plain_num_collectives: that a rank's step runs on distributed tensors (tensor parallel).
         num_scan_evaluations: step evaluations of the scans whose bytes the plan decides, forward and backward together.
         num_all_gathers: of the step on each rank, where it is sharded (`plan --fsdp`); with the plan as without.
@@ -39,8 +42,10 @@ class Prediction:
         gradient_bytes: of gradients that are there when forward begins (accumulation).
         precision: the dtype that its largest product computes in ("bfloat16" under such an autocast).
         card_bytes: the smallest card, in bytes that torch reserves, that the step runs on; fragments included, the CUDA
-            context not. 0 where the step runs on a CPU. expandable_card_bytes: with expandable segments.
-        phase: where the peak is. tensors: the largest ones alive there, as (what, bytes).
+            context not. 0 where the step runs on a CPU.
+        expandable_card_bytes: with expandable segments.
+        phase: where the peak is.
+        tensors: the largest ones alive there, as (what, bytes).
     """
 
     peak_bytes: int
@@ -80,8 +85,10 @@ class Plan:
 
     Attributes:
         decisions: in call order.
-        budget_bytes: what it was made for. budget_text: as the user wrote it.
-        device: where it is meant to run. fingerprint: of the model it was made for (see `capture.fingerprint`).
+        budget_bytes: what it was made for.
+        budget_text: as the user wrote it.
+        device: where it is meant to run.
+        fingerprint: of the model it was made for (see `capture.fingerprint`).
         structure: (path, class) of each module named by a decision, to say what differs on another model.
         notes: sentences for people: what sets the peak, what was assumed.
         versions: of recoup and torch.

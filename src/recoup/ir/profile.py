@@ -32,9 +32,12 @@ class Profile:
     """Where one unplanned step's memory and time go.
 
     Attributes:
-        at_peak: (category, bytes) alive at the peak. tensors: the largest there, as (what, bytes).
-        rows: by call, in call order. timeline: (category, bytes alive at each of the same points in time).
-        phases: (phase, first point, last point + 1). saved_bytes: held by autograd when backward begins.
+        at_peak: (category, bytes) alive at the peak.
+        tensors: the largest there, as (what, bytes).
+        rows: by call, in call order.
+        timeline: (category, bytes alive at each of the same points in time).
+        phases: (phase, first point, last point + 1).
+        saved_bytes: held by autograd when backward begins.
     """
 
     model_class: str

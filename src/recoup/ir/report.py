@@ -21,10 +21,13 @@ class Timeline:
     """Predicted memory over one step.
 
     Attributes:
-        seconds: when each point begins, by the cost source. duration_seconds: when the last one ends.
+        seconds: when each point begins, by the cost source.
+        duration_seconds: when the last one ends.
         series: (category, bytes alive at each point), in stacking order; each point is the largest moment in it.
         phases: (phase, begin, end) in seconds; the phases of a planned step include "replay".
-        peak_seconds: when the peak is. phase: which phase that is. at_peak: (category, bytes) alive there.
+        peak_seconds: when the peak is.
+        phase: which phase that is.
+        at_peak: (category, bytes) alive there.
         tensors: the largest alive there, as (what, bytes, "file:line" of the code that made it or "").
     """
 
@@ -44,7 +47,8 @@ class MeasuredTimeline:
     """Measured memory over one step, as the device's allocator saw it.
 
     Attributes:
-        seconds: when each point begins. total_bytes: bytes allocated there, the largest moment of each point.
+        seconds: when each point begins.
+        total_bytes: bytes allocated there, the largest moment of each point.
         phases: (phase, begin, end) in seconds of the same clock.
         meter: how it was measured.
     """
@@ -62,8 +66,10 @@ class ModuleRow:
     """One call in the module tree.
 
     Attributes:
-        action: what the plan does with it; `is_decided`: the plan names it, else it inherits.
-        plain_saved_bytes: held for backward by it and everything inside, without a plan. saved_bytes: with it.
+        action: what the plan does with it.
+        `is_decided`: the plan names it, else it inherits.
+        plain_saved_bytes: held for backward by it and everything inside, without a plan.
+        saved_bytes: with it.
         plain_peak_bytes, peak_bytes: its part of what is alive at the peak of the step, without and with the plan.
         count: how many equal calls this is the sum of.
         extra_seconds: time of what runs twice for it and everything inside (predicted).
@@ -89,7 +95,8 @@ class CurvePoint:
     """A plan on the picture of bytes against time; `name` is "" for the frontier's own points.
 
     Attributes:
-        words: the plan, a line a decision. is_exact: it keeps every bit where kernels are deterministic; tiles round.
+        words: the plan, a line a decision.
+        is_exact: it keeps every bit where kernels are deterministic; tiles round.
     """
 
     name: str
@@ -106,10 +113,14 @@ class Report:
     """Everything a report shows.
 
     Attributes:
-        profile: of the plain step. plain, planned: predicted timelines. measured_plain, measured_planned: measured.
-        frontier: plans from the smallest peak up. baselines: what people do by hand. Both simulated.
+        profile: of the plain step.
+        plain, planned: predicted timelines.
+        measured_plain, measured_planned: measured.
+        frontier: plans from the smallest peak up.
+        baselines: what people do by hand. Both simulated.
         capacity_bytes: what a program can have of the device, 0 where that is not known.
-        rows: the module tree in call order. plan, evidence: None where there is none.
+        rows: the module tree in call order.
+        plan, evidence: None where there is none.
     """
 
     title: str

@@ -18,7 +18,7 @@ def width() -> int:
 
 
 def format_rows(rows: Sequence[tuple[str, str]], indent: int = 2) -> str:
-    """Returns the rows as two columns; values that are too long go on below themselves."""
+    """Returns the rows as two columns; long values are wrapped within theirs."""
     longest = max(len(name) for name, _ in rows)
     lines = []
     for name, value in rows:

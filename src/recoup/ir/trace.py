@@ -80,8 +80,8 @@ class Storage:
         saved_op: the forward op with which autograd first keeps it as an input (or as the result, if it never is an
             input), -1 if it never does.
         saved_by: calls that save a tensor in it, in order of first saving (may hold -1 for the loss).
-        label: for people: the parameter's path, or op and call that made it. source: "file:line" of the code that made
-            it, "" where that is not known or it is small.
+        label: for people: the parameter's path, or op and call that made it.
+        source: "file:line" of the code that made it, "" where that is not known or it is small.
     """
 
     nbytes: int
@@ -100,7 +100,8 @@ class Call:
     """One execution of a module's forward.
 
     Attributes:
-        path: dotted module path ("" is the model itself). index: how many times that path was called before.
+        path: dotted module path ("" is the model itself).
+        index: how many times that path was called before.
         first_op, last_op: its forward is ops [first_op, last_op).
         inputs, outputs: storages of tensors that go in and come out.
         input_grad_bytes, output_grad_bytes: bytes of gradient that flows out of and into its backward.
@@ -135,9 +136,10 @@ class Copy:
     """One event in the life of a storage that is moved to the host.
 
     Attributes:
-        op: it happens before this op. kind: "out" begins to move it away, "back" to bring it back, "wait" is where the
-            step needs it there again.
-        block: the same for all events of one storage. storage: what is moved "out", by its index, -1 if unknown.
+        op: it happens before this op.
+        kind: "out" begins to move it away, "back" to bring it back, "wait" is where the step needs it there again.
+        block: the same for all events of one storage.
+        storage: what is moved "out", by its index, -1 if unknown.
     """
 
     op: int
@@ -161,6 +163,7 @@ class Trace:
         notes: sentences for people about what was estimated.
         draws_on_host: whether the step draws from python's or numpy's random numbers, as layers that are dropped do.
         optimizer_host_bytes: of the optimizer's state, on the host but for its step.
+        num_saved: tensors that autograd saves in the model's forward.
     """
 
     source: Literal["fake", "real"]
@@ -180,6 +183,7 @@ class Trace:
     notes: tuple[str, ...] = ()
     draws_on_host: bool = False
     optimizer_host_bytes: int = 0
+    num_saved: int = 0
 
     def levels(self, workspace_bytes: tuple[int, ...] | None = None) -> list[int]:
         """Returns the bytes alive during each op, hidden workspace of the op included when given."""

@@ -133,3 +133,8 @@ def has_pinned_host() -> bool:
 def is_inexact(dtype: Any) -> bool:
     """Whether a dtype is floating or complex; extended types (keys of random numbers) are not."""
     return bool(jax.numpy.issubdtype(dtype, jax.numpy.inexact))
+
+
+def newer_library_kernels() -> frozenset[str]:
+    """Returns primitives that XLA's CPU backend hands to its library from jax 0.12 on, and does not with 0.10.2."""
+    return frozenset(("sin", "cos", "tan")) if jax.__version_info__ >= (0, 11) else frozenset()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from recoup.jax._jax import DropVar, Literal, has_effects, open_jaxpr, scan_counts
@@ -34,6 +35,10 @@ class Op:
             num_consts = self.eqn.params["cond_nconsts"] + self.eqn.params["body_nconsts"]
             return list(zip(self.operands[num_consts:], self.outputs, strict=True))
         return []
+
+    def stacked(self) -> list[int]:
+        """Returns, for a scan, the results that every step writes its part of."""
+        return self.outputs[scan_counts(self.eqn)[1] :] if self.name == "scan" else []
 
 
 class Flat:
@@ -179,8 +184,9 @@ def _same(eqn: Any, operands: list[int | None]) -> Any:
 
 
 def live_eqns(jaxpr: Any) -> list[Any]:
-    """Returns the equations that run: calls inlined, dead code left out."""
-    return [op.eqn for op in Flat(jaxpr).ops if op.name == op.eqn.primitive.name != BARRIER]
+    """Returns the equations of a jaxpr, or of a `Flat`, that run: calls inlined, dead code left out."""
+    flat = jaxpr if isinstance(jaxpr, Flat) else Flat(jaxpr)
+    return [op.eqn for op in flat.ops if op.name == op.eqn.primitive.name != BARRIER]
 
 
 Layout = tuple[str, tuple[int, ...]]
@@ -221,3 +227,15 @@ def layouts(eqn: Any) -> tuple[Layout, ...]:
 def _moved(order: tuple[int, ...], aval: Any) -> Layout:
     moved = [d for d in order if aval.shape[d] != 1]
     return ("reshape", ()) if moved == sorted(moved) else ("transpose", order)
+
+
+def is_row_major_product(eqn: Any) -> bool:
+    """Whether a product of matrices, its operands laid out, is of [rows, inner] and [inner, columns] as they lie."""
+    (left, right), (_, batch) = eqn.params["dimension_numbers"]
+    a, b = (v.aval for v in eqn.invars)
+    copied = [name != "" for name, _ in layouts(eqn)] or [False, False]
+    inner = math.prod(a.shape[d] for d in left)
+    together = math.prod(b.shape[d] for d in batch)
+    rows, columns = (math.prod(v.shape) // max(inner * together, 1) for v in (a, b))
+    in_order = (copied[0] or tuple(left) == (a.ndim - 1,)) and (copied[1] or tuple(right) == (len(batch),))
+    return in_order and min(rows, columns) > 1

@@ -3,17 +3,18 @@
 An elementwise result is part of the fused ops that read it and has no buffer, if all that read it are such ops. An op
 of one large operand (`max(x, 0)`) is run again in each fused op that reads it even where others need its result in a
 buffer: its reader then reads the operand, which stays alive as long. Dear ops (`exp`, a division) are not run twice.
-What one reduction alone reads is part of that.
+Around large reductions the library's calls come first (`library.py`).
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 from recoup.jax.flat import BARRIER, Flat, Op
 from recoup.jax.flops import words
+from recoup.jax.library import library_calls
 
 _NOTHING = frozenset(("name", "copy_p", "stop_gradient"))
 _RESHAPES = frozenset(("reshape", "squeeze", "expand_dims"))
@@ -27,7 +28,6 @@ _FUSED = words(
 _LOOP = _FUSED | _RESHAPES
 ELEMENTWISE = _LOOP - words("broadcast_in_dim iota slice dynamic_slice pad rev transpose concatenate")
 _DEAR = words("div exp log tanh logistic pow sqrt rsqrt erf sin cos tan log1p expm1 exp2 rem cbrt erf_inv erfc atan2")
-_REDUCTIONS = words("reduce_sum reduce_max reduce_min reduce_prod")
 Values = frozenset[int]
 
 
@@ -81,25 +81,27 @@ def fuse(flat: Flat, num_stacked: int = 0) -> Fused:
         flat: what runs. num_stacked: how many of the last results are written away as soon as they are made.
     """
     readers = _Readers(flat, num_stacked)
-    absorbed = _absorbed(flat, readers)
+    calls = library_calls(flat, readers.of)
     nothing: Values = frozenset()
     outside, inside = [nothing] * len(flat.sizes), [nothing] * len(flat.sizes)
     fused = Fused(ops=[], reads=[], behind=outside, same={})
-    paths = _Paths(flat, absorbed)
+    paths = _Paths(flat, calls)
     scalars: set[int] = set()  # and what is broadcast of less than its elements
     for value in flat.arguments:
         outside[value] = inside[value] = frozenset((value,))
     for op in flat.ops:
-        is_reshape = op.name in _RESHAPES and op.inputs
+        call = calls.get(id(op))
+        is_inside = call is not None and call.last is not op
+        is_reshape = op.name in _RESHAPES and op.inputs and (call is None or is_inside)
         if is_reshape or (op.name in _NOTHING and op.inputs):
             (value, *_), source = op.outputs, op.inputs[0]
             scalars.update((value,) if source in scalars else ())
             if not is_reshape or (inside[source] == outside[source] and len(inside[source]) == 1):
                 outside[value], inside[value] = outside[source], inside[source]
                 continue
-        is_loop = op.name in _LOOP and id(op) not in absorbed
+        is_loop = op.name in _LOOP and call is None
         read = nothing.union(*((inside if is_loop else outside)[v] for v in op.inputs))
-        if id(op) in absorbed:
+        if is_inside:
             outside[op.outputs[0]] = inside[op.outputs[0]] = read
             continue
         for value in op.outputs:
@@ -107,7 +109,7 @@ def fuse(flat: Flat, num_stacked: int = 0) -> Fused:
         if is_loop:
             (value,) = op.outputs
             who = list(readers.of(value))
-            fusing = [r for r in who if r is not None and r.name in _LOOP and id(r) not in absorbed]
+            fusing = [r for r in who if r is not None and r.name in _LOOP and id(r) not in calls]
             if _grows(flat, op):
                 scalars.add(value)
             is_dear = op.name in _DEAR and (len(who) > 1 or any(_grows(flat, r) for r in fusing))
@@ -130,8 +132,8 @@ def fuse(flat: Flat, num_stacked: int = 0) -> Fused:
 class _Paths:
     """Whether a value can be part of an op that reads it, by each way that leads there."""
 
-    def __init__(self, flat: Flat, absorbed: set[int]) -> None:
-        self._absorbed = absorbed
+    def __init__(self, flat: Flat, calls: Container[int]) -> None:
+        self._calls = calls
         self._makers = {v: op for op in flat.ops for v in op.outputs}
         self._behind = [0] * len(flat.sizes)  # a bit for each value that a value is computed from
         for op in flat.ops:
@@ -151,21 +153,10 @@ class _Paths:
                     continue
                 seen.add(read)
                 maker = self._makers[read]
-                if (maker.name not in _LOOP and maker.name not in _NOTHING) or id(maker) in self._absorbed:
+                if (maker.name not in _LOOP and maker.name not in _NOTHING) or id(maker) in self._calls:
                     return False
                 stack.append(maker)
         return True
-
-
-def _absorbed(flat: Flat, readers: _Readers) -> set[int]:
-    """Returns the elementwise ops that are part of the one reduction that reads them, by `id`."""
-    found: set[int] = set()
-    for op in reversed(flat.ops):
-        if op.name in ELEMENTWISE and len(op.outputs) == 1:
-            who = list(readers.of(op.outputs[0]))
-            if len(who) == 1 and who[0] is not None and (who[0].name in _REDUCTIONS or id(who[0]) in found):
-                found.add(id(op))
-    return found
 
 
 def _grows(flat: Flat, op: Op) -> bool:

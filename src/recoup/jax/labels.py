@@ -27,7 +27,8 @@ def held_problem(program: Program, first: int, last: int, active: Collection[int
     ops, reads = [], set()
     for unit in program.units[first:last]:
         carrying = [i for i, o in enumerate(unit.operands) if isinstance(o, int) and o in active]
-        found = reads_of(unit, carrying)
+        is_asked = any(v in active for v in unit.outputs)
+        found = reads_of(unit, carrying if is_asked else ())
         reads |= {o for i in found.operands if isinstance(o := unit.operands[i], int)}
         reads |= {unit.outputs[i] for i in found.outputs}
         ops.append(Op(inputs=unit.inputs, outputs=unit.outputs, seconds=costs.seconds(unit.eqn)))

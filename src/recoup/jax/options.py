@@ -21,7 +21,6 @@ from recoup.solver.problem import Block, Leaf, Option, Problem, Region
 from recoup.solver.sequence import Pick
 from recoup.solver.ways import Run, RungOf
 
-_SPLIT_PLACES = 32  # of a scan into two stretches: each is priced, and the solver tries it
 _Way = tuple[Segment, Price]
 
 
@@ -157,7 +156,7 @@ class Options:
         for chunk in chunk_sizes(num_steps):
             chunked = [whole_scan(unit, num_steps, layout, chunk) for layout in layouts if layout in lean]
             result += [(s, self._price(s)) for s in chunked]
-        stride = max(num_steps // _SPLIT_PLACES, 1)
+        stride = max(num_steps // MOST_WAYS, 1)
         plain_whole = whole_scan(unit, num_steps, layouts[0])
         for (left, of_left), (right, of_right) in itertools.pairwise(hull):
             left = left if left.scans else plain_whole
@@ -217,7 +216,7 @@ def body_active(program: Program, unit: int, active: Any) -> frozenset[int]:
     carrying = {i for i, o in enumerate(found.operands) if isinstance(o, int) and o in active}
     num_consts, num_carry = scan_counts(found.eqn)
     while True:  # what a step hands on may carry a derivative though its first value does not
-        inside = active_values(body, [body.inputs[i] for i in carrying])
+        inside = active_values(body, [body.inputs[i] for i in carrying], body.outputs)
         handed = body.outputs[:num_carry]
         more = {
             num_consts + i

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import jax
 from recoup.jax.cost import Costs
 from recoup.jax.exchange import holding_more
-from recoup.jax.flat import live_eqns
+from recoup.jax.flat import Flat, live_eqns
 from recoup.jax.flops import eqn_flops, nbytes
 from recoup.jax.labels import cuts, holding_everything, is_loop, may_run_again, thinned, uniform
 from recoup.jax.layout import Layout, Segment
@@ -53,7 +53,7 @@ class Planner:
         self.step, self.costs, self.state_bytes, self._offload = step, costs, state_bytes, offload
         self._known: dict[Layout, Candidate] = {}
         self.plain = self.simulate((Segment(first=0, last=len(step.program.units)),))
-        self._solved: dict[bool, tuple[Line, Solver]] = {}
+        self._solved: dict[tuple[bool, bool], tuple[Line, Solver]] = {}
         self.inexact: set[Layout] = set()  # layouts under which gradients round differently
 
     def simulate(self, layout: Layout) -> Candidate:
@@ -70,11 +70,11 @@ class Planner:
             lambda values: run(self.step.program, layout, values),
             on_residuals=lambda kept: saved.append(sum(nbytes(r.aval) for r in kept)),
         )
-        jaxpr = jax.make_jaxpr(traced)(*self.step.avals)
-        eqns = live_eqns(jaxpr)
+        flat = Flat(jax.make_jaxpr(traced)(*self.step.avals))
+        eqns = live_eqns(flat)
         return Candidate(
             layout=layout,
-            memory=simulate(jaxpr),
+            memory=simulate(flat),
             saved_bytes=saved[-1],
             seconds=sum(map(self.costs.seconds, eqns)),
             flops=sum(map(eqn_flops, eqns)),
@@ -107,12 +107,14 @@ class Planner:
         """Arguments, outputs and the optimizer's state: there whatever is planned."""
         return self.state_bytes + self.argument_bytes + self.output_bytes
 
-    def _solver(self, *, exact: bool) -> tuple[Line, Solver]:
-        if exact not in self._solved:
-            options = Options(self.step, self.costs, exact=exact, offload=self._offload)
-            line = options.line(self.fixed_bytes)
-            self._solved[exact] = line, Solver(line.problem, actions=("recompute",))
-        return self._solved[exact]
+    def _solvers(self, *, exact: bool) -> list[tuple[Line, Solver]]:
+        """Returns what proposes layouts: with what is held on the device alone, and in host memory where it may be."""
+        kinds = (False, True) if self._offload else (False,)
+        for offload in kinds:
+            if (exact, offload) not in self._solved:
+                line = Options(self.step, self.costs, exact=exact, offload=offload).line(self.fixed_bytes)
+                self._solved[exact, offload] = line, Solver(line.problem, actions=("recompute",))
+        return [self._solved[exact, offload] for offload in kinds]
 
     def best(self, budget_bytes: int) -> Candidate | None:
         """Returns the fastest candidate that fits, None if none does.
@@ -147,8 +149,17 @@ class Planner:
             room_bytes = (few + many) // 2
 
     def _search(self, budget_bytes: int, *, exact: bool) -> None:
-        """Simulates what the solver says, asked so that its simulated peak comes near the budget."""
-        line, solver = self._solver(exact=exact)
+        """Simulates what the solvers say, then other layouts."""
+        solvers = self._solvers(exact=exact)
+        for line, solver in solvers:
+            self._ask(line, solver, budget_bytes, exact=exact)
+        self._search_uniform(budget_bytes, exact=exact)
+        if self.best_known(budget_bytes) is None:
+            for line, solver in solvers:
+                self._try(line, solver.leanest(), exact=exact)
+
+    def _ask(self, line: Line, solver: Solver, budget_bytes: int, *, exact: bool) -> None:
+        """Simulates what a solver says, asked so that its simulated peak comes near the budget."""
         low, high = solver.leanest().peak_bytes, 2 * max(budget_bytes, solver.leanest().peak_bytes)
         asked = budget_bytes
         for _ in range(_MAX_PLANS):
@@ -163,9 +174,6 @@ class Planner:
                 break
             step = asked - over
             asked = step if low < step < high else (low + high) // 2
-        self._search_uniform(budget_bytes, exact=exact)
-        if self.best_known(budget_bytes) is None:
-            self._try(line, solver.leanest(), exact=exact)
 
     def _search_uniform(self, budget_bytes: int, *, exact: bool) -> None:
         """Simulates layouts with one price per held byte, and mixtures of the two between which the budget lies.
@@ -219,15 +227,15 @@ class Planner:
     def leanest(self) -> Candidate:
         """Returns the candidate with the smallest peak."""
         for exact in (True, False):
-            line, solver = self._solver(exact=exact)
-            self._try(line, solver.leanest(), exact=exact)
+            for line, solver in self._solvers(exact=exact):
+                self._try(line, solver.leanest(), exact=exact)
         return min(self._known.values(), key=lambda c: (c.memory.temporary_bytes, c.seconds))
 
     def curve(self, num_points: int) -> Sequence[Candidate]:
         """Returns candidates from the leanest to the plain one, each faster than all with a smaller peak."""
-        line, solver = self._solver(exact=True)
-        for solution in solver.frontier(num_points):
-            self._try(line, solution, exact=True)
+        for line, solver in self._solvers(exact=True):
+            for solution in solver.frontier(num_points):
+                self._try(line, solution, exact=True)
         self.leanest()
         curve: list[Candidate] = []
         for candidate in sorted(self._known.values(), key=lambda c: (self.peak_bytes(c), c.seconds)):

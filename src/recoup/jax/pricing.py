@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from recoup.jax._jax import Literal, open_jaxpr, struct_of_type
 from recoup.jax.cost import Costs
-from recoup.jax.flat import live_eqns
+from recoup.jax.flat import Flat, live_eqns
 from recoup.jax.flops import eqn_flops, nbytes, result_bytes
 from recoup.jax.layout import Segment
 from recoup.jax.linear import is_differentiable
@@ -73,8 +73,9 @@ def price(
     kept_results = sum(sizes[v] for v in residuals & handed_on)
     incoming = sum(nbytes(c) for c, v in zip(cotangents, leaving, strict=True) if v in active)
     entered = sum(nbytes(v.aval) for v in inner.invars if v not in always)
-    ahead, behind = simulate(traced, count_outputs=True), simulate(back, count_outputs=True)
-    eqns = live_eqns(traced) + live_eqns(back)
+    there_and_back = Flat(traced), Flat(back)
+    ahead, behind = (simulate(flat, count_outputs=True) for flat in there_and_back)
+    eqns = [eqn for flat in there_and_back for eqn in live_eqns(flat)]
     gradients = sum(program.nbytes(entering[i]) for i in carrying if entering[i] in there)
     return Price(
         saved_bytes=saved,

@@ -23,7 +23,7 @@ from recoup.jax.flat import Flat, Op
 from recoup.jax.flops import sub_jaxprs, words
 from recoup.jax.fusion import ELEMENTWISE, Fused, fuse
 
-_UPDATES = words("dynamic_update_slice scatter scatter-add scatter-mul scatter-min scatter-max")
+_UPDATES = words("sort dynamic_update_slice scatter scatter-add scatter-mul scatter-min scatter-max")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,10 +63,11 @@ def simulate(jaxpr: Any, *, count_outputs: bool = False) -> Memory:
     """Returns the memory of one run of `jaxpr`.
 
     Args:
-        jaxpr: what `jax.make_jaxpr` returns.
+        jaxpr: what `jax.make_jaxpr` returns, or the `Flat` of it.
         count_outputs: whether outputs are temporaries, from when they are made.
     """
-    return _simulate(Flat(jaxpr), count_outputs=count_outputs)
+    flat = jaxpr if isinstance(jaxpr, Flat) else Flat(jaxpr)
+    return _simulate(flat, count_outputs=count_outputs)
 
 
 def _simulate(flat: Flat, *, count_outputs: bool, num_stacked: int = 0, first_carry: int | None = None) -> Memory:
@@ -108,7 +109,8 @@ def _simulate(flat: Flat, *, count_outputs: bool, num_stacked: int = 0, first_ca
             source = _taken_over(flat, fused, op, value, read, freed)
             if source is not None:
                 freed.remove(source)
-            spans[value] = spans.pop(source) if source is not None else [i, i]
+            begin = 0 if value in op.stacked() else i  # filled with zeros before all else
+            spans[value] = spans.pop(source) if source is not None else [begin, i]
             spans[value][1] = last.get(value, i)
             dying.setdefault(spans[value][1], []).append(value)
     for value in _in_outputs(flat, spans, written, len(ops)):

@@ -183,7 +183,9 @@ def _trace(
         differentiated=tuple(differentiated),
         result=jax.tree.structure(shape),
         has_aux=has_aux,
-        active=active_values(program, [program.inputs[p] for p in differentiated]) if is_loss else frozenset(),
+        active=active_values(program, [program.inputs[p] for p in differentiated], program.outputs[:1])
+        if is_loss
+        else frozenset(),
         shard_bytes=tuple(_shard_bytes(leaves[i]) for i in arrays),
     )
 
@@ -222,20 +224,30 @@ def _check_result(name: str, shape: Any, *, has_aux: bool) -> None:
     is_scalar = len(leaves) == 1 and leaves[0].shape == () and jax.numpy.issubdtype(leaves[0].dtype, jax.numpy.floating)
     if not is_scalar or (has_aux and not is_pair):
         found = ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves[:3]) or "nothing"
-        hint = " If it returns a pair of loss and something else, set has_aux=True."
+        hint = (
+            " If it returns a pair of loss and something else, set has_aux=True. Of a whole training step, give the "
+            "loss, and let the step derive the planned one."
+        )
         if has_aux:
             hint = " With has_aux=True, a pair of it and anything else."
         raise StepError(f"`{name}` has to return a floating scalar, the loss; it returns {found}.{hint}")
 
 
-def active_values(program: Program, inputs: Sequence[int]) -> frozenset[int]:
-    """Returns the values that carry a derivative with respect to `inputs`."""
+def active_values(program: Program, inputs: Sequence[int], results: Sequence[Any]) -> frozenset[int]:
+    """Returns the values that backward has a cotangent of: they depend on `inputs`, and `results` on them."""
     active = set(inputs)
+    handing_on = []
     for unit in program.units:
         carrying = [i for i, o in enumerate(unit.operands) if isinstance(o, int) and o in active]
         if carrying:
-            active.update(unit.outputs[i] for i in reads_of(unit, carrying).active)
-    return frozenset(active)
+            found = {unit.outputs[i] for i in reads_of(unit, carrying).active}
+            active |= found
+            handing_on.append(([o for i in carrying if isinstance(o := unit.operands[i], int)], found))
+    asked = {o for o in results if isinstance(o, int)}
+    for operands, found in reversed(handing_on):
+        if not asked.isdisjoint(found):  # what only a `stop_gradient` reads is not asked for
+            asked.update(operands)
+    return frozenset(active & asked)
 
 
 def loss_function(step: Step, run: Callable[[Sequence[Any]], list[Any]], *, scale: float = 1.0) -> Callable[..., Any]:

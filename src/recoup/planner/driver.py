@@ -54,10 +54,12 @@ class Planner(Simulator):
         actions: names; None: the default ones, equal bits preferred, and offload if the host has a budget.
         host_budget_bytes: the most that a plan may hold in the host's memory at a time; None: whatever it takes.
         spans: whether consecutive calls may form one region.
-        strategies: what proposes plans. hooks: how decisions of each class change a call.
+        strategies: what proposes plans.
+        hooks: how decisions of each class change a call.
         remembers: a search that was made in this process before is not made again.
         effort: how much searches may simulate once a plan fits.
         card_free_bytes: what torch may reserve on the card; None: not known, or no card.
+        expandable: whether the allocator there is set to expandable segments.
     """
 
     def __init__(
@@ -74,9 +76,11 @@ class Planner(Simulator):
         remembers: bool = False,
         effort: Effort = "normal",
         card_free_bytes: int | None = None,
+        expandable: bool = False,
     ) -> None:
         self._remembers = remembers
         self.card_free_bytes = card_free_bytes
+        self.expandable = expandable
         self.prefers_equal_bits = actions is None
         by_default = DEFAULT_ACTIONS if host_budget_bytes is None else (*DEFAULT_ACTIONS, "offload")
         self.actions = by_default if actions is None else tuple(actions)
@@ -127,7 +131,7 @@ class Planner(Simulator):
             return found
 
     def _recalled(self, budget_bytes: int | None, search: Callable[[], Candidate | None]) -> Candidate | None:
-        """Returns what a search finds, for a budget or (None) for the smallest peak, or found before.
+        """Returns a search's answer for a budget (None: the smallest peak), or that of an identical earlier search.
 
         Plans for scans rest on more than the trace, and a search that is not this planner's first on those before it.
         """
@@ -144,7 +148,7 @@ class Planner(Simulator):
 
     @property
     def saving_view(self) -> View:
-        """The view in which what is in no region is saved: what plans by hand are written over."""
+        """The view in which tensors outside of regions are saved: plans by hand are written over it."""
         return self.step.views.plain.saving
 
     def strategy(self, kind: type[_S]) -> _S | None:
@@ -211,6 +215,7 @@ class Planner(Simulator):
             budget_text=budget_text,
             device=device,
             card=card,
+            expandable=self.expandable,
             more_notes=notes,
         )
 
@@ -240,10 +245,10 @@ def plan_for_budget(
     card = (0, 0) if planner.card is None else planner.needed_bytes(candidate.decisions)
     limit_bytes = budget_bytes if budget == "auto" else planner.card_free_bytes
     if limit_bytes is None or limit_bytes < budget_bytes:
-        limit_bytes = card[0]  # the plan is for another card than this one
+        limit_bytes = card[planner.expandable]  # the plan is for another card than this one
     fastest = candidate, card
     for _ in range(MOST_TRIES):
-        over = card[0] - limit_bytes
+        over = card[planner.expandable] - limit_bytes
         if over <= 0:
             break
         smaller = planner.fit(candidate.peak_bytes - over)
@@ -257,12 +262,12 @@ def plan_for_budget(
     if candidate is not fastest[0]:
         note = (
             f"a faster plan that peaks at {format_bytes(fastest[0].peak_bytes)} would have torch reserve "
-            f"{format_bytes(fastest[1][0])} of the card, which has {format_bytes(limit_bytes)} to give"
+            f"{format_bytes(fastest[1][planner.expandable])} of the card, which has {format_bytes(limit_bytes)} to give"
         )
         made = dataclasses.replace(made, notes=(*made.notes, note))
     return made, candidate
 
 
 def is_on_meta(model: nn.Module) -> bool:
-    """Whether any parameter has no data."""
+    """Whether any parameter is on the `meta` device."""
     return any(p.device.type == "meta" for p in model.parameters())

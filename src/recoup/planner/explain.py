@@ -18,7 +18,8 @@ def explain(planner: Planner, candidate: Candidate, *, budget_bytes: int, step_b
     """Returns why a plan is what it is.
 
     Args:
-        planner: what made the plan. candidate: the plan, simulated.
+        planner: what made the plan.
+        candidate: the plan, simulated.
         budget_bytes: what it was made for.
         step_bytes: how far away the budgets beside it are; a sixteenth of the plain peak if left out.
     """

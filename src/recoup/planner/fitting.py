@@ -58,7 +58,8 @@ class Fitting:
 
     Attributes:
         make_planner: returns a planner for modules that run once and actions (None: the default ones).
-        keep: what runs once. notes: what was left out and why, for the plan.
+        keep: what runs once.
+        notes: what was left out and why, for the plan.
     """
 
     model: nn.Module
@@ -219,7 +220,8 @@ class Fitting:
         """Returns the error of plans that measure above the budget.
 
         Args:
-            evidence: of the last. missing_bytes: by how much the budget for the next was below the smallest plan.
+            evidence: of the last.
+            missing_bytes: by how much the budget for the next was below the smallest plan.
         """
         assert self._planner is not None
         smallest = self._planner.smallest()

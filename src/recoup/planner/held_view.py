@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ import torch
 from recoup.cost.model import PricedTrace
 from recoup.ir.decision import OpMark, Rebuild
 from recoup.ir.trace import Signature, TensorSpec, Trace
-from recoup.runtime.rebuild.cheap_ops import DETACH, HOLD, OpFacts, op_facts
+from recoup.runtime.rebuild.cheap_ops import DETACH, HOLD, VIEW, OpFacts, op_facts
 from recoup.runtime.rebuild.saved_tensor import MIN_BYTES
 from recoup.solver.build import measure
 from recoup.solver.held import Op
@@ -30,7 +31,8 @@ class HeldView:
     """A step as the solver of plans by tensor sees it, and how its ops are addressed."""
 
     problem: HeldProblem
-    addresses: tuple[OpMark, ...]
+    addresses: tuple[OpMark | None, ...]
+    num_saved: int
     maker: dict[int, int]
 
     def decide(self, choice: Choice) -> Rebuild:
@@ -47,11 +49,16 @@ class HeldView:
                 marks.setdefault(begin, {})["begins_piece"] = True
                 for value in joints:
                     marks.setdefault(self.maker[value], {})["is_joint"] = True
-        return Rebuild(
-            path="",
-            marks=tuple(dataclasses.replace(self.addresses[at], **marks[at]) for at in sorted(marks)),
-            num_ops=sum(a.op != DETACH for a in self.addresses),
-        )
+        found: dict[OpMark, dict[str, Any]] = {}
+        for at, says in sorted(marks.items()):
+            address = self.addresses[at]
+            if address is None:  # what has no number is run again; what begins there, begins with the next that has one
+                says = {key: value for key, value in says.items() if key not in ("holds", "is_joint")}
+                address = next((a for a in self.addresses[at:] if a is not None), None)
+            if address is not None and says:
+                found[address] = found.get(address, {}) | says
+        marked = tuple(dataclasses.replace(address, **says) for address, says in found.items())
+        return Rebuild(path="", marks=marked, num_saved=self.num_saved)
 
 
 def held_view(priced: PricedTrace, *, kept_paths: frozenset[str] = frozenset()) -> HeldView | None:
@@ -148,7 +155,8 @@ def held_view(priced: PricedTrace, *, kept_paths: frozenset[str] = frozenset()) 
         after_bytes=after_bytes,
     )
     maker = {v: i for i, op in enumerate(ops) for v in op.outputs}
-    return HeldView(problem=problem, addresses=tuple(_addresses(trace, num_ops)), maker=maker)
+    addresses = tuple(_addresses(trace, num_ops))
+    return HeldView(problem=problem, addresses=addresses, num_saved=trace.num_saved, maker=maker)
 
 
 def _bare_bytes(priced: PricedTrace, num_ops: int) -> tuple[int, ...]:
@@ -178,16 +186,35 @@ def _facts(name: str) -> OpFacts | None:
     return op_facts(found) if found is not None else None
 
 
-def _addresses(trace: Trace, num_ops: int) -> list[OpMark]:
+def _addresses(trace: Trace, num_ops: int) -> list[OpMark | None]:
+    """Returns how ops are addressed; None for those without a number, see `reads_numbers`."""
     counts: dict[int, int] = {}
-    found = []
+    found: list[OpMark | None] = []
     for op in trace.ops[:num_ops]:
-        name = trace.signatures[op.signature].name
+        signature = trace.signatures[op.signature]
+        name = signature.name
+        facts = _facts(name)
+        is_view = facts is not None and facts.kind == VIEW
+        if name == DETACH or is_view or not _reads_numbers(signature.args):
+            found.append(None)
+            continue
         ordinal = counts.get(op.call, 0)
-        counts[op.call] = ordinal + (name != DETACH)
+        counts[op.call] = ordinal + 1
         call = trace.calls[op.call]
         found.append(OpMark(path=call.path, call=call.index, ordinal=ordinal, op=name))
     return found
+
+
+def _reads_numbers(args: Sequence[Any]) -> bool:
+    """Whether an op is handed a tensor of floating-point or complex numbers."""
+    for item in args:
+        if isinstance(item, TensorSpec):
+            dtype = getattr(torch, item.dtype.removeprefix("torch."))
+            if dtype.is_floating_point or dtype.is_complex:
+                return True
+        elif isinstance(item, (list, tuple)) and _reads_numbers(item):
+            return True
+    return False
 
 
 def _thinned(places: list[int], ops: list[Op], value_bytes: list[int]) -> list[int]:

@@ -13,6 +13,7 @@ are those of this thread, the least of several steps.
 from __future__ import annotations
 
 import contextlib
+import os
 import platform
 import time
 from collections.abc import Iterator, Mapping
@@ -56,9 +57,10 @@ def host_costs() -> HostCosts:
     known = load_host_costs(path)
     if known is not None:
         return known
-    if store_host_costs(path.with_suffix(".tried"), TYPICAL) is None:
+    trial = path.with_suffix(f".{os.getpid()}-trial")  # no other process's
+    if store_host_costs(trial, TYPICAL) is None:
         return TYPICAL
-    path.with_suffix(".tried").unlink(missing_ok=True)
+    trial.unlink(missing_ok=True)
     progress.advance("measuring this host's own costs")
     return store_host_costs(path, measure_host_costs()) or TYPICAL
 

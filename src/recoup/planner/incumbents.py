@@ -21,8 +21,10 @@ class Candidate:
     """A set of decisions and what the simulation of the applied plan says of it.
 
     Attributes:
-        phase: where the peak is. tensors: the largest alive there, as (what, bytes).
-        offloaded_bytes: moved to the host in one step. host_bytes: the most of them that are there at a time.
+        phase: where the peak is.
+        tensors: the largest alive there, as (what, bytes).
+        offloaded_bytes: moved to the host in one step.
+        host_bytes: the most of them that are there at a time.
         num_collectives: that the step runs (tensor parallel).
     """
 
@@ -49,7 +51,8 @@ class Judge(Protocol):
     """Says what decisions cost: the simulator, or a stand-in.
 
     Attributes:
-        plain: the step without a plan. simulated: what was simulated so far, by decisions.
+        plain: the step without a plan.
+        simulated: what was simulated so far, by decisions.
         num_simulated_ops: ops of all steps simulated so far: the work that limits are counted in.
     """
 
@@ -84,27 +87,27 @@ class Incumbents:
 
     @property
     def all(self) -> tuple[Candidate, ...]:
-        """All of them, the plain step last."""
+        """All simulated candidates, the plain step last."""
         return (*(c for c in self._judge.simulated.values() if self.keeps_to_host(c)), self.plain)
 
     def keeps_to_host(self, candidate: Candidate) -> bool:
-        """Whether a candidate holds no more in the host's memory than it may."""
+        """Whether a candidate stays within the budget of host memory."""
         return self.host_budget_bytes is None or candidate.host_bytes <= self.host_budget_bytes
 
     def fitting(self, budget_bytes: int, *, exact: bool = False) -> list[Candidate]:
-        """Returns those whose peak is at most the budget; with `exact` those that are bit-equal to the plain step."""
+        """Returns the candidates within the budget; with `exact` only those that are bit-equal to the plain step."""
         return [c for c in self.all if c.peak_bytes <= budget_bytes and (c.is_exact or not exact)]
 
     def seconds(self, budget_bytes: int, *, exact: bool = False) -> float:
-        """Returns the step time of the fastest that fits; infinity if none does."""
+        """Returns the step seconds of the fastest candidate within the budget, infinity if there is none."""
         return min((c.step_seconds for c in self.fitting(budget_bytes, exact=exact)), default=float("inf"))
 
     def least(self) -> Candidate:
-        """Returns the one with the smallest peak; of several the fastest."""
+        """Returns the candidate with the smallest peak, of several the fastest."""
         return min(self.all, key=lambda c: (c.peak_bytes, c.step_seconds))
 
     def select(self, budget_bytes: int, *, prefers_equal_bits: bool) -> Candidate | None:
-        """Returns the fastest that fits, None if none does.
+        """Returns the fastest candidate within the budget, None if there is none.
 
         Within what timing can tell apart it is the one that runs the least twice.
 
@@ -126,16 +129,17 @@ class Allowance:
     """How much may be simulated before a search is content with a plan that fits: work, the same on every machine.
 
     Attributes:
-        num_ops: of simulated steps. began_at: ops simulated when the search began.
+        num_ops: of simulated steps.
+        began_at: ops simulated when the search began.
     """
 
     num_ops: int
     began_at: int
 
     def is_spent(self, incumbents: Incumbents) -> bool:
-        """Whether so many ops were simulated since it began."""
+        """Whether the allowed ops were simulated."""
         return incumbents.num_simulated_ops - self.began_at >= self.num_ops
 
     def ends(self, incumbents: Incumbents, budget_bytes: int) -> bool:
-        """Whether it is spent and something fits."""
+        """Whether the search should end: the allowance is spent and a plan fits."""
         return self.is_spent(incumbents) and bool(incumbents.fitting(budget_bytes))

@@ -19,11 +19,12 @@ class Fits(Protocol):
 def largest_size(
     fits: Fits, errors: Sequence[InfeasibleBudget], *, limit: int, is_metered_last: bool, first: int = 1
 ) -> int:
-    """Returns the largest size that fits, by doubling and halving: the next size does not.
+    """Returns the largest size that fits, by doubling and bisection; the next size does not fit.
 
     Args:
-        first: the size tried first, a guess at the answer. errors: to which `fits` adds the reason of each size that
-            does not fit. limit: the largest size tried.
+        first: the size tried first, a guess at the answer.
+        errors: to which `fits` adds the reason of each size that does not fit.
+        limit: the largest size tried.
         is_metered_last: whether `fits` leaves the kernels' workspace out unless it is told to meter.
 
     Raises:

@@ -48,14 +48,14 @@ def prediction_of(simulator: Simulator, candidate: Candidate, card: tuple[int, i
 
 
 def _model_input_bytes(simulator: Simulator) -> int:
-    """Returns the bytes of the batch; 0 where a step of the user's makes the model's inputs of it."""
+    """Returns the bytes of the model's inputs; 0 if the user's own step function makes them."""
     if simulator.spec.objective.step is not None:
         return 0
     return sum(s.nbytes for s in simulator.trace.storages if s.category == "batch")
 
 
 def _precision(trace: Trace) -> str:
-    """Returns the dtype of what the op with the most FLOPs reads, "" if there is none."""
+    """Returns the dtype of the inputs of the op with the most FLOPs, "" if no op has any."""
     most = max(trace.signatures, key=lambda s: s.flops, default=None)
     specs = [a for a in most.args if isinstance(a, TensorSpec)] if most is not None and most.flops else []
     return specs[0].dtype if specs else ""
@@ -69,12 +69,14 @@ def write_plan(
     budget_text: str,
     device: str,
     card: tuple[int, int] = (0, 0),
+    expandable: bool = False,
     more_notes: Sequence[str] = (),
 ) -> Plan:
     """Returns the plan for people and for disk.
 
     Args:
         card: the smallest card that the plan runs on, by default and with expandable segments; 0 where not known.
+        expandable: whether it runs with them.
     """
     from recoup import __version__
 
@@ -99,11 +101,14 @@ def write_plan(
         notes.append("the key-value cache is off while this plan trains (use_cache); evaluation keeps it")
     notes += _tile_notes(simulator, candidate)
     if card[0]:
-        lower = (
-            f"; {format_bytes(card[1])} with PYTORCH_ALLOC_CONF=expandable_segments:True" if card[1] < card[0] else ""
-        )
+        lower = ""
+        if expandable:
+            lower = " by the expandable segments that are set here"
+        elif card[1] < card[0]:
+            lower = f"; {format_bytes(card[1])} with PYTORCH_ALLOC_CONF=expandable_segments:True"
         notes.append(
-            f"torch reserves {format_bytes(card[0])} of the card for this plan, blocks it cannot fill included{lower}; "
+            f"torch reserves {format_bytes(card[expandable])} of the card for this plan, blocks it cannot fill "
+            f"included{lower}; "
             "the CUDA context comes on top"
         )
     if candidate.offloaded_bytes and simulator.link is not None:

@@ -20,12 +20,12 @@ from recoup.thresholds import MOST_REMEMBERED_ANSWERS
 
 @functools.lru_cache(maxsize=1)
 def _plans() -> collections.OrderedDict[str, Candidate]:
-    """Returns what was found in this process, the latest last."""
+    """Returns the plans found in this process, the most recent last."""
     return collections.OrderedDict()
 
 
 def step_key(priced: PricedTrace, *settings: object) -> str:
-    """Returns what a search over a step is known by: its trace, its prices and what else decides."""
+    """Returns the key of a search: a hash of the step's trace, its prices and the settings that decide."""
     trace = priced.trace
     parts = (trace.fingerprint, trace.signatures, trace.ops, trace.storages, trace.calls)
     prices = (priced.op_seconds, priced.op_workspace_bytes, priced.host_costs, priced.source)

@@ -15,7 +15,7 @@ from recoup.thresholds import MOST_TRIES, NEGLIGIBLE_SHARE, SAME_SHARE
 def repaired(
     view: View, budget_bytes: int, incumbents: Incumbents, allowance: Allowance, *, num_repairs: int = MOST_TRIES
 ) -> Proposals:
-    """Yields a view's answers for a budget, each repaired by what the simulation of the one before said."""
+    """Yields a view's answers for a budget, each with its target moved by the simulated error of the one before."""
     target, beyond_bytes = budget_bytes, 0
     has_fitted = False
     for _ in range(num_repairs):

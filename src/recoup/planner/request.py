@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from recoup import _torch
 from recoup._allocation import available_bytes, available_host_bytes
 from recoup.capture.capture import StepSpec
 from recoup.capture.optimizer import OptimizerLike, check_optimizer
@@ -66,7 +67,8 @@ def planner_for(
     """Returns the planner of a step, the device's name, and its table entry (None: this machine's own).
 
     Raises:
-        UsageError: for input that cannot be used. ConflictError: if activation checkpointing is on already.
+        UsageError: for input that cannot be used.
+        ConflictError: if activation checkpointing is on already.
     """
     refuse_no_module(model)
     check_optimizer(optimizer)
@@ -112,6 +114,7 @@ def planner_for(
         remembers=True,
         effort=effort,
         card_free_bytes=_card_free_bytes(name, entry) if on_cuda else None,
+        expandable=here is not None and here.type == "cuda" and _torch.has_expandable_segments(),
     )
     return planner, name, entry
 
@@ -173,6 +176,8 @@ def fitting_for(
             actions=allowed,
             host_budget_bytes=first.host_budget_bytes,
             fixed_bytes=first.fixed_bytes,
+            card_free_bytes=first.card_free_bytes,
+            expandable=first.expandable,
             remembers=True,
             effort=effort,
         )

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from recoup import progress
 from recoup.capture.capture import StepSpec, capture
 from recoup.capture.draws import EXTREMES, SEEDED, Draw
-from recoup.cost.card_memory import CardEvents, CardMemory
+from recoup.cost.card_memory import CardEvents, CardMemory, uses_cublas
 from recoup.cost.devices import CUBLASLT_BYTES
 from recoup.cost.hidden_memory import hidden_blocks
 from recoup.cost.host_link import Link, with_copies
@@ -35,14 +35,17 @@ class Simulator:
     """Simulates candidates for one step on one device, once each.
 
     Attributes:
-        plain: the step without a plan. priced: its trace. simulated: what was simulated so far, by decisions.
+        plain: the step without a plan.
+        priced: its trace.
+        simulated: what was simulated so far, by decisions.
         num_simulated_ops: ops of all steps simulated so far: the work that searches are limited by.
         fixed_bytes: what the device takes whatever the step does (library workspaces).
         hooks: how decisions of each class change a call.
         card: what steps take from the allocator of a card; None where they run on a CPU.
         link: to the host, if something may be moved there.
         num_draws: of random numbers that were tried for the largest step.
-        num_calls: of each module path. mutated_buffers: of each path, those that regions must be told of.
+        num_calls: of each module path.
+        mutated_buffers: of each path, those that regions must be told of.
     """
 
     def __init__(
@@ -66,6 +69,8 @@ class Simulator:
         self.spec, trace, counts, self.num_draws = _largest_draw(spec)
         progress.advance(f"pricing {len(trace.signatures)} distinct ops")
         self.priced = _with_counts(cost.price(trace), counts)
+        if not uses_cublas(trace):
+            self.fixed_bytes = 0
         self._optimizer = self._optimizer_step()
         known = set(statistics_buffers(spec.model.named_modules()))  # the engine finds these by itself
         self.mutated_buffers = {c.path: tuple(b for b in c.mutated_buffers if b not in known) for c in trace.calls}
@@ -100,7 +105,7 @@ class Simulator:
         return found
 
     def note(self, chosen: tuple[Decision, ...], priced: PricedTrace) -> Candidate:
-        """Remembers a step that was captured and priced with `chosen`; returns what it says."""
+        """Stores and returns the candidate of a step that was captured and priced with `chosen`."""
         found = self.simulated[chosen] = self.candidate(chosen, priced)
         self.num_simulated_ops += len(priced.trace.ops)
         return found
@@ -179,7 +184,7 @@ class Simulator:
 
 
 def _largest_draw(spec: StepSpec) -> tuple[StepSpec, Trace, scan_bytes.ScanCounts, int]:
-    """Returns the step with the draw whose peak is the largest, its trace and scans, and how many draws were tried."""
+    """Returns the step under the random draw with the largest peak, its trace, its scans, and the number of draws."""
 
     def drawn(draw: int) -> tuple[int, StepSpec, Trace, scan_bytes.ScanCounts]:
         with scan_bytes.counting() as counts:
@@ -198,7 +203,7 @@ def _largest_draw(spec: StepSpec) -> tuple[StepSpec, Trace, scan_bytes.ScanCount
 
 
 def _with_counts(priced: PricedTrace, counts: scan_bytes.ScanCounts) -> PricedTrace:
-    """Returns the priced step with what its scans did."""
+    """Returns the priced step with the counts of its scans."""
     return dataclasses.replace(
         priced,
         num_scan_evaluations=counts.num_evaluations,

@@ -19,7 +19,8 @@ class PlannedStep:
     Attributes:
         simulator: the step without a plan, and what decisions cost.
         actions: names of what may be used.
-        scans: plans for its scans, if it has some that were given no schedule. loop: over time, if it has one.
+        scans: plans for its scans, if it has some that were given no schedule.
+        loop: over time, if it has one.
         views: makes views of it for solvers.
         host_budget_bytes: the most that a plan may hold in the host's memory at a time; None: whatever it takes.
         effort: how much searches may simulate once a plan fits.
@@ -34,10 +35,10 @@ class PlannedStep:
     effort: Effort = "normal"
 
     def allowance(self, incumbents: Incumbents) -> Allowance:
-        """Returns what a search that begins now may simulate."""
+        """Returns the allowance of a search that begins now."""
         return Allowance(num_ops=EFFORTS[self.effort] * SEARCH_OPS, began_at=incumbents.num_simulated_ops)
 
     @property
     def calls_trace(self) -> Trace:
-        """The trace of the plain step for what looks at its calls: those in a scan's steps are none."""
+        """The plain step's trace without calls inside of scans, which no decision can name."""
         return self.simulator.trace if self.scans is None else self.scans.trace

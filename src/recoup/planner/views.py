@@ -27,10 +27,12 @@ from recoup.solver.sequence import Choice, Line
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class View:
-    """A step as a solver sees it.
+    """One solver problem of the step, and how its choices become decisions.
 
     Attributes:
-        name: what may be chosen in it. make_solver: of its problem. tiles: what is tiled throughout.
+        name: what may be chosen in it.
+        make_solver: of its problem.
+        tiles: what is tiled throughout.
         plain_seconds: of the step that its solver's extra seconds are counted from.
         fixed_bytes: on the device whatever the step does, which its problem does not hold.
         to_plan: turns a solver's choice into decisions for the engine.
@@ -47,18 +49,18 @@ class View:
 
     @functools.cached_property
     def solver(self) -> Solver:
-        """Answers for its problem; solved when it is first asked."""
+        """The solver of its problem, made when it is first asked for."""
         return self.make_solver()
 
     def least_seconds(self, budget_bytes: int) -> float:
-        """Returns a step time that no answer of it for the budget is below; known without solving it."""
+        """Returns a lower bound on the step seconds of its answers for the budget, without solving it."""
         if self.richer is None:
             return 0.0
         solution = self.richer.solver.solve(budget_bytes - self.fixed_bytes)
         return self.plain_seconds + solution.extra_seconds if solution.status == "optimal" else 0.0
 
     def decide(self, choice: Choice) -> tuple[Decision, ...]:
-        """Returns the decisions of a choice over its line."""
+        """Returns the decisions that a choice stands for."""
         return self.to_plan(self.solver.line, choice)
 
 
@@ -67,7 +69,8 @@ class ViewSet:
     """The views of a step with something, or nothing, tiled.
 
     Attributes:
-        problem: in which actions mix freely. views: the richest first.
+        problem: in which actions mix freely.
+        views: the richest first.
         saving: the view in which what is in no region is saved.
     """
 
@@ -81,7 +84,8 @@ class ViewMaker:
     """Makes views of one step.
 
     Args:
-        actions: those that may be chosen. spans: whether consecutive calls may form one region.
+        actions: those that may be chosen.
+        spans: whether consecutive calls may form one region.
         scans: plans for its scans, if it has some that were given no schedule.
     """
 

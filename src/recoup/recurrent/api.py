@@ -38,9 +38,10 @@ class ScanReport:
     """Filled in by `scan(..., report=report)`.
 
     Attributes:
-        schedule: its name. predicted_evaluations: step evaluations it makes, forward and backward together.
-        evaluations: those made so far: all of them once backward has run. step_bytes: what a step takes, where a
-            budget was asked for.
+        schedule: its name.
+        predicted_evaluations: step evaluations it makes, forward and backward together.
+        evaluations: those made so far: all of them once backward has run.
+        step_bytes: what a step takes, where a budget was asked for.
     """
 
     schedule: str = ""
@@ -94,7 +95,8 @@ def scan(
         loop runs.
 
     Raises:
-        UsageError: for arguments that make no loop. InfeasibleBudget: if one step does not fit the budget.
+        UsageError: for arguments that make no loop.
+        InfeasibleBudget: if one step does not fit the budget.
         ReplayError: from backward, if a step does not do again what it did, or something it reads was changed.
 
     Example:

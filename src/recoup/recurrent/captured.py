@@ -14,7 +14,8 @@ class Captured:
     """Tensors that take part in the loop's graph without being handed through it: parameters above all.
 
     Attributes:
-        tensors: in a fixed order. uses: how many edges of a step's graph lead to each; at least 2 where unknown.
+        tensors: in a fixed order.
+        uses: how many edges of a step's graph lead to each; at least 2 where unknown.
     """
 
     def __init__(self, candidates: list[torch.Tensor]) -> None:
@@ -67,9 +68,11 @@ class Captured:
         """Counts how one step's graph uses captured tensors; returns the name of a node that cannot be told, or "".
 
         Args:
-            returned: what the step came to. entered: its state and inputs; nothing before these is walked.
-            num_nodes: of its graph, about. first_node_number: nodes with smaller numbers were there before the step;
-                None where numbers do not tell (another thread), then only known tensors are looked for.
+            returned: what the step came to.
+            entered: its state and inputs; nothing before these is walked.
+            num_nodes: of its graph, about.
+            first_node_number: nodes with smaller numbers were there before the step; None where numbers do not tell
+                (another thread), then only known tensors are looked for.
         """
         own = {id(t) for t in entered}
         uses: dict[int, int] = {}

@@ -45,8 +45,8 @@ def schedule_in_bytes(
     """Returns the schedule with the fewest evaluations, or the cheapest, that holds and works within `budget`.
 
     Args:
-        budget: bytes, `"300MiB"`, or a percentage of what all steps taped would take. costs: of each step's evaluation;
-            None if all are equal.
+        budget: bytes, `"300MiB"`, or a percentage of what all steps taped would take.
+        costs: of each step's evaluation; None if all are equal.
 
     Raises:
         InfeasibleBudget: if not even one taped step and its working memory fit.

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from recoup._reachable import names_in
+
 _MAX_OBJECTS = 20_000  # that a step function may reach and be searched for tensors; a larger heap is no step
 _LIBRARIES = ("torch", "numpy", "builtins", "functools", "itertools", "math", "recoup")
 _ATOMS = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, types.ModuleType, type)
@@ -56,8 +58,9 @@ class Reached:
     """The objects that were found.
 
     Attributes:
-        modules: with all their submodules. tensors: other tensors that a step may read, by name. streams: explicit
-            random number generators.
+        modules: with all their submodules.
+        tensors: other tensors that a step may read, by name.
+        streams: explicit random number generators.
     """
 
     def __init__(self, step: Any) -> None:
@@ -156,17 +159,10 @@ class Reached:
                 continue
         found += [(value, function.__name__) for value in function.__defaults__ or ()]
         found += list(zip((function.__kwdefaults__ or {}).values(), (function.__kwdefaults__ or {}).keys()))
-        for name in _global_names(function.__code__):
+        for name in names_in(function.__code__):
             if name in function.__globals__:
                 found.append((function.__globals__[name], name))
         return found
-
-
-def _global_names(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _global_names(constant)
 
 
 def _is_of_library(module_name: str | None) -> bool:

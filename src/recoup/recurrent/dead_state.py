@@ -111,6 +111,30 @@ class Watch(_torch.dispatch_mode_class()):  # type: ignore[misc]
         return tensor.layout is not torch.strided or tensor.untyped_storage()._cdata in self._taken
 
 
+class Writes(_torch.dispatch_mode_class()):  # type: ignore[misc]
+    """Notes the storages that ops write while it is on, also where the version of no tensor tells."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._written: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if _torch.is_higher_order(func):
+            return func(*args, **kwargs)
+        written, name = _torch.written_arguments(func, args, kwargs), func._schema.name
+        if "batch_norm" in name and "backward" not in name:  # running statistics are written, which no schema says
+            named = {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+            if named.get("training", named.get("train", True)):
+                written += [named[n] for n in ("running_mean", "running_var") if named.get(n) is not None]
+        self._written.update(t.untyped_storage()._cdata for t in written if t.layout is torch.strided)
+        return func(*args, **kwargs)
+
+    def has_written(self, tensor: torch.Tensor) -> bool:
+        """Whether an op wrote to the tensor's memory; a layout without a storage counts as written."""
+        return tensor.layout is not torch.strided or tensor.untyped_storage()._cdata in self._written
+
+
 def left_in(template: Any, num_tensors: int, dropped: list[bool]) -> tuple[list[int], Any]:
     """Returns which tensors of a flattened (state, carried values) stay without the dropped, and its template."""
     stand_ins = [torch.empty(0) for _ in range(num_tensors)]

@@ -1,7 +1,8 @@
 """State that modules carry from step to step in attributes: found by what a step changes, read, and put back.
 
 A membrane potential bound anew in every step, a BatchNorm statistic changed in place, a counter: whatever differs after
-a step from before it is part of the loop's state, whether or not it is handed from call to call.
+a step from before it is part of the loop's state, whether or not it is handed from call to call. On the CPU contents
+are compared; on a device that would wait for it, so there the ops that write are followed (`dead_state.Writes`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import torch
 
 from recoup.errors import UsageError
 from recoup.recurrent.closure_inspection import ABSENT, Place, Reached
-from recoup.recurrent.dead_state import DROPPED, UnreadPlace, Watch
+from recoup.recurrent.dead_state import DROPPED, UnreadPlace, Watch, Writes
+from recoup.runtime import execution_context
 from recoup.runtime.recompute.rng_state import version_of
 
 _CHANGED_LATE = (
@@ -28,17 +30,18 @@ _COLLECTS = (
 class _Seen:
     """The contents of a place at one moment."""
 
-    __slots__ = ("copy", "items", "place", "value", "version")
+    __slots__ = ("copy", "items", "place", "value", "version", "writes")
 
-    def __init__(self, place: Place, *, copies: bool) -> None:
+    def __init__(self, place: Place, writes: Writes | None) -> None:
         self.place = place
+        self.writes = writes
         self.value = place.get()
         self.version = 0
         self.items: tuple[Any, ...] = ()
         self.copy: Any = None
         if isinstance(self.value, torch.Tensor):
             self.version = version_of(self.value)
-            self.copy = self.value.detach().clone() if copies else None
+            self.copy = self.value.detach().clone() if writes is not None else None
         elif isinstance(self.value, list):
             self.items = tuple(self.value)
 
@@ -64,15 +67,21 @@ class _Seen:
 
     def _was_overwritten(self) -> bool:
         """Whether the contents differ: BatchNorm's kernel and writes through `.data` leave the version as it was."""
-        return self.copy is not None and not torch.equal(self.copy, self.value.detach())
+        if self.writes is None:
+            return False
+        if execution_context.device_type(self.value) != "cpu":
+            return self.writes.has_written(self.value)
+        return not torch.equal(self.copy, self.value.detach())
 
 
 class Carried:
     """The places that steps change, in a fixed order.
 
     Attributes:
-        places: of the state that modules carry. in_place: for each, whether the tensor there is changed in place.
+        places: of the state that modules carry.
+        in_place: for each, whether the tensor there is changed in place.
         unread: for each, whether no step reads what is there, so that it is not held.
+        writes: to be on while a step runs, until `learn`; None if nothing asks.
     """
 
     def __init__(self, reached: Reached) -> None:
@@ -81,11 +90,15 @@ class Carried:
         self.unread: list[bool] = []
         self._reached = reached
         self._keys: set[tuple[int, Any]] = set()
+        self.writes: Writes | None = None
         self._seen = self._look(copies=True)
 
     def _look(self, *, copies: bool) -> dict[tuple[int, Any], _Seen]:
-        places = self._reached.places()
-        return {key: _Seen(place, copies=copies) for key, place in places if key not in self._keys}
+        writes = Writes() if copies else None
+        seen = {k: _Seen(p, writes) for k, p in self._reached.places() if k not in self._keys}
+        tensors = [s.value for s in seen.values() if s.copy is not None]
+        self.writes = writes if any(execution_context.device_type(t) != "cpu" for t in tensors) else None
+        return seen
 
     def learn(self) -> list[Any]:
         """Called after a step, finds places it changed that are not known yet; returns what they held before it.
@@ -107,7 +120,7 @@ class Carried:
             self.in_place.append(then is not None and isinstance(now, torch.Tensor) and now is then.value)
             self.unread.append(False)
             found.append(then.then() if then is not None else ABSENT)
-        self._seen = {}
+        self._seen, self.writes = {}, None
         return found
 
     def watch(self, *, copies: bool) -> None:
@@ -129,7 +142,9 @@ class Carried:
         """Called after a step, finds tensors that it wrote anew and had not read; whether there are any.
 
         Args:
-            entered: what was at the places before it. passed_on: tensors that the step came to. watch: was on.
+            entered: what was at the places before it.
+            passed_on: tensors that the step came to.
+            watch: was on.
         """
         held = {t.untyped_storage()._cdata for t in passed_on if t.layout is torch.strided}
         for i, (place, before) in enumerate(zip(self.places, entered)):

@@ -32,8 +32,9 @@ class Loop(ProbedSteps):
     """A loop over time.
 
     Attributes:
-        last: the tensors of the last state, without a graph. last_flags, output_flags: whether they, and the outputs,
-            need a gradient. max_taped: how many steps one tape may hold.
+        last: the tensors of the last state, without a graph.
+        last_flags, output_flags: whether they, and the outputs, need a gradient.
+        max_taped: how many steps one tape may hold.
 
     Args:
         kwargs: see `ProbedSteps`.

@@ -27,7 +27,8 @@ class StepMeter(_torch.dispatch_mode_class()):  # type: ignore[misc]
     the tape does not keep of them.
 
     Attributes:
-        state_bytes: of the state a step comes to. tape_bytes: what a taped step leaves behind, its state included.
+        state_bytes: of the state a step comes to.
+        tape_bytes: what a taped step leaves behind, its state included.
         in_row_bytes: the same if another taped step follows: of the state only what either tape keeps.
         forward_bytes, backward_bytes: the most alive in the step's forward above what was there before the step, and
             in its backward above its tape and the sums of gradients.

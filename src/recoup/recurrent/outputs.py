@@ -17,7 +17,9 @@ class Outputs:
     """Collects the steps' outputs; each is collected once, however often its step is evaluated.
 
     Attributes:
-        mode: how. results: one tensor for each output leaf. num_collected: steps so far.
+        mode: how.
+        results: one tensor for each output leaf.
+        num_collected: steps so far.
     """
 
     def __init__(self, mode: Mode, num_steps: int) -> None:

@@ -45,8 +45,8 @@ class ProbedSteps(Steps):
         """Evaluates the first steps taped, until it is known which attributes carry state and what needs a gradient.
 
         Args:
-            meter: measures the last of these steps, if given. keeps: whether the tapes of the others are kept, given
-                the bytes of one.
+            meter: measures the last of these steps, if given.
+            keeps: whether the tapes of the others are kept, given the bytes of one.
         """
         self._first = self._state, []
         self._first_random = RandomState(self.inputs)

@@ -23,7 +23,9 @@ def evaluations_by_bytes(
     It ends where a step is evaluated 8 times, or one taped step is all that is held.
 
     Args:
-        state_bytes: a held state. tape_bytes: a taped step. in_row_bytes: one that another taped step follows.
+        state_bytes: a held state.
+        tape_bytes: a taped step.
+        in_row_bytes: one that another taped step follows.
     """
     end_bytes = tape_bytes - in_row_bytes
     found = [(num_steps * in_row_bytes + end_bytes, num_steps)]

@@ -34,9 +34,12 @@ class Steps:
     """The steps of a loop, and the state it stands at.
 
     Attributes:
-        num_steps: T. evaluations: step evaluations so far. outputs: what steps returned. inputs: the tensors of the
-            loop's inputs. captured: parameters and other tensors of the graph. is_lean: whether tapes hold no tensor
-            but what their graph keeps.
+        num_steps: T.
+        evaluations: step evaluations so far.
+        outputs: what steps returned.
+        inputs: the tensors of the loop's inputs.
+        captured: parameters and other tensors of the graph.
+        is_lean: whether tapes hold no tensor but what their graph keeps.
     """
 
     def __init__(
@@ -188,8 +191,12 @@ class Steps:
         # Listed before the step runs: it may change the state's own lists (norse's sequential module does).
         entered = flatten((self._state, self._carried.read()))[0] if is_due or not self._is_replaying else []
         first_node_number = _torch.next_node_number()
-        if self._derives or self._watch is not None:
-            with self._taping(), self._watch or contextlib.nullcontext():
+        modes = [mode for mode in (self._watch, self._carried.writes) if mode is not None]
+        if self._derives or modes:
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(self._taping())
+                for mode in modes:
+                    stack.enter_context(mode)
                 state, y = checked(self._step(self._state, x))
         else:
             state, y = checked(self._step(self._state, x))

@@ -28,10 +28,13 @@ class Tape:
     """Taped steps `step .. stop-1`, one after the other in one graph.
 
     Attributes:
-        step, stop: which. leaves: the state before them, where the graph begins. inputs: their slices of the loop's
-            inputs, as leaves, step by step. states: the state they came to; outputs: of each step, step by step; both
-            with the graph. `lighten` makes edges of leaves, states and outputs (None where no gradient is needed).
-            after: the state they came to, if it may be loaded from here.
+        step, stop: which.
+        leaves: the state before them, where the graph begins.
+        inputs: their slices of the loop's inputs, as leaves, step by step.
+        states: the state they came to.
+        outputs: of each step, step by step; both with the graph. `lighten` makes edges of leaves, states and outputs
+            (None where no gradient is needed).
+        after: the state they came to, if it may be loaded from here.
     """
 
     step: int
@@ -108,7 +111,8 @@ class Sums:
     is what happens, as hooks cost more than a small step.
 
     Attributes:
-        totals: the sums so far. seeded: for which tensors the backward that runs now continues the sum itself.
+        totals: the sums so far.
+        seeded: for which tensors the backward that runs now continues the sum itself.
     """
 
     __slots__ = ("_handles", "_hooked", "_owned", "_tensors", "seeded", "totals")
@@ -200,7 +204,8 @@ def backward(
     """Runs the backward of a tape; adds the captured tensors' gradients to `sums`.
 
     Args:
-        state_gradients, output_gradients: of `tape.states` and `tape.outputs`. seeds: what leaves got already.
+        state_gradients, output_gradients: of `tape.states` and `tape.outputs`.
+        seeds: what leaves got already.
 
     Returns:
         The gradients of the tape's leaves and of its inputs.

@@ -10,6 +10,7 @@ arguments, stay) and always evaluates a step twice; use `scan` where the loop ca
 from __future__ import annotations
 
 import ast
+import contextlib
 import inspect
 import textwrap
 import weakref
@@ -57,7 +58,8 @@ def checkpoint_timesteps(module: nn.Module, *, chunk: int = 1, path: str | None 
     """Has the time loop in `module.forward` recompute its steps, `chunk` at a time, without rewriting it.
 
     Args:
-        module: its forward has a loop over time that calls one submodule a step. chunk: steps a group.
+        module: its forward has a loop over time that calls one submodule a step.
+        chunk: steps a group.
         path: of that submodule; if left out, it is read off the source of `forward`.
 
     Raises:
@@ -242,7 +244,7 @@ class _Group:
         random = RandomState(tensors)
         if number:
             self._carried.watch(copies=True)
-        with _torch.saved_tensors_hooks(self._pack, _Slot.unpack):
+        with _torch.saved_tensors_hooks(self._pack, _Slot.unpack), self._carried.writes or contextlib.nullcontext():
             output = self._steps.run(args, kwargs)
         random.settle()
         kept = [None if i in links else t.detach() for i, t in enumerate(tensors)]

@@ -17,8 +17,9 @@ def unroll(module: nn.Module, inputs: Any, **options: Any) -> Any:
     plain loop, with their gradients: reset or detach them between sequences as always.
 
     Args:
-        module: called once a time step. inputs: a nest of tensors whose first dimension is time. options: those of
-            `scan`.
+        module: called once a time step.
+        inputs: a nest of tensors whose first dimension is time.
+        options: those of `scan`.
 
     Returns:
         The outputs, stacked over time or as `outputs=` says.

@@ -28,7 +28,9 @@ def make_chrome_trace(
     """Returns the trace as JSON data.
 
     Args:
-        plain: the unplanned step. planned: the step with the plan; decisions: the plan's, for the lane of regions.
+        plain: the unplanned step.
+        planned: the step with the plan.
+        decisions: the plan's, for the lane of regions.
         measured: the plain and the planned step as they ran, where they did.
     """
     events = list(_step(plain, 1, "plain step (predicted)", ()))

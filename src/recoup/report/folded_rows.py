@@ -20,7 +20,7 @@ class _Node:
     paths: list[str] = dataclasses.field(default_factory=list)
 
     def key(self) -> Any:
-        """Equal for layers that differ in their number and in seconds alone."""
+        """Returns a key that is equal for layers that differ only in number and in seconds."""
         row = self.row
         figures = tuple(getattr(row, name) for name in _BYTES)
         about = (shape_of(row.path), row.call, row.kind, shape_of(row.action), row.is_decided)
@@ -51,7 +51,7 @@ def _folded(siblings: list[_Node]) -> list[_Node]:
 
 
 def _joined(group: list[_Node]) -> _Node:
-    """Returns one node for equal ones: children join their likes, then fold among themselves."""
+    """Returns one node for equal nodes, with their children merged the same way."""
     children = [_joined(list(alike)) for alike in zip(*(node.children for node in group), strict=True)]
     paths = [path for node in group for path in node.paths]
     sums = {name: sum(getattr(node.row, name) for node in group) for name in _SUMS}

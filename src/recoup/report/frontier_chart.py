@@ -18,7 +18,8 @@ def draw_frontier(report: Report, *, unit: tuple[int, str], wide: bool) -> str:
     Each plan is a link to `#plan-NUMBER`: those of the curve in their order, then those made by hand.
 
     Args:
-        unit: of bytes, the page's. wide: for a page, else for a phone.
+        unit: of bytes, the page's.
+        wide: for a page, else for a phone.
     """
     if not report.frontier:
         return ""

@@ -94,7 +94,7 @@ def _percent(ratio: float) -> str:
 
 
 def _largest(report: Report) -> int:
-    """Returns the largest peak on the page, whose unit all of its cards and axes have."""
+    """Returns the largest peak on the page in bytes: its unit is used by all cards and axes."""
     steps = (report.plain, report.planned, report.measured_plain, report.measured_planned)
     peaks = [step.peak_bytes for step in steps if step is not None]
     if report.plan is not None:

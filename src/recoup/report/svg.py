@@ -24,12 +24,12 @@ class Frame:
     bottom: int = 40
 
     def x(self, value: float) -> float:
-        """Returns where `value` is across."""
+        """Returns the horizontal position of `value`, in the drawing's units."""
         span = self.x_max - self.x_min or 1.0
         return self.left + (value - self.x_min) / span * (self.width - self.left - self.right)
 
     def y(self, value: float) -> float:
-        """Returns where `value` is down."""
+        """Returns the vertical position of `value`, in the drawing's units."""
         span = self.y_max - self.y_min or 1.0
         return self.height - self.bottom - (value - self.y_min) / span * (self.height - self.top - self.bottom)
 
@@ -85,7 +85,7 @@ def axes(frame: Frame, *, x_unit: tuple[float, str], y_unit: tuple[float, str], 
 
 
 def steps(frame: Frame, xs: Sequence[float], ys: Sequence[float], *, end: float) -> str:
-    """Returns path data that holds each y from its x to the next one's; `end` closes the last."""
+    """Returns the path data of a step curve: each y holds from its x to the next; the last ends at `end`."""
     data, last = [], None
     for x, y in zip(xs, ys, strict=True):
         if y != last:

@@ -26,9 +26,11 @@ def draw_timeline(
     """Returns one chart as an `<svg>` element.
 
     Args:
-        name: "plain" or "planned", for the accessible name. capacity_bytes: of the device; drawn where the scale
-            reaches it. max_seconds, max_bytes: the scale, so that two charts compare. unit: of bytes, the page's.
-            wide: for a page, else for a phone.
+        name: "plain" or "planned", for the accessible name.
+        capacity_bytes: of the device; drawn where the scale reaches it.
+        max_seconds, max_bytes: the scale, so that two charts compare.
+        unit: of bytes, the page's.
+        wide: for a page, else for a phone.
     """
     frame = Frame(
         width=1040 if wide else 350,
@@ -97,7 +99,7 @@ def draw_timeline(
 
 
 def _phases(frame: Frame, timeline: Timeline, wide: bool) -> list[str]:
-    """Returns a strip under the stack that says which phase runs; narrow ones without a name."""
+    """Returns the strip below the stack that shows the phases; narrow ones have no name."""
     parts = []
     base = frame.height - frame.bottom
     bounds: list[tuple[str, float, float]] = []

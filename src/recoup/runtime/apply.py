@@ -107,8 +107,8 @@ def apply_decisions(
         proofs: about tiled modules, of plans for this model and batch that were in place before; left out: none.
 
     Raises:
-        PlanMismatch: if a path is not in the model. UsageError: if a decision cannot be applied there. Nothing was
-            changed then.
+        PlanMismatch: if a path is not in the model.
+        UsageError: if a decision cannot be applied there. Nothing was changed then.
     """
     by_path: dict[str, list[Decision]] = {}
     joins: dict[str, list[Recompute]] = {}

@@ -39,10 +39,10 @@ def contrastive(
 
     Args:
         loss: of the embeddings, (N, D) each, one a tower; it may close over parameters of its own (a temperature).
-        *towers: (tower, batch) pairs. tower: a module or function that returns an embedding, a row an example, each
-            from its own example alone. batch: a dict becomes `tower(**batch)`, a tuple or list `tower(*batch)`,
-            anything else `tower(batch)`; tensors with as many rows as the one with most are cut, everything else
-            goes whole to each chunk. A module may be in several towers.
+        *towers: (tower, batch) pairs. A tower is a module or function that returns an embedding (N, D), each row from
+            its own example alone; a module may be in several towers. A dict as batch becomes `tower(**batch)`, a tuple
+            or list `tower(*batch)`, anything else `tower(batch)`; tensors with as many rows as the one with most are
+            cut, everything else goes whole to each chunk.
         chunk_size: examples of a chunk.
 
     Returns:

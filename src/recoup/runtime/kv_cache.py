@@ -20,7 +20,8 @@ def caching_paths(modules: Mapping[str, nn.Module], regions_at: Sequence[str]) -
     cache before the forward and put it back around the replay.
 
     Args:
-        modules: by path, repeated modules under each. regions_at: paths of the regions.
+        modules: by path, repeated modules under each.
+        regions_at: paths of the regions.
     """
     stateful = [path for path, module in modules.items() if getattr(module, "_is_stateful", False)]
     above = {""} if regions_at else set()

@@ -73,8 +73,8 @@ class Settings:
     Attributes:
         decisions: those of its path; one with a call number holds for that call only. Several regions of one call nest,
             the outermost first.
-        joins: spans that its calls are part of without beginning them, the outermost first. derives_below: a decision
-            inside rederives.
+        joins: spans that its calls are part of without beginning them, the outermost first.
+        derives_below: a decision inside rederives.
         records: it is the model itself, and lineage is recorded for rederive decisions somewhere below: the ops that
             lead to a tensor may lie in other calls than the one that saves it.
         hooks: how decisions of each class among them change a call.
@@ -176,7 +176,8 @@ class _Nested:
 
     Attributes:
         member: the `depth`-th region, whose forward is the rest of them; None for the module itself.
-        span: names the span that it is part of. decision: what else was decided for the call.
+        span: names the span that it is part of.
+        decision: what else was decided for the call.
         calls: how often each path had been called before, for decisions about single calls inside; None without them.
     """
 

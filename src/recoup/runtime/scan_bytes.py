@@ -23,9 +23,12 @@ class StepOfScan:
     """Sizes that a scan's schedule is chosen by, in bytes of one step.
 
     Attributes:
-        num_steps: T. state_bytes: a held state. tape_bytes: a taped step. in_row_bytes: one that another taped step
-            follows. working_bytes: what running a step needs besides. shared_bytes: what it needs more where taped
-            steps share a graph.
+        num_steps: T.
+        state_bytes: a held state.
+        tape_bytes: a taped step.
+        in_row_bytes: one that another taped step follows.
+        working_bytes: what running a step needs besides.
+        shared_bytes: what it needs more where taped steps share a graph.
     """
 
     num_steps: int
@@ -54,8 +57,9 @@ class ScanCounts:
     """Counts of the scans of one captured step.
 
     Attributes:
-        num_evaluations: of steps, by scans whose bytes a plan decided. num_tapes: whose backward ran, a call of
-            autograd's engine each. num_replayed: ops of steps that ran again, views left out.
+        num_evaluations: of steps, by scans whose bytes a plan decided.
+        num_tapes: whose backward ran, a call of autograd's engine each.
+        num_replayed: ops of steps that ran again, views left out.
     """
 
     num_evaluations: int = 0

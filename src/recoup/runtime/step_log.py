@@ -18,8 +18,10 @@ class StepLog:
     """Counts of events so far; the difference of two logs is the events between them.
 
     Attributes:
-        num_replays: regions whose forward ran a second time. num_rederived: saved tensors that were rebuilt.
-        num_tiled: losses and modules run over tiles. num_logits_made: tiled heads whose logits were made whole.
+        num_replays: regions whose forward ran a second time.
+        num_rederived: saved tensors that were rebuilt.
+        num_tiled: losses and modules run over tiles.
+        num_logits_made: tiled heads whose logits were made whole.
         num_scan_evaluations: of steps, by scans whose bytes a plan decides, forward and backward together.
     """
 

@@ -105,7 +105,8 @@ class StepWatch:
     """Watches the steps of one model under a plan; `remove` ends it.
 
     Attributes:
-        peak_bytes: of the last step that was looked at, 0 before one was. num_looked_at: how many were.
+        peak_bytes: of the last step that was looked at, 0 before one was.
+        num_looked_at: how many were.
     """
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:

@@ -20,7 +20,8 @@ def advise(model: nn.Module, batch: Any = None, *, budget: int | str, **step: An
     """Returns five lines: whether the budget needs a plan, which, what it costs, hand-made ones, what is left.
 
     Args:
-        model, batch: as for `recoup.plan`. budget: as there; one below the smallest reachable peak is said, not raised.
+        model, batch: as for `recoup.plan`.
+        budget: as there; one below the smallest reachable peak is said, not raised.
         step: the other arguments that say what a step is, as for `recoup.frontier`.
 
     Raises:

@@ -26,8 +26,8 @@ class SelectiveCheckpointer:
     """Makes the layers that the configuration chooses regions, in place and undoably.
 
     Args:
-        config: what is wanted. profiler: has profiled a batch ("selective" reads its report, "budget" plans for its
-            batch), or None.
+        config: what is wanted.
+        profiler: has profiled a batch ("selective" reads its report, "budget" plans for its batch), or None.
 
     Attributes:
         plan: for strategy "budget", the plan in place; else None.
@@ -51,8 +51,9 @@ class SelectiveCheckpointer:
             profile_report: for "selective"; left out: the profiler's last one, or a new one over the profiler's batch.
 
         Raises:
-            UsageError: if the configuration cannot be carried out on this model. ConflictError: if activation
-                checkpointing is on already. InfeasibleBudget: for "budget". The model is unchanged then.
+            UsageError: if the configuration cannot be carried out on this model.
+            ConflictError: if activation checkpointing is on already.
+            InfeasibleBudget: for "budget". The model is unchanged then.
         """
         config = self.config
         config.check()

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
+from recoup.ir.text import format_share
 from recoup.selective.trial import Trial
 from recoup.units import format_bytes, format_flops
 
@@ -15,7 +16,8 @@ class Row:
     """One strategy on one size of a model.
 
     Attributes:
-        time_ratio: measured step over the plain step, None when not timed. time_spread: half the quartiles' distance.
+        time_ratio: measured step over the plain step, None when not timed.
+        time_spread: half the quartiles' distance.
         recomputed_flops: run a second time.
     """
 
@@ -67,16 +69,14 @@ def format_rows(rows: Iterable[Row]) -> str:
                 f"{format_bytes(r.plain_saved_bytes):>10} {'100 %':>8} {'1.00':>13}"
             )
         time = f"{r.time_ratio:.2f} +- {r.time_spread:.2f}" if r.time_ratio is not None else "-"
+        of_peak = format_share(r.peak_bytes, r.plain_peak_bytes)
+        of_saved = format_share(r.saved_bytes, r.plain_saved_bytes)
         lines.append(
-            f"{'':28} {r.strategy:10} {format_bytes(r.peak_bytes):>10} {_share(r.peak_bytes, r.plain_peak_bytes):>8} "
-            f"{format_bytes(r.saved_bytes):>10} {_share(r.saved_bytes, r.plain_saved_bytes):>8} {time:>13} "
+            f"{'':28} {r.strategy:10} {format_bytes(r.peak_bytes):>10} {of_peak:>8} "
+            f"{format_bytes(r.saved_bytes):>10} {of_saved:>8} {time:>13} "
             f"{format_flops(r.recomputed_flops):>11} {'equal' if r.gradients_equal else 'differ':>9}"
         )
     return "\n".join(lines)
-
-
-def _share(part: int, whole: int) -> str:
-    return f"{100 * part / whole:.0f} %" if whole else "-"
 
 
 def _short(text: str) -> str:

@@ -30,8 +30,9 @@ class CheckpointConfig:
         profile_before_apply: "selective" asks the profiler for a report if none is given; False: only
             `include_patterns` decide then.
         profile_num_runs: steps a profile is taken over.
-        exclude_patterns: never recomputed: names of presets (`recoup.selective.PRESETS`), or fnmatch patterns of
-            dotted paths. include_patterns: always recomputed; where both match, exclude wins and a warning says so.
+        exclude_patterns: never recomputed: names of presets (`recoup.selective.PRESETS`), or fnmatch patterns of dotted
+            paths.
+        include_patterns: always recomputed; where both match, exclude wins and a warning says so.
         every: for "full": a region of every k-th layer, beginning with the first.
         budget: for "budget": peak of the step, as in `recoup.plan`.
         op_policy: inside regions, results that are kept: a name of `recoup.selective.OP_POLICIES`, or torch's own

@@ -59,7 +59,9 @@ class Estimate:
 
     Attributes:
         textbook, rule_of_thumb, textbook_sqrt: by formula.
-        plain: autograd alone. rederived: recoup's rederive everywhere. every_block, sqrt: those regions by recompute.
+        plain: autograd alone.
+        rederived: recoup's rederive everywhere.
+        every_block, sqrt: those regions by recompute.
         planned: every block a region, and the rest rederived.
     """
 
@@ -95,7 +97,8 @@ def estimate(name: str, *, sequences: Sequence[int] = SEQUENCES, batches: Sequen
     """Returns the table for a model of `MODELS`.
 
     Raises:
-        UsageError: for an unknown name. TargetError: if transformers is missing.
+        UsageError: for an unknown name.
+        TargetError: if transformers is missing.
     """
     shape = find_shape(name)
     corners = {}

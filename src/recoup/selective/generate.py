@@ -59,7 +59,8 @@ def generate_tests(target: str, *, sizes: Mapping[str, Any], strategies: Sequenc
     """Returns the source of a pytest file.
 
     Args:
-        target: a TARGET of the command line. sizes: keywords of `resolve_target` (batch, seq, image, dtype, device).
+        target: a TARGET of the command line.
+        sizes: keywords of `resolve_target` (batch, seq, image, dtype, device).
         strategies: what to try.
 
     Raises:

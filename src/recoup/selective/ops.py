@@ -71,7 +71,8 @@ class KeepOps:
     """A policy: the results of these ops are kept, all others run again. Cuts a region's time, costs their bytes.
 
     Args:
-        ops: as `overloads` takes. every: of them only the first of each k (counted in one region's forward).
+        ops: as `overloads` takes.
+        every: of them only the first of each k (counted in one region's forward).
     """
 
     def __init__(self, ops: Iterable[Any], *, every: int = 1) -> None:
@@ -193,8 +194,8 @@ def checkpoint_ops(model: nn.Module, policy: Any, *, paths: Sequence[str]) -> Ap
         paths: dotted paths of modules, none inside another.
 
     Raises:
-        UsageError: for an unknown policy or path, or a module with running statistics. ConflictError: if activation
-            checkpointing is on already. The model is unchanged then.
+        UsageError: for an unknown policy or path, or a module with running statistics.
+        ConflictError: if activation checkpointing is on already. The model is unchanged then.
     """
     found = find_policy(policy)
     modules = dict(model.named_modules())

@@ -15,12 +15,13 @@ class LayerProfile:
     """One layer, over all its calls in a step.
 
     Attributes:
-        path: dotted. kind: its class.
+        path: dotted.
+        kind: its class.
         activation_bytes: what autograd keeps of it, each storage counted once, for the layer that saves it first.
         freed_bytes: how much of that is not kept any more if the layer is recomputed (its inputs stay).
         peak_bytes: the step's level while its forward runs, at most.
-        forward_seconds: median over the runs; 0 where nothing was run. forward_spread: half the distance between the
-            quartiles, over the median.
+        forward_seconds: median over the runs; 0 where nothing was run.
+        forward_spread: half the distance between the quartiles, over the median.
         share: of all layers' activation bytes.
     """
 
@@ -45,15 +46,17 @@ class ProfileReport:
 
     Attributes:
         layers: sorted by activation bytes, largest first; together they cover the model without overlap.
-        total_activation_bytes: of all layers, captured. measured_activation_bytes: of the real runs, their mean (None
-            where nothing was run). activation_spread: (largest - smallest) / mean of that total over the
-            runs, 0.02 is 2 %.
+        total_activation_bytes: of all layers, captured.
+        measured_activation_bytes: of the real runs, their mean (None where nothing was run).
+        activation_spread: (largest - smallest) / mean of that total over the runs, 0.02 is 2 %.
         parameter_bytes, gradient_bytes, buffer_bytes: of the model.
-        peak_bytes: measured, of forward and backward (None where nothing was run). forward_peak_bytes,
-            backward_peak_bytes: of the captured step.
-        forward_seconds, backward_seconds: medians. time_spread: as for a layer, of forward and backward together.
+        peak_bytes: measured, of forward and backward (None where nothing was run).
+        forward_peak_bytes, backward_peak_bytes: of the captured step.
+        forward_seconds, backward_seconds: medians.
+        time_spread: as for a layer, of forward and backward together.
         snapshots: (label, bytes alive) after each layer's forward, then after forward and after backward.
-        num_runs: steps run for it. device: where.
+        num_runs: steps run for it.
+        device: where.
         num_recomputed_ops: ops of the step that ran a second time (a plan is in place, or other checkpointing).
     """
 

@@ -33,12 +33,13 @@ class MemoryProfiler:
     """Profiles a model's layers on a batch; nothing of the model changes.
 
     Args:
-        model: any module; on `meta` its step is captured and not run. device: where it is ("cpu", "cuda"); None: the
-            model's own.
+        model: any module; on `meta` its step is captured and not run.
+        device: where it is ("cpu", "cuda"); None: the model's own.
         loss: `loss(output, batch)`, as in `recoup.plan`.
 
     Attributes:
-        report: of the last `profile`, None before. sample_input: its batch.
+        report: of the last `profile`, None before.
+        sample_input: its batch.
     """
 
     def __init__(self, model: nn.Module, device: str | torch.device | None = None, *, loss: Loss | None = None) -> None:
@@ -68,7 +69,8 @@ class MemoryProfiler:
             sample_input: a dict becomes `model(**sample_input)`, a tuple `model(*sample_input)`, else `model(it)`.
 
         Raises:
-            UsageError: if `num_runs` is not at least 1. StepError: if the step fails.
+            UsageError: if `num_runs` is not at least 1.
+            StepError: if the step fails.
         """
         if isinstance(num_runs, bool) or not isinstance(num_runs, int) or num_runs < 1:
             raise UsageError(f"num_runs must be a whole number of at least 1; got {num_runs!r}.")

@@ -29,8 +29,9 @@ class ReversibleSequential(nn.Module):
     checkpointing every block. Random numbers are replayed; autocast too.
 
     Args:
-        blocks: pairs of modules, each from a half to a half of the same shape; no running statistics (BatchNorm):
-            a second forward would count them twice. dim: the dimension that is halved.
+        blocks: pairs of modules, each from a half to a half of the same shape; no running statistics (BatchNorm): a
+            second forward would count them twice.
+        dim: the dimension that is halved.
 
     Shape: input and output the same, of even size along `dim`.
     """

@@ -54,7 +54,8 @@ class CheckpointWrapper(nn.Module):
         use_reentrant, preserve_rng_state: accepted for code that sets them, see `CheckpointConfig`.
 
     Raises:
-        UsageError: if it is not a module. ConflictError: if activation checkpointing is on in it already.
+        UsageError: if it is not a module.
+        ConflictError: if activation checkpointing is on in it already.
     """
 
     def __init__(self, module: nn.Module, use_reentrant: bool = False, preserve_rng_state: bool = True) -> None:

@@ -28,7 +28,7 @@ class Baseline:
 
     Attributes:
         name: "none", "full", "every-2", ..., "sqrt".
-        peak_bytes, extra_seconds, extra_flops: as `simulate.evaluate` says.
+        peak_bytes, extra_seconds, extra_flops: as `reference.evaluate` says.
         has_spans: whether a region covers several calls.
     """
 
@@ -63,12 +63,6 @@ def baselines(problem: Problem) -> tuple[Baseline, ...]:
             )
         )
     return tuple(found)
-
-
-def best_baseline(problem: Problem, budget_bytes: int) -> Baseline | None:
-    """Returns the fastest baseline whose peak is at most `budget_bytes`, None if none fits."""
-    fitting = [b for b in baselines(problem) if b.peak_bytes <= budget_bytes]
-    return min(fitting, key=lambda b: (b.extra_seconds, b.peak_bytes), default=None)
 
 
 def named_segments(line: Line) -> Iterator[tuple[str, Segments]]:
@@ -134,7 +128,7 @@ class Pricer:
 
 
 class _Label(NamedTuple):
-    """A sequence without its inside: what it leaves saved, its peaks above the level before it, its gradients."""
+    """The prices of a sequence of leaves: bytes saved, peaks above the level before it, bytes of gradients."""
 
     saved_bytes: int
     forward_bytes: int
@@ -182,7 +176,7 @@ def _sibling_lists(line: Line) -> Iterator[list[Call]]:
 
 
 def _strides(num_blocks: int) -> list[int]:
-    """Returns the distinct k of every-k: from n // 2 on, k only moves the second of two regions; a few of those do."""
+    """Returns the values of k for every-k: all below n // 2, where two regions are left, and a few above."""
     return [k for k in range(2, num_blocks + 1) if k <= 64 or k % (k // 16) == 0]
 
 

@@ -205,7 +205,7 @@ def measure(priced: PricedTrace, segments: Sequence[Interval]) -> Numbers:
 
 
 class _Lookup:
-    """Sums over ranges of ops, and forward storages by the op that made them, prepared once."""
+    """Sums over ranges of ops, and forward storages by the op that made them, computed once."""
 
     def __init__(self, priced: PricedTrace, segments: Sequence[Interval]) -> None:
         trace = priced.trace

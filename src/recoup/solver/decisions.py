@@ -125,7 +125,7 @@ class _Writer:
             i += length
 
     def _cost(self, parts: Sequence[Leaf | Call], ambient: Ambient) -> int:
-        """Returns how many decisions `parts` need, regions' own not counted."""
+        """Returns the number of decisions that `parts` need, without those of regions."""
         cost = 0
         for group in self._groups(parts):
             first = group[0].block
@@ -136,7 +136,7 @@ class _Writer:
         return cost
 
     def _region_action(self, group: _Group) -> tuple[int, Ambient]:
-        """Returns how many decisions the calls of a region need, and its best `inside`."""
+        """Returns the number of decisions that a region's calls need, and the `inside` with the fewest."""
         first = group[0].block
         own = self._preference.get((first.path, first.call))
         options = [
@@ -148,7 +148,7 @@ class _Writer:
         return cost, action
 
     def _best(self, call: Call, ambient: Ambient) -> tuple[int, Ambient]:
-        """Returns how many decisions `call` and what is below need under `ambient`, and the action it takes."""
+        """Returns the number of decisions that `call` and its children need under `ambient`, and the call's action."""
         key = (call.block.path, call.block.call)
         known = self._known.get((key, ambient))
         if known is None:

@@ -42,7 +42,7 @@ class Solution:
 
 
 class Solver:
-    """A problem, ready for questions.
+    """Answers questions about one problem: for a budget, the leanest, the whole frontier.
 
     Args:
         problem: the step.
@@ -51,7 +51,8 @@ class Solver:
         nested_spans: whether calls inside a span may be regions and spans again, as in Rotor's recursion.
 
     Attributes:
-        line: the problem, laid out. baselines: (extra seconds, peak bytes, regions) of each plan by hand.
+        line: the problem, laid out.
+        baselines: (extra seconds, peak bytes, regions) of each plan by hand.
     """
 
     def __init__(
@@ -152,11 +153,6 @@ def solve(problem: Problem, budget_bytes: int, *, actions: Sequence[str] = ACTIO
         The solution; with status "infeasible" and the leanest choice if nothing fits.
     """
     return Solver(problem, actions=actions, spans=spans).solve(budget_bytes)
-
-
-def minimum_peak(problem: Problem, *, actions: Sequence[str] = ACTIONS, spans: bool = True) -> Solution:
-    """Returns the choice with the smallest peak there is; its peak, given as a budget, is feasible."""
-    return Solver(problem, actions=actions, spans=spans).leanest()
 
 
 def frontier(

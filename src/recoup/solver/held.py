@@ -32,7 +32,8 @@ class Op:
 
     Attributes:
         inputs, outputs: values, as indices into `Segment.value_bytes`. Each value has at most one maker.
-        seconds: what running it again takes (any unit, the same for all). can_rerun: whether it may run again at all.
+        seconds: what running it again takes (any unit, the same for all).
+        can_rerun: whether it may run again at all.
     """
 
     inputs: tuple[int, ...]
@@ -46,7 +47,8 @@ class Segment:
     """Consecutive ops of a forward pass.
 
     Attributes:
-        value_bytes: of each value; None: it cannot be held. ops: in forward order.
+        value_bytes: of each value; None: it cannot be held.
+        ops: in forward order.
         reads: values that backward reads. Values that no op here makes are free: they are there anyway.
     """
 
@@ -57,7 +59,7 @@ class Segment:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """A choice: the values held, in order; the ops run again, in order; and what both come to."""
+    """A choice: the values held and the ops run again, in forward order, with their bytes and seconds."""
 
     values: tuple[int, ...]
     rerun: tuple[int, ...]
@@ -146,7 +148,8 @@ def trade_offs(segment: Segment, *, most: int = 24) -> list[Held]:
     """Returns choices none of which another beats in both bytes and seconds, most bytes first: corners, and between.
 
     Args:
-        segment: what to choose in. most: how many at most.
+        segment: what to choose in.
+        most: how many at most.
     """
     corners = hull(segment, most=most)
     evaluate = _Evaluation(segment)
@@ -176,7 +179,7 @@ class Addition:
 
 
 def additions(segment: Segment, values: Collection[int]) -> list[Addition]:
-    """Returns the values that, held beside `values`, let less run again."""
+    """Returns the values that lower the seconds of a choice if they are held as well."""
     evaluate = _Evaluation(segment)
     now = evaluate.of(values)
     found = []
@@ -190,14 +193,14 @@ def additions(segment: Segment, values: Collection[int]) -> list[Addition]:
 
 
 class _Evaluation:
-    """What choices come to, without a cut; infinite seconds where what may not run again would have to."""
+    """Evaluates choices of held values: infinite seconds where an op that must not run again would have to."""
 
     def __init__(self, segment: Segment) -> None:
         self._segment = segment
         self._maker = {v: i for i, op in enumerate(segment.ops) for v in op.outputs}
 
     def of(self, values: Collection[int]) -> Held:
-        """Returns the choice that holds those of `values` that are read."""
+        """Returns the evaluated choice that holds those of `values` that backward needs."""
         segment, maker = self._segment, self._maker
         rerun: set[int] = set()
         read: set[int] = set()

@@ -42,5 +42,5 @@ def paths_of(trace: Trace) -> list[tuple[str, int]]:
 
 
 def forward_ops(trace: Trace) -> list[int]:
-    """Returns the positions of the model's own forward ops: what the engine adds (packing a mask) left out."""
+    """Returns the positions of the model's own forward ops, without those the engine adds (packing a mask)."""
     return [i for i, o in enumerate(trace.ops) if o.phase in ("forward", "loss") and not o.replayed]

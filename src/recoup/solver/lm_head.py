@@ -17,7 +17,9 @@ class HeadCall:
     """A call that may be the head of a language model.
 
     Attributes:
-        output_bytes: of its logits. tokens: their rows. token_bytes: what a row takes in a tile.
+        output_bytes: of its logits.
+        tokens: their rows.
+        token_bytes: what a row takes in a tile.
     """
 
     path: str
@@ -36,7 +38,8 @@ def heads(trace: Trace, *, peak_bytes: int) -> list[HeadCall]:
     """Returns the Linear calls with the largest outputs, the largest first, each path once.
 
     Args:
-        trace: of the plain step. peak_bytes: of the plain step.
+        trace: of the plain step.
+        peak_bytes: of the plain step.
     """
     found: dict[str, HeadCall] = {}
     scored = {_classes(trace, op.signature) for op in trace.ops if op.phase in ("forward", "loss")}
@@ -56,7 +59,7 @@ def heads(trace: Trace, *, peak_bytes: int) -> list[HeadCall]:
 
 
 def _classes(trace: Trace, signature: int) -> int:
-    """Returns over how many classes an op takes a log-softmax or its sum, 0 if it takes none."""
+    """Returns the number of classes of an op's log-softmax or its sum, 0 for other ops."""
     found = trace.signatures[signature]
     return int(found.args[0].shape[-1]) if found.name.startswith(_SCORES) else 0
 

@@ -23,8 +23,11 @@ class StepLoop:
     """A loop over time.
 
     Attributes:
-        path: of the module it calls once a step. num_calls: steps. state_bytes: that go from a call to the next.
-        tape_bytes: that autograd keeps of a call. share: of all bytes that autograd keeps of the forward.
+        path: of the module it calls once a step.
+        num_calls: steps.
+        state_bytes: that go from a call to the next.
+        tape_bytes: that autograd keeps of a call.
+        share: of all bytes that autograd keeps of the forward.
     """
 
     path: str
@@ -39,7 +42,7 @@ class StepLoop:
         return self.num_calls >= MANY_CALLS and self.share >= 0.5
 
     def chunk(self, num_calls: int) -> int:
-        """Returns how many calls to make one region where the first `num_calls` are chunked."""
+        """Returns the number of calls in one region if the first `num_calls` are chunked."""
         best = math.sqrt(num_calls * max(self.state_bytes, 1) / max(self.tape_bytes, 1))
         return min(max(round(best), 1), num_calls)
 

@@ -31,7 +31,7 @@ FEWEST_LAYERS = 3  # of a kind at one depth that make it a stack of layers
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class _Link:
-    """The link while calls are walked in order, and when it is free again; a window is for calls of one `depth`."""
+    """The link while calls are walked in forward order: `free_at` is when it is free again, for calls at `depth`."""
 
     out_seconds: float
     back_seconds: float
@@ -49,7 +49,7 @@ class _Link:
         return max(out, back) * (SAME_SHARE if hides else 1.0)
 
     def inputs(self, nbytes: int, seconds: float) -> float:
-        """Returns the price of moving the inputs of a region that runs for so long."""
+        """Returns the price of moving a region's inputs while the region runs."""
         hides = self.assumption == "window" and nbytes * max(self.out_seconds, self.back_seconds) <= seconds
         return self.price(nbytes, hides=hides or self.assumption == "hidden")
 
@@ -78,7 +78,8 @@ def with_offload(
     """Returns the problem with labels that move regions' inputs, and what calls save, to the host.
 
     Args:
-        out_seconds, back_seconds: of moving one byte. overlaps: whether copies run beside compute.
+        out_seconds, back_seconds: of moving one byte.
+        overlaps: whether copies run beside compute.
         min_bytes: calls that would move less get no such label.
         depth: of the calls that a window is for; the outermost ones have depth 0.
         host_bytes: that the labels, taken by all calls that have one, may move.

@@ -76,7 +76,8 @@ class Front:
     """Points in order of peak, each faster than all before it.
 
     Attributes:
-        peaks, seconds: of each point. gradient_bytes: of the whole sequence, the same for every point.
+        peaks, seconds: of each point.
+        gradient_bytes: of the whole sequence, the same for every point.
         origin: what the points begin with and go on in, None for the end of the sequence.
         num_thinned: how many points were dropped here for the sake of speed.
     """

@@ -21,7 +21,8 @@ class Option:
     Attributes:
         ambient: what it does with what autograd would save.
         rung: of a leaf that is a scan, in how many bytes it runs; None: all steps taped.
-        saved_bytes: left saved after its forward. forward_bytes, backward_bytes: peaks above the level before it.
+        saved_bytes: left saved after its forward.
+        forward_bytes, backward_bytes: peaks above the level before it.
         extra_seconds: over the plain step.
     """
 
@@ -53,7 +54,8 @@ class Keep:
     """Ops of a region whose results it keeps, so that its replay need not run them.
 
     Attributes:
-        labels: of the ops, see `cost.flops.result_label`. nbytes: of their results.
+        labels: of the ops, see `cost.flops.result_label`.
+        nbytes: of their results.
         saved_inside_bytes: of those, what the replay's autograd saves: there once, not twice.
         seconds, flops: of the ops.
     """
@@ -98,11 +100,12 @@ class Region:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Offload:
-    """The price of moving what a block saves to the host, all of whose leaves run under `inside`.
+    """The price of moving a block's saved tensors to the host; all of its leaves run under `inside`.
 
     Attributes:
-        saved_bytes: what stays. forward_bytes: peak of its forward above the level before it. seconds: what the copies
-            add to the step.
+        saved_bytes: what stays.
+        forward_bytes: peak of its forward above the level before it.
+        seconds: what the copies add to the step.
     """
 
     inside: Ambient

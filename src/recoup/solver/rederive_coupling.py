@@ -21,10 +21,11 @@ _Name = tuple[int, int]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Linked:
-    """A span's inside, with units that reach out of it to the left.
+    """The inside of a span, and the units that begin before it.
 
     Attributes:
-        structure: equal for equal numbers. fronts: for each set of units that rederive and reach out.
+        structure: equal for equal numbers.
+        fronts: for each set of units that rederive and reach out.
     """
 
     structure: int
@@ -35,9 +36,11 @@ class Links:
     """The units that link the parts of one call.
 
     Args:
-        parts: of the call. reaches: the first and the last part that a unit touches.
+        parts: of the call.
+        reaches: the first and the last part that a unit touches.
         walk: returns the front of a call followed by another front, given the units that rederive.
-        structure: returns a small number, the same for equal values. known: what was found before, by structure.
+        structure: returns a small number, the same for equal values.
+        known: what was found before, by structure.
     """
 
     def __init__(
@@ -110,7 +113,7 @@ class Links:
 
 
 def forks(state: frozenset[int], opening: Sequence[int]) -> Iterator[frozenset[int]]:
-    """Yields `state` with every subset of the units that open here."""
+    """Yields `state` extended by every subset of the units that begin here."""
     for size in range(len(opening) + 1):
         for units in itertools.combinations(opening, size):
             yield state.union(units)

@@ -9,6 +9,7 @@ import numpy as np
 from recoup.cost.model import PricedTrace
 from recoup.ir.decision import Ambient
 from recoup.ir.trace import Trace
+from recoup.solver.disjoint_sets import DisjointSets
 from recoup.solver.intervals import forward_ops, segments_of
 
 
@@ -40,13 +41,7 @@ def rederive_groups(trace: Trace) -> dict[int, int]:
     """Returns segment -> group for segments that rederive from what other segments keep (union-find over links)."""
     segments = segments_of(trace)
     starts = [s.first for s in segments]
-    root = list(range(len(segments)))
-
-    def find(a: int) -> int:
-        while root[a] != a:
-            root[a] = root[root[a]]
-            a = root[a]
-        return a
+    sets = DisjointSets(len(segments))
 
     def at(op: int) -> int:
         return int(np.searchsorted(starts, min(op, segments[-1].last - 1), side="right")) - 1
@@ -59,8 +54,8 @@ def rederive_groups(trace: Trace) -> dict[int, int]:
             there = at(saved_op) if saved_op >= 0 else here
             if there != here:
                 linked.update((here, there))
-                root[find(here)] = find(there)
-    return {segment: find(segment) for segment in linked}
+                sets.join(here, there)
+    return {segment: sets.find(segment) for segment in linked}
 
 
 def input_holders(trace: Trace) -> dict[int, list[int]]:

@@ -21,10 +21,12 @@ from recoup.solver.ways import Run, RungOf
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rung:
-    """One way to run the scans of a leaf in less than all their steps taped.
+    """One way to run a leaf's scans in fewer bytes than with all steps taped.
 
     Attributes:
-        scan_bytes: of each scan. freed_bytes: less than with all steps taped. seconds: of what runs again.
+        scan_bytes: of each scan.
+        freed_bytes: less than with all steps taped.
+        seconds: of what runs again.
     """
 
     scan_bytes: tuple[int, ...]
@@ -37,8 +39,10 @@ class Ladder:
     """The scans of one leaf.
 
     Attributes:
-        path, call: of the call whose own forward runs them. scans: their numbers in that call.
-        first_ops: where they begin. taped_bytes: of each, enough to tape all its steps.
+        path, call: of the call whose own forward runs them.
+        scans: their numbers in that call.
+        first_ops: where they begin.
+        taped_bytes: of each, enough to tape all its steps.
         rungs: by the action its steps run under, with falling bytes.
     """
 
@@ -51,7 +55,7 @@ class Ladder:
     rungs: dict[Ambient, tuple[Rung, ...]]
 
     def decisions(self, scan_bytes: Sequence[int]) -> tuple[Decision, ...]:
-        """Returns the decisions that run the scans in so many bytes each."""
+        """Returns the decisions that give each scan its bytes."""
         each = zip(self.scans, scan_bytes, strict=True)
         return tuple(Scan(path=self.path, call=self.call, index=scan, budget_bytes=nbytes) for scan, nbytes in each)
 
@@ -95,7 +99,7 @@ def _innermost(calls: Sequence[Call], first: int, last: int, inside: Sequence[in
 
 
 def with_rungs(options: Sequence[Option], ladders: Sequence[Ladder], which: int) -> tuple[Option, ...]:
-    """Returns a leaf's options, each with its rungs behind it."""
+    """Returns a leaf's options, each followed by its rungs."""
     found = []
     for option in options:
         found.append(option)
@@ -197,7 +201,7 @@ def merged(ladders: Iterable[Sequence[Rung]]) -> tuple[Rung, ...]:
 
 
 def _hull_slopes(rungs: Sequence[Rung]) -> list[float]:
-    """Returns for each step down the seconds a byte of the stretch of the convex hull that it lies under."""
+    """Returns, for each step down a ladder, the slope (seconds a byte) of the convex hull there."""
     hull: list[int] = []
     for i in range(len(rungs)):
         while len(hull) > 1 and _slope(rungs[hull[-2]], rungs[hull[-1]]) >= _slope(rungs[hull[-1]], rungs[i]):

@@ -43,7 +43,7 @@ def is_tried_inside(length: int) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Inside:
-    """Some consecutive calls as a sequence of their own.
+    """Consecutive calls as a sequence of their own: the inside of a region.
 
     Attributes:
         structure: equal for equal numbers.
@@ -346,7 +346,8 @@ class Search:
         """Returns the insides of regions over 1, 2, ... calls, the first of which is part `i` of `around`.
 
         Args:
-            known: the same for the parts behind it. links: what links the parts of `around`, None: nothing does.
+            known: the same for the parts behind it.
+            links: what links the parts of `around`, None: nothing does.
         """
         call = around.parts[i]
         assert isinstance(call, Call)

@@ -24,12 +24,14 @@ class HeldProblem:
     """A forward by its ops, and what the plain step says of its intervals.
 
     Attributes:
-        ops: in forward order. value_bytes: of each value; 0: held anyway.
+        ops: in forward order.
+        value_bytes: of each value; 0: held anyway.
         saves: for each op the values that autograd saves with it.
         places: the ops that intervals begin with, the first op included.
         saved_bytes, forward_bytes, backward_bytes, gradient_bytes: of each interval: what it leaves saved, its peaks in
             forward and backward above the level before it, and the gradients that exist while its backward runs.
-        fixed_bytes: there all the time. after_bytes: peak of what follows the model (the loss), above `fixed + held`.
+        fixed_bytes: there all the time.
+        after_bytes: peak of what follows the model (the loss), above `fixed + held`.
         bare_bytes: for each op the bytes alive above `fixed_bytes` if autograd kept nothing, its workspace included.
         released: for each value the last op at which its storage would be alive then: the model's own code has it until
             there. Without these two forward's peak is bounded by what a segment holds and its ops need besides.
@@ -54,8 +56,9 @@ class Label:
     """One way to run a segment.
 
     Attributes:
-        held: values held (None: what autograd saves, nothing is run again). held_bytes: theirs, with those of earlier
-            segments that this one needs. forward_bytes, backward_bytes: peaks above what segments before it hold.
+        held: values held (None: what autograd saves, nothing is run again).
+        held_bytes: theirs, with those of earlier segments that this one needs.
+        forward_bytes, backward_bytes: peaks above what segments before it hold.
         seconds: run again.
         pieces: if it is nested, the first op of each piece and the values held for it once the first rebuild has run.
     """
@@ -251,11 +254,11 @@ class LabelMaker:
         )
 
     def _read_from_before(self, ops: list[int], made: set[int]) -> list[int]:
-        """Returns what these ops read that earlier segments made."""
+        """Returns the values that these ops read and earlier segments made."""
         return [v for at in ops for v in self.problem.ops[at].inputs if v not in made and v in self._maker]
 
     def _is_charged(self, value: int, i: int, j: int) -> bool:
-        """Whether a segment pays for a value that an earlier one made: not again for one that many of them read."""
+        """Whether a segment pays for an earlier segment's value; of more than two readers, only the first does."""
         maker = self._interval(self._maker[value])
         later = sorted({r for r in self._readers.get(value, ()) if r > maker})
         return len(later) <= 2 or i <= later[0] < j

@@ -31,7 +31,8 @@ class Choice:
     """A plan by tensor.
 
     Attributes:
-        segments: (first op, label) of each. peak_bytes, extra_seconds: estimated.
+        segments: (first op, label) of each.
+        peak_bytes, extra_seconds: estimated.
     """
 
     segments: tuple[tuple[int, Label], ...]
@@ -41,10 +42,13 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _States:
-    """What is known at one place: for each way to get there, none of which beats another, a column.
+    """The undominated ways to reach one place, a column each.
 
     Attributes:
-        held, peak: bytes. seconds: run again. place, column: which state it came from. label: how, by number.
+        held, peak: bytes.
+        seconds: run again.
+        place, column: which state it came from.
+        label: how, by number.
     """
 
     held: npt.NDArray[np.int64]
@@ -61,7 +65,7 @@ class _States:
 
     @classmethod
     def joined(cls, several: list[_States]) -> _States | None:
-        """Returns those that no other beats in both bytes and seconds, thinned to a number; None if there are none."""
+        """Returns the undominated ways of all, at most `MOST_PLACES`; None if there are none."""
         if not several:
             return None
         columns = [np.concatenate([getattr(s, f.name) for s in several]) for f in dataclasses.fields(cls)]

@@ -23,7 +23,8 @@ def keeps_of(
     """Returns the ways to keep results inside a region, each with one label more than the one before.
 
     Args:
-        stop: the op its replay stops before. seconds: says how long ops [first, last) take.
+        stop: the op its replay stops before.
+        seconds: says how long ops [first, last) take.
         overhead_seconds: what it takes to keep anything.
     """
     ops: dict[str, list[int]] = {}

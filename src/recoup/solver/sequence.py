@@ -11,6 +11,7 @@ import bisect
 import dataclasses
 from collections.abc import Hashable, Iterator, Sequence
 
+from recoup.solver.disjoint_sets import DisjointSets
 from recoup.solver.problem import Block, Keep, Leaf, Offload, Problem, Region
 from recoup.solver.ways import Move, Replay, Run, Way
 
@@ -45,7 +46,8 @@ class Call:
     """A block that holds leaves, where it lies in the line.
 
     Attributes:
-        first, last: its leaves. starts: the leaf at which each part begins.
+        first, last: its leaves.
+        starts: the leaf at which each part begins.
         rank: how many calls inside it begin at the same leaf.
         structure: equal for calls with the same numbers inside.
         units: those that are inside this call but in none of its parts alone.
@@ -69,7 +71,8 @@ class Line:
     """A problem laid out.
 
     Attributes:
-        root: the whole step as a call that is no region. leaves: in forward order.
+        root: the whole step as a call that is no region.
+        leaves: in forward order.
         units: leaves that take one action together, as positions in order: those of one owner (the engine sets an
             action per call) and those of one group (they rederive from what each other keep).
         unit_of: for each leaf its unit, -1 where it is on its own.
@@ -102,7 +105,7 @@ class Line:
         return tuple(found)
 
     def structure(self, numbers: Hashable) -> int:
-        """Returns a small number, the same for equal `numbers`."""
+        """Returns a number that stands for `numbers`: the same for equal ones."""
         return self._structures.setdefault(numbers, len(self._structures))
 
     def is_touched(self, unit: int, first: int, last: int) -> bool:
@@ -172,14 +175,7 @@ def _units(leaves: Sequence[Leaf]) -> list[list[int]]:
         if leaf.group >= 0:
             ends[leaf.group] = (ends.get(leaf.group, (i, i))[0], i)
     longest = max(_LONGEST_GROUP_LEAVES, len(leaves) // 8)
-    root = list(range(len(leaves)))
-
-    def find(a: int) -> int:
-        while root[a] != a:
-            root[a] = root[root[a]]
-            a = root[a]
-        return a
-
+    sets = DisjointSets(len(leaves))
     seen: dict[Hashable, int] = {}
     for i in free:
         leaf = leaves[i]
@@ -187,10 +183,10 @@ def _units(leaves: Sequence[Leaf]) -> list[list[int]]:
         if leaf.group >= 0 and ends[leaf.group][1] - ends[leaf.group][0] < longest:
             keys.append(leaf.group)
         for key in keys:
-            root[find(i)] = find(seen.setdefault(key, i))
+            sets.join(i, seen.setdefault(key, i))
     gathered: dict[int, list[int]] = {}
     for i in free:
-        gathered.setdefault(find(i), []).append(i)
+        gathered.setdefault(sets.find(i), []).append(i)
     return [positions for positions in gathered.values() if len(positions) > 1]
 
 
@@ -225,12 +221,12 @@ class Span:
 
     @property
     def is_allowed(self) -> bool:
-        """Whether what was added may be one region."""
+        """Whether the calls added so far may form one region."""
         first, last = self._first, self._last
         return first is not None and first.begins and (first is not last or first.is_alone)
 
     def region(self) -> Region:
-        """Returns the price of what was added, one call at least."""
+        """Returns the price of the region over the calls added so far, at least one."""
         first, last = self._first, self._last
         assert first is not None and last is not None
         return Region(

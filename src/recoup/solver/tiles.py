@@ -18,8 +18,9 @@ class TileKind:
     """Calls of equal layers that may be run over tiles.
 
     Attributes:
-        paths: in call order. inner_bytes: what one of them makes and holds at once in its forward, its result left
-            out. input_bytes: of its largest argument.
+        paths: in call order.
+        inner_bytes: what one of them makes and holds at once in its forward, its result left out.
+        input_bytes: of its largest argument.
     """
 
     name: str
@@ -38,7 +39,8 @@ def tile_kinds(trace: Trace, *, peak_bytes: int) -> list[TileKind]:
     """Returns the kinds of calls that hold twice as much inside as they are given, the largest first.
 
     Args:
-        trace: of the plain step. peak_bytes: its peak.
+        trace: of the plain step.
+        peak_bytes: its peak.
     """
     calls: dict[str, list[Call]] = {}
     for call in trace.calls:
@@ -55,7 +57,7 @@ def tile_kinds(trace: Trace, *, peak_bytes: int) -> list[TileKind]:
 
 
 def _inner_bytes(trace: Trace, call: Call) -> int:
-    """Returns the most bytes made by the call that are there at once while its forward runs, its result left out."""
+    """Returns the peak bytes of the call's own tensors in forward, without its result."""
     changes = [0] * (call.last_op - call.first_op + 1)
     outputs = set(call.outputs)
     for index, storage in enumerate(trace.storages):

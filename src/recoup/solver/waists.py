@@ -35,7 +35,9 @@ def waists(ops: Sequence[Op], value_bytes: Sequence[int], results: Sequence[int]
     """Returns the places to cut, in order, the two ends left out.
 
     Args:
-        ops: in forward order. value_bytes: of each value. results: values read after the last op.
+        ops: in forward order.
+        value_bytes: of each value.
+        results: values read after the last op.
         reach: a waist is the narrowest place until this many times the bytes that cross it are made, on either side.
     """
     crossing = crossing_bytes(ops, value_bytes, results)

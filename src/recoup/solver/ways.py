@@ -9,7 +9,7 @@ from recoup.ir.decision import Ambient
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RungOf:
-    """In how many bytes the scans of a leaf run: which of the problem's ladders, and which of its rungs."""
+    """The rung on which a leaf's scans run: the ladder's number in the problem, and the rung's on it."""
 
     ladder: int
     number: int
@@ -20,7 +20,8 @@ class Run:
     """How a leaf runs.
 
     Attributes:
-        ambient: what it does with what autograd would save. rung: of a leaf that is a scan; None: all steps taped.
+        ambient: what it does with what autograd would save.
+        rung: of a leaf that is a scan; None: all steps taped.
     """
 
     ambient: Ambient
@@ -32,7 +33,8 @@ class Replay:
     """A region: its forward runs again.
 
     Attributes:
-        keep: labels of the ops whose results it keeps. offload: whether its inputs go to the host.
+        keep: labels of the ops whose results it keeps.
+        offload: whether its inputs go to the host.
     """
 
     keep: tuple[str, ...] = ()

@@ -38,9 +38,11 @@ def build(
     """Returns the model, in training mode, and a batch with labels.
 
     Args:
-        target: what was asked. batch, seq, image: sizes; None: 4, at most 512, and the configuration's own or 224.
-        dtype: of the parameters; None: float32. device: "meta": parameters without data; integer buffers and the
-            batch's integers are real, since some models look at them.
+        target: what was asked.
+        batch, seq, image: sizes; None: 4, at most 512, and the configuration's own or 224.
+        dtype: of the parameters; None: float32.
+        device: "meta": parameters without data; integer buffers and the batch's integers are real, since some models
+            look at them.
 
     Raises:
         TargetError: if transformers is missing, or does not know the type, a key or a value.

@@ -31,8 +31,9 @@ class Target:
     """A model, a batch, what a step computes of it, and perhaps an optimizer.
 
     Attributes:
-        text: the TARGET as it was written. step: arguments of `recoup.fit` that say what a step is (`loss`, `step`,
-            `autocast` and so on), as far as the target gave them.
+        text: the TARGET as it was written.
+        step: arguments of `recoup.fit` that say what a step is (`loss`, `step`, `autocast` and so on), as far as the
+            target gave them.
     """
 
     text: str

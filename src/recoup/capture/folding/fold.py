@@ -35,10 +35,12 @@ class Folding:
     """Folds the loops of one run of a step; a context manager, entered after the recorder.
 
     Args:
-        watches: whether to look for loops that the memory does not know. likely: how many calls such a loop may have.
+        watches: whether to look for loops that the memory does not know.
+        likely: how many calls such a loop may have.
 
     Attributes:
-        loops: by path. failed: why the recording cannot be unfolded, if something came up in backward.
+        loops: by path.
+        failed: why the recording cannot be unfolded, if something came up in backward.
     """
 
     def __init__(

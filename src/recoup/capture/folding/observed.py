@@ -37,9 +37,11 @@ class Block:
 
     Attributes:
         folded: its ops are not there: one mark stands for them.
-        calls: of the recorder, itself and those inside. rederived: how many saved tensors it rederives.
+        calls: of the recorder, itself and those inside.
+        rederived: how many saved tensors it rederives.
         slots: of a folded call: storages that stand for results, {storage: result}; in backward {storage: input}.
-        inputs: storages of the tensors it is handed and finds; in backward, of gradients. given: which results got one.
+        inputs: storages of the tensors it is handed and finds; in backward, of gradients.
+        given: which results got one.
     """
 
     path: str
@@ -74,10 +76,14 @@ class Before:
     """State before a call, kept without its tensors.
 
     Attributes:
-        tensors: weak references. edges: see `edge_of`. gradients: how to make one of each that may get one.
+        tensors: weak references.
+        edges: see `edge_of`.
+        gradients: how to make one of each that may get one.
         state: (table, name, the tensor or the object's identity, whether it holds tensors) of attributes.
-        values, kept, turn: what the recorder of a rederive plan knew. num_calls: counted by the plan in place.
-        chance: random numbers outside of torch. num_looks: see `Tracker`.
+        values, kept, turn: what the recorder of a rederive plan knew.
+        num_calls: counted by the plan in place.
+        chance: random numbers outside of torch.
+        num_looks: see `Tracker`.
     """
 
     tensors: list[weakref.ref[torch.Tensor]]

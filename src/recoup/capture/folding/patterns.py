@@ -37,9 +37,13 @@ class Pattern:
 
     Attributes:
         ops: (signature, phase, replayed, call, origin, inputs, outputs); calls and origins counted from the call's.
-        births: (bytes, category, label, op, op with which it dies; None: not here). deaths: (storage, op) of others.
-        saves: (ops so far, call, storage, how far before is the op that saves it). writes: (op, storage).
-        calls: inside the call. inputs: what it is handed and finds. given: which results got a gradient.
+        births: (bytes, category, label, op, op with which it dies; None: not here).
+        deaths: (storage, op) of others.
+        saves: (ops so far, call, storage, how far before is the op that saves it).
+        writes: (op, storage).
+        calls: inside the call.
+        inputs: what it is handed and finds.
+        given: which results got a gradient.
     """
 
     ops: list[tuple[Any, ...]]

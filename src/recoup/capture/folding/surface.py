@@ -49,7 +49,8 @@ class Lineage:
     """Changes of a rederive plan's recorder over a call.
 
     Attributes:
-        turns: how many saved tensors it counted. inputs, results: those that are kept from this call on.
+        turns: how many saved tensors it counted.
+        inputs, results: those that are kept from this call on.
         derived: results that are not kept, and might be rebuilt.
     """
 

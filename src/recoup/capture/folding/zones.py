@@ -35,8 +35,10 @@ class FoldingMemory:
     """A step's loops as earlier captures found them.
 
     Attributes:
-        num_calls: of each module path that may be folded. excluded: paths whose calls are not alike.
-        reasons: why captures of the step were not folded, for people. recounts: how often numbers were found changed.
+        num_calls: of each module path that may be folded.
+        excluded: paths whose calls are not alike.
+        reasons: why captures of the step were not folded, for people.
+        recounts: how often numbers were found changed.
     """
 
     num_calls: dict[str, int] = dataclasses.field(default_factory=dict)

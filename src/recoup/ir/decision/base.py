@@ -39,7 +39,8 @@ class Decision(metaclass=_Named):
     with `Save(path="head")` rederives everywhere but in the head.
 
     Attributes:
-        action: the tag in JSON. verb: the word for people.
+        action: the tag in JSON.
+        verb: the word for people.
         is_exact: whether gradients are bit-equal to the plain step's.
         is_whole_step: whether it says what becomes of every saved tensor, and stands alone.
         path: dotted module path; "" is the model itself.

@@ -17,13 +17,17 @@ class OpMark:
     """The choice at one op of the forward.
 
     Attributes:
-        path: dotted path of the module whose own code dispatches the op ("" is the model). call: which call of that
-            module in the step, from 0. ordinal: which op of that call, from 0; ops of modules called inside do not
-            count. op: its name, "aten.mm.default": where another op stands there, the mark means nothing.
-        holds: its results are held for backward. begins_segment: a new segment begins with it.
+        path: dotted path of the module whose own code dispatches the op ("" is the model).
+        call: which call of that module in the step, from 0.
+        ordinal: which op of that call, from 0, of those that read tensors of floating-point or complex numbers and
+            are no views; ops of modules called inside do not count.
+        op: its name, "aten.mm.default": where another op stands there, the mark means nothing.
+        holds: its results are held for backward.
+        begins_segment: a new segment begins with it.
         saves: with `begins_segment`, all that autograd saves in the segment is held; nothing of it is rebuilt.
         begins_piece: a new piece of the segment begins with it: the segment is rebuilt once to what its pieces start
-            from, then piece by piece. is_joint: its results are held for the pieces from the first rebuild on.
+            from, then piece by piece.
+        is_joint: its results are held for the pieces from the first rebuild on.
     """
 
     path: str
@@ -53,8 +57,9 @@ class Rebuild(Decision):
     once. Frees what lies between two held results; costs the ops that lead to it. No Python of the model runs twice.
 
     Attributes:
-        marks: in the order of the forward. num_ops: how many ops the planned forward runs; a step with another number
-            went another way. None: not known.
+        marks: in the order of the forward.
+        num_saved: how many tensors autograd saves in the planned forward; a step that saves another number went
+            another way. None: not known.
     """
 
     action: ClassVar[str] = "rebuild"
@@ -62,7 +67,7 @@ class Rebuild(Decision):
     is_whole_step: ClassVar[bool] = True
 
     marks: tuple[OpMark, ...] = ()
-    num_ops: int | None = None
+    num_saved: int | None = None
 
     @property
     def below(self) -> Ambient:

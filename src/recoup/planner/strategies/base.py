@@ -21,7 +21,7 @@ Proposals = Generator[Decisions, Candidate, None]
 
 
 class Strategy:
-    """Ideas of one kind.
+    """Proposes plans of one kind.
 
     Attributes:
         actions: names that users may give in `actions=` to ask for it.
@@ -45,7 +45,7 @@ class Strategy:
         return ()
 
     def propose(self, budget_bytes: int, incumbents: Incumbents) -> Proposals:
-        """Yields decisions that may fit the budget in little time.
+        """Yields decisions that may fit the budget and cost little time.
 
         Args:
             incumbents: what was simulated so far, by whatever strategy.
@@ -61,5 +61,5 @@ class Strategy:
         yield from ()
 
     def why_not_tried(self) -> dict[str, str]:
-        """Returns for each of its actions that it could not use on this step why."""
+        """Returns, for each requested action that this step has no use for, the reason."""
         return {}

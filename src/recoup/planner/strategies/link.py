@@ -21,7 +21,8 @@ def find_link(cost: CostModel, *, device: torch.device, dialect: str) -> Link:
     """Returns the link of the device that `cost` is about: its own, from the table, or measured on this machine.
 
     Args:
-        device: of this machine, where nothing in the cost model names one. dialect: "cpu" or "cuda".
+        device: of this machine, where nothing in the cost model names one.
+        dialect: "cpu" or "cuda".
     """
     own = getattr(cost, "link", None)
     if isinstance(own, Link):

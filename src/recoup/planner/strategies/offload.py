@@ -21,7 +21,7 @@ from recoup.thresholds import MOST_TRIES
 
 
 def problems_with_offload(problem: Problem, link: Link, host_bytes: float | None = None) -> list[Problem]:
-    """Returns the problem with offload's labels, once for each assumption on what copies cost that may hold.
+    """Returns one problem with offload labels for each plausible assumption about what copies cost.
 
     Args:
         host_bytes: that the labels of one problem may move together; None: all there is. With a limit there is a
@@ -55,7 +55,7 @@ def with_inputs_offloaded(decisions: Sequence[Decision]) -> tuple[Decision, ...]
 
 
 def moving_views(step: PlannedStep, found: ViewSet, link: Link) -> tuple[View, ...]:
-    """Returns views in which copies to the host hide, hide as long as the link keeps up, or do not."""
+    """Returns views in which copies hide behind compute, hide while the link keeps up, or do not hide."""
     return tuple(
         step.views.view(f"offload {n}", problem, found.tiles, actions=step.actions, records=True)
         for n, problem in enumerate(problems_with_offload(found.problem, link, step.host_budget_bytes))
@@ -63,7 +63,7 @@ def moving_views(step: PlannedStep, found: ViewSet, link: Link) -> tuple[View, .
 
 
 class OffloadStrategy(Strategy):
-    """Regions' inputs, and what calls save, to the host and back."""
+    """Moves regions' inputs, and tensors that calls save, to the host and back."""
 
     actions: ClassVar[tuple[str, ...]] = ("offload",)
 

@@ -14,7 +14,7 @@ from recoup.thresholds import SAME_SHARE
 
 
 class ScanStrategy(Strategy):
-    """Takes the plans that look fastest once their scans have just what is left for them, and moves them there."""
+    """Gives the scans of promising plans exactly the bytes that the budget leaves."""
 
     actions: ClassVar[tuple[str, ...]] = ("recompute",)
 

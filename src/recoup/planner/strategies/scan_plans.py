@@ -36,8 +36,9 @@ class FoundScan:
     """A scan of the captured step.
 
     Attributes:
-        owner: the call whose own forward runs it, as an index into the trace's calls. first_op, last_op: its first
-            forward is ops [first_op, last_op). step: what a step takes; None while that is not known.
+        owner: the call whose own forward runs it, as an index into the trace's calls.
+        first_op, last_op: its first forward is ops [first_op, last_op).
+        step: what a step takes; None while that is not known.
     """
 
     owner: int
@@ -63,11 +64,11 @@ class ScanFinder:
         self.found.append(FoundScan(owner=tracker.call, is_free=is_free, first_op=len(tracker.ops)))
 
     def measured(self, found: StepOfScan) -> None:
-        """Notes what a step takes."""
+        """Notes the bytes and seconds of one step."""
         self.found[-1].step = found
 
     def ended(self) -> None:
-        """Notes where its first forward ends."""
+        """Notes where the scan's first forward ends."""
         tracker = execution_context.observer()
         assert isinstance(tracker, Tracker), "scans are watched while a step is captured"
         self.found[-1].last_op = len(tracker.ops)
@@ -78,7 +79,9 @@ class ScanPlans:
 
     Attributes:
         trace: of the step with all steps of all scans taped, each scan folded into the call that runs it.
-        taped: the decisions that do so. ladders: for the solver. names: the actions they add to it.
+        taped: the decisions that do so.
+        ladders: the solver's, one for each scan.
+        names: the actions that the ladders add to the solver's.
         rederives: whether the steps' tapes are smaller where they rederive.
     """
 
@@ -110,7 +113,7 @@ class ScanPlans:
         self._seconds_on_path = [0.0, *(rung.seconds for rung in every)]
 
     def _leaf_of(self, op: int) -> int:
-        """Returns which run of ops between calls an op lies in: scans in one run are chosen together."""
+        """Returns the solver leaf that an op lies in: scans in one leaf are chosen together."""
         return sum(c.first_op <= op and c.last_op > c.first_op for c in self.trace.calls) + sum(
             c.last_op <= op and c.last_op > c.first_op for c in self.trace.calls
         )
@@ -168,7 +171,7 @@ class ScanPlans:
     # -- candidates ---------------------------------------------------------------------------------------------
 
     def _decisions(self, scan_bytes: Sequence[int]) -> tuple[Decision, ...]:
-        """Returns the decisions that run the scans in so many bytes each."""
+        """Returns the decisions that give each scan its bytes."""
         left = iter(scan_bytes)
         calls = self._simulator.num_calls
         found = [d for ladder in self.ladders for d in ladder.decisions([next(left) for _ in ladder.scans])]
@@ -238,7 +241,7 @@ class ScanPlans:
 
 
 def _slope(tried: Sequence[tuple[int, int]]) -> float:
-    """Returns by how much the peak falls with a byte less, by the last two tries; 1 where they do not tell."""
+    """Returns the change of the peak for a byte of a scan, from the last two tries; 1 if they do not differ."""
     if len(tried) < 2 or tried[-1][0] == tried[-2][0]:
         return 1.0
     (a, a_peak), (b, b_peak) = tried[-2:]
@@ -274,7 +277,7 @@ def _rungs(step: StepOfScan, seconds: float) -> tuple[Rung, ...]:
 
 
 def _of_each(ladders: Sequence[Ladder]) -> Iterator[Sequence[Rung]]:
-    """Yields each ladder's rungs from all steps taped on."""
+    """Yields each ladder's rungs, beginning with all steps taped."""
     for ladder in ladders:
         first = Rung(scan_bytes=ladder.needed_bytes, freed_bytes=0, seconds=0.0)
         yield (first, *ladder.rungs["save"])

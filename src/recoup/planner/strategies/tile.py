@@ -25,7 +25,9 @@ class TiledHead:
     """A head that was tiled in a captured step.
 
     Attributes:
-        head: which call, and its bytes. decision: what was applied. trace: of the step with it.
+        head: which call, and its bytes.
+        decision: what was applied.
+        trace: of the step with it.
     """
 
     head: HeadCall
@@ -37,7 +39,8 @@ def find_tiled_head(spec: StepSpec, plain: Trace, *, peak_bytes: int) -> TiledHe
     """Returns the head whose loss ran over tiles, its logits never made, in a capture of the step with it tiled.
 
     Args:
-        plain: the trace of the step as it is. peak_bytes: its peak.
+        plain: the trace of the step as it is.
+        peak_bytes: its peak.
     """
     found = heads(plain, peak_bytes=peak_bytes)
     for head in (*found, *_with_adapters(found)):
@@ -73,8 +76,9 @@ class TiledModules:
     """Modules that were proved position-wise in a captured step.
 
     Attributes:
-        kinds: the outermost ones, by what they need for a moment. tokens: of the call, by path. refused: why others
-            are not, by path.
+        kinds: the outermost ones, by what they need for a moment.
+        tokens: of the call, by path.
+        refused: why others are not, by path.
     """
 
     kinds: tuple[TileKind, ...]
@@ -91,10 +95,11 @@ class TiledModules:
 
 
 def find_tiled_modules(spec: StepSpec, plain: Trace, *, peak_bytes: int) -> TiledModules:
-    """Returns the modules worth tiles whose forward was proved position-wise, on what the step gives them.
+    """Returns the modules worth tiling whose forward was proved position-wise on the step's own inputs.
 
     Args:
-        plain: the trace of the step as it is. peak_bytes: its peak.
+        plain: the trace of the step as it is.
+        peak_bytes: its peak.
     """
     kinds = tile_kinds(plain, peak_bytes=peak_bytes)
     modules = dict(spec.model.named_modules(remove_duplicate=False))
@@ -149,7 +154,7 @@ class _Judge:
 
 
 def retile(decisions: Sequence[Decision], tile_tokens: int) -> tuple[Decision, ...]:
-    """Returns the decisions with tiles of the loss of another size."""
+    """Returns the decisions with another tile size for the loss."""
     return tuple(dataclasses.replace(d, tile_tokens=tile_tokens) if isinstance(d, TileLoss) else d for d in decisions)
 
 
@@ -164,12 +169,12 @@ def halve_module_tiles(decisions: Sequence[Decision], *, fewest: int) -> tuple[D
 
 
 def loss_tokens(decisions: Sequence[Decision]) -> int:
-    """Returns the tokens of a tile of the loss, 0 if it is not tiled."""
+    """Returns the tokens in one tile of the loss, 0 if it is not tiled."""
     return next((d.tile_tokens or 1 for d in decisions if isinstance(d, TileLoss)), 0)
 
 
 def with_tiles(chosen: Sequence[Decision], tiles: Sequence[Decision]) -> tuple[Decision, ...]:
-    """Returns the decisions and what is tiled, without what was decided about something inside a tiled call."""
+    """Returns the decisions with `tiles` added, without those about modules inside of a tiled call."""
     modules = {d.path for d in tiles if isinstance(d, TileModule)}
     prefixes = tuple(f"{d.path}." for d in tiles)
 
@@ -182,5 +187,5 @@ def with_tiles(chosen: Sequence[Decision], tiles: Sequence[Decision]) -> tuple[D
 
 
 def is_tiled(decisions: Sequence[Decision]) -> bool:
-    """Whether something is tiled: then sums round differently than in the plain step."""
+    """Whether any decision tiles, so that sums round differently than in the plain step."""
     return not all(d.is_exact for d in decisions)

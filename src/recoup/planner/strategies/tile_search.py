@@ -112,7 +112,8 @@ class _Found:
     """The heads and modules of a step that can be tiled.
 
     Attributes:
-        head: the head of a language model. modules: position-wise ones.
+        head: the head of a language model.
+        modules: position-wise ones.
         sets: what is tiled together, with the views of the step with it, and those in which something is offloaded too.
         missing: by action, why there is nothing to tile.
     """

@@ -46,9 +46,10 @@ class Schedule:
     """How a loop of `num_steps` is run forward and backward.
 
     Attributes:
-        name: for people. evaluations: how many step evaluations it makes, the first forward included.
-        actions: makes the sequence of actions; may be called again. reloads_tapes: whether it loads a state that only a
-            tape holds.
+        name: for people.
+        evaluations: how many step evaluations it makes, the first forward included.
+        actions: makes the sequence of actions; may be called again.
+        reloads_tapes: whether it loads a state that only a tape holds.
     """
 
     name: str
@@ -94,9 +95,11 @@ class Simulation:
     """Cost and memory of a schedule.
 
     Attributes:
-        evaluations: step evaluations. taped: how many of them taped. weighted: evaluations weighted by cost.
-        peak_units: the most that states and tapes took at once, the start state not counted. peak_states: the most
-            states held at once, the start state counted.
+        evaluations: step evaluations.
+        taped: how many of them taped.
+        weighted: evaluations weighted by cost.
+        peak_units: the most that states and tapes took at once, the start state not counted.
+        peak_states: the most states held at once, the start state counted.
     """
 
     evaluations: int
@@ -118,8 +121,9 @@ def simulate(
     """Follows a schedule without running anything, and checks that it is one.
 
     Args:
-        state_units, tape_units: what a held state and a taped step take. end_units: what the state takes that a row of
-            tapes comes to, where the tapes do not keep it. step_costs: of each step; 1 if left out.
+        state_units, tape_units: what a held state and a taped step take.
+        end_units: what the state takes that a row of tapes comes to, where the tapes do not keep it.
+        step_costs: of each step; 1 if left out.
 
     Raises:
         ValueError: if an action needs a state or a tape that is not there, or a step's backward is missing.

@@ -139,8 +139,9 @@ def tape_schedule(
     """Returns the optimal schedule in `units` of memory.
 
     Args:
-        tape_units: what the tape of a whole block takes. end_units: what the state that a row of tapes comes to takes
-            besides. block: so many steps are taken as one; the first block may be shorter.
+        tape_units: what the tape of a whole block takes.
+        end_units: what the state that a row of tapes comes to takes besides.
+        block: so many steps are taken as one; the first block may be shorter.
 
     Raises:
         ValueError: if the units do not hold one tape.

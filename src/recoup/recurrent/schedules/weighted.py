@@ -85,8 +85,10 @@ class _Table:
     """The solved recurrence over blocks.
 
     Args:
-        bounds: where blocks begin, and the end. units: free besides the start state. tape_units: of a kept tape; None
-            if none may be kept. evaluations: of so many equal steps, by units.
+        bounds: where blocks begin, and the end.
+        units: free besides the start state.
+        tape_units: of a kept tape; None if none may be kept.
+        evaluations: of so many equal steps, by units.
     """
 
     def __init__(

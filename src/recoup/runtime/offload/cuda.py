@@ -33,7 +33,10 @@ class _Block:
     """One block: its pieces of host memory, and the tensors on their way.
 
     Attributes:
-        leaving: on its way out. back: on its way back. done: recorded after the latest copy. stream: what reads both.
+        leaving: on its way out.
+        back: on its way back.
+        done: recorded after the latest copy.
+        stream: what reads both.
     """
 
     __slots__ = ("back", "done", "leaving", "nbytes", "pieces", "stream")

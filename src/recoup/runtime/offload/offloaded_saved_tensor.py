@@ -26,7 +26,8 @@ class Moves:
     """What was moved by the plan in place on a model, since it was applied.
 
     Attributes:
-        bytes_out, bytes_back: to the host and back. num_blocks: storages moved out.
+        bytes_out, bytes_back: to the host and back.
+        num_blocks: storages moved out.
     """
 
     def __init__(self) -> None:

@@ -8,8 +8,9 @@ alone, their state goes out again. Numbered rules:
 2. Hooks, schedulers and a GradScaler see one step over all parameters: the user's `step` is called once. All buckets
    but the last run in a pre-hook behind every other, the last is the step itself, which a post-hook before every other
    ends.
-3. What lies in `optimizer.state` between steps are tensors with the state's values, on the host: they may be read and
-   saved. A state that is loaded goes to the host when it was loaded.
+3. What lies in `optimizer.state` between steps are tensors on the host. A step does not wait for the copies: whoever
+   asks `optimizer.state` for something, to read or to save it, waits until they are done (`state_on_host.py`). A state
+   that is loaded goes to the host when it was loaded.
 4. A bucket takes no more bytes of parameters than the largest parameter has.
 
 prime-rl and DeepSpeed keep the state on the host as well; DeepSpeed also steps there, which rounds differently.
@@ -19,96 +20,19 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
-import tempfile
 import types
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 
 from recoup import _torch
 from recoup.errors import UsageError
 from recoup.runtime.offload.offloaded_saved_tensor import MIN_BYTES, Moves
+from recoup.runtime.offload.state_on_host import FileHost, Host, NotedHost, PinnedHost, WaitingState
 from recoup.units import format_bytes
 
 _HOME = "recoup_offload"  # attribute of the patched `step`
-
-
-class Host(Protocol):
-    """Where state is between steps."""
-
-    def leave(self, tensor: torch.Tensor, there: Any | None) -> Any:
-        """Copies a tensor to the host; `there` is what an earlier call returned for it, whose memory is used again."""
-
-    def back(self, there: Any, device: torch.device) -> torch.Tensor:
-        """Returns the tensor, a new one on the device."""
-
-    def finish(self) -> None:
-        """Returns when all copies are done."""
-
-
-class PinnedHost:
-    """Pinned memory, for a GPU."""
-
-    def leave(self, tensor: torch.Tensor, there: Any | None) -> Any:
-        """See `Host`."""
-        if there is None:
-            there = torch.empty_like(tensor, device="cpu", pin_memory=True)
-        return there.copy_(tensor, non_blocking=True)
-
-    def back(self, there: Any, device: torch.device) -> torch.Tensor:
-        """See `Host`."""
-        return torch.empty_like(there, device=device, pin_memory=False).copy_(there, non_blocking=True)
-
-    def finish(self) -> None:
-        """See `Host`."""
-        torch.cuda.current_stream().synchronize()
-
-
-class FileHost:
-    """Files without a name in the temporary directory, mapped into memory: for a CPU, whose host is the disk."""
-
-    def leave(self, tensor: torch.Tensor, there: Any | None) -> Any:
-        """See `Host`."""
-        if there is None:
-            handle, name = tempfile.mkstemp()
-            os.close(handle)
-            flat = torch.from_file(name, shared=True, size=tensor.numel(), dtype=tensor.dtype)
-            os.unlink(name)
-            there = flat.as_strided(tensor.size(), tensor.stride())
-        return there.copy_(tensor)
-
-    def back(self, there: Any, device: torch.device) -> torch.Tensor:
-        """See `Host`."""
-        return torch.empty_like(there, device=device).copy_(there)
-
-    def finish(self) -> None:
-        """See `Host`."""
-
-
-class _Noted:
-    """What a tensor without data leaves behind: how to make another."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.nbytes = tensor.numel() * tensor.dtype.itemsize
-        self.make = (tuple(tensor.size()), tuple(tensor.stride()), tensor.dtype)
-
-
-class NotedHost:
-    """Stands in while a step is captured: nothing is copied, and the host's memory is no tensor."""
-
-    def leave(self, tensor: torch.Tensor, there: Any | None) -> Any:
-        """See `Host`."""
-        return _Noted(tensor)
-
-    def back(self, there: Any, device: torch.device) -> torch.Tensor:
-        """See `Host`."""
-        size, stride, dtype = there.make
-        return torch.empty_strided(size, stride, dtype=dtype, device=device)
-
-    def finish(self) -> None:
-        """See `Host`."""
 
 
 class OptimizerOffload:
@@ -124,12 +48,14 @@ class OptimizerOffload:
         """Moves the state that is there.
 
         Args:
-            host: where to. out: parameters and names whose state is no device's already, in the copy of an optimizer.
+            host: where to.
+            out: parameters and names whose state is no device's already, in the copy of an optimizer.
         """
         self.moves = Moves()
         self._optimizer = optimizer
         self._host = host
         self._is_on = True
+        self._state: WaitingState | None = None  # the optimizer's, where copies are not waited for
         self._there: dict[tuple[torch.Tensor, str], Any] = {}  # by parameter and name: what lies in the state
         self._in: list[torch.Tensor] = []  # parameters whose state is on the device
         self._came: dict[tuple[torch.Tensor, str], Any] = {}  # what their state had in its place
@@ -172,7 +98,7 @@ class OptimizerOffload:
     def places(self) -> Iterator[tuple[tuple[torch.Tensor, str], Any]]:
         """Yields parameter and name of what is on the host, and what lies in the state for it."""
         for (parameter, name), there in self._there.items():
-            if self._optimizer.state.get(parameter, {}).get(name) is there:
+            if dict.get(self._optimizer.state, parameter, {}).get(name) is there:
                 yield (parameter, name), there
 
     def remove(self) -> None:
@@ -181,6 +107,8 @@ class OptimizerOffload:
             return
         self._is_on = False
         self._bring_all()
+        if self._state is not None and self._optimizer.state is self._state:
+            self._optimizer.state = self._state.removed()
         self.forget()
         self._loaded.remove()
         if self._optimizer.__dict__.get("step") is not self._patched:
@@ -218,6 +146,8 @@ class OptimizerOffload:
             with torch.enable_grad():
                 loss = closure()
             args, kwargs = args[:1], {**kwargs, "closure": lambda: loss}
+        if self._state is not None:
+            self._state.host = None
         self._groups = optimizer.param_groups
         self._members = [(group, group["params"]) for group in self._groups]
         for number, (group, members) in enumerate(list(self._buckets())):
@@ -243,6 +173,8 @@ class OptimizerOffload:
             self._optimizer.param_groups = self._groups
             self._out()
             self._host.finish()
+        if self._state is not None:
+            self._state.host = self._host
 
     def _buckets(self) -> Iterator[tuple[dict[str, Any], list[torch.Tensor]]]:
         """Yields parameters that have a gradient, group by group, no more bytes at a time than the largest has."""
@@ -270,6 +202,8 @@ class OptimizerOffload:
     def _leave_all(self) -> None:
         self._leave_those([p for group in self._optimizer.param_groups for p in group["params"]])
         self._host.finish()
+        if self._host.is_behind and self._optimizer.state is not self._state:
+            self._state = self._optimizer.state = WaitingState(self._optimizer.state, self._host)
 
     def _leave_those(self, parameters: list[torch.Tensor]) -> None:
         for parameter in parameters:
@@ -360,7 +294,8 @@ def state_on_device(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
     """Yields what is in an optimizer's state, without what is on the host."""
     offload = find_offload(optimizer)
     away = {id(there) for _, there in offload.places()} if offload is not None else set()
-    for state in optimizer.state.values():
+    states = optimizer.state
+    for state in dict.values(states) if isinstance(states, WaitingState) else states.values():
         yield {name: value for name, value in dict(state).items() if id(value) not in away}
 
 

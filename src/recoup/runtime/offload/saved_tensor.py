@@ -30,7 +30,8 @@ class Offloader:
     """What a block of `offload` moved.
 
     Attributes:
-        bytes_out, bytes_back: moved so far. num_blocks: storages moved away.
+        bytes_out, bytes_back: moved so far.
+        num_blocks: storages moved away.
     """
 
     def __init__(self, model: nn.Module, transport: Transport, *, min_bytes: int, keep_last: int) -> None:
@@ -151,11 +152,12 @@ def offload(
     FSDP's or DeepSpeed's CPU offload).
 
     Args:
-        model: its parameters and buffers are never moved. transport: "inline" (host memory, at once), "disk" (a file in
-            the system's temporary directory), "cuda" (pinned memory on streams of its own), or an object of one's own;
-            "auto": "cuda" for a model on a GPU, else "inline".
-        min_bytes: smaller tensors stay. keep_last: so many of the storages moved last stay on the device as well:
-            backward reads them first.
+        model: its parameters and buffers are never moved.
+        transport: "inline" (host memory, at once), "disk" (a file in the system's temporary directory), "cuda" (pinned
+            memory on streams of its own), or an object of one's own; "auto": "cuda" for a model on a GPU, else
+            "inline".
+        min_bytes: smaller tensors stay.
+        keep_last: so many of the storages moved last stay on the device as well: backward reads them first.
 
     Raises:
         UsageError: if the transport is not known.

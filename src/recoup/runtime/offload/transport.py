@@ -183,7 +183,8 @@ def make_transport(device: torch.device, wanted: Transport | str, *, host: str =
     """Returns the transport that was asked for.
 
     Args:
-        device: what is moved lies there. wanted: "inline", "disk", "cuda", "auto", or a transport.
+        device: what is moved lies there.
+        wanted: "inline", "disk", "cuda", "auto", or a transport.
         host: what "auto" is for a device that is no GPU.
 
     Raises:

@@ -14,11 +14,11 @@ from recoup.ir.decision import Rebuild
 from recoup.runtime import execution_context
 from recoup.runtime.compiling import tell_compiled
 from recoup.runtime.patch import PatchedForward
-from recoup.runtime.rebuild.held_recorder import HeldRecorder, marks_of
-from recoup.runtime.rebuild.leaves import KINDS, Leaves, op_by_op
+from recoup.runtime.rebuild.calls import Calls, CallWatch
+from recoup.runtime.rebuild.held_recorder import HeldRecorder
 from recoup.runtime.rebuild.lineage import current_recorder
+from recoup.runtime.rebuild.marks import marks_of
 from recoup.runtime.rebuild.saved_tensor import pack, unpack
-from recoup.runtime.rebuild.sites import Sites
 from recoup.runtime.step_log import Counts
 
 
@@ -26,7 +26,8 @@ class HeldState:
     """State that the patched forwards of one model share.
 
     Attributes:
-        warned: a step that went another way was told of. counts: what steps do.
+        warned: a step that went another way was told of.
+        counts: what steps do.
     """
 
     offloading = None
@@ -34,8 +35,7 @@ class HeldState:
     def __init__(self, decision: Rebuild) -> None:
         self.decision = decision
         self.marks = marks_of(decision.marks)
-        self.sites = Sites()
-        self.leaves = Leaves()
+        self.calls = Calls()
         self.counts = Counts()
         self.suspended = False
         self.warned = False
@@ -75,27 +75,36 @@ def run_held(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, A
     recorder = current_recorder()
     if isinstance(recorder, HeldRecorder):
         kind = type(patched.module)
-        if (known := KINDS.get(kind)) is not None and len(args) == 1 and not kwargs and patched.previous is None:
-            return state.leaves.run(recorder, settings.path, patched, known, args[0])
-        if not state.is_unit(kind):
-            return op_by_op(recorder, settings.path, patched, *args, **kwargs)
-        recorder.begin_segment()  # FSDP2 has its parameters there in its own forward and backward only
+        is_unit = state.is_unit(kind)
+        if is_unit:
+            recorder.begin_segment()  # FSDP2 has its parameters there in its own forward and backward only
+        recorder.enter(settings.path)
         try:
-            return op_by_op(recorder, settings.path, patched, *args, **kwargs)
+            return patched.original(*args, **kwargs)
         finally:
-            recorder.begin_segment()
+            recorder.leave()
+            if is_unit:
+                recorder.begin_segment()
     if state.suspended or _torch.inside_transform() or torch.compiler.is_exporting():
         return patched.original(*args, **kwargs)
     if settings.path or recorder is not None:
         return patched.original(*args, **kwargs)
     with execution_context.counting_for(state.counts):
-        recorder = HeldRecorder(state.marks, state.decision.num_ops, state.sites)
+        recorder = HeldRecorder(state.marks)
         recorder.enter("")
-        with recorder, _torch.saved_tensors_hooks(pack, unpack):
-            result = patched.original(*args, **kwargs)
+        if _torch.num_function_modes() or state.calls.is_compiled:
+            with recorder, _torch.saved_tensors_hooks(pack, unpack):
+                result = patched.original(*args, **kwargs)
+        else:
+            watch = CallWatch(recorder, state.calls, _alike(args, kwargs))
+            with watch, recorder, _torch.on_compiled_calls(watch.leave), _torch.saved_tensors_hooks(pack, unpack):
+                result = patched.original(*args, **kwargs)
+            watch.learn()
     lost = recorder.lost
-    if recorder.is_other_step:
-        lost = [*lost, f"{recorder.num_ops} ops, planned {state.decision.num_ops}"]
+    num_saved, planned = len(recorder.packed), state.decision.num_saved
+    if planned not in (None, num_saved) and not recorder.num_saved() <= planned <= num_saved:
+        lost = [*lost, f"autograd saves {num_saved} tensors, planned {planned}"]
+    recorder.packed.clear()
     if lost and not state.warned:
         state.warned = True
         warnings.warn(
@@ -104,3 +113,9 @@ def run_held(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, A
             stacklevel=3,
         )
     return result
+
+
+def _alike(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Returns what is equal for steps that may be alike."""
+    items = (*args, *kwargs.values())
+    return tuple(kwargs), tuple([item.shape if isinstance(item, torch.Tensor) else type(item) for item in items])

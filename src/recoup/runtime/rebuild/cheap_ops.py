@@ -131,16 +131,19 @@ class OpFacts:
 
     Attributes:
         kind: OPAQUE, CHEAP, IN_PLACE (a cheap op written over its first argument), VIEW or WRITES (anything else that
-            changes an argument). is_inert: OPAQUE or VIEW.
+            changes an argument).
+        is_inert: OPAQUE or VIEW.
         label: the name as traces have it, "aten.mm.default".
-        overload: itself. function: the overload to run again (for IN_PLACE the functional one).
-        over: the in-place overload that computes what `function` does, if there is one. commutes: the two tensors it
-            reads may change places.
+        overload: itself.
+        function: the overload to run again (for IN_PLACE the functional one).
+        over: the in-place overload that computes what `function` does, if there is one.
+        commutes: the two tensors it reads may change places.
         pooled_dims: how many dimensions a max-pooling with indices pools, 0 for other ops.
         can_rerun: it computes new tensors from its arguments alone, dear or cheap: run again it gives the same bits.
         can_rewrite: it changes its first argument alone, and does so again on a copy.
         is_counted: it has a number among the ops of a module's call.
-        written: positions of positional arguments that are changed. written_names: of keyword ones.
+        written: positions of positional arguments that are changed.
+        written_names: of keyword ones.
     """
 
     __slots__ = (
@@ -207,6 +210,11 @@ class OpFacts:
             and _can_rerun(name, namespace, overload)
         )
         self.can_rerun = self.kind == CHEAP or (self.kind == OPAQUE and _can_rerun(name, namespace, overload))
+
+    def written_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """Returns those arguments of a call that the op changes: tensors, or lists of tensors."""
+        found = [args[i] for i in self.written if i < len(args)]
+        return found + [kwargs[name] for name in self.written_names if name in kwargs]
 
 
 _CHANGES_SIZE = frozenset(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,13 +12,15 @@ from torch import nn
 from recoup import _torch
 from recoup.ir.decision import OpMark
 from recoup.runtime import execution_context
-from recoup.runtime.rebuild.cheap_ops import HOLD, OPAQUE, OpFacts, has_history, known_facts, op_facts
+from recoup.runtime.rebuild.call_forms import CallForm, CallLog
+from recoup.runtime.rebuild.cheap_ops import HOLD, OPAQUE, VIEW, OpFacts, has_history, known_facts, op_facts
 from recoup.runtime.rebuild.constant import Constant
 from recoup.runtime.rebuild.kept import Kept, Source, laid, on_device
 from recoup.runtime.rebuild.lineage import Geometry, Made, Recorder, Value, geometry_of
+from recoup.runtime.rebuild.marks import Frame, reads_numbers
+from recoup.runtime.rebuild.op_forms import Noted, OpForm, form_of
 from recoup.runtime.rebuild.saved_tensor import MIN_BYTES, compact_mask
 from recoup.runtime.rebuild.segments import Rebuilt, Segment
-from recoup.runtime.rebuild.sites import Noted, Site, Sites, are_plain
 
 
 @_torch.without_dynamo_wrapper
@@ -27,11 +29,13 @@ class HeldRecorder(Recorder):
 
     Attributes:
         segment: the one that ops run in now.
-        num_ops: counted so far. lost: marks that met another op, in words.
+        log: of the call that is looked into now.
+        lost: marks that met no op of theirs, in words.
+        stop_program: ends the program that the step follows, if it follows one.
+        on_write: told of the tensors among an op's arguments before it writes.
 
     Args:
-        marks: by call, then by number of op. num_planned: ops of the planned step, None if that is not known.
-        sites: what earlier steps were like.
+        marks: by call, then by number of op.
     """
 
     is_cheap = False
@@ -39,11 +43,8 @@ class HeldRecorder(Recorder):
     def __init__(
         self,
         marks: dict[tuple[str, int], dict[int, OpMark]],
-        num_planned: int | None = None,
-        sites: Sites | None = None,
     ) -> None:
         super().__init__()
-        self._sites = Sites() if sites is None else sites
         self.segment = Segment()
         self._around: Segment | None = None
         self._marks = marks
@@ -51,43 +52,27 @@ class HeldRecorder(Recorder):
         self._leaves: dict[Value, Source] = {}
         self._calls: dict[str, int] = {}
         self._frames: list[Frame] = []
-        self.num_ops = 0
-        self._num_planned = num_planned
-        self._planned_turns = 0
         self.lost: list[str] = []
+        self.log: CallLog | None = None
+        self.stop_program: Callable[[], None] | None = None
+        self.on_write: Callable[[list[torch.Tensor]], None] | None = None
 
     def enter(self, path: str) -> None:
         """Begins a call of the module at `path`: ops are its own until `leave`."""
         call = self._calls.get(path, 0)
         self._calls[path] = call + 1
-        self._frames.append(Frame(path, self._marks.get((path, call)), self._sites.of(path)))
+        self._frames.append(Frame(path, self._marks.get((path, call))))
 
     def leave(self) -> None:
         """Ends the innermost call."""
-        self._frames.pop()
-
-    def begin_past(self, path: str, marks: dict[int, OpMark] | None) -> bool:
-        """Begins a call of the module at `path` that runs past this recorder, if these are the plan's marks in it."""
-        call = self._calls.get(path, 0)
-        if self._marks.get((path, call)) is not marks:
-            return False
-        self._calls[path] = call + 1
-        return True
-
-    def note_call(self, done: tuple[Site, Any, dict[str, Any]], values: tuple[Value, ...], out: torch.Tensor) -> None:
-        """Notes the one recorded op of a call that ran past this recorder: what it is, what it read, and its result."""
-        self._num_made += 1
-        made = Noted(done[0], values, done[1], done[2], self._num_made)
-        self._note(made, out, *done[0].bases[0])
+        frame = self._frames.pop()
+        if frame.missed is not None:
+            self._lose(frame)
 
     @property
     def frame(self) -> Frame:
         """The innermost call."""
         return self._frames[-1]
-
-    def existing(self, tensor: torch.Tensor) -> Value | None:
-        """Returns the value of the tensor's storage, None if it was not seen yet."""
-        return self._existing(tensor)
 
     def begin_segment(self, *, in_pieces: bool = False) -> None:
         """Ends the segment that ops ran in; the next op is the first of another."""
@@ -101,30 +86,26 @@ class HeldRecorder(Recorder):
         if types and any(map(_torch.is_wrapper_type, types)):
             return NotImplemented  # its own ops come next, on what it is made of
         kwargs = kwargs or {}
-        frames = self._frames
-        frame = frames[-1] if frames and not self.paused else None
-        if frame is None or (site := frame.sites.get(ordinal := frame.ordinal)) is None or site.overload is not func:
-            return self._record(func, args, kwargs)
+        facts = known_facts(id(func))
+        if facts is None and not _torch.is_higher_order(func):
+            facts = op_facts(func)
+        if self.on_write is not None and (
+            facts is None or not (facts.is_inert or facts.can_rerun) or facts.is_batch_norm
+        ):
+            self.on_write([a for a in args if isinstance(a, torch.Tensor)])
+        if self.paused or facts is None:
+            self.log_other()
+            return super().__torch_dispatch__(func, (), args, kwargs)
+        if not self._frames or not facts.is_counted:
+            return self._run(facts, args, kwargs)
         mark = None
-        if frame.marks is None or ordinal not in frame.marks:
-            self._count(frame)
-        else:
-            mark = self.before_op(op_facts(func).label)
-        if site.kinds is None:
-            out = site.call(*args, **kwargs) if kwargs else site.call(*args)
-        elif (values := self._sources(site, args, kwargs)) is not None:
-            out = site.call(*args, **kwargs) if kwargs else site.call(*args)
-            if site.has_results(out):
-                self._num_made += 1
-                made = Noted(site, values, site.rest(args), kwargs, self._num_made)
-                for position, base in site.bases:
-                    self._note(made, out if site.is_single else out[position], position, base)
-            else:
-                self._attach_results(op_facts(func), self._made(op_facts(func), args, kwargs), out)
-        else:
-            out = self._run(op_facts(func), args, kwargs, frame, ordinal)
+        if facts.kind != VIEW:
+            mark = None if self._frames[-1].marks is None else self.before_op(facts.label, args)
+            if self.log is not None and reads_numbers(args):
+                self.log.count(facts.label)
+        out = self._run(facts, args, kwargs)
         if mark is not None:
-            self._obey(mark, out)
+            self.obey(mark, out)
         return out
 
     def _attach_results(self, facts: OpFacts, made: Made | None, out: Any) -> list[tuple[int, torch.Tensor]]:
@@ -134,85 +115,95 @@ class HeldRecorder(Recorder):
         self._attach(made, out, has_side_results=facts.kind == OPAQUE or facts.pooled_dims > 0)
         results = enumerate(out if isinstance(out, (tuple, list)) else (out,))
         tensors = [(i, t) for i, t in results if isinstance(t, torch.Tensor) and has_history(t)]
-        return [(i, t) for i, t in tensors if (value := self._existing(t)) is not None and value.made is made]
+        return [(i, t) for i, t in tensors if (value := self.existing(t)) is not None and value.made is made]
 
-    def _sources(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Value, ...] | None:
-        """Returns the values that an op reads if it is the one that its site knows, None if it is another."""
-        if tuple(map(type, args)) != site.kinds:
-            return None
-        if kwargs and (tuple(kwargs) != site.names or not are_plain(kwargs)):
-            return None
-        tensors = site.tensors(args)
-        if not site.matches(*tensors):
-            return None
-        found = []
+    def note_ops(self, form: CallForm, tensors: Sequence[torch.Tensor]) -> list[Value] | None:
+        """Notes the ops of a call that is about to run past this recorder; returns what they read and make.
+
+        None if the call is not as its form has it: what its tensors lie over is read otherwise.
+        """
+        values = []
         known, ref = self._values.get, weakref.ref
-        for tensor, geometry in zip(tensors, site.geometries, strict=True):
+        for tensor, dtype in zip(tensors, form.dtypes, strict=True):
             value = known(ref(tensor.untyped_storage()))
             if value is None:
                 value = self.value_of(tensor)
             if value.made is None and value.constant is None:
-                self.read_leaf(value, tensor)
-            base = value.base  # one and the same object where it is read as it was made
-            if base is not geometry and base is not None and base[3] is not geometry[3]:
+                with _torch.past_dispatch_modes():
+                    self.read_leaf(value, tensor)
+            if value.base is not None and value.base[3] is not dtype:
                 return None
-            if tensor.storage_offset() != geometry[2]:
+            values.append(value)
+        for one, other in form.aliases:
+            if values[one] is not values[other]:
                 return None
-            found.append(value)
-        return tuple(found)
+        for op, picks in form.ops:
+            self._num_made += 1
+            made = Noted(op, tuple([values[i] for i in picks]), self._num_made)
+            for position, base in op.bases:
+                value = Value()
+                value.made = made
+                value.base = base
+                if position:
+                    value.output = position
+                values.append(value)
+        return values
 
-    def value_read(self, tensor: torch.Tensor) -> Value:
-        """Returns the value of what an op is about to read."""
-        value = self._values.get(weakref.ref(tensor.untyped_storage()))
-        if value is None:
-            value = self.value_of(tensor)
-        if value.made is None and value.constant is None:
-            self.read_leaf(value, tensor)
-        return value
+    def note_value(self, tensor: torch.Tensor, value: Value) -> None:
+        """Notes what a storage has; one that is known keeps its value."""
+        self._values.setdefault(weakref.ref(tensor.untyped_storage(), self._values.pop), value)
 
-    def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs an op that no site knows, and records it."""
-        facts = known_facts(id(func))
-        if facts is None and not _torch.is_higher_order(func):
-            facts = op_facts(func)
-        if self.paused or facts is None:
-            return super().__torch_dispatch__(func, (), args, kwargs)
-        if not self._frames or not facts.is_counted:
-            return self._run(facts, args, kwargs, None, -1)
-        frame = self._frames[-1]
-        ordinal = frame.ordinal
-        mark = self.before_op(facts.label)
-        out = self._run(facts, args, kwargs, frame, ordinal)
-        if mark is not None:
-            self._obey(mark, out)
-        return out
+    def note_results(self, form: CallForm, values: list[Value], out: Any) -> None:
+        """Notes what made the results of a call that ran past this recorder, if they are like those of its form."""
+        if form.results[0][0] < 0:
+            if type(out) is torch.Tensor and form.gives(out) and out.storage_offset() == form.results[0][2]:
+                self.note_value(out, values[form.results[0][1]])
+            return
+        given = [out[position] for position, _, _ in form.results]
+        if form.gives(*given):
+            for tensor, (_, number, offset) in zip(given, form.results, strict=True):
+                if tensor.storage_offset() == offset:
+                    self.note_value(tensor, values[number])
 
-    def _run(
-        self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], frame: Frame | None, ordinal: int
-    ) -> Any:
-        """Runs and records an op by all of its arguments; its site learns from it, if `frame` has one."""
+    def log_other(self) -> None:
+        """Notes that the call that is looked into runs an op that has no form."""
+        if self.log is not None:
+            self.log.ops = None
+
+    def log_op(self, form: OpForm | None, made: Made | None, results: list[tuple[int, torch.Tensor]]) -> None:
+        """Notes an op of the call that is looked into; without a form there is none of the call."""
+        log = self.log
+        if log is None or log.ops is None:
+            return
+        values = [value for value in [self.existing(tensor) for _, tensor in results] if value is not None]
+        if form is None or made is None:
+            log.ops = None
+        else:
+            log.ops.append((form, made.values, values))
+            log.made.extend(values)
+            log.made = []
+
+    def _run(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs and records an op."""
         if facts.can_rerun and not facts.is_batch_norm:
             made = self._made(facts, args, kwargs)
             out = facts.overload(*args, **kwargs)
             results = self._attach_results(facts, made, out)
-            if frame is None or made is None:
-                pass
-            elif results or not isinstance(out, torch.Tensor) or self._existing(out) is None:
-                self._sites.learn(frame.sites, ordinal, facts, args, kwargs, out, results)
-            else:  # a view, though its schema does not say so
-                self._sites.passing(frame.sites, ordinal, facts.overload)
+            if self.log is not None and (results or not isinstance(out, torch.Tensor) or self.existing(out) is None):
+                # else it is a view, though its schema does not say so
+                self.log_op(form_of(facts, args, kwargs, out, results), made, results)
             return out
         if not facts.is_inert:
+            self.log_other()
             return super().__torch_dispatch__(facts.overload, (), args, kwargs)
         out = facts.overload(*args, **kwargs)
-        if facts.label != HOLD:
-            if frame is not None:
-                self._sites.passing(frame.sites, ordinal, facts.overload)
-        elif self.deriving:
-            self.hold(out)
+        if facts.label == HOLD:
+            self.log_other()
+            if self.deriving:
+                self.hold(out)
         return out
 
-    def _obey(self, mark: OpMark, out: Any) -> None:
+    def obey(self, mark: OpMark, out: Any) -> None:
         """Does with an op's results what the plan says."""
         if mark.holds:
             self.hold(out)
@@ -248,7 +239,7 @@ class HeldRecorder(Recorder):
         target = args[0] if args else None
         if made is not None or not facts.can_rewrite or not isinstance(target, torch.Tensor) or not has_history(target):
             return made, base
-        old = self._existing(target)
+        old = self.existing(target)
         if old is None or old.made is None or old.base is None or old.base[3] != target.dtype:
             return None, None
         made = self._made(facts, (target, *args[1:]), kwargs)
@@ -273,43 +264,46 @@ class HeldRecorder(Recorder):
             execution_context.rederived(tensor, [t for t in map(on_device, sources) if t is not None])
         return Rebuilt(value, base if geometry == base else geometry, segment, self.surroundings())
 
-    @property
-    def is_other_step(self) -> bool:
-        """Whether ops are missing, or are there beyond the planned ones and saved something: logging does not."""
-        if self._num_planned is None or self.num_ops == self._num_planned:
-            return False
-        return self.num_ops < self._num_planned or self.turn > self._planned_turns
+    def before_op(self, name: str, args: tuple[Any, ...]) -> OpMark | None:
+        """Counts an op of the innermost call, in which there are marks; returns what the plan says of it.
 
-    def _count(self, frame: Frame) -> None:
-        if self.num_ops == self._num_planned:
-            self._planned_turns = self.turn
-        self.num_ops += 1
-        frame.ordinal += 1
-
-    def count_ops(self, num: int) -> None:
-        """Counts the ops of a call that ran past this recorder."""
-        if self._num_planned is not None and self.num_ops <= self._num_planned < self.num_ops + num:
-            self._planned_turns = self.turn
-        self.num_ops += num
-
-    def before_op(self, name: str) -> OpMark | None:
-        """Counts an op of the innermost call; returns what the plan says of it."""
-        if not self._frames:
-            return None
+        Where another op stands than the marked one, the numbers go on; if the marked one comes later, there were ops
+        more than the plan knows, and it is numbered as the plan has it.
+        """
         frame = self._frames[-1]
-        ordinal = frame.ordinal
-        self._count(frame)
-        if frame.marks is None or (mark := frame.marks.get(ordinal)) is None:
+        marks, ordinal, missed = frame.marks, frame.ordinal, frame.missed
+        if marks is None or not reads_numbers(args):
             return None
-        if mark.op != name:
-            self.lost.append(f"`{frame.path}`: op {ordinal} is {name}, was {mark.op}")
-            return mark
+        frame.ordinal = ordinal + 1
+        mark = marks.get(ordinal)
+        if mark is None or mark.op != name:
+            if missed is None or missed.op != name:
+                if mark is not None and missed is None:
+                    frame.missed = mark
+                return None
+            mark = missed
+            frame.ordinal = mark.ordinal + 1
+        elif missed is not None:
+            self._lose(frame)
+        frame.missed = None
+        self.begin(mark)
+        return mark
+
+    def begin(self, mark: OpMark) -> None:
+        """Begins what the plan has begin with an op."""
         if mark.begins_segment:
             self.begin_segment(in_pieces=mark.begins_piece)
             self.deriving = not mark.saves
         elif mark.begins_piece:
             self.segment = Segment(self._around)
-        return mark
+
+    def _lose(self, frame: Frame) -> None:
+        assert frame.missed is not None
+        self.lost.append(f"`{frame.path}` runs no {frame.missed.op} as op {frame.missed.ordinal}")
+
+    def num_saved(self) -> int:
+        """Returns how many of the tensors that autograd saved it still has: what is asked and logged is gone."""
+        return sum(ref() is not None for ref in self.packed)
 
     def hold(self, out: Any) -> None:
         """Holds the results of an op."""
@@ -357,26 +351,6 @@ class Rewriting:
         copied = torch.empty_strided(whole.size(), whole.stride(), dtype=whole.dtype, device=whole.device).copy_(whole)
         self.op(laid(copied, self.part), *args, **kwargs)
         return copied
-
-
-def marks_of(marks: Sequence[OpMark]) -> dict[tuple[str, int], dict[int, OpMark]]:
-    """Returns marks by module path and call, then by ordinal."""
-    found: dict[tuple[str, int], dict[int, OpMark]] = {}
-    for mark in marks:
-        found.setdefault((mark.path, mark.call), {})[mark.ordinal] = mark
-    return found
-
-
-class Frame:
-    """One call that runs now: which of its own ops comes next."""
-
-    __slots__ = ("marks", "ordinal", "path", "sites")
-
-    def __init__(self, path: str, marks: dict[int, OpMark] | None, sites: dict[int, Site | None]) -> None:
-        self.path = path
-        self.marks = marks
-        self.sites = sites
-        self.ordinal = 0
 
 
 def keep(value: Value, tensor: torch.Tensor) -> Source:

@@ -94,7 +94,7 @@ class Kept:
 class KeptConstant:
     """A parameter or a view of one that autograd saves. Chains know parameters, so that none starts from it."""
 
-    __slots__ = ("_tensor", "_version")
+    __slots__ = ("__weakref__", "_tensor", "_version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor  # with its node, of which the one that saves it is no part
@@ -111,7 +111,7 @@ class KeptConstant:
 class KeptView:
     """A saved tensor that lies over the same storage as one that is kept."""
 
-    __slots__ = ("geometry", "kept")
+    __slots__ = ("__weakref__", "geometry", "kept")
 
     def __init__(self, kept: Kept, geometry: Geometry) -> None:
         self.kept = kept

@@ -167,7 +167,11 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
         self.deriving = True
         self.offloading = False
         self.offloader: Any = None
+        self.call: Any = None
+        self.program: Any = None
+        self.learning: Any = None
         self._num_made = 0
+        self.packed: list[weakref.ref[Any]] = []  # what autograd got for each saved tensor, unless `is_cheap`
         self.turn = 0  # counts saved tensors: backward asks about in reverse
         self._values: dict[weakref.ref[torch.UntypedStorage], Value] = {}  # of live storages; see `waiting.py`
         self._outer: Recorder | None = None
@@ -216,7 +220,8 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
     def _set(self, storage: torch.UntypedStorage, value: Value) -> None:
         self._values[weakref.ref(storage, self._values.pop)] = value
 
-    def _existing(self, tensor: torch.Tensor) -> Value | None:
+    def existing(self, tensor: torch.Tensor) -> Value | None:
+        """Returns the value of the tensor's storage, None if it was not seen yet."""
         return self._values.get(weakref.ref(tensor.untyped_storage()))
 
     # -- recording ----------------------------------------------------------------------------------------------
@@ -238,7 +243,7 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
             made = self._made(facts, args, kwargs)
             statistics: list[torch.Tensor] = []
             if facts.is_batch_norm and len(args) > 5 and args[5]:  # it updates them, though its schema does not say so
-                statistics = [a for a in args[3:5] if isinstance(a, torch.Tensor) and self._existing(a) is not None]
+                statistics = [a for a in args[3:5] if isinstance(a, torch.Tensor) and self.existing(a) is not None]
             for tensor in statistics:
                 self._rescue(tensor)
             out = func(*args, **kwargs)
@@ -367,14 +372,14 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
 
     def _rescue(self, tensor: torch.Tensor) -> None:
         """Copies what is about to be overwritten, if something is to be rebuilt from it: plain would have kept that."""
-        old = self._existing(tensor)
+        old = self.existing(tensor)
         for holder in () if old is None else (old.constant, old.alive()):
             if holder is not None:
                 holder.rescue()
 
     def _replace(self, tensor: torch.Tensor, value: Value) -> None:
         """Gives a storage that was written to its new value."""
-        old = self._existing(tensor)
+        old = self.existing(tensor)
         if old is not None:
             old.overwritten += (geometry_of(tensor),)
             kept = old.alive()

@@ -12,6 +12,7 @@ from recoup.runtime import execution_context
 from recoup.runtime.offload.offloaded_saved_tensor import KeptElsewhere
 from recoup.runtime.rebuild import shortcuts
 from recoup.runtime.rebuild.cheap_ops import op_facts
+from recoup.runtime.rebuild.constant import Constant
 from recoup.runtime.rebuild.kept import CHANGED, Kept, Source, changed_since, check_version, is_overwritten, laid
 from recoup.runtime.rebuild.lineage import Geometry, Made, Read, Recorder, Value, current_recorder
 from recoup.runtime.recompute.spot_check import read_bytes
@@ -96,8 +97,12 @@ class paused:
 
 def constant_contents(value: Value) -> torch.Tensor:
     """Returns the contents of a parameter; raises if it was changed since, also where its version does not tell."""
-    constant = value.constant
-    assert constant is not None
+    assert value.constant is not None
+    return constant_of(value.constant)
+
+
+def constant_of(constant: Constant) -> torch.Tensor:
+    """Returns the contents of a parameter; raises as `constant_contents`."""
     if constant.copy is not None:
         return constant.copy
     tensor = constant.tensor

@@ -37,8 +37,12 @@ def pack(tensor: torch.Tensor) -> Any:
     """Returns the object that autograd saves in place of `tensor`: `Kept`, `KeptView`, `Rederived` or `Returning`."""
     if _torch.num_function_modes():
         with _torch.past_function_modes():
-            return _pack(tensor)
-    return _pack(tensor)
+            packed = _pack(tensor)
+    else:
+        packed = _pack(tensor)
+    if (recorder := current_recorder()) is not None and not recorder.is_cheap:
+        recorder.packed.append(weakref.ref(packed))
+    return packed
 
 
 def _pack(tensor: torch.Tensor) -> Any:
@@ -51,7 +55,18 @@ def _pack(tensor: torch.Tensor) -> Any:
         or tensor.is_conj()
     ):
         return Kept(tensor)
+    if recorder.program is not None and (packed := recorder.program.pack(recorder, tensor)) is not None:
+        return packed
+    if recorder.call is not None:
+        recorder.call.saves(recorder, tensor)
     value = recorder.value_of(tensor)
+    packed = _pack_value(recorder, tensor, value)
+    if recorder.learning is not None:
+        recorder.learning.saved(tensor, value, packed)
+    return packed
+
+
+def _pack_value(recorder: Recorder, tensor: torch.Tensor, value: Value) -> Any:
     if value.constant is not None:
         return KeptConstant(tensor)
     recorder.turn += 1

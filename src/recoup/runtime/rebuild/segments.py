@@ -17,27 +17,42 @@ The scheme is that of activation checkpointing (Chen et al., arXiv 1604.06174) w
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from recoup import _torch
 from recoup.errors import ReplayError
 from recoup.runtime import execution_context
+from recoup.runtime.rebuild.constant import Constant
 from recoup.runtime.rebuild.kept import Kept, Source, changed_since, is_overwritten, laid
 from recoup.runtime.rebuild.lineage import Geometry, Made, Read, Surroundings, Value
-from recoup.runtime.rebuild.rederived import constant_contents, fitted, paused
-from recoup.runtime.rebuild.sites import Noted
+from recoup.runtime.rebuild.op_forms import Noted
+from recoup.runtime.rebuild.rederived import constant_of, fitted, paused
+
+
+class Rebuilds(Protocol):
+    """A segment, as those see it who ask for its values."""
+
+    pending: set[weakref.ref[Wanted]]
+
+    def rebuild(self, asked: Wanted) -> None:
+        """Has everybody who waits hold the contents asked for."""
 
 
 class Wanted:
-    """A value of a segment that somebody will ask for: holds its contents from the rebuild until then."""
+    """A value of a segment that somebody will ask for: holds its contents from the rebuild until then.
 
-    __slots__ = ("__weakref__", "_ticket", "held", "segment", "value")
+    Attributes:
+        number: of the value in a program ([Note: step programs]).
+    """
 
-    def __init__(self, value: Value, segment: Segment) -> None:
+    __slots__ = ("__weakref__", "_ticket", "held", "number", "segment", "value")
+
+    def __init__(self, value: Value, segment: Rebuilds, number: int = -1) -> None:
         self.value = value
         self.segment = segment
+        self.number = number
         self.held: torch.Tensor | None = None
         self._ticket = weakref.ref(self, segment.pending.discard)  # no Python runs when it dies, see `waiting.py`
         segment.pending.add(self._ticket)
@@ -180,7 +195,7 @@ def _run(wanted: set[Value], here: dict[Value, torch.Tensor]) -> dict[Value, tor
         for value in values:
             assert value.base is not None
             tensor = out if type(out) is torch.Tensor else _result(out, value.output)
-            if type(made) is not Noted or not made.gave(out):
+            if type(made) is not Noted or not made.form.gave(out):
                 tensor = fitted(tensor, value.base)
             if value in uses:
                 here[value] = tensor
@@ -203,14 +218,14 @@ def _again(made: Made, here: dict[Value, torch.Tensor]) -> Any:
     """Runs an op again."""
     if type(made) is Noted:
         tensors = []
-        for value, geometry in zip(made.values, made.site.geometries, strict=True):
+        for value, geometry in zip(made.values, made.form.geometries, strict=True):
             tensor = here.get(value)
             if tensor is None:
                 tensor = laid(_contents(value, here), geometry)
             elif geometry is not value.base:  # rebuilt, so that it lies as it did
                 tensor = laid(tensor, geometry)
             tensors.append(tensor)
-        return made.run(tensors)
+        return made.form.run(tensors)
     args = _decoded(made.args, here)
     if made.kwargs:
         return made.function(*args, **{key: _decoded((item,), here)[0] for key, item in made.kwargs.items()})
@@ -248,16 +263,21 @@ def _result(out: Any, position: int) -> torch.Tensor:
     return result
 
 
+def parameter_of(constant: Constant) -> torch.Tensor:
+    """Returns the contents of a parameter; raises if it was changed or taken away since it was read."""
+    parameter = constant.tensor
+    if constant.copy is None and not has_memory(parameter):
+        raise ReplayError(
+            f"A parameter {list(parameter.shape)} that saved tensors are rebuilt from was taken away since "
+            "its module's forward. Plan without `rebuild`: actions=('rederive', 'recompute').",
+            code="E203",
+        )
+    return constant_of(constant)
+
+
 def _contents(value: Value, here: dict[Value, torch.Tensor]) -> torch.Tensor:
     if value.constant is not None:
-        parameter = value.constant.tensor
-        if value.constant.copy is None and not has_memory(parameter):
-            raise ReplayError(
-                f"A parameter {list(parameter.shape)} that saved tensors are rebuilt from was taken away since "
-                "its module's forward. Plan without `rebuild`: actions=('rederive', 'recompute').",
-                code="E203",
-            )
-        return constant_contents(value)
+        return parameter_of(value.constant)
     found = here.get(value)
     if found is not None:
         return found
@@ -273,8 +293,10 @@ class Rebuilt(Wanted):
 
     __slots__ = ("_under", "geometry")
 
-    def __init__(self, value: Value, geometry: Geometry, segment: Segment, under: Surroundings) -> None:
-        super().__init__(value, segment)
+    def __init__(
+        self, value: Value, geometry: Geometry, segment: Rebuilds, under: Surroundings, number: int = -1
+    ) -> None:
+        super().__init__(value, segment, number)
         self._under = under
         self.geometry = geometry
 

@@ -67,7 +67,8 @@ def from_side_results(facts: OpFacts, args: Sequence[Any], side_results: Sequenc
     """Returns the op's results, of which only the first counts, or None where it has to run.
 
     Args:
-        args: the op's own. side_results: its results but the first, as it returned them.
+        args: the op's own.
+        side_results: its results but the first, as it returned them.
     """
     if facts.is_batch_norm:
         out = batch_norm_applied(args, side_results[0], side_results[1])
@@ -119,7 +120,8 @@ def batch_norm_applied(
 
     Args:
         args: of `native_batch_norm`: input, weight, bias, two unused, training, momentum, eps.
-        mean: shape (channels,), as the op returned it. reciprocal_deviation: likewise.
+        mean: shape (channels,), as the op returned it.
+        reciprocal_deviation: likewise.
     """
     x, weight, bias = args[:3]
     if execution_context.device_type(x) != "cpu" or any(

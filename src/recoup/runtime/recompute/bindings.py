@@ -27,7 +27,8 @@ class Bindings:
     """The parameters and children of some modules at one moment.
 
     Args:
-        modules: (path, module), as `module_state.walk` returns them. places: of the region, see `samples_of`.
+        modules: (path, module), as `module_state.walk` returns them.
+        places: of the region, see `samples_of`.
 
     Attributes:
         storages: those of the parameters; no activation lies in one.

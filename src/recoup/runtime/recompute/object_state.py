@@ -70,7 +70,8 @@ class Places:
         """Returns the state at this moment.
 
         Args:
-            modules: the region's, by path, itself first. others: objects of unknown kind among their attributes.
+            modules: the region's, by path, itself first.
+            others: objects of unknown kind among their attributes.
         """
         key = [id(m) for _, m in modules] + [id(o) for o in others]
         if key != self._key:

@@ -123,9 +123,14 @@ class Member:
     """A module whose call is a region, or part of one: fixed when the plan is applied.
 
     Attributes:
-        path: for messages. module: weakly held. forward: what runs. buffers: names of those its forward changes.
-        derives: whether the replay may rederive; derives_by_default: outside of deeper decisions.
-        offloads: whether its inputs go to the host. keep: labels of ops whose results stay, see `saved_outputs`.
+        path: for messages.
+        module: weakly held.
+        forward: what runs.
+        buffers: names of those its forward changes.
+        derives: whether the replay may rederive.
+        derives_by_default: outside of deeper decisions.
+        offloads: whether its inputs go to the host.
+        keep: labels of ops whose results stay, see `saved_outputs`.
         places: where its modules keep state besides their attributes; all calls share it.
         unwritten: positions, among the tensors saved, of those known to be left unwritten; all calls share it.
     """

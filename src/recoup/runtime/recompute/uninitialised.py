@@ -79,7 +79,8 @@ def saves_unwritten(roots: Iterable[Any], number: int, tensor: torch.Tensor) -> 
     Told without following ops, which composite ops notice: under a dispatch mode some run otherwise.
 
     Args:
-        roots: nodes of the graph, among whose ancestors the node is looked for. number: as nodes are counted.
+        roots: nodes of the graph, among whose ancestors the node is looked for.
+        number: as nodes are counted.
     """
     pending, seen = [root for root in roots if root is not None], set()
     while pending:

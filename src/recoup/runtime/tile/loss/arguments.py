@@ -18,8 +18,10 @@ class HeadOptions(TypedDict, total=False):
     """How the logits are made of `hidden @ weight.T`, and in how many tiles.
 
     Attributes:
-        bias: (V,). logit_scale: multiplies the logits. softcap: then `softcap * tanh(logits / softcap)` (Gemma 2, arXiv
-            2408.00118). temperature: then divides them.
+        bias: (V,).
+        logit_scale: multiplies the logits.
+        softcap: then `softcap * tanh(logits / softcap)` (Gemma 2, arXiv 2408.00118).
+        temperature: then divides them.
         tile_tokens, num_tiles: the size or the number of tiles, one of them; left out: tiles whose logits take as many
             bytes as `hidden`, at least 32 MiB.
     """
@@ -37,7 +39,8 @@ class HeadInput:
     """A head's product, ready for tiles. Shapes: N tokens, H hidden, V classes.
 
     Attributes:
-        hidden, weight, bias: (N, H), (V, H), (V,) or None, in one dtype. steps: from the product to the logits.
+        hidden, weight, bias: (N, H), (V, H), (V,) or None, in one dtype.
+        steps: from the product to the logits.
         tile_tokens: rows of a tile.
     """
 

@@ -39,12 +39,12 @@ def tiled_cross_entropy(
     order. A second derivative raises.
 
     Args:
-        hidden: (..., H), floating. weight: (V, H), the same dtype; frozen (`requires_grad=False`) it gets no gradient
-            and no matmul for one.
+        hidden: (..., H), floating.
+        weight: (V, H), the same dtype; frozen (`requires_grad=False`) it gets no gradient and no matmul for one.
         labels: (...), integers in [0, V) or `ignore_index`.
         reduction: "mean" over the labels that count, "sum", or "none" (a loss a token, in the labels' shape).
-        label_smoothing: share of the target spread over all classes, in [0, 1]. z_loss: weight of logsumexp squared,
-            reduced as the loss is (PaLM, arXiv 2204.02311).
+        label_smoothing: share of the target spread over all classes, in [0, 1].
+        z_loss: weight of logsumexp squared, reduced as the loss is (PaLM, arXiv 2204.02311).
         shift: token i is scored against label i + 1 of its row, the last one against nothing.
         **head: bias, logit_scale, softcap, temperature, and the size of a tile; see `HeadOptions`.
 

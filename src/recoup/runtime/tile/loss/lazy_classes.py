@@ -41,7 +41,9 @@ def run(lazy: LazyLogits, function: Callable[..., torch.Tensor], cut: Sequence[t
     """Returns what a function makes of each token's classes, (N,) or (N, K), over tiles; in the dtype of `lazy`.
 
     Args:
-        function: ((T, V), *cut) -> (T,) or (T, K). cut: tensors with a row a token. columns: K, 0 for (T,).
+        function: ((T, V), *cut) -> (T,) or (T, K).
+        cut: tensors with a row a token.
+        columns: K, 0 for (T,).
     """
     head = lazy.head
     for each in (head, *(other for _, other in lazy.more)):

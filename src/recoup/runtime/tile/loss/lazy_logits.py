@@ -31,8 +31,12 @@ class Head:
     """Sources of the logits, shared by all lazy tensors made of them.
 
     Attributes:
-        hidden: (..., H), as the head was given it. weight: (V, H). bias: (V,). tile_tokens: rows of a tile.
-        logits: computes the logits whole. hooks: what FSDP2 wants to know when the logits' backward begins.
+        hidden: (..., H), as the head was given it.
+        weight: (V, H).
+        bias: (V,).
+        tile_tokens: rows of a tile.
+        logits: computes the logits whole.
+        hooks: what FSDP2 wants to know when the logits' backward begins.
     """
 
     def __init__(
@@ -197,9 +201,13 @@ def derive(
     """Applies an op to `source` and returns its result.
 
     Args:
-        rows: the hidden states of the result. step: what happens to the values. make: the op on real logits.
-        bias: replaces the one of `source`. more: (rows, head) of products that are added, in the place of `source`'s.
-        after: what is made of the logits along the classes, in the place of `source`'s. dtype: of the result.
+        rows: the hidden states of the result.
+        step: what happens to the values.
+        make: the op on real logits.
+        bias: replaces the one of `source`.
+        more: (rows, head) of products that are added, in the place of `source`'s.
+        after: what is made of the logits along the classes, in the place of `source`'s.
+        dtype: of the result.
     """
     steps = source.steps if step is None else (*source.steps, step)
     if dtype is None:

@@ -35,8 +35,10 @@ class Spec(Protocol):
     """How a tile becomes its loss: a frozen dataclass.
 
     Attributes:
-        steps: from the head's output to the logits. reduction: "mean" over the tokens that count, "sum" or "none".
-        tile_tokens: rows of a tile. num_cut: how many of the tensors beside the logits have a row a token.
+        steps: from the head's output to the logits.
+        reduction: "mean" over the tokens that count, "sum" or "none".
+        tile_tokens: rows of a tile.
+        num_cut: how many of the tensors beside the logits have a row a token.
         num_columns: numbers a token, K; 0 for a plain (N,).
     """
 
@@ -63,9 +65,12 @@ class LossSpec:
     """How the cross entropy of a tile is taken.
 
     Attributes:
-        steps: from the head's output to the logits. ignore_index: labels that count for nothing.
-        label_smoothing: share of the target spread over all classes. z_loss: weight of logsumexp squared.
-        reduction: "mean" over the labels that count, "sum" or "none". tile_tokens: rows of a tile.
+        steps: from the head's output to the logits.
+        ignore_index: labels that count for nothing.
+        label_smoothing: share of the target spread over all classes.
+        z_loss: weight of logsumexp squared.
+        reduction: "mean" over the labels that count, "sum" or "none".
+        tile_tokens: rows of a tile.
     """
 
     steps: tuple[Step, ...] = ()

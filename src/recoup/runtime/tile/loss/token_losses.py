@@ -37,7 +37,8 @@ def tiled_log_probs(
     """Returns the log-probability of each token's label, 0 where it is ignored: what PPO, GRPO and DPO are made of.
 
     Args:
-        hidden: (..., H), floating. weight: (V, H), the same dtype; frozen, it costs no matmul for a gradient.
+        hidden: (..., H), floating.
+        weight: (V, H), the same dtype; frozen, it costs no matmul for a gradient.
         labels: (...), integers in [0, V) or `ignore_index`; or (..., K), several classes of each token.
         shift: the hidden state of token i is scored against label i + 1 of its row, the last one against nothing.
         **head: bias, logit_scale, softcap, temperature, and the size of a tile; see `HeadOptions`.
@@ -75,7 +76,8 @@ def tiled_log_probs_and_entropy(
     """Returns the log-probability of each token's label and the entropy of its distribution, in one pass over tiles.
 
     Args:
-        hidden, weight, ignore_index, shift, head: as for `tiled_log_probs`. labels: (...).
+        hidden, weight, ignore_index, shift, head: as for `tiled_log_probs`.
+        labels: (...).
 
     Returns:
         Two tensors of the labels' shape, both 0 where the label is ignored.
@@ -152,7 +154,8 @@ def tiled_kl(
             its logits, (..., V).
         direction: "reverse" is KL(model || reference), the penalty of reinforcement learning; "forward" is
             KL(reference || model), distillation.
-        mask: (...), bool: tokens that count. reduction: "none", or "sum" or "mean" over the tokens that count.
+        mask: (...), bool: tokens that count.
+        reduction: "none", or "sum" or "mean" over the tokens that count.
 
     Returns:
         (...), or a scalar, in float32 (float64 for float64 input).
@@ -204,8 +207,9 @@ def tiled_soft_cross_entropy(
     """Returns the cross entropy against soft targets, `-sum(targets * log_softmax(logits))`.
 
     Args:
-        hidden, weight, head: as for `tiled_log_probs`. targets: (..., V), weights of the classes; they get no
-            gradient. mask, reduction: as for `tiled_kl`.
+        hidden, weight, head: as for `tiled_log_probs`.
+        targets: (..., V), weights of the classes; they get no gradient.
+        mask, reduction: as for `tiled_kl`.
 
     Raises:
         UsageError: if shapes, dtypes or options do not go together, or the targets ask for gradients.
@@ -237,10 +241,12 @@ def tiled_topk_distillation(
     """Returns KL(teacher || model) where of the teacher only its K best classes a token are known.
 
     Args:
-        hidden, weight, head: as for `tiled_log_probs`. indices: (..., K), the classes, each once a token.
-            log_probs: (..., K), the teacher's log-probabilities of them (at the same temperature); no gradient.
+        hidden, weight, head: as for `tiled_log_probs`.
+        indices: (..., K), the classes, each once a token.
+        log_probs: (..., K), the teacher's log-probabilities of them (at the same temperature); no gradient.
         tail: all other classes count as one, with the probability that is left; if False they count for nothing, and
-            both distributions are taken over the K classes alone. mask, reduction: as for `tiled_kl`.
+            both distributions are taken over the K classes alone.
+        mask, reduction: as for `tiled_kl`.
 
     Raises:
         UsageError: if shapes, dtypes or options do not go together, or `log_probs` asks for gradients.

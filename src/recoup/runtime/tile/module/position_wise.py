@@ -46,7 +46,8 @@ def prove(
 
     Args:
         function: takes stand-ins for `tiled`, a list, and returns a tensor.
-        tiled: real or fake, (..., H). leading: the leading sizes of the stand-ins: the positions.
+        tiled: real or fake, (..., H).
+        leading: the leading sizes of the stand-ins: the positions.
     """
     mode = next((_torch.mode_of_fake(t) for t in tiled if _torch.is_fake(t)), None) or _torch.fake_tensor_mode()
     hooks = _torch.saved_tensors_hooks(lambda t: None, lambda t: t)

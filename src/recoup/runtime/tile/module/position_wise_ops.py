@@ -56,7 +56,7 @@ class Judge(_torch.dispatch_mode_class()):  # type: ignore[misc]
         if _torch.is_higher_order(func):
             self.reason = self.reason or f"`{func}` has branches or loops of its own"
             raise MixesPositions(self.reason)
-        if any(_address(t) not in self._made for t in _written(func, args, kwargs)):
+        if any(_address(t) not in self._made for t in _torch.written_arguments(func, args, kwargs)):
             self._refuse(func, "changes a parameter, a buffer or an input in place")  # before it does
         out = func(*args, **kwargs)
         if func.namespace == "prim":
@@ -142,7 +142,7 @@ class Judge(_torch.dispatch_mode_class()):  # type: ignore[misc]
         name = func._schema.name.split("::")[-1]
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise MixesPositions("draws random numbers, which tiles would draw in another order")
-        written = _written(func, args, kwargs)
+        written = _torch.written_arguments(func, args, kwargs)
         inputs = _tensors((args, tuple(kwargs.values())))
         sources = {_address(t) for t in inputs}
         self._made |= {_address(t) for t in outputs if _address(t) not in sources}
@@ -276,15 +276,6 @@ def _inside(rows: Rows, dims: Any, num_dims: int) -> list[int]:
     found = [d % num_dims for d in given]
     if any(dim in found for dim, _, _ in rows):
         raise MixesPositions("works along the positions")
-    return found
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            item = args[position] if position < len(args) else kwargs.get(argument.name)
-            found += _tensors((item,))
     return found
 
 

@@ -180,7 +180,8 @@ class Proofs:
         """Runs a module's forward over tiles and returns its output.
 
         Args:
-            run: the forward. rows: positions of a tile.
+            run: the forward.
+            rows: positions of a tile.
 
         Raises:
             UsageError: if the module is not position-wise.

@@ -139,7 +139,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("marked", [False, True])
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_differs_from_the_step_before(change: Any, marked: bool) -> None:
-    marks = (OpMark(path="second", call=0, ordinal=1, op="aten.mm.default", holds=True),) if marked else ()
+    marks = (OpMark(path="second", call=0, ordinal=0, op="aten.mm.default", holds=True),) if marked else ()
     plain, planned = _train(change, []), _train(change, [Rebuild(path="", marks=marks)])
     assert len(plain) == len(planned)
     assert all(map(equal_values, plain, planned))
@@ -164,9 +164,11 @@ def test_a_function_put_in_place_of_torchs(monkeypatch: pytest.MonkeyPatch) -> N
     assert all(map(equal_values, plain, _train(change, [Rebuild(path="")])))
 
 
-@pytest.mark.parametrize(("mark", "is_past"), [({}, True), ({"holds": True}, True), ({"saves": True}, False)])
+@pytest.mark.parametrize(
+    "mark", [{}, {"holds": True}, {"begins_segment": True}, {"begins_segment": True, "saves": True}]
+)
 def test_known_calls_pass_the_recorder_and_are_rebuilt_as_much(
-    mark: dict[str, bool], is_past: bool, monkeypatch: pytest.MonkeyPatch
+    mark: dict[str, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[str] = []
     real = HeldRecorder.__torch_dispatch__
@@ -176,7 +178,7 @@ def test_known_calls_pass_the_recorder_and_are_rebuilt_as_much(
         return real(self, func, *rest)
 
     monkeypatch.setattr(HeldRecorder, "__torch_dispatch__", dispatch)
-    marks = (OpMark(path="second", call=0, ordinal=1, op="aten.mm.default", **mark),) if mark else ()
+    marks = (OpMark(path="second", call=0, ordinal=0, op="aten.mm.default", **mark),) if mark else ()
     model, x = _Model(), torch.randn(ROWS, WIDTH, requires_grad=True)
     rebuilt, numbers = [], []
     with apply_decisions(model, [Rebuild(path="", marks=marks)]) as applied:
@@ -187,6 +189,4 @@ def test_known_calls_pass_the_recorder_and_are_rebuilt_as_much(
             rebuilt.append(applied.log.num_rederived - before)
             numbers.append(len(seen))
     assert rebuilt == [rebuilt[0]] * 6
-    assert numbers[2] == numbers[5] < numbers[0]
-    assert not {"aten.addmm.default", "aten.gelu.default", "aten.silu.default"} & set(seen)
-    assert ("aten.mm.default" in seen) is not is_past
+    assert numbers[2] == numbers[5] == 0 < numbers[0]

@@ -1,0 +1,283 @@
+"""What a call of a torch function was when it ran: with it, the record of the next one like it is known beforehand.
+
+What `F.layer_norm` or `x + 1` dispatches follows from the function, its scalars, and the metadata of its tensors. A
+`CallForm` has all of these, the ops that ran, how what they read and made hangs together, and which of it autograd
+saved. A call that fits a form is not looked into.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from recoup import _torch
+from recoup.runtime.rebuild.lineage import PLAIN, Geometry, Value, geometry_of
+from recoup.runtime.rebuild.op_forms import OpForm
+
+_SEQUENCES = frozenset([list, tuple, torch.Size])
+_NESTS = _SEQUENCES | {slice}
+_SCALARS = PLAIN | {type(Ellipsis)}
+
+
+class CallLog:
+    """What one call does, noted while it is recorded op by op.
+
+    Attributes:
+        ops: form, values read and values made of each recorded op; None once there was one that has no form.
+        counted: label of each counted op, how many tensors autograd had saved before it, and the values made.
+        saved: value (None: unknown) and geometry of each tensor that autograd saved.
+    """
+
+    __slots__ = ("counted", "made", "ops", "saved")
+
+    def __init__(self) -> None:
+        self.ops: list[tuple[OpForm, tuple[Value, ...], list[Value]]] | None = []
+        self.counted: list[tuple[str, int, list[Value]]] = []
+        self.made: list[Value] = []  # by the op that runs now, if it is counted
+        self.saved: list[tuple[Value | None, Geometry]] = []
+
+    def count(self, label: str) -> None:
+        """Notes an op that is about to run and has a number."""
+        self.made = []
+        self.counted.append((label, len(self.saved), self.made))
+
+    def saves(self, recorder: Any, tensor: torch.Tensor) -> None:
+        """Called before a tensor is packed."""
+        self.saved.append((recorder.existing(tensor), geometry_of(tensor)))
+
+
+class CallForm:
+    """One call of a torch function.
+
+    Attributes:
+        kinds: classes of its arguments, those in lists, tuples and slices after these. names: of its keyword arguments.
+        ops: the recorded ones, each with the numbers of the values that it reads: first those of the call's tensors,
+            then what earlier ops made.
+        aliases: pairs of the call's tensors that lie over one storage.
+        saves: for each tensor that autograd saves in it the number of the value and the geometry, None if an op of an
+            earlier call made it.
+        results: position, number of the value and storage offset of each result that an op of the call made; position
+            -1: the result.
+        counted: label of each counted op, how many tensors autograd has saved before it, numbers of the values made;
+            None instead of these if one of them is neither saved nor a result.
+        then: the form of the call after it, the last time.
+    """
+
+    __slots__ = (
+        "_exact",
+        "_flags",
+        "_is_nested",
+        "_matches",
+        "_offsets",
+        "_pick",
+        "_rest",
+        "_same",
+        "_scalars",
+        "aliases",
+        "counted",
+        "dtypes",
+        "gives",
+        "kinds",
+        "names",
+        "num_ops",
+        "ops",
+        "results",
+        "saves",
+        "then",
+    )
+
+    def __init__(
+        self,
+        flat: Sequence[Any],
+        names: tuple[str, ...],
+        first: list[int],
+        same: list[tuple[int, int]],
+        matches: Callable[..., bool],
+        *,
+        is_nested: bool,
+        flags: tuple[Any, ...],
+    ) -> None:
+        self.kinds = tuple(map(type, flat))
+        self.names = names
+        self._is_nested = is_nested
+        self._pick = _picker(first)
+        self._same = tuple(same)
+        self._matches = matches
+        tensors = [flat[i] for i in first]
+        self._offsets = [t.storage_offset() for t in tensors]
+        self.dtypes = [t.dtype for t in tensors]
+        scalars = [i for i, item in enumerate(flat) if type(item) in _SCALARS]
+        self._rest = _picker(scalars)
+        self._scalars = self._rest(flat)
+        self._exact = repr(self._scalars) if any(type(s) is float and s == 0 for s in self._scalars) else ""
+        self._flags = flags
+        self.ops: tuple[tuple[OpForm, tuple[int, ...]], ...] = ()
+        self.aliases: tuple[tuple[int, int], ...] = ()
+        self.saves: tuple[tuple[int | None, Geometry], ...] = ()
+        self.results: tuple[tuple[int, int, int], ...] = ()
+        self.gives: Callable[..., bool] = _is_alike
+        self.counted: tuple[tuple[str, int, tuple[int, ...] | None], ...] = ()
+        self.num_ops = 0
+        self.then: Any = None
+
+    def tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Sequence[torch.Tensor] | None:
+        """Returns the tensors of a call that is like this one, each once; None if it is not."""
+        tensors = self.alike(args, kwargs)
+        if tensors is None or not self._matches(*tensors) or [t.storage_offset() for t in tensors] != self._offsets:
+            return None
+        return tensors
+
+    def alike(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Sequence[torch.Tensor] | None:
+        """Returns the tensors of a call that is like this one as far as their metadata goes, each once; else None."""
+        flat: Sequence[Any] = args
+        if kwargs:
+            if tuple(kwargs) != self.names:
+                return None
+            flat = (*args, *kwargs.values())
+        elif self.names:
+            return None
+        if self._is_nested:
+            flat = flattened(flat)
+        if tuple(map(type, flat)) != self.kinds:
+            return None
+        scalars = self._rest(flat)
+        if scalars != self._scalars or (self._exact and repr(scalars) != self._exact):  # zero has two signs
+            return None
+        if self._flags and _torch.attention_flags() != self._flags:
+            return None
+        for one, other in self._same:
+            if flat[one] is not flat[other]:
+                return None
+        return self._pick(flat)
+
+
+def flattened(items: Sequence[Any]) -> Sequence[Any]:
+    """Returns a call's arguments with the items of lists, tuples and slices among them after it."""
+    flat = list(items)
+    for item in flat:  # grows while it is walked
+        kind = type(item)
+        if kind in _SEQUENCES:
+            flat += item
+            flat.append(len(item))
+        elif kind is slice:
+            flat += (item.start, item.stop, item.step)
+    return flat
+
+
+def form_of_call(
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None,
+    out: Any,
+    log: CallLog,
+    value_of: Callable[[torch.Tensor], Value | None],
+) -> CallForm | None:
+    """Returns the form of a call that ran, None if it cannot be known beforehand.
+
+    Args:
+        value_of: returns the value of a tensor's storage, None if it has none.
+    """
+    if log.ops is None:
+        return None
+    items = (*args, *kwargs.values()) if kwargs else args
+    is_nested = any(type(item) in _NESTS for item in items)
+    flat = flattened(items) if is_nested else items
+    first: list[int] = []
+    same: list[tuple[int, int]] = []
+    for i, item in enumerate(flat):
+        if type(item) is torch.Tensor or type(item) is nn.Parameter:
+            twin = next((j for j in first if flat[j] is item), None)
+            if twin is None:
+                first.append(i)
+            else:
+                same.append((twin, i))
+        elif type(item) not in _SCALARS and type(item) not in _NESTS:
+            return None
+    tensors = [flat[i] for i in first]
+    matches = _torch.tensor_guard(tensors) if tensors else _is_alike
+    if matches is None or not matches(*tensors):
+        return None
+    flags = _torch.attention_flags() if func is F.scaled_dot_product_attention else ()
+    form = CallForm(flat, tuple(kwargs or ()), first, same, matches, is_nested=is_nested, flags=flags)
+    return form if _knows(form, tensors, out, log, value_of) else None
+
+
+def _is_alike() -> bool:
+    """Whether a call without tensors is as it was, its scalars apart."""
+    return True
+
+
+def _knows(
+    form: CallForm,
+    tensors: list[torch.Tensor],
+    out: Any,
+    log: CallLog,
+    value_of: Callable[[torch.Tensor], Value | None],
+) -> bool:
+    """Adds what the call did; whether all of it follows from the call's arguments."""
+    assert log.ops is not None
+    numbers: dict[int, int] = {}
+    aliases = []
+    for i, tensor in enumerate(tensors):
+        value = value_of(tensor)
+        if value is None:
+            continue
+        if id(value) in numbers:
+            aliases.append((numbers[id(value)], i))
+        numbers.setdefault(id(value), i)
+    ops, made, num = [], set(), len(tensors)
+    autocasts = _torch.is_autocast()
+    for op, read, values in log.ops:
+        if autocasts and any(value.constant is not None for value in read) and op.is_cast:
+            return False  # autocast casts a parameter once a step
+        picks = [numbers.get(id(value), -1) for value in read]
+        if -1 in picks:
+            return False
+        ops.append((op, tuple(picks)))
+        for value in values:
+            numbers[id(value)] = num
+            made.add(id(value))
+            num += 1
+    form.ops, form.num_ops = tuple(ops), len(log.counted)
+    form.aliases = tuple(aliases)
+    found = [(numbers[id(v)] if v is not None and id(v) in made else None, geometry) for v, geometry in log.saved]
+    form.saves = tuple(found) if any(number is not None for number, _ in found) else ()
+    outs = [(-1, out)] if type(out) is torch.Tensor else list(enumerate(out)) if isinstance(out, (tuple, list)) else []
+    results: list[tuple[int, int, int]] = []
+    given = []
+    for position, item in outs:
+        value = value_of(item) if type(item) is torch.Tensor else None
+        if value is not None and id(value) in made:
+            results.append((position, numbers[id(value)], int(item.storage_offset())))
+            given.append(item)
+    seen = {number for number, _ in form.saves} | {number for _, number, _ in results}
+    form.counted = tuple(
+        [
+            (
+                label,
+                num_saved,
+                tuple(numbers[id(v)] for v in values) if {numbers[id(v)] for v in values} <= seen else None,
+            )
+            for label, num_saved, values in log.counted
+        ]
+    )
+    if results:
+        gives = _torch.tensor_guard(given)
+        if gives is None or not gives(*given):
+            return False
+        form.results, form.gives = tuple(results), gives
+    return True
+
+
+def _picker(positions: list[int]) -> Callable[[Any], tuple[Any, ...]]:
+    if not positions:
+        return lambda flat: ()
+    end = positions[0] + len(positions)
+    if positions == list(range(positions[0], end)):
+        return operator.itemgetter(slice(positions[0], end))
+    return operator.itemgetter(*positions)

@@ -1,0 +1,253 @@
+"""Learns the program of a step while it is recorded, see [Note: step programs]."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from recoup.runtime.rebuild.call_forms import CallForm
+from recoup.runtime.rebuild.kept import Kept, KeptConstant, KeptView
+from recoup.runtime.rebuild.lineage import Geometry, Value, geometry_of
+from recoup.runtime.rebuild.op_forms import Noted
+from recoup.runtime.rebuild.saved_tensor import MIN_BYTES
+from recoup.runtime.rebuild.segments import Rebuilt, Segment
+from recoup.runtime.rebuild.step_program import (
+    CONSTANT,
+    KEEP,
+    REBUILD,
+    ProgramCall,
+    Saved,
+    SegmentProgram,
+    StepProgram,
+    parts_of,
+)
+
+
+class Learning:
+    """Notes a step while it is recorded."""
+
+    def __init__(self, recorder: Any) -> None:
+        self._recorder = recorder
+        self.failed = False
+        self._calls: list[ProgramCall] = []
+        self._saves: list[tuple[Any, Value | None, Geometry]] = []
+        self._slots: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._num_slots = 0
+        self._constants: list[tuple[nn.Parameter, int]] = []
+        self._numbers: dict[Value, int] = {}
+        self._seen: dict[Value, tuple[int, bool, int]] = {}  # where first: call, whether a result, position
+        self._is_inside = self._is_open = False  # a call runs: with a form; any
+        self._written: list[Value] = []
+
+    # -- notes --------------------------------------------------------------------------------------------------
+
+    def begin(self, func: Any, form: CallForm | None, tensors: Sequence[Any]) -> None:
+        """Called before a call runs."""
+        reads: list[int] = []
+        index = len(self._calls)
+        call = ProgramCall(func, form, reads)
+        enters = []
+        for i, tensor in enumerate(tensors):
+            slot = self._slot(tensor)
+            value = self._recorder.existing(tensor)
+            if slot is None:
+                slot = self._new_slot(tensor)
+                if type(tensor) is nn.Parameter:
+                    self._constants.append((tensor, slot))
+                else:
+                    if value is not None and value.made is not None:
+                        self.failed = True  # a view that no call returned
+                    enters.append((i, slot))
+                    slot = -1
+            reads.append(slot)
+        call.binds = bool(enters)
+        call.enters = enters
+        call.first_save = len(self._saves)
+        self._calls.append(call)
+        self._see(index, False, list(enumerate(tensors)))
+        self._is_inside = form is not None
+        self._is_open = True
+
+    def end(self, out: Any, num_ops: int) -> None:
+        """Called when it has returned."""
+        call = self._calls[-1]
+        outs = [(-1, out)] if isinstance(out, torch.Tensor) else []
+        if isinstance(out, (tuple, list)):
+            outs = [(i, item) for i, item in enumerate(out) if isinstance(item, torch.Tensor)]
+        call.gives = [(i, self._new_slot(t)) for i, t in outs if self._slot(t) is None]
+        call.num_ops = num_ops
+        call.end_save = len(self._saves)
+        call.deriving = self._recorder.deriving
+        index = len(self._calls) - 1
+        self._see(index, True, outs)  # what it was handed and wrote to has its new value from the next call on
+        self._is_inside = self._is_open = False
+
+    def begin_other(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
+        """Called before a call without form runs."""
+        tensors, scalars = parts_of(args, kwargs)
+        self.begin(func, None, tensors)
+        self._calls[-1].scalars = scalars
+
+    def leave_other(self) -> None:
+        """Called when a call without form turned out to have one."""
+        self.failed = True
+
+    def writes(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Called before an op writes to tensors."""
+        if self._is_inside or not self._is_open:
+            self.failed = True
+        self._written += [v for v in map(self._recorder.existing, tensors) if v is not None]
+
+    def saved(self, tensor: torch.Tensor, value: Value | None, packed: Any) -> None:
+        """Called when a tensor was packed."""
+        if not self._is_inside:
+            self.failed = self.failed or type(packed) is not Kept
+            value = None
+        self._saves.append((packed if type(packed) is Rebuilt else type(packed), value, geometry_of(tensor)))
+
+    def _slot(self, tensor: Any) -> int | None:
+        known = self._slots.get(id(tensor))
+        return known[1] if known is not None and known[0]() is tensor else None
+
+    def _new_slot(self, tensor: Any) -> int:
+        slot = self._num_slots
+        self._num_slots = slot + 1
+        self._slots[id(tensor)] = weakref.ref(tensor), slot
+        return slot
+
+    def _see(self, index: int, is_result: bool, tensors: list[tuple[int, Any]]) -> None:
+        for position, tensor in tensors:
+            value = self._recorder.existing(tensor)
+            if value is not None and value not in self._seen:
+                self._seen[value] = index, is_result, position
+
+    # -- the program --------------------------------------------------------------------------------------------
+
+    def _number(self, value: Value) -> int:
+        return self._numbers.setdefault(value, len(self._numbers))
+
+    def program(self) -> StepProgram | None:
+        """Returns the program of the step that was noted, None if it has none."""
+        if self.failed:
+            return None
+        segments: dict[Segment, int] = {}
+        wanted: list[set[Value]] = []
+        saves: list[Saved] = []
+        for packed, value, geometry in self._saves:
+            if type(packed) is Rebuilt:
+                segment = packed.segment
+                assert isinstance(segment, Segment)
+                around = segment.around
+                for each in (around, segment):
+                    if each is not None and each not in segments:
+                        segments[each] = len(segments)
+                        wanted.append(set())
+                if around is not None:
+                    wanted[segments[around]].update(segment.starts)
+                at = segments[segment]
+                wanted[at].add(packed.value)
+                base = packed.value.base
+                own = None if base == packed.geometry else packed.geometry
+                saves.append((REBUILD, at, self._number(packed.value), own))
+            elif packed is Kept or packed is KeptView:
+                number = -1 if value is None or value.constant is not None else self._number(value)
+                saves.append((KEEP, -1, number, geometry))
+            elif packed is KeptConstant:
+                saves.append((CONSTANT, -1, -1, None))
+            else:
+                return None
+        programs = [self._segment(s, w, segments) for s, w in zip(segments, wanted, strict=True)]
+        if any(p is None for p in programs):
+            return None
+        found = [p for p in programs if p is not None]
+        starts = {n for p in found for n in p.sources | p.constants}
+        if any(self._numbers.get(value, -1) in starts for value in self._written):
+            return None
+        if not self._place(found):
+            return None
+        self._let_go()
+        values = []
+        for value in self._numbers:
+            again = Value()
+            again.base = value.base
+            values.append(again)
+        return StepProgram(self._calls, saves, found, values, self._num_slots, self._constants)
+
+    def _segment(self, segment: Segment, wanted: set[Value], indices: dict[Segment, int]) -> SegmentProgram | None:
+        """Returns how a segment is rebuilt, None if something that it starts from cannot be held."""
+        kept = {id(source) for source in segment.sources.values()}
+        program = SegmentProgram(-1 if segment.around is None else indices[segment.around])
+        ops: dict[int, tuple[Noted, set[Value]]] = {}
+        stack, seen = list(wanted), set(wanted)
+        while stack:
+            value = stack.pop()
+            number = self._number(value)
+            if value.constant is not None:
+                program.constants.add(number)
+                continue
+            if value.base is not None:
+                program.bases[number] = value.base
+            alive = value.alive()
+            if alive is not None and id(alive) in kept:
+                if type(alive) is not Kept:
+                    return None
+                program.sources.add(number)
+                continue
+            if value.base is None:
+                return None
+            if value in segment.starts:
+                program.starts.add(number)
+                continue
+            made = value.made
+            if type(made) is not Noted:  # what a call without form made
+                size, _, _, dtype = value.base
+                if dtype.is_floating_point and size.numel() * dtype.itemsize > MIN_BYTES:
+                    return None
+                program.sources.add(number)
+                continue
+            ops.setdefault(made.order, (made, set()))[1].add(value)
+            for read in made.values:
+                if read not in seen:
+                    seen.add(read)
+                    stack.append(read)
+        for order in sorted(ops):
+            made, results = ops[order]
+            gives = tuple([(value.output, self._number(value)) for value in results])
+            program.ops.append((made.form, tuple([self._number(read) for read in made.values]), gives))
+        return program
+
+    def _place(self, segments: list[SegmentProgram]) -> bool:
+        """Has what segments start from held at the call where it is first met; whether each is met."""
+        by_number = {number: value for value, number in self._numbers.items()}
+        for attribute, numbers in (
+            ("sources", {n for s in segments for n in s.sources}),
+            ("constants", {n for s in segments for n in s.constants}),
+        ):
+            for number in sorted(numbers):
+                value = by_number[number]
+                where = self._seen.get(value)
+                if where is None:
+                    return False
+                index, is_result, position = where
+                call = self._calls[index]
+                name = "reads_constants" if attribute == "constants" else "keeps_results" if is_result else "keeps"
+                if attribute == "constants" and is_result:
+                    return False
+                setattr(call, name, (*getattr(call, name), (position, number)))
+        return True
+
+    def _let_go(self) -> None:
+        """Notes after which call nobody reads a slot any more."""
+        always = {slot for _, slot in self._constants}
+        read: set[int] = set()
+        for call in reversed(self._calls):
+            here = [slot for slot in call.reads if slot >= 0 and slot not in always]
+            call.gives = tuple([(i, slot) for i, slot in call.gives if slot in read])
+            call.enters = tuple([(i, slot) for i, slot in call.enters if slot in read])
+            call.leaves = tuple({slot for slot in here if slot not in read})
+            read.update(here)
+            call.reads = tuple(call.reads)

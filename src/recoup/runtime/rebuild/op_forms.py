@@ -1,0 +1,134 @@
+"""What an op was when it ran: enough to note that it runs once more on tensors that lie as they did."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from recoup import _torch
+from recoup.runtime.rebuild.cheap_ops import OpFacts
+from recoup.runtime.rebuild.lineage import PLAIN, Made, Value, geometry_of
+
+
+class OpForm:
+    """One op of a call, with its scalars.
+
+    Attributes:
+        call: runs it. first: whether its tensors come first, and none is in a list. rest: its arguments, without the
+            tensors where those come first, else with `TENSOR` in their place. kwargs: its own, in the same way.
+        geometries: of the tensors it read, in order. bases: geometries of the results that are recorded, by position.
+        is_single: it returns one tensor. is_cast: it copies a tensor to another dtype.
+        gives_again: says whether results lie as they did, when it runs again; found on the first time.
+    """
+
+    __slots__ = ("bases", "call", "first", "geometries", "gives_again", "is_cast", "is_single", "kwargs", "rest")
+
+    def __init__(
+        self,
+        facts: OpFacts,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        out: Any,
+        recorded: list[tuple[int, torch.Tensor]],
+        tensors: list[torch.Tensor],
+    ) -> None:
+        self.call = _torch.op_call(facts.overload)
+        num = len(tensors)
+        self.first = all(item is tensor for item, tensor in zip(args, tensors, strict=False)) and num <= len(args)
+        self.rest = args[num:] if self.first else _without_tensors(args)
+        self.kwargs = {key: _without_tensors((item,))[0] for key, item in kwargs.items()}
+        self.geometries = tuple([geometry_of(tensor) for tensor in tensors])
+        self.bases = tuple([(position, geometry_of(t)) for position, t in recorded])
+        self.is_cast = facts.label == "aten._to_copy.default"
+        self.is_single = type(out) is torch.Tensor
+        self.gives_again: Callable[..., bool] | None = None
+
+    def run(self, tensors: list[torch.Tensor]) -> Any:
+        """Runs the op again on tensors that lie as the first time."""
+        if self.first:
+            return self.call(*tensors, *self.rest, **self.kwargs) if self.kwargs else self.call(*tensors, *self.rest)
+        each = iter(tensors)
+        args = _with_tensors(self.rest, each)
+        return self.call(*args, **{key: _with_tensors((item,), each)[0] for key, item in self.kwargs.items()})
+
+    def gave(self, out: Any) -> bool:
+        """Whether results lie as they did the first time."""
+        outs = (out,) if self.is_single else out
+        if self.gives_again is None:
+            if not all([geometry_of(outs[position]) == base for position, base in self.bases]):
+                return False
+            self.gives_again = _torch.tensor_guard(outs)
+        if self.gives_again is None or not self.gives_again(*outs):
+            return False
+        return all([outs[position].storage_offset() == base[2] for position, base in self.bases])
+
+
+class _Tensor:
+    """Stands for a tensor among an op's arguments."""
+
+
+TENSOR = _Tensor()
+
+
+def form_of(
+    facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, recorded: list[tuple[int, torch.Tensor]]
+) -> OpForm | None:
+    """Returns the form of an op that was recorded; None if its arguments are of kinds that take a closer look.
+
+    Args:
+        recorded: results whose making was recorded, with their positions.
+    """
+    tensors: list[torch.Tensor] = []
+    outs = out if type(out) is tuple else (out,)
+    if not recorded or any(type(t) is not torch.Tensor for t in outs):
+        return None
+    if not _collect(args, tensors) or not _collect(kwargs.values(), tensors):
+        return None
+    return OpForm(facts, args, kwargs, out, recorded, tensors)
+
+
+def _collect(items: Iterable[Any], tensors: list[torch.Tensor]) -> bool:
+    """Adds the tensors among arguments; whether all of these are tensors, plain, or lists of such."""
+    for item in items:
+        kind = type(item)
+        if kind is torch.Tensor or kind is nn.Parameter:
+            tensors.append(item)
+        elif kind is list or kind is tuple:
+            if not _collect(item, tensors):
+                return False
+        elif kind not in PLAIN:
+            return False
+    return True
+
+
+def _without_tensors(items: Any) -> Any:
+    """Returns arguments with `TENSOR` in the place of tensors: a form holds none."""
+    found = []
+    for item in items:
+        if isinstance(item, torch.Tensor):
+            found.append(TENSOR)
+        else:
+            found.append(_without_tensors(item) if isinstance(item, (list, tuple)) else item)
+    return type(items)(found)
+
+
+def _with_tensors(items: Any, tensors: Iterator[torch.Tensor]) -> Any:
+    found = []
+    for item in items:
+        if item is TENSOR:
+            found.append(next(tensors))
+        else:
+            found.append(_with_tensors(item, tensors) if isinstance(item, (list, tuple)) else item)
+    return type(items)(found)
+
+
+class Noted(Made):
+    """An op that was recorded by its form."""
+
+    def __init__(self, form: OpForm, values: tuple[Value, ...], order: int) -> None:
+        self.form = form
+        self.values = values
+        self.order = order

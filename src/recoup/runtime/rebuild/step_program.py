@@ -1,0 +1,187 @@
+"""The program of a step: what a plan by tensor did in one step, to be done again in the next without a record.
+
+[Note: step programs]
+1. A step in which every call of a torch function has a form (`call_forms.py`) is noted: which calls came, with which
+   scalars, which tensor was handed from which call to which, and what became of each tensor that autograd saved.
+2. The next step is held against it, call by call (`step_run.py`). The tensors a call is handed are the very objects
+   that earlier calls of this step returned, or parameters, or new to the step; those that are new are looked at as
+   forms look at them. So by induction each tensor lies as it did, and what is saved of it is dealt with as it was.
+3. What is rebuilt from what is a list of ops on numbered values, one list a segment. Scalars are those of the step at
+   hand: a call whose scalars differ is another call.
+4. At the first call that is not the expected one the program ends, and the rest of the step is recorded: what was
+   decided so far rests on calls that have been made. What the program holds for rebuilds is made known to the record.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from recoup import _torch
+from recoup.runtime.rebuild.call_forms import CallForm, flattened
+from recoup.runtime.rebuild.lineage import PLAIN, Geometry, Value
+from recoup.runtime.rebuild.op_forms import OpForm
+
+KEEP, CONSTANT, REBUILD = range(3)
+
+
+class ProgramCall:
+    """One call of the program.
+
+    Attributes:
+        func: the function. form: of the call, None if any call of the function will do.
+        reads: slots of the call's tensors, -1 for one that is new to the step. binds: whether there is a new one.
+        enters: position among the call's tensors and slot of those that are new and read again.
+        leaves: slots that no later call reads. gives: position (-1: the result) and slot of results that are read.
+        keeps: position among the call's tensors and number of values to hold. keeps_results: the same of results.
+        reads_constants: the same of parameters that something is rebuilt from.
+        num_ops: counted in it. first_save, end_save: tensors that autograd saved before it, and after it.
+        deriving: whether saved tensors were rebuilt after it.
+    """
+
+    __slots__ = (
+        "binds",
+        "deriving",
+        "end_save",
+        "enters",
+        "first_save",
+        "form",
+        "func",
+        "gives",
+        "keeps",
+        "keeps_results",
+        "leaves",
+        "num_ops",
+        "reads",
+        "reads_constants",
+        "scalars",
+    )
+
+    def __init__(self, func: Any, form: CallForm | None, reads: list[int]) -> None:
+        self.func = func
+        self.form = form
+        self.reads: Sequence[int] = reads
+        self.binds = -1 in reads
+        self.enters: Sequence[tuple[int, int]] = ()
+        self.leaves: Sequence[int] = ()
+        self.gives: Sequence[tuple[int, int]] = ()
+        self.keeps: Sequence[tuple[int, int]] = ()
+        self.keeps_results: Sequence[tuple[int, int]] = ()
+        self.reads_constants: Sequence[tuple[int, int]] = ()
+        self.scalars: Any = None
+        self.num_ops = 0
+        self.first_save = self.end_save = 0
+        self.deriving = True
+
+
+def parts_of(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> tuple[list[Any], list[Any]]:
+    """Returns the tensors of a call without form, and what is plain among its arguments, with its classes."""
+    items = flattened((*args, *(kwargs or {}).values()))
+    tensors = [item for item in items if isinstance(item, torch.Tensor)]
+    return tensors, [(type(item), item if type(item) in PLAIN else None) for item in items]
+
+
+Saved = tuple[int, int, int, Geometry | None]  # what becomes of it, segment, number of the value, geometry
+ProgramOp = tuple[OpForm, tuple[int, ...], tuple[tuple[int, int], ...]]  # form, numbers read, results with numbers
+
+
+class SegmentProgram:
+    """How a segment is rebuilt.
+
+    Attributes:
+        ops: in the order of the forward. sources, constants: numbers of the held values and parameters that they start
+            from. around: the segment that this is a piece of, -1 for none. starts: numbers of the values of that which
+            a piece starts from. bases: geometry of what fills a value's storage.
+    """
+
+    __slots__ = ("_known", "around", "bases", "constants", "ops", "sources", "starts")
+
+    def __init__(self, around: int) -> None:
+        self.around = around
+        self.ops: list[ProgramOp] = []
+        self.sources: set[int] = set()
+        self.constants: set[int] = set()
+        self.starts: set[int] = set()
+        self.bases: dict[int, Geometry] = {}
+        self._known: dict[frozenset[int], list[Any]] = {}
+
+    def leading_to(self, wanted: frozenset[int]) -> list[Any]:
+        """Returns the ops that lead to these values: form, reads, results that are read or wanted, numbers to let go.
+
+        A read is a number and the geometry to lay it out in, None where it lies so already.
+        """
+        found = self._known.get(wanted)
+        if found is None:
+            found = self._known[wanted] = self._leading_to(wanted)
+        return found
+
+    def _leading_to(self, wanted: frozenset[int]) -> list[Any]:
+        needed = set(wanted)
+        chosen: list[Any] = []
+        last: set[int] = set()
+        for form, reads, results in reversed(self.ops):
+            gives = tuple([(position, number) for position, number in results if number in needed])
+            if not gives:
+                continue
+            laid_out = []
+            for number, geometry in zip(reads, form.geometries, strict=True):
+                is_start = number in self.sources or number in self.constants
+                laid_out.append((number, geometry if is_start or geometry != self.bases[number] else None))
+            drops = tuple({n for n in reads if n not in last and n not in wanted and n not in self.constants})
+            last.update(reads)
+            needed.update(reads)
+            chosen.append((form, tuple(laid_out), gives, drops))
+        return chosen[::-1]
+
+
+class StepProgram:
+    """What a step under a plan by tensor did.
+
+    Attributes:
+        calls: in order. saves: what becomes of each tensor that autograd saves. segments: how each is rebuilt.
+        values: one for each number, with the geometry of what fills its storage. num_slots: of tensors.
+        constants: parameters and the slots they lie in.
+    """
+
+    def __init__(
+        self,
+        calls: list[ProgramCall],
+        saves: list[Saved],
+        segments: list[SegmentProgram],
+        values: list[Value],
+        num_slots: int,
+        constants: list[tuple[nn.Parameter, int]],
+    ) -> None:
+        self.calls = calls
+        self.saves = saves
+        self.segments = segments
+        self.values = values
+        self.num_slots = num_slots
+        self._constants = [(weakref.ref(parameter), slot) for parameter, slot in constants]
+        self._guard = _torch.tensor_guard([parameter for parameter, _ in constants]) if constants else None
+        self._offsets = [parameter.storage_offset() for parameter, _ in constants]
+        self.holders: dict[int, list[int]] = {}
+        for i, segment in enumerate(segments):
+            for number in segment.sources:
+                self.holders.setdefault(number, []).append(i)
+
+    def slots(self) -> list[Any] | None:
+        """Returns the slots at the beginning of a step: parameters are in theirs. None if they are not as they were."""
+        slots: list[Any] = [None] * self.num_slots
+        parameters = []
+        for ref, slot in self._constants:
+            slots[slot] = parameter = ref()
+            if parameter is None:
+                return None
+            parameters.append(parameter)
+        if parameters and (
+            self._guard is None
+            or not self._guard(*parameters)
+            or [p.storage_offset() for p in parameters] != self._offsets
+        ):
+            return None
+        return slots
