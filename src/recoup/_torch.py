@@ -1224,6 +1224,33 @@ def must_be_saved(node: Any) -> bool:
     return bool(node.meta.get("recompute") == CheckpointPolicy.MUST_SAVE)
 
 
+@functools.cache
+def overwriting(op: Any) -> tuple[Any, str | None] | None:
+    """Returns the overload of an op of one result that writes it over what it is given, and the argument to write over.
+
+    None for the argument: its first. None at all if there is no such overload, or torch makes up one of the op itself
+    and a copy (torch 2.13). Freed by: a public list of structured kernels.
+    """
+    if not isinstance(op, torch._ops.OpOverload) or len(op._schema.returns) != 1 or op._schema.is_mutable:
+        return None
+
+    def alike(packet: Any, is_written: Callable[[Any], bool]) -> Any | None:
+        asked = [(a.name, str(a.type)) for a in op._schema.arguments]
+        for overload in (getattr(packet, name) for name in packet.overloads()):
+            arguments = overload._schema.arguments
+            found = [(a.name, str(a.type)) for a in arguments if not a.is_out]
+            if found == asked and any(map(is_written, arguments)):
+                return overload
+        return None
+
+    out = alike(op.overloadpacket, lambda a: a.is_out)
+    if out is not None and torch._C._dispatch_has_kernel_for_dispatch_key(out.name(), "CPU"):
+        return out, next(a.name for a in out._schema.arguments if a.is_out)
+    packet = getattr(getattr(torch.ops, op.namespace), f"{op._schema.name.split('::')[-1]}_", None)
+    in_place = None if packet is None else alike(packet, lambda a: a.is_write and a.name == "self")
+    return None if in_place is None else (in_place, None)
+
+
 def belongs_to_backward(node: Any) -> bool:
     """Whether a node of a joint graph changes something in place and has to do so in backward (torch 2.13)."""
     partitioners = _partitioners()

@@ -36,7 +36,7 @@ def test_peaks_are_within_budgets_and_as_predicted(dropout: float) -> None:
         assert abs(evidence.predicted_peak_bytes / evidence.peak_bytes - 1) < 0.03
         peaks.append(evidence.peak_bytes)
         assert CompiledPlan.from_json(found.plan.to_json()) == found.plan
-        assert found.plan.graphs[0].rerun
+        assert found.plan.graphs[0].choice.rerun
         assert model._compiled_call_impl is found.applied.calls[model]
         found.applied.remove()
     assert peaks[1] < peaks[0]

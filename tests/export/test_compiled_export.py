@@ -14,7 +14,7 @@ import recoup
 from recoup.cli.main import run
 from recoup.errors import UsageError
 from recoup.export.compiled import export_compiled
-from recoup.ir.compiled_plan import CompiledGraph, CompiledPlan
+from recoup.ir.compiled_plan import CompiledGraph, CompiledPlan, GraphChoice
 from tests.compiled.models import Residual
 
 
@@ -32,7 +32,13 @@ def plan_of(*graphs: CompiledGraph) -> CompiledPlan:
 
 def test_what_torch_does_by_itself_is_not_exported() -> None:
     alone = CompiledGraph(
-        fingerprint="f", num_calls=1, num_ops=1, held=(), held_bytes=0, rerun=(), rerun_seconds=0.0, is_torch=True
+        fingerprint="f",
+        num_calls=1,
+        num_ops=1,
+        choice=GraphChoice(held=(), rerun=(), dropped=(), order=()),
+        held_bytes=0,
+        rerun_seconds=0.0,
+        is_torch=True,
     )
     with pytest.raises(UsageError, match="nothing to export"):
         export_compiled(plan_of(alone))

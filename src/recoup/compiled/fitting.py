@@ -23,10 +23,10 @@ from recoup.capture.optimizer import OptimizerLike
 from recoup.capture.step import Objective
 from recoup.compiled.combine import Combination, StepLevels, combinations, combined
 from recoup.compiled.frontier import choices
-from recoup.compiled.joint import held_names, rerun_names
+from recoup.compiled.joint import divided
 from recoup.compiled.levels import meter_levels
-from recoup.compiled.recording import Calls, CompileOptions, Division, Recorded, Recording
-from recoup.compiled.schedule import timeline
+from recoup.compiled.recording import Calls, CompileOptions, Division, Recorded, Recording, surroundings
+from recoup.compiled.schedule import Timeline, timeline
 from recoup.cost.measured import MeasuredCost
 from recoup.errors import InfeasibleBudget, StepError, UsageError
 from recoup.evidence.gradients import Comparison, StepResult, compare, on_host, rounding_bound
@@ -177,7 +177,8 @@ class CompiledFitting:
                     sizes[ops[i].outputs[0]] += found.extra_output_bytes
         step = dataclasses.replace(step, ops=tuple(ops), value_bytes=tuple(sizes))
         return Recorded(
-            view=dataclasses.replace(graph.view, step=step), torch_choice=timeline(step, graph.torch_choice.held)
+            view=dataclasses.replace(graph.view, step=step),
+            torch_choice=timeline(step, graph.torch_choice.held, as_recorded=True),
         )
 
     def combinations(self) -> list[Combination]:
@@ -185,7 +186,10 @@ class CompiledFitting:
         if not self._found:
             progress.advance("planning compiled graphs")
             steps = {name: self.recording.graphs[name].view.step for name in dict.fromkeys(self._calls)}
-            options = {name: [*choices(step), self.recording.graphs[name].torch_choice] for name, step in steps.items()}
+            options: dict[str, list[Timeline]] = {}
+            for name, step in steps.items():
+                around = surroundings(self.recording.graphs, self._calls, name)
+                options[name] = [*choices(step, around), timeline(step, self.recording.graphs[name].torch_choice.held)]
             self._found = combinations(steps, self._calls, options, self._levels)
         return self._found
 
@@ -239,8 +243,7 @@ class CompiledFitting:
     def _compiled(self, at: int, budget_bytes: int) -> Measured:
         """Returns a choice compiled, and its measured peak."""
         made, predicted = self._found[at], self._predicted(at)
-        above = predicted - made.peak_bytes
-        division = Division(self.options, dict(made.chosen), budget_bytes, above=above)
+        division = Division(self.options, dict(made.chosen), budget_bytes, above=predicted - made.peak_bytes)
         call = division.compile(self.model)
         with self.bench.optimizing():
             self._run(call)
@@ -379,9 +382,8 @@ class CompiledFitting:
                     fingerprint=name,
                     num_calls=self._calls.count(name),
                     num_ops=view.step.num_forward,
-                    held=held_names(view, chosen),
+                    choice=divided(view, chosen),
                     held_bytes=chosen.held_bytes,
-                    rerun=rerun_names(view, chosen),
                     rerun_seconds=chosen.seconds,
                     is_torch=is_torch,
                 )

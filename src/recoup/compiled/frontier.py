@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 
-from recoup.compiled.schedule import JointStep, Timeline, timeline
+from recoup.compiled.schedule import JointStep, Timeline, read_at_peak, rebuilt_for, timeline
 from recoup.cost.caching_allocator import MIN_BLOCK_BYTES
 from recoup.solver.held import Op, Segment, trade_offs
 from recoup.solver.segment_labels import HeldProblem
@@ -20,22 +20,50 @@ from recoup.solver.segments import Choice, SegmentSolver
 from recoup.solver.waists import waists
 from recoup.thresholds import ESTIMATE_SHARE, MOST_TRIES
 
-_NUM_PLANS = 24  # targets between the least peak and all held: the next finer one changes a few percent
+_NUM_PLANS = 24  # targets from the least peak to all held, and values of a choice that are eased: more change little
 _NUM_SQUEEZES = 400  # simulations that may lower the smallest peak, each of some milliseconds
 _SQUEEZE_SHARES = (0.9, 0.97, 0.99)  # of its peak that a choice is brought below in one round; the next once none can
 _MAX_POINTS = 60  # of a graph as a whole, by held bytes and seconds, for each price
 _PRICES = (1.0, 1e-4)  # of ops without FLOPs, as parts of their seconds: all that has none runs again before a product
 
 
-def choices(step: JointStep, *, num_targets: int = _NUM_PLANS) -> list[Timeline]:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a step has around a graph's calls.
+
+    Attributes:
+        num_calls: of the graph; each one's levels lie above what those before it hold. beside_bytes: the highest level
+            of the rest of the step while all calls hold what they hold, that left out.
+    """
+
+    num_calls: int = 1
+    beside_bytes: int = 0
+
+    def peak_bytes(self, made: Timeline) -> int:
+        """Returns the peak of a step whose calls make this choice."""
+        held_bytes = made.held_bytes
+        return max(made.peak_bytes + (self.num_calls - 1) * held_bytes, self.num_calls * held_bytes + self.beside_bytes)
+
+    def excess(self, made: Timeline, target: float) -> float:
+        """Returns by how much the step's levels are above a target, all together."""
+        before = (self.num_calls - 1) * made.held_bytes - target
+        between = self.num_calls * made.held_bytes + self.beside_bytes - target
+        above = sum(level + before for level in (*made.forward_levels, *made.backward_levels) if level + before > 0)
+        return above + max(0.0, between)
+
+
+ALONE = Surroundings()
+
+
+def choices(step: JointStep, surroundings: Surroundings = ALONE, *, num_targets: int = _NUM_PLANS) -> list[Timeline]:
     """Returns timelines by falling peak; the first holds all that backward reads, or runs faster."""
     problem = held_problem(step)
     solver = SegmentSolver(problem)
-    found = {t.held: t for t in [timeline(step, frozenset(step.reads))]}
+    found = {(t.held, t.dropped): t for t in [timeline(step, frozenset(step.reads))]}
     for price in _PRICES:
         for held in trade_offs(_whole_forward(step, price), most=_MAX_POINTS):
             made = timeline(step, frozenset(held.values))
-            found.setdefault(made.held, made)
+            found.setdefault((made.held, made.dropped), made)
     least = solver.leanest()
     if least is not None:
         most_bytes = max(t.peak_bytes for t in found.values())
@@ -45,11 +73,13 @@ def choices(step: JointStep, *, num_targets: int = _NUM_PLANS) -> list[Timeline]
             choice = solver.solve(target)
             if choice is not None:
                 made = timeline(step, _held_by(problem, choice))
-                found.setdefault(made.held, made)
-        for made in _squeezed(step, min(found.values(), key=lambda t: t.peak_bytes)):
-            found.setdefault(made.held, made)
+                found.setdefault((made.held, made.dropped), made)
+        for drops in (False, True):
+            leanest = min(found.values(), key=surroundings.peak_bytes)
+            for made in _squeezed(step, leanest, surroundings, drops=drops):
+                found.setdefault((made.held, made.dropped), made)
         for made in list(_between(step, undominated(list(found.values())))):
-            found.setdefault(made.held, made)
+            found.setdefault((made.held, made.dropped), made)
     return undominated(list(found.values()))
 
 
@@ -75,37 +105,70 @@ def _whole_forward(step: JointStep, price: float) -> Segment:
     )
 
 
-def _squeezed(step: JointStep, made: Timeline) -> Iterator[Timeline]:
-    """Yields choices of lower and lower peak: one value after the other is held no longer, or held instead of rebuilt.
+def _squeezed(step: JointStep, made: Timeline, surroundings: Surroundings, *, drops: bool) -> Iterator[Timeline]:
+    """Yields choices of lower and lower peak: one value after the other is held no longer, held instead of rebuilt, or,
+    if it `drops`, rebuilt for each op that needs it.
 
     What is minimised is how far all levels together are above a target somewhat below the peak, so that equal layers,
-    which peak alike, are lowered one by one.
+    which peak alike, are lowered one by one. Values that are there at the highest level are tried first.
     """
-    maker, tries = step.makers, _NUM_SQUEEZES
+    able = frozenset(v for op in step.ops[: step.num_forward] for v in op.outputs if op.can_rerun and not op.is_random)
+    cheap = frozenset(v for v in able if not step.ops[step.makers[v]].flops)
+    tries, sizes = _NUM_SQUEEZES, step.value_bytes
+
+    def changed(value: int) -> Iterator[Timeline]:
+        """Yields what may be done about a value."""
+        alone = frozenset((value,))
+        if value in made.held:
+            held = made.held - alone
+            yield timeline(step, held, made.dropped)
+            if drops:
+                yield timeline(step, held, made.dropped | rebuilt_for(step, value, held))
+        else:
+            yield timeline(step, made.held | alone, made.dropped - alone)
+            if drops and value in able:
+                yield timeline(step, made.held, made.dropped ^ alone)
+
+    if drops:
+        made = min(made, timeline(step, made.held, cheap), key=surroundings.peak_bytes)
     for share in _SQUEEZE_SHARES:
         improved = True
-        while improved:
-            target = made.peak_bytes * share
-            excess = _excess(made, target)
-            rebuilt = {v for at in made.order if at < step.num_forward for v in step.ops[at].outputs}
-            able = [v for v in made.held if step.ops[maker[v]].can_rerun] + [v for v in rebuilt if v not in made.held]
+        while improved and tries > 0:
+            target = surroundings.peak_bytes(made) * share
+            excess = surroundings.excess(made, target)
+            there = read_at_peak(step, made)
+            values = {v for at in made.order if at < step.num_forward for v in step.ops[at].outputs}
+            values |= {v for v in made.held if step.ops[step.makers[v]].can_rerun}
             improved = False
-            for value in sorted(able, key=lambda v: (-step.value_bytes[v], v)):
-                if not tries or step.value_bytes[value] < MIN_BLOCK_BYTES:
-                    break
-                tries -= 1
-                tried = timeline(step, made.held ^ {value})
-                lower = _excess(tried, target)
-                if lower < excess:
-                    made, excess, improved = tried, lower, True
-                    if tried.peak_bytes <= target:
+            for value in sorted(values, key=lambda v: (v not in there, -sizes[v], v)):
+                if sizes[value] < MIN_BLOCK_BYTES or surroundings.peak_bytes(made) <= target:
+                    continue
+                for tried in changed(value):
+                    tries -= 1
+                    if (lower := surroundings.excess(tried, target)) < excess:
+                        made, excess, improved = tried, lower, True
                         break
+                if tries <= 0:
+                    break
             if improved:
                 yield made
+                yield from _faster(step, made, surroundings)
 
 
-def _excess(made: Timeline, target: float) -> float:
-    return sum(level - target for level in (*made.forward_levels, *made.backward_levels) if level > target)
+def _faster(step: JointStep, made: Timeline, surroundings: Surroundings) -> Iterator[Timeline]:
+    """Yields a choice within the same peak that runs less again: values are held, or rebuilt once for all that need
+    them, as long as there is room."""
+    most, slow = surroundings.peak_bytes(made), made
+    again = {v for at in made.order if at < step.num_forward for v in step.ops[at].outputs}
+    for value in sorted(again, key=lambda v: (-step.ops[step.makers[v]].seconds, v))[:_NUM_PLANS]:
+        alone = frozenset((value,))
+        for held, dropped in ((made.held | alone, made.dropped - alone), (made.held, made.dropped - alone)):
+            tried = timeline(step, held, dropped)
+            if tried.seconds < made.seconds and surroundings.peak_bytes(tried) <= most:
+                made = tried
+                break
+    if made is not slow:
+        yield made
 
 
 def _between(step: JointStep, curve: Sequence[Timeline]) -> Iterator[Timeline]:
@@ -118,8 +181,8 @@ def _between(step: JointStep, curve: Sequence[Timeline]) -> Iterator[Timeline]:
             continue
         for i in range(1, MOST_TRIES):
             part = more[: len(more) * i // MOST_TRIES]
-            yield timeline(step, low.held | frozenset(part))
-            yield timeline(step, low.held | frozenset(more) - frozenset(part))
+            yield timeline(step, low.held | frozenset(part), low.dropped)
+            yield timeline(step, low.held | frozenset(more) - frozenset(part), low.dropped)
 
 
 def undominated(timelines: list[Timeline]) -> list[Timeline]:

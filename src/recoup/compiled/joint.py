@@ -9,10 +9,19 @@ import torch
 from torch.utils import _pytree as pytree
 
 from recoup import _torch
-from recoup.compiled.partition import divide_ops, graph_fingerprint, is_mutable, is_random, is_view
+from recoup.compiled.partition import (
+    divide_ops,
+    graph_fingerprint,
+    is_mutable,
+    is_random,
+    is_view,
+    overwritable,
+    tensors,
+)
 from recoup.compiled.schedule import JointOp, JointStep, Timeline
 from recoup.cost.flops import kind
 from recoup.cost.signature import make_signature
+from recoup.ir.compiled_plan import GraphChoice
 from recoup.ir.trace import Signature
 
 # Only ratios count: a choice is by the least sum. FLOPs come first, as at the widths that people train, where a product
@@ -75,23 +84,23 @@ def view_joint_graph(module: Any, *, num_forward_results: int, fuses: bool) -> J
     changed: set[int] = set()
     for node in graph.nodes:
         if node.op == "placeholder":
-            made.update(value(t) for t in _tensors(node))
+            made.update(value(t) for t in tensors(node))
         elif is_mutable(node) and node.args and isinstance(node.args[0], torch.fx.Node):
-            changed.update(value(t) for t in _tensors(node.args[0]))
+            changed.update(value(t) for t in tensors(node.args[0]))
     ops, nodes, signatures = [], [], []
     num_forward = 0
     for number, node in enumerate((*forward, *backward)):
-        inputs = tuple(dict.fromkeys(value(t) for n in node.all_input_nodes for t in _tensors(n)))
-        outputs = tuple(v for v in dict.fromkeys(value(t) for t in _tensors(node)) if v not in made)
+        inputs = tuple(dict.fromkeys(value(t) for n in node.all_input_nodes for t in tensors(n)))
+        outputs = tuple(v for v in dict.fromkeys(value(t) for t in tensors(node)) if v not in made)
         made.update(outputs)
-        for tensor in _tensors(node):
+        for tensor in tensors(node):
             at = values[node.name] = value(tensor)
             if isinstance(node.meta.get("val"), torch.Tensor) and at not in holders and _covers(tensor):
                 holders[at] = node
         if is_view(node) and not outputs:
             continue
         num_forward += number < len(forward)
-        read = {value(t) for n in _read_for_results(node) for t in _tensors(n)}
+        read = {value(t) for n in _read_for_results(node) for t in tensors(n)}
         ops.append(
             JointOp(
                 inputs=inputs,
@@ -102,19 +111,21 @@ def view_joint_graph(module: Any, *, num_forward_results: int, fuses: bool) -> J
                 is_fusible=_is_fusible(node),
                 reads_fusible=_is_fusible(node) or _name(node) in _REDUCTIONS,
                 is_random=is_random(node),
+                keeps_place=is_random(node) or is_mutable(node),
+                overwritable=tuple(dict.fromkeys(value(n.meta["val"]) for n in overwritable(node))),
                 state_bytes=_generator_bytes(node) if is_random(node) else 0,
             )
         )
         nodes.append(node)
-        is_kernel = not _is_fusible(node) and not (fuses and _name(node) in _REDUCTIONS)
+        is_kernel = not fuses or not (_is_fusible(node) or _name(node) in _REDUCTIONS)
         signatures.append(_signature(node) if is_kernel else None)
     step = JointStep(
         value_bytes=tuple(value_bytes),
         ops=tuple(ops),
         num_forward=num_forward,
-        results=frozenset(value(t) for n in results if isinstance(n, torch.fx.Node) for t in _tensors(n)),
-        gradients=frozenset(value(t) for n in gradients if isinstance(n, torch.fx.Node) for t in _tensors(n)),
-        tangents=frozenset(value(t) for n in tangents for t in _tensors(n)),
+        results=frozenset(value(t) for n in results if isinstance(n, torch.fx.Node) for t in tensors(n)),
+        gradients=frozenset(value(t) for n in gradients if isinstance(n, torch.fx.Node) for t in tensors(n)),
+        tangents=frozenset(value(t) for n in tangents for t in tensors(n)),
         fuses=fuses,
     )
     return JointView(
@@ -127,21 +138,16 @@ def view_joint_graph(module: Any, *, num_forward_results: int, fuses: bool) -> J
     )
 
 
-def held_names(view: JointView, made: Timeline) -> tuple[str, ...]:
-    """Returns the names of the nodes that a choice holds."""
-    return tuple(view.holders[v].name for v in sorted(made.held))
-
-
-def rerun_names(view: JointView, made: Timeline) -> tuple[str, ...]:
-    """Returns the names of the nodes of a choice that run again, in order; views left out."""
-    again = [at for at in made.order if at < view.step.num_forward and view.step.ops[at].outputs]
-    return tuple(view.nodes[at].name for at in again)
-
-
-def _tensors(node: Any) -> list[torch.Tensor]:
-    return [
-        t for t in pytree.tree_leaves(node.meta.get("val")) if isinstance(t, torch.Tensor) and _torch.has_storage(t)
-    ]
+def divided(view: JointView, made: Timeline) -> GraphChoice:
+    """Returns a choice by the names of the graph's nodes; views left out."""
+    step = view.step
+    again = [at for at in made.order if at < step.num_forward and step.ops[at].outputs]
+    return GraphChoice(
+        held=tuple(view.holders[v].name for v in sorted(made.held)),
+        rerun=tuple(dict.fromkeys(view.nodes[at].name for at in again)),
+        dropped=tuple(dict.fromkeys(view.nodes[step.makers[v]].name for v in sorted(made.dropped))),
+        order=tuple(view.nodes[at].name for at in made.order if at >= step.num_forward),
+    )
 
 
 def _covers(tensor: torch.Tensor) -> bool:
@@ -188,7 +194,7 @@ def _signature(node: Any) -> Signature | None:
 
 def _generator_bytes(node: Any) -> int:
     """Returns the bytes of the state of the generator that an op draws from."""
-    device = next((t.device for t in _tensors(node)), torch.device("cpu"))
+    device = next((t.device for t in tensors(node)), torch.device("cpu"))
     return 0 if device.type == "cuda" else torch.get_rng_state().numel()  # a GPU's is given to the graph
 
 

@@ -26,19 +26,33 @@ def graph_fingerprint(graph: Any, num_forward_results: int) -> str:
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
-def partition(module: Any, *, held: Sequence[str], rerun: Sequence[str], num_forward_results: int) -> tuple[Any, Any]:
+def partition(
+    module: Any,
+    *,
+    held: Sequence[str],
+    rerun: Sequence[str],
+    dropped: Sequence[str],
+    order: Sequence[str],
+    overwrites: bool,
+    num_forward_results: int,
+) -> tuple[Any, Any]:
     """Returns forward and backward as `GraphModule`s.
 
     Args:
-        module: a tidied joint graph. held: names of nodes that are kept. rerun: of those that run again, in order.
+        module: a tidied joint graph. held: names of nodes that are kept. rerun: of those that run again. dropped: of
+            those that run again for each op of backward's own that needs them. order: of backward's own, in their
+            order. overwrites: whether results are written over what is read for the last time.
     """
-    results, _, tangents = _torch.joint_graph_facts(module.graph, num_forward_results)
-    own = {node.name for node in divide_ops(module.graph, results, tangents)[1] if not is_view(node)}
     nodes = {node.name: node for node in module.graph.nodes}
     random = [nodes[name] for name in rerun if is_random(nodes[name])]
     kept = [nodes[name] for name in held]
+    divide_ops(module.graph, *_torch.joint_graph_facts(module.graph, num_forward_results)[::2])
     forward, backward = _torch.split_joint_graph(module, kept, random, num_forward_results=num_forward_results)
-    return _torch.finish_split(forward, late(backward, own))
+    forward, backward = _torch.finish_split(forward, late(backward, order, set(dropped)))
+    if overwrites:
+        overwrite(forward)
+        overwrite(backward)
+    return forward, backward
 
 
 def divide_ops(graph: Any, results: list[Any], tangents: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -74,7 +88,15 @@ def is_mutable(node: Any) -> bool:
 def is_view(node: Any) -> bool:
     """Whether a node only looks at what it is given: a view, or one of an op's results."""
     target = node.target
-    return target is operator.getitem or (isinstance(target, torch._ops.OpOverload) and target.is_view)
+    if target in (operator.getitem, torch.ops.aten._unsafe_view.default):
+        return True
+    return isinstance(target, torch._ops.OpOverload) and target.is_view
+
+
+def tensors(node: Any) -> list[torch.Tensor]:
+    """Returns the tensors with memory that a node stands for."""
+    found = pytree.tree_leaves(node.meta.get("val"))
+    return [t for t in found if isinstance(t, torch.Tensor) and _torch.has_storage(t)]
 
 
 def is_random(node: Any) -> bool:
@@ -82,15 +104,64 @@ def is_random(node: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
-def late(module: Any, own: set[str]) -> Any:
-    """Returns a backward whose `own` ops run in their order, and every other right before the first that needs it."""
+def overwritable(node: Any) -> list[Any]:
+    """Returns the nodes whose memory a node's result may take: elementwise results, laid out alike."""
+    way = _torch.overwriting(node.target)
+    if way is None or torch.Tag.pointwise not in node.target.tags:
+        return []
+    made = node.meta.get("val")
+
+    def is_alike(tensor: Any) -> bool:
+        return (
+            isinstance(tensor, torch.Tensor)
+            and (tensor.dtype, tensor.device, tensor.layout) == (made.dtype, made.device, made.layout)
+            and (tensor.shape, tensor.stride()) == (made.shape, made.stride())
+            and tensor.storage_offset() == 0
+            and made.untyped_storage().nbytes() == tensor.untyped_storage().nbytes()
+        )
+
+    read = node.all_input_nodes if way[1] is not None else node.args[:1]
+    return [n for n in read if isinstance(n, torch.fx.Node) and is_alike(n.meta.get("val"))]
+
+
+def overwrite(module: Any) -> None:
+    """Has elementwise ops write their result over what they read for the last time, if the graph made that itself."""
+    nodes = list(module.graph.nodes)
+    root: dict[Any, Any] = {}
+    last: dict[Any, int] = {}
+    for place, node in enumerate(nodes):
+        own = {t.untyped_storage()._cdata for t in tensors(node)}
+        seen = [n for n in node.all_input_nodes if own & {t.untyped_storage()._cdata for t in tensors(n)}]
+        # One of several results of an op has memory of its own, unless the op only looks at what it is given.
+        is_part = node.target is operator.getitem and seen and root[seen[0]] is seen[0]
+        root[node] = root[seen[0]] if seen and not is_part else node
+        for read in node.all_input_nodes:
+            last[root[read]] = place
+    for place, node in enumerate(nodes):
+        dying = [n for n in overwritable(node) if root[n].op == "call_function" and last[root[n]] == place]
+        way = _torch.overwriting(node.target) if dying else None
+        if way is not None:
+            node.target, name = way
+            if name is not None:
+                node.kwargs = {**node.kwargs, name: dying[0]}
+    module.recompile()
+
+
+def late(module: Any, order: Sequence[str], dropped: set[str]) -> Any:
+    """Returns a backward that runs its own ops in `order`, and every other op right before the first that needs it.
+
+    Args:
+        dropped: names of nodes that run again before each op of `order` that needs them.
+    """
     nodes = list(module.graph.nodes)
     place = {node: i for i, node in enumerate(nodes)}
+    named = {node.name: node for node in nodes}
     graph = torch.fx.Graph()
     copies: dict[Any, Any] = {}
-    for node in nodes:
-        if node.op not in ("placeholder", "output") and node.name not in own:
-            continue
+    own = [named[name] for name in order if name in named]
+    ends = [node for node in nodes if node.op == "output"]
+    parts = {node for node in nodes if is_view(node)}
+    for node in (*(n for n in nodes if n.op == "placeholder"), *own, *ends):
         left, needed = [node], set[Any]()
         while left:
             at = left.pop()
@@ -99,4 +170,9 @@ def late(module: Any, own: set[str]) -> Any:
                 left += at.all_input_nodes
         for at in sorted(needed, key=place.__getitem__):
             copies[at] = graph.node_copy(at, copies.__getitem__)
+        again = [named[name] for name in dropped if name in named and named[name] in copies]
+        while again:
+            at = again.pop()
+            if copies.pop(at, None) is not None:
+                again += [user for user in at.users if user in parts]
     return torch.fx.GraphModule(module, graph)

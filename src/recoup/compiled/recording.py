@@ -8,15 +8,15 @@ import functools
 import hashlib
 import uuid
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from recoup import _torch, progress
-from recoup.compiled.frontier import choices
-from recoup.compiled.joint import JointView, held_names, rerun_names, view_joint_graph
+from recoup.compiled.frontier import Surroundings, choices
+from recoup.compiled.joint import JointView, divided, view_joint_graph
 from recoup.compiled.levels import CALL_MARK
 from recoup.compiled.partition import partition
 from recoup.compiled.schedule import Timeline, timeline
@@ -139,7 +139,9 @@ class Recording:
         saved = {
             view.values[n.name] for n in result.args[0][num_fwd_outputs:] if n is not None and n.name in view.values
         }
-        self.graphs[name] = Recorded(view=view, torch_choice=timeline(view.step, frozenset(saved & made.keys())))
+        self.graphs[name] = Recorded(
+            view=view, torch_choice=timeline(view.step, frozenset(saved & made.keys()), as_recorded=True)
+        )
         return forward, backward, name
 
 
@@ -160,7 +162,9 @@ class Division:
 
     def compile(self, model: nn.Module) -> Calls:
         """Returns compiled calls of the model, or of modules inside."""
-        key = hashlib.sha256(repr([(n, sorted(t.held)) for n, t in self.chosen.items()]).encode()).hexdigest()
+        key = hashlib.sha256(
+            repr([(n, sorted(t.held), sorted(t.dropped)) for n, t in self.chosen.items()]).encode()
+        ).hexdigest()
         return _compiled(model, self.options, self.divide, key=f"recoup {key}", called=None)
 
     def divide(self, module: Any, inputs: Any, *, num_fwd_outputs: int, **kwargs: Any) -> tuple[Any, Any, str]:
@@ -186,11 +190,19 @@ class Division:
                 )
         forward, backward = partition(
             module,
-            held=held_names(view, made),
-            rerun=rerun_names(view, made),
+            **dataclasses.asdict(divided(view, made)),
+            overwrites=not self.options.fuses,
             num_forward_results=num_fwd_outputs,
         )
         return forward, backward, name
+
+
+def surroundings(graphs: Mapping[str, Recorded], calls: Sequence[str], name: str) -> Surroundings:
+    """Returns what a step has around the calls of a graph, the other graphs divided as torch divides them."""
+    step = graphs[name].view.step
+    returned = sum(step.value_bytes[v] for v in step.results)
+    others = [graphs[n].torch_choice.peak_bytes + returned for n in dict.fromkeys(calls) if n != name]
+    return Surroundings(num_calls=calls.count(name), beside_bytes=max(others, default=0))
 
 
 def _copy(module: Any) -> Any:

@@ -30,6 +30,8 @@ class JointOp:
         seconds: what running it again takes. can_rerun: whether backward may run it again. is_fusible: whether a
             compiler makes its result inside of the kernel that reads it; reads_fusible: whether its kernel can do that
             with what it reads. is_random: whether it draws random numbers.
+        keeps_place: whether it may not be moved past others: it draws numbers, or changes what it is given.
+        overwritable: inputs in whose place the result may be written, if nothing reads them afterwards.
         state_bytes: of the generator, kept for an op that draws the same numbers again. workspace_bytes: that its
             kernel has while it runs, beside what it reads and makes. flops: of matrix products and convolutions.
     """
@@ -41,6 +43,8 @@ class JointOp:
     is_fusible: bool = False
     reads_fusible: bool = False
     is_random: bool = False
+    keeps_place: bool = False
+    overwritable: tuple[int, ...] = ()
     state_bytes: int = 0
     workspace_bytes: int = 0
     flops: int = 0
@@ -71,6 +75,52 @@ class JointStep:
         return {v: i for i, op in enumerate(self.ops) for v in op.outputs}
 
     @functools.cached_property
+    def lean_order(self) -> tuple[int, ...]:
+        """Backward's own ops in the graph's order, but two kinds as early as their inputs are there.
+
+        An op that leads to nothing but gradients of parameters: what it reads of forward's is let go before the next
+        gradient is made. And an op that reads only what backward made and lets go of more than it makes.
+        """
+        ops, begin, sizes = self.ops, self.num_forward, self.value_bytes
+        behind = range(begin, len(ops))
+        if any(ops[at].keeps_place for at in behind):
+            return tuple(behind)
+        goes_on: set[int] = set()  # ops that lead to other ops than casts of what they make
+        own = {at: [v for v in ops[at].inputs if self.makers.get(v, -1) >= begin] for at in behind}
+        readers: dict[int, set[int]] = {}
+        for at in reversed(behind):
+            for value in own[at]:
+                readers.setdefault(value, set()).add(at)
+            if len(ops[at].inputs) > 1 or at in goes_on:
+                goes_on.update(self.makers[v] for v in own[at])
+        made: set[int] = set()
+        order: list[int] = []
+
+        def comes_now(at: int) -> bool:
+            if at in order_set or not own[at] or not made.issuperset(own[at]):
+                return False
+            if at not in goes_on:
+                return True
+            if any(0 <= self.makers.get(v, -1) < begin for v in ops[at].inputs):
+                return False
+            freed = sum(sizes[v] for v in own[at] if v not in self.gradients and readers[v] <= order_set | {at})
+            return freed > sum(sizes[v] for v in ops[at].outputs)
+
+        order_set: set[int] = set()
+        for first in behind:
+            left = [first] if first not in order_set else []
+            while left:
+                at = left.pop(0)
+                if at in order_set:
+                    continue
+                order.append(at)
+                order_set.add(at)
+                made.update(ops[at].outputs)
+                near = set().union(*[readers.get(v, set()) for v in (*ops[at].outputs, *own[at])])
+                left += [n for n in sorted(near) if comes_now(n)]
+        return tuple(order)
+
+    @functools.cached_property
     def reads(self) -> dict[int, int]:
         """Forward's values that backward reads, with the first of backward's ops that reads each."""
         made = {v for op in self.ops[: self.num_forward] for v in op.outputs}
@@ -89,13 +139,15 @@ class Timeline:
     """A step that holds certain values.
 
     Attributes:
-        held: the values, with those that backward needs and cannot rebuild. order: backward's ops, ops of forward that
+        held: the values, with those that backward needs and cannot rebuild. dropped: values that each of backward's own
+            ops that needs them makes anew. order: backward's ops, ops of forward that
             run again among them. forward_peak_bytes, backward_peak_bytes: above what was there before the step.
         held_bytes: at the end of forward, results left out. forward_levels, backward_levels: bytes while each op runs.
         seconds: of the ops that run again.
     """
 
     held: frozenset[int]
+    dropped: frozenset[int]
     order: tuple[int, ...]
     forward_levels: tuple[int, ...]
     backward_levels: tuple[int, ...]
@@ -118,11 +170,14 @@ class Timeline:
         return max(self.forward_peak_bytes, self.backward_peak_bytes)
 
 
-def backward_order(step: JointStep, held: frozenset[int]) -> tuple[frozenset[int], tuple[int, ...]]:
+def backward_order(
+    step: JointStep, held: frozenset[int], dropped: frozenset[int] = frozenset(), *, as_recorded: bool = False
+) -> tuple[frozenset[int], tuple[int, ...]]:
     """Returns what has to be held, and the ops of backward in order with those of forward that run again.
 
     Args:
-        held: what is to be held; values that are needed and cannot be rebuilt are added.
+        held: what is to be held; values that are needed and cannot be rebuilt are added. dropped: values that each of
+            backward's own ops makes anew. as_recorded: leave backward's own ops in the graph's order.
     """
     maker, ops, order, all_held = step.makers, step.ops, list[int](), set(held)
     ready = set(range(len(step.value_bytes))) - maker.keys() | held
@@ -142,11 +197,12 @@ def backward_order(step: JointStep, held: frozenset[int]) -> tuple[frozenset[int
             left += ops[made_by].inputs
         return sorted(found)
 
-    for at in range(step.num_forward, len(ops)):
+    for at in range(step.num_forward, len(ops)) if as_recorded else step.lean_order:
         run = [at] if ready.issuperset(ops[at].inputs) else needed(at)
         for again in run:
             ready.update(ops[again].outputs)
         order += run
+        ready -= dropped
     rerun = {at for at in order if at < step.num_forward}
     # A value that is held and made again all the same (an op with several results) is not held.
     read = step.gradients.union(*[ops[at].inputs for at in order])
@@ -154,20 +210,30 @@ def backward_order(step: JointStep, held: frozenset[int]) -> tuple[frozenset[int
     return frozenset(v for v in kept if maker[v] not in rerun or v in held), tuple(order)
 
 
-def timeline(step: JointStep, held: frozenset[int]) -> Timeline:
-    """Returns the order and the bytes of a step that holds `held` from forward to backward."""
-    all_held, order = backward_order(step, held)
+def timeline(
+    step: JointStep, held: frozenset[int], dropped: frozenset[int] = frozenset(), *, as_recorded: bool = False
+) -> Timeline:
+    """Returns the order and the bytes of a step that holds `held` from forward to backward.
+
+    Args:
+        dropped: values that each of backward's own ops makes anew. as_recorded: the step as torch runs it, backward's
+            own ops in the graph's order and nothing written over what it reads.
+    """
+    dropped = frozenset(v for value in dropped for v in step.ops[step.makers[value]].outputs) - held
+    all_held, order = backward_order(step, held, dropped, as_recorded=as_recorded)
     forward = list(range(step.num_forward))
     # What nothing reads any more and no one keeps does not run.
-    forward_levels = _levels(step, forward, start=(), keeps=step.results | all_held)
+    forward_levels = _levels(step, forward, start=(), keeps=step.results | all_held, overwrites=not as_recorded)
     again = [at for at in order if at < step.num_forward]
     kept = {at: step.ops[at].state_bytes for at in again if step.ops[at].state_bytes}  # from its run to the one again
     made = itertools.accumulate(kept.get(at, 0) for at in forward)
     held_bytes = sum(kept.values()) + sum(step.value_bytes[v] for v in all_held if v not in step.results)
-    backward_levels = _levels(step, list(order), start=tuple(sorted(all_held | step.tangents)), keeps=step.gradients)
+    start = tuple(sorted(all_held | step.tangents))
+    backward_levels = _levels(step, order, start=start, keeps=step.gradients, overwrites=not as_recorded)
     left = itertools.accumulate((-kept.get(at, 0) for at in order[:-1]), initial=sum(kept.values()))
     return Timeline(
         held=all_held,
+        dropped=dropped,
         order=order,
         forward_levels=tuple(map(operator.add, forward_levels, made)),
         backward_levels=tuple(map(operator.add, backward_levels, left)),
@@ -176,41 +242,91 @@ def timeline(step: JointStep, held: frozenset[int]) -> Timeline:
     )
 
 
+def rebuilt_for(step: JointStep, value: int, held: frozenset[int]) -> frozenset[int]:
+    """Returns the values that are made on the way to one, it included, where `held` are there."""
+    found: set[int] = set()
+    left = [value]
+    while left:
+        at = left.pop()
+        if at in found or at in held or at not in step.makers:
+            continue
+        op = step.ops[step.makers[at]]
+        if op.can_rerun and not op.is_random:
+            found.update(op.outputs)
+            left += op.inputs
+    return frozenset(found) - held
+
+
+def read_at_peak(step: JointStep, made: Timeline) -> set[int]:
+    """Returns forward's values that are there while backward's level is the highest, for ops that run then or later."""
+    order, levels = made.order, made.backward_levels
+    if not levels:
+        return set(made.held)
+    peak = levels.index(max(levels))
+    here = set(made.held)
+    for at in order[: peak + 1]:
+        here.update(step.ops[at].outputs)
+    read: set[int] = set()
+    for at in order[peak:]:
+        read.update(step.ops[at].inputs)
+    return {v for v in here & read if step.makers.get(v, len(step.ops)) < step.num_forward}
+
+
 def _levels(
-    step: JointStep, order: Sequence[int], *, start: tuple[int, ...], keeps: frozenset[int] | set[int]
+    step: JointStep,
+    order: Sequence[int],
+    *,
+    start: tuple[int, ...],
+    keeps: frozenset[int] | set[int],
+    overwrites: bool,
 ) -> list[int]:
     """Returns the bytes while each op of `order` runs, its results and what it reads for the last time included."""
     starting = set(start)
     inputs = _stored_inputs(step, order, starting, keeps) if step.fuses else None
-    last: dict[int, int] = {}
-    for position, at in enumerate(order):
-        for value in step.ops[at].inputs if inputs is None else inputs[position]:
-            last[value] = position
+    reads = [step.ops[at].inputs for at in order] if inputs is None else inputs
+    gone = _last_uses(step, order, reads, keeps, starting)
     level = sum(step.value_bytes[v] for v in start)
-    freed: dict[int, list[int]] = {}
     here = starting.copy()
-    for value, position in last.items():
-        if value not in keeps:
-            freed.setdefault(position, []).append(value)
+    read = set().union(*reads)
     levels = []
     for position, at in enumerate(order):
-        op, gone = step.ops[at], freed.get(position, [])
-        reused = _reused(step, op, gone) if step.fuses else 0
+        op, going = step.ops[at], gone[position]
+        if step.fuses:
+            reused = _reused(step, op, [v for v in going if v in reads[position]])
+        else:
+            over = [v for v in op.overwritable if v in going and v in here - starting] if overwrites else []
+            reused = step.value_bytes[op.outputs[0]] if over else 0
         for value in op.outputs:
-            if value in here:
-                continue
-            if inputs is not None and value not in keeps and value not in last:
+            if value in here or (inputs is not None and value not in keeps and value not in read):
                 continue  # fused away, or never made
             here.add(value)
             level += step.value_bytes[value]
-            if value not in last and value not in keeps:
-                gone.append(value)
         levels.append(level + op.workspace_bytes - reused)
-        for value in gone:
+        for value in going:
             if value in here:
                 here.discard(value)
                 level -= step.value_bytes[value]
     return levels
+
+
+def _last_uses(
+    step: JointStep,
+    order: Sequence[int],
+    reads: Sequence[tuple[int, ...]],
+    keeps: frozenset[int] | set[int],
+    start: set[int],
+) -> list[list[int]]:
+    """Returns for each op of `order` the values that nothing uses after it, or that are made again before that."""
+    gone: list[list[int]] = [[] for _ in order]
+    used: set[int] = set()
+    for position in range(len(order) - 1, -1, -1):
+        outputs = step.ops[order[position]].outputs
+        for value in dict.fromkeys((*reads[position], *outputs)):
+            if value not in keeps and value not in used:
+                gone[position].append(value)
+                used.add(value)
+        used.difference_update(v for v in outputs if v not in start)
+    return gone
 
 
 def _reused(step: JointStep, op: JointOp, dying: Sequence[int]) -> int:

@@ -6,6 +6,7 @@ The functions that divide a graph are recoup's own, copied by their text, so tha
 from __future__ import annotations
 
 import ast
+import dataclasses
 import pprint
 from importlib.resources import files
 
@@ -17,6 +18,8 @@ _SPLITTING = (
     "_partitioners",
     "joint_graph_facts",
     "tidy_joint_graph",
+    "overwriting",
+    "has_storage",
     "belongs_to_backward",
     "split_joint_graph",
     "finish_split",
@@ -42,7 +45,8 @@ def export_compiled(plan: CompiledPlan) -> Export:
             "Use `model.compile()`, or plan for a smaller budget."
         )
     name, backend = _BACKENDS[plan.backend]
-    graphs = {graph.fingerprint: {"held": list(graph.held), "rerun": list(graph.rerun)} for graph in planned}
+    overwrites = plan.backend != "inductor"
+    graphs = {g.fingerprint: {**dataclasses.asdict(g.choice), "overwrites": overwrites} for g in planned}
     key = "planned " + " ".join(f"{graph.fingerprint} {graph.held_bytes}" for graph in planned)
     texts = _functions("_torch.py", (*_SPLITTING, name))
     texts += _functions("compiled/partition.py", None)

@@ -10,7 +10,22 @@ from typing import Any
 from recoup.errors import UsageError
 from recoup.units import format_bytes
 
-SCHEMA = "recoup-compiled-plan/1"
+SCHEMA = "recoup-compiled-plan/2"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class GraphChoice:
+    """How a joint graph is divided, by names of its nodes.
+
+    Attributes:
+        held: kept for backward. rerun: run again in backward. dropped: those of them that run again for each of
+            backward's own ops that needs them. order: backward's own ops, in the order in which they run.
+    """
+
+    held: tuple[str, ...]
+    rerun: tuple[str, ...]
+    dropped: tuple[str, ...]
+    order: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,9 +36,8 @@ class CompiledGraph:
         fingerprint: tells the joint graph.
         num_calls: how often a step runs it.
         num_ops: of its forward.
-        held: names of the joint graph's nodes that are kept for backward.
-        held_bytes: theirs.
-        rerun: names of the nodes that run again in backward.
+        choice: how it is divided.
+        held_bytes: kept for backward.
         rerun_seconds: an estimate by which choices are ranked, FLOPs first.
         is_torch: whether the graph is divided as torch itself would.
     """
@@ -31,9 +45,8 @@ class CompiledGraph:
     fingerprint: str
     num_calls: int
     num_ops: int
-    held: tuple[str, ...]
+    choice: GraphChoice
     held_bytes: int
-    rerun: tuple[str, ...]
     rerun_seconds: float
     is_torch: bool = False
 
@@ -76,7 +89,7 @@ class CompiledPlan:
         if data.get("schema") != SCHEMA:
             raise UsageError(f"Not a plan of a compiled step: its schema is {data.get('schema')!r}, not {SCHEMA!r}.")
         graphs = tuple(
-            CompiledGraph(**{**graph, "held": tuple(graph["held"]), "rerun": tuple(graph["rerun"])})
+            CompiledGraph(**{**graph, "choice": GraphChoice(**{k: tuple(v) for k, v in graph["choice"].items()})})
             for graph in data["graphs"]
         )
         rest = {k: v for k, v in data.items() if k not in ("schema", "graphs", "notes")}
@@ -96,8 +109,8 @@ class CompiledPlan:
         for graph in self.graphs:
             times = f", {graph.num_calls} times a step" if graph.num_calls > 1 else ""
             lines.append(
-                f"  - {graph.num_ops} ops of forward{times}: holds {len(graph.held)} values "
-                f"({format_bytes(graph.held_bytes)}), {len(graph.rerun)} ops run again"
+                f"  - {graph.num_ops} ops of forward{times}: holds {len(graph.choice.held)} values "
+                f"({format_bytes(graph.held_bytes)}), {len(graph.choice.rerun)} ops run again"
                 + (" (as torch divides it)" if graph.is_torch else "")
             )
         lines += [f"  note: {note}" for note in self.notes]
