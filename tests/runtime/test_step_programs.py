@@ -194,6 +194,18 @@ def test_an_exception_ends_a_program_and_nothing_else(followed: list[bool]) -> N
     assert torch._C._len_torch_function_stack() == torch._C._len_torch_dispatch_stack() == 0
 
 
+@pytest.mark.filterwarnings("error:.*took a step that its plan was not made for.*")
+def test_a_step_that_follows_a_program_is_no_other_step(followed: list[bool]) -> None:
+    model, x = _Model(_same), torch.randn(ROWS, WIDTH)
+    counts: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: counts.append(1) or t, lambda t: t):
+        model(x)
+    with apply_decisions(model, [Rebuild(path="", num_saved=len(counts))]):
+        for _ in range(5):
+            model(x).backward()
+    assert followed == [True] * 3
+
+
 def test_a_program_needs_no_more_memory_than_the_record(followed: list[bool]) -> None:
     model, x = _Model(_same), torch.randn(64 * ROWS, WIDTH)
     peaks = []

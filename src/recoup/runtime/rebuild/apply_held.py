@@ -102,7 +102,7 @@ def run_held(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, A
             watch.learn()
     lost = recorder.lost
     num_saved, planned = len(recorder.packed), state.decision.num_saved
-    if planned not in (None, num_saved) and not recorder.num_saved() <= planned <= num_saved:
+    if not recorder.followed and planned not in (None, num_saved) and not recorder.num_saved() <= planned <= num_saved:
         lost = [*lost, f"autograd saves {num_saved} tensors, planned {planned}"]
     recorder.packed.clear()
     if lost and not state.warned:

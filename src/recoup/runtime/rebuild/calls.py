@@ -112,6 +112,7 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
         self._run = recorder.program = followed if isinstance(followed, StepRun) else None
         self._learning = recorder.learning = followed if isinstance(followed, Learning) else None
         self._followed = followed
+        recorder.followed = self._run is not None
         self._is_other = False
         if followed is not None:
             recorder.stop_program = self._stop
