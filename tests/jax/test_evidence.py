@@ -90,7 +90,8 @@ def test_what_is_dear_to_run_again_goes_to_the_host() -> None:
     ]
     held = [part for p in curves[1].points for segment in p.plan.segments for part in segment.walk()]
     assert any(part.offloaded for part in held)
-    assert curves[1].points[0].peak_bytes < curves[0].points[0].peak_bytes
+    floors = [(c.points[0].peak_bytes, c.points[0].step_seconds) for c in curves]
+    assert floors[1] < floors[0]  # a lower floor, or the same in less time
     for point in curves[0].points[:-1]:
         both = curves[1].plan(point.peak_bytes)
         assert both.predicted.peak_bytes <= point.peak_bytes
