@@ -194,6 +194,16 @@ def test_an_exception_ends_a_program_and_nothing_else(followed: list[bool]) -> N
     assert torch._C._len_torch_function_stack() == torch._C._len_torch_dispatch_stack() == 0
 
 
+def test_an_evaluation_between_steps_has_a_program_of_its_own(followed: list[bool]) -> None:
+    model, x = _Model(_same), torch.randn(ROWS, WIDTH)
+    with apply_decisions(model, [Rebuild(path="")]):
+        for _ in range(5):
+            model(x).backward()
+            model.eval()(x)
+            model.train()
+    assert followed == [True] * 6
+
+
 @pytest.mark.filterwarnings("error:.*took a step that its plan was not made for.*")
 def test_a_step_that_follows_a_program_is_no_other_step(followed: list[bool]) -> None:
     model, x = _Model(_same), torch.randn(ROWS, WIDTH)

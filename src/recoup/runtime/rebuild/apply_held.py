@@ -96,7 +96,7 @@ def run_held(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, A
             with recorder, _torch.saved_tensors_hooks(pack, unpack):
                 result = patched.original(*args, **kwargs)
         else:
-            watch = CallWatch(recorder, state.calls, _alike(args, kwargs))
+            watch = CallWatch(recorder, state.calls, (patched.module.training, _alike(args, kwargs)))
             with watch, recorder, _torch.on_compiled_calls(watch.leave), _torch.saved_tensors_hooks(pack, unpack):
                 result = patched.original(*args, **kwargs)
             watch.learn()
@@ -118,4 +118,5 @@ def run_held(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, A
 def _alike(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Returns what is equal for steps that may be alike."""
     items = (*args, *kwargs.values())
-    return tuple(kwargs), tuple([item.shape if isinstance(item, torch.Tensor) else type(item) for item in items])
+    shapes = [item.shape if isinstance(item, torch.Tensor) else type(item) for item in items]
+    return tuple(kwargs), tuple(shapes), _torch.is_autocast()
