@@ -38,7 +38,8 @@ def train(budget=None):
             (critic_loss, critic, (real, generator(noise).detach()), of_critic),
             (generator_loss, generator, noise, of_generator),
         ):
-            optimizer.zero_grad()
+            of_generator.zero_grad()
+            of_critic.zero_grad()  # the generator's loss has left gradients there
             loss = step(model, batch)
             loss.backward()
             optimizer.step()
