@@ -577,6 +577,18 @@ def attention_flags() -> tuple[Any, ...]:
     return (*flags, torch._C._get_cudnn_sdp_enabled(), *torch._C._get_sdp_priority_order())
 
 
+def call_state() -> tuple[Any, ...]:
+    """Returns what of this thread decides, beside its arguments, which ops a call runs (torch 2.11, 2.13).
+
+    Freed by: as `is_autocast`.
+    """
+    if not is_autocast():
+        return (torch.get_default_dtype(),)
+    kinds = ("cpu", "cuda")
+    states = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
+    return (torch.get_default_dtype(), *states, torch.is_autocast_cache_enabled())
+
+
 is_autocast = torch._C._is_any_autocast_enabled
 """Whether autocast is on for some device (torch 2.11, 2.13). Freed by: `torch.is_autocast_enabled` for any device."""
 

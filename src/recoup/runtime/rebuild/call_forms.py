@@ -69,6 +69,7 @@ class CallForm:
     """
 
     __slots__ = (
+        "_attends",
         "_exact",
         "_flags",
         "_is_nested",
@@ -101,6 +102,7 @@ class CallForm:
         *,
         is_nested: bool,
         flags: tuple[Any, ...],
+        attends: bool,
     ) -> None:
         self.kinds = tuple(map(type, flat))
         self.names = names
@@ -116,6 +118,7 @@ class CallForm:
         self._scalars = self._rest(flat)
         self._exact = repr(self._scalars) if any(type(s) is float and s == 0 for s in self._scalars) else ""
         self._flags = flags
+        self._attends = attends
         self.ops: tuple[tuple[OpForm, tuple[int, ...]], ...] = ()
         self.aliases: tuple[tuple[int, int], ...] = ()
         self.saves: tuple[tuple[int | None, Geometry], ...] = ()
@@ -133,7 +136,7 @@ class CallForm:
         return tensors
 
     def alike(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Sequence[torch.Tensor] | None:
-        """Returns the tensors of a call that is like this one as far as their metadata goes, each once; else None."""
+        """Returns the tensors of a call that is like this one, their metadata apart, each once; None if it is not."""
         flat: Sequence[Any] = args
         if kwargs:
             if tuple(kwargs) != self.names:
@@ -148,7 +151,7 @@ class CallForm:
         scalars = self._rest(flat)
         if scalars != self._scalars or (self._exact and repr(scalars) != self._exact):  # zero has two signs
             return None
-        if self._flags and _torch.attention_flags() != self._flags:
+        if _torch.call_state() + (_torch.attention_flags() if self._attends else ()) != self._flags:
             return None
         for one, other in self._same:
             if flat[one] is not flat[other]:
@@ -202,8 +205,10 @@ def form_of_call(
     matches = _torch.tensor_guard(tensors) if tensors else _is_alike
     if matches is None or not matches(*tensors):
         return None
-    flags = _torch.attention_flags() if func is F.scaled_dot_product_attention else ()
-    form = CallForm(flat, tuple(kwargs or ()), first, same, matches, is_nested=is_nested, flags=flags)
+    flags = _torch.call_state() + (
+        _torch.attention_flags() if (attends := func is F.scaled_dot_product_attention) else ()
+    )
+    form = CallForm(flat, tuple(kwargs or ()), first, same, matches, is_nested=is_nested, flags=flags, attends=attends)
     return form if _knows(form, tensors, out, log, value_of) else None
 
 

@@ -41,6 +41,7 @@ class Learning:
         self._numbers: dict[Value, int] = {}
         self._seen: dict[Value, tuple[int, bool, int]] = {}  # where first: call, whether a result, position
         self._is_inside = self._is_open = False  # a call runs: with a form; any
+        self._storages: set[int] = set()  # of all tensors met
         self._written: list[Value] = []
         self._of_others: set[Value] = set()  # results of calls without form
 
@@ -57,6 +58,8 @@ class Learning:
             value = self._recorder.existing(tensor)
             if slot is None:
                 slot = self._new_slot(tensor)
+                if tensor.layout is not torch.strided or tensor.untyped_storage()._cdata in self._storages:
+                    self.failed = True  # over memory that was met before: the next step's need not be
                 if type(tensor) is nn.Parameter:
                     self._constants.append((tensor, slot))
                 else:
@@ -70,6 +73,7 @@ class Learning:
         call.first_save = len(self._saves)
         self._calls.append(call)
         self._see(index, False, list(enumerate(tensors)))
+        self._meet(tensors)
         self._is_inside = form is not None
         self._is_open = True
 
@@ -83,6 +87,7 @@ class Learning:
             self._of_others.update(v for v in (self._recorder.existing(t) for _, t in outs) if v is not None)
         else:
             call.gives = [(i, self._new_slot(t)) for i, t in outs if self._slot(t) is None]
+            self._meet([t for _, t in outs])
         call.num_ops = num_ops
         call.end_save = len(self._saves)
         call.deriving = self._recorder.deriving
@@ -122,6 +127,9 @@ class Learning:
         self._num_slots = slot + 1
         self._slots[id(tensor)] = weakref.ref(tensor), slot
         return slot
+
+    def _meet(self, tensors: Sequence[Any]) -> None:
+        self._storages.update(t.untyped_storage()._cdata for t in tensors if t.layout is torch.strided)
 
     def _see(self, index: int, is_result: bool, tensors: list[tuple[int, Any]]) -> None:
         for position, tensor in tensors:
