@@ -6,6 +6,7 @@ import dataclasses
 import time
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -114,3 +115,20 @@ def test_a_broken_file_is_measured_anew_and_a_closed_directory_is_no_error(
     assert load_host_costs(path) is None and host_costs() == HostCosts(region_seconds=1.0)
     monkeypatch.setenv("RECOUP_CACHE_DIR", str(path / "below"))
     assert host_costs() == TYPICAL
+
+
+def test_the_most_likely_costs_are_those_that_the_times_tell_and_never_zero() -> None:
+    random = numpy.random.default_rng(0)
+    names = [field.name for field in dataclasses.fields(HostCosts)]
+    typical = numpy.asarray([getattr(TYPICAL, name) for name in names])
+    rows = [[*map(float, random.integers(0, 50, len(names))), 1.0] for _ in range(12)]
+    true = typical * random.choice([0.25, 0.5, 1.0, 2.0, 4.0], len(names))
+    times = [float(numpy.dot(row, [*true, 1e-3])) for row in rows]
+    found = host_calibration._most_likely(rows, times, [1e-4 * t for t in times])
+    assert numpy.allclose(found, true, rtol=0.1), found / true
+    one_off = [10 * times[0], *times[1:]]  # another process had the core
+    found = host_calibration._most_likely(rows, one_off, [1e-4 * t for t in times])
+    assert max(found / true) < 2 and min(found / true) > 0.5, found / true
+    for nonsense in ([-t for t in times], [0.0] * len(times), [100 * t * random.random() for t in times]):
+        shares = numpy.asarray(host_calibration._most_likely(rows, nonsense, [1e-3 * abs(t) for t in times])) / typical
+        assert shares.min() > 0.05 and shares.max() < 20, shares

@@ -1,9 +1,10 @@
 """Measures what a plan's bookkeeping takes on this host: once for each machine, Python and torch version.
 
 `host_seconds` is linear in the costs. A small model therefore runs plainly and under plans that do different amounts of
-each kind of bookkeeping. What each plan takes above the plain step, its kernels aside, is one equation, and least
-squares solves them, held near `TYPICAL` by as little as the times may be off. What a plan takes whatever it does is one
-more unknown, which nobody is charged.
+each kind of bookkeeping. What each plan takes above the plain step, its kernels aside, is one equation; what the plain
+step takes above its kernels is two more. What a plan takes whatever it does is one more unknown, which nobody is
+charged. The answer is the most likely one: a cost is `TYPICAL`'s times or divided by two, give or take, and a time is
+off by what its repetitions are apart. So no cost is zero, and those that the times cannot tell apart stay typical.
 
 Tensors are as large as a core's cache holds a few of, since kernels of a real step drive the interpreter's data out of
 it. Kernels are priced as in any plan: what an op takes longer inside of a step than alone counts as host time. Times
@@ -13,10 +14,12 @@ are those of this thread, the least of several steps.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import math
 import os
 import platform
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -33,18 +36,11 @@ from recoup.cost.measured import MeasuredCost, device_name
 from recoup.cost.model import PricedTrace
 from recoup.ir.decision import Decision, Rebuild, Recompute, Rederive
 from recoup.runtime.apply import apply_decisions
-from recoup.thresholds import ESTIMATE_SHARE
+from recoup.thresholds import ESTIMATE_SHARE, MOST_TRIES
 
-# Of the plans' bookkeeping; what a scan and a plain op take is timed by itself.
-_SOLVED = (
-    "region_seconds",
-    "call_seconds",
-    "replayed_op_seconds",
-    "watched_op_seconds",
-    "recorded_op_seconds",
-    "rederived_tensor_seconds",
-    "segment_tensor_seconds",
-)
+_SOLVED = tuple(field.name for field in dataclasses.fields(HostCosts))
+_SPREAD_SHARE = math.log(2.0)
+"""Of the costs' logarithms over hosts: one that is twice as fast or as slow as the typical one is a common one."""
 
 
 def host_costs() -> HostCosts:
@@ -79,60 +75,75 @@ def measure_host_costs(*, num_layers: int = 3, num_rounds: int = 2) -> HostCosts
         spec = StepSpec(model=model, batch=x, objective=Objective(loss=lambda output, batch: output.sum()))
         cost = MeasuredCost(torch.device("cpu"))
         plain = cost.price(capture(spec))
-        least: dict[str, tuple[float, float]] = {}
+        laps: dict[str, list[tuple[float, float]]] = {name: [] for name in plans}
         priced: dict[str, PricedTrace] = {}
         for _ in range(num_rounds):
             for name, decisions in plans.items():
                 with apply_decisions(model, decisions):
                     priced[name] = priced.get(name) or cost.price(capture(spec, known=plain.trace))
                     _step(model, x)  # a plan's first step in place notes what later ones look up
-                    laps = [_step(model, x) for _ in range(3)]
-                laps += [least[name]] if name in least else []
-                least[name] = min(forward for forward, _ in laps), min(backward for _, backward in laps)
-        tape_seconds = min(_tape_seconds() for _ in range(20))
-    rows, above = [], []
+                    laps[name].append(_least([_step(model, x) for _ in range(3)]))
+        tape_seconds = [min(_tape_seconds() for _ in range(10)) for _ in range(num_rounds)]
+    num_forward, num_ops = plain.trace.num_forward_ops, len(plain.op_seconds)
+    kernels = sum(plain.op_seconds[:num_forward]), sum(plain.op_seconds[num_forward:])
+    step = _least(laps["plain"])
+    # Each row: how many times each cost is paid, and 1 where a plan is in place; the seconds; what they may be off.
+    rows = [
+        (_row(forward_op_seconds=num_forward), step[0] - kernels[0], _spread([lap[0] for lap in laps["plain"]])),
+        (
+            _row(backward_op_seconds=num_ops - num_forward),
+            step[1] - kernels[1],
+            _spread([lap[1] for lap in laps["plain"]]),
+        ),
+        (_row(tape_seconds=1.0, backward_op_seconds=1.0), min(tape_seconds), _spread(tape_seconds)),
+    ]
     for name, decisions in plans.items():
         trace = priced[name].trace
         unit = [HostCosts(**{field: 1.0}) for field in _SOLVED]
-        rows.append([sum(host_seconds(decisions, trace, plain=plain.trace, costs=costs)) for costs in unit] + [1.0])
-        again_seconds = sum(priced[name].op_seconds) - sum(plain.op_seconds)
-        above.append(sum(least[name]) - sum(least["plain"]) - again_seconds)
-    solved = _solve(rows, above, noise_seconds=ESTIMATE_SHARE * sum(least["plain"]))
-    num_forward = plain.trace.num_forward_ops
-    forward = least["plain"][0] - sum(plain.op_seconds[:num_forward])
-    backward = least["plain"][1] - sum(plain.op_seconds[num_forward:])
-    backward_op_seconds = max(backward / (len(plain.op_seconds) - num_forward), 0.0)
-    return HostCosts(
-        **dict(zip(_SOLVED, solved, strict=False)),
-        tape_seconds=max(tape_seconds - backward_op_seconds, 0.0),
-        forward_op_seconds=max(forward / num_forward, 0.0),
-        backward_op_seconds=backward_op_seconds,
-    )
+        counts = [sum(host_seconds(decisions, trace, plain=plain.trace, costs=costs)) for costs in unit]
+        above = sum(_least(laps[name])) - sum(step) - (sum(priced[name].op_seconds) - sum(kernels))
+        rows.append(([*counts, 1.0], above, _spread([sum(lap) for lap in laps[name]])))
+    return HostCosts(**dict(zip(_SOLVED, _most_likely(*zip(*rows, strict=True)), strict=False)))
 
 
-def _solve(rows: list[list[float]], above: list[float], *, noise_seconds: float) -> list[float]:
-    """Returns the least-squares solution that has no negative part: what would be negative is left out, one by one.
+def _least(laps: list[tuple[float, float]]) -> tuple[float, float]:
+    return min(forward for forward, _ in laps), min(backward for _, backward in laps)
 
-    A cost twice the typical one counts as an error of `noise_seconds`: so noise that the steps cannot tell from a cost
-    moves it little.
+
+def _spread(seconds: list[float]) -> float:
+    return max(max(seconds) - min(seconds), ESTIMATE_SHARE * min(seconds))
+
+
+def _row(**counts: float) -> list[float]:
+    return [counts.get(name, 0.0) for name in _SOLVED] + [0.0]
+
+
+def _most_likely(rows: Sequence[list[float]], seconds: Sequence[float], off_seconds: Sequence[float]) -> list[float]:
+    """Returns the positive costs, most likely given `seconds` and `TYPICAL`: Gauss-Newton steps on their logarithms.
+
+    A time that no likely costs explain, as on a busy machine, counts for less the farther it is off (Cauchy's weights).
 
     Args:
-        rows: of each step, how many times it pays each cost, and 1.
-        above: of each step, its seconds above the plain one.
-        noise_seconds: what two runs of a step may be apart.
+        rows: of each time, how many times it pays each cost, and what it pays of the unknown that nobody is charged.
+        seconds: the times.
+        off_seconds: what each may be off.
     """
-    typical = [getattr(TYPICAL, field) for field in _SOLVED]
-    weights = np.diag([noise_seconds / seconds for seconds in typical] + [0.0])
-    equations = np.vstack([np.asarray(rows), weights])
-    wanted = np.concatenate([above, weights @ np.asarray([*typical, 0.0])])
-    used = list(range(equations.shape[1]))
-    while used:
-        found, *_ = np.linalg.lstsq(equations[:, used], wanted, rcond=None)
-        if found.min() >= 0:
-            solved = dict(zip(used, found.tolist(), strict=True))
-            return [solved.get(column, 0.0) for column in range(equations.shape[1])]
-        del used[int(found.argmin())]
-    return [0.0] * equations.shape[1]  # the noise of a busy machine: no cost can be told from it
+    counts, times, off = np.asarray(rows), np.asarray(seconds), np.asarray(off_seconds)
+    typical = np.asarray([getattr(TYPICAL, field) for field in _SOLVED])
+    logs, rest = np.zeros(len(typical)), 0.0
+    for _ in range(MOST_TRIES * len(rows)):
+        costs = np.append(typical * np.exp(logs), rest)
+        wrong = times - counts @ costs
+        weights = 1.0 / np.hypot(off, wrong)
+        slopes = counts * np.append(costs[:-1], 1.0) * weights[:, None]
+        prior = np.eye(len(typical), len(costs)) / _SPREAD_SHARE
+        change, *_ = np.linalg.lstsq(
+            np.vstack([slopes, prior]), np.concatenate([wrong * weights, -logs / _SPREAD_SHARE]), rcond=None
+        )
+        logs = logs + np.clip(change[:-1], -1.0, 1.0)  # a logarithm is straight for so far
+        rest += change[-1]
+    found: list[float] = (typical * np.exp(logs)).tolist()
+    return found
 
 
 class _Layer(nn.Module):
