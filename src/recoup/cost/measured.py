@@ -134,18 +134,21 @@ class MeasuredCost:
 
     def _measure_here(self, missing: list[Signature], deadline: float, new: dict[str, Measurement | None]) -> None:
         arena = Arena(self.device)
+        remaining = progress.Remaining(len(missing))
         with alone(self.device):
             for start in range(0, len(missing), _BATCH_OPS):
                 if time.perf_counter() > deadline:
                     break
-                progress.advance(f"measuring ops on this device ({start} of {len(missing)})")
+                progress.advance(f"measuring ops on this device ({remaining.text(start, done=start)})")
                 new |= measure_ops(missing[start : start + _BATCH_OPS], arena, deadline)
 
     def _measure_apart(self, missing: list[Signature], seconds: float, new: dict[str, Measurement | None]) -> None:
         """Measures in another process: what breaks a CUDA context must not break the caller's."""
         request = Request(device=str(self.device), flags=self._flags, signatures=tuple(missing), seconds=seconds)
+        remaining = progress.Remaining(len(missing))
         found = measure_apart(
-            request, advance=lambda at: progress.advance(f"measuring ops on this device ({at} of {len(missing)})")
+            request,
+            advance=lambda at: progress.advance(f"measuring ops on this device ({remaining.text(at, done=at)})"),
         )
         for position, measured in found.measured.items():
             new[_key(missing[position])] = measured
