@@ -6,9 +6,10 @@
     python -m bench.planning --compare OLD.json NEW.json  # exit status 1 if a plan got worse by over 0.5 %
 
 Each row runs in a process of its own, on one thread, after a plan of a tiny model (what a process imports once is not
-the model's). A workload's row has the plain step, `plan` where no op of it was measured before, `plan` again, `fit`,
-and `fit` again. What was planned is in the file too: peak, seconds and FLOPs as predicted by a roofline, which is the
-same on every machine, at 80 % and 50 % of the plain peak.
+the model's) and after this host's own costs are known (once for each machine: the row "host"). A workload's row has the
+plain step, `plan` where no op of it was measured before, `plan` again (remembered), `fit`, and `fit` again; ratios are
+over the plain step, `plan_ratio` that of the first. What was planned is in the file too: peak, seconds and FLOPs as
+predicted by a roofline, which is the same on every machine, at 80 % and 50 % of the plain peak.
 """
 
 from __future__ import annotations
@@ -35,12 +36,13 @@ from bench.lengths import make as make_lora
 from bench.workloads import WORKLOADS
 from recoup.capture.step import make_objective
 from recoup.evidence.step_bench import StepBench
+from recoup.planner.host_calibration import host_costs, measure_host_costs
 from recoup.planner.request import planner_for
 from recoup.solver.frontier import Solver
 from recoup.targets.resolve import resolve_target
 
 Row = dict[str, Any]
-QUICK = ("gpt2", "llama", "vit", "unet", "resnet50", "t5", "moe", "chain-200", "layers-80")
+QUICK = ("host", "gpt2", "llama", "vit", "unet", "resnet50", "t5", "moe", "chain-200", "layers-80")
 BUDGETS = ("80%", "50%")
 _WORSE = 1.005
 
@@ -72,13 +74,13 @@ def _workload(name: str) -> Row:
     bench.restore()
     work = (target.model, target.batch)
     row: Row = {"plain_step": plain}
-    row["plan_first"], _ = _seconds(lambda: recoup.plan(*work, budget="70%", **given))
-    row["plan"], _ = _seconds(lambda: recoup.plan(*work, budget="70%", **given))
-    row["fit"], fitted = _seconds(lambda: recoup.fit(*work, budget="70%", **given))
+    row["plan_first"], _ = _seconds(lambda: recoup.plan(*work, budget=BUDGETS[0], **given))
+    row["plan"], _ = _seconds(lambda: recoup.plan(*work, budget=BUDGETS[0], **given))
+    row["fit"], fitted = _seconds(lambda: recoup.fit(*work, budget=BUDGETS[0], **given))
     fitted.applied.remove()
-    row["fit_again"], fitted = _seconds(lambda: recoup.fit(*work, budget="70%", **given))
+    row["fit_again"], fitted = _seconds(lambda: recoup.fit(*work, budget=BUDGETS[0], **given))
     fitted.applied.remove()
-    row["plan_ratio"], row["fit_ratio"] = round(row["plan"] / plain, 1), round(row["fit"] / plain, 1)
+    row["plan_ratio"], row["fit_ratio"] = round(row["plan_first"] / plain, 1), round(row["fit"] / plain, 1)
     return row | {"plans": _plans(target.model, target.batch, given)}
 
 
@@ -140,6 +142,7 @@ _WIDTHS = "hidden_size=8192,num_attention_heads=64,num_key_value_heads=8,interme
 _LLAMA_70B = f"hf:llama?num_hidden_layers=80,{_WIDTHS}"
 ROWS: dict[str, Callable[[], Row]] = {
     **{name: lambda name=name: _workload(name) for name in WORKLOADS},  # type: ignore[misc]
+    "host": lambda: {"calibration": _seconds(measure_host_costs)[0]},
     "chain-200": lambda: _chain(200),
     "chain-1000": lambda: _chain(1000),
     "llama-7b": lambda: _llama("hf:llama", "80GB", batch=1, seq=8192, dtype="bfloat16"),
@@ -155,6 +158,7 @@ def _run(name: str, profile: bool) -> Row:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     recoup.plan(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), torch.randn(2, 8), budget="100%", device="cpu-generic")
+    host_costs()
     if not profile:
         return ROWS[name]()
     profiler = cProfile.Profile(time.process_time)

@@ -10,12 +10,6 @@ import recoup
 from recoup.cost.model import FlopsCost
 from tests.models import KINDS, make, same, step
 
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path_factory, monkeypatch) -> None:
-    monkeypatch.setenv("RECOUP_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "ops"))
-
-
 _LARGE = ("gpt2", "llama")
 
 

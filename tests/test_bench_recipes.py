@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from bench import recipes
 
+from tests.thorough import cases
+
 BOUND = 0.07
 
 
@@ -15,7 +17,8 @@ def test_the_planner_says_what_authors_measured(group: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_planner_says_what_diffusers_measured() -> None:
+@pytest.mark.parametrize("every", cases((0, 1, 2, 4), (2,)))
+def test_the_planner_says_what_diffusers_measured(every: int) -> None:
     pytest.importorskip("diffusers")
-    rows = recipes.GROUPS["diffusers"]()
-    assert len(rows) == 4 and all(abs(row.error) <= BOUND for row in rows), "\n".join(map(str, rows))
+    (row,) = recipes.diffusers_ltx((every,))
+    assert abs(row.error) <= BOUND, row

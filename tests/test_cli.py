@@ -60,8 +60,7 @@ def talks():
 
 
 @pytest.fixture
-def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv("RECOUP_CACHE_DIR", str(tmp_path / "cache"))
+def source(tmp_path: Path) -> str:
     path = tmp_path / "models.py"
     path.write_text(SOURCE)
     return str(path)

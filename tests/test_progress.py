@@ -59,9 +59,14 @@ def test_progress_says_which_search_of_how_many(caplog: pytest.LogCaptureFixture
     said = [record.getMessage() for record in caplog.records]
     assert any(text.startswith("search 1 of ") and "simulating a plan" in text for text in said)
     progress.advance("after")
-    with progress.stage("a", 1, 2), progress.stage("b", 2, 3), progress.listening(said.append):
+    now = iter([0.0, 10.0, 20.0, 20.5]).__next__
+    remaining = progress.Remaining(3, clock=now)
+    outer = progress.Remaining(2)
+    with progress.stage("a", 1, outer), progress.stage("b", 2, remaining), progress.listening(said.append):
         progress.advance("inside")
-    assert said[-1] == "a 1 of 2: b 2 of 3: inside"
+    assert said[-1] == "a 1 of 2: b 2 of 3, about 20 s left: inside"
+    assert remaining.text(3, done=2) == "3 of 3, about 10 s left"
+    assert remaining.text(3, done=3) == "3 of 3" and remaining.text(0, done=0) == "0 of 3"
 
 
 def test_text_keeps_to_the_terminals_width(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,7 +69,6 @@ def _run_examples(function: Any, name: str) -> None:
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("name", _FUNCTIONS)
-def test_examples_run(name: str, tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RECOUP_CACHE_DIR", str(tmp_path))
+def test_examples_run(name: str) -> None:
     torch.manual_seed(0)
     _run_examples(inspect.unwrap(getattr(recoup, name)), name)

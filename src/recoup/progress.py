@@ -25,10 +25,27 @@ def advance(text: str) -> None:
         listener(text)
 
 
+class Remaining:
+    """Says which of several parts is next and, from the time that those before it took, how long the rest may take.
+
+    Args:
+        of: number of parts, taken to be equally long.
+        clock: returns seconds.
+    """
+
+    def __init__(self, of: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._of, self._clock, self._begun = of, clock, clock()
+
+    def text(self, number: int, *, done: int) -> str:
+        """Returns "2 of 5", with ", about 12 s left" where some parts are done and a second or more is left."""
+        left = (self._clock() - self._begun) / done * (self._of - done) if done else 0.0
+        return f"{number} of {self._of}" + (f", about {left:.0f} s left" if left >= 1.0 else "")
+
+
 @contextlib.contextmanager
-def stage(name: str, number: int, of: int) -> Iterator[None]:
-    """Has what is done in the block told as part of one of several stages: "search 2 of 5: ..."."""
-    token = _stage.set(f"{_stage.get()}{name} {number} of {of}: ")
+def stage(name: str, number: int, remaining: Remaining) -> Iterator[None]:
+    """Has what is done in the block told as part of one of several stages: "search 2 of 5, about 12 s left: ..."."""
+    token = _stage.set(f"{_stage.get()}{name} {remaining.text(number, done=number - 1)}: ")
     try:
         yield
     finally:

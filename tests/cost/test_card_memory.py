@@ -187,7 +187,7 @@ def test_gradients_are_summed_in_place_where_autograd_does(
             alloc_op=alloc,
             free_op=free,
             released_op=free,
-            saved_op=-1,
+            saved_ops=(),
             saved_by=(),
             label="",
         )

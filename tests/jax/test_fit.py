@@ -14,6 +14,7 @@ import jax
 import recoup.jax
 from recoup.errors import InfeasibleBudget, PlanMismatch, StepError, TargetError, UsageError
 from tests.jax.models import STEPS, rnn, shape, transformer, values_of
+from tests.thorough import cases
 
 
 @pytest.mark.slow
@@ -40,7 +41,7 @@ def _leaves_equal(a: Any, b: Any) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", cases(STEPS, [name for name in STEPS if name != "unrolled transformer"]))
 def test_a_fitted_step_holds_its_budget_and_its_gradients(name: str) -> None:
     step, args = STEPS[name]()
     planned, plan = recoup.jax.fit(step, *args, budget="70%")

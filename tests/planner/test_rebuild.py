@@ -124,6 +124,34 @@ def test_kept_modules_run_once() -> None:
     assert held
 
 
+class Scan(nn.Module):
+    """A state-space scan: each step reads small slices of tensors made before the loop, and adds to a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decays = nn.ParameterList(nn.Parameter(torch.randn(16, 16)) for _ in range(2))
+        self.inputs = nn.ParameterList(nn.Parameter(torch.randn(16, 16) / 4) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for decay, weight in zip(self.decays, self.inputs, strict=True):
+            y, found = torch.sigmoid(x @ weight), []
+            state = torch.zeros(x.shape[0], 16, 16)
+            for t in range(x.shape[1]):
+                state = torch.sigmoid(decay) * state + y[:, t].unsqueeze(-1) * x[:, t].unsqueeze(1)
+                found.append((state * y[:, t].unsqueeze(1)).sum(-1))
+            x = torch.stack(found, 1)
+        return x
+
+
+def test_slices_too_small_to_be_rebuilt_do_not_keep_what_they_are_of() -> None:
+    torch.manual_seed(0)
+    model, batch = Scan(), (torch.randn(32, 16, 16),)
+    plan = recoup.plan(model, batch, budget="35%", loss=loss, cost=FlopsCost(), actions=("rebuild",))
+    evidence = recoup.verify(model, plan, batch, loss=loss, timed=False)
+    assert evidence.ok and evidence.exact
+    assert evidence.peak_bytes == plan.predicted.peak_bytes
+
+
 class Branching(nn.Module):
     """Takes another way in every second step."""
 

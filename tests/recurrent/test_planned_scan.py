@@ -197,8 +197,9 @@ def test_more_bytes_are_never_slower(planned: tuple[Model, torch.Tensor, Planner
 
 
 @pytest.mark.slow
-def test_too_small_a_budget_says_what_is_needed(planned: tuple[Model, torch.Tensor, Planner]) -> None:
-    _, _, planner = planned
+def test_too_small_a_budget_says_what_is_needed() -> None:
+    model, x = make_model()
+    planner = planner_for(model, x[:6])
     assert planner.fit(1000) is None
     error = planner.infeasible(1000)
     assert isinstance(error, InfeasibleBudget)
@@ -353,7 +354,7 @@ def test_words_tell_scans_of_one_call_apart() -> None:
 @pytest.mark.slow
 def test_explain_and_frontier() -> None:
     model, x = make_model()
-    cost = OpCost()
+    x, cost = x[:6], OpCost()
     curve = recoup.frontier(model, x, loss=loss_of, actions=("recompute",), cost=cost, num_points=3)
     assert curve.points[-1].extra_time_ratio < 0  # faster than the plain step, in more memory
     explained = curve.explain("95%")

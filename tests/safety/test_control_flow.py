@@ -11,6 +11,7 @@ from torch import nn
 import recoup
 from tests.safety import helpers
 from tests.safety.helpers import Block, Net, assert_trains_like, fit
+from tests.thorough import thorough
 
 
 class Branches(nn.Module):
@@ -36,8 +37,8 @@ class Root(nn.Module):
 
 
 CASES = [
-    pytest.param(Root, "1MiB", id="root"),
-    pytest.param(lambda: Net(Branches, depth=1), "85%", id="inside", marks=pytest.mark.slow),
+    pytest.param(Root, "1MiB", id="root", marks=thorough),
+    pytest.param(lambda: Net(Branches, depth=1), "85%", id="inside"),
 ]
 
 

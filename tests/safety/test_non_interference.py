@@ -324,6 +324,6 @@ def test_a_training_is_as_if_fit_had_not_been_called(case: dict[str, str]) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", cases(CASES[12:], CASES[12::3]), ids=_name)
+@pytest.mark.parametrize("case", cases(CASES[12:], CASES[12::6]), ids=_name)
 def test_every_two_settings_together(case: dict[str, str]) -> None:
     _check(case)

@@ -14,8 +14,9 @@ import recoup
 from recoup.cli.main import run
 from recoup.ir.plan import Plan
 from tests.safety.helpers import Net, square
+from tests.thorough import IS_THOROUGH
 
-NUM_MUTANTS = 500
+NUM_MUTANTS = 500 if IS_THOROUGH else 100
 VALUES: tuple[Any, ...] = (
     *(None, True, -1, 0, 1.5, 1e300, 10**30, "", "x\ny", "\ud800", "\x1b[31m", [], {}, [[]], {"a": 1}, "..", "a..b"),
     *("recompute", "\u00b2", "x" * 5000),

@@ -150,6 +150,21 @@ def test_dense_connections_have_no_waist() -> None:
     assert waists(ops, [1] * 8, [7]) == []
 
 
+def test_a_loop_that_collects_results_has_waists() -> None:
+    # Each step reads the state, makes something large for the next state, and a result that is read after the loop.
+    ops, sizes, state, results = [], [4], 0, []
+    for _ in range(16):
+        large, following, result = len(sizes), len(sizes) + 1, len(sizes) + 2
+        sizes += [4, 4, 1]
+        ops += [
+            Op(inputs=(state,), outputs=(large,), seconds=1.0),
+            Op(inputs=(large,), outputs=(following,), seconds=1.0),
+            Op(inputs=(following,), outputs=(result,), seconds=1.0),
+        ]
+        state, results = following, [*results, result]
+    assert any(place > 36 for place in waists(ops, sizes, results))  # where twelve results cross
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_trade_offs_hold_all_corners_and_nothing_that_another_beats(seed: int) -> None:
     segment = _segment(random.Random(seed))

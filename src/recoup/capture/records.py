@@ -45,7 +45,7 @@ class StorageRecord:
         "order",
         "released_op",
         "saved_by",
-        "saved_op",
+        "saved_ops",
         "source",
     )
 
@@ -57,7 +57,7 @@ class StorageRecord:
         self.label = label
         self.free_op = -1
         self.released_op = -1
-        self.saved_op = -1
+        self.saved_ops: list[int] = []
         self.saved_by: list[int] = []
         self.source = user_line() if alloc_op >= 0 and nbytes >= SMALL_BYTES else ""
 
@@ -71,8 +71,8 @@ class StorageRecord:
         """Notes that autograd keeps it for `op` of `call`."""
         if self.category == "temporary":
             self.category = "saved"
-        if self.saved_op in (-1, self.alloc_op):  # a later taker keeps it longer than the op that made it
-            self.saved_op = op
+        if not self.saved_ops or self.saved_ops[-1] != op:
+            self.saved_ops.append(op)
         if not self.saved_by or self.saved_by[-1] != call:
             self.saved_by.append(call)
 

@@ -157,7 +157,7 @@ def _moves(before: Sequence[int], after: Sequence[int], by: int) -> tuple[int, .
 
 def _is_alike(before: StorageRecord, record: StorageRecord, num_ops: int, *, lasts: bool) -> bool:
     """Whether two tiles' storages are of one kind and live as long. `lasts`: into the next tile, and no longer."""
-    kinds = [(r.nbytes, r.category, r.label, r.saved_op, tuple(r.saved_by)) for r in (before, record)]
+    kinds = [(r.nbytes, r.category, r.label, r.saved_ops, r.saved_by) for r in (before, record)]
     if kinds[0] != kinds[1] or before.saved_by or before.alloc_op < 0 or before.free_op < 0:
         return False
     ends = record.free_op == -1 if lasts else record.free_op == before.free_op + num_ops

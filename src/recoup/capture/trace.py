@@ -86,7 +86,7 @@ def build_trace(
                 alloc_op=r.alloc_op,
                 free_op=r.free_op,
                 released_op=r.released_op,
-                saved_op=r.saved_op,
+                saved_ops=tuple(r.saved_ops),
                 saved_by=tuple(r.saved_by),
                 label=_label(r, tracker, recorder.calls),
                 source=_source(r, tracker),

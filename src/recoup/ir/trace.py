@@ -77,8 +77,7 @@ class Storage:
     Attributes:
         released_op: the last op during which it would live if autograd kept nothing (forward storages only; equals
             `free_op` elsewhere).
-        saved_op: the forward op with which autograd first keeps it as an input (or as the result, if it never is an
-            input), -1 if it never does.
+        saved_ops: the forward ops with which autograd keeps it, in order.
         saved_by: calls that save a tensor in it, in order of first saving (may hold -1 for the loss).
         label: for people: the parameter's path, or op and call that made it.
         source: "file:line" of the code that made it, "" where that is not known or it is small.
@@ -89,10 +88,16 @@ class Storage:
     alloc_op: int
     free_op: int
     released_op: int
-    saved_op: int
+    saved_ops: tuple[int, ...]
     saved_by: tuple[int, ...]
     label: str
     source: str = ""
+
+    @property
+    def saved_op(self) -> int:
+        """The op with which autograd first keeps it as an input, or as the result; -1: it does not."""
+        takers = (op for op in self.saved_ops if op != self.alloc_op)  # it is kept longer for them
+        return next(takers, self.saved_ops[0] if self.saved_ops else -1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -77,8 +77,9 @@ class BudgetSearch:
         fallbacks = [s for s in self._strategies if s.is_fallback]
         others = [s for s in self._strategies if not s.is_exact and not s.is_fallback]
         asked = exact if self._prefers_equal_bits else [s for s in self._strategies if not s.is_fallback]
+        remaining = progress.Remaining(len(asked))
         for number, strategy in enumerate(asked, start=1):
-            with progress.stage("search", number, len(asked)):
+            with progress.stage("search", number, remaining):
                 self._try(strategy.propose(budget_bytes, self._incumbents))
             if strategy.dominates_step:
                 return

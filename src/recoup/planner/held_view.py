@@ -84,7 +84,7 @@ def held_view(priced: PricedTrace, *, kept_paths: frozenset[str] = frozenset()) 
         nbytes = trace.storages[storage].nbytes
         if is_mask:  # zeros and ones, held as bytes
             nbytes //= _item_bytes(trace.signatures[trace.ops[at].signature])
-        value_bytes.append(nbytes if nbytes >= MIN_BYTES else 0)
+        value_bytes.append(nbytes)
         released.append(trace.storages[storage].released_op)
         value_of[storage] = len(value_bytes) - 1
         versions.setdefault(storage, []).append((at, value_of[storage]))
@@ -122,12 +122,15 @@ def held_view(priced: PricedTrace, *, kept_paths: frozenset[str] = frozenset()) 
     saves: list[list[int]] = [[] for _ in positions]
     after_bytes = 0
     for index, storage in enumerate(trace.storages):
-        if storage.alloc_op < 0 or storage.saved_op < 0:
+        if storage.alloc_op < 0:
             continue
-        at = min(storage.saved_op, num_forward - 1)
-        known = [v for made, v in versions.get(index, ()) if made <= at]
-        if at < num_ops and known:
-            saves[at].append(known[-1])
+        takers = [op for op in storage.saved_ops if op != storage.alloc_op]  # the op that made it finds what those keep
+        for at in {min(op, num_forward - 1) for op in takers or storage.saved_ops}:
+            known = [v for made, v in versions.get(index, ()) if made <= at]
+            if at < num_ops and known:
+                saves[at].append(known[-1])
+                if storage.nbytes < MIN_BYTES:  # too small to be rebuilt: it stays where autograd saves it
+                    value_bytes[known[-1]] = 0
     crossing_sizes = [b or 1 for b in value_bytes]
     places = [0, *(p for p in waists(ops, crossing_sizes) if trace.signatures[trace.ops[p].signature].name != DETACH)]
     places = _thinned(places, ops, value_bytes)

@@ -4,7 +4,8 @@
 each kind of bookkeeping. What each plan takes above the plain step, its kernels aside, is one equation; what the plain
 step takes above its kernels is two more. What a plan takes whatever it does is one more unknown, which nobody is
 charged. The answer is the most likely one: a cost is `TYPICAL`'s times or divided by two, give or take, and a time is
-off by what its repetitions are apart. So no cost is zero, and those that the times cannot tell apart stay typical.
+off by what its repetitions are apart. So no cost is zero, and those that the times cannot tell apart stay typical. Each
+is then rounded to `TYPICAL`'s times a power of two: finer, the noise of one calibration would choose between plans.
 
 Tensors are as large as a core's cache holds a few of, since kernels of a real step drive the interpreter's data out of
 it. Kernels are priced as in any plan: what an op takes longer inside of a step than alone counts as host time. Times
@@ -40,7 +41,7 @@ from recoup.thresholds import ESTIMATE_SHARE, MOST_TRIES
 
 _SOLVED = tuple(field.name for field in dataclasses.fields(HostCosts))
 _SPREAD_SHARE = math.log(2.0)
-"""Of the costs' logarithms over hosts: one that is twice as fast or as slow as the typical one is a common one."""
+"""Of the costs' logarithms over hosts, a common one being half or twice as fast; and what they are rounded to."""
 
 
 def host_costs() -> HostCosts:
@@ -142,7 +143,7 @@ def _most_likely(rows: Sequence[list[float]], seconds: Sequence[float], off_seco
         )
         logs = logs + np.clip(change[:-1], -1.0, 1.0)  # a logarithm is straight for so far
         rest += change[-1]
-    found: list[float] = (typical * np.exp(logs)).tolist()
+    found: list[float] = (typical * np.exp(np.round(logs / _SPREAD_SHARE) * _SPREAD_SHARE)).tolist()
     return found
 
 

@@ -38,10 +38,10 @@ class ScanReport:
     """Filled in by `scan(..., report=report)`.
 
     Attributes:
-        schedule: its name.
-        predicted_evaluations: step evaluations it makes, forward and backward together.
-        evaluations: those made so far: all of them once backward has run.
-        step_bytes: what a step takes, where a budget was asked for.
+        schedule: name of the schedule that is followed.
+        predicted_evaluations: step evaluations of the schedule, forward and backward together.
+        evaluations: step evaluations so far; equal to the predicted ones once backward has run.
+        step_bytes: sizes of one step; None unless a budget was given.
     """
 
     schedule: str = ""
@@ -67,37 +67,39 @@ def scan(
 ) -> tuple[Any, Any]:
     """Runs `state, y = step(state, x)` over time and returns the last state and the outputs, differentiably.
 
-    What autograd would keep of every step is kept of few; the others run again in backward. Gradients, outputs and the
-    last state are bit for bit those of the plain loop where kernels are deterministic. Parameters the step closes over
-    get their gradients. Attributes that modules change in a step (a membrane potential, BatchNorm's statistics) are
-    part of the state without being named; they end as after the plain loop. Random numbers are drawn as before.
+    Only a few steps keep their autograd graph; the others are recomputed in backward. Where kernels are deterministic,
+    gradients, outputs and the last state equal those of the plain loop bit for bit. Parameters that the step closes
+    over get their gradients. Attributes that modules change in a step (a membrane potential, BatchNorm's statistics)
+    are treated as part of the state; they end as after the plain loop. Random numbers are drawn as in the plain loop.
 
     Args:
         step: called with the state and the inputs of one time step; may close over modules and tensors.
-        inputs: a nest of tensors whose first dimension is time, or None with `length`. Steps get slices of them.
-        state: a nest of tensors (and None, numbers); may be None where modules keep the state themselves.
+        inputs: a pytree of tensors whose first dimension is time, or None with `length`. Steps get slices of them.
+        state: a pytree of tensors (and None, numbers); may be None where modules keep the state themselves.
         budget: bytes the loop may take at its peak besides its results (outputs, last state, and the gradients it
             returns): held states, taped steps, and the work of a step. `"200MiB"`, or `"5%"` of all steps taped.
             The schedule with the fewest evaluations is computed (Gruslys et al. 2016).
-        slots: how many states may be held, the first one counted; one step is taped at a time (treeverse).
-        chunk: steps are taped `chunk` at a time. At most one of the three; with none, chunks of sqrt(T).
-        outputs: "stack" them over time; "sum" or "mean" over time, or the "last", without holding the others; "none".
+        slots: how many states may be held, including the first; one step is taped at a time (treeverse).
+        chunk: how many consecutive steps are taped together. Give at most one of `budget`, `slots` and `chunk`; the
+            default is chunks of sqrt(T) steps.
+        outputs: "stack" over time; "sum", "mean" or "last", which hold one output at a time; or "none".
         length: the number of steps, where `inputs` is None.
-        rederive: whether taped steps run as under `recoup.rederive()`; None: if the scan runs inside of that.
-        captured: tensors with gradients that the step reads from where they cannot be found (they are found in
-            modules, closures, defaults, globals and attributes).
-        costs: what an evaluation of each step costs beside the others', in any unit; with `slots` or `budget`, the
-            schedule whose evaluations cost least is followed. All equal if left out.
-        report: filled in.
+        rederive: whether taped steps run under `recoup.rederive()`; None: only if the scan is called under it.
+        captured: tensors with gradients that the step reads from somewhere other than modules, closures, defaults,
+            globals and attributes, where they are found without being named.
+        costs: relative cost of evaluating each step, in any unit; with `slots` or `budget`, the schedule with the
+            least total cost is followed. All equal if left out.
+        report: a `ScanReport` to fill in.
 
     Returns:
-        `(state, outputs)`: nests as `step` returns them. Without grad mode, and in `torch.func` transforms, the plain
-        loop runs.
+        `(state, outputs)`, pytrees of the structure that `step` returns. Without grad mode, and in `torch.func`
+        transforms, the plain loop runs.
 
     Raises:
-        UsageError: for arguments that make no loop.
+        UsageError: if the arguments do not describe a loop.
         InfeasibleBudget: if one step does not fit the budget.
-        ReplayError: from backward, if a step does not do again what it did, or something it reads was changed.
+        ReplayError: from backward, if a recomputed step differs from its first evaluation, or a tensor that it reads
+            was changed in place since.
 
     Example:
         >>> cell = torch.nn.GRUCell(4, 8)
@@ -173,7 +175,7 @@ def scan(
 
 @dataclasses.dataclass(slots=True)
 class _Run:
-    """State that the autograd node of a scan holds."""
+    """What the autograd node of a scan holds."""
 
     loop: Loop
     autocast: _Autocast
@@ -261,7 +263,7 @@ def _paused(recorder: Any) -> Iterator[None]:
 
 
 def _keeps_tapes(budget: str | int | None, num_steps: int, tape_bytes: int) -> bool:
-    """Whether the first steps' tapes may stay while another one is measured."""
+    """Whether the tapes of the first steps fit the budget while another step is measured."""
     assert budget is not None
     return _TAPES_IN_PROBE * tape_bytes <= parse_budget(budget, plain_peak_bytes=num_steps * tape_bytes)
 
@@ -285,7 +287,7 @@ def _choose(
         )
         budget_bytes = parse_budget(budget, plain_peak_bytes=step_bytes.taped(num_steps))
         shared_bytes = loop.shared_tape_bytes()
-        if is_planned:  # on a larger batch than the plan's: what the smallest step needs, rather than an error
+        if is_planned:  # the batch is larger than the plan's: run in the least memory possible instead of failing
             budget = budget_bytes = max(budget_bytes, working_bytes + meter.tape_bytes)
             scan_bytes.measured(
                 scan_bytes.StepOfScan(
@@ -351,7 +353,7 @@ def _plain(step: Step, inputs: Any, state: Any, num_steps: int, mode: Mode) -> t
 def _check(
     inputs: Any, length: int | None, budget: str | int | None, slots: int | None, chunk: int | None, outputs: str
 ) -> int:
-    """Returns the number of steps; raises UsageError for anything that makes no loop."""
+    """Returns the number of steps; raises UsageError if the arguments do not describe a loop."""
     given = [name for name, value in (("budget", budget), ("slots", slots), ("chunk", chunk)) if value is not None]
     if len(given) > 1:
         raise UsageError(f"recoup.recurrent.scan: {' and '.join(given)} were given; give one of them.")

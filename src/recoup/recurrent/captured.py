@@ -1,4 +1,4 @@
-"""Tensors that take part in a loop's graph without being handed through it: found by walking the steps' graphs."""
+"""Tensors that a step's graph uses but that are neither its state nor its inputs: found by walking the graph."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from recoup import _torch
 
 
 class Captured:
-    """Tensors that take part in the loop's graph without being handed through it: parameters above all.
+    """Tensors that the steps' graphs use besides state and inputs: mostly parameters.
 
     Attributes:
-        tensors: in a fixed order.
-        uses: how many edges of a step's graph lead to each; at least 2 where unknown.
+        tensors: the captured tensors, in a fixed order.
+        uses: number of edges of a step's graph that lead to each; at least 2 where unknown.
     """
 
     def __init__(self, candidates: list[torch.Tensor]) -> None:
@@ -45,16 +45,19 @@ class Captured:
         return index
 
     def seeded_bytes(self, *, of_all: bool = False) -> int:
-        """Returns the bytes of tensors used several times a step, whose sums are not made in place; or `of_all`."""
+        """Returns the bytes of the tensors that a step uses more than once, or of all with `of_all`.
+
+        The gradients of these are not summed in place.
+        """
         pairs = zip(self.tensors, self.uses, strict=True)
         return sum(t.numel() * t.element_size() for t, count in pairs if of_all or count > 1)
 
     def has(self, tensor: torch.Tensor) -> bool:
-        """Whether a step that was walked uses the tensor."""
+        """Whether the graph of a walked step uses the tensor."""
         return id(tensor) in self._index
 
     def is_checked(self, num_nodes: int) -> bool:
-        """Whether a step with so many nodes was walked before."""
+        """Whether a graph with this many nodes was walked before."""
         return num_nodes in self._checked
 
     def walk(
@@ -65,14 +68,17 @@ class Captured:
         num_nodes: int,
         first_node_number: int | None,
     ) -> str:
-        """Counts how one step's graph uses captured tensors; returns the name of a node that cannot be told, or "".
+        """Counts the uses of captured tensors in one step's graph.
 
         Args:
-            returned: what the step came to.
-            entered: its state and inputs; nothing before these is walked.
-            num_nodes: of its graph, about.
-            first_node_number: nodes with smaller numbers were there before the step; None where numbers do not tell
-                (another thread), then only known tensors are looked for.
+            returned: tensors that the step returned.
+            entered: tensors of its state and inputs; the walk ends at these.
+            num_nodes: approximate number of nodes of its graph.
+            first_node_number: nodes with smaller sequence numbers are older than the step; None where numbers do not
+                tell (another thread), in which case only known tensors are looked for.
+
+        Returns:
+            The name of a node that cannot be attributed, or "".
         """
         own = {id(t) for t in entered}
         uses: dict[int, int] = {}
@@ -111,7 +117,7 @@ class Captured:
 
 
 def _is_held(leaf: torch.Tensor) -> bool:
-    """Whether somebody else in Python holds the leaf; one that a step made for itself is held by its graph alone."""
+    """Whether Python code holds the leaf; a leaf that a step made for itself is held by its graph alone."""
     return sys.getrefcount(leaf) > _OWN_REFERENCES
 
 

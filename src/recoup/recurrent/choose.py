@@ -24,9 +24,9 @@ class StepBytes:
     Attributes:
         state: bytes of a held state.
         tape: bytes of a taped step, its final state included.
-        in_row: bytes of a taped step that another taped step follows. Smaller than `tape`: of the state between them
-            only what the next step's graph saved stays.
-        working: most bytes that a step's forward or backward needs besides its tape and held states.
+        in_row: bytes of a taped step that another taped step follows. Smaller than `tape`: the state between the two
+            survives only where the next step's graph saved it.
+        working: peak bytes of a step's forward or backward beyond its tape and the held states.
     """
 
     state: int
@@ -35,18 +35,18 @@ class StepBytes:
     working: int
 
     def taped(self, num_steps: int) -> int:
-        """Returns the bytes of so many steps taped in a row."""
+        """Returns the bytes of `num_steps` consecutive taped steps."""
         return (num_steps - 1) * self.in_row + self.tape
 
 
 def schedule_in_bytes(
     num_steps: int, budget: str | int, step: StepBytes, costs: tuple[float, ...] | None = None
 ) -> Schedule:
-    """Returns the schedule with the fewest evaluations, or the cheapest, that holds and works within `budget`.
+    """Returns the schedule with the fewest (or cheapest) evaluations whose memory stays within `budget`.
 
     Args:
         budget: bytes, `"300MiB"`, or a percentage of what all steps taped would take.
-        costs: of each step's evaluation; None if all are equal.
+        costs: cost of evaluating each step; None if all are equal.
 
     Raises:
         InfeasibleBudget: if not even one taped step and its working memory fit.
@@ -76,7 +76,7 @@ def cost_of(schedule: Schedule, costs: tuple[float, ...] | None) -> float:
 
 @functools.lru_cache(maxsize=64)
 def _in_room(num_steps: int, room: int, step: StepBytes, costs: tuple[float, ...] | None) -> Schedule:
-    """Returns the best schedule of states and tapes, kept for the next training steps."""
+    """Returns the best schedule of states and tapes; the answer is cached for the next training steps."""
     if costs is not None:
         state, tape, end, unit = _units(room, max(step.state, 1), step.in_row, step.tape - step.in_row)
         return weighted_tapes(costs, int(room // unit), state_units=state, tape_units=tape, end_units=end)
@@ -99,9 +99,10 @@ def _in_room(num_steps: int, room: int, step: StepBytes, costs: tuple[float, ...
 
 
 def _units(room: int, state_bytes: int, tape_bytes: int, end_bytes: int) -> tuple[int, int, int, float]:
-    """Returns the sizes of a state, a tape and a row's end in units, and the unit's bytes; little is lost to rounding.
+    """Returns the sizes of a state, a tape and a row's final state in units, and the bytes of a unit.
 
-    A row of one tape always fits: its units are at most those of the room.
+    The unit is chosen so that little is lost to rounding. A row of one tape always fits: its units are at most those
+    of the room.
     """
     most = _MAX_UNITS
     best: tuple[float, int, int, int, float] | None = None

@@ -36,7 +36,7 @@ class Place:
         self.name = name
 
     def get(self) -> Any:
-        """Returns the present contents, `ABSENT` if there are none."""
+        """Returns the current contents; `ABSENT` if there are none."""
         if isinstance(self._owner, dict):
             return self._owner.get(self._key, ABSENT)
         try:
@@ -45,7 +45,7 @@ class Place:
             return ABSENT
 
     def put(self, value: Any) -> None:
-        """Puts `value` there."""
+        """Stores `value` there; `ABSENT` removes the entry."""
         if not isinstance(self._owner, dict):
             self._owner.cell_contents = value
         elif value is ABSENT:
@@ -55,11 +55,11 @@ class Place:
 
 
 class Reached:
-    """The objects that were found.
+    """The objects that a step function can reach.
 
     Attributes:
-        modules: with all their submodules.
-        tensors: other tensors that a step may read, by name.
+        modules: modules, including all their submodules.
+        tensors: other tensors that a step may read, by the name under which they were found.
         streams: explicit random number generators.
     """
 
@@ -77,7 +77,7 @@ class Reached:
             if isinstance(found, _ATOMS) or id(found) in self._seen:
                 continue
             self._seen.add(id(found))
-            self._held.append(found)  # an id may not be used again while we look
+            self._held.append(found)  # keeps the object alive, so that its id is not reused during the walk
             todo += self._look(found, name)
         self._held.clear()
 
@@ -91,7 +91,7 @@ class Reached:
                     yield parameter
 
     def places(self) -> Iterator[tuple[tuple[int, Any], Place]]:
-        """Yields every place where state may be kept, with a key that names it."""
+        """Yields every place where state may be kept, with a key that identifies it."""
         for owner, prefix, is_module in self._owners:
             for key, value in list(owner.items()):
                 if is_module and key in _INTERNALS:

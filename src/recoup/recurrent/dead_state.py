@@ -1,8 +1,8 @@
-"""State that no step reads: what a module leaves in an attribute in every step and writes again before it looks at it.
+"""Dead state: attributes that a module writes in every step and overwrites before it reads them.
 
-A neuron's last spikes or reset signal, kept for whoever wants to see them, would be held with every state. Such a value
-is found in a first step, as no op takes it, and not held. In its place steps find an `Unread`: any use but comparing
-it with `is` raises `StillRead`, and the loop begins again with everything held.
+A neuron's last spikes or reset signal, kept for inspection, would be held with every state. Such a value is recognised
+in a first step (no op takes it as an argument) and is not held. Steps find an `Unread` in its place: any use except
+comparison with `is` raises `StillRead`, and the loop starts again with everything held.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _OF_THE_CLASS = frozenset({"class", "dict", "doc", "init", "module", "new", "slo
 
 
 class StillRead(BaseException):
-    """A step used what the first steps wrote without reading. No `except Exception` of a step's own hides it."""
+    """A step read a value that was taken for dead. A step's own `except Exception` must not hide it."""
 
 
-# At other times, and in other threads, a debugger or who walks over all objects may look.
+# Outside a running loop, and in other threads, a debugger or a walk over all objects may look at an `Unread`.
 _in_loop: contextvars.ContextVar[bool] = contextvars.ContextVar("recoup_in_loop", default=False)
 
 
 @contextlib.contextmanager
 def refusing() -> Iterator[None]:
-    """Has every `Unread` refuse to be used by this thread, while a loop runs."""
+    """Makes every `Unread` refuse use by this thread inside of the context."""
     token = _in_loop.set(True)
     try:
         yield
@@ -47,7 +47,7 @@ def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
 
 
 class Unread:
-    """Stands where a value was that no step reads; refuses every use, also by torch's functions and `isinstance`."""
+    """Placeholder of a dead value; refuses every use, also by torch's functions and `isinstance`."""
 
     __slots__ = ()
     __torch_function__ = _refuse
@@ -63,11 +63,11 @@ for _name in {name for kind in (torch.Tensor, int, float, list, dict) for name i
         setattr(Unread, _name, _refuse)
 
 UNREAD = Unread()
-DROPPED = object()  # the same in nests of the loop's own
+DROPPED = object()  # stands for an `Unread` in the loop's own pytrees
 
 
 class UnreadPlace:
-    """A place whose value is not held: `DROPPED` stands for it, and puts an `Unread` there."""
+    """A place whose value is not held; reads as `DROPPED`, which is stored as an `Unread`."""
 
     __slots__ = ("_place", "name")
 
@@ -76,17 +76,17 @@ class UnreadPlace:
         self.name = place.name
 
     def get(self) -> Any:
-        """Returns the present contents, `DROPPED` if they are an `Unread`."""
+        """Returns the current contents; `DROPPED` if they are an `Unread`."""
         value = self._place.get()
         return DROPPED if value is UNREAD else value
 
     def put(self, value: Any) -> None:
-        """Puts `value` there."""
+        """Stores `value` there; `DROPPED` as an `Unread`."""
         self._place.put(UNREAD if value is DROPPED else value)
 
 
 class Watch(_torch.dispatch_mode_class()):  # type: ignore[misc]
-    """Notes the storages that ops take while it is on."""
+    """Records the storages that ops read while the mode is on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,12 +107,12 @@ class Watch(_torch.dispatch_mode_class()):  # type: ignore[misc]
                 self._note(item)
 
     def has_taken(self, tensor: torch.Tensor) -> bool:
-        """Whether an op took the tensor, or another one in the same memory."""
+        """Whether an op read the tensor, or another tensor of the same storage."""
         return tensor.layout is not torch.strided or tensor.untyped_storage()._cdata in self._taken
 
 
 class Writes(_torch.dispatch_mode_class()):  # type: ignore[misc]
-    """Notes the storages that ops write while it is on, also where the version of no tensor tells."""
+    """Records the storages that ops write while the mode is on, including writes that bump no version counter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class Writes(_torch.dispatch_mode_class()):  # type: ignore[misc]
         if _torch.is_higher_order(func):
             return func(*args, **kwargs)
         written, name = _torch.written_arguments(func, args, kwargs), func._schema.name
-        if "batch_norm" in name and "backward" not in name:  # running statistics are written, which no schema says
+        if "batch_norm" in name and "backward" not in name:  # writes running statistics, which its schema does not say
             named = {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)} | kwargs
             if named.get("training", named.get("train", True)):
                 written += [named[n] for n in ("running_mean", "running_var") if named.get(n) is not None]
@@ -131,12 +131,12 @@ class Writes(_torch.dispatch_mode_class()):  # type: ignore[misc]
         return func(*args, **kwargs)
 
     def has_written(self, tensor: torch.Tensor) -> bool:
-        """Whether an op wrote to the tensor's memory; a layout without a storage counts as written."""
+        """Whether an op wrote to the tensor's storage; a tensor without one (sparse) counts as written."""
         return tensor.layout is not torch.strided or tensor.untyped_storage()._cdata in self._written
 
 
 def left_in(template: Any, num_tensors: int, dropped: list[bool]) -> tuple[list[int], Any]:
-    """Returns which tensors of a flattened (state, carried values) stay without the dropped, and its template."""
+    """Returns which tensors of a flattened (state, carried values) are not dropped, and the template of the rest."""
     stand_ins = [torch.empty(0) for _ in range(num_tensors)]
     state, values = rebuild(template, stand_ins)
     kept, template = flatten((state, [DROPPED if d else v for v, d in zip(values, dropped, strict=True)]))

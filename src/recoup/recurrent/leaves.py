@@ -1,4 +1,4 @@
-"""Nests of tensors as a list of tensors and a template; a tensor that occurs twice is one leaf."""
+"""Pytrees as a list of tensors and a template; a tensor that occurs twice is one leaf."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from recoup.errors import UsageError
 
 
 class _Leaf:
-    """Stands for the i-th tensor of a nest."""
+    """Stands for the i-th tensor in a template."""
 
     __slots__ = ("index",)
 
@@ -20,7 +20,7 @@ class _Leaf:
 
 
 class _Other:
-    """A container that is neither list nor tuple: what is in it, and how to make one like it."""
+    """A container that is neither list nor tuple: its items, and how to make one like it."""
 
     __slots__ = ("build", "parts")
 
@@ -33,9 +33,9 @@ _FIRST = _Leaf(0)
 
 
 def flatten(nest: Any) -> tuple[list[torch.Tensor], Any]:
-    """Returns the distinct tensors of `nest` in order, and the template that `rebuild` needs.
+    """Returns the distinct tensors of a pytree in order, and the template that `rebuild` needs.
 
-    What is walked is in `_pytree`; anything else is handed on as it is.
+    Containers are those of `_pytree`; any other object is part of the template.
     """
     tensors: list[torch.Tensor] = []
     if type(nest) is torch.Tensor:
@@ -56,7 +56,7 @@ def _flatten(nest: Any, tensors: list[torch.Tensor], seen: dict[int, _Leaf]) -> 
             return nest
         items = []
         for item in nest:
-            if type(item) is torch.Tensor and id(item) not in seen:  # what most items are, without another call
+            if type(item) is torch.Tensor and id(item) not in seen:  # the common case, without another call
                 leaf = seen[id(item)] = _Leaf(len(tensors))
                 tensors.append(item)
                 items.append(leaf)
@@ -71,7 +71,7 @@ def _flatten(nest: Any, tensors: list[torch.Tensor], seen: dict[int, _Leaf]) -> 
 
 
 def rebuild(template: Any, tensors: list[torch.Tensor]) -> Any:
-    """Returns the nest again, with new containers around `tensors`."""
+    """Returns the pytree of a template with `tensors` as leaves, in new containers."""
     kind = type(template)
     if kind is _Leaf:
         return tensors[template.index]
@@ -88,7 +88,7 @@ def is_differentiable(tensor: torch.Tensor) -> bool:
 
 
 def checked(result: Any) -> tuple[Any, Any]:
-    """Returns a step's result if it is a pair; raises UsageError otherwise."""
+    """Returns a step's result as `(state, output)`; raises UsageError if it is no pair."""
     if not isinstance(result, tuple) or len(result) != 2:
         raise UsageError(
             f"recoup.recurrent.scan: `step(state, x)` must return a pair `(state, y)`; got {type(result).__name__}."

@@ -1,8 +1,8 @@
-"""State that modules carry from step to step in attributes: found by what a step changes, read, and put back.
+"""State that modules carry from step to step in attributes: found by comparison, lifted into the loop, put back.
 
-A membrane potential bound anew in every step, a BatchNorm statistic changed in place, a counter: whatever differs after
-a step from before it is part of the loop's state, whether or not it is handed from call to call. On the CPU contents
-are compared; on a device that would wait for it, so there the ops that write are followed (`dead_state.Writes`).
+A membrane potential bound anew in every step, a BatchNorm statistic changed in place, a counter: whatever a step
+changes is part of the loop's state, whether or not the step returns it. On the CPU contents are compared. On a device
+that would synchronise, so there the ops that write are recorded (`dead_state.Writes`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _Seen:
             self.items = tuple(self.value)
 
     def differs(self, now: Any) -> bool:
-        """Whether `now` is something else."""
+        """Whether `now` differs from the contents seen."""
         if now is self.value:
             if isinstance(now, torch.Tensor):
                 return version_of(now) != self.version or self._was_overwritten()
@@ -58,7 +58,7 @@ class _Seen:
         return True
 
     def then(self) -> Any:
-        """Returns those contents, from the copy if they were changed in place since."""
+        """Returns the contents seen; the copy of them if they were changed in place since."""
         if isinstance(self.value, list):
             return list(self.items)
         if isinstance(self.value, torch.Tensor) and self.copy is not None and self._was_overwritten():
@@ -66,7 +66,7 @@ class _Seen:
         return self.value
 
     def _was_overwritten(self) -> bool:
-        """Whether the contents differ: BatchNorm's kernel and writes through `.data` leave the version as it was."""
+        """Whether the contents differ: BatchNorm's kernel and writes through `.data` bump no version counter."""
         if self.writes is None:
             return False
         if execution_context.device_type(self.value) != "cpu":
@@ -75,13 +75,13 @@ class _Seen:
 
 
 class Carried:
-    """The places that steps change, in a fixed order.
+    """The attributes and closure cells that steps change, in a fixed order.
 
     Attributes:
-        places: of the state that modules carry.
-        in_place: for each, whether the tensor there is changed in place.
-        unread: for each, whether no step reads what is there, so that it is not held.
-        writes: to be on while a step runs, until `learn`; None if nothing asks.
+        places: where the state is kept.
+        in_place: for each place, whether its tensor is changed in place.
+        unread: for each place, whether its value is dead (no step reads it), so that it is not held.
+        writes: mode to run a step under until `learn` is called; None if contents are compared.
     """
 
     def __init__(self, reached: Reached) -> None:
@@ -101,10 +101,10 @@ class Carried:
         return seen
 
     def learn(self) -> list[Any]:
-        """Called after a step, finds places it changed that are not known yet; returns what they held before it.
+        """Adds places that the step just run has changed; returns what the added ones held before it.
 
         Raises:
-            UsageError: if a list grew: it collects what would be lost.
+            UsageError: if a list grew: what it collects would be lost.
         """
         before, found = self._seen, []
         for key, place in self._reached.places():
@@ -124,11 +124,11 @@ class Carried:
         return found
 
     def watch(self, *, copies: bool) -> None:
-        """Remembers everything as it is now, for the next `learn` or `check`."""
+        """Notes the contents of every place for the next `learn` or `check`."""
         self._seen = self._look(copies=copies)
 
     def check(self) -> None:
-        """Raises UsageError if something else than the known places changed since `watch`."""
+        """Raises UsageError if a place that is not known changed since `watch`."""
         for key, place in self._reached.places():
             then = self._seen.get(key)
             if key not in self._keys and (then is None or then.differs(place.get())):
@@ -139,12 +139,12 @@ class Carried:
         self._seen = {}
 
     def find_unread(self, entered: list[Any], passed_on: list[torch.Tensor], watch: Watch) -> bool:
-        """Called after a step, finds tensors that it wrote anew and had not read; whether there are any.
+        """Marks tensors that the step just run wrote and never read as dead; returns whether there are any.
 
         Args:
-            entered: what was at the places before it.
-            passed_on: tensors that the step came to.
-            watch: was on.
+            entered: the contents of the places before the step.
+            passed_on: tensors that the step returned.
+            watch: the mode under which the step ran.
         """
         held = {t.untyped_storage()._cdata for t in passed_on if t.layout is torch.strided}
         for i, (place, before) in enumerate(zip(self.places, entered)):
@@ -157,24 +157,24 @@ class Carried:
         return any(self.unread)
 
     def cover(self) -> None:
-        """Makes sure that a step reads nothing of what is not held."""
+        """Stores an `Unread` in every place whose value is not held."""
         for place, unread in zip(self.places, self.unread, strict=True):
             if unread:
                 place.put(DROPPED)
 
     def uncover(self, values: list[Any]) -> None:
-        """Puts `values` where a step that failed would leave what cannot be used."""
+        """Stores `values` in the places that hold an `Unread`, after a step that failed."""
         for place, value in zip(self.places, values):
             if place.get() is DROPPED:
                 place.put(value)
 
     def read(self, *, whole: bool = False) -> list[Any]:
-        """Returns the present contents of the places; with `whole`, also those that are not held."""
+        """Returns the current contents of the places; with `whole`, also of those that are not held."""
         if whole or True not in self.unread:
             return [place.get() for place in self.places]
         return [DROPPED if unread else place.get() for place, unread in zip(self.places, self.unread, strict=True)]
 
     def write(self, values: list[Any]) -> None:
-        """Puts `values` there."""
+        """Stores `values` in the places."""
         for place, value in zip(self.places, values, strict=True):
             place.put(value)

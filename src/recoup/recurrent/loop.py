@@ -1,7 +1,8 @@
 """The engine of a scan: one loop over time, run by a schedule, forward and backward.
 
-The first forward follows the schedule's actions up to its first backward; autograd's backward follows the rest. Between
-the two the loop holds what the schedule says: states (`Moment`) and taped steps (`Tape`). Nothing is recursive.
+The first forward follows the schedule's actions up to its first "backward"; autograd's backward follows the rest.
+Between the two the loop holds the states (`Moment`) and taped steps (`Tape`) that the schedule keeps. The engine is not
+recursive.
 """
 
 from __future__ import annotations
@@ -29,15 +30,16 @@ _DRIFT = (
 
 
 class Loop(ProbedSteps):
-    """A loop over time.
+    """A loop over time, run by a schedule.
 
     Attributes:
-        last: the tensors of the last state, without a graph.
-        last_flags, output_flags: whether they, and the outputs, need a gradient.
-        max_taped: how many steps one tape may hold.
+        last: the tensors of the last state, detached.
+        last_flags: whether each tensor of the last state needs a gradient.
+        output_flags: whether each output tensor needs a gradient.
+        max_taped: the most steps that one tape may hold.
 
     Args:
-        kwargs: see `ProbedSteps`.
+        kwargs: those of `ProbedSteps`.
     """
 
     def __init__(self, *args: Any, derives: bool, **kwargs: Any) -> None:
@@ -57,9 +59,9 @@ class Loop(ProbedSteps):
         self._is_fresh = False
 
     def evaluations_of(self, schedule: Schedule) -> int:
-        """Returns the step evaluations of a schedule: some more if it tapes probed steps whose tapes were let go.
+        """Returns the step evaluations that following a schedule takes; call it before `forward`.
 
-        To be asked before `forward`.
+        More than `schedule.evaluations` if it tapes probed steps whose tapes were freed.
         """
         probed = self._num_probed
         for kind, start, stop in schedule.actions():
@@ -71,7 +73,7 @@ class Loop(ProbedSteps):
         return schedule.evaluations
 
     def forward(self, schedule: Schedule) -> None:
-        """Follows the schedule to its first backward."""
+        """Follows the schedule up to its first "backward"."""
         self._schedule = schedule
         self._held[0] = self._first_moment
         self._actions = schedule.actions()
@@ -104,7 +106,7 @@ class Loop(ProbedSteps):
         self._is_fresh = True
 
     def _do_first(self, action: Action) -> None:
-        """Does an action of the first forward, whose first steps were evaluated by `probe` already."""
+        """Runs one action of the first forward; `probe` has evaluated the first steps already."""
         kind, start, stop = action
         probed = self._num_probed
         if kind == "save":
@@ -138,7 +140,7 @@ class Loop(ProbedSteps):
             start = self._tapes[-1].stop
 
     def shared_tape_bytes(self) -> int:
-        """Returns at most how many bytes more the backward of a tape of several steps needs than that of one step.
+        """Returns a bound on the bytes that the backward of a tape of several steps needs beyond that of one step.
 
         A second copy of the gradients of captured tensors, and the gradients of several steps' inputs.
         """
@@ -149,7 +151,7 @@ class Loop(ProbedSteps):
         return once + self.max_taped * sum(x.numel() * x.element_size() // len(x) for x, flag in pairs if flag)
 
     def finish(self, tensors: list[torch.Tensor] | None) -> Any:
-        """Puts the last state in place, attributes included, and returns what the caller gets of it."""
+        """Stores the last state, attributes included, and returns the state that `scan` returns."""
         state, values = rebuild(self._last_template, self.last if tensors is None else tensors)
         if tensors is not None:
             self._leave(values)
@@ -159,7 +161,7 @@ class Loop(ProbedSteps):
     def backward(
         self, output_gradients: list[torch.Tensor | None], state_gradients: list[torch.Tensor | None]
     ) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None], list[torch.Tensor | None]]:
-        """Follows the rest of the schedule.
+        """Follows the schedule from its first "backward" to its end.
 
         Returns:
             The gradients of `start`, `inputs` and `captured.tensors`.

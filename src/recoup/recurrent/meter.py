@@ -1,7 +1,7 @@
 """Memory of one step: the bytes of its state and of its tape, and the workspace of its forward and backward.
 
-Storages that are made while the meter is on are followed from birth to death, as in `capture/tracker.py`, on the real
-step. What a kernel allocates and frees within itself is not seen.
+Storages made while the meter is on are followed from allocation to free, as in `capture/tracker.py`, but on the real
+step. Memory that a kernel allocates and frees internally is not seen.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ class _Handle(weakref.ref):  # type: ignore[type-arg]
 
 
 class StepMeter(_torch.dispatch_mode_class()):  # type: ignore[misc]
-    """Follows storages through one taped step and its backward.
+    """Measures one taped step and its backward.
 
-    Copies take the place of the state the step enters with and of the one it comes to, so that what dies tells what
-    the tape does not keep of them.
+    The state before the step and the state after it are replaced by copies, so that a freed original shows that the
+    tape does not hold it.
 
     Attributes:
-        state_bytes: of the state a step comes to.
-        tape_bytes: what a taped step leaves behind, its state included.
-        in_row_bytes: the same if another taped step follows: of the state only what either tape keeps.
-        forward_bytes, backward_bytes: the most alive in the step's forward above what was there before the step, and
-            in its backward above its tape and the sums of gradients.
+        state_bytes: bytes of the state after the step.
+        tape_bytes: bytes that a taped step leaves alive, its final state included.
+        in_row_bytes: the same if another taped step follows: the state counts only where one of the tapes saved it.
+        forward_bytes: peak of the step's forward beyond the bytes alive before the step.
+        backward_bytes: peak of the step's backward beyond its tape and the sums of gradients.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.state_bytes = self.tape_bytes = self.in_row_bytes = self.forward_bytes = self.backward_bytes = 0
         self._live: dict[int, _Handle] = {}
-        self._died: list[_Handle] = []  # not yet told; storages die without Python, see `runtime.waiting`
+        self._died: list[_Handle] = []  # freed but not counted yet; see `runtime.waiting`
         self._entered: list[tuple[int, Any]] = []
         self._states: list[tuple[int, Any]] = []
         self._may_go: dict[int, int] = {}
@@ -57,7 +57,7 @@ class StepMeter(_torch.dispatch_mode_class()):  # type: ignore[misc]
 
     @property
     def level_bytes(self) -> int:
-        """Bytes alive now of what was allocated since the meter was entered."""
+        """Bytes alive now that were allocated since the meter was entered."""
         self._bury()
         return self._level
 
@@ -69,12 +69,12 @@ class StepMeter(_torch.dispatch_mode_class()):  # type: ignore[misc]
                 self._level -= handle.size
 
     def entered(self, state: list[torch.Tensor]) -> None:
-        """Called before the step with the copies it starts from."""
+        """Notes the copies that the step starts from; call it before the step."""
         self._entered = self._names(state)
         self._before = self.level_bytes
 
     def taped(self, states: list[torch.Tensor], excluded: list[torch.Tensor]) -> None:
-        """Called after the step's forward with what it came to and the captured tensors."""
+        """Notes the state after the step and the captured tensors; call it after the step's forward."""
         own = {key: size for key, size in _storages(states).items() if key not in _storages(excluded)}
         self.state_bytes = sum(own.values())
         self.forward_bytes = self._peak - self._before
@@ -83,12 +83,12 @@ class StepMeter(_torch.dispatch_mode_class()):  # type: ignore[misc]
         self._may_go = {key: size for key, size in own.items() if key in self._live and key not in entered}
 
     def lightened(self) -> None:
-        """Called when the tape holds nothing but its graph."""
+        """Notes the level; call it when the tape holds only its graph."""
         kept = {key: ref().nbytes() for key, ref in self._entered if self._is_alive(key, ref)}
         self.tape_bytes = max(self.level_bytes - sum(kept.values()), 1)
 
     def parted(self) -> None:
-        """Called when copies have taken the place of the state the step came to; begins to meter the backward."""
+        """Starts to measure the backward; call it when the state after the step has been replaced by copies."""
         kept = {key for key, ref in self._states if self._is_alive(key, ref)}
         pairs = zip(self._states, self._entered)
         kept |= {key for (key, _), before in pairs if self._is_alive(*before)}
@@ -97,10 +97,10 @@ class StepMeter(_torch.dispatch_mode_class()):  # type: ignore[misc]
         self._before = self._peak = self.level_bytes
 
     def working_bytes(self) -> int:
-        """Returns the most that running a step needs besides its tape.
+        """Returns the peak bytes of running a step beyond its tape.
 
-        That is in its forward, which is entered with a state at hand, and the gradient of a later one, or in its
-        backward, where the state it was entered with may be at hand.
+        The peak lies in its forward, during which the entered state and the gradient of a later state are alive, or
+        in its backward, during which the entered state may be alive.
         """
         forward_bytes = max(self.forward_bytes - self.tape_bytes, 0) + 2 * self.state_bytes
         return max(forward_bytes, self.backward_bytes + self.state_bytes)

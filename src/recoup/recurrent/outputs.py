@@ -17,9 +17,9 @@ class Outputs:
     """Collects the steps' outputs; each is collected once, however often its step is evaluated.
 
     Attributes:
-        mode: how.
-        results: one tensor for each output leaf.
-        num_collected: steps so far.
+        mode: "stack", "sum", "mean", "last" or "none".
+        results: one tensor for each output leaf, stacked or reduced over time.
+        num_collected: steps whose output was collected so far.
     """
 
     def __init__(self, mode: Mode, num_steps: int) -> None:
@@ -31,7 +31,7 @@ class Outputs:
         self._is_tensor = False
 
     def collect(self, output: Any) -> list[torch.Tensor]:
-        """Takes the next step's output; returns its tensors."""
+        """Adds the next step's output; returns its tensors."""
         step = self.num_collected
         self.num_collected += 1
         if self._is_tensor and isinstance(output, torch.Tensor):
@@ -80,24 +80,24 @@ class Outputs:
                 result.add_(tensor.detach())
 
     def finish(self) -> None:
-        """Called after the last step."""
+        """Completes the results; call it after the last step."""
         if self.mode == "mean":
             self.results = [result / self._num_steps for result in self.results]
 
     def adds_first(self, step: int) -> bool:
-        """Whether plain's backward adds the output's loss term to a state before the next step's terms.
+        """Whether the plain loop's backward adds the loss term of an output that is a state before the next step's.
 
-        A stack is differentiated before any step. In a running sum, the first addition comes after step 1, any later
-        one before the step that follows it.
+        A stack is differentiated before any step. In a running sum the first addition follows step 1, every later one
+        precedes the step after it.
         """
         return self.mode == "stack" or (self.mode in ("sum", "mean") and step == 0)
 
     def takes(self, step: int) -> bool:
-        """Whether what this step returns gets a gradient."""
+        """Whether this step's output gets a gradient."""
         return self.mode != "none" and (self.mode != "last" or step == self._num_steps - 1)
 
     def gradients_of(self, step: int, gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Returns the gradients of one step's output tensors, given those of the results."""
+        """Returns the gradients of one step's output tensors, given the gradients of the results."""
         if not self.takes(step):
             return []
         if self.mode == "stack":
@@ -105,11 +105,11 @@ class Outputs:
         return gradients
 
     def scaled(self, gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Returns the gradients of each step's outputs, where they are the same for all steps."""
+        """Returns the gradients of a step's outputs in the modes in which every step has the same."""
         if self.mode == "mean":
             return [None if g is None else g / self._num_steps for g in gradients]
         return gradients
 
     def nest(self, tensors: list[torch.Tensor]) -> Any:
-        """Returns the outputs as the steps returned them, with the results in place of their tensors."""
+        """Returns the pytree of a step's output with the results as leaves."""
         return None if self.mode == "none" else rebuild(self._template, tensors)

@@ -1,4 +1,4 @@
-"""The first steps of a loop: evaluated taped, to learn what state attributes carry, and what a step takes."""
+"""The first steps of a loop: evaluated taped, to find the state that attributes carry and to measure a step."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from recoup.runtime.recompute.rng_state import RandomState, StreamState
 
 
 class ProbedSteps(Steps):
-    """Steps whose first are evaluated to learn from them.
+    """Steps of which the first few are probed.
 
     Attributes:
-        start: the tensors of the first state, as given.
+        start: the tensors of the initial state, as given.
 
     Args:
-        holds_unread: whether attributes that no step reads are held like others.
-        kwargs: see `Steps`.
+        holds_unread: whether dead state (`dead_state.py`) is held like any other.
+        kwargs: those of `Steps`.
     """
 
     def __init__(self, *args: Any, holds_unread: bool = False, **kwargs: Any) -> None:
@@ -38,15 +38,15 @@ class ProbedSteps(Steps):
         self._first_moment: Moment
         self._first_tapes: dict[int, Tape] = {}
         self._num_probed = 0
-        self._gone: set[int] = set()  # probed steps whose tapes were let go, to measure one of them
-        self._copies: dict[int, torch.Tensor] = {}  # by identity of what they stand for in a measured step
+        self._gone: set[int] = set()  # probed steps whose tapes were freed in order to measure one of them
+        self._copies: dict[int, torch.Tensor] = {}  # by id of the original that they replace in a measured step
 
     def probe(self, meter: StepMeter | None = None, *, keeps: Callable[[int], bool] = lambda tape_bytes: False) -> None:
-        """Evaluates the first steps taped, until it is known which attributes carry state and what needs a gradient.
+        """Evaluates the first steps taped until the attributes that carry state, and the gradient flags, are known.
 
         Args:
-            meter: measures the last of these steps, if given.
-            keeps: whether the tapes of the others are kept, given the bytes of one.
+            meter: measures the last probed step; None: nothing is measured.
+            keeps: from the bytes of one tape, whether the other probed steps' tapes are kept.
         """
         self._first = self._state, []
         self._first_random = RandomState(self.inputs)
@@ -65,7 +65,7 @@ class ProbedSteps(Steps):
                 entered = self._carried.read()
                 tape = self._tape(step, step + 1, keeps_after=True)
                 flags = [t.requires_grad for t in tape.states]
-                # The first step makes what the second finds (states that begin as None).
+                # States that begin as None exist only from the second step on.
                 settled = step > 0 and known == len(self._carried.places) and flags == self._flags[-1]
                 self._flags.append(flags)
                 self._first_tapes[step] = tape
@@ -84,7 +84,7 @@ class ProbedSteps(Steps):
         first = Moment([t.detach() for t in self.start], template)
         first.random, first.streams = self._first_random, self._first_streams
         self._first_moment = first
-        # What an attribute held before and no step read (the end of another sequence) has no edge to this loop.
+        # An attribute's old value that no step read (the end of another sequence) has no edge to this loop.
         self.start[num_given:] = [t if self.captured.has(t) else t.detach() for t in self.start[num_given:]]
         self._first_random.settle()
         draws = any(isinstance(m, nn.modules.dropout._DropoutNd) for m in self._reached.modules)
@@ -98,7 +98,7 @@ class ProbedSteps(Steps):
         self._copies = {}
 
     def _learned(self, before: list[Any]) -> None:
-        """Adds places found just now to what is known of the steps before, where they held `before`."""
+        """Adds the places just found to the states of earlier steps, in which they held `before`."""
         state, values = self._first
         self._first = state, values + before
         if not self._flags:
@@ -120,7 +120,7 @@ class ProbedSteps(Steps):
             tape.after = after
 
     def _drop_unread(self, entered: list[Any], tape: Tape, watch: Watch) -> None:
-        """Lets go what attributes hold that no step reads, of all steps so far."""
+        """Frees the dead state of all steps so far."""
         passed_on = flatten((self._state, self._carried.read(), tape.outputs))[0]
         if not self._carried.find_unread(entered, passed_on, watch):
             return
@@ -142,14 +142,14 @@ class ProbedSteps(Steps):
         self._covers = True
 
     def rewind(self) -> None:
-        """Goes back to before the first step, so that another loop can be run instead of this one."""
+        """Restores the state before the first step, so that another loop can be run instead of this one."""
         self._put_back(self._first[1], self._first_random, self._first_streams)
 
     def _put_back(self, values: list[Any], random: RandomState | None, streams: StreamState | None) -> None:
-        """Puts carried values back as they were, in the first forward: what is changed in place stays in its place."""
+        """Restores carried values during the first forward; tensors changed in place are restored in place."""
         for place, value, in_place in zip(self._carried.places, values, self._carried.in_place, strict=True):
             if in_place:
-                place.get().data.copy_(value)  # graphs that saved it need not know
+                place.get().data.copy_(value)  # `.data`: the version counter must not invalidate graphs that saved it
             else:
                 place.put(value)
         if random is not None:
@@ -162,11 +162,11 @@ class ProbedSteps(Steps):
         self._gone.add(step)
 
     def _first_gone(self, start: int, stop: int) -> int | None:
-        """Returns the first of the steps whose tape was let go, if any."""
+        """Returns the first of the steps `start .. stop-1` whose tape was freed; None if there is none."""
         return next((step for step in range(start, min(stop, self._num_probed)) if step in self._gone), None)
 
     def _return_to(self, step: int) -> None:
-        """Makes the state before a probed step the one at hand again; from there on nothing counts as evaluated."""
+        """Makes the state before a probed step current again; that step and later ones count as not evaluated."""
         moment = self._first_moment if step == 0 else self._first_tapes[step - 1].after
         self._state, values = rebuild(moment.template, moment.tensors)
         self._put_back(values, moment.random, moment.streams)
@@ -174,11 +174,11 @@ class ProbedSteps(Steps):
         self._first_tapes = {at: tape for at, tape in self._first_tapes.items() if at < step}
 
     def abandon(self) -> None:
-        """Leaves nothing in attributes that cannot be used, after an error."""
+        """Removes every `Unread` from attributes after an error."""
         self._carried.uncover(self._first[1])
 
     def _copy_state(self) -> list[torch.Tensor]:
-        """Puts copies in the place of the state at hand, but not of what is changed in place, and returns it."""
+        """Replaces the tensors of the current state by copies, except those changed in place; returns the state."""
         values = self._carried.read()
         tensors, template = flatten((self._state, values))
         fixed = {id(v) for v, in_place in zip(values, self._carried.in_place, strict=True) if in_place}
@@ -189,7 +189,7 @@ class ProbedSteps(Steps):
         return copies
 
     def _meter(self, tape: Tape, meter: StepMeter) -> None:
-        """Measures a tape and its backward, which uses it up, and parts it from the state it came to."""
+        """Measures a tape and its backward, which consumes it, and replaces the state after it by copies."""
         tensors, template = tape.after.tensors, tape.after.template
         at_hand = {id(v) for v, in_place in zip(self._carried.read(), self._carried.in_place, strict=True) if in_place}
         meter.taped(tensors, self.captured.tensors)
@@ -219,13 +219,13 @@ class ProbedSteps(Steps):
 
 
 def _maker(like: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Returns a function that makes zeros in a tensor's layout, without holding the tensor."""
+    """Returns a function that makes zeros with a tensor's shape, strides and dtype, without holding the tensor."""
     size, stride, dtype, device = like.size(), like.stride(), like.dtype, like.device
     return lambda: torch.empty_strided(size, stride, dtype=dtype, device=device).zero_()
 
 
 def _more(nest: tuple[Any, list[Any]], values: list[Any]) -> list[torch.Tensor]:
-    """Returns stand-ins for the tensors that `values` add to (state, carried values): no gradient goes through them."""
+    """Returns detached stand-ins for the tensors that `values` add to (state, carried values)."""
     state, carried = nest
     before = len(flatten(nest)[0])
     return [t.detach() for t in flatten((state, carried + values))[0][before:]]

@@ -1,7 +1,7 @@
-"""Estimated evaluations of a scan's schedules by bytes, from all steps taped downwards; for planning.
+"""Estimated step evaluations of a scan's schedules by bytes, for planning.
 
-The schedule itself is computed when the scan runs (`choose.py`). Here long loops are taken in blocks of steps and
-memory in few units, so that a dozen budgets take milliseconds.
+The schedule itself is computed when the scan runs (`choose.py`). Here long loops are divided into blocks of steps and
+memory into few units, so that a dozen budgets take milliseconds.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _MAX_EVALUATIONS = 8  # of a step: the last bytes cost as many more as all the o
 def evaluations_by_bytes(
     num_steps: int, *, state_bytes: int, tape_bytes: int, in_row_bytes: int
 ) -> list[tuple[int, int]]:
-    """Returns (bytes for states and tapes, step evaluations), from all steps taped on, bytes falling.
+    """Returns (bytes for states and tapes, step evaluations) pairs in falling order of bytes.
 
-    It ends where a step is evaluated 8 times, or one taped step is all that is held.
+    The first pair has all steps taped; the last one evaluates a step 8 times, or holds one taped step only.
 
     Args:
-        state_bytes: a held state.
-        tape_bytes: a taped step.
-        in_row_bytes: one that another taped step follows.
+        state_bytes: bytes of a held state.
+        tape_bytes: bytes of a taped step.
+        in_row_bytes: bytes of a taped step that another taped step follows.
     """
     end_bytes = tape_bytes - in_row_bytes
     found = [(num_steps * in_row_bytes + end_bytes, num_steps)]
@@ -35,7 +35,7 @@ def evaluations_by_bytes(
         block = max(1, min(math.ceil(num_steps / MAX_BLOCKS), int(room // (4 * tape_bytes))))
         num_blocks = -(-num_steps // block)
         tape = max(1, min(round(MAX_BLOCKS * block * in_row_bytes / room), block * in_row_bytes))
-        unit = block * in_row_bytes / tape  # a whole number of them is a tape: nothing is lost to rounding it up
+        unit = block * in_row_bytes / tape  # a tape is a whole number of units, so that nothing is lost to rounding
         units, state, end = int(room / unit), math.ceil(max(state_bytes, 1) / unit), math.ceil(end_bytes / unit)
         if units < tape + end:
             break

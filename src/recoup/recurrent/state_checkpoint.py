@@ -1,4 +1,4 @@
-"""A state of the loop that is held, so that steps can be run again from there."""
+"""A held state of the loop, from which steps can be evaluated again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from recoup.runtime.recompute.rng_state import RandomState, StreamState, version
 
 
 class Moment:
-    """A state that is held: tensors without a graph, random streams, and how to put it all back."""
+    """A held state: detached tensors, states of random streams, and the template to restore them by."""
 
     __slots__ = ("random", "streams", "template", "tensors", "versions")
 
@@ -24,7 +24,11 @@ class Moment:
         self.streams: StreamState | None = None
 
     def nest(self, step: int) -> Any:
-        """Returns (state, carried values); raises if a tensor was changed in place since."""
+        """Returns (state, carried values).
+
+        Raises:
+            ReplayError: if a tensor was changed in place since.
+        """
         for tensor, version in zip(self.tensors, self.versions, strict=True):
             if version_of(tensor) != version:
                 raise ReplayError(

@@ -1,6 +1,6 @@
-"""The steps of a loop: evaluated plainly or onto a tape from the state at hand, and that state held and put back.
+"""The steps of a loop: evaluated plainly or taped from the current state, which can be held and restored.
 
-A step's own code is called here and nowhere else.
+The user's step function is called in this file only.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from recoup.runtime.rebuild import saved_tensor
 from recoup.runtime.rebuild.lineage import Recorder
 from recoup.runtime.recompute.rng_state import RandomState, StreamState, version_of
 
-# Of one tape, which one call of autograd's engine serves. Each looks once at what the state is made of.
+# Steps of one tape, whose backward is one call of autograd's engine. The state's structure is looked at once a tape.
 MAX_TAPED_STEPS = 64
 _SLICED_STEPS = 1024  # whose inputs are sliced at once: fewer calls than one by one, and few views alive
 
 
 class Steps:
-    """The steps of a loop, and the state it stands at.
+    """The steps of a loop, and its current state.
 
     Attributes:
         num_steps: T.
         evaluations: step evaluations so far.
-        outputs: what steps returned.
-        inputs: the tensors of the loop's inputs.
-        captured: parameters and other tensors of the graph.
-        is_lean: whether tapes hold no tensor but what their graph keeps.
+        outputs: the steps' outputs, stacked or reduced.
+        inputs: the tensors of the loop's inputs, time first.
+        captured: parameters and other tensors that steps use.
+        is_lean: whether a tape holds only the tensors that its graph saved.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class Steps:
         self._shared_of.append(self._shared.index(shared) if shared in self._shared else 0)
 
     def _shared_with(self, ys: list[torch.Tensor]) -> tuple[tuple[int, int], ...]:
-        """Returns where tensors of the state at hand are outputs too: (which of the state's, which output)."""
+        """Returns (index in the current state, index in the outputs) of tensors that are both."""
         state = self._state
         if not self._carried.places:
             if isinstance(state, torch.Tensor):
@@ -140,7 +140,7 @@ class Steps:
         return tuple((at[id(tensor)], i) for i, tensor in enumerate(ys) if id(tensor) in at)
 
     def _tape(self, start: int, stop: int, *, keeps_after: bool) -> Tape:
-        """Evaluates steps `start .. stop-1`, or the first of them, with their graph, from the state at hand."""
+        """Evaluates steps `start .. stop-1`, or the first of them, with their graph, from the current state."""
         given, values = self._state, self._carried.read(whole=start == 0)
         tensors, template = flatten((given, values))
         flags = self._flags_at(start, tensors)
@@ -179,7 +179,7 @@ class Steps:
         return tape
 
     def _evaluate_taped(self, step: int, tape: Tape) -> list[torch.Tensor]:
-        """Evaluates one step onto a tape and returns its output tensors."""
+        """Evaluates one step, adds it to a tape and returns its output tensors."""
         inputs = [x[step] for x in self._xs]
         if self._any_x_flag:
             for x, flag in zip(inputs, self._x_flags, strict=True):
@@ -245,7 +245,7 @@ class Steps:
                 )
 
     def _flags_at(self, step: int, tensors: list[torch.Tensor]) -> list[bool]:
-        """Returns which leaves of a state need a gradient: what plain's do, as seen in the first steps."""
+        """Returns which leaves of a state need a gradient: those that did in the first steps."""
         if step == 0 and not self._flags:
             return [t.requires_grad for t in tensors]
         flags = self._flags[min(step, len(self._flags) - 1)]
@@ -275,7 +275,7 @@ class Steps:
             yield
 
     def _moment(self) -> Moment:
-        """Returns the state at hand, to be held."""
+        """Returns the current state, detached, to be held."""
         values = self._carried.read()
         for i, in_place in enumerate(self._carried.in_place):
             if in_place and isinstance(values[i], torch.Tensor):
@@ -288,7 +288,7 @@ class Steps:
         return moment
 
     def _put(self, moment: Moment, step: int) -> None:
-        """Makes a held state the one at hand."""
+        """Makes a held state the current one."""
         self._state, values = moment.nest(step)
         for i, in_place in enumerate(self._carried.in_place):
             if in_place and isinstance(values[i], torch.Tensor):
@@ -301,4 +301,4 @@ class Steps:
             moment.streams.restore()
 
     def _learn(self, tape: Tape, given: tuple[Any, list[Any]]) -> None:
-        """Called in the first steps, after each, with the (state, carried values) it was given."""
+        """Hook that is called after each of the first steps; `given` is the (state, carried values) before it."""

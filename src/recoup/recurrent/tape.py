@@ -1,4 +1,4 @@
-"""A taped step, or several in a row: a piece of autograd graph from leaves to what came out, and its backward.
+"""A taped step, or several in a row: a piece of autograd graph from a state to the next one, and its backward.
 
 [Note: sums in plain's order] A gradient that a plain loop sums over steps is summed by autograd from the last use to
 the first, one addition at a time. Floating-point sums depend on the order, so a step's backward must continue the sum
@@ -25,16 +25,17 @@ from recoup.thresholds import SMALL_BYTES
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
 class Tape:
-    """Taped steps `step .. stop-1`, one after the other in one graph.
+    """Consecutive taped steps `step .. stop-1` in one graph.
 
     Attributes:
-        step, stop: which.
-        leaves: the state before them, where the graph begins.
-        inputs: their slices of the loop's inputs, as leaves, step by step.
-        states: the state they came to.
-        outputs: of each step, step by step; both with the graph. `lighten` makes edges of leaves, states and outputs
-            (None where no gradient is needed).
-        after: the state they came to, if it may be loaded from here.
+        step: the first step.
+        stop: one past the last step.
+        leaves: the state before them, where the graph begins; edges of the graph after `lighten` (None where no
+            gradient is needed).
+        inputs: their slices of the loop's inputs as leaves, step by step.
+        states: the state after them, with its graph; edges after `lighten`.
+        outputs: the outputs of each step, with their graph; edges after `lighten`.
+        after: the state after them, detached, if it may be loaded from here.
     """
 
     step: int
@@ -46,13 +47,13 @@ class Tape:
     after: Any = None
 
     def lighten(self) -> None:
-        """Lets go of every tensor that the graph itself does not keep."""
+        """Drops every tensor that the graph itself did not save."""
         self.leaves, self.states, self.outputs = (
             [_edge_of(item) for item in items] for items in (self.leaves, self.states, self.outputs)
         )
 
     def let_go(self) -> None:
-        """Lets go of the graph; what is left only says how many leaves, states and outputs there were."""
+        """Drops the graph; only the numbers of leaves, states and outputs remain."""
         self.leaves, self.states, self.outputs = (
             [None] * len(items) for items in (self.leaves, self.states, self.outputs)
         )
@@ -66,12 +67,12 @@ def _edge_of(item: Any) -> Any:
 
 
 def needs_gradient(item: Any) -> bool:
-    """Whether a gradient goes through a tensor or an edge of a tape."""
+    """Whether a tensor or an edge of a tape needs a gradient."""
     return item.requires_grad if isinstance(item, torch.Tensor) else item is not None
 
 
 def is_same(left: Any, right: Any) -> bool:
-    """Whether two entries of a tape are one tensor, or one edge."""
+    """Whether two entries of a tape are the same tensor or the same edge."""
     if left is right:
         return True
     if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor) or left is None or right is None:
@@ -80,7 +81,7 @@ def is_same(left: Any, right: Any) -> bool:
 
 
 class _Begin(torch.autograd.Function):
-    """Where a graph begins: unlike a leaf's, its node does not keep the tensor."""
+    """The beginning of a graph: unlike a leaf's node, this one does not hold the tensor."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, flags: list[bool], *state: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -95,7 +96,7 @@ class _Begin(torch.autograd.Function):
 
 
 def begin(state: list[torch.Tensor], flags: list[bool]) -> list[torch.Tensor]:
-    """Returns the tensors of a state, those with a flag as the beginning of a graph."""
+    """Returns the tensors of a state; those whose flag is set begin a graph."""
     if True not in flags:
         return [t.detach() for t in state]
     anchor = torch.empty(0, requires_grad=True)
@@ -106,13 +107,13 @@ def begin(state: list[torch.Tensor], flags: list[bool]) -> list[torch.Tensor]:
 class Sums:
     """Gradients of captured tensors, summed in plain's order ([Note: sums in plain's order]).
 
-    While it is entered, a gradient is added the moment autograd has it, by a hook on the tensor, and let go: the engine
-    would hold those of all captured tensors until the end of a step's backward. Where all of them are small, that
-    is what happens, as hooks cost more than a small step.
+    Inside of the context, a hook on each captured tensor adds its gradient as soon as autograd has computed it, and
+    frees it: the engine would hold the gradients of all captured tensors until the end of a step's backward. Where all
+    of them are small no hooks are used, since hooks cost more than a small step.
 
     Attributes:
-        totals: the sums so far.
-        seeded: for which tensors the backward that runs now continues the sum itself.
+        totals: the sums so far; None where there is no gradient yet.
+        seeded: indices of the tensors whose sum the running backward continues itself.
     """
 
     __slots__ = ("_handles", "_hooked", "_owned", "_tensors", "seeded", "totals")
@@ -147,10 +148,10 @@ class Sums:
                 return None
             total = totals[index]
             if total is None:
-                totals[index] = gradient.clone()  # it may be somebody else's
+                totals[index] = gradient.clone()  # autograd may hand the same tensor to other hooks
                 owned[index] = True
                 if gradient.layout is torch.strided:
-                    nothing = gradient.new_zeros(()).expand_as(gradient)  # its shape in a few bytes
+                    nothing = gradient.new_zeros(()).expand_as(gradient)  # zeros of its shape in a few bytes
             elif owned[index]:
                 total.add_(gradient)
             else:

@@ -1,10 +1,11 @@
-"""Time loops that stay as they are written: the module a loop calls once a step is recomputed in chunks of steps.
+"""Time loops that are not rewritten: the module that a loop calls once a step is recomputed in chunks of steps.
 
-The calls of that module are grouped, `chunk` at a time. A group keeps its calls' arguments and the attributes as they
-were when it began; nothing that the calls save for backward is kept. The first saved tensor that backward asks for runs
-the group's calls again, in order, with graph, and fills the places of all of them. The loop's own graph is the plain
-one, so sums, hooks and further losses are plain's. It takes more memory than `scan` (the graph's nodes, and a call's
-arguments, stay) and always evaluates a step twice; use `scan` where the loop can be rewritten.
+The calls of that module are grouped, `chunk` at a time. A group keeps its calls' arguments and the attributes as of its
+beginning; tensors that the calls save for backward are not kept. When backward unpacks the first of them, the group's
+calls run again in order, with graph, and all saved tensors of the group are filled in. The loop's own graph is the
+plain one, so that sums, hooks and further losses are those of the plain loop. It takes more memory than `scan` (the
+graph's nodes and the calls' arguments stay) and always evaluates a step twice; use `scan` where the loop can be
+rewritten.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Timesteps:
         module.forward = _Steps(module, chunk, path)
 
     def remove(self) -> None:
-        """Takes the recomputation off."""
+        """Restores the module's own forward."""
         module = self._module()
         if module is None or not isinstance(module.__dict__.get("forward"), _Steps):
             return
@@ -55,16 +56,16 @@ class Timesteps:
 
 
 def checkpoint_timesteps(module: nn.Module, *, chunk: int = 1, path: str | None = None) -> Timesteps:
-    """Has the time loop in `module.forward` recompute its steps, `chunk` at a time, without rewriting it.
+    """Recomputes the steps of the time loop in `module.forward`, `chunk` at a time, without rewriting the loop.
 
     Args:
         module: its forward has a loop over time that calls one submodule a step.
-        chunk: steps a group.
-        path: of that submodule; if left out, it is read off the source of `forward`.
+        chunk: steps that are recomputed together.
+        path: path of that submodule below `module`; if left out, it is read off the source of `forward`.
 
     Raises:
-        UsageError: if `chunk` is no positive number, or there is no loop that calls just one submodule; the message
-            shows how to write it as a scan. Nothing was changed.
+        UsageError: if `chunk` is no positive integer, or no loop calls exactly one submodule; the message shows how to
+            write it as a scan. Nothing was changed.
 
     Example:
         >>> class Net(torch.nn.Module):
@@ -137,7 +138,7 @@ def _is_module(module: nn.Module, path: str) -> bool:
 
 
 class _Steps:
-    """The `forward` of the module that is called once a step."""
+    """Replaces the `forward` of the module that is called once a step."""
 
     def __init__(self, module: nn.Module, chunk: int, path: str) -> None:
         self._module = weakref.ref(module)
@@ -175,7 +176,7 @@ class _Steps:
 
 
 class _Slot:
-    """A tensor saved in a group's call: there once the group has run again."""
+    """A tensor saved in a group's call: filled in when the group has run again."""
 
     __slots__ = ("__weakref__", "dtype", "filled", "group", "shape")
 
@@ -195,7 +196,7 @@ class _Slot:
 
 
 class _Call:
-    """One call of a group: arguments (those an earlier call of the group made stand by number), random streams."""
+    """One call of a group: random streams and arguments; results of earlier calls of the group stand by number."""
 
     __slots__ = ("links", "random", "template", "tensors")
 
@@ -207,7 +208,7 @@ class _Call:
 
 
 class _Group:
-    """Up to `chunk` calls that run again together."""
+    """Up to `chunk` calls that are recomputed together."""
 
     def __init__(self, steps: _Steps, module: nn.Module, path: str, chunk: int) -> None:
         self._steps = steps
@@ -225,14 +226,14 @@ class _Group:
         self._end: list[Any] = []
 
     def continues(self) -> bool:
-        """Whether the next call belongs to this group: it is not full, and the state is as its last call left it."""
+        """Whether the next call belongs to this group: it is not full, and its last call's state is unchanged."""
         if self._left == 0:
             return False
         now = self._carried.read()
         return all(a is b or (not isinstance(a, torch.Tensor) and a == b) for a, b in zip(now, self._end, strict=True))
 
     def call(self, args: Any, kwargs: Any) -> Any:
-        """Runs a call for the first time."""
+        """Runs a call for the first time, without keeping what it saves."""
         number = len(self._calls)
         self._left -= 1
         tensors, template = flatten((args, kwargs))
@@ -262,7 +263,7 @@ class _Group:
         return slot
 
     def replay(self) -> None:
-        """Runs the calls again and fills every slot that is still wanted."""
+        """Runs the calls again and fills every slot that is still alive."""
         for parameter, version in self._versions:
             if parameter._version != version:
                 raise ReplayError(
@@ -311,7 +312,7 @@ class _Group:
             raise ReplayError(self.drift(f"saved {position} tensors in place of {len(self._slots)}"), code="E205")
 
     def drift(self, what: str) -> str:
-        """Returns the message for a second run that was not as the first."""
+        """Returns the error message for a replay that differs from the first run."""
         return (
             f"recoup.recurrent: the steps of {self._path!r}, run a second time, {what}. Their forward depends on "
             "something that changed since; keep it fixed, or write the loop as a `recoup.recurrent.scan`."
@@ -319,7 +320,7 @@ class _Group:
 
 
 def _plain_value(value: Any) -> Any:
-    """Returns a place's contents, detached."""
+    """Returns the contents of a place, detached."""
     tensors, template = flatten(value)
     return rebuild(template, [_leaf(t.detach(), t.requires_grad) for t in tensors])
 

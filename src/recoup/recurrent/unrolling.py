@@ -13,12 +13,12 @@ from recoup.recurrent.api import scan
 def unroll(module: nn.Module, inputs: Any, **options: Any) -> Any:
     """Calls `module(inputs[t])` for every time step and returns its outputs, in the memory of a few steps.
 
-    The module, or what is inside of it, keeps its state in attributes (membrane potentials); they end as after the
-    plain loop, with their gradients: reset or detach them between sequences as always.
+    The module or its submodules keep state in attributes (membrane potentials). These end as after the plain loop, with
+    their graph: reset or detach them between sequences as always.
 
     Args:
         module: called once a time step.
-        inputs: a nest of tensors whose first dimension is time.
+        inputs: a pytree of tensors whose first dimension is time.
         options: those of `scan`.
 
     Returns:

@@ -1,1 +1,1 @@
-"""Code that runs in training: patched forwards, regions, rederived saved tensors."""
+"""Code that runs during training: patched forwards, recomputed regions, rederived, offloaded and tiled tensors."""

@@ -1,4 +1,4 @@
-"""Save, rederive and offload around a call: what happens to the tensors that autograd saves inside it."""
+"""Save, rederive and offload around a call: decisions about all tensors that autograd saves inside of it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def run_under(decision: Decision, patched: PatchedForward, forward: Any, args: A
 
 @contextlib.contextmanager
 def ambient(decision: Decision) -> Iterator[None]:
-    """Turns rederive and offload on or off for everything inside, whoever owns the saved-tensor hooks there."""
+    """Turns rederive and offload on or off for all tensors saved inside, whichever saved-tensor hooks are on there."""
     recorder, rederives = current_recorder(), decision.rederives
     if recorder is not None:
         before = recorder.deriving, recorder.offloading

@@ -1,4 +1,4 @@
-"""Applying a plan to a model: validated first, in place, undoable."""
+"""Applies a plan to a model: validated first, in place, undoable."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ class Applied:
         self._room: CardRoom | None = None
 
     def watch(self, plan: Plan) -> None:
-        """Has a card's memory reserved as planned, and a step that passes the plan's budget warned of, once.
+        """Has a card's memory reserved as planned; warns once if a step's peak passes the plan's budget.
 
-        What was watched for before is not any more.
+        Replaces an earlier watch.
         """
         self._stop_watching()
         if self._patches:
@@ -68,12 +68,12 @@ class Applied:
         return f"<Applied: {state} {type(self.model).__name__}>"
 
     def remove(self) -> None:
-        """Restores every forward that was changed; safe to call twice."""
+        """Restores every forward that was changed; may be called twice."""
         self._stop_watching()
         is_on = bool(self._patches)
         while self._patches:
             unpatch(self._patches.pop())
-        for copied in find_patches(self.model) if is_on else ():  # deep copies that were put into the model
+        for copied in find_patches(self.model) if is_on else ():  # deep copies of patched modules in this model
             unpatch(copied)
         if self._state.offloading is not None:
             self._state.offloading.close()
@@ -112,16 +112,18 @@ def apply_decisions(
     hooks: Mapping[type[Decision], Hook] = HOOKS,
     proofs: Proofs | None = None,
 ) -> Applied:
-    """Changes the forwards that `decisions` name, and nothing else.
+    """Replaces the forwards of the modules that `decisions` name; nothing else is changed.
 
     Args:
-        transport: how offloaded tensors are moved, see `recoup.offload`; "auto" is "cuda" on a GPU, else "disk".
+        model: the model.
+        decisions: those of a plan.
+        transport: how offloaded tensors are moved, see `recoup.offload`; "auto": "cuda" on a GPU, otherwise "disk".
         hooks: how decisions of each class change a call.
-        proofs: about tiled modules, of plans for this model and batch that were in place before; left out: none.
+        proofs: proofs of tiled modules from earlier plans for this model and batch; None: none are known.
 
     Raises:
         PlanMismatch: if a path is not in the model.
-        UsageError: if a decision cannot be applied there. Nothing was changed then.
+        UsageError: if a decision cannot be applied to its module. Nothing was changed.
     """
     by_path: dict[str, list[Decision]] = {}
     joins: dict[str, list[Recompute]] = {}
@@ -131,7 +133,7 @@ def apply_decisions(
             decisions = prepare(modules, decisions)
     for decision in decisions:
         by_path.setdefault(decision.path, []).append(decision)
-        for path in dict.fromkeys(decision.paths[1:]):  # a module that the span calls twice joins it once
+        for path in dict.fromkeys(decision.paths[1:]):  # a module that the span calls twice is patched once
             if isinstance(decision, Rebuild):
                 by_path.setdefault(path, [])
                 continue
@@ -161,7 +163,7 @@ def apply_decisions(
     records = offloads or any(isinstance(d, Rederive) or (d.path == "" and isinstance(d, Save)) for d in decisions)
     if state.counts_calls or joins or records:
         paths.setdefault("", None)
-    # A decision inside one of these calls rederives.
+    # Calls inside of which some decision rederives.
     deriving = {around for d in decisions if isinstance(d, Rederive) for around in ("", *paths_around(d.path))}
     wanted: list[tuple[nn.Module, Runner, Settings]] = []
     for path in paths:
@@ -183,7 +185,7 @@ def apply_decisions(
 
 
 def _apply_rebuild(model: nn.Module, decision: Rebuild, decisions: Sequence[Decision]) -> Applied:
-    """Patches every module: the record of a step says which call each op belongs to."""
+    """Patches every module, so that the record of a step knows which call each op belongs to."""
     if len(decisions) > 1:
         other = next(d for d in decisions if d is not decision)
         raise PlanMismatch(
@@ -194,13 +196,13 @@ def _apply_rebuild(model: nn.Module, decision: Rebuild, decisions: Sequence[Deci
     wanted = [
         (module, run_held, HeldSettings(path=path, state=state))
         for path, module in model.named_modules()
-        if not isinstance(module, torch.jit.ScriptModule)  # what runs inside belongs to the call around it
+        if not isinstance(module, torch.jit.ScriptModule)  # its ops belong to the call around it
     ]
     return Applied(model, patch_all(wanted), state)
 
 
 def _buffers(module: nn.Module, prefix: str, decisions: Sequence[Decision]) -> tuple[str, ...]:
-    """Returns the names, below the module, of buffers that a replay must not change again."""
+    """Returns the names, relative to the module, of buffers that a replay must not change again."""
     if not any(d.is_region for d in decisions):
         return ()
     regions_here = [d for d in decisions if isinstance(d, Region)]
@@ -209,14 +211,14 @@ def _buffers(module: nn.Module, prefix: str, decisions: Sequence[Decision]) -> t
 
 
 def find_patches(model: nn.Module) -> list[PatchedForward]:
-    """Returns the patched forwards of a plan that is in place on `model`."""
+    """Returns the patched forwards of the plan that is in place on `model`."""
     found = map(find_patch, model.modules())
     return [f for f in found if f is not None and f.runner in (run_call, run_held)]
 
 
 @contextlib.contextmanager
 def plain(model: nn.Module) -> Iterator[None]:
-    """Runs the model without the plan that is in place on it, if any."""
+    """Suspends the plan that is in place on the model, if any, inside of the block."""
     states = {id(f.settings.state): f.settings.state for f in find_patches(model)}
     before = [(state, state.suspended) for state in states.values()]
     for state in states.values():

@@ -1,9 +1,9 @@
-"""A public function leaves the process as it found it when an exception ends it, wherever that came.
+"""A public function that ends in an exception leaves the process as it found it, wherever the exception came.
 
-Context managers put back what they set. An exception (Ctrl-C) can come where none does: between `__enter__` and its
-block, between the block and `__exit__`, in the first line of a `finally`. What would outlive the call is therefore
-noted where it begins, and put back where it fails: a profiler that still runs makes the next measurement fail, hooks on
-saved tensors and dispatch modes see every later step, warnings stay off.
+Context managers restore what they set. But an exception (Ctrl-C) can come where no context manager acts: between
+`__enter__` and its block, between the block and `__exit__`, in the first line of a `finally`. State that would outlive
+the call is therefore noted at its start and restored if it fails: a profiler that still runs would make the next
+measurement fail, saved-tensor hooks and dispatch modes would see every later step, warnings would stay off.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _R = TypeVar("_R")
 
 
 def all_or_nothing(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Has a function of a model leave nothing behind if it fails, no plan in place either; Ctrl-C ends it.
+    """Decorates a function of a model: if it raises, process and model are restored, and no plan is left in place.
 
-    An exception may come between any two lines: also where a plan was applied and nobody has its handle yet, or where
-    it is taken off.
+    An exception may come between any two lines: also after a plan was applied and before anybody has its handle, or
+    while it is removed.
     """
 
     @functools.wraps(function)
@@ -49,7 +49,7 @@ def all_or_nothing(function: Callable[_P, _R]) -> Callable[_P, _R]:
         except BaseException:
             try:
                 before.put_back()
-            except BaseException:  # one more interrupt: it is done all the same
+            except BaseException:  # a second interrupt: restore again
                 before.put_back()
                 raise
             raise
@@ -58,7 +58,7 @@ def all_or_nothing(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 class _Process:
-    """What a call could leave in the process, on this thread and on its models, as it is now."""
+    """A snapshot of the state of process, thread and models that a call could leave changed."""
 
     def __init__(self, models: list[nn.Module]) -> None:
         self._models = models
@@ -70,7 +70,7 @@ class _Process:
         self._settings = [(get(), change) for get, change in _SETTINGS]
 
     def put_back(self) -> None:
-        """Has everything as it was."""
+        """Restores the snapshot."""
         _torch.restore_thread_settings(self._torch)
         for here, values in self._locals:
             here.clear()
@@ -95,7 +95,7 @@ class _Process:
 
 
 def _thread_locals() -> list[dict[str, Any]]:
-    """Returns recoup's own variables of this thread."""
+    """Returns the namespaces of recoup's thread-local objects on this thread."""
     return [vars(each) for each in (execution_context._activity, lineage._current, scope.scope, scan_bytes._scans)]
 
 
@@ -120,7 +120,7 @@ def _set_signal(handler: Any) -> None:
         signal.signal(signal.SIGINT, handler)
 
 
-# How each thing is read, how it is set.
+# (getter, setter) of each setting.
 _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (lambda: list(warnings.filters), _set_warnings),
     (lambda: sys.unraisablehook, functools.partial(setattr, sys, "unraisablehook")),

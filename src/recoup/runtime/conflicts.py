@@ -1,4 +1,4 @@
-"""Finds what no plan can be made for or applied to: no module, wrapped, compiled, checkpointed by others."""
+"""Refuses models that no plan can be made for or applied to: no module, wrapped, compiled, checkpointed otherwise."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from recoup.runtime.patch import find_patch
 
 
 def refuse_no_module(model: object) -> None:
-    """Raises UsageError for what is no module: a name, a class, a list of modules."""
+    """Raises UsageError if `model` is no module: a name, a class, a list of modules."""
     if isinstance(model, nn.Module):
         return
     what = f"the class {model.__name__}: make one" if isinstance(model, type) else type(model).__name__
@@ -63,9 +63,9 @@ _WRAPPERS = {
 
 
 def refuse_distributed(model: nn.Module) -> None:
-    """Raises ConflictError if parameters are distributed tensors: what one rank measures would decide for itself.
+    """Raises ConflictError if parameters are distributed tensors.
 
-    Ranks that run different plans wait for each other for ever.
+    Each rank would decide by its own measurements, and ranks that run different plans deadlock.
     """
     for path, parameter in model.named_parameters():
         if _torch.is_wrapper_type(type(parameter)):
@@ -77,12 +77,13 @@ def refuse_distributed(model: nn.Module) -> None:
 
 
 def refuse_wrapped(model: nn.Module, *, compiled_in_place: bool = False) -> None:
-    """Raises ConflictError if the model is wrapped by DDP or FSDP, or compiled: there is no plain step to plan from.
+    """Raises ConflictError if the model is wrapped by DDP or FSDP, or compiled: its plain step cannot be captured.
 
     A plan that was made before is applied to such a model by `recoup.integrations.distributed.apply`.
 
     Args:
-        compiled_in_place: a model that `nn.Module.compile` changed is taken: what it was compiled to is replaced.
+        model: the model.
+        compiled_in_place: whether a model that `nn.Module.compile` changed is accepted; its compiled call is replaced.
     """
     refuse_no_module(model)
     for path, module in model.named_modules():

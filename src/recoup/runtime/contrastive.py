@@ -1,11 +1,11 @@
-"""A loss over all pairs of a large batch, its towers run in chunks.
+"""A loss over all pairs of a large batch whose towers run in chunks.
 
 In contrastive training every example of the batch is a negative of every other, so the batch cannot be split into
-micro-batches. But a tower treats each example by itself. So each chunk of a tower's batch is a region (`recompute/`):
-it keeps its inputs and its embeddings, and runs its forward again in backward, in the same random state, where only its
-own activations are there. The loss sees all embeddings at once. GradCache (Gao et al., arXiv 2101.06983) splits a step
-into two passes by hand for this; here it is one graph, so that any loss of the embeddings, with parameters of its own,
-gets the gradients of the undivided step.
+micro-batches. But a tower treats each example independently. So each chunk of a tower's batch is a region
+(`recompute/`): it keeps its inputs and embeddings, and reruns its forward in backward from the same random state, with
+only that chunk's activations alive. The loss sees all embeddings at once. GradCache (Gao et al., arXiv 2101.06983)
+splits a step into two passes by hand for this; here it is one graph, so that any loss of the embeddings, also one with
+parameters, gets the gradients of the undivided step.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ def contrastive(
     call on the whole batch by rounding (and by the random numbers that dropout draws for smaller tensors).
 
     Args:
-        loss: of the embeddings, (N, D) each, one a tower; it may close over parameters of its own (a temperature).
+        loss: function of one embedding (N, D) a tower; it may close over parameters of its own (a temperature).
         *towers: (tower, batch) pairs. A tower is a module or function that returns an embedding (N, D), each row from
             its own example alone; a module may be in several towers. A dict as batch becomes `tower(**batch)`, a tuple
-            or list `tower(*batch)`, anything else `tower(batch)`; tensors with as many rows as the one with most are
-            cut, everything else goes whole to each chunk.
-        chunk_size: examples of a chunk.
+            or list `tower(*batch)`, anything else `tower(batch)`. Tensors of N rows, N being the most rows of any, are
+            split into chunks; every chunk gets all other values whole.
+        chunk_size: examples in a chunk.
 
     Returns:
-        What `loss` returns; `backward()` is called on it as ever. Under `no_grad` nothing runs twice.
+        The value of `loss`; call `backward()` on it as usual. Under `no_grad` nothing runs twice.
 
     Raises:
-        UsageError: if a tower's BatchNorm is in training mode, since its statistics are over the batch; if a tower
-            returns something else than a row an example.
+        UsageError: if a tower has a BatchNorm in training mode, whose statistics are over the whole batch, or does not
+            return one row for each example.
 
     Example:
         >>> image, text = torch.nn.Linear(8, 4), torch.nn.Linear(6, 4)
@@ -86,7 +86,7 @@ def contrastive(
 
 
 class _Tower(nn.Module):
-    """A tower as one module, whose children are the modules that its function reaches: their state is the region's."""
+    """A tower as one module; its children are the modules that its function reaches, whose state a replay restores."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -99,10 +99,10 @@ class _Tower(nn.Module):
 
 
 def _checked(number: int, tower: Any) -> Member:
-    """Returns the region of a tower's chunks.
+    """Returns the region that a tower's chunks run in.
 
     Raises:
-        UsageError: if it is none, or its result depends on the other examples.
+        UsageError: if the tower is not callable, or its result depends on other examples of the batch.
     """
     if not isinstance(tower, tuple) or len(tower) != 2 or not callable(tower[0]):
         raise UsageError(f"contrastive: tower {number} must be a (module or function, batch) pair. {_WHERE}")
@@ -122,7 +122,7 @@ def _checked(number: int, tower: Any) -> Member:
 
 
 def _modules_of(function: Callable[..., Any]) -> Iterator[nn.Module]:
-    """Yields the modules that a function runs: itself, the one it is a method of, and those it closes over."""
+    """Yields the modules that a function runs: itself, the one whose method it is, and those it closes over."""
     if isinstance(function, nn.Module):
         yield function
         return

@@ -13,20 +13,20 @@ from recoup.runtime.step_log import Counts, Event, StepLog
 
 
 class Observer(Protocol):
-    """Is notified of each saved tensor: kept or rederived."""
+    """Is notified of each tensor that autograd saves."""
 
     def saved(self, tensor: torch.Tensor) -> None:
-        """The tensor is kept as it is."""
+        """The tensor is kept."""
 
     def rederived(self, tensor: torch.Tensor, sources: list[torch.Tensor]) -> None:
-        """The tensor is not kept: it will be rebuilt from `sources`, which are."""
+        """The tensor is not kept: it will be rebuilt from `sources`, which are kept."""
 
 
 class Original(Protocol):
     """A tensor as a region's first forward saved it."""
 
     def compare(self, again: torch.Tensor, region: str) -> None:
-        """Takes note of what the second forward saved in its place."""
+        """Compares it with the tensor that the replay saved in its place."""
 
 
 class Auditor(Protocol):
@@ -44,7 +44,7 @@ class _Activity(threading.local):
     stands_for: str = ""
 
     def __init__(self) -> None:
-        self.replaying = threading.RLock()  # held while this thread runs something a second time, as often as it does
+        self.replaying = threading.RLock()  # held, as often as they nest, while this thread replays something
         self.own = Counts()
         self.counts: tuple[Counts, ...] = (self.own,)
 
@@ -53,9 +53,9 @@ _activity = _Activity()
 
 
 def is_recomputing() -> bool:
-    """Whether this thread runs something a second time: a region's replay or a rederived tensor.
+    """Whether this thread is replaying: a region's second forward, or the rebuild of a saved tensor.
 
-    For counters and logs in a model's forward that must happen once a step. Raises nothing.
+    For counters and logs in a model's forward that must run once a step. Raises nothing.
 
     Example:
         >>> recoup.is_recomputing()
@@ -65,16 +65,16 @@ def is_recomputing() -> bool:
 
 
 def recomputing() -> contextlib.AbstractContextManager[Any]:
-    """Returns a context manager that marks everything inside as a second run.
+    """Returns a context manager inside of which `is_recomputing()` is True.
 
-    A lock that no other thread sees: it is entered and left without Python, so that Ctrl-C cannot come in between and
-    leave the mark behind.
+    It is a lock of this thread: entering and leaving it runs no Python code, so that Ctrl-C cannot come in between and
+    leave the mark set.
     """
     return _activity.replaying
 
 
 class first_run:
-    """Context manager inside of `recomputing` for what runs once a step all the same: the backward of a taped step."""
+    """Context manager that ends `recomputing` inside, for what runs once a step: the backward of a taped step."""
 
     __slots__ = ("_before",)
 
@@ -86,20 +86,20 @@ class first_run:
 
 
 def stop_recomputing() -> None:
-    """Has this thread run nothing a second time, whoever said so and was stopped before it could take it back."""
+    """Clears every `recomputing` of this thread, after an exception that kept one from ending."""
     _activity.replaying = threading.RLock()
 
 
 def current_counts() -> tuple[Counts, ...]:
     """Returns the counts that events on this thread are added to: the running plan's, if any, and the thread's own.
 
-    Who counts in backward keeps it from forward on: that may be another thread.
+    To count in backward, take them in forward: backward may run on another thread.
     """
     return _activity.counts
 
 
 class counting_to:
-    """Context manager that has everything inside counted to these counts."""
+    """Context manager inside of which events are added to these counts."""
 
     __slots__ = ("_before", "_counts")
 
@@ -114,7 +114,7 @@ class counting_to:
 
 
 class counting_for(counting_to):
-    """Context manager that has everything inside counted to a plan's counts too."""
+    """Context manager inside of which events are added to a plan's counts as well."""
 
     __slots__ = ()
 
@@ -124,25 +124,25 @@ class counting_for(counting_to):
 
 
 def count(event: Event, counts: tuple[Counts, ...], number: int = 1) -> None:
-    """Adds a number of events to all of these counts."""
+    """Adds `number` events to each of these counts."""
     for each in counts:
         each.add(event, number)
 
 
 def thread_log() -> StepLog:
-    """Returns the counts of this thread's forwards so far, and of their backwards, under whatever plan."""
+    """Returns the counts of all forwards of this thread so far, and of their backwards, under any plan."""
     return _activity.own.log
 
 
 def counters() -> tuple[int, int]:
-    """Returns how many regions of this thread's forwards were replayed and saved tensors rebuilt so far."""
+    """Returns (regions replayed, saved tensors rebuilt) so far, of forwards of this thread."""
     log = thread_log()
     return log.num_replays, log.num_rederived
 
 
 @contextlib.contextmanager
 def in_tile() -> Iterator[None]:
-    """Marks everything inside as a part of one call, run on a tile of it."""
+    """Marks calls inside as parts of one call of the step, each run on a tile."""
     _activity.tiles += 1
     try:
         yield
@@ -151,31 +151,31 @@ def in_tile() -> Iterator[None]:
 
 
 def is_in_tile() -> bool:
-    """Whether this thread runs a module on a tile: the calls in it are not calls of the step."""
+    """Whether this thread runs a module on a tile: calls inside are not calls of the step."""
     return _activity.tiles > 0
 
 
 def tile_counters() -> tuple[int, int]:
-    """Returns how many losses and modules ran over tiles, and tiled heads' logits whole, by this thread's forwards."""
+    """Returns (losses and modules run over tiles, tiled heads whose logits were computed whole) so far."""
     log = thread_log()
     return log.num_tiled, log.num_logits_made
 
 
 def kept(tensor: torch.Tensor) -> None:
-    """Tells the observer, if there is one, that a saved tensor is kept as it is."""
+    """Notifies the observer, if any, that a saved tensor is kept."""
     observer = _activity.observer
     if observer is not None:
         observer.saved(tensor)
 
 
 def rederived(tensor: torch.Tensor, sources: list[torch.Tensor]) -> None:
-    """Tells the observer, if there is one, that a saved tensor will be rebuilt."""
+    """Notifies the observer, if any, that a saved tensor will be rebuilt."""
     if _activity.observer is not None:
         _activity.observer.rederived(tensor, sources)
 
 
 def observer() -> Observer | None:
-    """Returns this thread's observer of saved tensors, None if there is none."""
+    """Returns this thread's observer of saved tensors; None if there is none."""
     return _activity.observer
 
 

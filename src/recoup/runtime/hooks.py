@@ -1,7 +1,7 @@
-"""How decisions of each class change a call, found by class. A new action adds its line to `HOOKS`.
+"""How decisions of each class change a call. A new action adds its line to `HOOKS`.
 
-Regions are not here: they nest, and their calls run again, which is `runtime/recompute/`; neither are scans, which set
-bytes for what a module's own forward begins.
+Regions are not here, since they nest and replay their calls: see `runtime/recompute/`. Neither are scans, whose
+decision sets the budget of a loop that the module's own forward starts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Modules = Mapping[str, nn.Module]
 
 
 def as_they_are(modules: Modules, decisions: Sequence[Decision]) -> Sequence[Decision]:
-    """Returns the decisions: there is nothing to check before they are applied."""
+    """Returns the decisions unchanged: there is nothing to check before they are applied."""
     return decisions
 
 
@@ -29,11 +29,12 @@ class Hook:
     """How decisions of one class run a call.
 
     Attributes:
-        run: (decision, patched forward, the module's own forward with what else was decided, args, kwargs) -> output.
-        records: whether a decision for the model itself runs under the record of the step, as those do that say what
-            happens to saved tensors; otherwise it runs in place of the model's call.
-        prepare: checks the decisions of a plan before anything is changed and returns them, those of its class maybe
-            replaced by others. Raises UsageError.
+        run: called as `run(decision, patched forward, forward, args, kwargs)`; returns the call's output. `forward` is
+            the module's own forward with its other decisions.
+        records: whether a decision for the model itself runs under the record of the step (those about saved tensors
+            do); otherwise it replaces the model's call.
+        prepare: checks a plan's decisions before anything is changed and returns them; may replace those of its class.
+            Raises UsageError.
     """
 
     run: Callable[[Any, Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]

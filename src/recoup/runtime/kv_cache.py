@@ -1,4 +1,4 @@
-"""The key-value cache that transformers' models fill in training by default, and that nobody reads there."""
+"""The key-value cache that transformers' models fill by default, also in training, where it is not read."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from recoup.runtime.patch import class_forward
 
 
 def caching_paths(modules: Mapping[str, nn.Module], regions_at: Sequence[str]) -> set[str]:
-    """Returns the modules above a region whose forward takes `use_cache`, would use one by default, and may do without.
+    """Returns the paths of modules above a region whose forward fills a cache by default and can run without one.
 
-    transformers drops the cache too when its own checkpointing is on: it would hold keys and values that the regions
-    do not. Models with recurrent layers (state-space and linear-attention hybrids, `_is_stateful`) keep theirs: with a
-    cache these layers take another path through their convolutions, which rounds differently. Their regions note the
-    cache before the forward and put it back around the replay.
+    transformers too drops the cache when its own checkpointing is on: the cache would hold keys and values that the
+    regions drop. Models with recurrent layers (state-space and linear-attention hybrids, `_is_stateful`) keep it: with
+    a cache these layers take another code path through their convolutions, which rounds differently. Their regions note
+    the cache before the forward and restore it around the replay.
 
     Args:
-        modules: by path, repeated modules under each.
+        modules: modules by path; a repeated module under each of its paths.
         regions_at: paths of the regions.
     """
     stateful = [path for path, module in modules.items() if getattr(module, "_is_stateful", False)]
@@ -42,7 +42,7 @@ def caching_paths(modules: Mapping[str, nn.Module], regions_at: Sequence[str]) -
 
 
 def without_cache(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Returns the arguments of a call with `use_cache=False`, whether it was given by name, by position or not."""
+    """Returns the arguments of a call with `use_cache=False`, however it was passed."""
     position = _parameters(module).index("use_cache")
     if position < len(args):
         return (*args[:position], False, *args[position + 1 :]), dict(kwargs)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import itertools
+from collections.abc import Iterable
 
 from recoup.solver.held import MOST_LABELS, Held, Op, Segment, hull
 
@@ -60,6 +61,9 @@ class Label:
         held_bytes: theirs, with those of earlier segments that this one needs.
         forward_bytes, backward_bytes: peaks above what segments before it hold.
         seconds: run again.
+        shared_bytes: of earlier segments' values, that the segment before it may hold already: more than `held_bytes`
+            by where that begins, empty for nothing.
+        after_saved_bytes: the same if that one holds what autograd saves.
         pieces: if it is nested, the first op of each piece and the values held for it once the first rebuild has run.
     """
 
@@ -68,6 +72,8 @@ class Label:
     forward_bytes: int
     backward_bytes: int
     seconds: float
+    shared_bytes: tuple[int, ...] = ()
+    after_saved_bytes: int = 0
     pieces: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
 
@@ -167,6 +173,7 @@ class LabelMaker:
                     forward_bytes=problem.forward_bytes[i],
                     backward_bytes=backward,
                     seconds=0.0,
+                    shared_bytes=self._dropped_bytes(i),
                 )
             )
         if last - first > _MOST_OPS:
@@ -195,14 +202,16 @@ class LabelMaker:
         for held in self._hull(segment):
             values = [names[v] for v in held.values]
             needed = dict.fromkeys([*outside, *self._read_from_before([first + at for at in held.rerun], made)])
-            charged = [*values, *(v for v in needed if self._is_charged(v, i, j))]
+            charged = [*values, *(v for v in needed if self._reader_before(v, i) is None)]
             labels.append(
                 Label(
                     held=tuple(sorted({*values, *needed})),
                     held_bytes=sum(problem.value_bytes[v] for v in charged),
                     forward_bytes=self._forward_bytes(i, j, charged),
-                    backward_bytes=backward + sum(problem.value_bytes[v] for v in charged if v not in saved),
+                    backward_bytes=backward + self._beside_bytes(charged, i),
                     seconds=held.seconds,
+                    shared_bytes=self._shared_bytes(needed, i),
+                    after_saved_bytes=self._after_saved_bytes(needed, i),
                 )
             )
         return labels
@@ -235,9 +244,9 @@ class LabelMaker:
                 continue
             rerun.add(at)
             stack.extend(problem.ops[at].inputs)
-        saved = {v for at in range(first, last) for v in problem.saves[at]}
-        charged = [v for v in held if v in made or self._is_charged(v, i, j)]
-        backward, so_far = 0, sum(sizes[v] for v in charged if v not in saved)
+        before = [v for v in held if v not in made]
+        charged = [v for v in held if v in made or self._reader_before(v, i) is None]
+        backward, so_far = 0, self._beside_bytes(charged, i)
         for _, label in pieces:
             own = sum(sizes[v] for v in label.held or () if v in made and v not in held)
             backward = max(backward, so_far + label.backward_bytes)
@@ -248,6 +257,8 @@ class LabelMaker:
             forward_bytes=self._forward_bytes(i, j, charged),
             backward_bytes=backward,
             seconds=sum(problem.ops[at].seconds for at in rerun) + sum(label.seconds for _, label in pieces),
+            shared_bytes=self._shared_bytes(before, i),
+            after_saved_bytes=self._after_saved_bytes(before, i),
             pieces=tuple(
                 (problem.places[start], tuple(v for v in label.held or () if v not in held)) for start, label in pieces
             ),
@@ -257,11 +268,57 @@ class LabelMaker:
         """Returns the values that these ops read and earlier segments made."""
         return [v for at in ops for v in self.problem.ops[at].inputs if v not in made and v in self._maker]
 
-    def _is_charged(self, value: int, i: int, j: int) -> bool:
-        """Whether a segment pays for an earlier segment's value; of more than two readers, only the first does."""
-        maker = self._interval(self._maker[value])
-        later = sorted({r for r in self._readers.get(value, ()) if r > maker})
-        return len(later) <= 2 or i <= later[0] < j
+    def _reader_before(self, value: int, i: int) -> int | None:
+        """Returns the last interval between a value's maker and interval `i` that reads it, None if none does."""
+        readers = self._readers.get(value, [])
+        at = bisect.bisect_left(readers, i)
+        return readers[at - 1] if at and readers[at - 1] > self._interval(self._maker[value]) else None
+
+    def _shared_bytes(self, values: Iterable[int], i: int) -> tuple[int, ...]:
+        """Returns the bytes of earlier values that a segment before interval `i` does not hold, by where it begins.
+
+        It holds what it reads and did not make. What nobody read before is charged in any case.
+        """
+        found = [0] * i
+        for value in values:
+            reader = self._reader_before(value, i)
+            if reader is not None:
+                maker = self._interval(self._maker[value])
+                for begin in (*range(maker + 1), *range(reader + 1, i)):
+                    found[begin] += self.problem.value_bytes[value]
+        return tuple(found) if any(found) else ()
+
+    def _after_saved_bytes(self, values: Iterable[int], i: int) -> int:
+        """Returns the bytes of earlier values that the interval before `i` makes or reads and does not save."""
+        charged = 0
+        saved = self._saved_in(i - 1) if i else set()
+        for value in values:
+            reader = self._reader_before(value, i)
+            if reader is not None and value not in saved and i - 1 in (reader, self._interval(self._maker[value])):
+                charged += self.problem.value_bytes[value]
+        return charged
+
+    def _dropped_bytes(self, i: int) -> tuple[int, ...]:
+        """Returns the bytes that are saved in interval `i` and before, by where a segment begins that drops them."""
+        found = [0] * i
+        for value in self._saved_in(i):
+            if 0 <= self._first_saved_in(value) < i:
+                for begin in range(self._interval(self._maker[value]) + 1):
+                    found[begin] += self.problem.value_bytes[value]
+        return tuple(found) if any(found) else ()
+
+    def _saved_in(self, i: int) -> set[int]:
+        """Returns the values that autograd saves in interval `i`, made there or before."""
+        return {v for at in range(self.problem.places[i], self._ends[i]) for v in self.problem.saves[at]}
+
+    def _beside_bytes(self, values: Iterable[int], i: int) -> int:
+        """Returns the bytes of held values that plain backward from interval `i` on does not count as saved."""
+        return sum(self.problem.value_bytes[v] for v in values if self._first_saved_in(v) < i)
+
+    def _first_saved_in(self, value: int) -> int:
+        """Returns the interval in which autograd saves a value first, -1 if in none."""
+        at = self._first_saved.get(value)
+        return -1 if at is None else self._interval(at)
 
     def _interval(self, op: int) -> int:
         return bisect.bisect_right(self.problem.places, op) - 1

@@ -134,6 +134,7 @@ class SegmentSolver:
             reached.append(states)
             if states is None or i == num:
                 continue
+            after_saved = np.array([i > 0 and labels[k].held is None for k in states.label.tolist()])
             for j in self._next_places(i):
                 fits_at_once = self._maker.backward_bytes(i, j) <= room
                 if not (fits_at_once or nested) or problem.backward_bytes[j - 1] > room:
@@ -142,6 +143,10 @@ class SegmentSolver:
                 for label in [*options, *(self._maker.nested(i, j) if nested else ())]:
                     peak = states.held + max(label.backward_bytes, label.forward_bytes)
                     held = states.held + label.held_bytes
+                    if label.shared_bytes or label.after_saved_bytes:
+                        shared = np.asarray(label.shared_bytes or [0] * i)[states.place]
+                        shared = np.where(after_saved, label.after_saved_bytes, shared)
+                        peak, held = peak + shared, held + shared
                     fits = np.flatnonzero((peak <= room) & (held <= room))
                     if not len(fits):
                         continue

@@ -2,13 +2,15 @@
 
 What crosses the boundary of a segment is held or handed on, so a good boundary is one that few bytes cross. How far a
 place has to be the narrowest is no number of ops: as far as it takes to make some times the bytes that cross it. A
-residual stream is a waist between a layer's two halves, and inside a layer nothing is.
+residual stream is a waist between a layer's two halves, and inside a layer nothing is. What is made within that reach
+and read beyond it counts nowhere: a loop that collects results has waists between its steps.
 """
 
 from __future__ import annotations
 
 import bisect
 import itertools
+import math
 from collections.abc import Sequence
 
 from recoup.solver.held import Op
@@ -19,8 +21,7 @@ def crossing_bytes(ops: Sequence[Op], value_bytes: Sequence[int], results: Seque
 
     Place i is before op i; there is one more than ops. Values that no op makes do not count; `results` are read last.
     """
-    last_read = {v: i for i, op in enumerate(ops) for v in op.inputs}
-    last_read |= dict.fromkeys(results, len(ops))
+    last_read = _last_read(ops, results)
     change = [0] * (len(ops) + 2)
     for i, op in enumerate(ops):
         for value in op.outputs:
@@ -41,6 +42,7 @@ def waists(ops: Sequence[Op], value_bytes: Sequence[int], results: Sequence[int]
         reach: a waist is the narrowest place until this many times the bytes that cross it are made, on either side.
     """
     crossing = crossing_bytes(ops, value_bytes, results)
+    last_read = _last_read(ops, results)
     made = [0, *itertools.accumulate(sum(value_bytes[v] for v in op.outputs) for op in ops)]
     found = [0]
     for place in range(1, len(ops)):
@@ -48,6 +50,20 @@ def waists(ops: Sequence[Op], value_bytes: Sequence[int], results: Sequence[int]
         first = bisect.bisect_left(made, made[place] - far)
         end = bisect.bisect_right(made, made[place] + far)
         # Of equally narrow places the first, and where nothing is narrower anywhere, one every so often.
-        if made[place] - made[found[-1]] > far and min(crossing[first:end]) == crossing[place]:
+        if made[place] - made[found[-1]] <= far:
+            continue
+        handed_on, here, narrowest = 0, crossing[place], math.inf
+        for other in range(first, end):
+            # What is made here and read beyond crosses the next waist too, wherever this one is: a loop's results.
+            narrowest = min(narrowest, crossing[other] - handed_on)
+            if other == place:
+                here = crossing[place] - handed_on
+            if other < len(ops):
+                handed_on += sum(value_bytes[v] for v in ops[other].outputs if last_read.get(v, other) >= end)
+        if here <= narrowest:
             found.append(place)
     return found[1:]
+
+
+def _last_read(ops: Sequence[Op], results: Sequence[int]) -> dict[int, int]:
+    return {v: i for i, op in enumerate(ops) for v in op.inputs} | dict.fromkeys(results, len(ops))

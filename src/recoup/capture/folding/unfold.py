@@ -366,7 +366,7 @@ class _Unfolder(Recording):
         for record in self.storages:
             if record.category == "saved":
                 record.category = "temporary"
-            record.saved_op, record.saved_by = -1, []
+            record.saved_ops, record.saved_by = [], []
         for _, call, storage, op in self.saves:
             self.storages[storage].save(op, call)
 

@@ -1,8 +1,8 @@
-"""Schedules: sequences of actions on a loop of steps, and a simulator that checks one.
+"""Schedules: sequences of actions on a loop of steps, and a simulator that checks them.
 
 A loop has steps `0 .. T-1` and states `0 .. T`: step `t` turns state `t` into state `t + 1`. The *current state* is the
 one the loop stands at. A step is *evaluated* either plainly or taped, that is with its autograd graph; its backward
-needs the tape. Which states and tapes are held in the meantime is what schedules differ in.
+needs the tape. Schedules differ in which states and tapes they hold in the meantime.
 
 [Note: schedules]
 1. The loop stands at state 0, which is held. It must do the backward of steps T-1, ..., 0, in this order.
@@ -26,14 +26,15 @@ Kind = Literal["advance", "save", "load", "free", "tape", "backward"]
 
 
 class Action(NamedTuple):
-    """One thing to do.
+    """One action of a schedule.
 
     Attributes:
         kind: "advance": evaluate steps `start .. stop-1` plainly. "tape": evaluate them taped, keep the tapes.
-            "save": hold the current state, which is state `start`. "load": make state `start` current again; it is
-            held, or is what the held tape of step `start - 1` came to.
-            "free": let state `start` go. "backward": of the taped steps `stop-1 .. start`, last first; their tapes go.
-        start, stop: steps, or a state where `stop` is `start`.
+            "save": hold the current state, which is state `start`. "load": make state `start` current again, from the
+            held state or from the held tape of step `start - 1`. "free": drop state `start`. "backward": of the taped
+            steps `stop-1 .. start`, last first; it frees their tapes.
+        start: first step, or the state.
+        stop: one past the last step; equal to `start` for a state.
     """
 
     kind: Kind
@@ -46,10 +47,11 @@ class Schedule:
     """How a loop of `num_steps` is run forward and backward.
 
     Attributes:
-        name: for people.
-        evaluations: how many step evaluations it makes, the first forward included.
-        actions: makes the sequence of actions; may be called again.
-        reloads_tapes: whether it loads a state that only a tape holds.
+        name: as it is printed.
+        num_steps: T.
+        evaluations: number of step evaluations, the first forward included.
+        actions: returns a new iterator over the actions at each call.
+        reloads_tapes: whether a "load" takes a state that only a tape holds.
     """
 
     name: str
@@ -74,7 +76,7 @@ def packed(actions: Iterator[Action]) -> Callable[[], Iterator[Action]]:
 
 
 def merged(actions: Iterator[Action]) -> Iterator[Action]:
-    """Yields the same actions with adjoining pieces put together: taped steps in a row, backwards in a row."""
+    """Yields the actions with consecutive "tape" actions merged into one, and consecutive "backward" actions too."""
     last: Action | None = None
     for action in actions:
         if last is not None:
@@ -95,10 +97,10 @@ class Simulation:
     """Cost and memory of a schedule.
 
     Attributes:
-        evaluations: step evaluations.
-        taped: how many of them taped.
+        evaluations: number of step evaluations.
+        taped: number of taped ones among them.
         weighted: evaluations weighted by cost.
-        peak_units: the most that states and tapes took at once, the start state not counted.
+        peak_units: peak of states and tapes held at once, in units, the start state not counted.
         peak_states: the most states held at once, the start state counted.
     """
 
@@ -118,12 +120,15 @@ def simulate(
     end_units: int = 0,
     step_costs: list[float] | None = None,
 ) -> Simulation:
-    """Follows a schedule without running anything, and checks that it is one.
+    """Follows a schedule without running a step, and checks that it is valid.
 
     Args:
-        state_units, tape_units: what a held state and a taped step take.
-        end_units: what the state takes that a row of tapes comes to, where the tapes do not keep it.
-        step_costs: of each step; 1 if left out.
+        actions: the schedule's actions.
+        num_steps: T.
+        state_units: size of a held state.
+        tape_units: size of a taped step.
+        end_units: size of the state after a row of tapes, where the tapes do not hold it.
+        step_costs: cost of each step; 1 if left out.
 
     Raises:
         ValueError: if an action needs a state or a tape that is not there, or a step's backward is missing.
@@ -131,7 +136,7 @@ def simulate(
     current = 0
     states = {0}
     tapes: list[int] = []
-    rows: list[int] = []  # steps whose tapes are the last of a row, or the first so far
+    rows: list[int] = []  # steps whose tape ends a row of consecutive tapes, so far
     is_row = False
     evaluations = taped = peak_units = 0
     peak_states = 1

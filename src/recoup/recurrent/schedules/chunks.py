@@ -1,8 +1,8 @@
-"""Chunks: the loop is cut into pieces of equal length; each piece is taped as a whole when its backward comes.
+"""Chunks: the loop is cut into chunks of equal length; each chunk is taped as a whole when its backward is due.
 
-Chen et al. 2016 (arXiv 1604.06174), there for layers. With chunks of c steps it holds T/c states and c tapes; the last
-chunk is taped at once, so it evaluates `2 T - c` steps or a little less. c near sqrt(T) makes the sum smallest when a
-tape takes about what a state takes; if a tape takes `a` states, c near sqrt(T / a) does.
+Chen et al. 2016 (arXiv 1604.06174), there for layers. With chunks of c steps it holds T/c states and c tapes. The last
+chunk is taped in the first forward, so that at most `2 T - c` steps are evaluated. c = sqrt(T) minimises memory where
+a tape is as large as a state; c = sqrt(T / a) where it is `a` times as large.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from recoup.recurrent.schedules.actions import Action, Schedule
 
 
 def default_chunk(num_steps: int) -> int:
-    """Returns the chunk size where nothing is asked for: sqrt(T), rounded."""
+    """Returns the default chunk size in steps: sqrt(T), rounded."""
     return max(1, round(math.sqrt(num_steps)))
 
 

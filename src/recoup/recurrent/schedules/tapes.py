@@ -1,26 +1,26 @@
-"""States or tapes: the fewest step evaluations in a given memory, which may hold states and taped steps alike.
+"""States or tapes: the fewest step evaluations in a given memory, which may hold both states and taped steps.
 
 Gruslys et al. 2016 (arXiv 1606.03401), "mixed" memorisation, by dynamic programming. Memory is counted in units; a
-state takes `state_units`, a taped step `tape_units`. For n steps from a state that is at hand, in m units free:
+state takes `state_units`, a taped step `tape_units`. For n steps from the current state, with m units free:
 
     F(n, m) = min of   1 + F(n - 1, m - tape)                         tape the first step, keep its tape
-                       n + F(n - 1, m)                                go to the last step, tape it, come back
+                       n + F(n - 1, m)                                advance to the last step, tape it, do its backward
                        k + F(n - k, m - state) + F(k, m), 0 < k < n   save a state k steps on
     F(1, m) = 1 where m >= tape
 
 The full search over k is O(T^2 m). In loops too long for it, k is searched near the best one of n - 1; the result is
-then still a valid schedule with the count it says, but its optimality is not proven (F is not convex in n). The tests
-bound the gap. The start state is not counted: somebody else holds it.
+then still a valid schedule with the stated count, but its optimality is not proven (F is not convex in n). The tests
+bound the gap. The start state is not counted: the caller holds it.
 
-Taped steps in a row need not hold the states between them, only what their tapes keep of these. With `end_units` for
-the state a row comes to, where its tapes do not keep that, the first case becomes 1 + R(n - 1, m - tape), with
+Consecutive taped steps need not hold the states between them beyond what their tapes save of these. With `end_units`
+for the state after such a row, where its tapes do not hold it, the first case becomes 1 + R(n - 1, m - tape), with
 
     R(n, m) = min of   1 + R(n - 1, m - tape)                         tape the next step too
                        F(n, m - end)                                  hold the state; go on from there
     R(0, m) = 0 where m >= end
 
-Steps can be taken in blocks: a block of b steps is one step of the recurrence whose tape is b tapes. That makes long
-loops solvable in full, for a little more evaluations than single steps would need.
+Steps can be grouped: a block of b steps is one step of the recurrence, with a tape of b tapes. Long loops are then
+solved in full, at a few more evaluations than single steps would need.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ _WINDOW = np.arange(-24, 25)[:, None]
 
 
 class Table:
-    """The solved recurrence: `evaluations(n, m)` and what to do first, `choice(n, m)`.
+    """The solved recurrence: `evaluations(n, m)` and the first decision, `choice(n, m)`.
 
-    A choice is the number of steps to advance before a state is saved, 0 to tape the first step, -1 to tape the last
-    one and come back. `continues(n, m)`: whether to tape on where a step was taped just before.
+    A choice is the number of steps to advance before a state is saved, 0 to tape the first step, -1 to tape the last.
+    `continues(n, m)`: whether to tape the next step right after a taped one.
     """
 
     def __init__(self, num_steps: int, units: int, state_units: int, tape_units: int, end_units: int = 0) -> None:
@@ -86,7 +86,7 @@ class Table:
     def _taped_on(
         self, in_row: npt.NDArray[np.int64], best: npt.NDArray[np.int64]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """Returns R of n from that of n - 1 and F of n, and where taping on is better."""
+        """Returns R(n, .) from R(n - 1, .) and F(n, .), and where taping the next step is better."""
         tape, end = min(self.tape_units, self.units + 1), min(self.end_units, self.units + 1)
         on = np.full(self.units + 1, _NEVER_EVALUATIONS, dtype=np.int64)
         on[tape:] = 1 + in_row[: self.units + 1 - tape]
@@ -101,7 +101,7 @@ class Table:
         memory: npt.NDArray[np.int64],
         near: npt.NDArray[np.int64] | None,
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Returns the cost of the best splits of `n` and the splits, searched everywhere or `near` the last ones."""
+        """Returns the cost of the best splits of `n` and the splits; the search is full, or near the splits `near`."""
         columns = np.arange(len(memory))
         if near is None:
             k = np.arange(1, n)[:, None]
@@ -114,7 +114,7 @@ class Table:
         return best, np.broadcast_to(k, total.shape)[at, columns]
 
     def evaluations(self, units: int | None = None) -> int:
-        """Returns the step evaluations of the whole loop, or -1 if the units do not hold one tape."""
+        """Returns the step evaluations of the whole loop; -1 if the units do not hold one tape."""
         total = int(self._last_row[self.units if units is None else units])
         return total if total < _NEVER_EVALUATIONS else -1
 
@@ -123,7 +123,7 @@ class Table:
         return int(self._choices[n, m])
 
     def continues(self, n: int, m: int) -> bool:
-        """Returns whether to tape the next of `n` steps right after a taped one, without holding the state between."""
+        """Whether to tape the next of `n` steps right after a taped one, without holding the state between them."""
         return n > 0 and bool(self._continues[n, m])
 
 
@@ -139,9 +139,12 @@ def tape_schedule(
     """Returns the optimal schedule in `units` of memory.
 
     Args:
-        tape_units: what the tape of a whole block takes.
-        end_units: what the state that a row of tapes comes to takes besides.
-        block: so many steps are taken as one; the first block may be shorter.
+        num_steps: T.
+        units: memory for states and tapes.
+        state_units: size of a held state.
+        tape_units: size of the tape of a whole block.
+        end_units: size of the state after a row of tapes, where the tapes do not hold it.
+        block: steps that are grouped into one; the first block may be shorter.
 
     Raises:
         ValueError: if the units do not hold one tape.
@@ -153,7 +156,7 @@ def tape_schedule(
     table = solve(num_blocks, units, state_units, tape_units, end_units)
     actions = packed(merged(_in_steps(_actions(table, num_blocks), num_steps, block)))
     evaluations = table.evaluations()
-    if block > 1:  # the first of them may be shorter
+    if block > 1:  # the first block may be shorter
         evaluations = sum(stop - start for kind, start, stop in actions() if kind in ("advance", "tape"))
     return Schedule(
         name=f"states or tapes{f' of {block} steps' if block > 1 else ''} in {units} units (state {state_units}, tape "
@@ -166,7 +169,7 @@ def tape_schedule(
 
 
 def _in_steps(actions: Iterator[Action], num_steps: int, block: int) -> Iterator[Action]:
-    """Yields actions on blocks as actions on steps; the first block is what the others leave."""
+    """Yields actions on blocks as actions on steps; the first block has the remaining steps."""
     missing = -num_steps % block
     for kind, start, stop in actions:
         yield Action(kind, max(start * block - missing, 0), max(stop * block - missing, 0))
@@ -174,8 +177,8 @@ def _in_steps(actions: Iterator[Action], num_steps: int, block: int) -> Iterator
 
 def _actions(table: Table, num_steps: int) -> Iterator[Action]:
     current = 0
-    # Parts still to do, the next one last: (first step, end, units, whether a step was taped just before); for the
-    # others `end` is -1, to let a state go, or -2, for a backward.
+    # A stack of parts to do: (first step, end, units, whether a step was taped just before). `end` is -1 to free a
+    # state and -2 for a backward.
     todo = [(0, num_steps, table.units, False)]
     while todo:
         start, end, m, follows = todo.pop()

@@ -1,4 +1,4 @@
-"""Treeverse: the fewest step evaluations when a fixed number of states may be held and one step is taped at a time.
+"""Treeverse: the fewest step evaluations with a fixed number of states and one taped step at a time.
 
 Griewank 1992 (treeverse) and Griewank & Walther 2000 (revolve, ACM TOMS algorithm 799), who prove it optimal. With
 `s` slots, the start state's counted, and `r` the smallest number with `C(s + r, s) >= T`, the steps evaluated besides
@@ -51,8 +51,8 @@ def _repetitions(n: int, s: int) -> int:
 def _split(n: int, s: int) -> int:
     """Returns how far to advance before the next state is saved: both parts stay within r repetitions.
 
-    The left part has one repetition less to spend, the right part one slot less: any length between these bounds is
-    optimal (Griewank & Walther 2000); the longest leaves the least to the right part, which holds more states.
+    The left part has one repetition less, the right part one slot less: any length between these bounds is optimal
+    (Griewank & Walther 2000). The longest is taken, since the right part holds more states.
     """
     r = _repetitions(n, s)
     return min(math.comb(s + r - 1, s), n - math.comb(s + r - 2, s - 1), n - 1)
@@ -60,7 +60,7 @@ def _split(n: int, s: int) -> int:
 
 def _actions(num_steps: int, slots: int) -> Iterator[Action]:
     current = 0
-    # Parts still to do, the next one last: (first step, end, slots), or (state, -1, 0) for a state to let go.
+    # A stack of parts to do: (first step, end, slots), or (state, -1, 0) to free a state.
     todo = [(0, num_steps, slots)]
     while todo:
         start, end, s = todo.pop()

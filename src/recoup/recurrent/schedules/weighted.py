@@ -1,15 +1,15 @@
 """Steps of unequal cost: the schedule whose evaluations cost least in all, in a number of slots or units of memory.
 
 The recurrences of `treeverse.py` and `tapes.py` over intervals of steps instead of their number (Griewank & Walther
-2000 and Gruslys et al. 2016 count steps as equal). With W(i, j) the cost of steps i .. j-1, from state i at hand, in m
-units free:
+2000 and Gruslys et al. 2016 count steps as equal). With W(i, j) the cost of steps i .. j-1, from the current state i,
+with m units free:
 
     F(i, j, m) = min of   w_i + R(i+1, j, m - tape)                                tape the first, keep its tape
-                          W(i, j) + F(i, j-1, m)                                   tape the last, come back
+                          W(i, j) + F(i, j-1, m)                                   tape the last, do its backward
                           W(i, k) + F(k, j, m - state) + F(i, k, m), i < k < j     save state k
 
-and R as in `tapes.py`. That takes O(T^3 m), so a longer loop is cut into blocks of steps: states are saved between
-blocks, and inside of one all steps count as equal. The total it states is the one that is executed; for up to
+and R as in `tapes.py`. That takes O(T^3 m), so a longer loop is cut into blocks of steps: states are saved only between
+blocks, and all steps of a block count as equal. The stated total is that of the executed schedule; for up to
 `MAX_BLOCKS` steps it is the minimum.
 """
 
@@ -34,7 +34,8 @@ def weighted_treeverse(costs: Sequence[float], slots: int) -> Schedule:
     """Returns the cheapest schedule for `slots` states, the start state's counted; one step is taped at a time.
 
     Args:
-        costs: of each step's evaluation, in any unit.
+        costs: cost of evaluating each step, in any unit.
+        slots: states that may be held, the start state's counted.
     """
     num_steps = len(costs)
     slots = min(slots, num_steps)
@@ -85,10 +86,10 @@ class _Table:
     """The solved recurrence over blocks.
 
     Args:
-        bounds: where blocks begin, and the end.
-        units: free besides the start state.
-        tape_units: of a kept tape; None if none may be kept.
-        evaluations: of so many equal steps, by units.
+        bounds: first step of each block, and the number of steps.
+        units: memory besides the start state.
+        tape_units: size of a kept tape; None if no tape may be kept.
+        evaluations: evaluations of a number of equal steps, by units.
     """
 
     def __init__(
@@ -169,7 +170,7 @@ def _schedule(
 def _actions(table: _Table, leaf: Callable[[int, int], Iterator[Action]]) -> Iterator[Action]:
     at = table.bounds
     current = 0
-    # As in `tapes._actions`: (first block, end, units, whether a block was taped just before).
+    # A stack as in `tapes._actions`: (first block, end, units, whether a block was taped just before).
     todo = [(0, len(at) - 1, table.units, False)]
     while todo:
         i, j, m, follows = todo.pop()

@@ -1,11 +1,10 @@
-"""To pinned host memory on a stream of its own: copies hide behind compute, and the host waits for nothing.
+"""Copies to pinned host memory on a side stream: they overlap with compute, and the host never synchronises.
 
-Streams wait for events. One stream makes all copies, in both directions, one after the other: a host buffer may be used
-again at once, since what is copied into it comes after what was copied out of it. Device memory is never given to a
-stream that did not allocate it (`record_stream`): the allocator could use it again only after the *host* has seen the
-copy done, and a host that runs ahead would take more and more. A tensor on its way out is held instead, until its
-stream was told to wait for the copy; so few are on their way at any time that a late copy holds the step up, not
-the memory.
+Streams wait for events. One stream makes all copies of both directions in order, so that a host buffer may be reused at
+once: the copy into it comes after the copy out of it. `record_stream` is not used: the allocator would reuse the memory
+only after the *host* has seen that the copy is done, and a host that runs ahead would allocate more and more. Instead a
+tensor being copied out is held until its stream was told to wait for the copy. Only a few are copied out at a time, so
+that a slow link costs time and not memory.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ import torch
 from recoup.cost.host_link import MAX_BLOCKS_ON_THEIR_WAY
 from recoup.runtime.waiting import Gone
 
-_FINEST_PIECES = 32  # of a block, that its last piece of host memory is at least
+_FINEST_PIECES = 32  # the smallest piece of host memory of a block is at least this fraction of it
 
 
 class _Handle:
-    """Who may ask for a block; its host memory is used again when nobody can."""
+    """Refers to a block; its host memory is reused once the handle is gone."""
 
     __slots__ = ("__weakref__", "block")
 
@@ -30,13 +29,13 @@ class _Handle:
 
 
 class _Block:
-    """One block: its pieces of host memory, and the tensors on their way.
+    """One block: its pieces of host memory, and the tensors being copied.
 
     Attributes:
-        leaving: on its way out.
-        back: on its way back.
-        done: recorded after the latest copy.
-        stream: what reads both.
+        leaving: the tensor that is being copied out.
+        back: the tensor that is being copied back.
+        done: event recorded after the latest copy.
+        stream: the stream that uses both tensors.
     """
 
     __slots__ = ("back", "done", "leaving", "nbytes", "pieces", "stream")
@@ -50,17 +49,17 @@ class _Block:
         self.done: torch.cuda.Event | None = None
 
     def settle(self) -> None:
-        """Has the stream wait for the latest copy, and lets go of what left: its memory may be used after that."""
+        """Makes the stream wait for the latest copy, and frees the tensor that was copied out."""
         if self.done is not None:
             self.stream.wait_event(self.done)
         self.leaving = self.done = None
 
 
 class CudaTransport:
-    """Pinned memory, kept and used again.
+    """Moves bytes to pinned memory, which is kept and reused.
 
     Args:
-        device: whose tensors are moved.
+        device: GPU whose tensors are moved.
     """
 
     def __init__(self, device: torch.device | str = "cuda") -> None:
@@ -91,7 +90,7 @@ class CudaTransport:
             return
         self._take_back()
         self._settle()
-        # Taken on the stream that will read it, after what runs there now has let go of its memory.
+        # Allocated on the stream that will read it, so that memory freed there by then can be reused.
         block.stream = torch.cuda.current_stream(self._device)
         block.back = torch.empty(block.nbytes, dtype=torch.uint8, device=self._device)
         self._side.wait_stream(block.stream)
@@ -128,7 +127,7 @@ class CudaTransport:
         return spare.pop() if spare else torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
     def _copy(self, block: _Block, flat: torch.Tensor, *, out: bool) -> None:
-        """Copies a block piece by piece on the side stream, which waits for whoever made or frees it already."""
+        """Copies a block piece by piece on the side stream, after the work already queued on the tensor's stream."""
         begin = 0
         with torch.cuda.stream(self._side):
             for piece in block.pieces:
@@ -142,7 +141,10 @@ class CudaTransport:
 
 
 def piece_sizes(nbytes: int) -> list[int]:
-    """Returns powers of two that together hold a block: torch rounds pinned memory up to one, 270 MiB to 512."""
+    """Returns sizes in bytes, powers of two, that together hold a block.
+
+    torch rounds a pinned allocation up to a power of two: 270 MiB to 512.
+    """
     finest = 1 << max((nbytes - 1).bit_length() - _FINEST_PIECES.bit_length() + 1, 12)
     left = -(-nbytes // finest) * finest
     sizes = []

@@ -1,7 +1,7 @@
-"""Saved tensors that a plan's `offload` keeps away from the device: what the record of lineage holds in their place.
+"""Saved tensors that a plan's `offload` moves away from the device, as the record of lineage holds them.
 
-A storage is moved once, whole, when autograd first keeps a tensor over it, and comes back once for all who wait for it:
-savers of it, and saved tensors that are rebuilt from it. It is let go when the last of them was served.
+A storage is moved once, as a whole, when autograd first saves a tensor over it. It comes back once for all its readers:
+saved tensors over it, and saved tensors that are rebuilt from it. It is freed when the last of them has been served.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ _MAX_UNUSED_RATIO = 8  # a slice of a buffer so many times its size does not dra
 
 
 class Moves:
-    """What was moved by the plan in place on a model, since it was applied.
+    """Totals of what the plan in place on a model has moved since it was applied.
 
     Attributes:
-        bytes_out, bytes_back: to the host and back.
-        num_blocks: storages moved out.
+        bytes_out: bytes moved to the host.
+        bytes_back: bytes moved back.
+        num_blocks: number of storages moved out.
     """
 
     def __init__(self) -> None:
@@ -37,7 +38,7 @@ class Moves:
 
 
 class Offloading:
-    """What the steps of one model share: the transport, made when something is first moved, and the tally.
+    """State shared by the steps of one model: the transport, made when something is first moved, and the totals.
 
     Args:
         transport: see `recoup.offload`; "auto": pinned memory for a GPU, a file without a name otherwise.
@@ -49,13 +50,13 @@ class Offloading:
         self._made: Transport | None = None
 
     def begin(self, model: nn.Module, inputs: Iterable[torch.Tensor]) -> StepOffloader:
-        """Returns the offloader of one step; what the model's caller holds anyway (`inputs`) is left where it is."""
+        """Returns the offloader of one step; `inputs`, which the model's caller holds anyway, are never moved."""
         stays = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
         stays.update(t.untyped_storage()._cdata for t in inputs if t.layout is torch.strided)
         return StepOffloader(self, stays)
 
     def transport(self, device: torch.device) -> Transport:
-        """Returns the transport: the one that stands in while a step is captured, else the one that was asked for."""
+        """Returns the transport: a stand-in while a step is captured, otherwise the requested one."""
         stand_in = execution_context.stand_in_transport()
         if stand_in is not None:
             return stand_in  # type: ignore[no-any-return]
@@ -64,7 +65,7 @@ class Offloading:
         return self._made
 
     def close(self) -> None:
-        """Lets go of the transport; graphs that still wait for their tensors keep it until they are served."""
+        """Drops the transport; graphs with offloaded tensors keep it until these have been read."""
         self._made = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Offloading:
@@ -75,7 +76,7 @@ class Offloading:
 
 
 class StepOffloader:
-    """Moves what one step saves where a decision says so."""
+    """Moves the saved tensors of one step that a decision offloads."""
 
     def __init__(self, shared: Offloading, stays: set[int]) -> None:
         self._shared = shared
@@ -84,11 +85,11 @@ class StepOffloader:
         self._group = 0
 
     def begin_group(self) -> None:
-        """Begins a group: what one call, or one region, moves. Backward brings groups back one ahead."""
+        """Begins a group: the storages that one call or one region moves. Backward prefetches one group ahead."""
         self._group += 1
 
     def take(self, value: Value, tensor: torch.Tensor) -> KeptElsewhere | None:
-        """Returns what stands for the contents of the tensor's storage, moved away; None if it stays."""
+        """Moves the tensor's storage and returns a handle on its contents; None if it stays on the device."""
         storage = tensor.untyped_storage()
         nbytes = storage.nbytes()
         own_bytes = tensor.numel() * tensor.dtype.itemsize
@@ -107,10 +108,10 @@ class StepOffloader:
 
 
 class _Block:
-    """A storage that was moved; forgotten when nobody can ask for it any more.
+    """A storage that was moved; its bytes are freed when it has no reader left.
 
     Attributes:
-        waiting: those who will still ask for it; it stays on the device, once back, until the last of them was served.
+        waiting: its readers; once back, it stays on the device until the last of them has been served.
     """
 
     __slots__ = ("__weakref__", "_before", "_group", "_handle", "_moves", "_nbytes", "_transport", "waiting")
@@ -127,7 +128,7 @@ class _Block:
         self._before = weakref.ref(before) if before is not None else None
 
     def load(self) -> torch.Tensor:
-        """Returns the storage's bytes on the device and begins to bring back its group and the one before."""
+        """Returns the storage's bytes on the device, and prefetches its group and the one before."""
         flat = self.waiting.result()
         if flat is None:
             flat = self._transport.get(self._handle)
@@ -147,7 +148,7 @@ class _Block:
 
 
 class KeptElsewhere:
-    """The contents of a storage, kept on the host: a private copy, so writing to the storage does not change it."""
+    """Contents of a storage on the host: a private copy, which writes to the storage do not change."""
 
     __slots__ = ("__weakref__", "_geometry", "_original", "_value", "_version", "block")
 
@@ -159,12 +160,12 @@ class KeptElsewhere:
         self._version = tensor._version
 
     def contents(self) -> torch.Tensor:
-        """Returns the tensor as it was saved, on the device again."""
+        """Returns the tensor as it was saved, on the device."""
         size, stride, offset, dtype = self._geometry
         return self.block.load().view(dtype).as_strided(size, stride, offset)
 
     def check(self) -> None:
-        """Raises if the tensor was changed in place since it was saved, as autograd would."""
+        """Raises if the tensor was changed in place since it was saved, as autograd does."""
         value, original = self._value(), self._original()
         size, _, _, dtype = self._geometry
         if (value is not None and value.overwritten) or (original is not None and original._version != self._version):
@@ -174,19 +175,19 @@ class KeptElsewhere:
             )
 
     def rescue(self) -> None:
-        """Nothing to do: nobody else can write to it."""
+        """Does nothing: the copy is private, nobody can write to it."""
 
     def is_rescued(self) -> bool:
-        """Always."""
+        """Always True: the copy is private."""
         return True
 
     def is_current(self) -> bool:
-        """Always: nobody else holds it."""
+        """Always True: the copy is private."""
         return True
 
 
 class Returning:
-    """What autograd gets in the place of one saved tensor over a storage that was moved."""
+    """Handle that autograd holds in place of a saved tensor over a moved storage."""
 
     __slots__ = ("__weakref__", "_geometry", "_kept", "_ticket")
 

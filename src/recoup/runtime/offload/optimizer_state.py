@@ -1,17 +1,17 @@
-"""The optimizer's state on the host between steps: in backward the device holds none of it, in the step a bucket.
+"""The optimizer's state on the host between steps: backward holds none of it on the device, `step` one bucket.
 
-A step runs bucket by bucket: the state of a few parameters comes in, the optimizer's own step runs for these parameters
-alone, their state goes out again. Numbered rules:
+A step runs bucket by bucket: the state of a few parameters is copied in, the optimizer's own step runs for these
+parameters only, their state is copied out. Numbered rules:
 
-1. Only optimizers of `torch.optim` that update each parameter by itself are served: a step over some of the parameters,
-   then over the others, has the bits of one over all. Others are refused.
+1. Only optimizers of `torch.optim` that update each parameter independently are supported, so that steps over subsets
+   of the parameters equal one step over all, bit for bit. Others are refused.
 2. Hooks, schedulers and a GradScaler see one step over all parameters: the user's `step` is called once. All buckets
-   but the last run in a pre-hook behind every other, the last is the step itself, which a post-hook before every other
-   ends.
-3. What lies in `optimizer.state` between steps are tensors on the host. A step does not wait for the copies: whoever
-   asks `optimizer.state` for something, to read or to save it, waits until they are done (`state_on_host.py`). A state
-   that is loaded goes to the host when it was loaded.
-4. A bucket takes no more bytes of parameters than the largest parameter has.
+   but the last run in a pre-hook that comes after every other; the last bucket is the step itself, ended by a
+   post-hook that comes before every other.
+3. Between steps `optimizer.state` contains tensors on the host. A step does not wait for the copies: any access to
+   `optimizer.state` waits until they are done (`state_on_host.py`). A state dict that is loaded moves to the host
+   right after.
+4. The parameters of a bucket have at most as many bytes as the largest parameter.
 
 prime-rl and DeepSpeed keep the state on the host as well; DeepSpeed also steps there, which rounds differently.
 """
@@ -36,31 +36,32 @@ _HOME = "recoup_offload"  # attribute of the patched `step`
 
 
 class OptimizerOffload:
-    """An optimizer whose state is on the host between its steps; `remove()` ends it, and so does the end of its block.
+    """Keeps an optimizer's state on the host between steps until `remove()`, or the end of its `with` block.
 
     Attributes:
-        moves: bytes moved so far, out and back.
+        moves: bytes moved so far, in both directions.
     """
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, host: Host, *, out: Iterable[tuple[torch.Tensor, str]] = ()
     ) -> None:
-        """Moves the state that is there.
+        """Moves the state that exists.
 
         Args:
-            host: where to.
-            out: parameters and names whose state is no device's already, in the copy of an optimizer.
+            optimizer: the optimizer.
+            host: where its state is kept.
+            out: (parameter, name) of state that is on the host already, in the copy of an optimizer.
         """
         self.moves = Moves()
         self._optimizer = optimizer
         self._host = host
         self._is_on = True
-        self._state: WaitingState | None = None  # the optimizer's, where copies are not waited for
-        self._there: dict[tuple[torch.Tensor, str], Any] = {}  # by parameter and name: what lies in the state
-        self._in: list[torch.Tensor] = []  # parameters whose state is on the device
-        self._came: dict[tuple[torch.Tensor, str], Any] = {}  # what their state had in its place
+        self._state: WaitingState | None = None  # replaces `optimizer.state` where copies are asynchronous
+        self._there: dict[tuple[torch.Tensor, str], Any] = {}  # by (parameter, name): the host's value in the state
+        self._in: list[torch.Tensor] = []  # parameters whose state is on the device now
+        self._came: dict[tuple[torch.Tensor, str], Any] = {}  # the host's values of these
         self._groups = optimizer.param_groups
-        self._members: list[tuple[dict[str, Any], list[torch.Tensor]]] = []  # of the groups while a step runs
+        self._members: list[tuple[dict[str, Any], list[torch.Tensor]]] = []  # the groups' parameters during a step
         for parameter, name in out:
             if name in optimizer.state.get(parameter, {}):
                 self._leave(parameter, name, optimizer.state[parameter][name])
@@ -92,17 +93,17 @@ class OptimizerOffload:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of state on the host."""
+        """Bytes of optimizer state on the host."""
         return sum(there.nbytes for _, there in self.places())
 
     def places(self) -> Iterator[tuple[tuple[torch.Tensor, str], Any]]:
-        """Yields parameter and name of what is on the host, and what lies in the state for it."""
+        """Yields ((parameter, name), value in the state) for each tensor on the host."""
         for (parameter, name), there in self._there.items():
             if dict.get(self._optimizer.state, parameter, {}).get(name) is there:
                 yield (parameter, name), there
 
     def remove(self) -> None:
-        """Brings the state back and puts the optimizer's own `step` back; safe to call twice."""
+        """Moves the state back to the device and restores the optimizer's own `step`; may be called twice."""
         if not self._is_on:
             return
         self._is_on = False
@@ -112,14 +113,14 @@ class OptimizerOffload:
         self.forget()
         self._loaded.remove()
         if self._optimizer.__dict__.get("step") is not self._patched:
-            return  # a scheduler wrapped it since: what it calls passes the call on
+            return  # a scheduler wrapped it since; its wrapper calls ours, which now calls the original
         if self._before_us is None:
             del self._optimizer.step
         else:
             self._optimizer.step = self._before_us  # type: ignore[method-assign]
 
     def forget(self) -> None:
-        """Lets go of what is on the host."""
+        """Frees the memory on the host."""
         self._there.clear()
 
     # -- a step ------------------------------------------------------------------------------------------------------
@@ -140,7 +141,7 @@ class OptimizerOffload:
             self._after()
 
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-        """Runs every bucket but the last, and brings the last one in; a closure has its turn before."""
+        """Pre-hook: evaluates a closure, runs every bucket but the last, and copies the last one in."""
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is not None:
             with torch.enable_grad():
@@ -165,7 +166,7 @@ class OptimizerOffload:
         return args, kwargs
 
     def _after(self, *_: Any) -> None:
-        """Ends the last bucket, or one that failed: the groups are the user's again."""
+        """Post-hook: ends the last bucket, or one that failed, and restores the parameter groups."""
         if self._members:
             members_of, self._members = self._members, []
             for group, members in members_of:
@@ -177,7 +178,7 @@ class OptimizerOffload:
             self._state.host = self._host
 
     def _buckets(self) -> Iterator[tuple[dict[str, Any], list[torch.Tensor]]]:
-        """Yields parameters that have a gradient, group by group, no more bytes at a time than the largest has."""
+        """Yields (group, parameters with a gradient) of each bucket (rule 4)."""
         most = max((p.nbytes for _, members in self._members for p in members), default=0)
         for group, members in self._members:
             bucket: list[torch.Tensor] = []
@@ -194,7 +195,7 @@ class OptimizerOffload:
     # -- copies ------------------------------------------------------------------------------------------------------
 
     def _out(self) -> None:
-        """Takes the state of what is in to the host."""
+        """Copies the state that is on the device to the host."""
         parameters, self._in = self._in, []
         self._leave_those(parameters)
         self._came.clear()
@@ -228,7 +229,7 @@ class OptimizerOffload:
 
 
 def _is_movable(value: Any, parameter: torch.Tensor) -> bool:
-    """Whether a value of the state lies beside its parameter, in a storage of its own, and is worth a copy."""
+    """Whether a value is a tensor on its parameter's device, with a storage of its own, and large enough to move."""
     return (
         isinstance(value, torch.Tensor)
         and value.device == parameter.device
@@ -239,21 +240,22 @@ def _is_movable(value: Any, parameter: torch.Tensor) -> bool:
 
 
 def offload_optimizer(optimizer: torch.optim.Optimizer, *, host: Host | None = None) -> OptimizerOffload:
-    """Keeps an optimizer's state on the host between its steps; the results of each step have the same bits.
+    """Keeps an optimizer's state on the host between its steps; the results of each step are bit-equal.
 
-    In forward and backward the device holds none of it, and in the step the state of a few parameters at a time. Plans
-    that are made with this optimizer count it so: `predicted.host_bytes` includes it. A state that is there moves at
-    once, one that is not yet when it is made.
+    The device holds none of it in forward and backward, and the state of a few parameters at a time during the step.
+    Plans made with this optimizer count that: `predicted.host_bytes` includes the state. Existing state moves at once,
+    state that does not exist yet when the optimizer creates it.
 
     Args:
-        optimizer: of `torch.optim`: any but LBFGS.
-        host: where to; left out: pinned memory for a GPU, files without a name in the temporary directory for a CPU.
+        optimizer: one of `torch.optim`, except LBFGS.
+        host: where the state is kept; default: pinned memory for a GPU, unnamed files in the temporary directory for a
+            CPU.
 
     Returns:
-        What `remove()` ends; a context manager too. `moves` has the bytes that were moved.
+        A handle, also a context manager: `remove()` ends it, `moves` has the bytes moved so far.
 
     Raises:
-        UsageError: for an optimizer whose step cannot be run for some of its parameters. Nothing was changed then.
+        UsageError: if the optimizer's step cannot be run for some of its parameters only. Nothing was changed.
 
     Example:
         >>> model = torch.nn.Linear(512, 512)
@@ -269,7 +271,13 @@ def offload_optimizer(optimizer: torch.optim.Optimizer, *, host: Host | None = N
 
 
 def offload_alike(optimizer: Any, rebuilt: torch.optim.Optimizer, new_of: Mapping[int, torch.Tensor]) -> None:
-    """Has the state of a rebuilt optimizer on the host where the user's is; `new_of`: its parameters by old `id`."""
+    """Offloads the state of a rebuilt optimizer where the user's is offloaded.
+
+    Args:
+        optimizer: the user's.
+        rebuilt: its copy.
+        new_of: the copy's parameters by `id` of the user's.
+    """
     offload = find_offload(optimizer)
     if offload is not None:
         out = [(new_of[id(p)], name) for (p, name), _ in offload.places() if id(p) in new_of]
@@ -284,14 +292,14 @@ def _host_of(optimizer: torch.optim.Optimizer) -> Host:
 
 
 def find_offload(optimizer: Any) -> OptimizerOffload | None:
-    """Returns what keeps an optimizer's state on the host, None if nothing does."""
+    """Returns the `OptimizerOffload` of an optimizer; None if its state is not offloaded."""
     found = getattr(getattr(optimizer, "step", None), _HOME, None)
     is_its_own = isinstance(found, OptimizerOffload) and found._is_on and found._optimizer is optimizer
     return found if is_its_own else None
 
 
 def state_on_device(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
-    """Yields what is in an optimizer's state, without what is on the host."""
+    """Yields the values of an optimizer's state that are not on the host."""
     offload = find_offload(optimizer)
     away = {id(there) for _, there in offload.places()} if offload is not None else set()
     states = optimizer.state
@@ -324,7 +332,7 @@ def _check(optimizer: Any) -> None:
                 f"{name}(differentiable=True) keeps its state in a graph, which needs it on the device. {where}"
             )
         for parameter in group["params"]:
-            kind: Any = type(parameter)  # hashable, which mypy does not see of a class
+            kind: Any = type(parameter)  # mypy does not know that a class is hashable
             if _torch.is_wrapper_type(kind):
                 raise UsageError(
                     f"A parameter of {list(parameter.shape)} is a {kind.__name__}, and so is its state, "

@@ -1,11 +1,12 @@
-"""The action *offload*: saved tensors leave the device after they were saved and come back before they are read.
+"""The action *offload*: saved tensors are moved off the device when saved and back before they are read.
 
-Storages are moved, each once, whatever lies over them; views are rebuilt with sizes, strides and dtypes.
-What shares a storage with a parameter or buffer stays (`weight.t()` is no `Parameter`, but its storage is one's), and
-so does what is small. Around a model whose regions are recomputed it moves the regions' inputs: their hooks lie inside.
+Each storage is moved once, however many saved tensors lie over it; views are rebuilt from size, stride and dtype.
+Tensors that share a storage with a parameter or buffer stay (`weight.t()` is no `Parameter`, but its storage is one's),
+and so do small ones. Around a model with recomputed regions it moves the regions' inputs, since the regions' own hooks
+lie inside.
 
-The idea is that of `torch.autograd.graph.save_on_cpu` and torchtune's activation offloading; unlike the first it moves
-a storage once and no parameter, unlike the second a graph may be run backward twice.
+The idea is that of `torch.autograd.graph.save_on_cpu` and torchtune's activation offloading. Unlike the first it moves
+a storage once and no parameters; unlike the second it lets a graph be run backward twice.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ _WHOLE_SHARE = 0.5  # of a storage that a tensor must cover for all of it to be 
 
 
 class Offloader:
-    """What a block of `offload` moved.
+    """Totals of what a block of `offload` has moved.
 
     Attributes:
-        bytes_out, bytes_back: moved so far.
-        num_blocks: storages moved away.
+        bytes_out: bytes moved to the host so far.
+        bytes_back: bytes moved back so far.
+        num_blocks: number of storages moved out.
     """
 
     def __init__(self, model: nn.Module, transport: Transport, *, min_bytes: int, keep_last: int) -> None:
@@ -46,7 +48,7 @@ class Offloader:
         self._keep_last = keep_last
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        """Returns what autograd keeps in the tensor's place; the tensor itself where it is not worth moving."""
+        """Saved-tensor hook: returns a handle on the moved tensor, or the tensor itself if it stays."""
         if tensor.layout is not torch.strided or tensor.numel() * tensor.dtype.itemsize < self._min_bytes:
             return tensor
         storage = tensor.untyped_storage()
@@ -78,7 +80,7 @@ class Offloader:
 
 
 class _Block:
-    """A storage that was moved; forgotten when the last saved tensor over it is."""
+    """A storage that was moved; its bytes are freed with the last saved tensor over it."""
 
     def __init__(self, owner: Offloader, handle: Any, nbytes: int, before: _Block | None) -> None:
         self.stashed: torch.Tensor | None = None
@@ -91,7 +93,7 @@ class _Block:
         self.waiting = 0
 
     def load(self) -> Any:
-        """Returns the storage on the device; it stays until every tensor over it was read once, as autograd's would."""
+        """Returns the storage on the device, where it stays until every tensor over it was read once."""
         if self.stashed is not None:
             return self.stashed.untyped_storage()
         storage = self._loaded() if self._loaded is not None else None
@@ -120,7 +122,7 @@ class _Offloaded:
         block.waiting += 1
 
     def unpack(self) -> torch.Tensor:
-        """Returns the tensor as it was saved; raises if it was changed in place since, as autograd would."""
+        """Returns the tensor as it was saved; raises if it was changed in place since, as autograd does."""
         original = self.original()
         size, stride, offset = self.geometry
         if original is not None and original._version != self.version:
@@ -146,18 +148,18 @@ class _Offloaded:
 def offload(
     model: nn.Module, *, transport: Transport | str = "auto", min_bytes: int = MIN_BYTES, keep_last: int = 0
 ) -> Iterator[Offloader]:
-    """Moves what autograd saves inside the block to host memory; backward may run inside or after it.
+    """Moves tensors that autograd saves inside the block to host memory; backward may run inside or after it.
 
-    Gradients are bit-equal: bytes are moved, nothing is computed. The optimizer's state stays where it is (for that see
-    FSDP's or DeepSpeed's CPU offload).
+    Gradients are bit-equal: bytes are moved, nothing is computed. The optimizer's state is not moved; see
+    `recoup.offload_optimizer`.
 
     Args:
-        model: its parameters and buffers are never moved.
-        transport: "inline" (host memory, at once), "disk" (a file in the system's temporary directory), "cuda" (pinned
-            memory on streams of its own), or an object of one's own; "auto": "cuda" for a model on a GPU, else
+        model: the model, whose parameters and buffers are never moved.
+        transport: "inline" (host memory, synchronous), "disk" (a file in the system's temporary directory), "cuda"
+            (pinned memory, asynchronous), or your own `Transport`; "auto": "cuda" for a model on a GPU, otherwise
             "inline".
-        min_bytes: smaller tensors stay.
-        keep_last: so many of the storages moved last stay on the device as well: backward reads them first.
+        min_bytes: smaller storages stay on the device.
+        keep_last: number of storages moved last that also stay on the device, since backward reads them first.
 
     Raises:
         UsageError: if the transport is not known.

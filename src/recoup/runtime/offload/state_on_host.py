@@ -1,4 +1,4 @@
-"""Where an optimizer's state is between its steps, and the mapping that waits for it when it is read."""
+"""Where an offloaded optimizer state is kept, and a mapping that waits for pending copies when it is read."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ import torch
 
 
 class Host(Protocol):
-    """Where state is between steps.
+    """Keeps optimizer state between steps.
 
     Attributes:
-        is_behind: whether copies may go on after `finish`, so that whoever reads has to `wait`.
+        is_behind: whether copies may still run after `finish`, so that a reader has to call `wait`.
     """
 
     is_behind: bool
 
     def leave(self, tensor: torch.Tensor, there: Any | None) -> Any:
-        """Copies a tensor to the host; `there` is what an earlier call returned for it, whose memory is used again."""
+        """Copies a tensor to the host; `there` is the earlier result for it, whose memory is reused."""
 
     def back(self, there: Any, device: torch.device) -> torch.Tensor:
-        """Returns the tensor, a new one on the device."""
+        """Returns a new tensor on the device with the contents of `there`."""
 
     def finish(self) -> None:
-        """Called after the last copy of a step, or of all state."""
+        """Is called after the last copy of a step, or of the whole state."""
 
     def wait(self) -> None:
-        """Returns when what is on the host may be read."""
+        """Blocks until the tensors on the host may be read."""
 
 
 class PinnedHost:
-    """Pinned memory, for a GPU, whose stream the host does not wait for."""
+    """Pinned memory, for a GPU; copies are asynchronous."""
 
     is_behind = True
 
     def __init__(self) -> None:
-        self._copied: dict[torch.device, torch.cuda.Event] = {}  # behind the last copies, while nobody waited for them
+        self._copied: dict[torch.device, torch.cuda.Event] = {}  # after the last copies, until somebody waited
         self._leaving: set[torch.device] = set()
 
     def leave(self, tensor: torch.Tensor, there: Any | None) -> Any:
@@ -52,7 +52,7 @@ class PinnedHost:
     def back(self, there: Any, device: torch.device) -> torch.Tensor:
         """See `Host`."""
         if device in self._copied:
-            self._copied[device].wait(torch.cuda.current_stream(device))  # which may be another one now
+            self._copied[device].wait(torch.cuda.current_stream(device))  # may not be the stream that copied
         return torch.empty_like(there, device=device, pin_memory=False).copy_(there, non_blocking=True)
 
     def finish(self) -> None:
@@ -69,7 +69,7 @@ class PinnedHost:
 
 
 class FileHost:
-    """Files without a name in the temporary directory, mapped into memory: for a CPU, whose host is the disk."""
+    """Unnamed files in the temporary directory, mapped into memory: for a CPU, where the host is the disk."""
 
     is_behind = False
 
@@ -95,7 +95,7 @@ class FileHost:
 
 
 class _Noted:
-    """What a tensor without data leaves behind: how to make another."""
+    """Size, stride and dtype of a tensor without data, from which another is made."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.nbytes = tensor.numel() * tensor.dtype.itemsize
@@ -103,7 +103,7 @@ class _Noted:
 
 
 class NotedHost:
-    """Stands in while a step is captured: nothing is copied, and the host's memory is no tensor."""
+    """Stand-in while a step is captured: nothing is copied."""
 
     is_behind = False
 
@@ -124,10 +124,10 @@ class NotedHost:
 
 
 class WaitingState(defaultdict[Any, Any]):
-    """An optimizer's `state`: whoever asks it for something waits until the host has it.
+    """An optimizer's `state` that waits for pending copies before it is read.
 
     Attributes:
-        host: what is waited for; None in the step of the optimizer itself.
+        host: the host to wait for; None during the optimizer's own step.
     """
 
     def __init__(self, state: defaultdict[Any, Any], host: Host | None) -> None:
@@ -136,7 +136,7 @@ class WaitingState(defaultdict[Any, Any]):
         self.host = host
 
     def removed(self) -> defaultdict[Any, Any]:
-        """Returns the mapping that was there before, with what is here now."""
+        """Returns the original mapping with the current contents."""
         self._former.clear()
         self._former.update(self)
         return self._former
@@ -149,7 +149,7 @@ class WaitingState(defaultdict[Any, Any]):
         self._wait()
         return super().__getitem__(key)
 
-    def __iter__(self) -> Iterator[Any]:  # also of `dict(state)`, which would not ask for items otherwise
+    def __iter__(self) -> Iterator[Any]:  # without it `dict(state)` would read the items past us
         self._wait()
         return super().__iter__()
 

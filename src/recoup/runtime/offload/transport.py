@@ -1,4 +1,4 @@
-"""Where offloaded bytes go: one protocol, and the transports that need no GPU."""
+"""Where offloaded bytes are kept: the protocol, and the transports that need no GPU."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from recoup.runtime.waiting import Gone
 class Transport(Protocol):
     """Moves flat byte tensors away from the device and back.
 
-    `put` and `prefetch` may return before the copy is done; `get` may not: what it returns can be read at once.
+    `put` and `prefetch` may return before the copy is done; the result of `get` can be read at once.
     """
 
     def put(self, flat: torch.Tensor) -> Any:
-        """Copies a flat uint8 tensor away and returns what it is asked for by; may hold the tensor until done.
+        """Copies a flat uint8 tensor out and returns a handle on it; may hold the tensor until the copy is done.
 
-        The bytes are forgotten when nobody holds that handle any more. Nothing of a transport's runs then: what takes
-        space outside of Python is taken back at a later call.
+        The bytes are freed when the handle is. No code of the transport may run at that moment: space outside of
+        Python is reclaimed at a later call.
         """
 
     def prefetch(self, handle: Any) -> None:
-        """Begins to bring it back."""
+        """Starts to copy the bytes back."""
 
     def get(self, handle: Any) -> torch.Tensor:
-        """Returns the bytes, a new tensor on the device they came from."""
+        """Returns the bytes as a new flat uint8 tensor on the device they came from."""
 
     def close(self) -> None:
-        """Lets go of everything."""
+        """Frees all resources."""
 
 
 class InlineTransport:
-    """Copies in host memory, at once, outside torch's allocator: for tests, and to see what would move."""
+    """Copies synchronously to host memory outside of torch's allocator: for tests, and to see what would move."""
 
     def put(self, flat: torch.Tensor) -> Any:
         """See `Transport`."""
@@ -59,13 +59,13 @@ class InlineTransport:
 
 
 class _File(io.FileIO):
-    """Closes itself without a word, and without Python, when nobody holds it."""
+    """A file that is closed without a warning, and without running Python code, when it is freed."""
 
     __del__ = io.FileIO.close
 
 
 class _Extent:
-    """What a disk's handle is: where its bytes lie."""
+    """Handle of `DiskTransport`: offset, size and checksum of the bytes."""
 
     __slots__ = ("__weakref__", "checksum", "device", "offset", "size")
 
@@ -77,12 +77,12 @@ class _Extent:
 
 
 class DiskTransport:
-    """One file without a name in a directory: the system takes it back however the process ends.
+    """Copies to one unnamed file in a directory, which the system removes however the process ends.
 
-    Every block has a checksum; blocks that nobody asks for any more are used again.
+    Every block has a checksum; blocks without a handle are reused.
 
     Args:
-        directory: on the disk to use; left out: the system's temporary one.
+        directory: directory on the disk to use; default: the system's temporary directory.
     """
 
     def __init__(self, directory: str | Path | None = None) -> None:
@@ -91,7 +91,7 @@ class DiskTransport:
         self._end = 0
         self._free: dict[int, list[int]] = {}
         self._gone = Gone()
-        self._lock = threading.Lock()  # backward runs on a thread of its own on some devices
+        self._lock = threading.Lock()  # on some devices backward runs on another thread
 
     def put(self, flat: torch.Tensor) -> Any:
         """See `Transport`."""
@@ -140,11 +140,11 @@ class DiskTransport:
 
 
 class DelayedTransport:
-    """Copies at the last moment, when they are waited for, into memory full of NaN: a missing wait shows on a CPU.
+    """Delays every copy until it is waited for, into memory full of NaN: makes a missing wait visible on a CPU.
 
     Args:
-        skip_waits: which of the waits (counted from 0, over puts and gets) are left out, as a fault: what is read is
-            then what was there before the copy.
+        skip_waits: indices of waits (from 0, over puts and gets) to leave out, as faults: the reader then sees the
+            memory as it was before the copy.
     """
 
     def __init__(self, *, skip_waits: frozenset[int] = frozenset()) -> None:
@@ -180,15 +180,15 @@ class DelayedTransport:
 
 
 def make_transport(device: torch.device, wanted: Transport | str, *, host: str = "disk") -> Transport:
-    """Returns the transport that was asked for.
+    """Returns the requested transport.
 
     Args:
-        device: what is moved lies there.
-        wanted: "inline", "disk", "cuda", "auto", or a transport.
-        host: what "auto" is for a device that is no GPU.
+        device: device of the tensors to move.
+        wanted: "inline", "disk", "cuda", "auto", or a `Transport`.
+        host: the meaning of "auto" on a device other than a GPU.
 
     Raises:
-        UsageError: if it is not known, or is not for that device.
+        UsageError: if the transport is unknown, or does not serve that device.
     """
     if not isinstance(wanted, str):
         return wanted

@@ -254,7 +254,8 @@ class HeldRecorder(Recorder):
 
     def pack(self, tensor: torch.Tensor, value: Value) -> Rebuilt | None:
         """Returns a `Rebuilt` where what is held leads to the tensor, None where it has to be kept."""
-        if value.made is None or not self.deriving or tensor.nbytes < MIN_BYTES:
+        # A small view would keep all of a large storage.
+        if value.made is None or not self.deriving or tensor.untyped_storage().nbytes() < MIN_BYTES:
             return None
         geometry = geometry_of(tensor)
         base = value.base

@@ -1,8 +1,8 @@
-"""State around a forward that may differ in its replay: context variables, modes, flags, global hooks.
+"""Ambient state of a forward that may differ at its replay: context variables, modes, flags, global hooks.
 
 `sdpa_kernel`, a `TorchFunctionMode`, `torch.device` as a context, `parametrize.cached()`, a `contextvars.ContextVar`:
-each may be on around the forward only, or around backward only. The replay runs under what was on when its region was
-entered, and torch's own counters that are on now (`FlopCounterMode`); afterwards everything is as before it.
+each may be on around the forward only, or around backward only. The replay runs under the state of its region's
+forward, plus torch's own counting modes that are on at the replay (`FlopCounterMode`); afterwards all is restored.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from recoup.runtime.recompute.module_state import AttributeState
 
 
 class Ambient:
-    """The surroundings of a forward at one moment."""
+    """Snapshot of the ambient state when a region was entered."""
 
     __slots__ = ("_context", "_flags", "_hooks", "_mode_state", "_modes", "_parametrized")
 
@@ -31,11 +31,11 @@ class Ambient:
         self._parametrized = _torch.parametrization_cache()
 
     def run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Runs the forward with the context variables as they were; what it sets is gone afterwards, as any context."""
+        """Runs the forward in a copy of the noted context variables; what it sets there is discarded."""
         return self._context.copy().run(forward, *args, **kwargs)
 
     def _observers(self) -> tuple[Any, ...]:
-        """Returns torch's own modes that are on now and were not: they count what backward runs, replays included."""
+        """Returns torch's own modes that are on now and were not then: they count the ops of backward and replays."""
         now = _torch.user_modes()[1]
         return tuple(
             m
@@ -44,7 +44,7 @@ class Ambient:
         )
 
     def is_here(self) -> bool:
-        """Whether all of it is on now: nothing has to be put in place."""
+        """Whether the current state equals the snapshot, so that nothing has to be restored."""
         now = _torch.user_modes()
         is_same = not any(now) and not any(self._modes) and self._flags == _torch.backend_flags()
         hooks, cache = _torch.global_forward_hooks(), _torch.parametrization_cache()
@@ -52,10 +52,10 @@ class Ambient:
 
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:
-        """Puts modes, flags and global hooks as they were and, at the end, as they are now."""
+        """Sets modes, flags and global hooks to the snapshot inside of the block."""
         with contextlib.ExitStack() as stack:
             if self._mode_state is not None and self._modes != _torch.user_modes():
-                stack.enter_context(self._mode_state.replayed())  # a mode that is off by now sees nothing of a replay
+                stack.enter_context(self._mode_state.replayed())  # modes that were turned off since do not see replays
             stack.enter_context(_torch.under_modes((self._modes[0], (*self._modes[1], *self._observers()))))
             stack.enter_context(_torch.under_flags(self._flags))
             stack.enter_context(_torch.under_global_forward_hooks(self._hooks))

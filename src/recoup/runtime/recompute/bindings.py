@@ -1,9 +1,9 @@
-"""Which parameter and which child each name of some modules stood for at a forward, and what the parameters held.
+"""The parameters and children bound to a region's modules at its forward, restored for the replay.
 
 `torch.func.functional_call`, hypernetworks, MAML's fast weights and Bayesian weights bind other tensors to a module's
-names for the time of a forward; a GAN freezes its discriminator for one. The replay, which runs later, finds the very
-tensors and the very `requires_grad` of the forward; afterwards everything is bound as before it. What the tensors held
-cannot be brought back: one that was changed since is refused, also where its version does not tell (`.data`).
+names during a forward; a GAN freezes its discriminator for one. The replay runs with the tensors and `requires_grad`
+flags of the forward; afterwards the current ones are bound again. Values of parameters are not copied: a parameter that
+was changed since is refused, also where its version counter does not tell (`.data`).
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from recoup.runtime.recompute.rng_state import versions_of
 
 
 class Bindings:
-    """The parameters and children of some modules at one moment.
+    """Snapshot of the parameters and children of some modules.
 
     Args:
-        modules: (path, module), as `module_state.walk` returns them.
-        places: of the region, see `samples_of`.
+        modules: (path, module) pairs, as `module_state.walk` returns them.
+        places: the region's, for `samples_of`.
 
     Attributes:
-        storages: those of the parameters; no activation lies in one.
+        storages: storages of the parameters; no activation lies in one.
     """
 
     __slots__ = (
@@ -76,7 +76,7 @@ class Bindings:
         self.storages = {storage for storage in self._storages if storage is not None}
 
     def _storages_now(self) -> list[int | None]:
-        """Returns where each parameter lies; None for those that FSDP or ZeRO move about, or that lie nowhere."""
+        """Returns each parameter's storage; None if FSDP or ZeRO moves it, or it has no storage."""
         found = list(map(storage_of, self._tensors))
         if any(self._is_managed):
             return [None if managed else f for f, managed in zip(found, self._is_managed, strict=True)]
@@ -89,7 +89,7 @@ class Bindings:
         return found
 
     def check(self, region: str) -> None:
-        """Raises if a parameter does not hold any more what it held."""
+        """Raises ReplayError if a parameter's values were changed."""
         versions, storages = versions_of(self._tensors), self._storages_now()
         contents = self._contents_now()
         if versions == self._versions and storages == self._storages and contents == self._contents:
@@ -112,7 +112,7 @@ class Bindings:
             )
 
     def stand(self) -> bool:
-        """Whether everything is bound as it was, and each parameter requires a gradient as it did."""
+        """Whether all bindings and `requires_grad` flags are those of the snapshot."""
         for ref, names in self._parameters:
             module = ref()
             if module is not None and not _is_same(module._parameters, names):
@@ -124,15 +124,15 @@ class Bindings:
         return all(map(self._stands, range(len(self._tensors))))
 
     def _stands(self, i: int) -> bool:
-        """Whether a replay may take the i-th parameter itself: it is a leaf that requires a gradient as it did."""
+        """Whether a replay may use the i-th parameter itself: a leaf with the noted `requires_grad`."""
         tensor = self._tensors[i]
         return self._is_managed[i] or (tensor.is_leaf and tensor.requires_grad == self._requires_grad[i])
 
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:
-        """Binds everything as it was and, at the end, as it is now; touches nothing that is bound as it was."""
+        """Restores the noted bindings inside of the block; unchanged ones are not touched."""
         changes: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = []
-        made: dict[int, torch.Tensor] = {}  # a tensor under two names is one tensor again
+        made: dict[int, torch.Tensor] = {}  # a tensor under two names gets one stand-in
         for ref, names in self._parameters:
             module = ref()
             if module is None:
@@ -155,10 +155,10 @@ class Bindings:
                 _rebind(now, before)
 
     def _again(self, tensor: torch.Tensor, now: torch.Tensor | None, made: dict[int, torch.Tensor]) -> Any:
-        """Returns what stands for a parameter in a replay: requiring a gradient as it did, cut from any graph."""
+        """Returns a parameter's stand-in for a replay: detached, with the noted `requires_grad`."""
         i = next(i for i, known in enumerate(self._tensors) if known is tensor)
         if self._is_managed[i] or (now is not None and _torch.is_sharded_parameter(now)):
-            return now  # FSDP and ZeRO shard and gather around each module's forward, in a replay too
+            return now  # FSDP and ZeRO gather and shard around each module's forward, also in a replay
         if self._stands(i):
             return tensor
         if id(tensor) not in made:
@@ -173,7 +173,7 @@ class Bindings:
 
 
 def storage_of(tensor: torch.Tensor) -> int | None:
-    """Returns the identity of the tensor's storage, None if it has none of its own (sparse, or a wrapper of others)."""
+    """Returns an id of the tensor's storage; None if it has none of its own (sparse, wrapper subclasses)."""
     if tensor.layout is not torch.strided:
         return None
     try:

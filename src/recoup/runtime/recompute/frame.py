@@ -1,4 +1,4 @@
-"""One execution of a region: the slots that its first forward saved, and the replay that fills them."""
+"""One execution of a region: the slots that stand for its saved tensors, and the replay that fills them."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from recoup.runtime.recompute.uninitialised import saves_unwritten
 
 
 class _Stop(BaseException):
-    """Ends a replay whose last slot is filled; a BaseException so that no model's `except Exception` eats it."""
+    """Ends a replay whose last slot is filled. A BaseException: a model's `except Exception` must not catch it."""
 
 
 class Slot:
-    """A tensor saved inside a region: not there until the region is replayed."""
+    """A tensor saved inside a region; filled in when the region is replayed."""
 
     __slots__ = ("__weakref__", "backward_id", "dtype", "filled", "frame", "original", "sample", "shape", "weight")
 
@@ -38,12 +38,12 @@ class Slot:
         self.dtype = tensor.dtype
         self.weight = frame.weight_of(tensor)
         self.sample = sample(tensor)
-        self.original = execution_context.original(tensor)  # only while `verify` compares whole values
+        self.original = execution_context.original(tensor)  # None unless `verify` compares whole values
         self.filled: Any = None
         self.backward_id = -1
 
     def unpack(self) -> torch.Tensor:
-        """Returns the tensor, after replaying the region if this backward pass has not done so."""
+        """Returns the tensor; replays the region first if this backward pass has not done so."""
         backward_id = _torch.current_backward_id()
         if self.filled is None or self.backward_id != backward_id or backward_id == -1:
             try:
@@ -63,10 +63,10 @@ class Slot:
 
 
 class Frame:
-    """One execution of a region: its steps, its slots, and the way to fill them.
+    """One execution of a region: its steps, its slots, and its replay.
 
     Attributes:
-        is_chunk: its steps are calls of one module, which share what the module's attributes were at the first.
+        is_chunk: whether its steps are calls of one module, which share the attributes noted at the first call.
     """
 
     def __init__(self, member: Member, *, is_chunk: bool = False) -> None:
@@ -83,7 +83,7 @@ class Frame:
         self.given: set[int | None] = {None}
 
     def weight_of(self, tensor: torch.Tensor) -> tuple[Any, ...] | None:
-        """Returns which weight a saved tensor is, and how it lies over it; None for an activation or an argument."""
+        """Returns the weight that a saved tensor is or is a view of, and its layout; None for any other tensor."""
         storage = storage_of(tensor)
         if storage in self.given:
             return None
@@ -104,11 +104,11 @@ class Frame:
         return slot
 
     def previous(self) -> list[torch.Tensor | None]:
-        """Returns the outputs of the last call, None for those that are gone."""
+        """Returns the outputs of the last call; None for those that were freed."""
         return [ref() for ref in self.last_outputs]
 
     def run(self, member: Member, args: Any, kwargs: Any, previous: list[torch.Tensor | None]) -> Any:
-        """Runs a call's first forward, keeping nothing that it saves."""
+        """Runs a call's first forward without keeping the tensors that it saves."""
         with _torch.past_function_modes():
             step = Step(member, args, kwargs, previous, has_attributes=not (self.is_chunk and self.steps))
         del previous
@@ -136,7 +136,7 @@ class Frame:
         return output
 
     def replay(self, backward_id: int) -> None:
-        """Runs the region again and fills its slots."""
+        """Replays the region and fills its slots."""
         for step in self.steps:
             step.check(self.path)
         if not self.slots:
@@ -206,7 +206,7 @@ class Frame:
             raise self._drift(f"saved {filled} tensors where the first one saved {len(self.slots)}", "E205")
 
     def _recording(self) -> contextlib.AbstractContextManager[Any]:
-        """Returns the context that has a replay rederive, or save everything."""
+        """Returns the context of a replay: with rederive inside, or saving everything."""
         if self.derives:
             recorder = Recorder()
             recorder.deriving = self.derives_by_default
@@ -214,7 +214,7 @@ class Frame:
         return _nothing if current_recorder() is None else _no_recorder()
 
     def _mismatch(self, position: int, tensor: torch.Tensor) -> ReplayError | None:
-        """Returns the error that says that the first forward saved something else there, None if it did not."""
+        """Returns the error for a tensor that differs from the one first saved there; None if it is the same."""
         if position == len(self.slots):
             return self._drift("saved more tensors than the first one", "E205")
         slot = self.slots[position]()
@@ -230,7 +230,7 @@ class Frame:
         return self._drift(f"saved {kinds[0]} where the first one saved {kinds[1]}, or another one", "E205")
 
     def _explain(self, error: Exception, step: Step) -> NoReturn:
-        """Raises what a replay's forward raised, with the region's path."""
+        """Raises a ReplayError for an exception of a replay's forward, with the region's path."""
         if isinstance(error, ReplayError):
             raise error
         if is_allocation_failure(error):
@@ -250,7 +250,7 @@ class Frame:
 
 
 def _moves(weight: torch.Tensor) -> bool:
-    """Whether ZeRO-3 gathers a weight, or what it is a view of, into other memory each time."""
+    """Whether ZeRO-3 gathers a weight, or its base, into other memory each time."""
     return hasattr(weight, "ds_id") or hasattr(weight._base, "ds_id")
 
 
@@ -272,7 +272,7 @@ def _gone_unpack(packed: object) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _no_recorder() -> Iterator[None]:
-    """Hides an outer recorder from a replay that saves everything."""
+    """Hides an outer recorder inside of the block, for a replay that saves everything."""
     recorder = current_recorder()
     if recorder is None:
         yield

@@ -1,8 +1,8 @@
 """A region's arguments, kept for its replay.
 
-Tensors are kept through autograd (`_SaveInputs`), so hooks around the region see them; lists and dicts are copied, so
-what the forward writes into them is not there the second time. An iterator is copied where Python can copy one (of a
-list, a tuple, a range); any other can be read once only and is refused.
+Tensors are saved through autograd (`_SaveInputs`), so that saved-tensor hooks around the region see them. Lists and
+dicts are copied, so that the replay does not find what the first forward wrote into them. Iterators of lists, tuples
+and ranges are copied; any other iterator can be consumed only once and is refused.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from recoup.runtime.recompute.rng_state import version_of, versions_of
 
 
 class _Input:
-    """Stands for the i-th saved tensor input in a step's arguments."""
+    """Placeholder of the i-th saved input tensor in a step's arguments."""
 
     __slots__ = ("index",)
 
@@ -31,7 +31,7 @@ class _Input:
 
 
 class _Iterator:
-    """Stands for an iterator in a step's arguments: holds one that stays where the forward found it."""
+    """Placeholder of an iterator in a step's arguments: holds a copy at the position where the forward found it."""
 
     __slots__ = ("start",)
 
@@ -44,7 +44,7 @@ _COPYABLE_ITERATORS = frozenset([type(iter([])), type(iter(())), type(iter(range
 
 
 class _Previous:
-    """Stands for the i-th output of the step before."""
+    """Placeholder of the i-th output of the previous step."""
 
     __slots__ = ("index",)
 
@@ -53,11 +53,11 @@ class _Previous:
 
 
 class _SaveInputs(torch.autograd.Function):
-    """Lets autograd keep tensors, through whatever saved-tensor hooks are on."""
+    """Saves tensors through autograd, and so through the saved-tensor hooks that are on."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(*tensors[1:])  # here: with a `setup_context` each call would look up our signature
+        ctx.save_for_backward(*tensors[1:])  # no `setup_context`: each call would inspect our signature
         return torch.empty((0,))
 
     @staticmethod
@@ -69,7 +69,8 @@ class Inputs:
     """The arguments of one call.
 
     Attributes:
-        tensors: those to keep and `others`: what else the arguments hold; both only until `forget()`.
+        tensors: the tensors to save, until `forget()`.
+        others: other objects among the arguments, until `forget()`.
     """
 
     __slots__ = ("_leaves", "_path", "_requires_grad", "_saver", "_structure", "_versions", "others", "tensors")
@@ -116,21 +117,21 @@ class Inputs:
             # The (empty) output, not its node: torch 2.11 forgets what a node saved when its output is gone.
             self._saver = _SaveInputs.apply(dummy, *self.tensors)  # type: ignore[no-untyped-call]
         self._versions = list(zip(map(weakref.ref, self.tensors), versions_of(self.tensors), strict=True))
-        self._requires_grad = [t.requires_grad for t in self.tensors]  # a weight among them may be frozen by then
+        self._requires_grad = [t.requires_grad for t in self.tensors]  # a weight among them may be frozen later
 
     def forget(self) -> None:
-        """Lets go of the tensors that are kept through autograd now."""
+        """Drops the references to tensors that autograd has saved."""
         self.tensors, self.others = [], []
 
     def check(self) -> None:
-        """Raises if a tensor was changed in place since the call, as far as it is still there to be asked."""
+        """Raises ReplayError if an argument that is still alive was changed in place since the call."""
         for i, (ref, version) in enumerate(self._versions):
             tensor = ref()
             if tensor is not None and version_of(tensor) != version:
                 raise self.refusal(f"tensor {i} of its arguments, {list(tensor.shape)},")
 
     def refusal(self, what: str) -> ReplayError:
-        """Returns the error that says that `what` was changed in place."""
+        """Returns the ReplayError for `what`, which was changed in place."""
         return ReplayError(
             f"Region `{self._path}`: {what} was changed in place by the region itself or before backward. Change a "
             f"copy (`inplace=False`, `x = x + ...`), or leave this module out of the plan with a `save` decision for "
@@ -139,10 +140,10 @@ class Inputs:
         )
 
     def rebuild(self, previous: list[torch.Tensor]) -> tuple[Any, Any]:
-        """Returns the arguments, tensors detached from the first forward's graph.
+        """Returns (args, kwargs) with tensors detached from the first forward's graph.
 
         Args:
-            previous: outputs of the step before.
+            previous: outputs of the previous step.
         """
         try:
             saved = self._saver.grad_fn.saved_tensors
