@@ -63,6 +63,7 @@ class Simulator:
         self.hooks = hooks
         self.simulated: dict[tuple[Decision, ...], Candidate] = {}
         self._card_events: dict[tuple[Decision, ...], CardEvents] = {}
+        self._needed_bytes: dict[tuple[tuple[Decision, ...], bool], int] = {}
         self._proofs = Proofs()
         self.num_simulated_ops = 0
         progress.advance("capturing the step")
@@ -121,17 +122,20 @@ class Simulator:
             self.trace, workspace, hidden=hidden, thread_bytes=max(self.fixed_bytes - CUBLASLT_BYTES, 0) // 2
         )
 
-    def needed_bytes(self, chosen: tuple[Decision, ...]) -> tuple[int, int]:
-        """Returns the smallest card that the step with `chosen` applied runs on: by default, with expandable segments.
+    def needed_bytes(self, chosen: tuple[Decision, ...], *, expandable: bool) -> int:
+        """Returns the smallest card that the step with `chosen` applied runs on, with expandable segments or without.
 
         In bytes that torch reserves; a process has its CUDA context on the card besides.
         """
         assert self.card is not None
-        events = self._card_events.get(chosen)
-        if events is None:
-            priced = self.simulate_priced(chosen)
-            events = self.card.events(priced.trace, priced.op_workspace_bytes)
-        return self.card.needed_bytes(events), self.card.needed_bytes(events, expandable=True)
+        found = self._needed_bytes.get((chosen, expandable))
+        if found is None:
+            events = self._card_events.get(chosen)
+            if events is None:
+                priced = self.simulate_priced(chosen)
+                events = self._card_events[chosen] = self.card.events(priced.trace, priced.op_workspace_bytes)
+            found = self._needed_bytes[chosen, expandable] = self.card.needed_bytes(events, expandable=expandable)
+        return found
 
     def _optimizer_step(self) -> tuple[int, float]:
         """Returns the peak and the seconds of the optimizer's step, which no plan changes."""
