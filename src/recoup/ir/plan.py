@@ -43,7 +43,10 @@ class Prediction:
         precision: the dtype that its largest product computes in ("bfloat16" under such an autocast).
         card_bytes: the smallest card, in bytes that torch reserves, that the step runs on; fragments included, the CUDA
             context not. 0 where the step runs on a CPU.
-        expandable_card_bytes: with expandable segments.
+        resumed_card_bytes: the same where the optimizer's state is there before the first step, if that takes more.
+        expandable_card_bytes: with expandable segments, in either case.
+        room_bytes: what torch has reserved when the first step begins, all that is not in use in one piece, so that
+            blocks find room: an applied plan sees to it, unless segments are expandable. 0: nothing is done.
         phase: where the peak is.
         tensors: the largest ones alive there, as (what, bytes).
     """
@@ -71,7 +74,9 @@ class Prediction:
     gradient_bytes: int = 0
     precision: str = ""
     card_bytes: int = 0
+    resumed_card_bytes: int = 0
     expandable_card_bytes: int = 0
+    room_bytes: int = 0
 
     @property
     def extra_time_ratio(self) -> float:
