@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,14 @@ def test_ops_that_cannot_run_alone_are_scaled_from_the_roofline_and_tried_once(m
     assert "1 of 2 distinct ops scaled from a roofline" in priced.source
     monkeypatch.setattr(measured, "measure_ops", None)
     assert MeasuredCost(CPU).price(trace) == priced
+
+
+def test_a_busy_machine_measures_what_an_idle_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    for clock in ("perf_counter", "monotonic", "time"):  # only one in a thousand instants is ours
+        whole = getattr(time, clock)
+        monkeypatch.setattr(time, clock, lambda whole=whole: 1000 * whole())
+    monkeypatch.setattr(measured, "MEASURING_SECONDS", 5.0)
+    assert "scaled" not in MeasuredCost(CPU).price(some_ops()).source
 
 
 def test_out_of_time_and_out_of_memory_leave_it_to_the_roofline(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ class HostCosts:
         replayed_op_seconds: an op that runs again, views aside.
         rederived_tensor_seconds: a tensor that `Rederive` rebuilds: its search and its rebuild.
         segment_tensor_seconds: a tensor that `Rebuild` rebuilds together with its segment.
-        recorded_op_seconds: an op in forward that is recorded so that its result can be rebuilt.
+        recorded_op_seconds: an op in forward, views aside, that is recorded so that its result can be rebuilt.
         watched_op_seconds: an op in forward, views aside, in a region that keeps results.
         tape_seconds: a call of autograd's engine for the taped steps of a scan.
         forward_op_seconds, backward_op_seconds: an op that is dispatched, the Python around it included.

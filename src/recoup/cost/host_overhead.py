@@ -94,5 +94,6 @@ def host_seconds(
     )
     forward = num_watched * costs.watched_op_seconds
     if any(d.rederives for d in chosen):
-        forward += trace.num_forward_ops * costs.recorded_op_seconds
+        recorded = trace.ops[: trace.num_forward_ops]
+        forward += sum(not trace.signatures[o.signature].is_view for o in recorded) * costs.recorded_op_seconds
     return forward, backward

@@ -13,7 +13,6 @@ import contextlib
 import dataclasses
 import platform
 import statistics
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -29,7 +28,7 @@ from recoup.cost.flops import kind
 from recoup.cost.host_costs import TYPICAL, HostCosts
 from recoup.cost.kernel_flags import KernelFlags
 from recoup.cost.model import PricedTrace, price_by_signature
-from recoup.cost.op_memory import make_meter, time_call
+from recoup.cost.op_memory import make_meter, time_call, work_clock
 from recoup.cost.op_replay import Arena, extent_bytes, make_call
 from recoup.cost.roofline import RooflineCost
 from recoup.ir.trace import Signature, Trace
@@ -120,14 +119,15 @@ class MeasuredCost:
         new: dict[str, Measurement | None] = {}
         if not missing or limit_seconds <= 0:
             return
-        began = time.perf_counter()
+        clock = work_clock(self.device)
+        began = clock()
         try:
             if self.device.type == "cuda":
                 self._measure_apart(missing, limit_seconds, new)
             else:
                 self._measure_here(missing, began + limit_seconds, new)
         finally:
-            self._spent_seconds += time.perf_counter() - began
+            self._spent_seconds += clock() - began
             self._known |= new
             if new:
                 disk.store(self._path, new, device_name=self.name, torch_version=torch.__version__)
@@ -137,7 +137,7 @@ class MeasuredCost:
         remaining = progress.Remaining(len(missing))
         with alone(self.device):
             for start in range(0, len(missing), _BATCH_OPS):
-                if time.perf_counter() > deadline:
+                if work_clock(self.device)() > deadline:
                     break
                 progress.advance(f"measuring ops on this device ({remaining.text(start, done=start)})")
                 new |= measure_ops(missing[start : start + _BATCH_OPS], arena, deadline)
@@ -187,7 +187,7 @@ def measure_ops(signatures: Sequence[Signature], arena: Arena, deadline: float) 
     runs: list[tuple[Signature, tuple[float, float], int]] = []
     with make_meter(device) as meter:
         for signature in signatures:
-            if time.perf_counter() > deadline:
+            if work_clock(device)() > deadline:
                 break
             needed_bytes = extent_bytes((signature.args, tuple(v for _, v in signature.kwargs)))
             if needed_bytes + 2 * signature.output_bytes > available_bytes(device) + arena.num_bytes:

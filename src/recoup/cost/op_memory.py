@@ -4,7 +4,8 @@ An op's workspace is what the allocator handed out during the op at its highest,
 cuDNN's convolution buffers, packed weights, reduction scratch. Its peak when run alone is its outputs plus that.
 
 Time is the least of a few runs in this process, two if they agree, outputs allocated inside: what else the machine does
-only adds to it, and would be counted several times over on a busy one. On one CPU thread it is processor time. With
+only adds to it, and would be counted several times over on a busy one. On one CPU thread it is processor time, and a
+limit on measuring is one on processor time, so that a busy machine measures as many ops as an idle one. With
 glibc, blocks over the mmap threshold (up to 32 MiB, it adapts) go back to the system and are faulted in again by each
 run, and so they are in training; under an allocator that keeps its memory they are not, and both are quicker. On CUDA
 the time is from two events, the launches left out, with nothing of the arguments in the L2 cache.
@@ -128,6 +129,14 @@ class _CudaMeter:
         return self._found
 
 
+def work_clock(device: torch.device) -> Callable[[], float]:
+    """Returns the clock that limits of measuring are kept by; on a CPU it stands still while other programs run.
+
+    So a busy machine measures the ops that an idle one does, and plans rest on the same kind of prices.
+    """
+    return time.perf_counter if device.type == "cuda" else time.thread_time
+
+
 def time_call(call: Callable[[], Any], device: torch.device, *, limit_seconds: float) -> tuple[float, float]:
     """Returns (least seconds, median minus least) of 2 to 9 runs that together take about `limit_seconds`.
 
@@ -135,10 +144,11 @@ def time_call(call: Callable[[], Any], device: torch.device, *, limit_seconds: f
     """
     if device.type == "cuda":
         return _time_on_cuda(call, device, limit_seconds)
-    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+    works = work_clock(device)
+    clock = works if torch.get_num_threads() == 1 else time.perf_counter
     times: list[float] = []
-    began = time.perf_counter()
-    while _goes_on(times, time.perf_counter() - began, limit_seconds):
+    began = works()
+    while _goes_on(times, works() - began, limit_seconds):
         start = clock()
         out = call()
         times.append(clock() - start)

@@ -172,6 +172,11 @@ def flattened(items: Sequence[Any]) -> Sequence[Any]:
     return flat
 
 
+def scalars_of(items: Sequence[Any]) -> tuple[Any, ...]:
+    """Returns what is plain among a call's arguments, in lists, tuples and slices too."""
+    return tuple([item for item in flattened(items) if type(item) in _SCALARS])
+
+
 def form_of_call(
     func: Any,
     args: tuple[Any, ...],

@@ -19,7 +19,7 @@ import torch
 from recoup import _torch
 from recoup.ir.decision import OpMark
 from recoup.runtime import execution_context
-from recoup.runtime.rebuild.call_forms import CallForm, CallLog, form_of_call
+from recoup.runtime.rebuild.call_forms import CallForm, CallLog, form_of_call, scalars_of
 from recoup.runtime.rebuild.held_recorder import HeldRecorder
 from recoup.runtime.rebuild.learning import Learning
 from recoup.runtime.rebuild.lineage import Value
@@ -72,11 +72,12 @@ class Calls:
 
     def known(self, func: Any, args: tuple[Any, ...]) -> list[CallForm]:
         """Returns the forms of a function's calls that may be like one with these arguments."""
-        return self._forms.get((func, _shape(args)), _NONE)
+        return self._forms.get((func, _kind(args)), _NONE)
 
     def may_learn(self, func: Any) -> bool:
         """Whether calls of a function can have forms, and it was not found that none ever fits."""
-        if self._misses.get(func, 0) >= MOST_TRIES or self._num_forms.get(func, 0) >= MOST_REMEMBERED_ANSWERS:
+        # A loop in Python has a form for each step's slice of a tensor, so many for each of some tensors.
+        if self._misses.get(func, 0) >= MOST_TRIES or self._num_forms.get(func, 0) >= MOST_REMEMBERED_ANSWERS**2:
             return False
         return isinstance(func, _TORCHS) or (
             isinstance(func, types.FunctionType) and func.__module__ in _MODULES and func is not torch.Tensor.backward
@@ -89,14 +90,17 @@ class Calls:
         else:
             self._misses[func] = 0
             self._num_forms[func] = self._num_forms.get(func, 0) + 1
-            self._forms.setdefault((func, _shape(args)), []).append(form)
+            self._forms.setdefault((func, _kind(args)), []).append(form)
 
 
 _NONE: list[CallForm] = []
 
 
-def _shape(args: tuple[Any, ...]) -> Any:
-    return args[0].shape if args and type(args[0]) is torch.Tensor else None
+def _kind(args: tuple[Any, ...]) -> Any:
+    """Returns what tells most calls of a function apart: how the first tensor lies, and what is plain."""
+    if not args or type(args[0]) is not torch.Tensor:
+        return None
+    return args[0].shape, args[0].storage_offset(), scalars_of(args[1:])
 
 
 class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]

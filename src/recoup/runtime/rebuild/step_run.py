@@ -151,8 +151,9 @@ class StepRun:
             if slot >= 0 and slots[slot] is not tensor:
                 return None
         for position, number in call.reads_constants:
-            parameter = tensors[position]
+            tensor = tensors[position]
             if number not in self._constants:
+                parameter = tensor if isinstance(tensor, torch.nn.Parameter) else tensor._base  # or a view of one
                 if not isinstance(parameter, torch.nn.Parameter) or not has_memory(parameter):
                     return None
                 constant = self._constants[number] = Constant(parameter)
