@@ -48,7 +48,7 @@ class RebuildStrategy(Strategy):
     def propose(self, budget_bytes: int, incumbents: Incumbents) -> Proposals:
         """Yields the solver's answers for the budget, each repaired by the gap of the one before."""
         allowance = self._step.allowance(incumbents)
-        if allowance.ends(incumbents, budget_bytes) or self._view is None or self._solver is None:
+        if self._view is None or self._solver is None:
             return
         plain = self._step.simulator.plain
         target, has_fitted = budget_bytes, False
