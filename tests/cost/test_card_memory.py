@@ -13,7 +13,7 @@ import recoup
 from recoup.cost import devices
 from recoup.cost.caching_allocator import CachingAllocator, OutOfCard
 from recoup.cost.card_memory import _sums_in_place
-from recoup.ir.trace import Op, Signature, Storage
+from recoup.ir.trace import Op, Signature, Storage, TensorSpec
 
 MIB = 1 << 20
 
@@ -147,18 +147,26 @@ def test_gradients_of_earlier_micro_batches_lie_on_the_card_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("between", "replayed", "in_place"),
-    [((), False, True), (("view",), False, False), (("view", "mm"), False, True), ((), True, False)],
+    ("between", "is_a_view", "replayed", "in_place"),
+    [
+        ((), False, False, True),
+        (("view",), True, False, False),
+        (("view", "mm"), True, False, False),
+        (("view", "mm"), False, False, True),  # what reads it sees a view, the sum does not
+        ((), False, True, False),
+    ],
 )
 def test_gradients_are_summed_in_place_where_autograd_does(
-    between: tuple[str, ...], replayed: bool, in_place: bool
+    between: tuple[str, ...], is_a_view: bool, replayed: bool, in_place: bool
 ) -> None:
     # Storage 0 is made, what is in between reads it, the sum reads it last and makes storage 2.
     names = ("mm", *between, "aten.add.Tensor")
     last = len(names) - 1
+    made, viewed = (TensorSpec(shape=s, stride=(1,) * len(s), dtype="float32") for s in ((4, 4), (16,)))
+    read = [made, *(made if "view" in n else viewed for n in between), viewed if is_a_view else made]
     signatures = tuple(
-        Signature(name=n, args=(), kwargs=(), flops=0, bytes_moved=0, output_bytes=MIB, is_view="view" in n)
-        for n in names
+        Signature(name=n, args=(spec, spec), kwargs=(), flops=0, bytes_moved=0, output_bytes=MIB, is_view="view" in n)
+        for n, spec in zip(names, read, strict=True)
     )
     ops = [
         Op(

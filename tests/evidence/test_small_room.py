@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -79,14 +80,15 @@ def test_a_plan_that_the_card_cannot_hold_gives_way(monkeypatch: pytest.MonkeyPa
         0
     ]
     roomy, _ = plan_for_budget(planner, budget="90%", free_bytes=None, device="a100-80gb")
-    planner.card_free_bytes = roomy.predicted.card_bytes - 1
+    planner.card_free_bytes = roomy.predicted.resumed_card_bytes - 1
     assert planner.card_free_bytes >= roomy.budget_bytes
     tight, _ = plan_for_budget(planner, budget="90%", free_bytes=None, device="a100-80gb")
-    assert tight.predicted.card_bytes <= planner.card_free_bytes and tight.budget_bytes == roomy.budget_bytes
+    assert tight.predicted.resumed_card_bytes <= planner.card_free_bytes and tight.budget_bytes == roomy.budget_bytes
     assert tight.predicted.peak_bytes < roomy.predicted.peak_bytes
     assert any("a faster plan" in note for note in tight.notes)
-    needed = planner.needed_bytes
-    monkeypatch.setattr(planner, "needed_bytes", lambda chosen: (needed(chosen)[0], roomy.budget_bytes))
+    size = planner.card_size
+    of_expandable = {"expandable_bytes": roomy.budget_bytes}
+    monkeypatch.setattr(planner, "card_size", lambda chosen: dataclasses.replace(size(chosen), **of_expandable))
     planner.expandable = True  # the user's setting: no room is lost between segments
     planner.card_free_bytes = roomy.budget_bytes
     same, _ = plan_for_budget(planner, budget="90%", free_bytes=None, device="a100-80gb")

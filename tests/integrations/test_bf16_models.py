@@ -74,17 +74,19 @@ def llama_weights() -> dict[str, Any]:
 
 
 _TARGETS = [gpt2_autocast, gpt2_weights, llama_autocast, llama_weights]
+_TILE = ("tile", "rederive", "recompute")
+_ACTIONS = [None, _TILE]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", _TARGETS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("make", cases(_TARGETS, [gpt2_autocast, llama_weights]), ids=lambda f: f.__name__)
 def test_a_default_plan_is_bit_equal(make: Callable[[], dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["fit", f"{__file__}:{make.__name__}", "--budget", "60%", "--quiet"]) == 0
     assert capsys.readouterr().out.rstrip().endswith("ok: within the budget, and exact")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", _TARGETS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("make", cases(_TARGETS, [gpt2_weights, llama_autocast]), ids=lambda f: f.__name__)
 def test_a_tiled_plan_says_its_bound(make: Callable[[], dict[str, Any]]) -> None:
     fit = recoup.fit(**make(), budget="60%", actions=("tile", "rederive"), timed=False)
     assert any(isinstance(d, TileLoss) for d in fit.plan.decisions)
@@ -98,7 +100,7 @@ def test_a_tiled_plan_says_its_bound(make: Callable[[], dict[str, Any]]) -> None
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*pin_memory.*", "ignore:.*use_cpu.*")
-@pytest.mark.parametrize("actions", [None, ("tile", "rederive", "recompute")], ids=["default", "tile"])
+@pytest.mark.parametrize("actions", cases(_ACTIONS, [_TILE]), ids=["default", "tile"])
 @pytest.mark.parametrize("build", cases([_gpt2, _llama], [_llama]), ids=lambda f: f.__name__)
 def test_lora_with_the_trainer_in_bf16(
     tmp_path: Path, build: Callable[[], nn.Module], actions: tuple[str, ...] | None

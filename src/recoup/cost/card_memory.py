@@ -16,7 +16,7 @@ from recoup.cost.caching_allocator import SMALL_SEGMENT_BYTES, Block, CachingAll
 from recoup.cost.devices import CUBLASLT_BYTES
 from recoup.cost.flops import kind, op_name
 from recoup.ir.trace import Signature, TensorSpec, Trace
-from recoup.thresholds import NEGLIGIBLE_SHARE, SAME_SHARE
+from recoup.thresholds import ESTIMATE_SHARE, NEGLIGIBLE_SHARE, SAME_SHARE
 
 _NUM_STEPS = 3  # gradients and workspaces are new in the first; after two more nothing moves
 _UNCUT_FACTOR = 1.001  # factor on what is allocated: an uncut block counts up to 1 MiB more, by where it happens to lie
@@ -38,6 +38,27 @@ class CardNeed:
 
     allocated_bytes: int
     reserved_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CardSize:
+    """The smallest card that a step runs on, in bytes that torch reserves; a CUDA context comes on top.
+
+    Attributes:
+        fresh_bytes: in a process that trains from its first step on.
+        resumed_bytes: also in one that has loaded the optimizer's state before it.
+        expandable_bytes: with expandable segments, in either.
+        room_bytes: what torch has reserved when the first step begins, so that this holds; 0 if nothing is done for it.
+    """
+
+    fresh_bytes: int
+    resumed_bytes: int
+    expandable_bytes: int
+    room_bytes: int = 0
+
+    def worst_bytes(self, *, expandable: bool) -> int:
+        """Returns what is enough for either process."""
+        return self.expandable_bytes if expandable else self.resumed_bytes
 
 
 class CardMemory:
@@ -76,6 +97,7 @@ class CardMemory:
         found = []
         for ascending in (False,) if expandable else (False, True):
             allocator = CachingAllocator(expandable=expandable, ascending=ascending)
+            self._begin(allocator)
             self._run(allocator, step)
             found.append(allocator)
         return CardNeed(
@@ -83,31 +105,44 @@ class CardMemory:
             reserved_bytes=max(a.peak_reserved_bytes for a in found),
         )
 
-    def needed_bytes(self, step: CardEvents, *, expandable: bool = False) -> int:
-        """Returns the smallest card, in bytes reserved, that a process runs the step on from its first step on.
+    def size(self, step: CardEvents, *, reserves: bool) -> CardSize:
+        """Returns the smallest card that a process runs the step on from its first step on.
 
-        Where blocks lie depends on what the process did before, and on where the driver puts segments. So several
-        histories are tried: with and without a block of the largest weight's size that was let go before (weights that
-        were tied, cast or moved leave such), with the optimizer's state there before the first step (loaded from a
-        checkpoint, or in a verification), and segments that ascend and descend. The worst counts, and `SAME_SHARE` more
-        for others. A process that had plenty in its first steps and gave back what it did not use may
-        do with less later: what is cached at the end of the first step, the optimizer's state between it, is then free.
+        Args:
+            reserves: whether the process may take the step's memory in one piece before (`runtime/card_room.py`); it
+                does where that asks for less.
+
+        Without that, where blocks lie depends on what the process did before, and on where the driver puts segments.
+        So several histories are tried: with and without a block of the largest weight's size that was let go before
+        (weights that were tied, cast or moved leave such), and segments that ascend and descend. With the optimizer's
+        state there before the first step (loaded from a checkpoint) it is a size of its own. The worst counts, and
+        `SAME_SHARE` more for others.
         """
+        expandable_bytes = max(self._smallest(step, resumes=resumes, expandable=True) for resumes in (False, True))
+        fresh_bytes = self._smallest(step, resumes=False)
+        if reserves:
+            room_bytes, needed_bytes = self._room(step, fresh_bytes)
+            if needed_bytes < fresh_bytes:
+                return CardSize(needed_bytes, needed_bytes, expandable_bytes, room_bytes)
+        return CardSize(fresh_bytes, max(fresh_bytes, self._smallest(step, resumes=True)), expandable_bytes)
+
+    def _smallest(self, step: CardEvents, *, resumes: bool, expandable: bool = False) -> int:
+        """Returns the smallest limit that the step runs under; `resumes`: the optimizer's state is there before it."""
         plenty = self.need(step, expandable=expandable)
         worst, most = plenty.allocated_bytes, 2 * plenty.reserved_bytes
         precision = max(2 * SMALL_SEGMENT_BYTES, int(worst * NEGLIGIBLE_SHARE))
-        largest = max(self._there, default=0)
 
-        def runs(limit_bytes: int, before: tuple[int, bool], ascending: bool) -> bool:
+        def runs(limit_bytes: int, cached_bytes: int, ascending: bool) -> bool:
             allocator = CachingAllocator(limit_bytes=limit_bytes, expandable=expandable, ascending=ascending)
             try:
-                self._run(allocator, step, cached_bytes=before[0], resumes=before[1])
+                self._begin(allocator, cached_bytes, resumes=resumes)
+                self._run(allocator, step, resumes=resumes)
             except OutOfCard:
                 return False
             return True
 
-        before = {(0, False), (largest, False), (0, bool(self._state))}
-        for history in itertools.product(sorted(before), (False,) if expandable else (False, True)):
+        cached = (0,) if resumes else (0, max(self._there, default=0))
+        for history in itertools.product(dict.fromkeys(cached), (False,) if expandable else (False, True)):
             low, high, gap = worst, worst, precision
             while high < most and not runs(high, *history):  # what is missing is mostly little
                 low, gap = high, 4 * gap
@@ -117,6 +152,37 @@ class CardMemory:
                 low, high = (low, middle) if runs(middle, *history) else (middle, high)
             worst = high
         return int(worst * (1 + SAME_SHARE))
+
+    def _room(self, step: CardEvents, most_bytes: int) -> tuple[int, int]:
+        """Returns the bytes that torch has best reserved when the first step begins, and the card that this takes.
+
+        Not less than `most_bytes` if no size takes less.
+
+        A large block that is not to be had in what was reserved takes a segment of its own, so a little more can be
+        much less. Sizes around what the step allocates are tried, each also `SAME_SHARE` short: what is there is not
+        known to the byte, nor the order of all that is freed.
+        """
+        allocated = self.need(step).allocated_bytes
+        short = int(allocated * SAME_SHARE)
+        best = allocated, most_bytes
+        room_bytes = int(allocated * (1 - ESTIMATE_SHARE))
+        while room_bytes < best[1]:
+            found = []
+            for less, resumes in itertools.product((0, short), (False, True)):
+                allocator = CachingAllocator(limit_bytes=best[1] - 1)
+                try:
+                    self._begin(allocator, resumes=resumes)
+                    missing = room_bytes - less - allocator.reserved_bytes
+                    if missing > 0:
+                        allocator.free(allocator.allocate(missing))
+                    self._run(allocator, step, resumes=resumes)
+                except OutOfCard:
+                    break
+                found.append(allocator.peak_reserved_bytes)
+            else:
+                best = room_bytes, max(found)
+            room_bytes += short // 2
+        return best[0], int(best[1] * (1 + SAME_SHARE))
 
     def _events(self, trace: Trace, workspace: Sequence[int], first: int, last: int) -> CardEvents:
         """Returns (storage, bytes) as allocated, (storage, 0) as freed, (-1, bytes) for blocks of an op held together
@@ -156,13 +222,14 @@ class CardMemory:
             events += [(index, 0) for index in died.get(i, ())]
         return events
 
-    def _run(
-        self, allocator: CachingAllocator, step: CardEvents, *, cached_bytes: int = 0, resumes: bool = False
-    ) -> None:
+    def _begin(self, allocator: CachingAllocator, cached_bytes: int = 0, *, resumes: bool = False) -> None:
+        """Allocates what is there before the first step; a block of `cached_bytes` was let go."""
         for nbytes in (*self._there, *(self._state if resumes else ())):
             allocator.allocate(nbytes)
         if cached_bytes:
             allocator.free(allocator.allocate(cached_bytes))
+
+    def _run(self, allocator: CachingAllocator, step: CardEvents, *, resumes: bool = False) -> None:
         threads: set[tuple[int, int]] = set()
         before: list[list[int]] = []
         for number in range(_NUM_STEPS):
@@ -240,12 +307,22 @@ def _sums_in_place(trace: Trace) -> dict[int, int]:
         before, after = trace.storages[old], trace.storages[new]
         is_let_go = before.free_op == i == after.alloc_op and before.alloc_op >= 0
         is_like = old != new and is_let_go and before.nbytes == after.nbytes
-        if is_like and not _is_only_viewed(trace, old, before.alloc_op, i):
+        if is_like and not _is_view(trace, old, before.alloc_op, i):
             found[new] = old
     return found
 
 
-def _is_only_viewed(trace: Trace, storage: int, made: int, read: int) -> bool:
-    """Whether ops between these two only made views of the storage."""
-    between = [op.signature for op in trace.ops[made + 1 : read] if storage in op.inputs]
-    return bool(between) and all(i >= 0 and trace.signatures[i].is_view for i in between)
+def _is_view(trace: Trace, storage: int, made: int, read: int) -> bool:
+    """Whether the tensor of a storage that an op reads is another than its first reader's: a view of what was made."""
+    first = next((i for i in range(made + 1, read) if storage in trace.ops[i].inputs), read)
+    return _spec_of(trace, storage, first) != _spec_of(trace, storage, read)
+
+
+def _spec_of(trace: Trace, storage: int, index: int) -> TensorSpec | None:
+    """Returns the first tensor of a storage among an op's arguments."""
+    op = trace.ops[index]
+    if op.signature < 0:
+        return None
+    specs = [a for a in trace.signatures[op.signature].args if isinstance(a, TensorSpec)]
+    position = op.inputs.index(storage)
+    return specs[position] if position < len(specs) else None

@@ -26,14 +26,17 @@ class Prediction:
     Attributes:
         peak_bytes: peak of the whole step, everything counted.
         plain_peak_bytes: the same without a plan.
-        step_seconds, plain_step_seconds: by the cost source named in `cost_source`.
+        step_seconds: seconds of a step, by the cost source named in `cost_source`.
+        plain_step_seconds: the same without a plan.
         extra_time_ratio: step_seconds / plain_step_seconds - 1.
         recomputed_flops: FLOPs run a second time.
         plain_flops: FLOPs of the step without a plan.
-        saved_bytes, plain_saved_bytes: bytes that autograd holds when backward begins.
+        saved_bytes: bytes that autograd holds when backward begins.
+        plain_saved_bytes: the same without a plan.
         offloaded_bytes: bytes moved to the host in one step.
-        host_bytes: the most of them that are there at a time.
-        num_collectives, plain_num_collectives: that a rank's step runs on distributed tensors (tensor parallel).
+        host_bytes: the most bytes on the host at a time.
+        num_collectives: collectives of one step on each rank, on distributed tensors (tensor parallel).
+        plain_num_collectives: the same without a plan.
         num_scan_evaluations: step evaluations of the scans whose bytes the plan decides, forward and backward together.
         num_all_gathers: of the step on each rank, where it is sharded (`plan --fsdp`); with the plan as without.
         forward_saved_bytes: of saved_bytes, those of the model's own forward, without a loss outside of it.
@@ -43,7 +46,10 @@ class Prediction:
         precision: the dtype that its largest product computes in ("bfloat16" under such an autocast).
         card_bytes: the smallest card, in bytes that torch reserves, that the step runs on; fragments included, the CUDA
             context not. 0 where the step runs on a CPU.
-        expandable_card_bytes: with expandable segments.
+        resumed_card_bytes: the same where the optimizer's state is there before the first step, if that takes more.
+        expandable_card_bytes: with expandable segments, in either case.
+        room_bytes: what torch has reserved when the first step begins, all that is not in use in one piece, so that
+            blocks find room: an applied plan sees to it, unless segments are expandable. 0: nothing is done.
         phase: where the peak is.
         tensors: the largest ones alive there, as (what, bytes).
     """
@@ -71,7 +77,9 @@ class Prediction:
     gradient_bytes: int = 0
     precision: str = ""
     card_bytes: int = 0
+    resumed_card_bytes: int = 0
     expandable_card_bytes: int = 0
+    room_bytes: int = 0
 
     @property
     def extra_time_ratio(self) -> float:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from recoup.capture.capture import StepSpec
+from recoup.cost.card_memory import CardSize
 from recoup.cost.host_link import Link
 from recoup.cost.model import CostModel
 from recoup.errors import InfeasibleBudget, UsageError
@@ -196,9 +197,9 @@ class Planner(Simulator):
         budget_bytes: int,
         budget_text: str,
         device: str,
-        card: tuple[int, int] = (0, 0),
+        card: CardSize | None = None,
     ) -> Plan:
-        """Returns the plan for people and for disk; `card` as `needed_bytes` says."""
+        """Returns the plan for people and for disk; `card` as `card_size` says."""
         notes: tuple[str, ...] = ()
         if budget_text.strip().endswith("%") and self.fixed_bytes:
             rest = format_bytes(self.plain.peak_bytes - self.fixed_bytes)
@@ -242,27 +243,29 @@ def plan_for_budget(
     candidate = planner.fit(budget_bytes)
     if candidate is None:
         raise planner.infeasible(budget_bytes)
-    card = (0, 0) if planner.card is None else planner.needed_bytes(candidate.decisions)
-    limit_bytes = budget_bytes if budget == "auto" else planner.card_free_bytes
-    if limit_bytes is None or limit_bytes < budget_bytes:
-        limit_bytes = card[planner.expandable]  # the plan is for another card than this one
-    fastest = candidate, card
-    for _ in range(MOST_TRIES):
-        over = card[planner.expandable] - limit_bytes
-        if over <= 0:
-            break
-        smaller = planner.fit(candidate.peak_bytes - over)
-        if smaller is None and budget == "auto":
-            raise planner.infeasible(candidate.peak_bytes - over)
-        if smaller is None:
-            candidate, card = fastest
-            break
-        candidate, card = smaller, planner.needed_bytes(smaller.decisions)
+    card = None if planner.card is None else planner.card_size(candidate.decisions)
+    fastest, limit_bytes = (candidate, card), 0
+    if card is not None:
+        limit_bytes = budget_bytes if budget == "auto" else planner.card_free_bytes or 0
+        if limit_bytes < budget_bytes:
+            limit_bytes = card.worst_bytes(expandable=planner.expandable)  # the plan is for another card than this one
+        for _ in range(MOST_TRIES):
+            over = card.worst_bytes(expandable=planner.expandable) - limit_bytes
+            if over <= 0:
+                break
+            smaller = planner.fit(candidate.peak_bytes - over)
+            if smaller is None and budget == "auto":
+                raise planner.infeasible(candidate.peak_bytes - over)
+            if smaller is None:
+                candidate, card = fastest[0], fastest[1] or card
+                break
+            candidate, card = smaller, planner.card_size(smaller.decisions)
     made = planner.plan(candidate, budget_bytes=budget_bytes, budget_text=str(budget), device=device, card=card)
-    if candidate is not fastest[0]:
+    if candidate is not fastest[0] and fastest[1] is not None:
+        needed = fastest[1].worst_bytes(expandable=planner.expandable)
         note = (
             f"a faster plan that peaks at {format_bytes(fastest[0].peak_bytes)} would have torch reserve "
-            f"{format_bytes(fastest[1][planner.expandable])} of the card, which has {format_bytes(limit_bytes)} to give"
+            f"{format_bytes(needed)} of the card, which has {format_bytes(limit_bytes)} to give"
         )
         made = dataclasses.replace(made, notes=(*made.notes, note))
     return made, candidate

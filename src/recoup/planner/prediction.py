@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from recoup.cost.card_memory import CardSize
 from recoup.ir.decision import Tile, TileModule
 from recoup.ir.plan import Plan, Prediction
 from recoup.ir.trace import TensorSpec, Trace
@@ -16,7 +17,7 @@ from recoup.runtime.kv_cache import caching_paths
 from recoup.units import format_bytes
 
 
-def prediction_of(simulator: Simulator, candidate: Candidate, card: tuple[int, int] = (0, 0)) -> Prediction:
+def prediction_of(simulator: Simulator, candidate: Candidate, card: CardSize | None = None) -> Prediction:
     """Returns the prediction that a plan states."""
     plain = simulator.plain
     return Prediction(
@@ -42,8 +43,10 @@ def prediction_of(simulator: Simulator, candidate: Candidate, card: tuple[int, i
         optimizer_bytes=sum(s.nbytes for s in simulator.trace.storages if s.category == "optimizer"),
         gradient_bytes=sum(s.nbytes for s in simulator.trace.storages if s.category == "gradient" and s.alloc_op < 0),
         precision=_precision(simulator.trace),
-        card_bytes=card[0],
-        expandable_card_bytes=card[1],
+        card_bytes=card.fresh_bytes if card else 0,
+        resumed_card_bytes=card.resumed_bytes if card else 0,
+        expandable_card_bytes=card.expandable_bytes if card else 0,
+        room_bytes=card.room_bytes if card else 0,
     )
 
 
@@ -68,14 +71,14 @@ def write_plan(
     budget_bytes: int,
     budget_text: str,
     device: str,
-    card: tuple[int, int] = (0, 0),
+    card: CardSize | None = None,
     expandable: bool = False,
     more_notes: Sequence[str] = (),
 ) -> Plan:
     """Returns the plan for people and for disk.
 
     Args:
-        card: the smallest card that the plan runs on, by default and with expandable segments; 0 where not known.
+        card: the smallest card that the plan runs on; None where it runs on none.
         expandable: whether it runs with them.
     """
     from recoup import __version__
@@ -100,14 +103,17 @@ def write_plan(
     if caching_paths(modules, [d.path for d in candidate.decisions if d.is_region]):
         notes.append("the key-value cache is off while this plan trains (use_cache); evaluation keeps it")
     notes += _tile_notes(simulator, candidate)
-    if card[0]:
-        lower = ""
+    if card is not None:
+        needed, lower = card.expandable_bytes if expandable else card.fresh_bytes, ""
         if expandable:
             lower = " by the expandable segments that are set here"
-        elif card[1] < card[0]:
-            lower = f"; {format_bytes(card[1])} with PYTORCH_ALLOC_CONF=expandable_segments:True"
+        else:
+            if card.resumed_bytes > card.fresh_bytes:
+                lower = f", {format_bytes(card.resumed_bytes)} where training resumes from a checkpoint"
+            if card.expandable_bytes < card.fresh_bytes:
+                lower += f"; {format_bytes(card.expandable_bytes)} with PYTORCH_ALLOC_CONF=expandable_segments:True"
         notes.append(
-            f"torch reserves {format_bytes(card[expandable])} of the card for this plan, blocks it cannot fill "
+            f"torch reserves {format_bytes(needed)} of the card for this plan, blocks it cannot fill "
             f"included{lower}; "
             "the CUDA context comes on top"
         )

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from recoup import progress
 from recoup.capture.capture import StepSpec, capture
 from recoup.capture.draws import EXTREMES, SEEDED, Draw
-from recoup.cost.card_memory import CardEvents, CardMemory, uses_cublas
+from recoup.cost.card_memory import CardEvents, CardMemory, CardSize, uses_cublas
 from recoup.cost.devices import CUBLASLT_BYTES
 from recoup.cost.hidden_memory import hidden_blocks
 from recoup.cost.host_link import Link, with_copies
@@ -121,17 +121,14 @@ class Simulator:
             self.trace, workspace, hidden=hidden, thread_bytes=max(self.fixed_bytes - CUBLASLT_BYTES, 0) // 2
         )
 
-    def needed_bytes(self, chosen: tuple[Decision, ...]) -> tuple[int, int]:
-        """Returns the smallest card that the step with `chosen` applied runs on: by default, with expandable segments.
-
-        In bytes that torch reserves; a process has its CUDA context on the card besides.
-        """
+    def card_size(self, chosen: tuple[Decision, ...]) -> CardSize:
+        """Returns the smallest card that the step with `chosen` applied runs on."""
         assert self.card is not None
         events = self._card_events.get(chosen)
         if events is None:
             priced = self.simulate_priced(chosen)
             events = self.card.events(priced.trace, priced.op_workspace_bytes)
-        return self.card.needed_bytes(events), self.card.needed_bytes(events, expandable=True)
+        return self.card.size(events, reserves=bool(chosen))
 
     def _optimizer_step(self) -> tuple[int, float]:
         """Returns the peak and the seconds of the optimizer's step, which no plan changes."""

@@ -25,9 +25,9 @@ from recoup.runtime.rebuild import saved_tensor
 from recoup.runtime.rebuild.lineage import Recorder
 from recoup.runtime.recompute.rng_state import RandomState, StreamState, version_of
 
-# Steps of one tape, whose backward is one call of autograd's engine. The state's structure is looked at once a tape.
+# Steps of one tape, whose backward is one call of autograd's engine, and steps whose inputs are sliced by one call. The
+# state's structure is looked at once a tape.
 MAX_TAPED_STEPS = 64
-_SLICED_STEPS = 1024  # whose inputs are sliced at once: fewer calls than one by one, and few views alive
 
 
 class Steps:
@@ -86,8 +86,8 @@ class Steps:
     def _advance(self, start: int, stop: int) -> None:
         collected = max(start, min(stop, self.outputs.num_collected))
         with torch.no_grad():
-            for first in range(start, stop, _SLICED_STEPS):
-                end = min(first + _SLICED_STEPS, stop)
+            for first in range(start, stop, MAX_TAPED_STEPS):
+                end = min(first + MAX_TAPED_STEPS, stop)
                 self._advance_slices(first, min(end, collected), collects=False)
                 self._advance_slices(max(first, collected), end, collects=True)
         self._at = stop

@@ -20,6 +20,7 @@ from recoup.ir.decision import (
 )
 from recoup.ir.labels import paths_around
 from recoup.ir.plan import Plan
+from recoup.runtime.card_room import CardRoom
 from recoup.runtime.hooks import HOOKS, Hook
 from recoup.runtime.kv_cache import caching_paths
 from recoup.runtime.offload.offloaded_saved_tensor import Moves, Offloading
@@ -41,12 +42,26 @@ class Applied:
         self._state = state
         self.model = model
         self._watch: StepWatch | None = None
+        self._room: CardRoom | None = None
 
     def watch(self, plan: Plan) -> None:
-        """Warns once if a step's peak passes the plan's budget; replaces an earlier watch."""
+        """Has a card's memory reserved as planned; warns once if a step's peak passes the plan's budget.
+
+        Replaces an earlier watch.
+        """
+        self._stop_watching()
+        if self._patches:
+            card = plan.predicted
+            self._room = CardRoom(self.model, card.room_bytes, card.card_bytes)  # before the watch, which reads peaks
+            self._watch = StepWatch(self.model, plan)
+
+    def _stop_watching(self) -> None:
         if self._watch is not None:
             self._watch.remove()
-        self._watch = StepWatch(self.model, plan) if self._patches else None
+            self._watch = None
+        if self._room is not None:
+            self._room.remove()
+            self._room = None
 
     def __repr__(self) -> str:
         state = f"in place on {len(self._patches)} forwards of" if self._patches else "removed from"
@@ -54,9 +69,7 @@ class Applied:
 
     def remove(self) -> None:
         """Restores every forward that was changed; may be called twice."""
-        if self._watch is not None:
-            self._watch.remove()
-            self._watch = None
+        self._stop_watching()
         is_on = bool(self._patches)
         while self._patches:
             unpatch(self._patches.pop())

@@ -1,9 +1,9 @@
-"""Changing what a module's forward does, in place and undoably.
+"""Replaces a module's forward in place, undoably.
 
-An instance attribute `forward` shadows the class's method. The attribute is a callable object that holds its module
-weakly (no reference cycle: the model is freed by reference count) and follows the module through `deepcopy` and
-`pickle` - a closure there would silently run the original module from the copy. `state_dict`, `named_modules`,
-`isinstance` and hooks see the module they knew; hooks of the module itself run once, outside.
+An instance attribute `forward` shadows the class's method. The attribute is a callable object that refers to its module
+weakly (no reference cycle: the model is freed by reference count) and follows it through `deepcopy` and `pickle`; a
+closure would silently run the original module from the copy. `state_dict`, `named_modules`, `isinstance` and hooks are
+unaffected; hooks of the module itself run once, outside of the patched forward.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _FUNCTION_ATTRIBUTES = frozenset(["__code__", "__defaults__", "__globals__", "__
 
 
 class PatchedForward:
-    """A module's forward, run by `runner`.
+    """Replacement of a module's forward, run by `runner`.
 
     Attributes:
         settings: plain data for the runner; copied with the module.
-        previous: an instance-level `forward` that was there before (accelerate's hooks put one), chained.
-        removed: it was taken back; who wrapped it in the meantime may still call it.
+        previous: the instance-level `forward` that was in place before (accelerate's hooks set one), or None.
+        removed: whether it was unpatched; a wrapper that somebody put around it may still call it.
     """
 
     def __init__(self, module: nn.Module, runner: Runner, settings: Any, previous: Any = None) -> None:
@@ -45,13 +45,13 @@ class PatchedForward:
 
     @property
     def module(self) -> nn.Module:
-        """The module this forward belongs to."""
+        """The module that this forward belongs to."""
         module = self._module()
         assert module is not None, "a module's forward outlived it"
         return module
 
     def original(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward that was in place before."""
+        """Calls the forward that was in place before."""
         if self.previous is not None:
             return self.previous(*args, **kwargs)
         module = self._module()
@@ -60,7 +60,7 @@ class PatchedForward:
         return class_forward(self.module)(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module's forward the planned way; without gradients what it was before, at once."""
+        """Runs the module's forward as planned; without grad mode, runs the previous forward directly."""
         if torch.is_grad_enabled() and not self.removed:
             return self.runner(self, args, kwargs)
         module = self._module()  # from here on generation's hot path: `original` without its call
@@ -76,8 +76,8 @@ class PatchedForward:
     def __func__(self) -> Callable[..., Any]:
         """This forward as a function of the module and its arguments.
 
-        accelerate wraps what it finds here and binds the result to the module again; the class's function would lose
-        the plan at this module. It has a signature and no `__wrapped__`: who unwraps stops here.
+        accelerate wraps `forward.__func__` and binds the result to the module again; with the class's function the plan
+        would be lost at this module. It has a signature and no `__wrapped__`, so that unwrapping stops here.
         """
 
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -90,7 +90,7 @@ class PatchedForward:
         return forward
 
     def of(self, module: nn.Module) -> PatchedForward:
-        """Returns this for its own module; for a deep copy of that module one that shares the copy's state."""
+        """Returns itself for its own module; for a deep copy of the module, a patch that shares the copy's state."""
         own = self._module()
         if module is own:
             return self
@@ -110,13 +110,13 @@ class PatchedForward:
         return found
 
     def __getattr__(self, name: str) -> Any:
-        if name in _FUNCTION_ATTRIBUTES:  # torch.export and fx look at forward as at the method it stands for
+        if name in _FUNCTION_ATTRIBUTES:  # torch.export and fx inspect forward as a method
             return getattr(self.__wrapped__, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PatchedForward:
         module = memo.get(id(self.module))
-        if module is None:  # copied apart from its module: stays with the one it has
+        if module is None:  # copied without its module: keeps the one it has
             return self
         return PatchedForward(
             module, self.runner, copy.deepcopy(self.settings, memo), copy.deepcopy(self.previous, memo)
@@ -127,10 +127,9 @@ class PatchedForward:
 
 
 def class_forward(module: nn.Module) -> Callable[..., Any]:
-    """Returns the forward that the module's class gives it, bound as attribute access binds it.
+    """Returns the forward of the module's class, bound as attribute access binds it.
 
-    A `staticmethod` and a `classmethod` bind in their own way; `type(module).forward(module, ...)` would hand them the
-    module as an argument.
+    `type(module).forward(module, ...)` would pass the module to a `staticmethod` or `classmethod` as an argument.
     """
     kind = type(module)
     for base in kind.__mro__:
@@ -141,7 +140,7 @@ def class_forward(module: nn.Module) -> Callable[..., Any]:
 
 
 def patch_all(wanted: Iterable[tuple[nn.Module, Runner, Any]]) -> list[PatchedForward]:
-    """Puts a `PatchedForward` in place on each module, with its runner and settings: on all, or on none if it fails."""
+    """Puts a `PatchedForward` on each module, with its runner and settings: on all, or on none if one fails."""
     patched: list[PatchedForward] = []
     try:
         for module, runner, settings in wanted:
@@ -155,7 +154,7 @@ def patch_all(wanted: Iterable[tuple[nn.Module, Runner, Any]]) -> list[PatchedFo
 
 
 def find_patch(module: nn.Module) -> PatchedForward | None:
-    """Returns a module's patched forward, also if somebody (accelerate) has wrapped it since; None once removed."""
+    """Returns a module's patched forward, also if it was wrapped since (accelerate); None once it was removed."""
     forward = module.__dict__.get("forward")
     while forward is not None and not isinstance(forward, PatchedForward):
         patched = getattr(forward, "_patched", None)
@@ -164,9 +163,9 @@ def find_patch(module: nn.Module) -> PatchedForward | None:
 
 
 def unpatch(patched: PatchedForward) -> None:
-    """Restores what was there before; a forward that somebody has wrapped since stays, and runs what was before.
+    """Restores the previous forward; one that was wrapped since stays in place and calls the previous forward.
 
-    A module that was replaced in the model, and is gone, has nothing left to restore.
+    If the module was freed, there is nothing to restore.
     """
     module = patched._module()
     if module is not None and module.__dict__.get("forward") is patched:
@@ -174,11 +173,11 @@ def unpatch(patched: PatchedForward) -> None:
             del module.__dict__["forward"]
         else:
             module.__dict__["forward"] = patched.previous
-    patched.removed = True  # last: what is marked is looked for no more, and this may be interrupted
+    patched.removed = True  # last: a patch that is marked is not found again, and this may be interrupted
 
 
 def repatch(patched: PatchedForward) -> None:
-    """Takes back what `unpatch` did."""
+    """Undoes `unpatch`."""
     patched.removed = False
     if find_patch(patched.module) is not patched:
         patched.module.__dict__["forward"] = patched

@@ -1,4 +1,4 @@
-"""How a call of a planned module runs: the patched forward finds what was decided for this call, and runs it so."""
+"""Runs a call of a planned module: the patched forward looks up the decisions for this call and carries them out."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from recoup.runtime.tile.module.tiled import Proofs
 
 
 class StepState:
-    """State that the patched forwards of one model share, such as how often each path was called in this step."""
+    """State that the patched forwards of one model share, such as the number of calls of each path in this step."""
 
     def __init__(
         self, *, counts_calls: bool, offloading: Offloading | None = None, proofs: Proofs | None = None
@@ -71,14 +71,14 @@ class Settings:
     """The decisions about one module, fixed when the plan is applied.
 
     Attributes:
-        decisions: those of its path; one with a call number holds for that call only. Several regions of one call nest,
-            the outermost first.
-        joins: spans that its calls are part of without beginning them, the outermost first.
-        derives_below: a decision inside rederives.
-        records: it is the model itself, and lineage is recorded for rederive decisions somewhere below: the ops that
-            lead to a tensor may lie in other calls than the one that saves it.
-        hooks: how decisions of each class among them change a call.
-        drops_cache: it would fill a key-value cache (`use_cache`), which a replay below it would fill again.
+        decisions: decisions of its path; one with a call number holds for that call only. Several regions of one call
+            nest, the outermost first.
+        joins: spans that its calls continue, the outermost first.
+        derives_below: whether a decision below it rederives.
+        records: whether it is the model itself and lineage is recorded for rederive decisions below: the ops that lead
+            to a saved tensor may lie in other calls.
+        hooks: hook of each decision class.
+        drops_cache: whether its call would fill a key-value cache (`use_cache`), which a replay below would fill again.
     """
 
     path: str
@@ -93,14 +93,14 @@ class Settings:
     records: bool = False
 
     def decide(self, call: int) -> Decision | None:
-        """Returns the decision for the given call that is not a region, if there is one."""
+        """Returns the decision for the given call that is not a region; None if there is none."""
         return next((d for d in self.decisions if d.holds(call) and not isinstance(d, Region | Scan)), None)
 
     def regions(self, call: int, args: Any) -> list[Region]:
-        """Returns the regions that the given call is in or begins, the outermost first.
+        """Returns the regions that the given call begins or continues, the outermost first.
 
-        A decision's call number is that of the call its span begins with; what it is handed tells whether a later
-        call belongs to it.
+        A decision's call number is that of the first call of its span; the arguments of a later call tell whether it
+        belongs to the span.
         """
         inside = [d for d in self.joins if regions.continues(d, d.span, self.path, args)]
         return inside + [
@@ -110,7 +110,7 @@ class Settings:
         ]
 
     def forward(self, patched: PatchedForward, call: int) -> Callable[..., Any]:
-        """Returns the module's own forward for the given call, with its scans limited to the bytes decided for them."""
+        """Returns the module's own forward for the given call, with its scans limited to their decided bytes."""
         found = {d.index: d.budget_bytes for d in self.decisions if isinstance(d, Scan) and d.holds(call)}
         return functools.partial(_run_scans, patched.original, found) if found else patched.original
 
@@ -121,7 +121,7 @@ def _run_scans(forward: Callable[..., Any], bytes_of: dict[int, int], /, *args: 
 
 
 def run_call(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Runs a call of a patched module: as decided for it, or plainly where no backward will follow."""
+    """Runs a call of a patched module as decided for it; plainly if no backward will follow."""
     settings: Settings = patched.settings
     state = settings.state
     if state.suspended or not torch.is_grad_enabled() or _torch.inside_transform():
@@ -163,7 +163,7 @@ def _run_planned(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[st
 
 
 def _begin_offloading(patched: PatchedForward, decision: Decision | None, args: Any, kwargs: Any) -> None:
-    """Gives the recorder of a step that just began an offloader, if the plan offloads anything."""
+    """Gives the recorder of a new step an offloader if the plan offloads anything."""
     recorder, offloading = current_recorder(), patched.settings.state.offloading
     if recorder is None or offloading is None or patched.module is None:
         return
@@ -172,13 +172,13 @@ def _begin_offloading(patched: PatchedForward, decision: Decision | None, args: 
 
 
 class _Nested:
-    """A call inside regions within regions, from the `depth`-th region on: the forward and every replay run it alike.
+    """A call inside nested regions, from the `depth`-th region on; the forward and every replay run it alike.
 
     Attributes:
-        member: the `depth`-th region, whose forward is the rest of them; None for the module itself.
-        span: names the span that it is part of.
-        decision: what else was decided for the call.
-        calls: how often each path had been called before, for decisions about single calls inside; None without them.
+        member: the `depth`-th region, whose forward runs the inner ones; None for the module itself.
+        span: identifies the span that the call is part of.
+        decision: the call's decision that is no region.
+        calls: number of earlier calls of each path, for decisions about single calls inside; None without these.
     """
 
     __slots__ = ("begins_chunk", "call", "calls", "decision", "member", "patched", "ran", "span")
@@ -235,7 +235,7 @@ class _Nested:
         return hook.run(self.decision, self.patched, forward, args, kwargs)
 
     def _run_again(self, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module's own forward, in a replay with the numbers that calls inside had the first time."""
+        """Runs the module's own forward; in a replay, calls inside get the numbers of the first forward."""
         if self.calls is None or not self.ran:
             self.ran = True
             return original(*args, **kwargs)
@@ -251,7 +251,7 @@ class _Nested:
 
 
 def _run_compiled(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Under torch.compile regions are torch's own (Dynamo knows them), rederive is the compiler's; others are lost."""
+    """Runs a call under torch.compile: regions become `torch.utils.checkpoint`, other decisions are left out."""
     decisions = patched.settings.decisions
     for decision in decisions:
         if not isinstance(decision, Region | Rederive | Save):

@@ -1,7 +1,7 @@
-"""In how many bytes scans run, where a plan says so: set around a call, asked by `recoup.recurrent.scan`.
+"""Bytes that a plan gives to scans: set around a call, read by `recoup.recurrent.scan`.
 
-A scan is named by the call whose own forward runs it and by how many scans began in that call before. Scans inside of
-a scan's steps are not counted: they run by their own schedule, once a step.
+A scan is identified by the call whose own forward runs it and by its number among the scans of that call. Scans inside
+of a scan's steps are not counted: they follow their own schedules.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from recoup.runtime.step_log import Counts
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StepOfScan:
-    """Sizes that a scan's schedule is chosen by, in bytes of one step.
+    """Sizes of one step of a scan, by which its schedule is chosen.
 
     Attributes:
         num_steps: T.
-        state_bytes: a held state.
-        tape_bytes: a taped step.
-        in_row_bytes: one that another taped step follows.
-        working_bytes: what running a step needs besides.
-        shared_bytes: what it needs more where taped steps share a graph.
+        state_bytes: bytes of a held state.
+        tape_bytes: bytes of a taped step.
+        in_row_bytes: bytes of a taped step that another taped step follows.
+        working_bytes: peak bytes of running a step beyond its tape.
+        shared_bytes: further bytes where taped steps share a graph.
     """
 
     num_steps: int
@@ -40,7 +40,7 @@ class StepOfScan:
 
     @property
     def taped_bytes(self) -> int:
-        """Of all steps taped."""
+        """Bytes of all steps taped."""
         return (self.num_steps - 1) * self.in_row_bytes + self.tape_bytes
 
 
@@ -57,9 +57,9 @@ class ScanCounts:
     """Counts of the scans of one captured step.
 
     Attributes:
-        num_evaluations: of steps, by scans whose bytes a plan decided.
-        num_tapes: whose backward ran, a call of autograd's engine each.
-        num_replayed: ops of steps that ran again, views left out.
+        num_evaluations: step evaluations of scans whose bytes a plan decided.
+        num_tapes: tapes whose backward ran, one call of autograd's engine each.
+        num_replayed: ops of steps that ran again, without views.
     """
 
     num_evaluations: int = 0
@@ -72,7 +72,7 @@ class Watcher(Protocol):
     """Is notified of the scans that a plan may decide about."""
 
     def begun(self, *, is_free: bool) -> None:
-        """A scan begins in the call at hand; `is_free`: without a schedule of its own."""
+        """A scan begins in the current call; `is_free`: it has no schedule of its own."""
 
     def measured(self, found: StepOfScan) -> None:
         """Sizes of a step of that scan."""
@@ -94,7 +94,7 @@ _scans = _Scans()
 
 
 class ScansIn:
-    """Context around one call: how many bytes its scans may take, by number; the others are left as they are."""
+    """Context around one call: bytes of its scans by number; scans without an entry are not limited."""
 
     __slots__ = ("_bytes_of", "_num_begun")
 
@@ -110,16 +110,16 @@ class ScansIn:
         _scans.calls.pop()
 
     def next(self) -> int | None:
-        """Returns the bytes of the scan that begins now."""
+        """Returns the bytes of the scan that begins now; None if there are none."""
         self._num_begun += 1
         return self._bytes_of.get(self._num_begun - 1)
 
 
 def ask(*, is_free: bool) -> int | None:
-    """Returns in how many bytes the scan that begins now runs; None: by its own schedule.
+    """Returns the bytes of the scan that begins now; None: it follows its own schedule.
 
     Args:
-        is_free: whether its caller left the schedule open. One with a schedule of its own keeps it, and is counted.
+        is_free: whether its caller left the schedule open; otherwise it keeps its schedule, and is counted.
     """
     if _scans.depth:
         return None
@@ -127,19 +127,19 @@ def ask(*, is_free: bool) -> int | None:
     _scans.num_free += is_free
     if _scans.watcher is not None:
         _scans.watcher.begun(is_free=is_free)
-        return sys.maxsize if is_free else None  # more than the steps of any loop take
+        return sys.maxsize if is_free else None  # every step is taped
     return next((each for each in found if each is not None), None) if is_free else None
 
 
 def measured(step: StepOfScan) -> None:
-    """Tells who watches, if somebody does, what a step of the scan that began takes."""
+    """Notifies the watcher, if any, of the sizes of a step of the scan that began."""
     if _scans.watcher is not None and _scans.depth == 1:
         _scans.watcher.measured(step)
 
 
 @contextlib.contextmanager
 def watching(watcher: Watcher) -> Iterator[None]:
-    """Has `watcher` told of every scan, and those that are free taped whole."""
+    """Notifies `watcher` of every scan inside of the block, and has free scans tape every step."""
     before, _scans.watcher = _scans.watcher, watcher
     try:
         yield

@@ -1,7 +1,7 @@
 """Counts of recoup's events while steps run, for one plan, on all threads.
 
-On a GPU backward runs on a thread of autograd's own. So who will count there (a region's frame, a saved tensor that is
-rebuilt) takes the counts it adds to with it, from the thread that runs forward.
+On a GPU backward runs on another thread. So objects that count there (a region's frame, a rebuilt saved tensor) keep a
+reference to the counts of the thread that ran forward.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ class StepLog:
     """Counts of events so far; the difference of two logs is the events between them.
 
     Attributes:
-        num_replays: regions whose forward ran a second time.
+        num_replays: regions that were replayed.
         num_rederived: saved tensors that were rebuilt.
         num_tiled: losses and modules run over tiles.
-        num_logits_made: tiled heads whose logits were made whole.
-        num_scan_evaluations: of steps, by scans whose bytes a plan decides, forward and backward together.
+        num_logits_made: tiled heads whose logits were computed whole.
+        num_scan_evaluations: step evaluations of scans whose bytes a plan decides, forward and backward together.
     """
 
     num_replays: int = 0

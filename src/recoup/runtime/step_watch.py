@@ -1,12 +1,11 @@
-"""Warns once when a training step passes the budget of the plan that is in place, with both numbers and why it may.
+"""Warns once when a training step passes the budget of the plan that is in place, with both numbers and likely causes.
 
-On a GPU the allocator keeps the peak by itself, and each forward asks for that of the step before. On a CPU nobody
-does. There a step is estimated: the planned peak, and what is there beyond the planned step: bytes that autograd keeps,
-the optimizer's state, gradients when forward begins, outputs that are held during backward, other forwards whose graphs
-are alive. That is counted in the first step, the second, the fourth, the eighth and so on, and in each that looks
-larger from outside than those; the others pay for a glance.
+On a GPU the allocator tracks the peak, and each forward reads that of the last step. On a CPU the peak is estimated:
+the planned peak plus what the step has beyond the planned one: saved bytes, optimizer state, gradients when forward
+begins, outputs that are held during backward, other forwards whose graphs are alive. These are counted in steps 1, 2,
+4, 8 and so on, and in each step that looks larger from outside than those counted; other steps cost a glance.
 
-It does not see what a backward that is differentiated again keeps.
+Tensors saved by a backward that is itself differentiated (`create_graph`) are not counted.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from recoup.units import format_bytes
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Sight:
-    """Sizes of a step, seen when its forward begins, in bytes."""
+    """Sizes of a step, in bytes, as seen when its forward begins."""
 
     batch: int
     gradients: int
@@ -43,16 +42,16 @@ class _Sight:
     precision: str
 
     def covers(self, other: _Sight) -> bool:
-        """Whether a step like `other` takes no more than one like this, as far as one sees."""
+        """Whether a step like `other` takes no more than one like this, as far as these sizes tell."""
         at_least = self.batch >= other.batch and self.gradients >= other.gradients and self.state >= other.state
         return self.precision == other.precision and at_least
 
 
 class _Graph:
-    """Saved tensors of one forward; `alive` dies with them.
+    """Saved tensors of one forward; `alive` is freed with them.
 
     Attributes:
-        saved_bytes: that autograd keeps, 0 once a backward has let them go.
+        saved_bytes: bytes that autograd keeps; 0 once a backward has freed them.
     """
 
     def __init__(self, saved_bytes: int) -> None:
@@ -61,11 +60,11 @@ class _Graph:
 
 
 class _Alive:
-    """Held by a node of a graph."""
+    """Object that a node of a graph holds, so that its end shows the graph's."""
 
 
 class _Counter:
-    """The storages that autograd and the engine keep in one forward, each once, as long as they live."""
+    """Counts the storages that autograd and the engine keep in one forward, each once, while they are alive."""
 
     def __init__(self, others: Iterable[torch.Tensor]) -> None:
         self._others = {t.untyped_storage()._cdata for t in others if t.layout is torch.strided}
@@ -74,11 +73,11 @@ class _Counter:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of those that are still there."""
+        """Bytes of the storages that are alive."""
         return sum(storage.nbytes() for kept in self._kept.values() if (storage := kept()) is not None)
 
     def saved(self, tensor: torch.Tensor) -> None:
-        """A tensor is kept, for a while at least: a plan by tensor lets go of some when their segment ends."""
+        """A tensor is kept, perhaps for a while only: a plan by tensor frees some at the end of their segment."""
         if tensor.layout is torch.strided:
             storage = tensor.untyped_storage()
             if storage._cdata not in self._others:
@@ -88,12 +87,12 @@ class _Counter:
         """A tensor is not kept."""
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Called for what autograd keeps by itself."""
+        """Saved-tensor hook for tensors that autograd keeps."""
         self.saved(tensor)
         return tensor
 
     def note_precision(self, module: nn.Module, args: Any) -> None:
-        """Before a call of any module: those with floating weights of their own tell."""
+        """Pre-forward hook of every module: notes the dtype in which modules with floating weights compute."""
         weight = next((p for p in module.parameters(recurse=False) if p.is_floating_point()), None)
         if weight is not None:
             kind = weight.device.type
@@ -105,8 +104,8 @@ class StepWatch:
     """Watches the steps of one model under a plan; `remove` ends it.
 
     Attributes:
-        peak_bytes: of the last step that was looked at, 0 before one was.
-        num_looked_at: how many were.
+        peak_bytes: peak of the last step that was counted; 0 before the first.
+        num_looked_at: number of steps that were counted.
     """
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
@@ -118,7 +117,7 @@ class StepWatch:
         trained = [p for p in model.parameters() if p.requires_grad]
         signs = [trained[0], trained[len(trained) // 2], trained[-1]] if trained else []
         self._signs = [weakref.ref(p) for p in signs]
-        self._glances: set[Any] = set()  # of steps that take no more than one that was looked at
+        self._glances: set[Any] = set()  # glances of steps that take no more than one that was counted
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
         self._num_steps = 0
         self._seen: list[_Sight] = []
@@ -141,14 +140,14 @@ class StepWatch:
         return _unwatching, ()
 
     def remove(self) -> None:
-        """Ends watching."""
+        """Removes all hooks."""
         self._stop_counting()
         while self._removers:
             self._removers[-1].remove()  # before it is forgotten: an interrupted call is made again
             self._removers.pop()
 
     def _begin(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        """Before a forward of the model."""
+        """Pre-forward hook of the model."""
         if torch.compiler.is_compiling() or not self._removers or not torch.is_grad_enabled() or not model.training:
             return
         if execution_context.is_recomputing() or execution_context.observer() is not None or _torch.inside_transform():
@@ -185,7 +184,7 @@ class StepWatch:
         self._counting.callback(register_module_forward_pre_hook(self._counter.note_precision).remove)
 
     def _glance(self, batch: list[torch.Tensor]) -> Any:
-        """Returns what is seen of a step without a walk over the model: steps alike in it are alike."""
+        """Returns a cheap key of a step, without a walk over the model; steps with equal keys count as alike."""
         signs = [p.grad is None if (p := ref()) is not None else object() for ref in self._signs]
         states = [len(o.state) for ref in self._optimizers if (o := ref()) is not None]
         autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
@@ -197,7 +196,7 @@ class StepWatch:
             counting.close()
 
     def _end(self, model: nn.Module, args: Any, output: Any) -> None:
-        """After a forward of the model, also one that failed."""
+        """Forward hook of the model, also called if the forward failed."""
         if self._counting is None:
             return
         self._stop_counting()
@@ -228,7 +227,7 @@ class StepWatch:
             self._optimizers.append(weakref.ref(optimizer))
 
     def _state_bytes(self) -> int:
-        """Returns the bytes of the optimizers' state: of all that stepped the model's parameters."""
+        """Returns the bytes of state of all optimizers that stepped the model's parameters."""
         states = [s for ref in self._optimizers if (o := ref()) is not None for s in state_on_device(o)]
         return sum(t.numel() * t.element_size() for s in states for t in s.values() if isinstance(t, torch.Tensor))
 
@@ -243,7 +242,7 @@ class StepWatch:
     # -- what it comes to ---------------------------------------------------------------------------------------
 
     def _beyond(self) -> Iterator[tuple[int, str]]:
-        """Yields what this step has that the planned one did not, in bytes and in words."""
+        """Yields (bytes, words) of what this step has beyond the planned one."""
         planned, sight = self.plan.predicted, self._sight
         if sight is None:
             return
@@ -273,7 +272,7 @@ class StepWatch:
             )
 
     def _why_more(self, sight: _Sight) -> str:
-        """Returns the likely cause of more saved tensors than planned."""
+        """Returns the likely cause of more saved bytes than planned, in words."""
         planned = self.plan.predicted
         if len(self._graphs) > 1:
             return f"the model ran {len(self._graphs)} times before backward, which a plan counts once"
@@ -284,7 +283,7 @@ class StepWatch:
         return "it ran other calls than the planned step (layers drawn at random, another branch)"
 
     def _say_what_differs(self) -> None:
-        """Warns once of a step that fits, but is not the one that was planned: a better plan may be there for it."""
+        """Warns once of a step that fits but is not the planned one: a better plan may exist for it."""
         planned, sight = self.plan.predicted, self._sight
         if self._said_differs or sight is None:
             return
@@ -307,7 +306,7 @@ class StepWatch:
 
     @property
     def _other_precision(self) -> str:
-        """What the step computes in, if no module of it does in the planned precision."""
+        """Returns the precision of the step if no module computes in the planned one; otherwise ""."""
         planned, seen = self.plan.predicted.precision, self._counter.precisions
         return next(iter(seen)) if planned and seen and planned not in seen else ""
 
@@ -338,13 +337,13 @@ class StepWatch:
 
 
 def find_watches(model: nn.Module) -> list[StepWatch]:
-    """Returns the watches of a model's steps that are on."""
+    """Returns the active watches of a model's steps."""
     owners = (getattr(hook, "__self__", None) for hook in model._forward_pre_hooks.values())
     return [owner for owner in owners if isinstance(owner, StepWatch)]
 
 
 def _unwatching() -> StepWatch:
-    """Returns the replacement of a watch in a copy of its model: the copy's training is not the plan's."""
+    """Returns the replacement of a watch in a deep copy of its model, whose training is not watched."""
     watch = object.__new__(StepWatch)
     watch._removers, watch._counting = [], None
     return watch

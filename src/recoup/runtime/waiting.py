@@ -1,8 +1,8 @@
-"""Objects that will still ask for a result, tracked without keeping them alive and without a finaliser.
+"""Tracks the readers of a result without keeping them alive and without a Python finaliser.
 
-A finaliser (`__del__`, a weak reference's callback) written in Python is where a signal handler may run: what it
-raises, a `KeyboardInterrupt`, is printed and lost, and the rest of the finaliser does not happen. Here the callback is
-`set.discard` or `list.append`: no Python runs when somebody dies, and a result that was held for them goes with them.
+A signal handler may run inside of a finaliser (`__del__`, a weak reference's callback) that is written in Python: the
+`KeyboardInterrupt` that it raises is printed and lost, and the rest of the finaliser does not run. Here the callback is
+`set.discard` or `list.append`, so that no Python code runs when a reader is freed; a result held for it is freed too.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 
 class Ticket(weakref.ref):  # type: ignore[type-arg]
-    """One object that waits: its turn, and the result held for it."""
+    """Weak reference to one reader: its turn, and the result held for it."""
 
     __slots__ = ("held", "turn")
     held: Any
@@ -23,7 +23,7 @@ class Ticket(weakref.ref):  # type: ignore[type-arg]
 
 
 class Waiting:
-    """The objects that will ask for one result, and the result while it is held for one of them."""
+    """The readers of one result, and the result while it is held for one of them."""
 
     __slots__ = ("_result", "_tickets")
 
@@ -35,7 +35,7 @@ class Waiting:
         return bool(self._tickets)
 
     def add(self, who: Any, turn: int = 0) -> Ticket:
-        """Notes that `who`, which is held weakly, will ask; returns what it is served by."""
+        """Adds `who`, referenced weakly, as a reader; returns its ticket."""
         ticket = Ticket(who, self._tickets.discard)
         ticket.turn = turn
         ticket.held = None
@@ -43,16 +43,16 @@ class Waiting:
         return ticket
 
     def serve(self, ticket: Ticket) -> None:
-        """Removes a ticket; does nothing if it was served before."""
+        """Removes a ticket; does nothing if it was removed before."""
         self._tickets.discard(ticket)
         ticket.held = None
 
     def result(self) -> Any | None:
-        """Returns the held result, None if there is none."""
+        """Returns the held result; None if there is none."""
         return None if self._result is None else self._result()
 
     def hold(self, result: Any, *, since: int | None = None) -> None:
-        """Holds the result for all that wait, or for those whose turn is `since` or later."""
+        """Holds the result for all readers, or for those whose turn is `since` or later."""
         found = False
         for ticket in tuple(self._tickets):
             if since is None or ticket.turn >= since:
@@ -62,7 +62,7 @@ class Waiting:
 
 
 class Gone:
-    """What was left by those who died since it was last asked."""
+    """Values left by objects that were freed since the last `take`."""
 
     __slots__ = ("_died", "_tickets")
 
@@ -71,13 +71,13 @@ class Gone:
         self._tickets: set[Ticket] = set()
 
     def watch(self, who: Any, left: Any) -> None:
-        """Notes that `left` is what `who`, which is held weakly, will leave."""
+        """Registers `left` as the value that `who`, referenced weakly, leaves when it is freed."""
         ticket = Ticket(who, self._died.append)
         ticket.held = left
         self._tickets.add(ticket)
 
     def take(self) -> Iterator[Any]:
-        """Yields what was left, each once."""
+        """Yields the values left since the last call, each once."""
         while self._died:
             ticket = self._died.pop()
             self._tickets.discard(ticket)

@@ -19,7 +19,7 @@ from recoup.runtime.rebuild.lineage import Geometry, Value, geometry_of
 from recoup.runtime.waiting import Waiting
 
 MIN_BYTES = 1 << 18  # smaller storages take longer to ask for than to copy
-_MAX_UNUSED_RATIO = 8  # a slice of a buffer so many times its size does not drag it along
+_MAX_UNUSED_RATIO = 8  # a storage more than so many times the size of the saved slice is not moved as a whole
 
 
 class Moves:

@@ -21,9 +21,9 @@ import torch
 from torch import nn
 
 from recoup import _torch
+from recoup.runtime.offload.offloaded_saved_tensor import MIN_BYTES
 from recoup.runtime.offload.transport import Transport, make_transport
 
-MIN_BYTES = 1 << 20  # default of `min_bytes`: smaller copies are mostly their start
 _WHOLE_SHARE = 0.5  # of a storage that a tensor must cover for all of it to be moved
 
 
@@ -54,8 +54,7 @@ class Offloader:
         storage = tensor.untyped_storage()
         if storage._cdata in self._stays:
             return tensor
-        whole = tensor.numel() * tensor.dtype.itemsize >= _WHOLE_SHARE * storage.nbytes()
-        if not whole:
+        if tensor.numel() * tensor.dtype.itemsize < _WHOLE_SHARE * storage.nbytes():
             dense = tensor.detach().clone(memory_format=torch.contiguous_format)
             block = self._move(dense, dense.untyped_storage())
             return _Offloaded(block, tensor, compact=True)

@@ -1,11 +1,11 @@
-"""State of modules and argument objects besides parameters, restored for the replay as the first forward found it.
+"""Attributes of modules and argument objects, restored for the replay as the first forward found them.
 
-Flags, hooks, lists, buffers, membrane potentials, caches: whatever is in the `__dict__` of a module of the region, or
-of an object among its arguments (a key-value cache), is noted when the region is entered and put back around the
-replay; afterwards everything is as it was before the replay. What is as it was noted is left where it is, and a module
-that is as its last note says is not noted anew. Rebound attributes cost a reference. A tensor that is
-changed *in place* has to be copied beforehand: small ones always are, and forgotten if the forward left them alone;
-larger ones only where the plan says that they change, and otherwise `changed()` names them.
+Flags, hooks, lists, buffers, membrane potentials, caches: the `__dict__` of each module of the region, and of each
+object among its arguments (a key-value cache), is noted when the region is entered and restored around the replay;
+afterwards the current attributes are put back. Unchanged attributes are not touched, and a module that equals its last
+note is not noted again. A rebound attribute costs a reference. A tensor that is changed *in place* has to be copied
+beforehand: small ones always are, and the copy is dropped if the forward left them unchanged; larger ones are copied
+only where the plan says that they change, and `changed()` names the others.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _FUNCTIONS = (
 
 
 def walk(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Returns the same as `named_modules`, faster: it is called for every region of every step."""
+    """Returns the pairs of `named_modules`; faster, since it is called for every region of every step."""
     found: dict[nn.Module, str] = {}
     stack = [("", module)]
     while stack:
@@ -58,7 +58,7 @@ def walk(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 class _Tensor:
-    """A tensor that an owner holds: by which name, at which version, and its copy if there is one."""
+    """A tensor that an owner holds: its name, its version counter, and its copy if there is one."""
 
     __slots__ = ("copy", "leaf", "name", "requires_grad", "tensor", "version")
 
@@ -71,17 +71,17 @@ class _Tensor:
         self.copy = tensor.detach().clone() if copied else None
 
     def again(self) -> torch.Tensor:
-        """Returns the tensor for a replay: its value at the forward's start, cut from the first forward's graph."""
+        """Returns the tensor for a replay: its value at the start of the forward, detached from its graph."""
         if self.copy is None:
             is_same = not self.requires_grad and not self.tensor.requires_grad
             return self.tensor if is_same else self.tensor.detach().requires_grad_(self.requires_grad)
         if self.requires_grad:
-            return self.copy.clone().requires_grad_().clone()  # no leaf: the forward may change it in place
+            return self.copy.clone().requires_grad_().clone()  # not a leaf: the forward may change it in place
         return self.copy.clone()
 
 
 class _Owner:
-    """A module or object, its attributes, and copies of the containers among them (None of an empty one)."""
+    """A module or object, its attributes, and copies of its container attributes (None of an empty one)."""
 
     __slots__ = (
         "_order",
@@ -114,14 +114,14 @@ class _Owner:
         self.others: list[Any] = []
 
     def attributes(self) -> MutableMapping[str, Any] | None:
-        """Returns the attributes as they are now, to be read and changed; None if who has them is gone."""
+        """Returns the current attributes as a mutable mapping; None if the owner was freed."""
         holder = self.get()
         if holder is None:
             return None
         return _Slots(holder, self._slots) if self._slots else holder.__dict__  # type: ignore[no-any-return]
 
     def is_as_noted(self, attributes: MutableMapping[str, Any]) -> bool:
-        """Whether every attribute is the very object that was noted, and every container holds what it held."""
+        """Whether every attribute is the noted object and every container has the noted items."""
         if tuple(attributes) != self._order and attributes.keys() != self.names:
             return False
         if not all(map(operator.is_, self._pick(attributes), self.kept.values())) or any(self.empty):
@@ -129,7 +129,7 @@ class _Owner:
         return not self.filled or all([_holds_same(now, copy) for now, copy in self.filled])
 
     def stands(self) -> bool:
-        """Whether a replay finds everything as noted: nothing has to be put in place, and no tensor to be cut off."""
+        """Whether a replay can use the current attributes: all as noted, and no tensor to detach."""
         attributes = self.attributes()
         if attributes is None:
             return True
@@ -139,11 +139,11 @@ class _Owner:
         return not any([h.copy is not None or h.requires_grad or h.tensor.requires_grad for h in held])
 
     def may_stand(self) -> bool:
-        """Whether the note may outlive its step: it holds no tensor, in no container."""
+        """Whether the note may outlive its step: it holds no tensor, not even in a container."""
         return not self.tensors and not self.filled
 
     def put_back(self, attributes: MutableMapping[str, Any]) -> None:
-        """Has attributes and containers be as noted again."""
+        """Restores attributes and containers to the note."""
         _put(attributes, self.kept)
         for container in self.empty:
             container.clear()
@@ -154,16 +154,17 @@ class _Owner:
 
 
 class AttributeState:
-    """The attributes of some modules and objects at one moment.
+    """Snapshot of the attributes of some modules and objects.
 
     Args:
-        modules: (path, module), as `walk` returns them.
-        objects: arguments of unknown kind; those with a `__dict__`, and what is in it, are held too.
-        written: paths of tensors that the forward is known to change, without their version telling or large ones.
-        notes: of modules by path, from earlier calls; those that still hold are taken, and others put there.
+        modules: (path, module) pairs, as `walk` returns them.
+        objects: arguments of unknown type; those with a `__dict__` are noted, recursively.
+        written: paths of tensors that the forward is known to change although they are large, or although their
+            version counter does not tell.
+        notes: notes of earlier calls by module path; valid ones are reused, others are replaced.
 
     Attributes:
-        others: objects of unknown kind among the modules' attributes.
+        others: objects of unknown type among the modules' attributes.
     """
 
     __slots__ = ("_owners", "_written", "others")
@@ -235,14 +236,14 @@ class AttributeState:
         return _Tensor(name, leaf, tensor, small or name in self._written)
 
     def settle(self) -> None:
-        """Forgets the copies of tensors that the forward, which is over now, left alone."""
+        """Drops the copies of tensors that the forward left unchanged; call it after the forward."""
         for owner in self._owners:
             for held in (*owner.tensors, *owner.buffers) if owner.tensors or owner.buffers else ():
                 if version_of(held.tensor) == held.version and held.name not in self._written:
                     held.copy = None
 
     def changed(self) -> str:
-        """Returns the name of a tensor that was changed in place since and of which there is no copy, or ""."""
+        """Returns the name of a tensor without a copy that was changed in place since; "" if there is none."""
         for owner in self._owners:
             for held in (*owner.tensors, *owner.buffers) if owner.tensors or owner.buffers else ():
                 if held.copy is None and version_of(held.tensor) != held.version:
@@ -251,7 +252,7 @@ class AttributeState:
 
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:
-        """Puts the attributes in place and, at the end, the present ones back."""
+        """Restores the noted attributes inside of the block, and the current ones at its end."""
         if all([owner.stands() for owner in self._owners]):
             try:
                 yield
@@ -261,7 +262,7 @@ class AttributeState:
                     if attributes is not None and not owner.is_as_noted(attributes):
                         owner.put_back(attributes)
             return
-        entries = self._entries()  # copies are made before anything is changed: there may be no memory for them
+        entries = self._entries()  # copies are made before anything is changed: allocation may fail
         present = [(at, {k: v for k, v in at.items() if k not in _SKIPPED}) for at, _ in entries]
         try:
             for attributes, values in entries:
@@ -272,9 +273,9 @@ class AttributeState:
                 _put(attributes, now)
 
     def _entries(self) -> list[tuple[MutableMapping[str, Any], dict[str, Any]]]:
-        """Returns, for each owner still there, its attributes and what a replay is to find in them."""
+        """Returns (current attributes, attributes for the replay) of each owner that is alive."""
         entries = []
-        shared: dict[int, Any] = {}  # two modules may share a list or a tensor: they still do
+        shared: dict[int, Any] = {}  # lists and tensors that two modules share stay shared
         for owner in self._owners:
             attributes = owner.attributes()
             if attributes is None:
@@ -294,7 +295,7 @@ class AttributeState:
 
 
 def _holds_same(now: Any, copy: Any) -> bool:
-    """Whether a container and a copy hold the very same objects, in the same order where there is one."""
+    """Whether a container and a copy hold the same objects, in the same order if it is ordered."""
     if len(now) != len(copy):
         return False
     if isinstance(copy, set):

@@ -1,9 +1,9 @@
-"""State of a region that is no attribute of its modules: as the forward found it, for its second run.
+"""State of a region outside of its modules' attributes, restored for the replay as the first forward found it.
 
-Counters in plain objects, dicts in dicts, tensors in lists, a module that is not registered, closures of hooks, class
-attributes, globals: whatever `_reachable` finds from the region's modules beyond what `module_state.py` holds. Finding
-it takes milliseconds, so it is found once and again only when something new was put somewhere; noting it compares
-each thing with its last copy, so that what does not change takes no memory.
+Counters in plain objects, dicts in dicts, tensors in lists, unregistered modules, closures of hooks, class attributes,
+globals: whatever `_reachable` finds from the region's modules beyond what `module_state.py` notes. The search takes
+milliseconds, so it is repeated only when a container has changed. A note shares the copies of the last one where
+nothing changed, so that constant state takes no memory.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _INTERNAL = tuple(k for k, v in nn.Module().__dict__.items() if isinstance(v, (d
 
 
 class _Place:
-    """Something that holds values: how to read them, and how to put others there."""
+    """A place that holds values: how to read and how to replace them."""
 
     __slots__ = ("last", "name", "put", "read")
 
@@ -42,7 +42,7 @@ class _Place:
         self.last = read()
 
     def now(self) -> Any:
-        """Returns a copy of the state; the same object as last time if nothing has changed."""
+        """Returns a copy of the contents; the same object as last time if they are unchanged."""
         found = self.read()
         if not is_same(found, self.last):
             self.last = found
@@ -50,28 +50,28 @@ class _Place:
 
 
 class Places:
-    """Where a region's modules keep state besides their attributes."""
+    """The places where a region's modules keep state besides their attributes."""
 
     def __init__(self) -> None:
         self._found: list[_Place] = []
         self._tensors: list[tuple[str, torch.Tensor]] = []
         self._streams: list[Any] = []
         self._key: list[int] | None = None
-        self.notes: dict[str, Any] = {}  # of modules, see `AttributeState`
+        self.notes: dict[str, Any] = {}  # by module path, see `AttributeState`
         self._samples = Samples(())
 
     def samples_of(self, weights: Sequence[torch.Tensor]) -> Samples:
-        """Returns how to read the region's parameters: as in the step before while they are the same."""
+        """Returns the reader of the region's parameters; the last step's while the parameters are the same."""
         if not self._samples.are_of(weights):
             self._samples = Samples(weights)
         return self._samples
 
     def note(self, modules: Sequence[tuple[str, nn.Module]], others: Sequence[Any]) -> ObjectState:
-        """Returns the state at this moment.
+        """Returns a snapshot of the state.
 
         Args:
-            modules: the region's, by path, itself first.
-            others: objects of unknown kind among their attributes.
+            modules: (path, module) pairs of the region, its own module first.
+            others: objects of unknown type among their attributes.
         """
         key = [id(m) for _, m in modules] + [id(o) for o in others]
         if key != self._key:
@@ -84,7 +84,7 @@ class Places:
 
     def _look(self, modules: dict[str, nn.Module]) -> None:
         found = Reached(modules, around=list(modules.values())[:1])
-        own: set[int] = set()  # what `AttributeState` holds
+        own: set[int] = set()  # ids of objects that `AttributeState` notes
         for module in modules.values():
             attributes = module.__dict__
             held = [*attributes.values(), *module._parameters.values(), *module._buffers.values()]
@@ -106,7 +106,7 @@ class Places:
 
 
 class ObjectState:
-    """Contents of some places at one moment."""
+    """Snapshot of the contents of some places."""
 
     __slots__ = ("_forget", "_held", "_only_read", "_streams", "_tensors")
 
@@ -124,21 +124,21 @@ class ObjectState:
         self._forget = forget
 
     def settle(self) -> None:
-        """Has places looked for again at the next call if the forward, which is over now, changed any."""
+        """Schedules another search at the next call if the forward changed a place; call it after the forward."""
         if any(not is_same(place.read(), held) for place, held in self._held):
             self._forget()
         self._only_read = [(n, t, v) for n, t, v, _ in self._tensors if version_of(t) == v]
 
     def changed(self) -> str:
-        """Returns the name of a tensor that was changed in place since and of which there is no copy, or ""."""
+        """Returns the name of a tensor without a copy that was changed in place since; "" if there is none."""
         return next((n for n, t, v, copy in self._tensors if copy is None and version_of(t) != v), "")
 
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:
-        """Puts back what was there and, at the end, what is there now.
+        """Restores the noted contents inside of the block, and the current ones at its end.
 
         Raises:
-            ReplayError: if a tensor that the forward only read was changed in place since: autograd refuses that too.
+            ReplayError: if a tensor that the forward only read was changed in place since; autograd refuses that too.
         """
         written = next((n for n, t, v in self._only_read if version_of(t) != v), None)
         if written is not None:
@@ -167,7 +167,7 @@ class ObjectState:
 
 
 def is_same(one: Any, other: Any) -> bool:
-    """Whether two copies hold the very same objects; of numbers, the same values."""
+    """Whether two copies hold the same objects, or equal numbers."""
     if type(one) is dict:
         return one.keys() == other.keys() and all(map(operator.is_, one.values(), map(other.__getitem__, one)))
     if type(one) is list:
@@ -176,7 +176,7 @@ def is_same(one: Any, other: Any) -> bool:
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Returns the values of a small tensor; a real one's past every mode, so that nobody takes it for an op."""
+    """Returns a copy of a small tensor; None of a large one. A real tensor's is made below every dispatch mode."""
     if tensor.nbytes > SMALL_BYTES or tensor.device.type == "meta":
         return None
     if _torch.is_fake(tensor):

@@ -40,12 +40,15 @@ from recoup.runtime.recompute.scope import scope
 
 
 def continues(span: object, paths: Sequence[str], path: str, args: Any) -> bool:
-    """Whether a call is the next of a span that is open: the right module, handed what the call before it returned.
+    """Whether a call is the next one of an open span: the right module, given the output of the span's last call.
 
-    A module may be called several times in a step, and several times in a span; only this tells its calls apart.
+    A module may be called several times in a step, and several times in a span; this tells its calls apart.
 
     Args:
-        paths: the calls of the span after its first.
+        span: identifies the span.
+        paths: module paths of the span's calls after the first.
+        path: module path of the call.
+        args: positional arguments of the call.
     """
     frame = scope.spans.get(id(span))
     if frame is None or not 0 < len(frame.steps) <= len(paths) or paths[len(frame.steps) - 1] != path:
@@ -60,9 +63,9 @@ def run_region(
     """Runs a module's forward as a region.
 
     Args:
-        span: says which span or chunk the call is part of. In a span it joins the open frame if it is handed the very
-            tensor that the call before returned, and opens a new one otherwise.
-        begins_chunk: whether it is the first of its chunk; None: it is in none.
+        span: identifies the span or chunk that the call is part of. In a span, a call joins the open frame if its first
+            argument is the tensor that the last call returned, and opens a new frame otherwise.
+        begins_chunk: whether the call is the first of its chunk; None if it is in no chunk.
     """
     if not torch.is_grad_enabled() or _torch.inside_transform():
         return member.forward(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""One call inside a region: its module, its inputs and the state that its second forward starts from."""
+"""One call inside a region: its module, its inputs and the state that its replay starts from."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _nothing = contextlib.nullcontext()
 
 
 class Step:
-    """One call inside a frame: what to run, on what, in which state."""
+    """One call inside a frame: the forward, its arguments, and the state that it started from."""
 
     __slots__ = (
         "ambient",
@@ -63,14 +63,14 @@ class Step:
         self.inputs.forget()
 
     def settle(self) -> None:
-        """Forgets what the forward, which is over now, did not change."""
+        """Drops noted state that the forward did not change; call it after the forward."""
         self.random.settle()
         self.attributes.settle()
         if self.objects is not None:
             self.objects.settle()
 
     def check(self, path: str) -> None:
-        """Raises if something was changed in place that the second forward would read."""
+        """Raises ReplayError if something that the replay would read was changed in place."""
         self.bindings.check(path)
         self.inputs.check()
         what = self.attributes.changed() or (self.objects.changed() if self.objects is not None else "")
@@ -84,7 +84,7 @@ class Step:
             )
 
     def run_again(self, args: Any, kwargs: Any, *, with_attributes: bool) -> Any:
-        """Runs the forward a second time, on what the first one began with; afterwards everything is as before."""
+        """Runs the forward again from the noted state; afterwards the current state is restored."""
         changes = self._changes()
         with self.attributes_again() if with_attributes else _nothing:
             if not changes and self.ambient.is_here() and not self.kept.results:
@@ -98,7 +98,7 @@ class Step:
                 return self.ambient.run(self.forward, args, kwargs)
 
     def _changes(self) -> list[contextlib.AbstractContextManager[None]]:
-        """Returns what has to be put in place before a second run, of streams and autocast: mostly nothing."""
+        """Returns contexts that restore streams and autocast where they differ from the note."""
         changes: list[contextlib.AbstractContextManager[None]] = []
         if not self.random.is_settled():
             changes.append(self.random.replayed())
@@ -110,7 +110,7 @@ class Step:
 
     @contextlib.contextmanager
     def attributes_again(self) -> Iterator[None]:
-        """Puts parameters, children, attributes and objects in place and, at the end, the present ones back."""
+        """Restores parameters, children, attributes and objects inside of the block, the current ones at its end."""
         with (
             _nothing if self.bindings.stand() else self.bindings.replayed(),
             self.attributes.replayed(),
@@ -123,16 +123,16 @@ class Member:
     """A module whose call is a region, or part of one: fixed when the plan is applied.
 
     Attributes:
-        path: for messages.
-        module: weakly held.
-        forward: what runs.
-        buffers: names of those its forward changes.
+        path: module path, for messages.
+        module: weak reference to the module.
+        forward: the forward to run.
+        buffers: names of the buffers that the forward changes.
         derives: whether the replay may rederive.
-        derives_by_default: outside of deeper decisions.
-        offloads: whether its inputs go to the host.
-        keep: labels of ops whose results stay, see `saved_outputs`.
-        places: where its modules keep state besides their attributes; all calls share it.
-        unwritten: positions, among the tensors saved, of those known to be left unwritten; all calls share it.
+        derives_by_default: the same outside of deeper decisions.
+        offloads: whether its inputs are moved to the host.
+        keep: labels of ops whose results are kept, see `saved_outputs`.
+        places: where its modules keep state besides their attributes; shared by all calls.
+        unwritten: positions, among the saved tensors, of those that a kernel leaves unwritten; shared by all calls.
     """
 
     def __init__(

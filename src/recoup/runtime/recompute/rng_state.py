@@ -1,8 +1,7 @@
-"""Random streams, autocast and statistics: restored for a replay, and put back after it.
+"""Random streams and autocast: noted when a region is entered, restored for its replay.
 
-Random number streams (torch CPU and device, python's, numpy's, explicit generators) and autocast. Each is taken when a
-region is entered and put in place around its replay; afterwards everything is as before the replay. What modules and
-arguments hold is in `module_state.py`.
+The streams are torch's for the CPU and the device, Python's, NumPy's and explicit generators. After the replay the
+current states are put back. State of modules and arguments is in `module_state.py`.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ from recoup import _torch
 
 
 class RandomState:
-    """The random number streams at one moment.
+    """Snapshot of the global random streams.
 
-    Those of the host are kept only if `settle()` finds that they moved since: most forwards leave them alone. The CPU's
-    is kept as bytes, so that the allocator, and whoever counts what it gives, sees nothing of it.
+    `settle()` drops those of the host that have not advanced, which is the case for most forwards. The CPU stream's
+    state is kept as bytes, so that it does not show in memory measurements.
     """
 
     __slots__ = ("_cpu", "_devices", "_numpy", "_python")
@@ -37,7 +36,7 @@ class RandomState:
         self._numpy: Any = _numpy_stream.state()
 
     def settle(self) -> None:
-        """Forgets the streams that have not moved since."""
+        """Drops the states of streams that have not advanced since."""
         if self._python is not None:
             state = _python_stream.state()
             if state is self._python or state == self._python:
@@ -50,7 +49,7 @@ class RandomState:
             self._cpu = None
 
     def put(self) -> None:
-        """Sets the streams to where they were, for good."""
+        """Sets the streams to the snapshot."""
         if self._cpu is not None:
             _set_cpu_state(self._cpu)
         for i, state in self._devices:
@@ -61,12 +60,12 @@ class RandomState:
             sys.modules["numpy"].random.set_state(self._numpy)
 
     def is_settled(self) -> bool:
-        """Whether no stream of the host is kept: `settle` found that none moved."""
+        """Whether no state of a host stream is kept, because none has advanced."""
         return self._cpu is None and self._python is None and self._numpy is None and not self._devices
 
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:
-        """Sets the streams to where they were and, at the end, to where they are now."""
+        """Sets the streams to the snapshot inside of the block, and to their current states at its end."""
         cpu = _cpu_state() if self._cpu is not None else None
         devices = [(i, torch.cuda.get_rng_state(i)) for i, _ in self._devices]
         python = random.getstate() if self._python is not None else None
@@ -97,11 +96,11 @@ _STATE_BYTES = 4 * len(random.getstate()[1])  # of MT19937, Python's and NumPy's
 
 
 class _NumpyStream:
-    """NumPy's global stream, whose state takes 50 us to read: read again only where it moved since the last time.
+    """NumPy's global stream. Reading its state takes 50 us, so it is read again only if the stream has advanced.
 
-    Whether it moved is seen from the generator's own memory, which is compared with what the state that was read would
-    look like there: in any other layout it never agrees, and the state is read each time. The memory does not tell of a
-    second normal number that is held back; while one is, the state is read each time too.
+    Whether it has is seen by comparing the generator's memory with the layout that the last state would have there. If
+    NumPy's layout is another one, they never agree and the state is read each time. The memory does not show a cached
+    second normal number; while there is one, the state is read each time too.
     """
 
     def __init__(self) -> None:
@@ -127,9 +126,9 @@ _numpy_stream = _NumpyStream()
 
 
 class _PythonStream:
-    """Python's global stream, whose state takes 20 us to read: read again only where it moved since the last time.
+    """Python's global stream. Reading its state takes 20 us, so it is read again only if the stream has advanced.
 
-    Whether it moved is seen as for NumPy's: CPython keeps a position and 624 words behind the object's head.
+    Whether it has is seen as for NumPy's: CPython keeps a position and 624 words behind the object's header.
     """
 
     _offset_bytes = object.__basicsize__
@@ -144,7 +143,7 @@ class _PythonStream:
         if type(stream) is not random.Random or not self._is_readable:
             return random.getstate()
         raw = ctypes.string_at(id(stream) + self._offset_bytes, _STATE_BYTES)
-        held_back = getattr(stream, "gauss_next", None)  # the second of two normal numbers
+        held_back = getattr(stream, "gauss_next", None)  # a cached second normal number
         known, state = self._last
         if state is None or raw != known or held_back is not None or state[2] is not None:
             state = random.getstate()
@@ -157,11 +156,11 @@ _python_stream = _PythonStream()
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """Whether two states of NumPy's stream are equal: position, what is held back, words."""
+    """Whether two states of NumPy's stream are equal: position, cached number, words."""
     return bool(one[2] == other[2] and one[3] == other[3] and (one[1] == other[1]).all())
 
 
-# Read and written by address: any other way is an op, which modes that follow ops, fake tensors and lineage see.
+# Read and written by address: anything else is an op, which dispatch modes, fake tensors and lineage would see.
 def _cpu_state() -> bytes:
     state = torch.get_rng_state()
     return ctypes.string_at(state.data_ptr(), state.nbytes)
@@ -176,7 +175,7 @@ def _set_cpu_state(saved: bytes) -> None:
 def _cuda_devices(tensors: Iterable[torch.Tensor]) -> list[int]:
     if not _torch.cuda_is_initialized():
         return []
-    # The current one too: a forward may draw there without being handed a tensor of it (a call inside of a span).
+    # The current device too: a forward may draw there without an argument on it (a call inside of a span).
     return sorted({torch.cuda.current_device(), *(t.get_device() for t in tensors if t.device.type == "cuda")})
 
 
@@ -241,13 +240,13 @@ class StreamState:
         return bool(self._states)
 
     def restore(self) -> None:
-        """Sets the streams to where they were."""
+        """Sets the streams to the snapshot."""
         for stream, state in self._states:
             _set_state(stream, state)
 
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:
-        """Sets the streams to where they were and, at the end, to where they are now."""
+        """Sets the streams to the snapshot inside of the block, and to their current states at its end."""
         now = [(stream, _state_of(stream)) for stream, _ in self._states]
         try:
             self.restore()

@@ -1,10 +1,10 @@
-"""Results of chosen ops that a region keeps, so that its replay takes them instead of running the ops again.
+"""Results of chosen ops that a region keeps: its replay reuses them instead of running the ops again.
 
-A dispatch mode over the region's first forward notes the results; one over its replay hands them out at the same
-places. Both lie below autograd: the replay builds its graph as ever. This is selective checkpointing (as in
-`torch.utils.checkpoint.create_selective_checkpoint_contexts`), with two differences: a result that was changed in
-place since is made again instead of refused, and an attention that draws dropout is never kept, because taking its
-result would leave the random numbers of what follows where they were.
+A dispatch mode over the region's first forward stores the results; another over its replay returns them at the same
+positions. Both act below autograd, so the replay builds its graph as usual. This is selective checkpointing (as in
+`torch.utils.checkpoint.create_selective_checkpoint_contexts`) with two differences: a result that was changed in place
+since is recomputed instead of refused, and an attention that draws dropout is never kept, because reusing its result
+would not advance the random stream.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Kept:
     """Results that one call of a region keeps.
 
     Attributes:
-        labels: of the ops whose results are kept.
-        results: for the position among the call's heavy ops: the op, its results, and how often each had been changed.
+        labels: labels of the ops whose results are kept.
+        results: by position among the call's heavy ops: the op, its results, and their version counters.
     """
 
     __slots__ = ("labels", "results")
@@ -37,7 +37,7 @@ class Kept:
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:
-        """Keeps results of what runs inside, the first forward."""
+        """Stores results of ops that run inside of the block, the first forward."""
         if not self.labels:
             yield
             return
@@ -46,7 +46,7 @@ class Kept:
 
     @contextlib.contextmanager
     def taking(self) -> Iterator[None]:
-        """Hands the results out inside, in a replay."""
+        """Returns the stored results inside of the block, a replay."""
         if not self.results:
             yield
             return
@@ -89,7 +89,7 @@ def _is_heavy(func: Any) -> bool:
 
 
 def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the op draws random numbers: it is said to, and is not told that its dropout is zero."""
+    """Whether the op draws random numbers: it may, and its dropout probability is not zero."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
     for position, argument in enumerate(func._schema.arguments):
@@ -104,7 +104,7 @@ def _tensors(out: Any) -> list[torch.Tensor]:
 
 
 def _alias(out: Any) -> Any:
-    """Returns the results as tensors of their own over the same memory: autograd writes into the ones it is given."""
+    """Returns the results as new tensors over the same memory: autograd sets metadata on the tensors it is given."""
     if isinstance(out, (tuple, list)):
         return tuple(_alias(t) for t in out)
     return _torch.alias_below_autograd(out) if isinstance(out, torch.Tensor) else out

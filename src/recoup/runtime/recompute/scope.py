@@ -1,4 +1,4 @@
-"""Where a thread is: how many regions deep, in a replay or not, and which spans are open."""
+"""The nesting of regions on a thread: depth, whether in a replay, open spans."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 class _Scope(threading.local):
-    """Where this thread is: `depth` regions deep in a first forward, or in a replay.
+    """This thread's position: `depth` regions deep in a first forward, or in a replay.
 
-    `spans`: the frame that each span has open. A frame lives as long as a graph needs it; a replay opens its own.
+    `spans` has the open frame of each span. A frame lives as long as a graph needs it; a replay opens its own.
     """
 
     def __init__(self) -> None:
@@ -37,5 +37,5 @@ scope = _Scope()
 
 
 def inside_region() -> bool:
-    """Whether a region runs or is replayed: then its saved-tensor hooks are the ones that count."""
+    """Whether a region runs or is replayed, so that its saved-tensor hooks are the active ones."""
     return scope.depth > 0 or scope.in_replay
