@@ -56,7 +56,7 @@ class Surroundings:
 ALONE = Surroundings()
 
 
-def choices(step: JointStep, surroundings: Surroundings = ALONE, *, num_targets: int = _NUM_PLANS) -> list[Timeline]:
+def choices(step: JointStep, surroundings: Surroundings = ALONE) -> list[Timeline]:
     """Returns timelines by falling peak; the first holds all that backward reads, or runs faster."""
     problem = held_problem(step)
     solver = SegmentSolver(problem)
@@ -69,8 +69,8 @@ def choices(step: JointStep, surroundings: Surroundings = ALONE, *, num_targets:
     if least is not None:
         most_bytes = max(t.peak_bytes for t in found.values())
         low, high = least.peak_bytes, max(most_bytes, least.peak_bytes)
-        for i in range(num_targets):
-            target = low + (high - low) * i // max(1, num_targets - 1)
+        for i in range(_NUM_PLANS):
+            target = low + (high - low) * i // (_NUM_PLANS - 1)
             choice = solver.solve(target)
             if choice is not None:
                 made = timeline(step, _held_by(problem, choice))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from typing import Any
 
 from recoup.thresholds import ESTIMATE_SHARE
@@ -83,11 +82,6 @@ class ProfileReport:
     device: str
 
     @property
-    def total_activation_mb(self) -> float:
-        """All layers' activations in MiB."""
-        return self.total_activation_bytes / MIB
-
-    @property
     def backward_ratio(self) -> float:
         """Backward's time over forward's; 0 where nothing was run."""
         return self.backward_seconds / self.forward_seconds if self.forward_seconds else 0.0
@@ -106,10 +100,6 @@ class ProfileReport:
     def to_json(self) -> dict[str, Any]:
         """Returns plain JSON data."""
         return {**dataclasses.asdict(self), "backward_ratio": self.backward_ratio}
-
-    def to_json_text(self) -> str:
-        """Returns the same as text."""
-        return json.dumps(self.to_json(), indent=1)
 
     def table(self) -> str:
         """Returns the layers as a table that fits 100 columns."""
