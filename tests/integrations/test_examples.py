@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from accelerate.state import AcceleratorState
 
+from tests.thorough import cases
+
 ROOT = Path(__file__).parents[2]
 EXPECTED = {
     "accelerate_loop": "bit-equal",
@@ -30,7 +32,7 @@ STARTS_PROCESSES = ("fsdp2",)  # which run this file again
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("name", EXPECTED)
+@pytest.mark.parametrize("name", cases(EXPECTED, [name for name in EXPECTED if name != "trl_dpo"]))
 def test_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     path = ROOT / "examples" / f"{name}.py"
     if name in STARTS_PROCESSES:
