@@ -23,7 +23,7 @@ assert stub.is_active()
 def test_a_verification_takes_no_more_of_the_card_than_a_step(actions: tuple[str, ...]) -> None:
     gc.collect()
     clear_cublas_workspaces()
-    assert torch.cuda.memory_allocated() == 0, "a test before this one has left something on the card"
+    assert torch.cuda.memory_allocated() < 1 << 20, "a test before this one has left something on the card"
     # Weights, gradients and state are most of it: 24, 24 and 48 MiB; a copy of any would show.
     blocks = (nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512)) for _ in range(3))
     model, x = nn.Sequential(*blocks).cuda(), torch.zeros(2048, 512, device="cuda")
