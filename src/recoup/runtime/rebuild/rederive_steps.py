@@ -1,11 +1,11 @@
 """A step under a plan that only rederives, held against an earlier one that was like it.
 
-The rules are those of [Note: step programs], with the record of `lineage.py` in the place of segments: where a call is as
-it was, the dispatch mode is off while it runs, and what autograd saves is dealt with as it was. Each step has values of
-its own, made from the program's, so that its rederived tensors are those of a step that was recorded.
+The rules are those of [Note: step programs], with the record of `lineage.py` in the place of segments: where a call
+is as it was, the dispatch mode is off while it runs, and what autograd saves is dealt with as it was. Each step has
+values of its own, made from the program's, so that its rederived tensors are those of a step that was recorded.
 
-What has no program: steps in which an op writes to what something is rebuilt from (BatchNorm in training, activations in
-place), random masks and max-pooling's indices in fewer bytes, autocast.
+What has no program: steps in which an op writes to what something is rebuilt from (BatchNorm in training, activations
+in place), random masks and max-pooling's indices in fewer bytes, autocast.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import torch
 from torch import nn
 
 from recoup import _torch
-from recoup.runtime import execution_context
 from recoup.runtime.rebuild.call_forms import CallForm, CallLog, form_of_call
 from recoup.runtime.rebuild.calls import Calls, CallWatch
 from recoup.runtime.rebuild.cheap_ops import OpFacts, known_facts, op_facts
@@ -79,7 +78,7 @@ class _Known(Value):
 
 
 class RederiveProgram(StepProgram):
-    """What a step did. `kept`: what became of each saved tensor; `_graph`: its values, each after those it comes from."""
+    """What a step did. `kept`: what became of each saved tensor; `_graph`: values, each after those it comes from."""
 
     def __init__(
         self,
@@ -186,8 +185,10 @@ class RederiveLearning(Learning):
             if any(kind != KEEP for kind, *_ in self._kept[call.first_save :]):
                 self.failed = True
         self._handed = []
-        if not all(type(t) is torch.Tensor for t in (out if isinstance(out, (tuple, list)) else (out,))) and form:
+        outs = out if isinstance(out, (tuple, list)) else (out,)
+        if not all(map(_is_plain, [t for t in outs if isinstance(t, torch.Tensor)])):
             self.failed = True
+            return
         self.end(out, 0)
 
     def saved(self, tensor: torch.Tensor, value: Value | None, packed: Any) -> None:
@@ -200,7 +201,7 @@ class RederiveLearning(Learning):
             kind, value = CONSTANT, None
         elif type(packed) is Kept or type(packed) is KeptView:
             if value is not None:
-                self._of[packed if type(packed) is Kept else packed.kept] = value
+                self._of[packed.kept if isinstance(packed, KeptView) else packed] = value
         elif type(packed) is Rederived and value is not None:
             kind = REBUILD
             sources = [self._of[s] for s in packed.sources if type(s) is Kept and s in self._of]
@@ -310,8 +311,8 @@ class RederiveRun(StepRun):
             return kept if geometry_of(kept.tensor) == geometry else KeptView(kept, geometry)
         recorder.set_value(tensor, value)
         if kind == REBUILD:
-            found = [self._values[source].alive() for source in sources]
-            if None not in found:
+            found = [kept for kept in [self._values[source].alive() for source in sources] if kept is not None]
+            if len(found) == len(sources):
                 return Rederived(value, geometry, found, recorder)
         kept = Kept(tensor)
         value.kept = weakref.ref(kept)
