@@ -1,7 +1,7 @@
 """Compiled steps within byte budgets, and beside torch's `activation_memory_budget`, on one meter.
 
     python -m bench.compiled [--backend aot_eager|inductor] [--form whole|blocks] [--settings N] [--descents N]
-        [MODEL ...]
+        [--layers N] [MODEL ...]
 
 Budgets are shares of the measured peak of the step as torch compiles it. FLOPs are those of the graphs that run, by
 torch's formulas, and our own for attention on a CPU, which torch has none for. Rows are kept in
@@ -12,6 +12,7 @@ the tables to `bench/results/compiled-cpu.md`.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
 import json
 import time
@@ -30,6 +31,7 @@ from recoup.errors import InfeasibleBudget
 
 RESULTS = Path(__file__).parent / "results"
 BUDGETS = (80, 60, 45, 35)
+_LAYERS = 4
 _ROUNDS = 7  # of steps whose CPU time is taken
 _WIDTH = "hidden_size=64,num_attention_heads=2"
 _TEXT = {"batch": 4, "seq": 128}
@@ -61,11 +63,22 @@ MODELS = {
 }
 
 
-def rows(name: str, backend: str, form: str, budgets: list[int], settings: list[float], descents: list[float]) -> Any:
+def rows(
+    name: str,
+    backend: str,
+    form: str,
+    *,
+    layers: int,
+    budgets: list[int],
+    settings: list[float],
+    descents: list[float],
+) -> Any:
     """Yields a model's rows: budgets, torch's settings with ours at the peak of each, then falling budgets."""
     torch.manual_seed(0)
     torch.compiler.reset()
     workload = MODELS[name]
+    workload = dataclasses.replace(workload, target=workload.target.replace(f"layer={_LAYERS}", f"layer={layers}"))
+    workload = dataclasses.replace(workload, target=workload.target.replace(f"layers={_LAYERS}", f"layers={layers}"))
     target = workload.resolve()
     model = target.model
     objective, batch = target.objective()
@@ -209,13 +222,15 @@ def main() -> None:
     parser.add_argument("--form", default="whole", choices=("whole", "blocks"))
     parser.add_argument("--settings", type=int, default=21, help="of activation_memory_budget, from 0 to 1")
     parser.add_argument("--descents", type=int, default=20, help="falling budgets, from 100 %% to the floor")
+    parser.add_argument("--layers", type=int, default=_LAYERS, help="of the transformers: inductor takes minutes for 4")
     given = parser.parse_args()
     torch.set_num_threads(1)
     path = RESULTS / "compiled-cpu.json"
     settings = [round(i / max(1, given.settings - 1), 3) for i in range(given.settings)]
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     for name in given.models or MODELS:
-        key = f"{name}/{given.backend}/{given.form}"
+        layers = f" of {given.layers}" if given.layers != _LAYERS and "layer" in MODELS[name].target else ""
+        key = f"{name}{layers}/{given.backend}/{given.form}"
         results = _kept(path)
         of = results.get(key, {})
         found: list[Any] = of.get("rows", []) if of.get("torch") == torch.__version__ else []
@@ -229,7 +244,15 @@ def main() -> None:
         began = time.perf_counter()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            for row in rows(name, given.backend, given.form, budgets, left, descents):
+            for row in rows(
+                name,
+                given.backend,
+                given.form,
+                layers=given.layers,
+                budgets=budgets,
+                settings=left,
+                descents=descents,
+            ):
                 found.append(row)
                 print(key, f"{time.perf_counter() - began:.0f} s", json.dumps(row), flush=True)
                 results[key] = {"date": today, "torch": torch.__version__, "rows": found}

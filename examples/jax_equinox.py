@@ -42,7 +42,7 @@ def loss(layers: list[Layer], batch: jax.Array) -> jax.Array:
 
 def main() -> None:
     """Plans the step, and shows that its gradients are the plain ones."""
-    keys = jax.random.split(jax.random.key(0), 4)
+    keys = jax.random.split(jax.random.key(0), 3)
     layers = [Layer(32, key) for key in keys]
     batch = jax.random.normal(keys[0], (4, 32, 32))
     planned, plan = recoup.jax.fit(loss, layers, batch, budget="70%")

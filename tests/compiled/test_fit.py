@@ -113,6 +113,27 @@ def test_predictions_are_corrected_as_the_measured_steps_nearest_to_them() -> No
     assert [fitting._predicted(at) for at in range(4)] == [110, 86, 62, 42]
 
 
+def test_a_choice_is_taken_once_no_faster_one_is_predicted_to_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    fitting = object.__new__(CompiledFitting)
+    fitting.model = nn.Identity()
+    fitting.plain_peak_bytes = 130  # all are predicted 30 too high, but for the plain one
+    fitting.torch_choice = Combination(chosen={}, peak_bytes=100, seconds=0.0)
+    peaks, compiled = (100, 80, 70, 60, 40), list[int]()
+    fitting._found = [Combination(chosen={}, peak_bytes=p, seconds=100.0 - p) for p in peaks]
+    fitting._measured = {}
+
+    def compile_choice(at: int, budget_bytes: int) -> Measured:
+        compiled.append(at)
+        return Measured(calls={}, peak_bytes=peaks[at], predicted_bytes=fitting._predicted(at))
+
+    monkeypatch.setattr(fitting, "record", lambda: 130)
+    monkeypatch.setattr(fitting, "_compiled", compile_choice)
+    monkeypatch.setattr(fitting, "_prove", lambda made, calls, peak, *rest: peak)
+    found = [fitting.fit(budget, free_bytes=None, timed=False) for budget in (95, 90, 85, 75, 65, 45)]
+    assert found == [80, 80, 80, 70, 60, 40]
+    assert compiled == [3, 1, 2, 4]  # for 60 it was 90 that was predicted; then 80 should be within 95, and is
+
+
 def test_bad_input_is_refused_before_anything_is_compiled() -> None:
     model, batch = Residual(num_blocks=1), torch.randn(4, 32)
     for options, said in (

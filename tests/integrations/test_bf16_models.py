@@ -74,6 +74,8 @@ def llama_weights() -> dict[str, Any]:
 
 
 _TARGETS = [gpt2_autocast, gpt2_weights, llama_autocast, llama_weights]
+_TILE = ("tile", "rederive", "recompute")
+_ACTIONS = [None, _TILE]
 
 
 @pytest.mark.slow
@@ -98,7 +100,7 @@ def test_a_tiled_plan_says_its_bound(make: Callable[[], dict[str, Any]]) -> None
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*pin_memory.*", "ignore:.*use_cpu.*")
-@pytest.mark.parametrize("actions", [None, ("tile", "rederive", "recompute")], ids=["default", "tile"])
+@pytest.mark.parametrize("actions", cases(_ACTIONS, [_TILE]), ids=["default", "tile"])
 @pytest.mark.parametrize("build", cases([_gpt2, _llama], [_llama]), ids=lambda f: f.__name__)
 def test_lora_with_the_trainer_in_bf16(
     tmp_path: Path, build: Callable[[], nn.Module], actions: tuple[str, ...] | None

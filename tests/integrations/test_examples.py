@@ -9,6 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from accelerate.state import AcceleratorState
+
+from tests.thorough import cases
 
 ROOT = Path(__file__).parents[2]
 EXPECTED = {
@@ -29,7 +32,7 @@ STARTS_PROCESSES = ("fsdp2",)  # which run this file again
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("name", EXPECTED)
+@pytest.mark.parametrize("name", cases(EXPECTED, [name for name in EXPECTED if name != "trl_dpo"]))
 def test_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     path = ROOT / "examples" / f"{name}.py"
     if name in STARTS_PROCESSES:
@@ -38,6 +41,7 @@ def test_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
         printed = done.stdout
     else:
         monkeypatch.chdir(tmp_path)
+        AcceleratorState._reset_state(True)  # what an earlier test's trainer chose is not this program's choice
         runpy.run_path(str(path), run_name="__main__")
         printed = capsys.readouterr().out
     assert EXPECTED[name] in printed

@@ -7,12 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.thorough import cases
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
+NAMES = ("jax_scan", "jax_equinox", "jax_flax", "jax_rnn")
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("name", ["jax_scan", "jax_equinox", "jax_flax", "jax_rnn"])
+@pytest.mark.parametrize("name", cases(NAMES, [name for name in NAMES if name != "jax_flax"]))
 def test_the_example_runs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"]()
     said = capsys.readouterr().out

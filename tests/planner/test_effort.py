@@ -24,6 +24,8 @@ def test_less_effort_simulates_less_and_still_fits() -> None:
         num_ops[effort], seconds[effort] = planner.num_simulated_ops, found.step_seconds
     assert num_ops["low"] < num_ops["normal"] <= num_ops["high"]
     assert seconds["low"] >= seconds["normal"] >= seconds["high"]
+    # "low" is not the first thing that fits (all rederived): it has what the solvers say is fastest.
+    assert seconds["low"] <= 1.03 * seconds["normal"]
 
 
 def test_effort_has_a_name() -> None:

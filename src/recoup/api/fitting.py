@@ -79,8 +79,8 @@ def plan(
         cost: prices of ops; left out: measured on this machine's device, a roofline for a named one.
         keep: paths of modules whose forward runs once, like the plain step's: no region and no tile contains them, or
             is inside of them. Saved tensors of theirs may still be rederived.
-        effort: how long to search once a plan fits, in simulated ops and not by the clock: "low" takes the first that
-            fits, "high" simulates up to ten times as much as "normal".
+        effort: how long to search once a plan fits, in simulated ops and not by the clock: "low" tries each solver's
+            first answer alone, "high" simulates up to ten times as much as "normal".
 
     Raises:
         UsageError: for input that cannot be used.

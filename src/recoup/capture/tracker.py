@@ -49,13 +49,14 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
     """Records ops and storages.
 
     Attributes:
-        phase, call: where the step is; the capture moves them on.
+        phase: current phase of the step; set by the capture.
+        call: current module call; set by the capture.
         writes: (op, storage) pairs of arguments changed in place.
         random_ops: ops that drew random numbers.
         saves: (ops so far, call, storage, op that saves it) of each tensor that autograd keeps, in order.
         marks: before each op, how many storages were known and saved tensors rederived.
-        counting: ops run and are not recorded.
-        num_looks: how many ops were asked of real tensors, whose values may count.
+        counting: whether ops run without being recorded.
+        num_looks: number of ops on real tensors, whose values may decide what the model does.
         unanswered: the first error of an op that fake tensors cannot answer, "" if there was none.
         bridge: stands for the calls that `folding` leaves out, if it does.
         outside: what tensors are that the step may reach and that are not the model's, by their storages' address.

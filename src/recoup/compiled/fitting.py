@@ -3,7 +3,7 @@
 1. The step is compiled as torch does it, every joint graph kept as plain data, and its peak measured.
 2. The choices for all graphs are laid out once (`frontier.py`, `combine.py`). Predictions are corrected by how
    far that of torch's own choice is from its measured peak.
-3. The fastest choice predicted to fit is compiled and measured. If it is over, what was measured corrects the next one.
+3. The fastest choice predicted to fit is compiled and measured, which corrects predictions, until it is a measured one.
 """
 
 from __future__ import annotations
@@ -211,16 +211,16 @@ class CompiledFitting:
             self._notes.append("the step as torch compiles it is within the budget")
             return self._prove(self.torch_choice, self._plain, plain_peak, plain_peak, budget_bytes, timed)
         found, measured = self.combinations(), self._measured
+        # Until the fastest choice that should fit is one that was measured: a lower budget then finds no faster one.
         for _ in range(MOST_TRIES):
             at = self._next(found, budget_bytes)
-            if at is None:
+            if at is None or at in measured:
                 break
-            if at not in measured:
-                progress.advance(f"compiling the step for {format_bytes(self._predicted(at))}")
-                measured[at] = self._compiled(at, budget_bytes)
-            made = measured[at]
-            if made.peak_bytes <= budget_bytes:
-                return self._prove(found[at], made.calls, made.peak_bytes, made.predicted_bytes, budget_bytes, timed)
+            progress.advance(f"compiling the step for {format_bytes(self._predicted(at))}")
+            measured[at] = self._compiled(at, budget_bytes)
+        if fitting := [i for i, made in measured.items() if made.peak_bytes <= budget_bytes]:
+            made = measured[at := min(fitting, key=lambda i: (found[i].seconds, i))]
+            return self._prove(found[at], made.calls, made.peak_bytes, made.predicted_bytes, budget_bytes, timed)
         least = min([self._predicted(-1), plain_peak, *(m.peak_bytes for m in measured.values())])
         raise InfeasibleBudget(
             f"Budget {format_bytes(budget_bytes)} is below the smallest reachable peak {format_bytes(least)} "

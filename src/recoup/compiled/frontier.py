@@ -8,6 +8,7 @@ beats in peak, held bytes and seconds.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
@@ -55,7 +56,7 @@ class Surroundings:
 ALONE = Surroundings()
 
 
-def choices(step: JointStep, surroundings: Surroundings = ALONE, *, num_targets: int = _NUM_PLANS) -> list[Timeline]:
+def choices(step: JointStep, surroundings: Surroundings = ALONE) -> list[Timeline]:
     """Returns timelines by falling peak; the first holds all that backward reads, or runs faster."""
     problem = held_problem(step)
     solver = SegmentSolver(problem)
@@ -68,8 +69,8 @@ def choices(step: JointStep, surroundings: Surroundings = ALONE, *, num_targets:
     if least is not None:
         most_bytes = max(t.peak_bytes for t in found.values())
         low, high = least.peak_bytes, max(most_bytes, least.peak_bytes)
-        for i in range(num_targets):
-            target = low + (high - low) * i // max(1, num_targets - 1)
+        for i in range(_NUM_PLANS):
+            target = low + (high - low) * i // (_NUM_PLANS - 1)
             choice = solver.solve(target)
             if choice is not None:
                 made = timeline(step, _held_by(problem, choice))
@@ -78,7 +79,9 @@ def choices(step: JointStep, surroundings: Surroundings = ALONE, *, num_targets:
             leanest = min(found.values(), key=surroundings.peak_bytes)
             for made in _squeezed(step, leanest, surroundings, drops=drops):
                 found.setdefault((made.held, made.dropped), made)
-        for made in list(_between(step, undominated(list(found.values())))):
+        for made in _between(step, undominated(list(found.values()))):
+            found.setdefault((made.held, made.dropped), made)
+        for made in _eased(step, undominated(list(found.values())), surroundings):
             found.setdefault((made.held, made.dropped), made)
     return undominated(list(found.values()))
 
@@ -152,23 +155,43 @@ def _squeezed(step: JointStep, made: Timeline, surroundings: Surroundings, *, dr
                     break
             if improved:
                 yield made
-                yield from _faster(step, made, surroundings)
 
 
-def _faster(step: JointStep, made: Timeline, surroundings: Surroundings) -> Iterator[Timeline]:
-    """Yields a choice within the same peak that runs less again: values are held, or rebuilt once for all that need
-    them, as long as there is room."""
-    most, slow = surroundings.peak_bytes(made), made
+def _eased(step: JointStep, curve: Sequence[Timeline], surroundings: Surroundings) -> Iterator[Timeline]:
+    """Yields choices that run less again than those of a curve that make values anew for each op, and peak alike.
+
+    From the leanest up: within each of some higher peaks the fastest known choice, or what was eased before, holds
+    values, or rebuilds them once for all ops that need them, as long as there is room.
+    """
+    by_peak = sorted(curve, key=surroundings.peak_bytes)
+    low = surroundings.peak_bytes(by_peak[0])
+    high = min((surroundings.peak_bytes(t) for t in by_peak if not t.dropped), default=low)
+    made = by_peak[0]
+    for i in range(MOST_TRIES + 1):
+        most = low + (high - low) * i // MOST_TRIES
+        known = [made, *(t for t in by_peak if surroundings.peak_bytes(t) <= most)]
+        made = _faster(step, min(known, key=lambda t: t.seconds), surroundings, most)
+        yield made
+
+
+def _faster(step: JointStep, made: Timeline, surroundings: Surroundings, most_bytes: int) -> Timeline:
+    """Returns a choice within a peak that runs less again, by what saves most: more held, or less dropped."""
     again = {v for at in made.order if at < step.num_forward for v in step.ops[at].outputs}
-    for value in sorted(again, key=lambda v: (-step.ops[step.makers[v]].seconds, v))[:_NUM_PLANS]:
+    times = collections.Counter(made.order)
+
+    def seconds(value: int) -> float:
+        return step.ops[step.makers[value]].seconds * times[step.makers[value]]
+
+    for value in sorted(again, key=lambda v: (-seconds(v), v))[:_NUM_PLANS]:
         alone = frozenset((value,))
         for held, dropped in ((made.held | alone, made.dropped - alone), (made.held, made.dropped - alone)):
+            if (held, dropped) == (made.held, made.dropped):
+                continue
             tried = timeline(step, held, dropped)
-            if tried.seconds < made.seconds and surroundings.peak_bytes(tried) <= most:
+            if tried.seconds < made.seconds and surroundings.peak_bytes(tried) <= most_bytes:
                 made = tried
                 break
-    if made is not slow:
-        yield made
+    return made
 
 
 def _between(step: JointStep, curve: Sequence[Timeline]) -> Iterator[Timeline]:

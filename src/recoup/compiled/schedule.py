@@ -75,6 +75,11 @@ class JointStep:
         return {v: i for i, op in enumerate(self.ops) for v in op.outputs}
 
     @functools.cached_property
+    def uses(self) -> tuple[tuple[int, ...], ...]:
+        """What each op reads and makes."""
+        return tuple(tuple(dict.fromkeys((*op.inputs, *op.outputs))) for op in self.ops)
+
+    @functools.cached_property
     def lean_order(self) -> tuple[int, ...]:
         """Backward's own ops in the graph's order, but two kinds as early as their inputs are there.
 
@@ -198,11 +203,15 @@ def backward_order(
         return sorted(found)
 
     for at in range(step.num_forward, len(ops)) if as_recorded else step.lean_order:
-        run = [at] if ready.issuperset(ops[at].inputs) else needed(at)
-        for again in run:
-            ready.update(ops[again].outputs)
-        order += run
-        ready -= dropped
+        if ready.issuperset(ops[at].inputs):
+            order.append(at)
+        else:
+            run = needed(at)
+            for again in run:
+                ready.update(ops[again].outputs)
+            order += run
+            ready -= dropped
+        ready.update(ops[at].outputs)
     rerun = {at for at in order if at < step.num_forward}
     # A value that is held and made again all the same (an op with several results) is not held.
     read = step.gradients.union(*[ops[at].inputs for at in order])
@@ -226,17 +235,20 @@ def timeline(
     forward_levels = _levels(step, forward, start=(), keeps=step.results | all_held, overwrites=not as_recorded)
     again = [at for at in order if at < step.num_forward]
     kept = {at: step.ops[at].state_bytes for at in again if step.ops[at].state_bytes}  # from its run to the one again
-    made = itertools.accumulate(kept.get(at, 0) for at in forward)
     held_bytes = sum(kept.values()) + sum(step.value_bytes[v] for v in all_held if v not in step.results)
     start = tuple(sorted(all_held | step.tangents))
     backward_levels = _levels(step, order, start=start, keeps=step.gradients, overwrites=not as_recorded)
-    left = itertools.accumulate((-kept.get(at, 0) for at in order[:-1]), initial=sum(kept.values()))
+    if kept:
+        made = itertools.accumulate(kept.get(at, 0) for at in forward)
+        left = itertools.accumulate((-kept.get(at, 0) for at in order[:-1]), initial=sum(kept.values()))
+        forward_levels = list(map(operator.add, forward_levels, made))
+        backward_levels = list(map(operator.add, backward_levels, left))
     return Timeline(
         held=all_held,
         dropped=dropped,
         order=order,
-        forward_levels=tuple(map(operator.add, forward_levels, made)),
-        backward_levels=tuple(map(operator.add, backward_levels, left)),
+        forward_levels=tuple(forward_levels),
+        backward_levels=tuple(backward_levels),
         held_bytes=held_bytes,
         seconds=sum(step.ops[at].seconds for at in again),
     )
@@ -281,52 +293,59 @@ def _levels(
     overwrites: bool,
 ) -> list[int]:
     """Returns the bytes while each op of `order` runs, its results and what it reads for the last time included."""
-    starting = set(start)
+    starting, sizes, ops = set(start), step.value_bytes, step.ops
     inputs = _stored_inputs(step, order, starting, keeps) if step.fuses else None
-    reads = [step.ops[at].inputs for at in order] if inputs is None else inputs
-    gone = _last_uses(step, order, reads, keeps, starting)
-    level = sum(step.value_bytes[v] for v in start)
+    reads = None if inputs is None else set().union(*inputs)
+    gone = _last_uses(step, order, inputs, keeps, starting)
+    level = sum(sizes[v] for v in start)
     here = starting.copy()
-    read = set().union(*reads)
     levels = []
     for position, at in enumerate(order):
-        op, going = step.ops[at], gone[position]
-        if step.fuses:
-            reused = _reused(step, op, [v for v in going if v in reads[position]])
-        else:
-            over = [v for v in op.overwritable if v in going and v in here - starting] if overwrites else []
-            reused = step.value_bytes[op.outputs[0]] if over else 0
+        op, going = ops[at], gone[position]
+        reused = 0
+        if inputs is not None:
+            reused = _reused(step, op, [v for v in going if v in inputs[position]])
+        elif overwrites and any(v in going and v in here and v not in starting for v in op.overwritable):
+            reused = sizes[op.outputs[0]]
         for value in op.outputs:
-            if value in here or (inputs is not None and value not in keeps and value not in read):
+            if value in here or (reads is not None and value not in keeps and value not in reads):
                 continue  # fused away, or never made
             here.add(value)
-            level += step.value_bytes[value]
+            level += sizes[value]
         levels.append(level + op.workspace_bytes - reused)
         for value in going:
             if value in here:
-                here.discard(value)
-                level -= step.value_bytes[value]
+                here.remove(value)
+                level -= sizes[value]
     return levels
 
 
 def _last_uses(
     step: JointStep,
     order: Sequence[int],
-    reads: Sequence[tuple[int, ...]],
+    inputs: Sequence[tuple[int, ...]] | None,
     keeps: frozenset[int] | set[int],
     start: set[int],
 ) -> list[list[int]]:
-    """Returns for each op of `order` the values that nothing uses after it, or that are made again before that."""
-    gone: list[list[int]] = [[] for _ in order]
-    used: set[int] = set()
+    """Returns for each op of `order` the values that nothing uses after it, or that are made again before that.
+
+    Args:
+        inputs: what each op's kernel reads; None: its own inputs.
+    """
+    gone: list[list[int]] = []
+    used = set(keeps)
+    stays = keeps | start
     for position in range(len(order) - 1, -1, -1):
-        outputs = step.ops[order[position]].outputs
-        for value in dict.fromkeys((*reads[position], *outputs)):
-            if value not in keeps and value not in used:
-                gone[position].append(value)
-                used.add(value)
-        used.difference_update(v for v in outputs if v not in start)
-    return gone
+        at = order[position]
+        outputs = step.ops[at].outputs
+        uses = step.uses[at] if inputs is None else dict.fromkeys((*inputs[position], *outputs))
+        going = [v for v in uses if v not in used]
+        used.update(going)
+        gone.append(going)
+        for value in outputs:
+            if value not in stays:
+                used.discard(value)
+    return gone[::-1]
 
 
 def _reused(step: JointStep, op: JointOp, dying: Sequence[int]) -> int:

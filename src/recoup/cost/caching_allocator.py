@@ -83,7 +83,7 @@ class CachingAllocator:
 
     Attributes:
         allocated_bytes, reserved_bytes: as `torch.cuda.memory_allocated` and `memory_reserved` tell; with `peak_`, the
-            most they were since `reset_peaks`.
+            most they were.
     """
 
     def __init__(self, *, limit_bytes: int | None = None, expandable: bool = False, ascending: bool = False) -> None:
@@ -98,10 +98,6 @@ class CachingAllocator:
     def free_places(self) -> list[list[int]]:
         """Returns size and address of each free block: with the blocks in use, the allocator's whole state."""
         return [list(pool.keys) for pool in self._pools]
-
-    def reset_peaks(self) -> None:
-        """Sets the peaks to the present values."""
-        self.peak_allocated_bytes, self.peak_reserved_bytes = self.allocated_bytes, self.reserved_bytes
 
     def allocate(self, nbytes: int) -> Block:
         """Returns a block for so many bytes.

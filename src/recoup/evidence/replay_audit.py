@@ -30,8 +30,9 @@ class Divergence:
 
     Attributes:
         order: its place among all tensors saved in the step.
-        region, module: paths.
-        op: that made it ("" if it came from outside the region).
+        region: path of the region.
+        module: path of the module that saved it.
+        op: the op that made it; "" if it came from outside of the region.
         largest: the largest absolute difference.
     """
 

@@ -37,12 +37,14 @@ def fit(
         model: before `prepare`, or what `prepare` returned for one process or DDP. An FSDP model is planned before
             `prepare`: afterwards a rank holds only its part.
         optimizer: before `prepare`, or its class.
-        batch: on the model's device.
-        accelerator: its precision, plugins and accumulation are those of training.
-        budget, loss, timed: as for `recoup.fit`.
+        batch: a batch on the model's device.
+        accelerator: the one that trains: its precision, plugins and gradient accumulation are planned for.
+        budget: as for `recoup.fit`.
+        loss: as for `recoup.fit`.
+        timed: as for `recoup.fit`.
 
     Raises:
-        ConflictError: if the accelerator turns on another activation checkpointing, or the model is sharded already.
+        ConflictError: if the accelerator turns on its own activation checkpointing, or the model is sharded already.
     """
     plugin = accelerator.state.fsdp_plugin if hasattr(accelerator.state, "fsdp_plugin") else None
     if plugin is not None and getattr(plugin, "activation_checkpointing", False):

@@ -40,7 +40,7 @@ def checkpoint_wrapper(module: nn.Module, *, offload_to_cpu: bool = False) -> nn
     updated once.
 
     Raises:
-        UsageError: for `offload_to_cpu=True`: inputs of regions stay on the device.
+        UsageError: if `offload_to_cpu` is True: inputs of regions stay on the device.
     """
     if offload_to_cpu:
         raise UsageError(
@@ -59,16 +59,17 @@ def recompute(
     recompute_method: Literal["uniform", "block"] = "uniform",
     recompute_num_layers: int = 1,
 ) -> Applied:
-    """Makes regions as Megatron-LM's arguments of the same names say; returns the handle that undoes it.
+    """Makes regions as Megatron-LM's arguments of the same names do; returns the handle that undoes it.
 
     Args:
+        model: the model.
         recompute_granularity: "full": whole layers; "selective": parts of every layer.
-        recompute_modules: for "selective": Megatron's names (`MEGATRON_PARTS`) or a module's own last name.
+        recompute_modules: for "selective": Megatron's names (`MEGATRON_PARTS`) or the last part of a module's path.
         recompute_method: for "full": "uniform": regions of `recompute_num_layers` layers each; "block": the first
             `recompute_num_layers` layers, a region each. Layers are the elements of the longest module list.
 
     Raises:
-        UsageError: if nothing in the model bears such a name, or the numbers make no sense.
+        UsageError: if no module of the model has such a name, or a number is out of range.
     """
     if recompute_num_layers < 1:
         raise UsageError(f"recompute_num_layers must be at least 1; got {recompute_num_layers}.")
@@ -113,14 +114,14 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Takes what `deepspeed.checkpointing.configure` takes; raises where the result would be another one.
+    """Accepts the arguments of `deepspeed.checkpointing.configure`; refuses those that cannot be honoured.
 
-    `partition_activations` and `checkpoint_in_cpu` change where inputs of regions live, which regions here do not; the
-    rest (`mpu_`, `deepspeed_config`, `contiguous_checkpointing`, `num_checkpoints`, `synchronize`, `profile`) tunes
-    DeepSpeed's own buffers and has no meaning here. Nothing has to be initialised.
+    `partition_activations` and `checkpoint_in_cpu` change where inputs of regions are kept, which is not supported. The
+    others (`mpu_`, `deepspeed_config`, `contiguous_checkpointing`, `num_checkpoints`, `synchronize`, `profile`) tune
+    DeepSpeed's own buffers and are ignored. Nothing has to be initialised.
 
     Raises:
-        UsageError: for partition_activations or checkpoint_in_cpu.
+        UsageError: if `partition_activations` or `checkpoint_in_cpu` is set.
     """
     for name, value in (("partition_activations", partition_activations), ("checkpoint_in_cpu", checkpoint_in_cpu)):
         if value:
@@ -133,14 +134,14 @@ def configure(
 
 
 class _Function(nn.Module):
-    """A function with nothing of its own, as a module: what a region belongs to."""
+    """A function as a module without parameters, for a region to belong to."""
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Returns `function(*args, **kwargs)` run as a region: `deepspeed.checkpointing.checkpoint`'s place in a model.
+    """Returns `function(*args, **kwargs)` run as a region; replaces `deepspeed.checkpointing.checkpoint` in a model.
 
-    Unlike DeepSpeed's default, inputs need not require a gradient, and keyword arguments are taken. If `function` is a
-    module, its buffers and attributes are kept as the forward found them.
+    Unlike with DeepSpeed, inputs need not require a gradient, and keyword arguments are accepted. If `function` is a
+    module, its replay starts from the buffers and attributes of the forward.
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)

@@ -1,9 +1,9 @@
 """Plans under DDP, FSDP1 and FSDP2: apply before or after wrapping, the same plan on every rank.
 
-Every order is right: a plan changes `forward` in place and leaves modules, parameters and their names alone, so
-wrapping after it works, and `apply` here finds the modules again behind the names that wrappers add. What has to be
-the same on every rank is the plan itself: a rank that recomputes what another does not would still agree in
-values, but the collectives of FSDP would come in another order, and the job would hang.
+A plan replaces `forward` in place and leaves modules, parameters and their names unchanged, so the model may be wrapped
+afterwards; `apply` finds the modules behind the names that wrappers add, so it may be wrapped before. All ranks need
+the same plan: with different plans their values would still agree, but FSDP's collectives would be issued in different
+orders, and the job would hang.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _WRAPPERS = ("_fsdp_wrapped_module", "_orig_mod", "module")
 
 
 def plan_hash(plan: Plan) -> str:
-    """Returns a short hash of what the plan does and for which model; predictions and notes do not count."""
+    """Returns a short hash of a plan's decisions and its model; predictions and notes do not count."""
     decisions = [decision.to_json() for decision in plan.decisions]
     text = json.dumps([plan.fingerprint, decisions], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -53,11 +53,11 @@ def broadcast_plan(plan: Plan | None, group: dist.ProcessGroup | None = None) ->
     """Returns rank 0's plan on every rank; a collective call. Other ranks may pass None.
 
     Args:
-        plan: rank 0's.
-        group: the ranks to tell; None: all.
+        plan: rank 0's plan; ignored on other ranks.
+        group: the ranks that take part; None: all.
 
     Raises:
-        PlanMismatch: if rank 0 has none.
+        PlanMismatch: if rank 0 has no plan.
     """
     if dist.is_available() and dist.is_initialized():
         box: list[object] = [plan.to_json() if plan is not None and dist.get_rank(group) == 0 else None]
@@ -71,16 +71,16 @@ def broadcast_plan(plan: Plan | None, group: dist.ProcessGroup | None = None) ->
 
 
 def apply(model: nn.Module, plan: Plan, group: dist.ProcessGroup | None = None) -> Applied:
-    """Changes a wrapped or unwrapped model in place to run as `plan` says, after checking that all ranks agree.
+    """Applies a plan to a wrapped or unwrapped model in place, after checking that all ranks have the same plan.
 
     Args:
-        model: bare, or wrapped by DDP, FSDP1, `fully_shard` or `torch.compile`.
-        plan: made for the bare model.
-        group: the ranks that train together. Left out: all.
+        model: unwrapped, or wrapped by DDP, FSDP1, `fully_shard` or `torch.compile`.
+        plan: a plan for the unwrapped model.
+        group: the ranks that train together; None: all.
 
     Raises:
-        PlanMismatch: if ranks differ, or a module that the plan names is missing or of another class.
-        ConflictError: if activation checkpointing is on already. The model is unchanged then.
+        PlanMismatch: if the ranks' plans differ, or a module that the plan names is missing or of another class.
+        ConflictError: if activation checkpointing is on already. The model is unchanged.
     """
     check_same_plan(plan, group)
     core = unwrap(model)
@@ -107,10 +107,10 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def all_gathers(model: nn.Module) -> int:
-    """Returns the all-gathers that one forward and backward of an FSDP2 model make, with a plan or without.
+    """Returns the number of all-gathers in one forward and backward of an FSDP2 model, with or without a plan.
 
-    A region runs its second forward inside the backward of its unit, whose parameters are gathered there anyway; so a
-    plan adds none. Counted for `fully_shard` defaults: the root keeps its parameters after forward.
+    A region is replayed inside the backward of its unit, whose parameters are gathered at that time, so a plan adds
+    none. Counted for the defaults of `fully_shard`: the root keeps its parameters after forward.
     """
     from torch.distributed.fsdp import FSDPModule
 
@@ -128,7 +128,7 @@ def _bare(path: str) -> str:
 
 
 def _bare_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Returns the innermost module for each path as it was before wrapping."""
+    """Returns the innermost module by its path before wrapping."""
     return {_bare(path): module for path, module in model.named_modules(remove_duplicate=False)}
 
 

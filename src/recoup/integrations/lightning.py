@@ -1,11 +1,11 @@
-"""Lightning: a callback that plans from the first real batch and takes the plan away when fitting ends.
+"""Lightning: a callback that plans from the first training batch and removes the plan when fitting ends.
 
     trainer = lightning.Trainer(callbacks=[RecoupCallback(budget="8GiB")])
 
-A few steps are run and taken back to prove the plan. The step that is planned is `training_step(batch, batch_idx)`,
-whatever modules it calls; `self.log` does nothing while it is captured. The gradients of the step before are let go
-when a batch begins, before forward instead of after. With gradient accumulation they are there from the start of a
-forward: leave room for them. The plan is in place from the first batch on, after every strategy set up the model.
+To verify the plan a few steps are run and undone. The planned step is `training_step(batch, batch_idx)`, whatever
+modules it calls; `self.log` does nothing while it is captured. The last step's gradients are freed when a batch begins,
+before forward instead of after. With gradient accumulation they exist during forward: leave room for them. The plan is
+in place from the first batch on, after the strategy has set up the model.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class TrainingStep(nn.Module):
 
     Attributes:
         module: the LightningModule; a plan's paths begin with `module.`.
-        context: entered around it; Lightning enters its precision's own when it trains.
+        context: context around the call, as Lightning's precision plugin enters it in training.
     """
 
     def __init__(self, module: LightningModule) -> None:
@@ -51,20 +51,20 @@ class TrainingStep(nn.Module):
 
 
 class RecoupCallback(Callback):
-    """Plans for a budget from the first training batch, measures the step after, and reports.
+    """Plans for a budget from the first training batch, measures a later step, and reports.
 
     Attributes:
-        plan: None before the first batch.
-        meter: the measured step.
+        plan: the plan in place; None before the first batch.
+        meter: measurement of the step `measured_step`.
     """
 
     def __init__(self, budget: int | str | None = None, *, plan: Plan | None = None, measured_step: int = 1) -> None:
-        """Takes a budget, or a plan that was made by this callback before (`plan.save`).
+        """Takes a budget, or a plan that this callback made earlier (`plan.save`).
 
         Args:
             budget: as for `recoup.plan`.
-            plan: its paths begin with `module.`.
-            measured_step: which batch to measure, counted from 0.
+            plan: a plan whose paths begin with `module.`.
+            measured_step: number of the batch to measure, counted from 0.
         """
         if (budget is None) == (plan is None):
             raise UsageError("RecoupCallback takes a budget or a plan, one of the two.")
@@ -76,7 +76,7 @@ class RecoupCallback(Callback):
         self._step: TrainingStep | None = None
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Plans and applies with the first batch; begins measuring with the chosen one."""
+        """Plans and applies at the first batch; starts measuring at the chosen one."""
         optimizer = trainer.optimizers[0] if trainer.optimizers else None
         accumulates = trainer.accumulate_grad_batches
         if pl_module.automatic_optimization and batch_idx % accumulates == 0:
@@ -89,7 +89,7 @@ class RecoupCallback(Callback):
             self.meter.start(pl_module, optimizer, batch)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-        """Ends measuring and logs the peak."""
+        """Stops measuring and logs the peak."""
         if not self.meter.is_running:
             return
         self.meter.stop()
@@ -98,7 +98,7 @@ class RecoupCallback(Callback):
             pl_module.log("recoup/peak_bytes", float(self.meter.peak_bytes))
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Takes the plan away: the module is as it was."""
+        """Removes the plan: the module is as before."""
         if self.meter.is_running:
             self.meter.stop()
         if self._applied is not None:
@@ -132,7 +132,7 @@ class RecoupCallback(Callback):
         check_same_plan(self.plan)
         self._applied = api.apply(step, self.plan)
         self._step = step
-        ref = weakref.ref(step)  # the module holds the step's caller, the step holds the module: no cycle
+        ref = weakref.ref(step)  # weak: the module holds the wrapper, and the step holds the module
 
         def training_step(*args: Any, **kwargs: Any) -> Any:
             found = ref()
@@ -144,7 +144,7 @@ class RecoupCallback(Callback):
 
 @contextlib.contextmanager
 def _silent(module: LightningModule) -> Iterator[None]:
-    """Has `self.log` and its kin do nothing, and random streams stay where they are."""
+    """Disables `self.log` and the like inside of the block, and restores random streams at its end."""
     for name in _LOGGERS:
         module.__dict__[name] = _ignore
     try:

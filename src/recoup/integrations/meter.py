@@ -1,4 +1,4 @@
-"""Measures one step of somebody else's loop: begun in one callback, ended in another."""
+"""Measures one step of a training loop that is not ours: started in one callback, stopped in another."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from recoup.runtime.step_log import StepLog
 
 
 class StepMeter:
-    """The peak of a step and what ran twice in it.
+    """Measurement of one step.
 
     Attributes:
-        peak_bytes: None before the first measured step.
-        num_replays, num_rederived: of that step.
+        peak_bytes: peak of the step; None before a step was measured.
+        num_replays: regions that the step replayed.
+        num_rederived: saved tensors that the step rebuilt.
     """
 
     def __init__(self) -> None:
@@ -38,7 +39,7 @@ class StepMeter:
         return self._profiler is not None
 
     def start(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, batch: Any = None) -> None:
-        """Begins; what is there now (weights, gradients, optimizer state, `batch`) counts as held."""
+        """Starts measuring; tensors that exist now (weights, gradients, optimizer state, `batch`) count as held."""
         self._device = next(model.parameters()).device
         self._before = execution_context.thread_log()
         if self._device.type == "cuda":
@@ -57,7 +58,7 @@ class StepMeter:
             self._profiler.__enter__()
 
     def stop(self) -> None:
-        """Ends; the peak is in `peak_bytes` then."""
+        """Stops measuring and sets `peak_bytes`."""
         if self._device.type == "cuda":
             self.peak_bytes = peak_on_cuda(self._device)
         else:

@@ -1,4 +1,4 @@
-"""Mixed precision as trainers do it: forward under autocast, its results in float32, backward outside of it."""
+"""Mixed precision as trainers apply it: forward under autocast, its outputs in float32, backward outside of it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from recoup.runtime.patch import PatchedForward
 def forward_under(
     model: nn.Module, context: Callable[[], contextlib.AbstractContextManager[Any]], finish: Callable[[Any], Any]
 ) -> Iterator[None]:
-    """Runs the model's forward in a context inside the block, so that a step is planned as it will be trained.
+    """Wraps the model's forward in a context inside of the block, so that a step is planned as it will be trained.
 
-    A plan that is applied inside stays, and is as if it had been applied without this. A model that accelerate has
-    prepared is left alone, its precision is in its forward; so is one with a plan at its root.
+    A plan that is applied inside stays in place afterwards, without the wrapper. A model that accelerate has prepared
+    is not changed, since its forward has its precision already; neither is one with a plan at its root.
 
     Args:
-        context: makes what is entered around forward.
-        finish: what is done to forward's result before it is returned.
+        model: the model.
+        context: returns a new context for each forward.
+        finish: applied to the result of forward.
     """
     own = model.__dict__.get("forward")  # TRL puts one there
     if "_original_forward" in model.__dict__ or isinstance(own, PatchedForward):
@@ -55,12 +56,13 @@ def forward_under(
 def autocast_forward(
     model: nn.Module, dtype: torch.dtype | None, *, finish: Callable[[Any], Any] | None = None
 ) -> Iterator[None]:
-    """Runs the model's forward under autocast inside the block, and `finish` on its result.
+    """Wraps the model's forward in autocast inside of the block.
 
     Args:
-        dtype: of autocast; None: changes nothing.
-        finish: accelerate's and the Trainer's `convert_to_fp32`, which makes a copy of every low-precision output (the
-            logits) that counts in the peak.
+        model: the model.
+        dtype: dtype of autocast; None: nothing is changed.
+        finish: applied to the result of forward: accelerate's and the Trainer's `convert_to_fp32`, whose copies of
+            low-precision outputs (the logits) count in the peak.
     """
     if dtype is None:
         yield

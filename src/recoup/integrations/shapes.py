@@ -1,15 +1,15 @@
-"""Plans for batches of several shapes: the largest planned first, the one that fits a batch chosen as it arrives.
+"""Plans for batches of several shapes: one plan a shape, chosen for each batch as it arrives.
 
     plans = fit_shapes(model, [batch_of(128), batch_of(512), batch_of(2048)], budget="8GiB")
     for batch in loader:                       # nothing changes in the loop
         model(**batch).loss.backward()
 
-One plan for the longest batch makes every shorter one pay for it. Here each shape has its own, as little as that shape
-needs. A batch runs under the smallest shape that covers it in every dimension; a smaller batch under the same plan is
-taken to peak no higher. A batch that no shape covers is weighed before it runs, under the plan of the largest: it runs
-if that fits, and `BatchTooLarge` says what to do if not.
+A single plan for the longest batch would cost every shorter batch time. Here each shape has its own plan, which changes
+only as much as that shape needs. A batch runs under the smallest shape that covers it in every dimension; a smaller
+batch under the same plan is assumed to peak no higher. A batch that no shape covers is simulated before it runs, under
+the plan of the largest shape: it runs if that fits, otherwise `BatchTooLarge` says what to do.
 
-Backward must come before the next forward of another shape: a region's replay finds the plan that is chosen then.
+Backward must come before the next forward of another shape: a region's replay runs under the plan chosen last.
 """
 
 from __future__ import annotations
@@ -45,17 +45,18 @@ Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ShapePlan:
-    """A plan and the batches it is for.
+    """A plan and the shapes that it is for.
 
     Attributes:
-        shapes: (name or position, shape) of each tensor of the batch it was made for, in the order of the names.
+        plan: the plan.
+        shapes: (name or position, shape) of each tensor of its batch, in the order of the names.
     """
 
     shapes: Shapes
     plan: Plan
 
     def covers(self, shapes: Shapes) -> bool:
-        """Whether a batch of these shapes is no larger in any dimension."""
+        """Whether a batch of these shapes is at most as large in every dimension."""
         return len(shapes) == len(self.shapes) and all(
             name == known and len(shape) == len(most) and all(a <= b for a, b in zip(shape, most, strict=True))
             for (name, shape), (known, most) in zip(shapes, self.shapes, strict=True)
@@ -63,19 +64,19 @@ class ShapePlan:
 
 
 _Way = tuple[Runner, Settings | HeldSettings]
-"""What runs a forward, and its settings: a plan by tensor runs it by another function than regions do."""
+"""(runner, settings) of a forward; plans by tensor and regions have different runners."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Patched:
-    """A module's patched forward and what runs it under each plan, in the order of the plans."""
+    """A module's patched forward and its runner under each plan, in the order of the plans."""
 
     forward: PatchedForward
     ways: list[_Way]
 
 
 def _of_this_model(way: _Way, state: StepState, memo: dict[int, Any]) -> _Way:
-    """Returns what runs a forward of one model, with that model's state."""
+    """Returns the runner and settings with the state of one model."""
     runner, settings = way
     if isinstance(settings, Settings):
         return runner, dataclasses.replace(settings, state=state)
@@ -83,7 +84,7 @@ def _of_this_model(way: _Way, state: StepState, memo: dict[int, Any]) -> _Way:
 
 
 def shapes_of(batch: Any) -> Shapes:
-    """Returns the shapes of a batch's tensors: by name if it is a dict, else by position."""
+    """Returns the shapes of a batch's tensors, by name if it is a dict, otherwise by position."""
     if isinstance(batch, dict):
         found = [(str(key), t) for key in sorted(batch, key=str) for t in iterate_tensors(batch[key])]
     else:
@@ -92,11 +93,11 @@ def shapes_of(batch: Any) -> Shapes:
 
 
 class ShapePlans:
-    """Plans for several shapes in place on one model; `remove()`, or leaving the block, takes them away.
+    """Plans for several shapes in place on one model, until `remove()` or the end of the `with` block.
 
     Attributes:
-        buckets: by predicted plain peak, the smallest first.
-        counts: how many training forwards ran under each.
+        buckets: the plans, by rising predicted plain peak.
+        counts: number of training forwards that ran under each plan.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class ShapePlans:
         self._hooks: list[Any] = []
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Chooses the plan for the batch; the forward pre-hook of the model.
+        """Forward pre-hook of the model: chooses the plan for the batch.
 
         Raises:
             BatchTooLarge: if no shape covers the batch and its step would not fit.
@@ -133,7 +134,7 @@ class ShapePlans:
         self.counts[index] += 1
 
     def remove(self) -> None:
-        """Restores every forward that was changed; safe to call twice."""
+        """Restores every forward that was changed; may be called twice."""
         for hook in self._hooks:
             hook.remove()
         for patched in self._patched.values():
@@ -148,11 +149,11 @@ class ShapePlans:
         self.remove()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShapePlans:
-        """A copy of the model shares this: its patched forwards are found when it runs."""
+        """Returns itself: a copy of the model shares it, and its patched forwards are found when it runs."""
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        """What goes with a pickled model: the plans; not the loss and the optimizer, which only advice needs."""
+        """State for a pickled model: the plans, without loss and optimizer, which only error messages need."""
         return {**self.__dict__, "_loss": None, "_optimizer": None, "_patched": {}, "_hooks": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -174,23 +175,23 @@ class ShapePlans:
         self._choose(model, len(self.buckets) - 1)
 
     def _choose(self, model: nn.Module, index: int) -> None:
-        if model not in self._patched:  # a copy of the model is met here for the first time
+        if model not in self._patched:  # first call of a copy of the model
             self._patched[model] = self._find(model)
         for patched in self._patched[model]:
             patched.forward.runner, patched.forward.settings = patched.ways[index]
 
     def _is_suspended(self, model: nn.Module) -> bool:
-        """Whether the model runs as if there was no plan (`plain`), to which another plan would put an end."""
+        """Whether the plan is suspended (`plain`); choosing another plan would end that."""
         known = self._patched.get(model)
         forward = known[0].forward if known else find_patches(model)[0]
         return bool(forward.settings.state.suspended)
 
     def _find(self, model: nn.Module) -> list[_Patched]:
-        """Returns a model's patched forwards, and what runs each under each plan; regions share the model's state."""
+        """Returns a model's patched forwards with their runners under each plan; regions share the model's state."""
         forwards = find_patches(model)
         settings = [s for ways in self._chosen for _, s in ways.values()]
         state = StepState(counts_calls=any(s.state.counts_calls for s in settings if isinstance(s, Settings)))
-        memos: list[dict[int, Any]] = [{} for _ in self._chosen]  # a plan by tensor has a state of its own
+        memos: list[dict[int, Any]] = [{} for _ in self._chosen]  # each plan by tensor has its own state
         result = []
         for forward in forwards:
             path = forward.settings.path
@@ -232,7 +233,7 @@ class ShapePlans:
 
     @contextlib.contextmanager
     def _lifted(self, model: nn.Module) -> Iterator[None]:
-        """Takes the plans off the model inside the block, so that another can be tried."""
+        """Removes the plans from the model inside of the block, so that another plan can be tried."""
         forwards = [patched.forward for patched in self._patched[model]]
         for forward in forwards:
             unpatch(forward)
@@ -252,19 +253,22 @@ def fit_shapes(
     optimizer: OptimizerLike | None = None,
     timed: bool = False,
 ) -> ShapePlans:
-    """Plans for each batch, proves each plan on its batch, and changes the model in place to choose among them.
+    """Plans for each batch, verifies each plan on its batch, and changes the model in place to choose among the plans.
 
-    The batch whose plain step takes the most is first: if it does not fit, nothing else is tried.
+    The batch whose plain step has the largest peak is planned first: if it does not fit, nothing else is tried.
 
     Args:
-        batches: one of each shape; see `recoup.plan` for what a batch is. They should be the largest of their kind
-            (the longest sequence a bucket of the sampler lets through).
+        model: as for `recoup.fit`.
+        batches: one batch of each shape, as for `recoup.fit`; the largest of its kind (the longest sequence in a bucket
+            of the sampler).
         budget: bytes of one step, as for `recoup.fit`; a percentage is of the largest batch's plain step.
-        loss, optimizer, timed: as for `recoup.fit`.
+        loss: as for `recoup.fit`.
+        optimizer: as for `recoup.fit`.
+        timed: as for `recoup.fit`.
 
     Raises:
-        UsageError: without a batch.
-        InfeasibleBudget: with the shapes that do not fit. What `recoup.fit` raises.
+        UsageError: if `batches` is empty.
+        InfeasibleBudget: if a shape does not fit; the message has the shapes. Also the errors of `recoup.fit`.
     """
     if not batches:
         raise UsageError("fit_shapes needs at least one batch; got none. (recoup.integrations.shapes)")
@@ -297,14 +301,15 @@ def apply_shapes(
     """Changes `model` in place to run each batch under the plan of its shape; returns the handle that undoes it.
 
     Args:
-        model: bare, or wrapped by DDP. Ranks choose by their own batch. DDP's collectives are the same under any plan;
-            those of FSDP are not, so there every rank's batch must have the same shape (pad to it).
-        buckets: from `fit_shapes(...).buckets`, or made by hand from plans on disk.
-        loss, optimizer: of the training step, for what is advised when a batch does not fit.
+        model: unwrapped, or wrapped by DDP. Each rank chooses by its own batch. DDP's collectives are the same under
+            every plan; FSDP's are not, so there all ranks' batches need the same shape (pad them).
+        buckets: `fit_shapes(...).buckets`, or `ShapePlan`s of plans on disk.
+        loss: of the training step, for the advice in `BatchTooLarge`.
+        optimizer: of the training step, for the advice in `BatchTooLarge`.
 
     Raises:
         PlanMismatch: if a plan was made for another model.
-        ConflictError: if activation checkpointing is on already. The model is unchanged then.
+        ConflictError: if activation checkpointing is on already. The model is unchanged.
     """
     if not buckets:
         raise UsageError("apply_shapes needs at least one plan; got none. (recoup.integrations.shapes)")

@@ -1,4 +1,4 @@
-"""transformers' Trainer (and trainers built on it): one line before it, and a callback that measures.
+"""transformers' Trainer and trainers built on it: `fit` before training, and a callback that measures a step.
 
 fit = recoup.integrations.transformers.fit(model, args, train_dataset, budget="8GiB")
 Trainer(model=model, args=args, train_dataset=train_dataset, callbacks=[RecoupCallback(fit.plan)]).train()
@@ -50,21 +50,23 @@ def fit(
     actions: Sequence[str] | None = None,
     timed: bool = False,
 ) -> api.Fit:
-    """Plans for the steps that a `Trainer` with these arguments will run, changes the model and proves it.
+    """Plans for the steps that a `Trainer` with these arguments will run, changes the model in place and verifies it.
 
     The batch is the `per_device_train_batch_size` longest of the first 1000 examples, collated; precision and optimizer
-    are those of `args`. With gradient accumulation the gradients are there from the start of a forward, so their bytes
-    are taken off the budget.
+    are those of `args`. With gradient accumulation the gradients exist during forward, so their bytes are subtracted
+    from the budget.
 
     Args:
-        model: on its device.
+        model: the model, on its device.
         args: the arguments that the `Trainer` will get.
-        train_dataset: what it will be trained on, of which the first 1000 examples are read.
-        data_collator: the `Trainer`'s own; None: the default one.
-        budget, actions, timed: as for `recoup.fit`.
+        train_dataset: the training data, of which the first 1000 examples are read.
+        data_collator: the `Trainer`'s; None: the default one.
+        budget: as for `recoup.fit`.
+        actions: as for `recoup.fit`.
+        timed: as for `recoup.fit`.
 
     Raises:
-        ConflictError: if `args` turn on another activation checkpointing. What `recoup.fit` raises.
+        ConflictError: if `args` turn on another activation checkpointing. Also the errors of `recoup.fit`.
     """
     refuse_arguments(args)
     held = 0
@@ -99,21 +101,23 @@ def fit_trainer(
     actions: Sequence[str] | None = None,
     timed: bool = False,
 ) -> api.Fit:
-    """Plans for the steps of a trainer with a loss of its own (TRL's), changes its model and proves it.
+    """Plans for the steps of a trainer with its own loss (TRL's), changes its model in place and verifies it.
 
-    Call it between making the trainer and `trainer.train()`. The step is the trainer's `compute_loss`; what it counts
-    and logs there (metrics, tokens seen) is put back.
+    Call it between creating the trainer and `trainer.train()`. The step is the trainer's `compute_loss`; its counters
+    and logs (metrics, tokens seen) are restored.
 
     Args:
         trainer: a `Trainer` or a subclass.
         batch: the largest inputs that `compute_loss` will get; None: the `per_device_train_batch_size` longest of the
-            first 1000 examples, collated. A trainer that makes its inputs while it trains (GRPO generates completions)
-            has to be told.
-        budget, actions, timed: as for `recoup.fit`.
+            first 1000 examples, collated. Required for a trainer that makes its inputs during training (GRPO generates
+            completions).
+        budget: as for `recoup.fit`.
+        actions: as for `recoup.fit`.
+        timed: as for `recoup.fit`.
 
     Raises:
         ConflictError: if the trainer's arguments turn on another activation checkpointing or offloading.
-        UsageError: if there is no batch to plan for. What `recoup.fit` raises.
+        UsageError: if there is no batch to plan for. Also the errors of `recoup.fit`.
     """
     args = trainer.args
     model = unwrap(trainer.model)  # type: ignore[arg-type]
@@ -156,9 +160,9 @@ def fit_trainer(
 
 @contextlib.contextmanager
 def _trainers_cache(model: nn.Module, args: TrainingArguments) -> Iterator[None]:
-    """Has the model fill a key-value cache only if a Trainer with these arguments would: it sets the same flag.
+    """Sets the model's `use_cache` inside of the block as a Trainer with these arguments does.
 
-    A cache is more than its own bytes: under autocast its concatenation casts keys and values.
+    A key-value cache costs more than its own bytes: under autocast its concatenation casts keys and values.
     """
     config = getattr(model, "config", None)
     if config is None or not hasattr(config, "use_cache"):
@@ -170,7 +174,7 @@ def _trainers_cache(model: nn.Module, args: TrainingArguments) -> Iterator[None]
 
 @contextlib.contextmanager
 def _in_training(model: nn.Module) -> Iterator[None]:
-    """Has all modules in training mode inside the block; each is in its own again afterwards."""
+    """Sets all modules to training mode inside of the block, and each one's own mode at its end."""
     before = [(module, module.training) for module in model.modules()]
     model.train()
     try:
@@ -182,7 +186,7 @@ def _in_training(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Sets an attribute inside the block; one that was not there is gone afterwards."""
+    """Sets an attribute inside of the block; deletes it at the end if it did not exist before."""
     before = getattr(owner, name, _ABSENT)
     setattr(owner, name, value)
     try:
@@ -195,7 +199,7 @@ def _attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def _with_num_items(model: nn.Module, batch: Any) -> Any:
-    """Returns the batch with the number of labels that a Trainer hands to models which take it, to scale the loss."""
+    """Returns the batch with `num_items_in_batch`, which a Trainer passes to models that scale their loss by it."""
     accepts = getattr(model, "accepts_loss_kwargs", None)
     if accepts is None:
         parameters = inspect.signature(model.forward).parameters.values()
@@ -205,7 +209,7 @@ def _with_num_items(model: nn.Module, batch: Any) -> Any:
 
 
 def _num_items(batch: Any) -> torch.Tensor | None:
-    """Returns the number of labels that count; None: it has none."""
+    """Returns the number of labels that are not ignored; None if there are no labels."""
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
     return labels.ne(-100).sum() if isinstance(labels, torch.Tensor) else None
 
@@ -220,12 +224,12 @@ def _autocast_dtype(model: nn.Module, args: TrainingArguments) -> torch.dtype | 
 def sample_batch(
     dataset: Iterable[Any], batch_size: int, data_collator: Callable[[list[Any]], Any] | None = None
 ) -> Any:
-    """Returns the collated batch of the longest examples: the one whose step takes the most.
+    """Returns the collated batch of the longest examples, whose step has the largest peak.
 
     Args:
-        dataset: its first 1000 examples are read.
+        dataset: the data, of which the first 1000 examples are read.
         batch_size: examples in the batch.
-        data_collator: makes a batch of a list of examples; None: transformers' default one.
+        data_collator: collates a list of examples; None: transformers' default one.
 
     Raises:
         UsageError: if there are no examples.
@@ -260,12 +264,12 @@ class RecoupCallback(TrainerCallback):
     """Measures one optimizer step, compares it with the budget and reports; refuses conflicting arguments.
 
     Attributes:
-        meter: after the measured step its peak and what ran twice. On a CPU the batch's own bytes are not in it: the
-            Trainer loads it before the step begins.
+        meter: measurement of the step. On a CPU it does not include the batch's bytes: the Trainer loads the batch
+            before the step begins.
     """
 
     def __init__(self, plan: Plan | None = None, *, measured_step: int = 2) -> None:
-        """Takes the plan that is in place, for its budget, and which optimizer step to measure (the first is 1)."""
+        """Takes the plan in place, whose budget is compared, and the optimizer step to measure, counted from 1."""
         self.plan = plan
         self.measured_step = measured_step
         self.meter = StepMeter()
@@ -289,17 +293,17 @@ class RecoupCallback(TrainerCallback):
             )
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Begins measuring when the step has come."""
+        """Starts measuring at the chosen step."""
         if self.meter.peak_bytes is None and state.global_step + 1 >= self.measured_step:
             self.meter.start(kwargs["model"], kwargs.get("optimizer"))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Ends measuring; a step over the budget is warned of by the plan that is in place."""
+        """Stops measuring; the plan in place itself warns of a step over its budget."""
         if self.meter.is_running:
             self.meter.stop()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Ends a measurement that is still running."""
+        """Stops a measurement that is still running."""
         if self.meter.is_running:
             self.meter.stop()
 

@@ -1,9 +1,9 @@
-"""A guard around a running job: larger batches are weighed before they run, and running out of memory is explained.
+"""A guard around a running job: larger batches are simulated before they run, and out-of-memory errors are explained.
 
-Before the model runs on a batch that is larger, in some dimension, than every one weighed so far, the step is
-simulated under fake tensors with whatever plan is in place (about a second, once for each new largest shape); over the
-budget, `BatchTooLarge` is raised before anything is allocated. An out-of-memory error inside the block becomes
-`StepOutOfMemory`, which says what held the memory and which budget a plan would fit.
+Before the model runs on a batch that is larger in some dimension than every batch so far, the step is simulated under
+fake tensors with the plan in place (about a second, once for each new largest shape). If it is over the budget,
+`BatchTooLarge` is raised before anything is allocated. An out-of-memory error inside of the block becomes
+`StepOutOfMemory`, which names the modules that held the memory and the budget of a plan that would fit.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from recoup.units import format_bytes, parse_bytes
 def watch(
     model: nn.Module, *, budget: int | str, loss: Loss | None = None, optimizer: OptimizerLike | None = None
 ) -> Iterator[WatchedSteps]:
-    """Watches the training steps of `model` inside the block; gives what ran so far, to print or to look at.
+    """Watches the training steps of `model` inside of the block; yields a summary of the steps so far.
 
     Args:
-        model: with a plan in place or without.
+        model: the model, with or without a plan in place.
         budget: bytes of one step, an int or `"8GiB"`.
-        loss, optimizer: as for `recoup.plan`: needed where the model does not return its loss, or where the
-            optimizer's state is to be counted.
+        loss: as for `recoup.plan`; needed if the model does not return its loss.
+        optimizer: as for `recoup.plan`; needed for its state to be counted.
 
     Raises:
-        BatchTooLarge: from a forward in training whose step would not fit, before it runs.
-        StepOutOfMemory: instead of torch's out-of-memory error.
+        BatchTooLarge: from a training forward whose step would not fit, before it runs.
+        StepOutOfMemory: in place of torch's out-of-memory error.
 
     Example:
         >>> model = torch.nn.Linear(64, 64)
@@ -71,12 +71,12 @@ def watch(
 
 
 class Guard:
-    """Sizes seen so far, and the last batch: shapes alone, and integers' values.
+    """The sizes seen so far, and the last batch (shapes only, and values of integers).
 
     Attributes:
         weighed: shapes of batches that are known to fit.
-        steps: what ran so far.
-        how: a plan that fits is put in place, in a message.
+        steps: summary of the steps so far.
+        how: how a plan that fits is put in place, in words for messages.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Guard:
         weighed: list[list[tuple[int, ...]]] | None = None,
         how: str = "recoup.fit(model, batch, budget={budget_bytes})",
     ) -> None:
-        self.model = unwrap(model)  # what DDP and torch.compile run is weighed by itself
+        self.model = unwrap(model)  # the model inside DDP and torch.compile is simulated
         self.budget_bytes = budget_bytes
         self.loss = loss
         self.optimizer = optimizer
@@ -108,10 +108,10 @@ class Guard:
         *,
         without_plan: Callable[[], contextlib.AbstractContextManager[None]] | None = None,
     ) -> None:
-        """Weighs a batch that is larger than those weighed so far.
+        """Simulates the step of a batch that is larger than those seen so far.
 
         Args:
-            without_plan: takes what is in place off the model for a while, so that a plan for this batch can be tried.
+            without_plan: context that removes the plan in place, so that a plan for this batch can be tried.
 
         Raises:
             BatchTooLarge: if its step would not fit.
@@ -125,7 +125,7 @@ class Guard:
             return
         self.batch = map_tensors(_without_data, kwargs if kwargs and not args else args)
         if args and kwargs:
-            return  # a mixed call is not one that a plan can be made for
+            return  # no plan can be made for positional and keyword arguments together
         self.inside = True
         try:
             trace = capture(self._spec())
@@ -144,7 +144,7 @@ class Guard:
         self.steps.add(shapes, peak_bytes)
 
     def explain(self) -> str:
-        """Returns the memory held by module, and the plan that would fit."""
+        """Returns the memory held by each module, and the plan that would fit, in words."""
         if self.batch is None:
             return "Out of memory before the model ran on a batch in training: its weights alone do not fit."
         self.inside = True
@@ -177,7 +177,7 @@ class Guard:
         )
 
     def _advice(self) -> str:
-        """Returns advice: the plan that fits the budget, or the bytes that are needed."""
+        """Returns the advice of a message: the plan that fits the budget, or the bytes that are needed."""
         if find_patches(self.model):
             return "Remove the plan (`.remove()`), and call recoup.fit on the largest batch that will come."
         self.inside = True

@@ -1,4 +1,4 @@
-"""What a watched job ran so far: its batches by shape, and the memory of each."""
+"""Summary of the steps of a watched job: its batches by shape, and the memory of each."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ class WatchedBatches:
     """Steps on batches of the same shapes.
 
     Attributes:
-        first, last: numbers of the first and the last such step, from 1.
-        bound_bytes: what a step peaks at, simulated for the smallest weighed batch that covers these shapes.
+        first: number of the first such step, from 1.
+        last: number of the last such step, from 1.
+        bound_bytes: simulated peak of the smallest simulated batch that covers these shapes.
     """
 
     shapes: Shapes

@@ -21,7 +21,9 @@ class Evidence:
         budget_bytes: what was asked.
         gradients_equal: every gradient bit for bit.
         max_gradient_error: the largest relative difference of one gradient, ||planned - plain|| / ||plain||.
-        loss_equal, buffers_equal, rng_equal: bit for bit.
+        loss_equal: whether the losses are equal bit for bit.
+        buffers_equal: whether the buffers after the step are equal bit for bit.
+        rng_equal: whether the random streams end in the same state.
         same_gradient_set: the same parameters got a gradient.
         time_ratio: planned step over plain step, median over neighbours of steps run in turn; None: not timed.
         time_spread: half the distance between the quartiles of that ratio.

@@ -37,9 +37,11 @@ class Trade:
     """Two plans for one step, and what lies between them.
 
     Attributes:
-        from_bytes, to_bytes: their predicted peaks.
-        from_seconds, to_seconds: their predicted seconds a step.
-        to_does: what the second one does, a line each.
+        from_bytes: predicted peak of the first plan.
+        to_bytes: predicted peak of the second plan.
+        from_seconds: predicted seconds a step of the first plan.
+        to_seconds: predicted seconds a step of the second plan.
+        to_does: decisions of the second plan in words, one a line.
     """
 
     from_bytes: int
@@ -70,10 +72,11 @@ class Explanation:
 
     Attributes:
         peak_bytes: predicted, with the phase where it is and the largest `tensors` there as (what, bytes).
-        step_seconds, plain_step_seconds: predicted.
+        step_seconds: predicted seconds of a step.
+        plain_step_seconds: the same without a plan.
         prices: one for each kind of choice, the dearest second last.
-        less, more: what the next `step_bytes` fewer would cost and as many more would buy; None where no plan is
-            that small, or the plain step fits already.
+        less: cost of `step_bytes` fewer; None if no plan is that small.
+        more: gain of `step_bytes` more; None if the plain step fits already.
         cost_source: where seconds come from.
     """
 

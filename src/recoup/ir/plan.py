@@ -26,14 +26,17 @@ class Prediction:
     Attributes:
         peak_bytes: peak of the whole step, everything counted.
         plain_peak_bytes: the same without a plan.
-        step_seconds, plain_step_seconds: by the cost source named in `cost_source`.
+        step_seconds: seconds of a step, by the cost source named in `cost_source`.
+        plain_step_seconds: the same without a plan.
         extra_time_ratio: step_seconds / plain_step_seconds - 1.
         recomputed_flops: FLOPs run a second time.
         plain_flops: FLOPs of the step without a plan.
-        saved_bytes, plain_saved_bytes: bytes that autograd holds when backward begins.
+        saved_bytes: bytes that autograd holds when backward begins.
+        plain_saved_bytes: the same without a plan.
         offloaded_bytes: bytes moved to the host in one step.
-        host_bytes: the most of them that are there at a time.
-        num_collectives, plain_num_collectives: that a rank's step runs on distributed tensors (tensor parallel).
+        host_bytes: the most bytes on the host at a time.
+        num_collectives: collectives of one step on each rank, on distributed tensors (tensor parallel).
+        plain_num_collectives: the same without a plan.
         num_scan_evaluations: step evaluations of the scans whose bytes the plan decides, forward and backward together.
         num_all_gathers: of the step on each rank, where it is sharded (`plan --fsdp`); with the plan as without.
         forward_saved_bytes: of saved_bytes, those of the model's own forward, without a loss outside of it.

@@ -70,7 +70,8 @@ class ModuleRow:
         `is_decided`: the plan names it, else it inherits.
         plain_saved_bytes: held for backward by it and everything inside, without a plan.
         saved_bytes: with it.
-        plain_peak_bytes, peak_bytes: its part of what is alive at the peak of the step, without and with the plan.
+        plain_peak_bytes: its part of the bytes alive at the peak of the plain step.
+        peak_bytes: its part of the bytes alive at the peak of the planned step.
         count: how many equal calls this is the sum of.
         extra_seconds: time of what runs twice for it and everything inside (predicted).
     """
@@ -114,13 +115,16 @@ class Report:
 
     Attributes:
         profile: of the plain step.
-        plain, planned: predicted timelines.
-        measured_plain, measured_planned: measured.
+        plain: predicted timeline of the plain step.
+        planned: predicted timeline of the planned step.
+        measured_plain: measured timeline of the plain step.
+        measured_planned: measured timeline of the planned step.
         frontier: plans from the smallest peak up.
-        baselines: what people do by hand. Both simulated.
-        capacity_bytes: what a program can have of the device, 0 where that is not known.
+        baselines: the usual plans by hand, simulated as the frontier is.
+        capacity_bytes: memory of the device that a program can use; 0 if unknown.
         rows: the module tree in call order.
-        plan, evidence: None where there is none.
+        plan: the plan; None if there is none.
+        evidence: the evidence; None if the plan was not verified.
     """
 
     title: str

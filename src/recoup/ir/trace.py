@@ -57,8 +57,10 @@ class Op:
         call: index into `Trace.calls` of the innermost call it belongs to; in backward, the call whose forward made
             the node that runs. -1: none (loss outside the model, optimizer).
         origin: the forward op whose node runs this backward op; its own position in forward; -1 elsewhere.
-        replayed: it is the second run of a forward op (a region's replay, or a rederived tensor).
-        inputs, outputs: storage indices; an output not in `inputs` with `alloc_op` here is new.
+        replayed: whether it is the second run of a forward op (a region's replay, or a rederived tensor).
+        inputs: indices of the storages it reads.
+        outputs: indices of the storages of its results; one that is not in `inputs` and whose `alloc_op` is this op
+            is new.
     """
 
     signature: int
@@ -107,9 +109,12 @@ class Call:
     Attributes:
         path: dotted module path ("" is the model itself).
         index: how many times that path was called before.
-        first_op, last_op: its forward is ops [first_op, last_op).
-        inputs, outputs: storages of tensors that go in and come out.
-        input_grad_bytes, output_grad_bytes: bytes of gradient that flows out of and into its backward.
+        first_op: first op of its forward.
+        last_op: one past the last op of its forward.
+        inputs: storages of its argument tensors.
+        outputs: storages of its result tensors.
+        input_grad_bytes: bytes of the gradients of its arguments.
+        output_grad_bytes: bytes of the gradients of its results.
         replay_stop_op: a replay runs ops [first_op, replay_stop_op): then the last thing that autograd keeps is there;
             -1 if it keeps nothing.
         refusal: why no region may begin with it ("" if one can).

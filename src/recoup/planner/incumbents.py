@@ -12,7 +12,7 @@ SEARCH_OPS = 200_000  # simulated ops of one search: some twenty steps of a mode
 
 
 Effort = Literal["low", "normal", "high"]
-# Factors on what a search may simulate once a plan fits: none more, what pays mostly, and what seldom does.
+# Factors on what a search may simulate once a plan fits: one answer of each solver, what pays mostly, what seldom does.
 EFFORTS: dict[Effort, int] = {"low": 0, "normal": 1, "high": 10}
 
 

@@ -35,8 +35,12 @@ class PlannedStep:
     effort: Effort = "normal"
 
     def allowance(self, incumbents: Incumbents) -> Allowance:
-        """Returns the allowance of a search that begins now."""
-        return Allowance(num_ops=EFFORTS[self.effort] * SEARCH_OPS, began_at=incumbents.num_simulated_ops)
+        """Returns the allowance of a search that begins now: one answer at least."""
+        return Allowance(num_ops=EFFORTS[self.effort] * SEARCH_OPS or 1, began_at=incumbents.num_simulated_ops)
+
+    def is_content(self, incumbents: Incumbents, budget_bytes: int) -> bool:
+        """Whether a plan fits and no effort is to be made for a better one beyond the solvers' answers."""
+        return not EFFORTS[self.effort] and bool(incumbents.fitting(budget_bytes))
 
     @property
     def calls_trace(self) -> Trace:

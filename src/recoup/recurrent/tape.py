@@ -205,8 +205,10 @@ def backward(
     """Runs the backward of a tape; adds the captured tensors' gradients to `sums`.
 
     Args:
-        state_gradients, output_gradients: of `tape.states` and `tape.outputs`.
-        seeds: what leaves got already.
+        tape: the tape.
+        state_gradients: gradients of `tape.states`.
+        output_gradients: gradients of `tape.outputs`.
+        seeds: gradients that the leaves have already.
 
     Returns:
         The gradients of the tape's leaves and of its inputs.

@@ -22,21 +22,19 @@ def refuse_no_module(model: object) -> None:
     raise UsageError(f"model must be a torch.nn.Module; got {what}.")
 
 
-def refuse_conflicts(model: nn.Module, *, allow_ours: bool = False) -> None:
+def refuse_conflicts(model: nn.Module) -> None:
     """Raises ConflictError if activation checkpointing is already on in `model`.
 
     Known owners: transformers (`activation_checkpointing_enable`, once `gradient_checkpointing_enable`),
-    `checkpoint_wrapper` of torch and FairScale, and recoup itself unless `allow_ours`.
+    `checkpoint_wrapper` of torch and FairScale, and recoup itself.
     """
-    if not allow_ours and find_patches(model):
+    if find_patches(model):
         raise ConflictError(
             f"A recoup plan is already applied to this {type(model).__name__}. Call `.remove()` on what `apply` or "
             "`fit` returned first."
         )
-    ours = [] if not allow_ours else [id(f) for f in find_patches(model)]
     for path, module in model.named_modules():
-        forward = find_patch(module)
-        if forward is not None and id(forward) not in ours:
+        if find_patch(module) is not None:
             raise ConflictError(
                 f"`{path or type(model).__name__}` is already a region of recoup (`checkpoint_ops`, or a plan of "
                 "another model it is part of). Call `.remove()` on what applied it first."

@@ -20,9 +20,10 @@ def advise(model: nn.Module, batch: Any = None, *, budget: int | str, **step: An
     """Returns five lines: whether the budget needs a plan, which, what it costs, hand-made ones, what is left.
 
     Args:
-        model, batch: as for `recoup.plan`.
-        budget: as there; one below the smallest reachable peak is said, not raised.
-        step: the other arguments that say what a step is, as for `recoup.frontier`.
+        model: as for `recoup.plan`.
+        batch: as for `recoup.plan`.
+        budget: as for `recoup.plan`; one below the smallest reachable peak is reported instead of raised.
+        step: other arguments of the training step, as for `recoup.frontier`.
 
     Raises:
         UsageError, StepError, ConflictError: as `recoup.plan`.

@@ -58,11 +58,14 @@ class Estimate:
     """One cell of the table, all in bytes held when backward begins.
 
     Attributes:
-        textbook, rule_of_thumb, textbook_sqrt: by formula.
-        plain: autograd alone.
-        rederived: recoup's rederive everywhere.
-        every_block, sqrt: those regions by recompute.
-        planned: every block a region, and the rest rederived.
+        textbook: by the textbook formula.
+        rule_of_thumb: by the rule of thumb.
+        textbook_sqrt: by the textbook formula with sqrt checkpointing.
+        plain: captured, without a plan.
+        rederived: captured, with rederive everywhere.
+        every_block: captured, with every block a region.
+        sqrt: captured, with sqrt checkpointing.
+        planned: captured, with every block a region and the rest rederived.
     """
 
     sequence: int

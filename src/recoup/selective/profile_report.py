@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from typing import Any
 
 from recoup.thresholds import ESTIMATE_SHARE
@@ -46,17 +45,21 @@ class ProfileReport:
 
     Attributes:
         layers: sorted by activation bytes, largest first; together they cover the model without overlap.
-        total_activation_bytes: of all layers, captured.
-        measured_activation_bytes: of the real runs, their mean (None where nothing was run).
-        activation_spread: (largest - smallest) / mean of that total over the runs, 0.02 is 2 %.
-        parameter_bytes, gradient_bytes, buffer_bytes: of the model.
-        peak_bytes: measured, of forward and backward (None where nothing was run).
-        forward_peak_bytes, backward_peak_bytes: of the captured step.
-        forward_seconds, backward_seconds: medians.
-        time_spread: as for a layer, of forward and backward together.
+        total_activation_bytes: activation bytes of all layers, captured.
+        measured_activation_bytes: mean of the total over the runs; None if nothing was run.
+        activation_spread: (largest - smallest) / mean of the total over the runs; 0.02 is 2 %.
+        parameter_bytes: bytes of the parameters.
+        gradient_bytes: bytes of the gradients.
+        buffer_bytes: bytes of the buffers.
+        peak_bytes: measured peak of forward and backward; None if nothing was run.
+        forward_peak_bytes: peak of the captured forward.
+        backward_peak_bytes: peak of the captured backward.
+        forward_seconds: median over the runs.
+        backward_seconds: median over the runs.
+        time_spread: half the distance between the quartiles over the median, of forward and backward together.
         snapshots: (label, bytes alive) after each layer's forward, then after forward and after backward.
-        num_runs: steps run for it.
-        device: where.
+        num_runs: number of steps that were run.
+        device: device of the runs.
         num_recomputed_ops: ops of the step that ran a second time (a plan is in place, or other checkpointing).
     """
 
@@ -79,11 +82,6 @@ class ProfileReport:
     device: str
 
     @property
-    def total_activation_mb(self) -> float:
-        """All layers' activations in MiB."""
-        return self.total_activation_bytes / MIB
-
-    @property
     def backward_ratio(self) -> float:
         """Backward's time over forward's; 0 where nothing was run."""
         return self.backward_seconds / self.forward_seconds if self.forward_seconds else 0.0
@@ -102,10 +100,6 @@ class ProfileReport:
     def to_json(self) -> dict[str, Any]:
         """Returns plain JSON data."""
         return {**dataclasses.asdict(self), "backward_ratio": self.backward_ratio}
-
-    def to_json_text(self) -> str:
-        """Returns the same as text."""
-        return json.dumps(self.to_json(), indent=1)
 
     def table(self) -> str:
         """Returns the layers as a table that fits 100 columns."""

@@ -51,7 +51,8 @@ class CheckpointWrapper(nn.Module):
 
     Args:
         module: any module; it is changed in place (`unwrap()` undoes it).
-        use_reentrant, preserve_rng_state: accepted for code that sets them, see `CheckpointConfig`.
+        use_reentrant: accepted for compatibility, see `CheckpointConfig`.
+        preserve_rng_state: accepted for compatibility, see `CheckpointConfig`.
 
     Raises:
         UsageError: if it is not a module.

@@ -1,6 +1,7 @@
 """Minimum s-t cut of a small directed graph, by Dinic's algorithm (Dinitz 1970).
 
-Breadth-first levels, then a blocking flow along edges that go up one level, until the sink is out of reach. Capacities
+A blocking flow along edges that rise in one order of all nodes first, which takes paths of every length at once; then
+breadth-first levels and a blocking flow along edges that go up one level, until the sink is out of reach. Capacities
 are floats: each augmentation takes its bottleneck to exactly zero, so it ends as with integers. For graphs of some
 thousand edges; no arrays, no dependencies.
 """
@@ -23,9 +24,11 @@ class FlowNetwork:
         self._edges_of: list[list[int]] = [[] for _ in range(num_nodes)]
         self._head: list[int] = []
         self._room: list[float] = []  # what an edge can still take; edge i ^ 1 is the reverse of edge i
+        self._orders: dict[int, list[int]] = {}  # by source
 
     def add_edge(self, tail: int, head: int, capacity: float) -> None:
         """Adds an edge; `math.inf` is a capacity that no cut can pay."""
+        self._orders.clear()
         for node, other, room in ((tail, head, capacity), (head, tail, 0.0)):
             self._edges_of[node].append(len(self._head))
             self._head.append(other)
@@ -35,6 +38,7 @@ class FlowNetwork:
         """Returns a copy in which some edges (by the number they were added as) have other capacities."""
         copied = FlowNetwork(0)
         copied._edges_of, copied._head, copied._room = self._edges_of, self._head, self._room.copy()
+        copied._orders = self._orders
         for number, capacity in edges:
             copied._room[2 * number] = capacity
         return copied
@@ -44,12 +48,38 @@ class FlowNetwork:
 
         None if every cut is infinite. The network is used up: its capacities are those left by the flow.
         """
+        order = self._order(source)
+        if order[sink] >= 0 and not self._block(source, sink, order):
+            return None
         while True:
             level = self._levels(source, sink)
             if level[sink] < 0:
                 return [found >= 0 for found in level]
             if not self._block(source, sink, level):
                 return None
+
+    def _order(self, source: int) -> list[int]:
+        """Returns numbers of the nodes that edges lead to from the source, rising along all that close no cycle."""
+        known = self._orders.get(source)
+        if known is not None:
+            return known
+        edges_of, heads = self._edges_of, self._head
+        order = self._orders[source] = [-1] * len(edges_of)
+        order[source], left = 0, len(edges_of)
+        path = [(source, iter(edges_of[source]))]
+        while path:
+            node, edges = path[-1]
+            for edge in edges:
+                head = heads[edge]
+                if order[head] < 0 and not edge & 1:
+                    order[head] = 0
+                    path.append((head, iter(edges_of[head])))
+                    break
+            else:
+                left -= 1
+                order[node] = left
+                path.pop()
+        return order
 
     def _levels(self, source: int, sink: int) -> list[int]:
         """Returns how many edges away from the source nodes are; -1: out of reach, or no nearer than the sink."""
@@ -70,7 +100,7 @@ class FlowNetwork:
         return level
 
     def _block(self, source: int, sink: int, level: list[int]) -> bool:
-        """Sends flow along paths that rise level by level, until there is none left; False if one has no limit."""
+        """Sends flow along paths whose levels rise, until there is none left; False if one has no limit."""
         edges_of, heads, room = self._edges_of, self._head, self._room
         next_edge = [0] * len(edges_of)
         path: list[int] = []
@@ -87,9 +117,9 @@ class FlowNetwork:
                 full = next(at for at, edge in enumerate(path) if not room[edge] > 0)
                 node = heads[path[full] ^ 1]
                 del path[full:]
-            edges, above = edges_of[node], level[node] + 1
+            edges, here = edges_of[node], level[node]
             at, num_edges = next_edge[node], len(edges)
-            while at < num_edges and not (level[heads[edges[at]]] == above and room[edges[at]] > 0):
+            while at < num_edges and not (level[heads[edges[at]]] > here and room[edges[at]] > 0):
                 at += 1
             next_edge[node] = at
             if at < num_edges:

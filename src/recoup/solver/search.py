@@ -119,7 +119,6 @@ class Search:
         rederived: _Units,
         max_points: int,
         *,
-        with_regions: bool = True,
         outermost: bool = False,
     ) -> Front:
         """Returns the front of a call's parts followed by `after`.
@@ -129,7 +128,6 @@ class Search:
 
         Args:
             rederived: units that reach out of this call and rederive; those not in it save.
-            with_regions: whether this call's own parts may be regions.
             outermost: whether no region is around it: what a replay saves does not go to the host.
         """
         parts = call.parts
@@ -137,13 +135,11 @@ class Search:
         # fronts[i] is that of parts i and on; a span jumps from it to one further right.
         fronts: list[dict[_Units, Front]] = [{}] * len(parts) + [{frozenset(): after}]
         insides: dict[int, list[_Inside]] = {}
-        links = self._links(call) if with_regions else None
+        links = self._links(call)
         for i in reversed(range(len(parts))):
             part = parts[i]
             found: dict[_Units, list[Front]] = {}
-            is_region = (
-                with_regions and isinstance(part, Call) and self._may_be_region(part, parts[i - 1] if i else None)
-            )
+            is_region = isinstance(part, Call) and self._may_be_region(part, parts[i - 1] if i else None)
             if isinstance(part, Call) and is_region:
                 insides[i] = self._insides(call, i, insides, links)
             for state, rest in fronts[i + 1].items():

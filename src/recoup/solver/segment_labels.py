@@ -89,10 +89,12 @@ class LabelMaker:
             for value in op.inputs:
                 self._readers.setdefault(value, []).append(self._interval(i))
         self._first_saved: dict[int, int] = {}
+        self._savers: dict[int, list[int]] = {}
         for i, values in enumerate(problem.saves):
             for value in values:
                 if value in self._maker:
                     self._first_saved.setdefault(value, i)
+                    self._savers.setdefault(value, []).append(self._interval(i))
         bare = problem.bare_bytes
         # Where each interval's forward is fullest if nothing is held, and its last op.
         self._watched = [
@@ -269,10 +271,17 @@ class LabelMaker:
         return [v for at in ops for v in self.problem.ops[at].inputs if v not in made and v in self._maker]
 
     def _reader_before(self, value: int, i: int) -> int | None:
-        """Returns the last interval between a value's maker and interval `i` that reads it, None if none does."""
-        readers = self._readers.get(value, [])
+        """Returns the last interval between a value's maker and interval `i` whose segment holds it, None if none does.
+
+        Which of its readers run again is not known: those hold it that autograd saves it for. One that it is saved for
+        nowhere is held by who reads it, if many do.
+        """
+        readers = self._savers.get(value) or self._readers.get(value, [])
+        maker = self._interval(self._maker[value])
         at = bisect.bisect_left(readers, i)
-        return readers[at - 1] if at and readers[at - 1] > self._interval(self._maker[value]) else None
+        if not at or readers[at - 1] <= maker or (value not in self._savers and len({*readers} - {maker}) <= 2):
+            return None
+        return readers[at - 1]
 
     def _shared_bytes(self, values: Iterable[int], i: int) -> tuple[int, ...]:
         """Returns the bytes of earlier values that a segment before interval `i` does not hold, by where it begins.

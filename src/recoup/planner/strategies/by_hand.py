@@ -32,7 +32,7 @@ class ByHandStrategy(Strategy):
 
     def propose(self, budget_bytes: int, incumbents: Incumbents) -> Proposals:
         """Yields the baselines that may be as fast as what was found, until one fits."""
-        if "recompute" not in self._step.actions or self._step.allowance(incumbents).ends(incumbents, budget_bytes):
+        if "recompute" not in self._step.actions or self._step.is_content(incumbents, budget_bytes):
             return
         view = self._step.views.plain.saving
         allowed = incumbents.seconds(budget_bytes) * (1 + SAME_SHARE) - incumbents.plain.step_seconds

@@ -48,7 +48,7 @@ class RebuildStrategy(Strategy):
     def propose(self, budget_bytes: int, incumbents: Incumbents) -> Proposals:
         """Yields the solver's answers for the budget, each repaired by the gap of the one before."""
         allowance = self._step.allowance(incumbents)
-        if allowance.ends(incumbents, budget_bytes) or self._view is None or self._solver is None:
+        if self._view is None or self._solver is None:
             return
         plain = self._step.simulator.plain
         target, has_fitted = budget_bytes, False
@@ -61,11 +61,11 @@ class RebuildStrategy(Strategy):
                 return
             candidate = yield (self._view.decide(choice),)
             gap = candidate.peak_bytes - budget_bytes
-            if has_fitted or gap == 0 or (gap > 0 and candidate.step_seconds >= worth):
+            if gap == 0 or (gap > 0 and candidate.step_seconds >= worth):
                 return  # what needs less would be slower still
             if gap > 0:
                 target = min(target, choice.peak_bytes + self._fixed_bytes) - gap
-            elif gap >= -SAME_SHARE * budget_bytes:
+            elif has_fitted or gap >= -SAME_SHARE * budget_bytes:
                 return
             else:
                 has_fitted, target = True, target - gap

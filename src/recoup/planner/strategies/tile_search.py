@@ -60,7 +60,7 @@ class TileStrategy(Strategy):
     def propose(self, budget_bytes: int, incumbents: Incumbents) -> Proposals:
         """Yields plans with each set of tiles, and the fastest of them with fewer modules tiled."""
         num_repairs = MOST_TRIES if self._step.scans is None else 1
-        if self._step.allowance(incumbents).ends(incumbents, budget_bytes):
+        if self._step.is_content(incumbents, budget_bytes):
             return
         for tiles, views, moving in self.found.sets:
             if self._step.scans is None:

@@ -22,8 +22,8 @@ class HeadOptions(TypedDict, total=False):
         logit_scale: multiplies the logits.
         softcap: then `softcap * tanh(logits / softcap)` (Gemma 2, arXiv 2408.00118).
         temperature: then divides them.
-        tile_tokens, num_tiles: the size or the number of tiles, one of them; left out: tiles whose logits take as many
-            bytes as `hidden`, at least 32 MiB.
+        tile_tokens: tokens of a tile; default: tiles whose logits take as many bytes as `hidden`, at least 32 MiB.
+        num_tiles: number of tiles, in place of `tile_tokens`.
     """
 
     bias: torch.Tensor | None
@@ -39,8 +39,10 @@ class HeadInput:
     """A head's product, ready for tiles. Shapes: N tokens, H hidden, V classes.
 
     Attributes:
-        hidden, weight, bias: (N, H), (V, H), (V,) or None, in one dtype.
-        steps: from the product to the logits.
+        hidden: (N, H), in the dtype of the product.
+        weight: (V, H), in the same dtype.
+        bias: (V,) in the same dtype, or None.
+        steps: ops from the product to the logits.
         tile_tokens: rows of a tile.
     """
 

@@ -1,4 +1,4 @@
-"""What loss code does along the classes of logits that are not there: log-probabilities, entropy, and their sums.
+"""Ops along the classes of lazy logits: log-probabilities, entropy, and their sums.
 
 Ops that keep the classes (log-softmax, exp, products of two of them) are composed into `LazyLogits.after`, a function
 of one tile's logits. Ops that leave no classes (gather, logsumexp, sum) run it over tiles. So the log-probabilities of

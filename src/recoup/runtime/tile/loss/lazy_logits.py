@@ -1,9 +1,9 @@
-"""Logits that are not there until somebody asks: what a tiled head returns.
+"""Lazy logits, which a tiled head returns: a tensor without memory that is computed only if an op needs its values.
 
-The head's forward hands out a tensor with the shape of the logits and no memory. What models do to logits on the way to
-the loss (reshape, shift by slicing, a cast, a scale, a soft cap) is noted; `cross_entropy` on it runs over tiles.
-Anything else computes the logits as the head would have, once, and goes on with them: metrics, sampling, another loss.
-So the model's own loss function runs, and nothing of it is copied here.
+The tensor has the shape of the logits. Ops on the way to the loss (reshape, shift by slicing, cast, scale, soft cap)
+are recorded, and `cross_entropy` on the result runs over tiles. Any other op (metrics, sampling, another loss) computes
+the logits once, as the head would have, and runs on them. So the model's own loss function runs, and nothing of it is
+copied here.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class Head:
     """Sources of the logits, shared by all lazy tensors made of them.
 
     Attributes:
-        hidden: (..., H), as the head was given it.
+        hidden: (..., H), the head's argument.
         weight: (V, H).
         bias: (V,).
         tile_tokens: rows of a tile.
-        logits: computes the logits whole.
-        hooks: what FSDP2 wants to know when the logits' backward begins.
+        logits: the head's own forward, which computes the logits whole.
+        hooks: FSDP2's hooks that run when the logits' backward begins.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Head:
         return [t._version for t in (self.hidden, self.weight, self.bias) if t is not None]
 
     def check(self) -> None:
-        """Raises if the hidden states or the weights are not what they were when the head was called."""
+        """Raises if the hidden states or the weights were changed since the head was called."""
         if self._current_versions() != self._versions:
             raise UsageError(
                 "The logits of a tiled head were asked for after its input or weight was changed in place (by an "
@@ -77,7 +77,7 @@ class Head:
             )
 
     def when_backward_begins(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Has a tensor that the loss depends on tell `hooks`; returns it."""
+        """Registers `hooks` on a tensor that the loss depends on; returns it."""
         if tensor.requires_grad:
             for hook in self.hooks.values():
                 tensor.register_hook(hook)  # type: ignore[no-untyped-call]

@@ -35,15 +35,16 @@ class Tiling:
     """How one call is cut into tiles of positions.
 
     Args:
-        path: for messages.
+        path: module path, for messages.
         run: the forward.
-        args, kwargs: of the call.
+        args: positional arguments of the call.
+        kwargs: keyword arguments of the call.
         tile_rows: positions of a tile.
 
     Attributes:
-        tensors: of the arguments, each once.
-        is_tiled: which of them are cut: those with the leading sizes of the first.
-        leading: those sizes.
+        tensors: tensors of the arguments, each once.
+        is_tiled: for each, whether it is cut: those with the leading sizes of the first.
+        leading: the leading sizes.
     """
 
     def __init__(self, path: str, run: Callable[..., Any], args: Any, kwargs: Any, *, tile_rows: int) -> None:

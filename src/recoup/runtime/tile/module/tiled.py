@@ -47,7 +47,8 @@ def tiled(
         function: a module or function that treats each position by itself and returns one tensor, a row a position.
             This is proved on fake tensors before anything runs (some ten milliseconds): for a function at each call,
             for a module once for each shape and mode.
-        num_tiles, tile_tokens: the number of tiles, or the positions of one; give one of them.
+        num_tiles: number of tiles; give this or `tile_tokens`.
+        tile_tokens: positions of a tile; give this or `num_tiles`.
 
     Raises:
         UsageError: if it is not position-wise, with the op that is not; if it draws random numbers, or changes a
