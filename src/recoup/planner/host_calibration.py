@@ -5,7 +5,7 @@ each kind of bookkeeping. What each plan takes above the plain step, its kernels
 step takes above its kernels is two more. What a plan takes whatever it does is one more unknown, which nobody is
 charged. The answer is the most likely one: a cost is `TYPICAL`'s times or divided by two, give or take, and a time is
 off by what its repetitions are apart. So no cost is zero, and those that the times cannot tell apart stay typical. Each
-is then rounded to `TYPICAL`'s times a power of two: finer, the noise of one calibration would choose between plans.
+is then rounded, toward `TYPICAL`'s, to its times a power of two: finer, the noise of a calibration would choose plans.
 
 Tensors are as large as a core's cache holds a few of, since kernels of a real step drive the interpreter's data out of
 it. Kernels are priced as in any plan: what an op takes longer inside of a step than alone counts as host time. Times
@@ -41,7 +41,7 @@ from recoup.thresholds import ESTIMATE_SHARE, MOST_TRIES
 
 _SOLVED = tuple(field.name for field in dataclasses.fields(HostCosts))
 _SPREAD_SHARE = math.log(2.0)
-"""Of the costs' logarithms over hosts, a common one being half or twice as fast; and what they are rounded to."""
+"""Of the costs' logarithms over hosts, a common one being half or twice as fast; and the step of rounding."""
 
 
 def host_costs() -> HostCosts:
@@ -104,7 +104,12 @@ def measure_host_costs(*, num_layers: int = 3, num_rounds: int = 2) -> HostCosts
         counts = [sum(host_seconds(decisions, trace, plain=plain.trace, costs=costs)) for costs in unit]
         above = sum(_least(laps[name])) - sum(step) - (sum(priced[name].op_seconds) - sum(kernels))
         rows.append(([*counts, 1.0], above, _spread([sum(lap) for lap in laps[name]])))
-    return HostCosts(**dict(zip(_SOLVED, _most_likely(*zip(*rows, strict=True)), strict=False)))
+    likely = dict(zip(_SOLVED, _most_likely(*zip(*rows, strict=True)), strict=True))
+    return HostCosts(**{name: _rounded(seconds, getattr(TYPICAL, name)) for name, seconds in likely.items()})
+
+
+def _rounded(seconds: float, typical: float) -> float:
+    return typical * math.exp(math.trunc(math.log(seconds / typical) / _SPREAD_SHARE) * _SPREAD_SHARE)
 
 
 def _least(laps: list[tuple[float, float]]) -> tuple[float, float]:
@@ -143,7 +148,7 @@ def _most_likely(rows: Sequence[list[float]], seconds: Sequence[float], off_seco
         )
         logs = logs + np.clip(change[:-1], -1.0, 1.0)  # a logarithm is straight for so far
         rest += change[-1]
-    found: list[float] = (typical * np.exp(np.round(logs / _SPREAD_SHARE) * _SPREAD_SHARE)).tolist()
+    found: list[float] = (typical * np.exp(logs)).tolist()
     return found
 
 
