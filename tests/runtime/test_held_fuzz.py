@@ -15,9 +15,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recoup.evidence.gradients import equal_values
-from recoup.ir.decision import OpMark, Rebuild
+from recoup.ir.decision import OpMark, Rebuild, Rederive
 from recoup.runtime.apply import apply_decisions
-from recoup.runtime.rebuild import apply_held, held_recorder
+from recoup.runtime.rebuild import apply_held, held_recorder, saved_tensor
 from tests.runtime.random_programs import ATTENTION, ROWS, WIDTH, Program
 
 NUM = int(os.environ.get("RECOUP_FUZZ", "24"))
@@ -73,7 +73,7 @@ def backward(loss: torch.Tensor, model: Program, x: torch.Tensor, kind: int) -> 
         loss.backward()
 
 
-def train(seed: int, plan: Rebuild | None, num_steps: int = 5) -> list[torch.Tensor]:
+def train(seed: int, plan: Rebuild | Rederive | None, num_steps: int = 5) -> list[torch.Tensor]:
     """Returns gradients, buffers and the random stream after some steps."""
     torch.manual_seed(seed)
     model = Program(seed)
@@ -119,3 +119,11 @@ def test_random_programs_under_random_plans(seed: int, monkeypatch: pytest.Monke
             planned = train(seed, Rebuild(path="", marks=marks))
         assert len(plain) == len(planned)
         assert all(map(equal_values, plain, planned))
+
+
+@pytest.mark.parametrize("seed", range(NUM))
+def test_random_programs_rederived(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saved_tensor, "MIN_BYTES", 0)
+    plain, planned = train(seed, None), train(seed, Rederive(path=""))
+    assert len(plain) == len(planned)
+    assert all(map(equal_values, plain, planned))

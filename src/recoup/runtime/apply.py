@@ -156,6 +156,7 @@ def apply_decisions(
         counts_calls=any(d.call is not None or isinstance(d, Loop) for d in decisions),
         offloading=Offloading(transport) if offloads else None,
         proofs=proofs,
+        only_rederives=all(isinstance(d, Rederive | Save) for d in decisions),
     )
     paths = dict.fromkeys([*by_path, *joins])
     caching = caching_paths(modules, [d.path for d in decisions if d.is_region])

@@ -30,6 +30,8 @@ from recoup.runtime.offload.offloaded_saved_tensor import Offloading
 from recoup.runtime.patch import PatchedForward
 from recoup.runtime.rebuild import saved_tensor
 from recoup.runtime.rebuild.lineage import current_recorder
+from recoup.runtime.rebuild.rederive_steps import RederiveCalls, rederived_step
+from recoup.runtime.rebuild.step_program import like_step
 from recoup.runtime.recompute import region as regions
 from recoup.runtime.recompute.object_state import Places
 from recoup.runtime.recompute.region_step import Member
@@ -42,9 +44,15 @@ class StepState:
     """State that the patched forwards of one model share, such as the number of calls of each path in this step."""
 
     def __init__(
-        self, *, counts_calls: bool, offloading: Offloading | None = None, proofs: Proofs | None = None
+        self,
+        *,
+        counts_calls: bool,
+        offloading: Offloading | None = None,
+        proofs: Proofs | None = None,
+        only_rederives: bool = False,
     ) -> None:
         self.counts_calls = counts_calls
+        self.rederived_calls = RederiveCalls() if only_rederives else None
         self.offloading = offloading
         self.calls: dict[str, int] = {}
         self.proofs = Proofs() if proofs is None else proofs
@@ -54,16 +62,16 @@ class StepState:
         self.suspended = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StepState:
-        copied = StepState(counts_calls=self.counts_calls, offloading=copy.deepcopy(self.offloading, memo))
+        copied = _new_state(self.counts_calls, copy.deepcopy(self.offloading, memo), self.rederived_calls is not None)
         memo[id(self)] = copied
         return copied
 
     def __reduce__(self) -> Any:
-        return _new_state, (self.counts_calls, self.offloading)
+        return _new_state, (self.counts_calls, self.offloading, self.rederived_calls is not None)
 
 
-def _new_state(counts_calls: bool, offloading: Offloading | None = None) -> StepState:
-    return StepState(counts_calls=counts_calls, offloading=offloading)
+def _new_state(counts_calls: bool, offloading: Offloading | None = None, only_rederives: bool = False) -> StepState:
+    return StepState(counts_calls=counts_calls, offloading=offloading, only_rederives=only_rederives)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,7 +162,12 @@ def _run_planned(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[st
     hook = None if decision is None else settings.hooks[type(decision)]
     begins_record = settings.records and current_recorder() is None and not inside_region()
     if begins_record and (hook is None or hook.records):
-        with saved_tensor.rederive(by_default=decision is not None and decision.rederives):
+        by_default = decision is not None and decision.rederives
+        if state.rederived_calls is not None:
+            key = bool(patched.module is not None and patched.module.training), like_step(args, kwargs)
+            with rederived_step(state.rederived_calls, key, by_default=by_default):
+                return forward(*args, **kwargs)
+        with saved_tensor.rederive(by_default=by_default):
             _begin_offloading(patched, decision, args, kwargs)
             return forward(*args, **kwargs)
     if hook is None:

@@ -19,6 +19,7 @@ from recoup.runtime.rebuild.held_recorder import HeldRecorder
 from recoup.runtime.rebuild.lineage import current_recorder
 from recoup.runtime.rebuild.marks import marks_of
 from recoup.runtime.rebuild.saved_tensor import pack, unpack
+from recoup.runtime.rebuild.step_program import like_step
 from recoup.runtime.step_log import Counts
 
 
@@ -96,7 +97,7 @@ def run_held(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, A
             with recorder, _torch.saved_tensors_hooks(pack, unpack):
                 result = patched.original(*args, **kwargs)
         else:
-            watch = CallWatch(recorder, state.calls, (patched.module.training, _alike(args, kwargs)))
+            watch = CallWatch(recorder, state.calls, (patched.module.training, like_step(args, kwargs)))
             with watch, recorder, _torch.on_compiled_calls(watch.leave), _torch.saved_tensors_hooks(pack, unpack):
                 result = patched.original(*args, **kwargs)
             watch.learn()
@@ -115,10 +116,3 @@ def run_held(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, A
             stacklevel=3,
         )
     return result
-
-
-def _alike(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Returns what is equal for steps that may be alike."""
-    items = (*args, *kwargs.values())
-    shapes = [item.shape if isinstance(item, torch.Tensor) else type(item) for item in items]
-    return tuple(kwargs), tuple(shapes), _torch.is_autocast()

@@ -35,8 +35,11 @@ class Calls:
     """The forms of a plan's calls; all steps share them.
 
     Attributes:
-        is_compiled: a part of the model is compiled.
+        is_compiled: a part of the model is compiled. learns, follows: classes of what `begin` returns.
     """
+
+    learns: type[Learning] = Learning
+    follows: type[StepRun] = StepRun
 
     def __init__(self) -> None:
         self.is_compiled = False
@@ -46,7 +49,7 @@ class Calls:
         self._programs: dict[Any, StepProgram] = {}
         self._seen: dict[Any, int] = {}
 
-    def begin(self, recorder: HeldRecorder, key: Any) -> StepRun | Learning | None:
+    def begin(self, recorder: Any, key: Any) -> StepRun | Learning | None:
         """Returns what follows a step: the program of earlier ones like it, or who learns one; None at first.
 
         Args:
@@ -57,9 +60,9 @@ class Calls:
         program = self._programs.get(key)
         slots = None if program is None else program.slots()
         if program is not None and slots is not None:
-            return StepRun(program, slots, recorder)
+            return self.follows(program, slots, recorder)
         num = self._seen[key] = self._seen.get(key, 0) + 1
-        return Learning(recorder) if 1 < num <= MOST_TRIES and len(self._programs) < MOST_TRIES else None
+        return self.learns(recorder) if 1 < num <= MOST_TRIES and len(self._programs) < MOST_TRIES else None
 
     def end(self, key: Any, followed: StepRun | Learning | None) -> None:
         """Takes note of how it went."""
@@ -106,9 +109,9 @@ def _kind(args: tuple[Any, ...]) -> Any:
 class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
     """The torch-function mode in front of a recorder."""
 
-    def __init__(self, recorder: HeldRecorder, calls: Calls, key: Any) -> None:
+    def __init__(self, recorder: Any, calls: Calls, key: Any) -> None:
         super().__init__()
-        self._recorder = recorder
+        self._recorder: Any = recorder
         self._calls = calls
         self._last: CallForm | None = None
         self._key = key
@@ -126,6 +129,11 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
         super().__exit__(*exc)
         recorder = self._recorder
         recorder.program = recorder.learning = recorder.stop_program = recorder.on_write = None  # no cycle stays
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether there is a program to follow or to learn."""
+        return self._followed is not None
 
     def learn(self) -> None:
         """Called when the step's forward has returned."""
@@ -183,6 +191,11 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
                     run.returned(call, out)
                 return out
             self._stop()
+        return self._record(func, args, kwargs)
+
+    def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        """Runs a call that no program has: by its form, if it has one."""
+        recorder = self._recorder
         last = self._last
         guess = None if last is None else last.then
         tensors = None

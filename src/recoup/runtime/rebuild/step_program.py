@@ -87,6 +87,13 @@ def parts_of(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> tuple[list
     return tensors, [(type(item), item if type(item) in PLAIN else None) for item in items]
 
 
+def like_step(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Returns what is equal for steps that may be alike."""
+    items = (*args, *kwargs.values())
+    shapes = [item.shape if isinstance(item, torch.Tensor) else type(item) for item in items]
+    return tuple(kwargs), tuple(shapes), _torch.is_autocast()
+
+
 Saved = tuple[int, int, int, Geometry | None]  # what becomes of it, segment, number of the value, geometry
 ProgramOp = tuple[OpForm, tuple[int, ...], tuple[tuple[int, int], ...]]  # form, numbers read, results with numbers
 

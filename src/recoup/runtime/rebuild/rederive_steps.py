@@ -1,0 +1,371 @@
+"""A step under a plan that only rederives, held against an earlier one that was like it.
+
+The rules are those of [Note: step programs], with the record of `lineage.py` in the place of segments: where a call
+is as it was, the dispatch mode is off while it runs, and what autograd saves is dealt with as it was. Each step has
+values of its own, made from the program's, so that its rederived tensors are those of a step that was recorded.
+
+What has no program: steps in which an op writes to what something is rebuilt from (BatchNorm in training, activations
+in place), random masks and max-pooling's indices in fewer bytes, autocast.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from recoup import _torch
+from recoup.runtime.rebuild.call_forms import CallForm, CallLog, form_of_call
+from recoup.runtime.rebuild.calls import Calls, CallWatch
+from recoup.runtime.rebuild.cheap_ops import OpFacts, known_facts, op_facts
+from recoup.runtime.rebuild.kept import Kept, KeptConstant, KeptView
+from recoup.runtime.rebuild.learning import Learning
+from recoup.runtime.rebuild.lineage import Geometry, Made, Read, Recorder, Value, geometry_of
+from recoup.runtime.rebuild.marks import Frame, reads_masks
+from recoup.runtime.rebuild.rederived import Rederived
+from recoup.runtime.rebuild.saved_tensor import pack, rederive, unpack
+from recoup.runtime.rebuild.segments import has_memory
+from recoup.runtime.rebuild.step_program import CONSTANT, KEEP, REBUILD, ProgramCall, StepProgram, parts_of
+from recoup.runtime.rebuild.step_run import StepRun
+
+_Save = tuple[int, int, Geometry, tuple[int, ...]]  # what becomes of it, number of the value, geometry, sources
+
+
+@_torch.without_dynamo_wrapper
+class WatchedRecorder(Recorder):
+    """A recorder that tells of the ops it sees. `log`: of the call that is looked into now."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.followed = False
+        self.frame = Frame("", None)
+        self.log: CallLog | None = None
+        self.stop_program: Any = None
+        self.on_write: Any = None
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        is_wrapped = bool(types) and any(map(_torch.is_wrapper_type, types))
+        facts = known_facts(id(func))
+        if facts is None and not _torch.is_higher_order(func):
+            facts = op_facts(func)
+        if self.log is not None and (is_wrapped or not _follows(facts, args)):
+            self.log.ops = None
+        if self.on_write is not None and not is_wrapped and _may_write(facts):
+            handed = (*args, *(kwargs or {}).values())
+            self.on_write([a for a in handed if isinstance(a, torch.Tensor)])
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _may_write(facts: OpFacts | None) -> bool:
+    return facts is None or facts.is_batch_norm or not (facts.is_inert or facts.can_rerun)
+
+
+def _follows(facts: OpFacts | None, args: tuple[Any, ...]) -> bool:
+    """Whether what an op returns, its numbers apart, follows from what it is handed, and it writes to nothing."""
+    if facts is None or _may_write(facts) or (facts.has_dynamic_shape and (not facts.gathers or reads_masks(args))):
+        return False
+    return facts.label != "aten._to_copy.default" or not _torch.is_autocast()  # casts a parameter once for all
+
+
+class _Known(Value):
+    """A value of a step that follows a program."""
+
+
+class RederiveProgram(StepProgram):
+    """What a step did. `kept`: what became of each saved tensor; `_graph`: values, each after those it comes from."""
+
+    def __init__(
+        self,
+        calls: list[ProgramCall],
+        kept: list[_Save],
+        values: dict[Value, int],
+        chained: set[Value],
+        num_slots: int,
+        constants: list[tuple[nn.Parameter, int]],
+    ) -> None:
+        super().__init__(calls, [], [], [], num_slots, constants)
+        self.kept = kept
+        ordered = sorted(values, key=lambda v: v.made.order if v in chained and v.made is not None else 0)
+        self._graph: list[tuple[int, int, Geometry | None, Made | None]] = []
+        mades: dict[int, Made] = {}
+        for value in ordered:
+            made = value.made if value in chained else None
+            if made is not None and made.order not in mades:
+                mades[made.order] = _with_reads(made, values)
+            self._graph.append((values[value], value.output, value.base, None if made is None else mades[made.order]))
+
+    def begin(self) -> list[_Known]:
+        """Returns values for another step, by number."""
+        values = [_Known() for _ in self._graph]
+        mades: dict[int, Made] = {}
+        for number, output, base, made in self._graph:
+            value = values[number]
+            value.base = base
+            if made is not None:
+                if output:
+                    value.output = output
+                own = mades.get(made.order)
+                if own is None:
+                    own = mades[made.order] = _with_reads(made, values)
+                value.made = own
+        return values
+
+
+def _with_reads(made: Made, values: Any) -> Made:
+    """Returns an op that reads `values[value]` where `made` reads `value`: a number for a value, or the reverse."""
+    reads: list[Read] = []
+    args = _mapped(made.args, values, reads)
+    kwargs = made.kwargs
+    if kwargs:
+        kwargs = dict(zip(kwargs, _mapped(tuple(kwargs.values()), values, reads), strict=True))
+    found = Made(made.function, args, kwargs, reads, made.is_flat, made.order)
+    found.written = made.written
+    return found
+
+
+def _mapped(items: Any, values: Any, reads: list[Read]) -> Any:
+    found: list[Any] = []
+    for item in items:
+        if type(item) is Read:
+            read = Read(values[item.value], item.geometry)
+            reads.append(read)
+            found.append(read)
+        else:
+            found.append(_mapped(item, values, reads) if type(item) in (list, tuple) else item)
+    return tuple(found) if type(items) is tuple else found
+
+
+class RederiveLearning(Learning):
+    """Notes a step while it is recorded op by op."""
+
+    def __init__(self, recorder: Any) -> None:
+        super().__init__(recorder)
+        self._kept: list[_Save] = []
+        self._of: weakref.WeakKeyDictionary[Kept, Value] = weakref.WeakKeyDictionary()
+        self._chained: set[Value] = set()
+        self._orders: set[int] = set()  # of ops in calls that have a form
+        self._first = 0
+        self._handed: list[torch.Tensor] = []
+
+    def begin_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
+        """Called before a call runs."""
+        self._handed, scalars = parts_of(args, kwargs)
+        tensors = list({id(t): t for t in self._handed}.values())
+        if not all(map(_is_plain, tensors)):
+            self.failed = True
+            return
+        new = [t.untyped_storage()._cdata for t in tensors if self._slot(t) is None]
+        self.failed = self.failed or len(set(new)) < len(new)
+        for tensor in tensors:
+            self._recorder.value_of(tensor)
+        self.begin(func, None, tensors)
+        self._calls[-1].scalars = scalars
+        self._first = self._recorder._num_made
+
+    def end_call(self, form: CallForm | None, out: Any) -> None:
+        """Called when it has returned."""
+        call = self._calls[-1]
+        call.form = form
+        if form is not None:
+            self._orders.update(range(self._first + 1, self._recorder._num_made + 1))
+        else:  # what it is handed twice counts twice
+            places: dict[int, int] = {}
+            for tensor in self._handed:
+                places.setdefault(id(tensor), len(places))
+            at = [places[id(tensor)] for tensor in self._handed]
+            reads = call.reads
+            call.reads = [reads[i] for i in at]
+            call.enters = [(at.index(i), slot) for i, slot in call.enters]
+            if any(kind != KEEP for kind, *_ in self._kept[call.first_save :]):
+                self.failed = True
+        self._handed = []
+        outs = out if isinstance(out, (tuple, list)) else (out,)
+        if not all(map(_is_plain, [t for t in outs if isinstance(t, torch.Tensor)])):
+            self.failed = True
+            return
+        self.end(out, 0)
+
+    def saved(self, tensor: torch.Tensor, value: Value | None, packed: Any) -> None:
+        """Called when a tensor was packed."""
+        self._saves.append((type(packed), value, geometry_of(tensor)))  # which are counted
+        kind, sources = KEEP, []
+        if self.failed:
+            return
+        if type(packed) is KeptConstant:
+            kind, value = CONSTANT, None
+        elif type(packed) is Kept or type(packed) is KeptView:
+            if value is not None:
+                self._of[packed.kept if isinstance(packed, KeptView) else packed] = value
+        elif type(packed) is Rederived and value is not None:
+            kind = REBUILD
+            sources = [self._of[s] for s in packed.sources if type(s) is Kept and s in self._of]
+            self.failed = len(sources) < len(packed.sources) or not self._chain(value, set(sources))
+        else:
+            self.failed = True
+        self.failed = self.failed or (kind == REBUILD and not self._is_open)
+        number = -1 if value is None else self._number(value)
+        self._kept.append((kind, number, geometry_of(tensor), tuple(map(self._number, sources))))
+
+    def _chain(self, value: Value, sources: set[Value]) -> bool:
+        """Notes the ops that lead from its sources to a value; whether a program can have them."""
+        stack, seen = [value], set(sources)
+        while stack:
+            current = stack.pop()
+            if current in seen:
+                continue
+            seen.add(current)
+            self._number(current)
+            if current.constant is not None:
+                continue
+            made = current.made
+            if made is None or made.outputs or made.side_results:
+                return False
+            self._chained.add(current)
+            stack += [read.value for read in made.reads]
+        return True
+
+    def program(self) -> StepProgram | None:
+        """Returns the program of the step that was noted, None if it has none."""
+        if self.failed or any(v.made is None or v.made.order not in self._orders for v in self._chained):
+            return None
+        if any(value in self._numbers for value in self._written) or not self._place_constants():
+            return None
+        self._let_go()
+        return RederiveProgram(self._calls, self._kept, self._numbers, self._chained, self._num_slots, self._constants)
+
+    def _place_constants(self) -> bool:
+        """Has parameters that something is rebuilt from noted by the call that reads them first."""
+        for value, number in self._numbers.items():
+            if value.constant is None:
+                continue
+            index, is_result, position = self._seen.get(value, (0, True, 0))
+            call = self._calls[index]
+            if is_result or call.form is None:
+                return False
+            call.reads_constants = (*call.reads_constants, (position, number))
+        return True
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a program can tell this tensor from others."""
+    if type(tensor) is not torch.Tensor and type(tensor) is not nn.Parameter:
+        return False
+    if tensor.layout is not torch.strided or tensor.is_inference() or tensor.is_neg() or tensor.is_conj():
+        return False
+    return type(tensor) is torch.Tensor or (has_memory(tensor) and not hasattr(tensor, "ds_id"))
+
+
+class RederiveRun(StepRun):
+    """Follows a program through a step."""
+
+    __slots__ = ("_recorder", "_saves", "_values")
+
+    def __init__(self, program: RederiveProgram, slots: list[Any], recorder: Any) -> None:
+        super().__init__(program, slots, recorder)
+        self._recorder = recorder
+        self._values = program.begin()
+        self._saves = program.kept
+
+    def next_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> ProgramCall | None:
+        """Returns the call that is about to run if it is the program's next; else None, and the program is over."""
+        call = super().next_call(func, args, kwargs)
+        if call is not None and call.binds and self._is_known(call, parts_of(args, kwargs)[0]):
+            return None
+        if call is not None and call.reads_constants:
+            for _, number in call.reads_constants:
+                value = self._values[number]
+                value.constant = constant = self._constants[number]
+                self._recorder.set_value(constant.tensor, value)
+        return call
+
+    def _is_known(self, call: ProgramCall, handed: Sequence[torch.Tensor]) -> bool:
+        """Whether a tensor that should be new to the step lies over memory that something is rebuilt from."""
+        tensors = handed if call.form is None else list({id(t): t for t in handed}.values())
+        return any(
+            slot < 0 and type(self._recorder.existing(tensor)) is _Known
+            for tensor, slot in zip(tensors, call.reads, strict=True)
+        )
+
+    def pack(self, recorder: Any, tensor: torch.Tensor) -> Any | None:
+        """Returns what autograd gets instead of a tensor; None if the program has nothing saved here."""
+        at = self._num_saved
+        if at >= self._end:
+            recorder.stop_program()
+            return None
+        self._num_saved = at + 1
+        kind, number, geometry, sources = self._saves[at]
+        if kind == CONSTANT:
+            return KeptConstant(tensor)
+        recorder.turn += 1
+        if number < 0:
+            return Kept(tensor)
+        value = self._values[number]
+        kept = value.alive() if value.kept is not None else None
+        if kept is not None:
+            return kept if geometry_of(kept.tensor) == geometry else KeptView(kept, geometry)
+        recorder.set_value(tensor, value)
+        if kind == REBUILD:
+            found = [kept for kept in [self._values[source].alive() for source in sources] if kept is not None]
+            if len(found) == len(sources):
+                return Rederived(value, geometry, found, recorder)
+        kept = Kept(tensor)
+        value.kept = weakref.ref(kept)
+        return kept
+
+    def end(self, recorder: Any) -> None:
+        """Ends the program before its time: the record knows all that was saved."""
+        self.is_on = False
+
+
+class RederiveCalls(Calls):
+    """The programs of a plan that only rederives."""
+
+    learns = RederiveLearning
+    follows = RederiveRun
+
+
+class RederiveWatch(CallWatch):
+    """The torch-function mode in front of a recorder."""
+
+    def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        """Runs a call that no program has; learns from it."""
+        learning: Any = self._learning
+        if learning is not None and not learning.failed:
+            learning.begin_call(func, args, kwargs)
+        if learning is None or learning.failed:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        recorder: Any = self._recorder
+        log = recorder.log = CallLog()
+        try:
+            out = func(*args, **kwargs) if kwargs else func(*args)
+        finally:
+            recorder.log = None
+        form = None
+        if not learning.failed and self._learning is not None:
+            if self._calls.may_learn(func):
+                form = form_of_call(func, args, kwargs, out, log, recorder.existing)
+            learning.end_call(form, out)
+        return out
+
+
+@contextlib.contextmanager
+def rederived_step(calls: RederiveCalls, key: Any, *, by_default: bool) -> Iterator[None]:
+    """As `rederive`, for a step of a plan; steps with an equal `key` may be alike."""
+    watch = None
+    if not (_torch.num_function_modes() or calls.is_compiled or _torch.inside_transform()):
+        recorder = WatchedRecorder()
+        recorder.deriving = by_default
+        watch = RederiveWatch(recorder, calls, key)
+    if watch is None or not watch.is_busy:
+        with rederive(by_default=by_default):
+            yield
+        return
+    with watch, recorder, _torch.on_compiled_calls(watch.leave), _torch.saved_tensors_hooks(pack, unpack):
+        yield
+    watch.learn()
