@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,3 +15,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.cuda_stub)
+
+
+@pytest.fixture(autouse=True)
+def an_empty_cache() -> Iterator[None]:
+    """A test's model does not lie in a segment that a plan before it had cached: it would pin the whole of it."""
+    yield
+    import torch
+
+    gc.collect()
+    torch.cuda.empty_cache()
