@@ -28,7 +28,7 @@ from recoup.planner.request import fitting_for
 from recoup.runtime.apply import Applied, apply_decisions, find_patches
 from recoup.runtime.as_found import all_or_nothing
 from recoup.runtime.conflicts import refuse_conflicts, refuse_distributed, refuse_no_module, refuse_wrapped
-from recoup.runtime.offload.transport import Transport
+from recoup.runtime.offload.transport import Transport, check_transport
 from recoup.units import check_budget, format_bytes
 
 
@@ -132,6 +132,7 @@ def apply(model: nn.Module, plan: Plan, *, transport: Transport | str = "auto") 
     Raises:
         PlanMismatch: if the plan was made for another model; says what differs.
         ConflictError: if activation checkpointing is on already. The model is unchanged then.
+        UsageError: if the transport is not known, or is a GPU's where there is none.
 
     Example:
         >>> model, x = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(8)]), torch.randn(4096, 64)
@@ -142,6 +143,8 @@ def apply(model: nn.Module, plan: Plan, *, transport: Transport | str = "auto") 
     refuse_wrapped(model)
     refuse_other_model(model, plan)
     refuse_conflicts(model)
+    # The model may be moved to the GPU after this.
+    check_transport(torch.device("cuda" if torch.cuda.is_available() else "cpu"), transport)
     applied = apply_decisions(model, plan.decisions, transport=transport)
     applied.watch(plan)
     return applied

@@ -190,6 +190,7 @@ def make_transport(device: torch.device, wanted: Transport | str, *, host: str =
     Raises:
         UsageError: if the transport is unknown, or does not serve that device.
     """
+    check_transport(device, wanted)
     if not isinstance(wanted, str):
         return wanted
     kind = ("cuda" if device.type == "cuda" else host) if wanted == "auto" else wanted
@@ -197,11 +198,17 @@ def make_transport(device: torch.device, wanted: Transport | str, *, host: str =
         return InlineTransport()
     if kind == "disk":
         return DiskTransport()
-    if kind == "cuda" and device.type == "cuda":
-        from recoup.runtime.offload.cuda import CudaTransport
+    from recoup.runtime.offload.cuda import CudaTransport
 
-        return CudaTransport(device)
-    raise UsageError(
-        f"Unknown transport {wanted!r} for a model on {device}. Choose inline or disk, or cuda for a model on a "
-        "GPU. (recoup.runtime.offload.transport)"
-    )
+    return CudaTransport(device)
+
+
+def check_transport(device: torch.device, wanted: Transport | str) -> None:
+    """Raises UsageError if `wanted` is no transport for tensors on a device; makes none."""
+    known = ("auto", "inline", "disk", *(("cuda",) if device.type == "cuda" else ()))
+    methods = ("put", "prefetch", "get", "close")
+    if wanted not in known if isinstance(wanted, str) else not all(callable(getattr(wanted, m, None)) for m in methods):
+        raise UsageError(
+            f"Unknown transport {wanted!r} for a model on {device}. Choose inline or disk, cuda for a model on a GPU, "
+            f"or an object with {', '.join(methods)}. (recoup.runtime.offload.transport)"
+        )
