@@ -128,7 +128,7 @@ def test_a_record_holds_no_tensor() -> None:
 
 
 def test_what_differs_each_time_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls_module, "MOST_REMEMBERED_ANSWERS", 3)
+    monkeypatch.setattr(calls_module, "MOST_REMEMBERED_ANSWERS", 2)
     model = _Model(lambda x, w, i: torch.tanh(x[i:] * w))
     x = torch.randn(ROWS, WIDTH)
     with apply_decisions(model, [Rebuild(path="")]) as applied:
@@ -136,4 +136,4 @@ def test_what_differs_each_time_is_given_up(monkeypatch: pytest.MonkeyPatch) -> 
             model(x).backward()
         calls = applied._state.calls  # type: ignore[attr-defined]
     assert not calls._programs
-    assert max(calls._num_forms.values()) == 3
+    assert max(calls._num_forms.values()) == 4  # so many slices, of so many tensors
