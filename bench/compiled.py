@@ -25,7 +25,8 @@ from torch._functorch import config as functorch_config
 
 from bench.workloads import Workload
 from recoup.capture.snapshot import untouched
-from recoup.compiled.fitting import CompiledFitting, calling
+from recoup.compiled.fitting import CompiledFitting
+from recoup.compiled.in_place import calling
 from recoup.compiled.recording import Calls, CompileOptions
 from recoup.errors import InfeasibleBudget
 

@@ -1,11 +1,12 @@
 """Does recoup hold on this GPU? Ten checks in under ten minutes, the first three minutes decide; no network.
 
-    python -m bench.gpu_accept [A0 A4 ...] [--out bench/results]
+    python -m bench.gpu_accept [A0 A4 ...] [--minutes 9] [--out bench/results]
     python -m bench.gpu_accept --reduced    # tiny models and no times: what can be seen on the stub GPU
 
-Needs one CUDA GPU and torch 2.11 to 2.13. Each check prints PASS or FAIL with its numbers; a JSON lies beside. Bits are
-compared under `torch.use_deterministic_algorithms(True)` alone: by default the backward of flash and cuDNN attention,
-and of embeddings, adds with atomics, and two plain steps differ (A0 says by how much).
+Needs one CUDA GPU and torch 2.11 to 2.13. Each check prints PASS or FAIL with its numbers; a JSON lies beside, written
+after each. What had not begun when the time was up is named, and its check says SKIP. Bits are compared under
+`torch.use_deterministic_algorithms(True)` alone: by default the backward of flash and cuDNN attention, and of
+embeddings, adds with atomics, and two plain steps differ (A0 says by how much).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import contextlib
 import datetime
 import gc
 import json
+import math
 import os
 import sys
 import time
@@ -24,107 +26,43 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import recoup
 from bench.cuda_predictions import DEVICES, make
+from bench.gpu_accept_kit import (
+    Block,
+    Failed,
+    by_hand,
+    equal,
+    furthest,
+    gradients,
+    limited,
+    require,
+    segments,
+    step,
+    table_of,
+)
 from bench.gpu_models import Workload, gpt2
-from recoup._torch import clear_cublas_workspaces, has_expandable_segments
-from recoup.ir.decision import Offload, Recompute, Rederive
+from recoup.evidence.noise import deterministic_kernels
+from recoup.ir.decision import Offload, Recompute
 from recoup.runtime.execution_context import thread_log
 
 Numbers = dict[str, Any]
 MIB = 1 << 20
+SKIPPED = "skipped: the time given to this run was used up"
 FIVE = ("llama-1b", "vit-l", "resnet50", "unet", "gpt2-dropout")
 
 
-class Failed(Exception):
-    """A check's condition does not hold; its text says which."""
-
-
-def require(condition: bool, text: str) -> None:
-    """Raises `Failed` unless the condition holds."""
-    if not condition:
-        raise Failed(text)
-
-
-@contextlib.contextmanager
-def deterministic() -> Iterator[None]:
-    """Runs the block with deterministic kernels where there are any; those without warn."""
-    torch.use_deterministic_algorithms(True, warn_only=False)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-def step(work: Workload, optimizer: torch.optim.Optimizer | None = None) -> torch.Tensor:
-    """Runs a training step; returns its loss."""
-    loss = work.loss(work.model(work.batch), work.batch)
-    loss.backward()
-    if optimizer is not None:
-        optimizer.step()
-    return loss.detach()
-
-
-def gradients(work: Workload, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Returns the gradients of one step from a seed."""
-    work.model.zero_grad(set_to_none=True)
-    torch.manual_seed(seed)
-    step(work)
-    found = {n: p.grad.detach().clone() for n, p in work.model.named_parameters() if p.grad is not None}
-    work.model.zero_grad(set_to_none=True)
-    return found
-
-
-def furthest(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    """Returns the largest difference between two sets of gradients, relative to each one's largest value."""
-    require(one.keys() == other.keys(), "different parameters got gradients")
-    return max(float((one[n] - other[n]).abs().max() / one[n].abs().max().clamp_min(1e-30)) for n in one)
-
-
-def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    """Whether two sets of gradients are the same bits."""
-    return one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
-
-
-@contextlib.contextmanager
-def limited(nbytes: int) -> Iterator[None]:
-    """Lets torch reserve no more than so many bytes."""
-    total = torch.cuda.get_device_properties(0).total_memory
-    gc.collect()
-    torch.cuda.empty_cache()
-    torch.cuda.set_per_process_memory_fraction(min(nbytes / total, 1.0))
-    try:
-        yield
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
-
-
-@contextlib.contextmanager
-def segments(*, expandable: bool) -> Iterator[None]:
-    """Has the allocator take segments of either kind; what it holds of others is given back."""
-
-    def set_to(wanted: bool) -> None:
-        gc.collect()
-        clear_cublas_workspaces()
-        torch.cuda.empty_cache()
-        torch._C._accelerator_setAllocatorSettings(f"expandable_segments:{wanted}")
-
-    before = has_expandable_segments()
-    set_to(expandable)
-    try:
-        yield
-    finally:
-        set_to(before)
-
-
 class Acceptance:
-    """The checks; `reduced` for tiny models, `has_values` where kernels compute."""
+    """The checks; `reduced` for tiny models, `has_values` where kernels compute.
 
-    def __init__(self, *, reduced: bool, has_values: bool) -> None:
-        self.reduced, self.has_values = reduced, has_values
+    Args:
+        until: by `time.perf_counter`, when no more models are begun.
+    """
+
+    def __init__(self, *, reduced: bool, has_values: bool, until: float = math.inf) -> None:
+        self.reduced, self.has_values, self.until = reduced, has_values, until
         self.device = torch.device("cuda")
         self.card = DEVICES.get(torch.cuda.get_device_capability(), "")
 
@@ -135,11 +73,19 @@ class Acceptance:
     def _made(self, name: str, device: torch.device) -> Workload:
         return gpt2(device, small=False, layers=3, batch=2) if self.reduced else make(name, device, small=False)
 
+    def _models(self, found: Numbers) -> Iterator[str]:
+        """Yields the names of models while there is time; the others are named in `found`."""
+        for name in FIVE if self.has_values else FIVE[-1:]:
+            if time.perf_counter() > self.until:
+                found[name] = SKIPPED
+            else:
+                yield name
+
     def a0(self) -> Numbers:
         """Plain steps against plain steps: by default, and equal bits with deterministic kernels."""
         work = self.work("gpt2-dropout")
         default = furthest(gradients(work), gradients(work)) if self.has_values else 0.0
-        with deterministic():
+        with deterministic_kernels():
             same = equal(gradients(work), gradients(work))
         require(same or not self.has_values, "two plain steps differ although kernels are deterministic")
         return {"default_furthest": default, "deterministic_equal": same}
@@ -149,12 +95,12 @@ class Acceptance:
         work = self.work("llama-1b")
         weights = torch.cuda.memory_allocated()
         plain = recoup.plan(
-            work.model, work.batch, loss=work.loss, budget="100%", device="cuda", cost=_table(self.card), actions=()
+            work.model, work.batch, loss=work.loss, budget="100%", device="cuda", cost=table_of(self.card), actions=()
         ).predicted.peak_bytes
         with limited(max(plain // 2, weights + 64 * MIB)):
             torch.cuda.reset_peak_memory_stats()
             made = recoup.plan(
-                work.model, work.batch, loss=work.loss, budget="60%", device="cuda", cost=_table(self.card)
+                work.model, work.batch, loss=work.loss, budget="60%", device="cuda", cost=table_of(self.card)
             )
             took = torch.cuda.max_memory_allocated() - weights
         require(took < 256 * MIB, f"planning took {took / MIB:.0f} MiB of the card")
@@ -177,11 +123,11 @@ class Acceptance:
             if name == "flash" and torch.cuda.get_device_capability() < (8, 0):
                 found[name] = "left out: no flash attention here"
                 continue
-            model = nn.Sequential(*(_Block(256, 4, masked, dropout) for _ in range(4))).to(self.device, dtype)
+            model = nn.Sequential(*(Block(256, 4, masked, dropout) for _ in range(4))).to(self.device, dtype)
             x = torch.randn(4, 256, 256, device=self.device, dtype=dtype)
             plan = [Recompute(path=str(i)) for i in range(4)]
             chosen = contextlib.nullcontext() if backend is None else torch.nn.attention.sdpa_kernel(backend)
-            with chosen, recoup.apply(model, _by_hand(model, x, plan)):
+            with chosen, recoup.apply(model, by_hand(model, x, plan)):
                 for _ in range(3 if self.reduced else 20):
                     model(x).float().square().mean().backward()
                     model.zero_grad(set_to_none=True)
@@ -205,12 +151,12 @@ class Acceptance:
     def a4(self) -> Numbers:
         """`fit` at 60 % with AdamW: measured within the budget and 1 % of predicted, counted, bit-equal."""
         found: Numbers = {}
-        for name in FIVE if self.has_values else FIVE[-1:]:
+        for name in self._models(found):
             work = self.work(name)
             optimizer = torch.optim.AdamW(work.model.parameters())
             options = {"loss": work.loss, "optimizer": optimizer}
             if self.has_values:
-                with deterministic():
+                with deterministic_kernels():
                     fitted = recoup.fit(work.model, work.batch, budget="60%", device="cuda", timed=False, **options)
                 seen, plan, applied = fitted.evidence, fitted.plan, fitted.applied
                 del fitted
@@ -244,7 +190,7 @@ class Acceptance:
         """Plans made without this card, for this card, against it: +0, -5 %."""
         require(bool(self.card), f"no entry in the device table for {torch.cuda.get_device_name()}")
         found: Numbers = {}
-        for name in FIVE if self.has_values else FIVE[-1:]:
+        for name in self._models(found):
             plan, work = self._planned(name)
             with recoup.apply(work.model, plan):
                 found[name] = self._peak(work) / plan.predicted.peak_bytes - 1
@@ -255,8 +201,8 @@ class Acceptance:
     def a6(self) -> Numbers:
         """Offload: twenty steps, no synchronisation, equal bits."""
         work = self.work("gpt2-dropout")
-        plan = _by_hand(work.model, work.batch, [Offload(path=p) for p in work.layers], work.loss)
-        with deterministic() if self.has_values else contextlib.nullcontext():
+        plan = by_hand(work.model, work.batch, [Offload(path=p) for p in work.layers], work.loss)
+        with deterministic_kernels() if self.has_values else contextlib.nullcontext():
             plain = gradients(work)
             with recoup.apply(work.model, plan):
                 moved = gradients(work)
@@ -339,42 +285,12 @@ class Acceptance:
         return least
 
 
-class _Block(nn.Module):
-    def __init__(self, width: int, heads: int, masked: bool, dropout: float) -> None:
-        super().__init__()
-        self.heads, self.masked, self.dropout = heads, masked, dropout
-        self.norm, self.qkv, self.out = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, -1))
-        length = x.shape[1]
-        mask = torch.ones(length, length, dtype=torch.bool, device=x.device).tril() if self.masked else None
-        y = F.scaled_dot_product_attention(q, k, v, mask, self.dropout, not self.masked)
-        return x + F.dropout(self.out(y.transpose(1, 2).flatten(2)), self.dropout)
-
-
-def _by_hand(model: nn.Module, batch: Any, decisions: list[Any], loss: Any = None) -> Any:
-    """Returns a plan with these decisions."""
-    import dataclasses
-
-    loss = loss or (lambda output, batch: output.float().square().mean())
-    made = recoup.plan(model, batch, loss=loss, budget="100%", device="h100-sxm", actions=())
-    return dataclasses.replace(made, decisions=(Rederive(path=""), *decisions))
-
-
-def _table(card: str) -> Any:
-    """Returns prices from the device table, which need no measuring."""
-    from recoup.cost.devices import get_device
-    from recoup.cost.roofline import RooflineCost
-
-    return RooflineCost(get_device(card or "h100-sxm"))
-
-
 def main(argv: list[str] | None = None) -> int:
     """Runs the checks; returns how many failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("checks", nargs="*", help="A0 to A9; all if left out")
     parser.add_argument("--reduced", action="store_true", help="tiny models, no times and no bits: for the stub GPU")
+    parser.add_argument("--minutes", type=float, default=9.0, help="begin nothing after these")
     parser.add_argument("--out", default="bench/results")
     given = parser.parse_args(argv)
     if not torch.cuda.is_available():
@@ -382,47 +298,51 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic with it alone
     name = torch.cuda.get_device_name()
-    checks = Acceptance(reduced=given.reduced, has_values="stub" not in name)
+    until = time.perf_counter() + 60 * given.minutes
+    checks = Acceptance(reduced=given.reduced, has_values="stub" not in name, until=until)
     wanted = [c.upper() for c in given.checks] or [f"A{i}" for i in range(10)]
-    results: Numbers = {}
-    for check in wanted:
-        run: Callable[[], Numbers] = getattr(checks, check.lower())
-        began = time.perf_counter()
-        try:
-            numbers, passed = run(), True
-        except Failed as error:
-            numbers, passed = {"why": str(error)}, False
-        except Exception as error:  # whatever a check meets is its result
-            where = traceback.extract_tb(error.__traceback__)[-1]
-            numbers = {
-                "why": f"{type(error).__name__}: {str(error)[:300]}",
-                "where": f"{where.filename}:{where.lineno}",
-            }
-            passed = False
-        gc.collect()
-        torch.cuda.empty_cache()
-        seconds = time.perf_counter() - began
-        results[check] = {"passed": passed, "seconds": seconds, **numbers}
-        what = (run.__doc__ or "").strip().splitlines()[0]
-        print(
-            f"{'PASS' if passed else 'FAIL'} {check} ({seconds:.0f} s) {what} {json.dumps(numbers, default=str)}",
-            flush=True,
-        )
     today = datetime.date.today().isoformat()
-    data = {
+    data: Numbers = {
         "date": today,
         "hardware": name,
         "reduced": given.reduced,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
-        "results": results,
+        "results": {},
     }
     folder = Path(given.out)
     folder.mkdir(parents=True, exist_ok=True)
     kind = name.replace(" ", "-").replace("(", "").replace(")", "").lower()
-    (folder / f"gpu-accept-{kind}-{today}.json").write_text(json.dumps(data, indent=1, default=str) + "\n")
-    return sum(not r["passed"] for r in results.values())
+    failed = 0
+    for check in wanted:
+        run: Callable[[], Numbers] = getattr(checks, check.lower())
+        began = time.perf_counter()
+        numbers, passed = _result(run) if began <= until else ({"why": SKIPPED}, True)
+        gc.collect()
+        torch.cuda.empty_cache()
+        seconds = time.perf_counter() - began
+        data["results"][check] = {"passed": passed and SKIPPED not in numbers.values(), "seconds": seconds, **numbers}
+        what = (run.__doc__ or "").strip().splitlines()[0]
+        failed += not passed
+        verdict = "FAIL" if not passed else "SKIP" if SKIPPED in numbers.values() else "PASS"
+        print(f"{verdict} {check} ({seconds:.0f} s) {what} {json.dumps(numbers, default=str)}", flush=True)
+        (folder / f"gpu-accept-{kind}-{today}.json").write_text(json.dumps(data, indent=1, default=str) + "\n")
+    return failed
+
+
+def _result(run: Callable[[], Numbers]) -> tuple[Numbers, bool]:
+    """Returns a check's numbers and whether it passed."""
+    try:
+        return run(), True
+    except Failed as error:
+        return {"why": str(error)}, False
+    except Exception as error:  # whatever a check meets is its result
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        return {
+            "why": f"{type(error).__name__}: {str(error)[:300]}",
+            "where": f"{where.filename}:{where.lineno}",
+        }, False
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
     python -m bench.planning                       # the quick rows, minutes on one core
     python -m bench.planning ROW ... [--json FILE] # `--list` names the rows
     python -m bench.planning ROW --profile         # where the time goes, by function
+    python -m bench.planning --page FILE.json      # as a page beside it
     python -m bench.planning --compare OLD.json NEW.json  # exit status 1 if a plan got worse by over 0.5 %
 
 Each row runs in a process of its own, on one thread, after a plan of a tiny model (what a process imports once is not
@@ -18,6 +19,7 @@ import argparse
 import cProfile
 import json
 import os
+import platform
 import pstats
 import subprocess
 import sys
@@ -183,6 +185,36 @@ def _worse(old: dict[str, Row], new: dict[str, Row]) -> list[str]:
     return found
 
 
+def _about() -> Row:
+    """Returns what a row was measured on; the load says how much to make of its seconds."""
+    return {
+        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, 1 thread",
+        "versions": f"Python {platform.python_version()}, torch {torch.__version__}",
+        "when": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        "load": round(os.getloadavg()[0], 1),
+    }
+
+
+def _page(rows: dict[str, Row]) -> str:
+    """Returns the rows as a page: what planning took, and what it promised."""
+    about = next(row["about"] for row in rows.values() if "about" in row)
+    lines = [
+        f"# Planning, {about['when'][:10]}\n",
+        f"`python -m bench.planning`, {about['machine']}, {about['versions']}. Processor seconds, one process a row; "
+        "`load` is the machine's when the row ended: with more than one job a core each instruction takes longer.\n",
+        "| row | processor seconds | load | plans: peak MB, predicted step seconds, GFLOPs run twice |",
+        "|---|---|---|---|",
+    ]
+    for name, row in rows.items():
+        took = ", ".join(f"{key} {value}" for key, value in row.items() if key not in ("plans", "about"))
+        plans = "; ".join(
+            f"{budget}: {p['peak_bytes'] / 1e6:.1f}, {p['step_seconds']:.4f}, {p['recomputed_flops'] / 1e9:.3f}"
+            for budget, p in row.get("plans", {}).items()
+        )
+        lines.append(f"| {name} | {took} | {row.get('about', {}).get('load', '')} | {plans} |")
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
     """Prints a line a row, and writes them where `--json` says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -191,11 +223,15 @@ def main() -> None:
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--timeout", type=int, default=600, help="seconds a row may take")
+    parser.add_argument("--page", type=Path, metavar="FILE.json")
     parser.add_argument("--compare", nargs=2, type=Path, metavar=("OLD", "NEW"))
     parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.list:
         print(*ROWS)
+        return
+    if options.page:
+        options.page.with_suffix(".md").write_text(_page(json.loads(options.page.read_text())))
         return
     if options.compare:
         old, new = (json.loads(path.read_text()) for path in options.compare)
@@ -218,6 +254,7 @@ def main() -> None:
             except subprocess.CalledProcessError as error:
                 found[name] = {"why_not": f"exit status {error.returncode}"}
         print(name, " ".join(f"{k}={v}" for k, v in found[name].items() if k != "plans"), flush=True)
+        found[name]["about"] = _about()
         if options.json:
             options.json.write_text(json.dumps(found, indent=1) + "\n")
 

@@ -35,8 +35,8 @@ class MallocParameter(enum.IntEnum):
     ARENA_MAX = -8
 
 
-# blocks from here on are mapped by themselves, so that freeing one gives it back to the system
-_LARGE_BLOCK_BYTES = 1 << 18
+LARGE_BLOCK_BYTES = 1 << 18
+"""Blocks from here on are mapped by themselves (where memory is limited), so that freeing one gives it back."""
 
 
 def is_allocation_failure(error: BaseException | None) -> bool:
@@ -119,7 +119,7 @@ def return_freed_memory() -> None:
         return
     try:
         library = ctypes.CDLL(None)
-        library.mallopt(MallocParameter.MMAP_THRESHOLD, _LARGE_BLOCK_BYTES)
+        library.mallopt(MallocParameter.MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
         library.mallopt(MallocParameter.ARENA_MAX, 1)
         library.malloc_trim(0)
     except (OSError, AttributeError):  # another C library

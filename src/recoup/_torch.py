@@ -7,6 +7,7 @@ these names out, or have them without types: that is what `type: ignore` stands 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import logging
 import operator
@@ -520,7 +521,8 @@ def _are_same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
     return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
 
 
-def _set_deterministic(state: tuple[bool, bool]) -> None:
+def set_deterministic_mode(state: tuple[bool, bool]) -> None:
+    """Sets what `deterministic_mode` returned."""
     torch.use_deterministic_algorithms(state[0], warn_only=state[1])
 
 
@@ -532,7 +534,7 @@ _CPU_FLAGS: tuple[tuple[Any, Any], ...] = (
     (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
     (
         lambda: (torch._C._get_deterministic_algorithms(), torch._C._get_deterministic_algorithms_warn_only()),
-        _set_deterministic,
+        set_deterministic_mode,
     ),
 )
 _FLAGS: tuple[tuple[Any, Any], ...] = (
@@ -693,22 +695,15 @@ def without_dynamo_wrapper(mode: type[Any]) -> type[Any]:
 def detach_past_modes(tensor: torch.Tensor) -> torch.Tensor:
     """Returns `tensor.detach()` without telling the dispatch modes that are on (torch 2.11, 2.13).
 
+    A fake tensor's is a fake tensor too, and counts changes in place together with it (torch 2.13).
     Freed by: a `detach` that is free under a dispatch mode.
     """
-    if type(tensor) is not torch.Tensor:  # a fake tensor is one by its dispatch alone
+    is_fake = type(tensor) is _fake_tensor_class() and tensor.layout is torch.strided
+    if type(tensor) is not torch.Tensor and not is_fake:  # is what it is by its dispatch alone
         return tensor.detach()
     with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
-        return tensor.detach()
-
-
-def fake_alias(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a fake tensor without its node, past the dispatch modes that are on; others as `detach_past_modes`.
-
-    Its version counter is its own. Seen working on torch 2.13. Freed by: as `detach_past_modes`.
-    """
-    if type(tensor) is not _fake_tensor_class():
-        return detach_past_modes(tensor)
-    return FakeTemplate(tensor, tensor).view_of(mode_of_fake(tensor), tensor)
+        found = tensor.detach()
+        return FakeTemplate(tensor).like(found, mode_of_fake(tensor)) if is_fake else found
 
 
 def alias_below_autograd(tensor: torch.Tensor) -> torch.Tensor:
@@ -918,6 +913,16 @@ def storage_address(tensor: torch.Tensor) -> int:
     return int(torch._C._storage_address(tensor))  # type: ignore[attr-defined]
 
 
+def storage_reference(tensor: torch.Tensor) -> Any:
+    """Returns a weak reference to the tensor's storage, equal for tensors that share it (torch 2.11, 2.13).
+
+    Freed by: weak references to storages that end when no tensor has them.
+    """
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+
 def has_storage(tensor: torch.Tensor) -> bool:
     """Whether the tensor has memory of its own to be asked about (torch 2.11, 2.13). Freed by: a public question."""
     return bool(torch._C._has_storage(tensor))
@@ -1003,22 +1008,28 @@ class FakeTemplate:
         """Returns one with memory of its own."""
         with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
             part = torch.empty_strided(self._shape, self._stride, dtype=self._dtype, device="meta")
-            return self._wrapped(part, mode)
+            return self.like(part, mode)
 
     def view_of(self, mode: Any, base: torch.Tensor, away: int = 0) -> torch.Tensor:
         """Returns one in the memory of `base`, `away` elements further on."""
         storage, offset = base.untyped_storage(), base.storage_offset() + self._offset + away
         with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
             part = torch.empty(0, dtype=self._dtype, device="meta")
-            return self._wrapped(part.set_(storage, offset, self._shape, self._stride), mode)
+            return self.like(part.set_(storage, offset, self._shape, self._stride), mode)
 
-    def _wrapped(self, part: torch.Tensor, mode: Any) -> torch.Tensor:
+    def like(self, part: torch.Tensor, mode: Any) -> torch.Tensor:
+        """Returns one over the plain tensor `part`, which has no memory."""
         made: torch.Tensor = torch.Tensor._make_subclass(  # type: ignore[attr-defined]
             self._cls, part, False, dispatch_device=True, device_for_backend_keys=self._device
         )
         torch._C._set_throw_on_mutable_data_ptr(made)  # type: ignore[attr-defined]
         made.__dict__.update(self._attributes, fake_mode=mode)
         return made
+
+
+def deterministic_mode() -> tuple[bool, bool]:
+    """Whether kernels have to be deterministic, and whether those that cannot only warn (see `_FLAGS`)."""
+    return torch.are_deterministic_algorithms_enabled(), deterministic_warns_only()
 
 
 def deterministic_warns_only() -> bool:
@@ -1357,17 +1368,35 @@ def torch_partition(module: Any, inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
     return found
 
 
-def inductor_backend(partition: Any, key: str, options: dict[str, Any]) -> Any:
+def inductor_fused_reads() -> int:
+    """Returns from how many stored values inductor makes a value again for each of its readers (torch 2.11, 2.13).
+
+    Freed by: a documented `realize_reads_threshold`.
+    """
+    from torch._inductor import config
+
+    return int(config.realize_reads_threshold)
+
+
+def inductor_backend(partition: Any, key: str, options: dict[str, Any], wrote: Any, *, runs: bool) -> Any:
     """Returns a backend for `torch.compile`: inductor, dividing joint graphs by `partition` (torch 2.13).
 
     Args:
-        key: names what `partition` does, in inductor's cache of graphs. options: of inductor.
+        key: names what `partition` does, in inductor's cache of graphs. options: of inductor. wrote: called for each
+            forward and each backward, when it is compiled: with a number that both have, the names of its inputs and
+            results, examples of its inputs, and the Python code that inductor wrote for it. runs: whether that code
+            runs; if not, no kernel is compiled, and the graphs run op by op.
 
-    Freed by: a public `custom_partitioner_fn` in `torch.compile(options=...)`, with torch's caches keyed by it.
+    Freed by: a public `custom_partitioner_fn` in `torch.compile(options=...)`, with torch's caches keyed by it, and a
+    public way to what was compiled.
     """
+    from unittest import mock
+
     from torch._functorch import config as functorch_config
-    from torch._inductor.compile_fx import compile_fx
+    from torch._functorch._aot_autograd.utils import make_boxed_func
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
+    from torch._inductor.graph import GraphLowering
 
     class Partitioner(CustomPartitionerFn):
         def __call__(self, gm: Any, joint_inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -1381,12 +1410,68 @@ def inductor_backend(partition: Any, key: str, options: dict[str, Any]) -> Any:
 
     patches = {**options, "custom_partitioner_fn": Partitioner()}
 
+    def compile_inner(module: Any, inputs: Any, **kwargs: Any) -> Any:
+        names = tuple(n.name for n in module.graph.find_nodes(op="placeholder"))
+        (output,) = module.graph.find_nodes(op="output")
+        results = tuple(getattr(n, "name", "") for n in output.args[0])
+        number, codes = kwargs["graph_id"], list[str]()
+
+        def stop(code: str) -> None:
+            codes.append(code)
+            raise RuntimeError("the code is written, and is not to run")
+
+        with contextlib.ExitStack() as stack:
+            made: Any
+            own: Any = None if runs else copy.deepcopy(module)
+            if not runs:
+                stack.enter_context(mock.patch.object(GraphLowering, "save_output_code", stop))
+            try:
+                made = compile_fx_inner(module, inputs, **kwargs)
+                codes = [getattr(made, "source_code", "")]
+            except Exception:
+                if not codes:
+                    raise
+                made = make_boxed_func(own)
+        wrote(number, names, results, tuple(inputs), codes[0])
+        return made
+
     def compile_graph(module: Any, inputs: Any) -> Any:
         # The cache of autograd graphs would answer without asking the partitioner.
         with functorch_config.patch(enable_autograd_cache=False):
-            return compile_fx(module, inputs, config_patches=patches)
+            return compile_fx(module, inputs, inner_compile=compile_inner, config_patches=patches)
 
     return compile_graph
+
+
+def inductor_host_code(source: str) -> Any:
+    """Returns what the Python code that inductor wrote for a graph calls, its kernels doing nothing (torch 2.13).
+
+    It takes a list of inputs, lets them go as it uses them, and returns the results. Fake tensors will do.
+    Freed by: a public plan of a compiled graph's memory.
+    """
+    from unittest import mock
+
+    from torch._inductor import async_compile
+
+    class Idle:
+        def __getattr__(self, name: str) -> Any:
+            return self
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return self
+
+    def empty(device: str) -> Any:
+        return lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+    def reinterpret(base: Any, size: Any, stride: Any, offset: int = 0) -> Any:
+        return base.as_strided(size, stride, base.storage_offset() + offset)
+
+    scope: dict[str, Any] = {"__name__": "host_code"}
+    with mock.patch.object(async_compile, "AsyncCompile", Idle):
+        exec(compile(source, "<inductor>", "exec"), scope)
+    scope |= {f"empty_strided_{device}": empty(device) for device in ("cpu", "cuda")}
+    scope |= {"reinterpret_tensor": reinterpret, "assert_size_stride": Idle(), "assert_alignment": Idle()}
+    return scope["call"]
 
 
 def aot_eager_backend(partition: Any) -> Any:
@@ -1507,6 +1592,20 @@ def _set_stack_of_modes(modes: tuple[Any, ...]) -> None:
         torch._C._pop_torch_dispatch_stack(getattr(mode, "_mode_key", None))
     for mode in modes:
         torch._C._push_on_torch_dispatch_stack(mode)
+
+
+def put_on_below(mode: Any) -> None:
+    """Puts a dispatch mode on, below those that are on. Freed by: as `user_modes`."""
+    _set_stack_of_modes((mode, *_stack_of_modes()))
+
+
+def put_off(mode: Any) -> None:
+    """Takes off a dispatch mode that `put_on_below` has put on, wherever it stands. Freed by: as `user_modes`."""
+    stack = _stack_of_modes()
+    if stack and stack[-1] is mode:
+        torch._C._pop_torch_dispatch_stack(None)
+    else:
+        _set_stack_of_modes(tuple([m for m in stack if m is not mode]))
 
 
 def _set_function_modes(modes: tuple[Any, ...]) -> None:

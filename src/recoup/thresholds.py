@@ -9,9 +9,15 @@ NEGLIGIBLE_SHARE = 0.002
 ESTIMATE_SHARE = 0.05
 """How far an estimate may be off, as the bound on predicted seconds is: what misses by less is tried all the same."""
 MOST_TRIES = 5
-"""Answers to one question that are tried in turn, each chosen by what the one before it was off by."""
+"""Answers to one question that are tried: in turn, each by what the one before it was off by, or side by side."""
 SMALL_BYTES = 1 << 16
 """A tensor up to this size is copied, left where it is, or not looked up: asking takes longer than it is worth."""
+ASIDE_ELEMENTS = 1 << 22
+"""Of tensors that are computed, copied or compared for real beside a step, at a time: little next to the step."""
+MOST_OBJECTS = 20_000
+"""That are looked through for tensors from one call or function on: a larger heap is no state of a step."""
+MOST_POINTS = 24
+"""Of a trade-off between bytes and seconds, where each one is solved for and simulated: more change little."""
 TEXT_COLUMNS = 100
 """Characters of a printed line, where there is room, and of what a user gave in a message."""
 MOST_NAMES = 8

@@ -11,6 +11,7 @@ from torch import nn
 import recoup
 from recoup.compiled.combine import Combination
 from recoup.compiled.fitting import CompiledFitting, Measured
+from recoup.compiled.recording import CompileOptions
 from recoup.ir.compiled_plan import CompiledPlan
 from tests.compiled.models import Residual
 
@@ -109,6 +110,7 @@ def test_predictions_are_corrected_as_the_measured_steps_nearest_to_them() -> No
     fitting.plain_peak_bytes = 110
     fitting.torch_choice = Combination(chosen={}, peak_bytes=100, seconds=0.0)
     fitting._found = [Combination(chosen={}, peak_bytes=peak, seconds=0.0) for peak in (100, 80, 60, 40)]
+    fitting._planned = {}
     fitting._measured = {2: Measured(calls={}, peak_bytes=62, predicted_bytes=70)}
     assert [fitting._predicted(at) for at in range(4)] == [110, 86, 62, 42]
 
@@ -120,7 +122,8 @@ def test_a_choice_is_taken_once_no_faster_one_is_predicted_to_fit(monkeypatch: p
     fitting.torch_choice = Combination(chosen={}, peak_bytes=100, seconds=0.0)
     peaks, compiled = (100, 80, 70, 60, 40), list[int]()
     fitting._found = [Combination(chosen={}, peak_bytes=p, seconds=100.0 - p) for p in peaks]
-    fitting._measured = {}
+    fitting._planned, fitting._measured = {}, {}
+    fitting.options = CompileOptions.of(AOT)
 
     def compile_choice(at: int, budget_bytes: int) -> Measured:
         compiled.append(at)

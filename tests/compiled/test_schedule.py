@@ -75,7 +75,7 @@ def test_elementwise_values_are_not_stored_where_kernels_are_fused() -> None:
     )
     bare = {"value_bytes": (100, 100, 1), "ops": ops, "num_forward": 3, "gradients": frozenset[int]()}
     separate = timeline(JointStep(**bare, results=frozenset({2})), frozenset())
-    fused = timeline(JointStep(**bare, results=frozenset({2}), fuses=True), frozenset())
+    fused = timeline(JointStep(**bare, results=frozenset({2}), fused_reads=4), frozenset())
     assert separate.forward_peak_bytes == 200
     assert fused.forward_peak_bytes == 101
 

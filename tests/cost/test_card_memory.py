@@ -13,6 +13,8 @@ import recoup
 from recoup.cost import devices
 from recoup.cost.caching_allocator import CachingAllocator, OutOfCard
 from recoup.cost.card_memory import _sums_in_place
+from recoup.cost.hidden_memory import hidden_blocks
+from recoup.cost.signature import make_signature
 from recoup.ir.trace import Op, Signature, Storage, TensorSpec
 
 MIB = 1 << 20
@@ -120,6 +122,23 @@ def test_plans_for_a_card_say_what_it_must_have() -> None:
     assert any("expandable_segments" in note or "torch reserves" in note for note in made.notes)
     cpu = recoup.plan(model(), batch, budget="70%", device="cpu-generic")
     assert cpu.predicted.card_bytes == 0
+    net, images = torch.nn.Conv2d(3, 4, 3).to("meta"), torch.empty(2, 3, 8, 8, device="meta")
+    convolved = recoup.plan(net, images, budget="100%", device="h100-sxm", actions=())
+    for notes, named in ((made.notes, False), (convolved.notes, True), (cpu.notes, False)):
+        assert any("cuDNN" in note for note in notes) == named
+
+
+def test_copies_that_a_kernel_makes_first_are_taken_before_its_results() -> None:
+    x = torch.empty(2, 64, 512).transpose(1, 2)
+    device = devices.get_device("h100-sxm")
+    norm = make_signature(torch.ops.aten.native_layer_norm.default, (x, [64], None, None, 1e-5), {}, torch.empty(0))
+    assert hidden_blocks(norm, device) == ((x.nbytes,), ())
+    weights, image = torch.empty(8, 4, 2, 2), torch.empty(2, 4, 16, 16)
+    gradient = torch.empty(2, 8, 8, 8).to(memory_format=torch.channels_last)
+    for weight, copied in ((weights, gradient.nbytes), (weights.to(memory_format=torch.channels_last), image.nbytes)):
+        args = (gradient, image, weight, [0], [2, 2], [0, 0], [1, 1], False, [0, 0], 1, [True, True, False])
+        found = make_signature(torch.ops.aten.convolution_backward.default, args, {}, torch.empty(0))
+        assert hidden_blocks(found, device) == ((copied,), ())
 
 
 def test_auto_is_what_torch_may_reserve(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import random
 import warnings
-from itertools import product
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from recoup.cost.devices import DEVICES, get_device
 from recoup.cost.hidden_memory import hidden_blocks
 from recoup.cost.library_memory import library_bytes
 from recoup.cost.signature import make_signature
+from recoup.evidence.noise import deterministic_kernels
 
 pytest.importorskip("tests.cuda_stub.kit")
 aten = torch.ops.aten
@@ -72,7 +73,7 @@ def test_the_allocator_event_by_event(seed: int) -> None:
 def test_the_choice_of_attention() -> None:
     names = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn"}
     capability = torch.cuda.get_device_capability()
-    for dtype, width, mask, dropout, causal, heads, length in product(
+    for dtype, width, mask, dropout, causal, heads, length in itertools.product(
         (torch.float16, torch.bfloat16, torch.float32, torch.float64),
         (60, 64, 200, 264),
         (None, torch.bool),
@@ -120,17 +121,43 @@ def cases() -> list[tuple[object, tuple[object, ...]]]:
     return found
 
 
-def test_memory_that_kernels_take_while_they_run() -> None:
+@pytest.mark.parametrize("in_order", [False, True])
+def test_memory_that_kernels_take_while_they_run(in_order: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     device = get_device({75: "t4", 80: "a100-80gb", 89: "rtx-4090", 90: "h100-sxm"}.get(_capability(), "h100-sxm"))
-    for op, args in cases():
-        op(*args)  # type: ignore[operator]
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    with deterministic_kernels() if in_order else contextlib.nullcontext():
+        for op, args in cases():
+            op(*args)  # type: ignore[operator]
+            torch.cuda.reset_peak_memory_stats()
+            out = op(*args)  # type: ignore[operator]
+            stats = torch.cuda.memory_stats()
+            seen = stats["requested_bytes.all.peak"] - stats["requested_bytes.all.current"]
+            known = sum(itertools.chain(*hidden_blocks(make_signature(op, args, {}, out), device, in_order=in_order)))
+            assert known == pytest.approx(seen, rel=0.02, abs=2048), op
+            del out
+
+
+def test_image_and_weight_choose_the_layout_that_a_gradient_is_copied_to() -> None:
+    device = get_device("h100-sxm")
+    gradient, image = torch.empty(32, 64, 16, 16, device="cuda"), torch.empty(32, 4, 32, 32, device="cuda")
+    weight = torch.empty(64, 4, 2, 2, device="cuda")
+
+    def taken(*args: torch.Tensor) -> tuple[int, int]:
+        rest = ([0], [2, 2], [0, 0], [1, 1], False, [0, 0], 1, [True, True, False])
+        op = aten.convolution_backward.default
+        op(*args, *rest)
         torch.cuda.reset_peak_memory_stats()
-        out = op(*args)  # type: ignore[operator]
+        out = op(*args, *rest)
         stats = torch.cuda.memory_stats()
-        seen = stats["requested_bytes.all.peak"] - stats["requested_bytes.all.current"]
-        known = sum(hidden_blocks(make_signature(op, args, {}, out), device))
-        assert known == pytest.approx(seen, rel=0.02, abs=2048), op
-        del out
+        known = sum(itertools.chain(*hidden_blocks(make_signature(op, (*args, *rest), {}, out), device)))
+        return stats["requested_bytes.all.peak"] - stats["requested_bytes.all.current"], known
+
+    workspace, none = taken(gradient, image, weight)
+    assert none == 0
+    last = {"memory_format": torch.channels_last}
+    for args in ((gradient.to(**last), image, weight), (gradient, image.to(**last), weight.to(**last))):
+        seen, known = taken(*args)
+        assert known and known == seen - workspace
 
 
 def _capability() -> int:

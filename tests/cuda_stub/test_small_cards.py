@@ -19,7 +19,9 @@ import recoup
 from recoup._torch import clear_cublas_workspaces
 from recoup.cost.devices import get_device
 from recoup.cost.roofline import RooflineCost
+from recoup.ir.decision import TileLoss
 from tests.cuda_stub.kit import stub
+from tests.cuda_stub.models import perceptron
 
 assert stub.is_active()
 Made = tuple[nn.Module, Any, Callable[[Any, Any], torch.Tensor] | None]
@@ -49,6 +51,24 @@ def _image(kind: str) -> Made:
     return workload.model.float(), workload.batch[:16].clone().float(), workload.loss
 
 
+class _Words(nn.Module):
+    """A small body under a large head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.body, self.head = nn.Embedding(16000, 128), nn.Linear(128, 128), nn.Linear(128, 16000)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        logits = self.head(torch.tanh(self.body(self.words(ids))))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
+
+
+def _small(kind: str) -> Made:
+    if kind == "tile":
+        return _Words(), torch.zeros(16, 128, dtype=torch.long), None
+    return perceptron(), torch.zeros(8192, 512), lambda y, _: y.mean()
+
+
 @contextlib.contextmanager
 def _card_of(nbytes: int) -> Iterator[None]:
     gc.collect()
@@ -62,22 +82,27 @@ def _card_of(nbytes: int) -> Iterator[None]:
 
 
 @pytest.mark.filterwarnings("ignore::recoup.errors.InexactWarning")
-@pytest.mark.parametrize("kind", ["gpt2", "bert", "llama", "t5", "resnet50", "unet"])
+@pytest.mark.parametrize("kind", ["gpt2", "bert", "llama", "t5", "resnet50", "unet", "offload", "tile"])
 def test_fit_on_a_card_that_cannot_hold_the_plain_step(kind: str) -> None:
     torch.manual_seed(0)
-    model, batch, loss = _image(kind) if kind in ("resnet50", "unet") else _text(kind)
+    make = _image if kind in ("resnet50", "unet") else _small if kind in ("offload", "tile") else _text
+    model, batch, loss = make(kind)
     model = model.train().cuda()
     batch = {k: v.cuda() for k, v in batch.items()} if isinstance(batch, dict) else batch.cuda()
     options: dict[str, Any] = {} if loss is None else {"loss": loss}
+    if kind in ("offload", "tile"):
+        options["actions"] = (kind,)
     optimizer = torch.optim.AdamW(model.parameters())
     cost = RooflineCost(get_device("h100-sxm"))
     planned: dict[str, Any] = {"device": "cuda", "cost": cost, "optimizer": optimizer, **options}
-    plain = recoup.plan(model, batch, budget="100%", actions=(), **planned).predicted
+    plain = recoup.plan(model, batch, budget="100%", **(planned | {"actions": ()})).predicted
     budget = int(plain.peak_bytes * 0.75)
 
     def step() -> None:
-        out = model(**batch).loss if loss is None else loss(model(batch), batch)
-        out.backward()
+        if isinstance(batch, dict):
+            model(**batch).loss.backward()
+        else:
+            (model(batch) if loss is None else loss(model(batch), batch)).backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
@@ -87,7 +112,12 @@ def test_fit_on_a_card_that_cannot_hold_the_plain_step(kind: str) -> None:
         model.zero_grad(set_to_none=True)
         fit = recoup.fit(model, batch, budget=budget, device="cuda", timed=False, optimizer=optimizer, **options)
         assert fit.evidence.peak_bytes <= budget
-        assert fit.evidence.num_regions_replayed + fit.evidence.num_rederived > 0
+        if kind == "offload":
+            assert fit.evidence.offloaded_bytes > 0
+        elif kind == "tile":
+            assert [d for d in fit.plan.decisions if isinstance(d, TileLoss)]
+        else:
+            assert fit.evidence.num_regions_replayed + fit.evidence.num_rederived > 0
         assert fit.evidence.baseline_peak_bytes is None, "the plain step was metered where it does not fit"
         fit.applied.remove()
         with recoup.apply(model, fit.plan):

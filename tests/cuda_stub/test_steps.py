@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from recoup.ir.decision import Decision, Offload, Recompute, Rederive
+from recoup.ir.decision import Decision, Offload, Rebuild, Recompute, Rederive
 from recoup.runtime.apply import apply_decisions
+from recoup.runtime.rebuild.step_run import StepRun
 from tests.cuda_stub.kit import stub
 from tests.cuda_stub.models import CASES
 
@@ -66,3 +67,35 @@ def test_twenty_steps_run_and_wait_for_nothing(case: str, plan: str) -> None:
     if plan in ("recompute", "both", "keep", "offload-inputs"):
         assert log.num_replays == 20 * (len(model) - (plan == "both"))
         assert seen["launches"] > 20 * plain["launches"]
+
+
+class _WithDropout(nn.Module):
+    """Blocks with dropout, whose result is indexed whole, as language models index the positions of their logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + nn.functional.dropout(torch.tanh(layer(x)), 0.1)
+        return torch.sin(x[:, slice(0, None), :]).pow(2)
+
+
+@pytest.mark.parametrize("decision", [Rebuild(path=""), Rederive(path="")])
+def test_steps_with_dropout_follow_a_program(decision: Decision, monkeypatch: pytest.MonkeyPatch) -> None:
+    followed: list[StepRun] = []
+    real = StepRun.__init__
+
+    def init(self: StepRun, *args: object) -> None:
+        real(self, *args)  # type: ignore[arg-type]
+        followed.append(self)
+
+    monkeypatch.setattr(StepRun, "__init__", init)
+    model, x = _WithDropout().cuda(), torch.empty(4, 128, 64, device="cuda")
+    with apply_decisions(model, [decision]) as applied:
+        for _ in range(4):
+            _step(model, x)
+        assert applied.log.num_rederived > 0
+    assert len(followed) == 2
+    assert all(run.is_done for run in followed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 import gc
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -21,7 +22,7 @@ from recoup.ir.decision import Decision, Recompute, TileLoss, TileModule
 from recoup.recurrent import checkpoint_timesteps, scan, unroll
 from recoup.runtime.apply import apply_decisions
 from tests.cuda_stub.kit import stub
-from tests.cuda_stub.models import transformer
+from tests.cuda_stub.models import perceptron, transformer
 
 Step = Callable[[], object]
 # The plain step, the step of ours, and what is around the latter.
@@ -198,7 +199,50 @@ def _optimizer(kind: str) -> Case:
     return step, step, lambda: recoup.offload_optimizer(optimizer)
 
 
+def _trained(kind: str) -> Case:
+    """Two micro-batches to a step, under a watch; or batches over what the plan is for, with a warning."""
+    model, x = perceptron(), torch.zeros(4096, 512, device="cuda")
+    optimizer = torch.optim.AdamW(model.parameters())
+    number = 2 if kind == "watched" else 1
+    options: dict[str, Any] = {"loss": lambda y, _: y.mean(), "optimizer": optimizer, "accumulate": number}
+    plan = recoup.plan(
+        model,
+        x,
+        budget="90%",
+        device="cuda",
+        cost=RooflineCost(get_device("h100-sxm")),
+        actions=("rederive",),
+        **options,
+    )
+    assert plan.decisions
+    batch = x if kind == "watched" else torch.zeros(16384, 512, device="cuda")
+    warned: list[warnings.WarningMessage] = []
+
+    def step() -> None:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(number):
+                model(batch).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        warned.extend(caught)
+
+    @contextmanager
+    def around() -> Iterator[None]:
+        with recoup.apply(model, plan):
+            if kind == "watched":
+                with recoup.watch(model, budget="70GiB", loss=options["loss"], optimizer=optimizer) as steps:
+                    yield
+                assert steps.num_steps > 0
+            else:
+                yield
+        assert any("over the plan's budget" in str(w.message) for w in warned) == (kind == "over")
+
+    return step, step, around
+
+
 CASES: dict[str, Callable[[], Case]] = {
+    **{f"trained, {kind}": lambda kind=kind: _trained(kind) for kind in ("watched", "over")},  # type: ignore[misc]
     **{
         f"tiled {name}": lambda name=name: _tiled_loss(name)  # type: ignore[misc]
         for name in ("cross_entropy", "log_probs", "entropy", "logsumexp", "kl", "soft", "topk")

@@ -15,10 +15,14 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 import recoup
+from recoup.capture.capture import StepSpec
 from recoup.capture.step import Objective
 from recoup.cost.model import FlopsCost
 from recoup.errors import PlanMismatch, UsageError
 from recoup.ir.decision import Rebuild, Recompute
+from recoup.planner.driver import Planner
+from recoup.planner.incumbents import Candidate
+from recoup.planner.strategies.rebuild import RebuildStrategy
 from recoup.runtime.apply import apply_decisions
 
 
@@ -309,3 +313,35 @@ def test_equal_layers_are_cut_once(monkeypatch: pytest.MonkeyPatch) -> None:
     points = [solver.solve(b) for b in range(view.problem.fixed_bytes, 6 * view.problem.fixed_bytes, 200_000)]
     seconds = [p.extra_seconds for p in points if p is not None]
     assert seconds == sorted(seconds, reverse=True)
+
+
+class Expert(nn.Module):
+    """Several held results of one segment are read at different times of its backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(4, 16, 64) / 4), nn.Parameter(torch.randn(4, 64, 16) / 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + F.gelu(x @ self.up) @ self.down * x.sigmoid()
+
+
+def test_a_held_result_goes_with_the_last_that_is_rebuilt_from_it() -> None:
+    torch.manual_seed(0)
+    net, batch = nn.Sequential(*(Expert() for _ in range(4))), torch.randn(4, 128, 16)
+    planner = Planner(
+        StepSpec(model=net, batch=batch, objective=Objective(loss=loss)), cost=FlopsCost(), actions=("rebuild",)
+    )
+    strategy = planner.strategy(RebuildStrategy)
+    assert strategy is not None and strategy._view is not None and strategy._solver is not None
+    for share in (0.7, 0.8):
+        choice = strategy._solver.solve(int(share * planner.plain.peak_bytes))
+        assert choice is not None
+        simulated = planner.simulate((strategy._view.decide(choice),))
+        assert simulated.peak_bytes <= 1.003 * choice.peak_bytes
+        evidence = recoup.verify(net, plan_of(planner, simulated), batch, timed=False)
+        assert evidence.exact and evidence.peak_bytes <= simulated.peak_bytes
+
+
+def plan_of(planner: Planner, candidate: Candidate) -> recoup.Plan:
+    return planner.plan(candidate, budget_bytes=candidate.peak_bytes, budget_text="all", device="cpu")

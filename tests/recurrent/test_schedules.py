@@ -55,6 +55,15 @@ def test_treeverse_counts(num_steps: int, counts: tuple[int, ...]) -> None:
         assert found.peak_states <= slots
 
 
+@pytest.mark.parametrize(("num_steps", "num_rows"), [(16, 2), (12, 3), (24, 2)])
+def test_as_many_evaluations_in_fewer_rows(num_steps: int, num_rows: int) -> None:
+    """Where chunks are the best that fits, the schedule has no more backward passes than chunks have."""
+    length = num_steps // num_rows
+    schedule = tape_schedule(num_steps, 8 * length + num_rows - 1, state_units=1, tape_units=8)
+    assert schedule.evaluations <= chunk_schedule(num_steps, length).evaluations
+    assert sum(action.kind == "backward" for action in schedule.actions()) == num_rows
+
+
 def test_treeverse_is_optimal_where_brute_force_reaches() -> None:
     for num_steps in range(1, 45):
         for slots in range(1, 9):

@@ -1,4 +1,7 @@
-"""Random programs under random plans by tensor: the same bits, whatever is held."""
+"""Random programs under random plans by tensor: the same bits, whatever is held.
+
+`RECOUP_FUZZ=500 RECOUP_FUZZ_FIRST=1000 pytest tests/runtime/test_held_fuzz.py` tries 500 programs from number 1000 on.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,8 @@ from recoup.runtime.rebuild import apply_held, held_recorder, saved_tensor
 from tests.runtime.random_programs import ATTENTION, ROWS, WIDTH, Program
 
 NUM = int(os.environ.get("RECOUP_FUZZ", "24"))
+FIRST = int(os.environ.get("RECOUP_FUZZ_FIRST", "0"))
+SEEDS = range(FIRST, FIRST + NUM)
 
 
 class _NoneAnywhere(dict[Any, Any]):
@@ -94,7 +99,7 @@ def train(seed: int, plan: Rebuild | Rederive | None, num_steps: int = 5) -> lis
     return [*found, *grads, *model.buffers(), torch.get_rng_state()]
 
 
-@pytest.mark.parametrize("seed", range(NUM))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_random_programs_under_random_plans(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(held_recorder, "MIN_BYTES", 0)
     torch.manual_seed(seed)
@@ -121,7 +126,7 @@ def test_random_programs_under_random_plans(seed: int, monkeypatch: pytest.Monke
         assert all(map(equal_values, plain, planned))
 
 
-@pytest.mark.parametrize("seed", range(NUM))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_random_programs_rederived(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saved_tensor, "MIN_BYTES", 0)
     plain, planned = train(seed, None), train(seed, Rederive(path=""))

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
+import threading
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from recoup.evidence.gradients import equal_values
 from recoup.ir.decision import Rederive
@@ -112,3 +116,140 @@ def test_steps_whose_graphs_live_side_by_side() -> None:
         assert a.grad is not None
         assert b.grad is not None
         assert equal_values(a.grad, b.grad)
+
+
+class Entered(TorchDispatchMode):
+    """Counts ops."""
+
+    num = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Around(nn.Module):
+    """A block, with a dispatch mode of the user's around its inside in some steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block("plain")
+        self.i = 0
+        self.seen: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.i += 1
+        x = torch.sin(x)
+        if self.i % 3:
+            return torch.tanh(self.block(x))
+        with Entered() as mode:
+            x = self.block(x)
+        self.seen.append(mode.num)
+        return torch.tanh(x)
+
+
+def both(make: Callable[[], nn.Module], train: Callable[[nn.Module], list[Tensor]]) -> list[list[Tensor]]:
+    """Returns what training gives, plain and under a plan that rederives."""
+    found = []
+    for decisions in ([], [Rederive(path="")]):
+        torch.manual_seed(0)
+        model = make()
+        with apply_decisions(model, decisions):
+            found.append(train(model))
+            assert torch._C._len_torch_function_stack() == torch._C._len_torch_dispatch_stack() == 0
+    return found
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    """Returns a model's gradients, and takes them off."""
+    found = [p.grad for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    return found
+
+
+def test_a_mode_of_the_users_inside_of_a_step() -> None:
+    seen: list[list[int]] = []
+
+    def train(model: nn.Module) -> list[Tensor]:
+        assert isinstance(model, Around)
+        found = []
+        for _ in range(8):
+            model(torch.randn(64, 32)).sum().backward()
+            found += gradients(model)
+        seen.append(model.seen)
+        return found
+
+    plain, planned = both(Around, train)
+    assert all(map(equal_values, plain, planned))
+    assert seen[0] == seen[1]  # it meets the ops that it meets without a plan
+
+
+def halve(module: nn.Module, args: Any, out: Tensor) -> None:
+    """Writes to a result in a way that no version tells of."""
+    out.data.mul_(0.5)
+
+
+def test_hooks_that_come_and_go_between_steps() -> None:
+    def train(model: nn.Module) -> list[Tensor]:
+        found = []
+        norm, up = model[0].norm, model[1].up  # type: ignore[index,union-attr]
+        for i in range(12):
+            handles = []
+            if i in (4, 5):
+                handles.append(norm.register_forward_hook(lambda m, a, out: torch.sigmoid(out)))  # type: ignore[union-attr,operator]
+            if i in (7, 8):
+                handles.append(up.register_forward_hook(halve))  # type: ignore[union-attr,operator]
+            if i in (10, 11):
+                handles.append(up.register_full_backward_hook(lambda m, a, b: (a[0] * 2,)))  # type: ignore[union-attr,operator]
+            model(torch.randn(64, 32)).sum().backward()
+            found += gradients(model)
+            for handle in handles:
+                handle.remove()
+        return found
+
+    plain, planned = both(lambda: nn.Sequential(Block("plain"), Block("plain")), train)
+    assert all(map(equal_values, plain, planned))
+
+
+def test_steps_of_two_threads_at_once() -> None:
+    def train(model: nn.Module) -> list[Tensor]:
+        found: dict[int, list[Tensor]] = {0: [], 1: []}
+
+        def steps(number: int) -> None:
+            generator = torch.Generator().manual_seed(number)
+            for _ in range(8):
+                x = torch.randn(64, 32, generator=generator)
+                loss = model(x).square().sum()
+                found[number] += torch.autograd.grad(loss, list(model.parameters()))
+
+        threads = [threading.Thread(target=steps, args=(number,)) for number in found]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return found[0] + found[1]
+
+    plain, planned = both(lambda: nn.Sequential(Block("plain"), Block("plain")), train)
+    assert len(plain) == len(planned) == 2 * 8 * 12
+    assert all(map(equal_values, plain, planned))
+
+
+def test_a_tensor_saved_twice_is_rebuilt_once_where_backward_asks_soon() -> None:
+    class Shared(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = torch.sin(x) * 2  # saved by two products below, and what leads to it by a third
+            return y.exp() * torch.tanh(y) + torch.sin(x).pow(2) * y
+
+    def train(model: nn.Module) -> list[Tensor]:
+        found = []
+        for _ in range(5):
+            x = torch.randn(64, 32, requires_grad=True)
+            loss = model(x).sum()
+            loss.backward(retain_graph=True)
+            loss.backward()
+            assert x.grad is not None
+            found.append(x.grad)
+        return found
+
+    plain, planned = both(Shared, train)
+    assert all(map(equal_values, plain, planned))

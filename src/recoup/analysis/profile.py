@@ -7,7 +7,7 @@ import numpy as np
 from recoup.analysis.timeline import CATEGORIES, Level, category_levels, op_phase
 from recoup.cost.model import PricedTrace
 from recoup.ir.profile import Profile, ProfileRow
-from recoup.ir.report import TIMELINE_POINTS
+from recoup.ir.report import MOST_ROWS
 from recoup.ir.trace import Trace
 
 
@@ -81,7 +81,7 @@ def _rows(priced: PricedTrace) -> tuple[ProfileRow, ...]:
 
 def _stride(num_ops: int) -> int:
     """Returns how many ops are one point."""
-    return max(1, -(-num_ops // TIMELINE_POINTS))
+    return max(1, -(-num_ops // MOST_ROWS))
 
 
 def _thinned(level: Level) -> tuple[int, ...]:

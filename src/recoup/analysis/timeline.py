@@ -9,7 +9,7 @@ import numpy as np
 
 from recoup.cost.model import PricedTrace
 from recoup.ir.labels import group_labels, without_numbers
-from recoup.ir.report import TIMELINE_POINTS, Timeline
+from recoup.ir.report import MOST_ROWS, Timeline
 from recoup.ir.trace import Storage, Trace
 from recoup.thresholds import MOST_NAMES
 
@@ -113,7 +113,7 @@ def _whole_step(priced: PricedTrace, plain: PricedTrace | None) -> tuple[dict[st
 def _columns(begins: np.ndarray, peak: int) -> list[int]:  # type: ignore[type-arg]
     """Returns the first op of each column and the end: columns of equal time, and one that begins at the peak."""
     num_ops = len(begins) - 1
-    edges = np.linspace(0.0, begins[-1], TIMELINE_POINTS + 1)[:-1]
+    edges = np.linspace(0.0, begins[-1], MOST_ROWS + 1)[:-1]
     first = np.unique(np.searchsorted(begins[:-1], edges, side="left"))
     first = np.unique(np.concatenate([[0], first, [peak]]))
     return [*(int(i) for i in first if i < num_ops), num_ops]

@@ -1,4 +1,4 @@
-"""The public functions: each reads like its line in the README; these files wire the stages together."""
+"""The public functions: they check arguments and connect the stages (capture, cost, planner, runtime, evidence)."""
 
 from __future__ import annotations
 

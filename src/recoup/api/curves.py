@@ -42,7 +42,7 @@ def profile(
     device: str | torch.device | None = None,
     cost: CostModel | None = None,
 ) -> Profile:
-    """Returns where the memory and time of one unplanned step go; nothing of the model changes.
+    """Returns memory and time of one unplanned step by module and tensor category; the model is left unchanged.
 
     Args:
         model, batch, loss, step, inputs, targets, autocast, scaler, accumulate, optimizer: the training step, as for
@@ -74,9 +74,10 @@ def profile(
 
 
 class Frontier:
-    """The curve of bytes against time: every point a plan, more bytes never slower among plans with equal bits.
+    """The curve of peak bytes against step time; every point is a plan. Of bit-exact ones, more bytes are never slower.
 
-    Tiles round differently: unless they were asked for in `actions`, they are in points below all others only.
+    Tiled plans round differently: unless `actions` asks for them, they are only used for points below the smallest peak
+    of all bit-exact plans.
     """
 
     def __init__(self, planner: Planner, device: str, points: tuple[FrontierPoint, ...], free_bytes: int) -> None:
@@ -91,7 +92,7 @@ class Frontier:
         return self._planner
 
     def explain(self, budget: int | str) -> Explanation:
-        """Returns why the plan for a budget is what it is: each kind of choice priced, and the budgets beside it.
+        """Returns what each kind of decision in a budget's plan is worth, and the plans for a bit less and more.
 
         Raises:
             InfeasibleBudget: as `plan`.
@@ -104,8 +105,8 @@ class Frontier:
         """Returns what `more` bytes on top of a budget would buy: the two plans, and the seconds between them.
 
         Args:
-            budget: the bytes there are.
-            more: bytes on top of them, as a number or as text ("2GiB").
+            budget: peak bytes, as for `plan`.
+            more: bytes on top of it, as a number or as text ("2GiB").
         """
         first = self.plan(budget)
         second = self.plan(first.budget_bytes + parse_bytes(more))
@@ -173,7 +174,7 @@ def frontier(
         model, batch, loss, step, inputs, targets, autocast, scaler, accumulate, optimizer: the training step, as for
             `plan`.
         device, actions, cost: as for `plan`.
-        num_points: about so many points, each a simulated plan.
+        num_points: number of points, approximately; each is a simulated plan.
 
     Raises:
         UsageError, StepError, ConflictError: as `plan`.
@@ -219,8 +220,8 @@ def explain(
     actions: Sequence[str] | None = None,
     cost: CostModel | None = None,
 ) -> Explanation:
-    """Returns why the plan for a budget is what it is: what sets its peak, what each kind of choice is worth (the plan
-    against the same plan without it, both simulated), and what a little less and a little more memory would cost.
+    """Returns what sets the peak of a budget's plan, what each kind of decision is worth (the plan against the same
+    plan without it, both simulated), and what a little less and a little more memory would cost.
 
     Args:
         model, batch, loss, step, inputs, targets, autocast, scaler, accumulate, optimizer: the training step, as for

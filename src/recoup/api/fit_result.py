@@ -17,10 +17,10 @@ class Fit:
     """A planned, changed and proven model.
 
     Attributes:
-        plan: what was decided.
-        applied: the handle that undoes it. If `evidence.ok` is False nothing is in place, unless `apply_failed=True`
-            asked for it.
-        evidence: what was measured.
+        plan: the plan that was applied.
+        applied: the handle whose `remove` undoes it. If `evidence.ok` is False the plan is not in place, unless
+            `apply_failed=True` was given.
+        evidence: the comparison with the plain step: values, peak bytes, seconds.
     """
 
     plan: Plan

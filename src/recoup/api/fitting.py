@@ -71,14 +71,14 @@ def plan(
         scaler: the `GradScaler` of training; its scale is read, nothing of it changes.
         accumulate: micro-batches of one optimizer step. From 2 on, gradients are there when forward begins.
         optimizer: an optimizer or its class; its state and its step's temporaries count.
-        device: where the plan will run: "cpu", "cuda", or a name of the device table. Left out: the model's own.
-        actions: what the plan may use besides save. Left out: rederive and recompute, which leave every bit as it is,
-            and tile, which rounds differently, only where no other plan fits.
+        device: device that the plan is for: "cpu", "cuda", or a name of the device table. Left out: the model's own.
+        actions: actions that the plan may use besides save. Left out: rederive and recompute, which are bit-exact, and
+            tile, which rounds differently, only where no other plan fits.
         host_budget: bytes of the host's memory (of a temporary file for a CPU's plan), an int or `"64GiB"`, that the
             plan may hold there at a time: offload is then one of the default actions.
-        cost: prices of ops; left out: measured on this machine's device, a roofline for a named one.
-        keep: paths of modules whose forward runs once, like the plain step's: no region and no tile contains them, or
-            is inside of them. Saved tensors of theirs may still be rederived.
+        cost: seconds and workspace of ops; left out: measured on this machine's device, a roofline for a named one.
+        keep: paths of modules whose forward must run once only: no region and no tile contains them or lies inside of
+            them. Their saved tensors may still be rederived.
         effort: how long to search once a plan fits, in simulated ops and not by the clock: "low" tries each solver's
             first answer alone, "high" simulates up to ten times as much as "normal".
 
@@ -275,10 +275,10 @@ def fit(
 ) -> Fit | CompiledFit:
     """Plans, changes the model in place, and proves it: `plan`, `apply` and `verify` in one.
 
-    What is found while proving is planned around: a measured peak above the budget (an allocator does what no
-    simulation saw), a region whose forward cannot run twice. The plan's notes say so. The most memory that this needs
-    is the planned peak and one copy of the trainable parameters' bytes, which is in host memory for a model on a GPU; a
-    plain step that does not fit is run with its saved tensors in host memory, or in a temporary file for a CPU's.
+    If verification finds a measured peak above the budget, or a region whose forward cannot run twice, it plans again
+    with that known; the plan's notes say so. Needs at most the planned peak plus one copy of the trainable parameters,
+    which is in host memory for a model on a GPU. A plain step that does not fit is run with its saved tensors in host
+    memory (in a temporary file for a model on the CPU).
 
     Args:
         model, batch, loss, step, inputs, targets, autocast, scaler, accumulate, optimizer: the training step, as for

@@ -1,4 +1,4 @@
-"""The inverse questions: the largest batch, and the most tokens, of which some plan fits a budget."""
+"""The largest batch, and the most tokens, for which some plan fits a budget."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def max_batch(
     cost: CostModel | None = None,
     limit: int = 1 << 16,
 ) -> int:
-    """Returns the largest size whose step fits the budget under some plan: simulated, so the next size does not.
+    """Returns the largest batch size whose simulated step fits the budget under some plan; the next size does not.
 
     Args:
         model, loss, step, autocast, accumulate, optimizer, device, actions, host_budget, cost: as for
@@ -137,8 +137,8 @@ def max_tokens(
 ) -> TokenLimits:
     """Returns the longest sequence that fits the budget alone, and the most examples of shorter ones.
 
-    Every answer is planned and simulated and so is the next size, which does not fit: `multiple_of` tokens more, or one
-    example more (unless that is over the limit).
+    Every answer is planned and simulated. So is the next size (`multiple_of` tokens more, or one example more, unless
+    that is over the limit), which does not fit.
 
     Args:
         model, loss, step, autocast, accumulate, optimizer, device, actions, host_budget, cost: as for
@@ -147,8 +147,8 @@ def max_tokens(
             longest, or one row of packed examples with their position numbers.
         budget: absolute bytes or `"auto"`.
         multiple_of: lengths that are tried are its multiples.
-        lengths: of examples, for which the most that fit are looked for; left out: the longest, and a 4th and a 16th of
-            it.
+        lengths: lengths in tokens for which the number of examples is maximised; left out: the longest, and a 4th and a
+            16th of it.
         limit: the most tokens tried.
 
     Raises:

@@ -1,8 +1,8 @@
 """Captures one training step as a `Trace`, without touching the model.
 
-Two runs under fake tensors: the step as it is (forward, loss, backward, optimizer), and its forward again with
-autograd keeping nothing, which tells when each storage would be let go if it were not saved. Where fake tensors cannot
-follow the model (data-dependent shapes, `.item()` on an activation) the step is run for real, and the reason kept.
+Two runs under fake tensors: the step as it is (forward, loss, backward, optimizer), and its forward again with nothing
+saved by autograd, which shows when each storage would be freed if it were not saved. Where fake tensors cannot follow
+the model (data-dependent shapes, `.item()` on an activation) the step is run for real, and the reason noted.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ class StepSpec:
 
     Attributes:
         objective: what it computes of the batch.
-        dialect: "cpu" or "cuda": whose side outputs, optimizer and allocator are counted.
-        capability: compute capability of a card that is not here, whose choice of ops is followed; None: the ops are
-            those of the model's own device.
+        dialect: "cpu" or "cuda": the device type whose side outputs, optimizer implementation and allocator count.
+        capability: compute capability of the planned card if it is not in this machine: ops are chosen as it would;
+            None: the ops are those of the model's own device.
         round_bytes: the allocator's granularity.
-        keep: paths of modules whose forward runs once: no region and no tile has them, or what is around them, in it.
-        folding: what captures of this step learn of its loops, for the next; None: they are captured in full.
-        keepers: in words, what was found to keep tensors of a forward outside of the model.
-        draw: of python's and numpy's random numbers, see `draws`.
-        known_state: what the step can reach, if captures come in a row and nobody else runs in between.
+        keep: paths of modules whose forward runs once: no region and no tile contains them or lies around them.
+        folding: facts about the step's loops that captures share; None: loops are captured in full.
+        keepers: sentences about code outside of the model that was found to keep tensors of a forward.
+        draw: state of python's and numpy's random streams, see `draws`.
+        known_state: the snapshot of a series of captures between which no other code runs.
     """
 
     model: nn.Module
@@ -82,8 +82,8 @@ def capture(spec: StepSpec, *, known: Trace | None = None) -> Trace:
     """Returns the trace of one step with what is applied to the model now (nothing, or a plan).
 
     Args:
-        known: the plain step's trace. With it only forward, loss and backward are run: the optimizer's state is taken
-            over as one block, its step is left out, and `released_op` of storages is not looked for.
+        known: the plain step's trace. With it only forward, loss and backward are run: the optimizer's state is one
+            block of known size, its step is left out, and `released_op` of storages is not determined.
 
     Raises:
         StepError: if the step itself fails.
@@ -136,7 +136,7 @@ def capture(spec: StepSpec, *, known: Trace | None = None) -> Trace:
 
 
 def _runs(spec: StepSpec) -> bool:
-    """Whether the step runs when nobody watches."""
+    """Whether the step runs without a tracker."""
     with untouched_step(spec) as before, before.watching():
         batch = real_batch(spec.batch)
         try:
@@ -147,7 +147,7 @@ def _runs(spec: StepSpec) -> bool:
 
 
 def _capture_fake(spec: StepSpec, known: Trace | None) -> Trace:
-    """Captures with the loops folded as far as they are alike; a step that turns out not to be is captured again."""
+    """Captures with loops folded where their calls are alike; where they turn out not to be, captures again."""
     memory = spec.folding
     if known is not None and (memory is None or not memory.num_calls):
         memory = None
@@ -167,8 +167,8 @@ def _capture_fake(spec: StepSpec, known: Trace | None) -> Trace:
 def _capture_folded(spec: StepSpec, known: Trace | None, memory: FoldingMemory | None) -> Trace:
     """Captures with fake tensors and leaves none behind.
 
-    A forward that keeps tensors somewhere (a cache of masks) finds them there in training; so it does here, the second
-    time: its forward is run for real before, without gradients.
+    A forward that caches tensors (masks) finds them there in training. So if a capture finds such a cache, the forward
+    is run for real once, without gradients, and then captured again.
     """
 
     def body(mode: Any, trackers: list[Tracker]) -> Trace:
@@ -252,7 +252,7 @@ def _capture_on(
 
 
 def _longest(batch: Any) -> int:
-    """Returns the largest dimension of the batch's tensors: what a loop over time is most likely to run over."""
+    """Returns the largest dimension of the batch's tensors: a guess at the number of steps of a loop over time."""
     return max((max(t.shape, default=0) for t in iterate_tensors(batch)), default=0)
 
 
@@ -302,7 +302,7 @@ def tracker_of(spec: StepSpec, device: str, island: Island | None, mode: Any = N
 
 
 def _results_of(spec: StepSpec, device: str, mode: Any) -> FakeResults:
-    """Returns what answers the ops of a step on fake tensors of a mode; None: of a real one."""
+    """Returns the cache of fake results for a step on fake tensors of `mode`; None: a step on real tensors."""
     is_elsewhere = spec.capability is not None and device == "cpu" and mode is not None
     return FakeResults(
         mode,

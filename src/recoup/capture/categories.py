@@ -21,7 +21,7 @@ def categories_of(before: Snapshot) -> dict[int, tuple[Category, str]]:
 
 
 def step_optimizer(stepper: OptimizerStep, parameters: dict[str, torch.Tensor], tracker: Tracker) -> None:
-    """Steps. What an optimizer holds while it runs the training step again counts as there throughout the step."""
+    """Runs the optimizer's step. What it holds while its closure runs counts as present throughout the step."""
     first_op, held_bytes = len(tracker.ops), 0
 
     def closure() -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What a CUDA card would dispatch, asked of fake CPU tensors.
+"""Has fake CPU tensors dispatch the ops that a CUDA card would.
 
 A plan for a card is made on a machine that has none, with a build of torch that may know no CUDA (where a fake tensor
 on "cuda" ends the process). The ops a step dispatches depend on the device: fused attention, dropout that keeps a mask

@@ -1,7 +1,7 @@
-"""Steps that draw from python's or numpy's random numbers which layers they run: the draws that are tried for a plan.
+"""Draws of python's and numpy's random numbers that are tried for steps that choose layers by chance (layer drop).
 
-The lowest and the highest numbers there are answer `random() < p` and `random() > p` one way every time, so that all
-that is dropped by chance runs for once; seeds are for what takes another form.
+With only the lowest, or only the highest numbers, every `random() < p` and `random() > p` has the same answer, so one
+of the two draws runs all layers that are dropped by chance. Seeds cover other forms of choice.
 """
 
 from __future__ import annotations

@@ -12,7 +12,8 @@ from torch import nn
 from recoup import _torch
 from recoup._pytree import iterate_tensors, map_tensors
 from recoup._storages import covered_range, sharing_memory
-from recoup.capture.island import MOST_ELEMENTS, Island
+from recoup.capture.island import Island
+from recoup.thresholds import ASIDE_ELEMENTS
 
 
 def fake_like(tensor: torch.Tensor, device: str) -> torch.Tensor:
@@ -79,7 +80,7 @@ def _is_looked_at(buffer: torch.Tensor) -> bool:
         and not buffer.is_floating_point()
         and not buffer.is_complex()
         and buffer.layout is torch.strided
-        and 1 < buffer.numel() <= MOST_ELEMENTS
+        and 1 < buffer.numel() <= ASIDE_ELEMENTS
     )
 
 

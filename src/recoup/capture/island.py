@@ -1,9 +1,9 @@
-"""The *integer island*: tensors of a captured step whose values are known, so that code that looks at them may.
+"""The *integer island*: tensors of a captured step whose values are known, so that the model may branch on them.
 
-Token ids, masks and position tables decide which way a model goes. Ops whose tensor inputs are all known and whose
+Token ids, masks and position tables decide which branch a model takes. Ops whose tensor inputs are all known and whose
 results are integer, boolean or tiny run for real (`arange`, comparisons, `all`, `item`). In a step on the CPU these are
 real tensors among the fake ones. In a step on another device they are fake like the others, so that ops may take them
-beside fake parameters, and what their storages hold is kept on the host; no op runs on the device.
+beside fake parameters, and their values are kept on the host; no op runs on the device.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from recoup import _torch
+from recoup.thresholds import ASIDE_ELEMENTS
 
-MOST_ELEMENTS = 1 << 22  # that are real in a capture, an op's or a buffer's: it takes no time or memory of a real step
 TINY_ELEMENTS = 64  # up to here a floating result is kept real (a scale, a threshold), and values are compared
 _INTEGER_DTYPES = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 _INDEXING = frozenset({"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"})
@@ -51,7 +51,7 @@ class Island:
 
     def run(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
         """Runs an op whose `tensors` are all known; returns `UNKNOWN` if it is to run on fake tensors."""
-        if sum(t.numel() for t in tensors) > MOST_ELEMENTS:
+        if sum(t.numel() for t in tensors) > ASIDE_ELEMENTS:
             return UNKNOWN
         if not tensors:
             if torch.Tag.nondeterministic_seeded in func.tags or not _is_small(func(*args, **kwargs)):
@@ -86,7 +86,7 @@ class Island:
         return (args[0], indices, *args[2:])
 
     def forget(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Takes note that an op of which not all is known may write to what is."""
+        """Drops the known values that an op with unknown inputs may overwrite."""
         if not self._contents or not func._schema.is_mutable:
             return
         for position, argument in enumerate(func._schema.arguments):
@@ -119,7 +119,7 @@ class Island:
 
 
 def _goes_to_host(kwargs: Any, tensors: list[torch.Tensor]) -> bool:
-    """Whether an op's result lies on the host: it says so, or says nothing and all that it reads does."""
+    """Whether an op's result lies on the host: by its `device` argument, or because all its inputs do."""
     if kwargs.get("device") is not None:
         return torch.device(kwargs["device"]).type == "cpu"
     return not any(map(_torch.is_fake, tensors))
@@ -148,7 +148,7 @@ def _is_view(func: Any) -> bool:
 
 
 def _is_small(out: Any) -> bool:
-    """Whether a result is worth its values: integer, boolean, tiny, or no tensor."""
+    """Whether a result's values are kept: integer, boolean, tiny, or no tensor."""
     if isinstance(out, torch.Tensor):
         return out.dtype in _INTEGER_DTYPES or out.numel() <= TINY_ELEMENTS
     if isinstance(out, (tuple, list)):

@@ -1,8 +1,8 @@
-"""Fake tensors that outlive a capture: found, and taken from whoever keeps them.
+"""Finds fake tensors that outlive a capture, and removes them from the objects that hold them.
 
-A forward may keep what it computes where no snapshot looks: in an `lru_cache`, an object of a library, a container that
-only a function's default knows. After a capture these would hold fake tensors, and the next real step would compute
-with them. Python's collector tells which fake tensors are left and who refers to them; there they are removed.
+A forward may store results where no snapshot looks: in an `lru_cache`, an object of a library, a container that only a
+function's default refers to. After a capture these would hold fake tensors, and the next real step would compute with
+them. The garbage collector lists the fake tensors that are left and their referrers, from which they are removed.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def run_on_fakes(body: Callable[[Any, list[Tracker]], T], *, is_thorough: bool) 
 
     Args:
         body: is given the mode, and a list to which it adds the trackers that watch its ops.
-        is_thorough: all objects are looked at, and not only if a tracker has seen a storage that is still alive.
+        is_thorough: search all objects in any case, not only if a storage that a tracker has seen is still alive.
 
     Returns:
-        Its result, and in words who kept fake tensors.
+        Its result, and sentences about the objects that held fake tensors.
 
     Raises:
-        InternalError: if a fake tensor is held where nothing can take it away.
+        InternalError: if a fake tensor cannot be removed from an object that holds it.
     """
     mode = _torch.fake_tensor_mode()
     left = weakref.ref(mode)  # each of its tensors holds it
@@ -66,9 +66,10 @@ def run_on_fakes(body: Callable[[Any, list[Tracker]], T], *, is_thorough: bool) 
 
 
 def _forget_locals(error: BaseException | None, mode: Any) -> None:
-    """Has the frames of an error, which is on its way to the user, let go of their variables.
+    """Clears the local variables in the frames of an error that is about to reach the user.
 
-    A frame keeps its function, and so what that closes over: the arguments, in the one that torch calls modules by.
+    A frame also refers to its function, and so to the variables that it closes over: in torch's `_call_impl`, the
+    module's arguments. Those are cleared too.
     """
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
@@ -82,7 +83,7 @@ def _forget_locals(error: BaseException | None, mode: Any) -> None:
 
 
 def _empty(cell: types.CellType, mode: Any) -> None:
-    """Takes the mode's fake tensors from a variable that is one of them, or a tuple or a dict of some."""
+    """Empties a closure's cell if it holds a fake tensor of the mode, or a tuple or dict with some."""
     with contextlib.suppress(ValueError):  # it is empty
         held = cell.cell_contents
         if type(held) is dict:
@@ -93,7 +94,7 @@ def _empty(cell: types.CellType, mode: Any) -> None:
 
 
 def _take_back(held: weakref.ref[Any], *, is_strict: bool) -> list[str]:
-    """Takes the mode's fake tensors from all who hold them; returns in words who did."""
+    """Removes the mode's fake tensors from all objects that hold them; returns sentences about these objects."""
     found: list[str] = []
     torch.clear_autocast_cache()
     gc.collect(1)  # what the capture itself left in cycles is all young: a full collection looks at all of a process
@@ -101,7 +102,7 @@ def _take_back(held: weakref.ref[Any], *, is_strict: bool) -> list[str]:
     if mode is None or not _fakes_of(mode):
         return found
     gc.collect()
-    for _ in range(MOST_TRIES):  # who held the first may have been held by others
+    for _ in range(MOST_TRIES):  # an object that held the first may itself have been held by others
         left = _fakes_of(mode)
         if not left:
             return found
@@ -157,7 +158,7 @@ def _has_grad(tensor: torch.Tensor, fakes: set[int]) -> bool:
 
 
 def _remove(holder: Any, ids: set[int]) -> Iterator[str]:
-    """Takes objects from one that holds them; yields in words which it was."""
+    """Removes objects with these ids from an object that holds them; yields its description."""
     if type(holder) is functools._lru_cache_wrapper:  # type: ignore[attr-defined]
         holder.cache_clear()
         yield f"the cache of `{getattr(holder, '__qualname__', holder)}`"

@@ -16,7 +16,7 @@ from recoup.errors import StepError
 
 
 class _Enough(BaseException):
-    """Ends a forward of which only the beginning is wanted; no error, so no model's `except` may eat it."""
+    """Ends a forward early. A BaseException, so that no `except Exception` of the model catches it."""
 
 
 def levels_after_calls(spec: StepSpec, path: str, counts: tuple[int, ...]) -> list[int]:
@@ -57,7 +57,7 @@ def _levels_on(mode: Any, spec: StepSpec, path: str, counts: tuple[int, ...]) ->
             if called != path:
                 return
             if num_calls > counts[-1]:
-                raise _Enough  # again: an `except:` of the model's has eaten the first one
+                raise _Enough  # again: an `except:` of the model has caught the first one
             if num_calls in counts:
                 levels.append(sum(s.nbytes for s in tracker.storages if s.free_op < 0))
             num_calls += 1

@@ -44,7 +44,7 @@ _MOST_OPS = 50_000  # under one setting of torch: an answer is about a kilobyte,
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Answers:
-    """What is known of ops by their keys.
+    """Cached results and signatures of ops, by key.
 
     Attributes:
         recipes: how to make their results again.
@@ -76,7 +76,7 @@ def _answers(*settings: Any) -> Answers:
 
 
 class _NotKept(Exception):
-    """The op's arguments are none that a key could stand for."""
+    """The op's arguments cannot be described by a key."""
 
 
 class FakeResults:
@@ -146,7 +146,7 @@ class FakeResults:
         return _make(kept, args, self.mode)
 
     def _run_step(self, func: Any, args: tuple[Any, ...], step: int) -> Any:
-        """Runs an op that takes one step of many, each by its number: the number says only where a view begins."""
+        """Runs an op that selects one of many steps by its index, which only changes the offset of a view."""
         number = args[step]
         source, dim = args[0], args[step - 1]
         rest = (*args[:step], *args[step + 1 :])
@@ -280,7 +280,7 @@ def _make(recipe: Any, args: tuple[Any, ...], mode: Any) -> Any:
 
 
 def _is_same(made: Any, out: Any) -> bool:
-    """Whether a copy is what it stands for: metadata, dispatch keys, bytes behind it, and the device."""
+    """Whether a copy equals the result that it was made from: metadata, dispatch keys, storage bytes, device."""
     if isinstance(out, (tuple, list)):
         return len(made) == len(out) and all(_is_same(a, b) for a, b in zip(made, out, strict=True))
     if out is None:

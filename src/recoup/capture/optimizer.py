@@ -89,7 +89,7 @@ class OptimizerStep:
                 self.optimizer.step()
 
     def forget(self) -> None:
-        """Lets go of the state and the parameters: an optimizer is part of a cycle, which the collector finds late."""
+        """Drops state and parameters at once: an optimizer is part of a reference cycle, which is collected late."""
         for optimizer in () if self.optimizer is None else (self.optimizer, *_parts(self.optimizer).values()):
             offload = find_offload(optimizer)
             if offload is not None:
@@ -204,7 +204,7 @@ def _gradient(parameter: nn.Parameter, *, sparse: bool) -> torch.Tensor:
 
 
 class ScalarsOfFakes(_torch.dispatch_mode_class()):  # type: ignore[misc]
-    """Answers an optimizer that asks a tensor for its value, so that its step goes on: a half, 1, False of a fake one.
+    """Gives an optimizer that calls `.item()` on a fake tensor a value (0.5, 1 or False), so that its step goes on.
 
     Adafactor and ASGD scale by such values, NAdam divides by one less, LBFGS stops early by them; which tensors exist
     hardly depends on them.
@@ -277,7 +277,7 @@ def _constructed(
     known = {k: v for k, v in vars(optimizer).items() if isinstance(v, _ATOMS)} | optimizer.defaults
     options: dict[str, Any] = {}
     for parameter in rest:
-        if parameter.name in parts:  # SAM and its kind are handed the class of what they step with
+        if parameter.name in parts:  # SAM and its kind take the class of their base optimizer
             options[parameter.name] = type(parts[parameter.name])
         elif parameter.name in known:
             options[parameter.name] = _copied(known[parameter.name], new_of)

@@ -1,9 +1,9 @@
-"""Tiles that do what the one before them did: noted in a capture without being run.
+"""Tiles whose ops repeat the tile before them: recorded in a capture without being run.
 
-A tiled call runs the same ops on each of its tiles. Of equal tiles a capture runs three or four, and the last. Where
-the last two recorded the same, op by op and storage by storage, those behind them are written down as the last one was,
-moved on in time; views begin where its did. A storage that lives on into the next tile (a running sum) dies there, the
-last one's in the tile that runs. The trace is the one of a capture that runs them all, but for where those views begin.
+A tiled call runs the same ops on each of its tiles. Of equal tiles a capture runs the first three or four, and the
+last one. If the last two that ran recorded the same, op by op and storage by storage, the tiles after them are copies
+of that recording at later op indices. A storage that lives into the next tile (a running sum) is freed there; that of
+the last copy, in the tile that runs. The trace equals that of a full capture, except for the offsets of views.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Place:
 
 
 class Recording(Protocol):
-    """What is asked of the tracker."""
+    """The interface of the tracker that is needed here."""
 
     ops: list[OpRecord]
     writes: list[tuple[int, int]]
@@ -55,10 +55,10 @@ class Recording(Protocol):
         """The mode of the step's fake tensors; None for a real step."""
 
     def add_like(self, first: Place, end: Place, moving: Sequence[Moving], number: int) -> None:
-        """Notes what was recorded between two places once more, so many tiles later."""
+        """Appends a copy of the recording between two places, shifted by `number` tiles."""
 
     def hand_on(self, successors: dict[int, int]) -> None:
-        """Has storages that are alive counted as others."""
+        """Gives living storages other indices: {old: new}."""
 
 
 def place_of(tracker: Recording) -> Place:
@@ -69,7 +69,7 @@ def place_of(tracker: Recording) -> Place:
 
 
 def repeat(tracker: Recording, places: Sequence[Place], times: int) -> bool:
-    """Notes so many tiles more like the last one; whether it did: not if the last two differ, or somebody else looks.
+    """Appends `times` copies of the last tile; False, and nothing, if the last two differ or an observer needs the ops.
 
     Args:
         places: where tiles began, and where the last one ended.
@@ -114,14 +114,14 @@ def repeat(tracker: Recording, places: Sequence[Place], times: int) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Moving:
-    """What of an op is moved on with each tile: its origin, its inputs, its outputs, by how much."""
+    """The shift of an op's indices from tile to tile: of its origin, inputs and outputs."""
 
     origin: int
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
 
     def moved(self, op: OpRecord, number: int) -> OpRecord:
-        """Returns the op as it is so many tiles later."""
+        """Returns the op with its indices shifted by `number` tiles."""
         return OpRecord(
             op.signature,
             op.call,
@@ -142,7 +142,7 @@ def _is_same_op(before: OpRecord, op: OpRecord, signatures: Sequence[Signature])
 
 
 def _moving(before: OpRecord, op: OpRecord, num_ops: int, num_storages: int) -> Moving | None:
-    """Returns what moves from one tile's op to the next one's; None if that is not all."""
+    """Returns the shift between two tiles' ops; None if they differ in anything else."""
     origin = _moves([before.origin], [op.origin], num_ops)
     inputs = _moves(before.inputs, op.inputs, num_storages)
     outputs = _moves(before.outputs, op.outputs, num_storages)

@@ -86,7 +86,7 @@ class Snapshot:
         set_random_state(self._random)
 
     def watching(self) -> contextlib.AbstractContextManager[Any]:
-        """Has large tensors copied before something writes them, inside the block."""
+        """Inside the block, large tensors are copied before an op writes to them."""
         watch: contextlib.AbstractContextManager[Any] = CopyBeforeWrite(self.tensors)
         return watch
 
@@ -112,7 +112,7 @@ class Snapshot:
         return {name.removeprefix("model."): value for name, value in found.items()}
 
     def renew_iterators(self) -> None:
-        """Has the iterators that can be copied begin where they were, one that is held twice as one."""
+        """Resets copyable iterators to their positions at the snapshot; one with two references stays one object."""
         fresh = {key: _copy_of_iterator(noted) for key, noted in self._iterators.items()}
         for _, holder, key, value in self._found.once_only:
             if id(value) in fresh:
@@ -120,7 +120,7 @@ class Snapshot:
 
     @contextlib.contextmanager
     def guarded(self) -> Iterator[None]:
-        """Has stand-ins where something is that can be used once only; `restore` puts the originals back too."""
+        """Replaces objects that can be used only once by stand-ins; `restore` puts the originals back too."""
         self.renew_iterators()
         for name, holder, key, value in self._found.once_only:
             if id(value) not in self._iterators:
@@ -133,7 +133,7 @@ class Snapshot:
 
 
 class _StandIn:
-    """Stands where something is that can be used once only, and says so when it is used."""
+    """Replaces an object that can be used only once, and raises an error that says so when it is used."""
 
     def __init__(self, name: str, original: Any) -> None:
         self.__dict__["_refusal"] = (
@@ -201,7 +201,7 @@ def _shallow(container: Any) -> Any:
 
 
 def _refill(container: Any, held: Any, *, keeps_forward: bool) -> None:
-    """Gives a container what it held back; a plan that was applied since stays (`forward` of a module)."""
+    """Restores the contents of a container; a plan that was applied since stays (`forward` of a module)."""
     if isinstance(container, dict):
         if _is_as_it_was(container, held):
             return
@@ -255,7 +255,7 @@ def _by_order(now: dict[Any, Any], before: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _told(value: Any, *, inside: bool = False) -> Any:
-    """Returns what can be compared of a value that a step made; in words where it is `inside` something."""
+    """Returns a form of a value that can be compared between two runs; text where it is `inside` a container."""
     if isinstance(value, torch.Tensor):
         if inside:
             return f"{list(value.shape)} of sum {float(value.detach().double().sum())!r}"

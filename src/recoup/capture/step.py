@@ -25,11 +25,11 @@ class Objective:
     """What one training step computes: from a model and a batch to the scalar that backward begins at.
 
     Attributes:
-        loss: of the output and the batch; None: found in the output.
-        step: in place of the model's call and the loss.
+        loss: `loss(output, batch)`; None: the loss is found in the output.
+        step: `step(model, batch)`, in place of the model's call and the loss.
         is_paired: the batch is a dict of `inputs`, for the model, and `targets`, for the loss.
         autocast: the dtype of a `torch.autocast` around forward and loss; None: none but the caller's.
-        scale: what the loss is multiplied by before backward.
+        scale: factor on the loss before backward.
         accumulates: gradients of earlier micro-batches are there when forward begins.
     """
 
@@ -183,7 +183,7 @@ def _loss_in(output: Any) -> tuple[Any, str]:
 
 
 def leaves_of(loss: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yields the tensors that backward from `loss` gives a gradient, whoever they belong to."""
+    """Yields the leaf tensors that get a gradient in backward from `loss`, parameters of the model or not."""
     todo, seen = [loss.grad_fn], {loss.grad_fn}
     while todo:
         node = todo.pop()

@@ -49,12 +49,12 @@ class TensorNotes:
                 note.tensor.grad = None
 
     def takes(self, tensor: torch.Tensor) -> None:
-        """Is told of a tensor that an op reads or writes."""
+        """Called with a tensor that an op reads or writes."""
         for note in self._of_storage.get(_storage_key(tensor), ()):
             note.is_touched = True
 
     def before_write(self, tensor: torch.Tensor) -> None:
-        """Is told of a tensor that an op is about to write."""
+        """Called with a tensor that an op is about to write."""
         for note in self._of_storage.get(_storage_key(tensor), ()):
             note.copy_values()
 
@@ -79,7 +79,7 @@ class TensorNotes:
                 note.copy = None
 
     def forget_run(self) -> None:
-        """Lets go of what a run that was put back has added: notes of tensors that it made, copies of large ones."""
+        """Drops what an undone run has added: notes of tensors that it made, and copies of large ones."""
         for identity in list(self._notes)[self._num_first :]:
             note = self._notes.pop(identity)
             if note.alias is not None:
@@ -170,7 +170,7 @@ class _Note:
 
 
 class CopyBeforeWrite(_torch.dispatch_mode_class()):  # type: ignore[misc]
-    """Tells the notes of every tensor that an op takes, and of those that it is about to write."""
+    """Notifies the notes of every tensor that an op reads, and of those that it is about to write."""
 
     def __init__(self, notes: TensorNotes) -> None:
         super().__init__()

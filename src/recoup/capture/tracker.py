@@ -35,7 +35,7 @@ class Bridge(Protocol):
     """Replaces calls that are not run; see `folding`."""
 
     def takes(self, node: Any, func: Any, tensors: list[torch.Tensor], out: Any) -> bool:
-        """Whether an op of backward is part of what a left-out call stands for, and so not recorded."""
+        """Whether an op of backward belongs to a folded call, and is therefore not recorded."""
 
 
 class _Handle(weakref.ref):  # type: ignore[type-arg]
@@ -58,8 +58,8 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
         counting: whether ops run without being recorded.
         num_looks: number of ops on real tensors, whose values may decide what the model does.
         unanswered: the first error of an op that fake tensors cannot answer, "" if there was none.
-        bridge: stands for the calls that `folding` leaves out, if it does.
-        outside: what tensors are that the step may reach and that are not the model's, by their storages' address.
+        bridge: the folding of loops' calls, if calls are folded.
+        outside: category and name of tensors that the step reaches and that are not the model's, by storage address.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
         return handle.index if handle is not None and handle() is storage else None
 
     def holds_fakes(self) -> bool:
-        """Whether memory that is none is still referred to: a storage of a fake tensor."""
+        """Whether a storage of a fake tensor is still alive."""
         found = (handle() for handle in list(self._handles.values()))
         return any(storage is not None and storage.device.type == "meta" for storage in found)
 
@@ -308,7 +308,7 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
             self.random_ops.append(index)
 
     def mark(self) -> int:
-        """Notes where ops are left out, as an op of its own; returns its index."""
+        """Records a mark in place of skipped ops, as an op of its own; returns its index."""
         index = len(self.ops)
         self.marks.append((len(self._storages), self.num_rederived))
         call, origin = self._origin(index)
@@ -321,11 +321,11 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
         return repeats.place_of(self)
 
     def repeat(self, places: Sequence[repeats.Place], times: int) -> bool:
-        """Notes so many tiles more like the last one, if they are alike; see `repeats`."""
+        """Appends copies of the last tile, if the last two are equal; see `repeats`."""
         return repeats.repeat(self, places, times)
 
     def add_like(self, first: repeats.Place, end: repeats.Place, moving: Sequence[repeats.Moving], number: int) -> None:
-        """Notes what was recorded between two places once more, `number` tiles later."""
+        """Appends a copy of the recording between two places, shifted by `number` tiles."""
         num_ops, num_storages = end.num_ops - first.num_ops, end.num_storages - first.num_storages
         for record in self._storages[first.num_storages : end.num_storages]:
             self._storages.append(record.moved(number * num_ops, len(self._storages)))
@@ -338,7 +338,7 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
         self.marks += [(known + number * num_storages, num_rederived) for known, num_rederived in marks]
 
     def hand_on(self, successors: dict[int, int]) -> None:
-        """Has storages that are alive counted as others, whose lives go on."""
+        """Gives living storages other indices, {old: new}: the copies' last ones, which live on."""
         for handle in self._handles.values():
             if handle.index in successors:
                 handle.index = successors[handle.index]

@@ -1,4 +1,4 @@
-"""The step as a capture runs it: under a tracker, with errors that say whose they are."""
+"""Runs a step under a tracker; errors are attributed to the model, the loss, or recoup."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def run_step(
     The output is let go before backward, as trainers do; a loop that holds its logits needs that much more.
 
     Args:
-        before: told of the tensors that backward gives a gradient.
+        before: the snapshot, to which tensors that get a gradient are added.
     """
     drawn = _host_random()
     with tracker.unobserved():
@@ -101,7 +101,7 @@ def run_step(
 
 @contextlib.contextmanager
 def saving(tracker: Tracker) -> Iterator[None]:
-    """Has the tracker told of every saved tensor: autograd's own and those the engine keeps."""
+    """Notifies the tracker of every saved tensor: autograd's own and those that the engine keeps."""
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         tracker.saved(tensor)
@@ -109,8 +109,7 @@ def saving(tracker: Tracker) -> Iterator[None]:
             return tensor
         # With its node it would be a cycle: a saved output is held by the node that made it, and a graph that is
         # dropped before backward would count as alive until Python's collector runs.
-        with tracker.unobserved():
-            return _torch.fake_alias(tensor)
+        return _torch.detach_past_modes(tensor)
 
     moving = execution_context.moving_with(SimulatedTransport(tracker, prefetches=tracker.dialect == "cuda"))
     with moving, execution_context.observing(tracker), _torch.saved_tensors_hooks(pack, lambda t: t):
@@ -119,9 +118,9 @@ def saving(tracker: Tracker) -> Iterator[None]:
 
 @contextlib.contextmanager
 def few_full_collections() -> Iterator[None]:
-    """Has Python's collector look but rarely at what has outlived its first look, and records of ours are in no cycle.
+    """Delays full garbage collections inside the block; the capture's own records are in no reference cycle.
 
-    So what was made in the block is still in its two young generations at the end: `gc.collect(1)` finds it.
+    So objects made in the block are still in the two young generations at its end, where `gc.collect(1)` finds them.
     """
     young, middle, old = gc.get_threshold()
     gc.set_threshold(young, (1 << 31) - 1, old)  # the most there is: never
@@ -133,7 +132,7 @@ def few_full_collections() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_collector() -> Iterator[None]:
-    """Lets Python's collector rest while many small objects are made, none in a cycle."""
+    """Disables the garbage collector while many small objects are made, none of them in a reference cycle."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -6,8 +6,6 @@ import ctypes
 import os
 import sys
 
-_TOP_PAD_BYTES = 1 << 28  # by which the heap grows at a time: few system calls in the first steps
-
 
 def keep_freed_memory() -> bool:
     """Asks glibc to serve large blocks from its heap and never give it back; returns whether it will.
@@ -31,9 +29,5 @@ def keep_freed_memory() -> bool:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):  # another C library
         return False
-    settings = (
-        (MallocParameter.MMAP_MAX, 0),
-        (MallocParameter.TRIM_THRESHOLD, -1),
-        (MallocParameter.TOP_PAD, _TOP_PAD_BYTES),
-    )
+    settings = ((MallocParameter.MMAP_MAX, 0), (MallocParameter.TRIM_THRESHOLD, -1))
     return all([mallopt(name, value) == 1 for name, value in settings])

@@ -8,10 +8,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import warnings
-from collections.abc import Iterator
+from collections.abc import Mapping
 from typing import Any
 
 import numpy
@@ -23,9 +22,11 @@ from recoup.capture.optimizer import OptimizerLike
 from recoup.capture.step import Objective
 from recoup.compiled.combine import Combination, StepLevels, combinations, combined
 from recoup.compiled.frontier import choices
+from recoup.compiled.in_place import CompiledModel, calling
 from recoup.compiled.joint import divided
 from recoup.compiled.levels import meter_levels
-from recoup.compiled.recording import Calls, CompileOptions, Division, Recorded, Recording, surroundings
+from recoup.compiled.planned import PlannedLevels, as_planned
+from recoup.compiled.recording import Calls, CompileOptions, Division, Recording, metered, surroundings
 from recoup.compiled.schedule import Timeline, timeline
 from recoup.cost.measured import MeasuredCost
 from recoup.errors import InfeasibleBudget, StepError, UsageError
@@ -37,42 +38,6 @@ from recoup.ir.compiled_plan import CompiledGraph, CompiledPlan
 from recoup.ir.evidence import Evidence
 from recoup.thresholds import MEASURING_SECONDS, MOST_TRIES
 from recoup.units import format_bytes, parse_budget
-
-
-class CompiledModel:
-    """A model compiled in place by a plan; `remove` has it run as before."""
-
-    def __init__(self, model: nn.Module, calls: Calls) -> None:
-        self.model = model
-        self.calls = calls
-        self._before = {module: _torch.compiled_call(module) for module in calls}
-        self.put()
-
-    def put(self) -> None:
-        """Puts the compiled calls in place."""
-        for module, call in self.calls.items():
-            _torch.set_compiled_call(module, call)
-
-    def remove(self) -> None:
-        """Takes the compiled calls off; what was before is there again."""
-        for module, call in self.calls.items():
-            if _torch.compiled_call(module) is call:
-                _torch.set_compiled_call(module, self._before[module])
-
-    @contextlib.contextmanager
-    def suspended(self) -> Iterator[None]:
-        """Runs the model as before inside the block."""
-        with calling(self._before):
-            yield
-
-
-@contextlib.contextmanager
-def calling(calls: Calls) -> Iterator[None]:
-    """Has modules called by these calls inside the block."""
-    with contextlib.ExitStack() as stack:
-        for module, call in calls.items():
-            stack.enter_context(_torch.calling(module, call))
-        yield
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,10 +84,12 @@ class CompiledFitting:
         self.plain_peak_bytes = 0
         self._plain: Calls = {}
         self._levels: StepLevels | None = None
+        self._cost = MeasuredCost(self.bench.device)
         self.torch_choice = self.last_choice = Combination(chosen={}, peak_bytes=0, seconds=0.0)
         self._notes: list[str] = []
         self._calls: tuple[str, ...] = ()
         self._found: list[Combination] = []
+        self._planned: dict[int, int] = {}
         self._measured: dict[int, Measured] = {}
 
     def compile_plain(self) -> Measured:
@@ -154,7 +121,10 @@ class CompiledFitting:
         made = self.compile_plain()
         plain, calls, self.plain_peak_bytes = made.calls, self._calls, made.peak_bytes
         for name in dict.fromkeys(calls):
-            self.recording.graphs[name] = self._metered(self.recording.graphs[name])
+            graph = metered(self.recording.graphs[name], self._cost)
+            if (levels := self.recording.planned.get(name)) is not None:
+                graph = dataclasses.replace(graph, torch_choice=as_planned(graph.torch_choice, levels, self._cost))
+            self.recording.graphs[name] = graph
         steps = {name: self.recording.graphs[name].view.step for name in dict.fromkeys(calls)}
         chosen = {name: self.recording.graphs[name].torch_choice for name in steps}
         if self.bench.device.type == "cpu":
@@ -164,22 +134,14 @@ class CompiledFitting:
         self._plain = plain
         return self.plain_peak_bytes
 
-    def _metered(self, graph: Recorded) -> Recorded:
-        """Returns a graph whose kernels have the workspace that each has when it runs alone on this device."""
-        step, signatures = graph.view.step, graph.view.signatures
-        cost = MeasuredCost(self.bench.device)
-        known = [i for i, signature in enumerate(signatures) if signature is not None]
-        ops, sizes = list(step.ops), list(step.value_bytes)
-        for i, found in zip(known, cost.measured([s for s in signatures if s is not None]), strict=True):
-            if found is not None:
-                ops[i] = dataclasses.replace(ops[i], workspace_bytes=found.workspace_bytes)
-                if found.extra_output_bytes and ops[i].outputs:
-                    sizes[ops[i].outputs[0]] += found.extra_output_bytes
-        step = dataclasses.replace(step, ops=tuple(ops), value_bytes=tuple(sizes))
-        return Recorded(
-            view=dataclasses.replace(graph.view, step=step),
-            torch_choice=timeline(step, graph.torch_choice.held, as_recorded=True),
-        )
+    def _planned_peak(self, chosen: Mapping[str, Timeline], planned: Mapping[str, PlannedLevels]) -> int | None:
+        """Returns the peak of a step by the compiler's own plan of its graphs; None if that is not known of all."""
+        if not all(name in planned and name in self.recording.planned for name in self._calls):
+            return None
+        made = {name: as_planned(chosen[name], planned[name], self._cost) for name in dict.fromkeys(self._calls)}
+        steps = {name: self.recording.graphs[name].view.step for name in made}
+        own = combined(steps, self._calls, made, self._levels)
+        return self.plain_peak_bytes + own.peak_bytes - self.torch_choice.peak_bytes
 
     def combinations(self) -> list[Combination]:
         """Returns what may be chosen, by falling peak and rising seconds; computed once."""
@@ -212,16 +174,21 @@ class CompiledFitting:
             return self._prove(self.torch_choice, self._plain, plain_peak, plain_peak, budget_bytes, timed)
         found, measured = self.combinations(), self._measured
         # Until the fastest choice that should fit is one that was measured: a lower budget then finds no faster one.
-        for _ in range(MOST_TRIES):
+        tries = MOST_TRIES
+        for _ in range(2 * MOST_TRIES):
             at = self._next(found, budget_bytes)
-            if at is None or at in measured:
+            if at is None or at in measured or not tries:
                 break
             progress.advance(f"compiling the step for {format_bytes(self._predicted(at))}")
-            measured[at] = self._compiled(at, budget_bytes)
+            if self.options.fuses and at not in self._planned:
+                self._planned[at] = self._plan_of_compiler(at, budget_bytes)
+            else:
+                measured[at] = self._compiled(at, budget_bytes)
+                tries -= 1
         if fitting := [i for i, made in measured.items() if made.peak_bytes <= budget_bytes]:
             made = measured[at := min(fitting, key=lambda i: (found[i].seconds, i))]
             return self._prove(found[at], made.calls, made.peak_bytes, made.predicted_bytes, budget_bytes, timed)
-        least = min([self._predicted(-1), plain_peak, *(m.peak_bytes for m in measured.values())])
+        least = min(plain_peak, self._predicted(-1), *(self._predicted(i) for i in (*self._planned, *measured)))
         raise InfeasibleBudget(
             f"Budget {format_bytes(budget_bytes)} is below the smallest reachable peak {format_bytes(least)} "
             f"({least} bytes) of {type(model).__name__} compiled by {self.options.backend}: "
@@ -233,17 +200,38 @@ class CompiledFitting:
         )
 
     def _predicted(self, at: int) -> int:
-        """Returns the peak of a choice: as simulated, corrected as the measured steps that are nearest to it were."""
+        """Returns the peak of a choice: as measured, as the compiler planned it, or as simulated.
+
+        The last is corrected as those that are nearest to it were.
+        """
+        at %= len(self._found)
+        exact = self._planned | {i: made.peak_bytes for i, made in self._measured.items()}
+        if at in exact:
+            return exact[at]
         known = {self.torch_choice.peak_bytes: self.plain_peak_bytes}
-        known |= {self._found[i].peak_bytes: made.peak_bytes for i, made in self._measured.items()}
+        known |= {self._found[i].peak_bytes: peak for i, peak in exact.items()}
         simulated = sorted(known)
         peak = self._found[at].peak_bytes
         return round(peak + numpy.interp(peak, simulated, [known[p] - p for p in simulated]))
 
+    def _division(self, at: int, budget_bytes: int, *, runs: bool) -> Division:
+        made = self._found[at]
+        above = self._predicted(at) - made.peak_bytes
+        return Division(self.options, dict(made.chosen), budget_bytes, above=above, runs=runs)
+
+    def _plan_of_compiler(self, at: int, budget_bytes: int) -> int:
+        """Returns the peak of a choice as the compiler plans its code, of which nothing is compiled or run."""
+        division = self._division(at, budget_bytes, runs=False)
+        call = division.compile(self.model)
+        with self.bench.optimizing():
+            self._run(call)
+        peak = self._planned_peak(self._found[at].chosen, division.planned)
+        return self._predicted(at) if peak is None else peak
+
     def _compiled(self, at: int, budget_bytes: int) -> Measured:
         """Returns a choice compiled, and its measured peak."""
-        made, predicted = self._found[at], self._predicted(at)
-        division = Division(self.options, dict(made.chosen), budget_bytes, above=predicted - made.peak_bytes)
+        predicted = self._predicted(at)
+        division = self._division(at, budget_bytes, runs=True)
         call = division.compile(self.model)
         with self.bench.optimizing():
             self._run(call)
@@ -255,12 +243,16 @@ class CompiledFitting:
     def _next(self, found: list[Combination], budget_bytes: int) -> int | None:
         """Returns the fastest choice that is measured, or predicted, to fit; None if there is none."""
         measured = self._measured
-        peaks = [measured[i].peak_bytes if i in measured else self._predicted(i) for i in range(len(found))]
+        peaks = [self._predicted(i) for i in range(len(found))]
         fitting = [i for i, peak in enumerate(peaks) if peak <= budget_bytes]
         if fitting:
             return min(fitting, key=lambda i: (found[i].seconds, i))
-        least = len(found) - 1  # predictions may be too high: the smallest is worth a try
-        return least if least not in measured else None
+        # Predictions may be too high: the smallest is worth a try, and more of those that the compiler only plans.
+        known = self._planned.keys() | measured.keys()
+        left = [i for i in range(len(found)) if i not in known]
+        if not self.options.fuses:
+            left = [i for i in left if i == len(found) - 1]
+        return min(left, key=lambda i: (self._predicted(i), -i), default=None)
 
     def _run(self, call: Calls) -> None:
         self.bench.restore()

@@ -19,9 +19,8 @@ from recoup.solver.held import Op, Segment, trade_offs
 from recoup.solver.segment_labels import HeldProblem
 from recoup.solver.segments import Choice, SegmentSolver
 from recoup.solver.waists import waists
-from recoup.thresholds import ESTIMATE_SHARE, MOST_TRIES
+from recoup.thresholds import ESTIMATE_SHARE, MOST_POINTS, MOST_TRIES
 
-_NUM_PLANS = 24  # targets from the least peak to all held, and values of a choice that are eased: more change little
 _NUM_SQUEEZES = 400  # simulations that may lower the smallest peak, each of some milliseconds
 _SQUEEZE_SHARES = (0.9, 0.97, 0.99)  # of its peak that a choice is brought below in one round; the next once none can
 _MAX_POINTS = 60  # of a graph as a whole, by held bytes and seconds, for each price
@@ -69,13 +68,14 @@ def choices(step: JointStep, surroundings: Surroundings = ALONE) -> list[Timelin
     if least is not None:
         most_bytes = max(t.peak_bytes for t in found.values())
         low, high = least.peak_bytes, max(most_bytes, least.peak_bytes)
-        for i in range(_NUM_PLANS):
-            target = low + (high - low) * i // (_NUM_PLANS - 1)
+        for i in range(MOST_POINTS):
+            target = low + (high - low) * i // (MOST_POINTS - 1)
             choice = solver.solve(target)
             if choice is not None:
                 made = timeline(step, _held_by(problem, choice))
                 found.setdefault((made.held, made.dropped), made)
-        for drops in (False, True):
+        # A compiler that fuses kernels merges what is made anew for each reader: all of it is there at once.
+        for drops in (False,) if step.fused_reads else (False, True):
             leanest = min(found.values(), key=surroundings.peak_bytes)
             for made in _squeezed(step, leanest, surroundings, drops=drops):
                 found.setdefault((made.held, made.dropped), made)
@@ -182,7 +182,7 @@ def _faster(step: JointStep, made: Timeline, surroundings: Surroundings, most_by
     def seconds(value: int) -> float:
         return step.ops[step.makers[value]].seconds * times[step.makers[value]]
 
-    for value in sorted(again, key=lambda v: (-seconds(v), v))[:_NUM_PLANS]:
+    for value in sorted(again, key=lambda v: (-seconds(v), v))[:MOST_POINTS]:
         alone = frozenset((value,))
         for held, dropped in ((made.held | alone, made.dropped - alone), (made.held, made.dropped - alone)):
             if (held, dropped) == (made.held, made.dropped):
@@ -244,7 +244,7 @@ def held_problem(step: JointStep) -> HeldProblem:
     for value, at in reads.items():
         # Backward is still behind this op when it first reads the value: it is needed as early as that op's own.
         saves[reached[min(at, len(step.ops) - 1) - step.num_forward] if reached else maker[value]].append(value)
-    full = timeline(dataclasses.replace(step, fuses=False), frozenset(reads))
+    full = timeline(dataclasses.replace(step, fused_reads=0), frozenset(reads))
     ends = [*places[1:], len(ops)]
     saved = [sum(sizes[v] for i in range(a, b) for v in saves[i]) for a, b in zip(places, ends, strict=True)]
     forward, backward, gradients = [], [], []

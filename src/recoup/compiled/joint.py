@@ -20,16 +20,16 @@ from recoup.compiled.partition import (
 )
 from recoup.compiled.schedule import JointOp, JointStep, Timeline
 from recoup.cost.flops import kind
+from recoup.cost.model import NOMINAL_FLOPS
 from recoup.cost.signature import make_signature
 from recoup.ir.compiled_plan import GraphChoice
 from recoup.ir.trace import Signature
 
-# Only ratios count: a choice is by the least sum. FLOPs come first, as at the widths that people train, where a product
-# takes thousands for each element; what only moves bytes is taken for a tenth of what a CPU takes for it.
-_FLOPS_PER_SECOND = 5e10  # of a product
-_BYTES_PER_SECOND = 1e11  # of an op that moves what it reads and writes through memory
-_FUSED_BYTES_PER_SECOND = 4e11  # of one that runs inside of another kernel
-_UNKNOWN_BYTES_PER_SECOND = 1e10  # of one that is not torch's own, which may do any work
+# FLOPs that a byte counts for. Only ratios matter: a choice is by the least sum. FLOPs come first, as at the widths
+# that people train, where a product takes thousands an element: a byte is a tenth of what it is on a CPU.
+_MOVED_BYTE_FLOPS = 0.5  # of an op that moves what it reads and writes through memory
+_FUSED_BYTE_FLOPS = 0.125  # of a result of one that runs inside of another kernel
+_UNKNOWN_BYTE_FLOPS = 5.0  # of one that is not torch's own, which may do any work
 _NOT_AGAIN = ("_c10d_functional", "c10d", "c10d_functional", "fsdp")
 _FUSIBLE = ("convert_element_type", "full", "iota", "where", "clone", "_to_copy", "constant_pad_nd", "embedding")
 # The position of the flag that says if it trains, None if it does; running statistics are at 3 and 4.
@@ -126,7 +126,7 @@ def view_joint_graph(module: Any, *, num_forward_results: int, fuses: bool) -> J
         results=frozenset(value(t) for n in results if isinstance(n, torch.fx.Node) for t in tensors(n)),
         gradients=frozenset(value(t) for n in gradients if isinstance(n, torch.fx.Node) for t in tensors(n)),
         tangents=frozenset(value(t) for n in tangents for t in tensors(n)),
-        fuses=fuses,
+        fused_reads=_torch.inductor_fused_reads() if fuses else 0,
     )
     return JointView(
         step=step,
@@ -151,7 +151,7 @@ def divided(view: JointView, made: Timeline) -> GraphChoice:
 
 
 def _covers(tensor: torch.Tensor) -> bool:
-    """Whether a tensor covers all of its storage: what looks at a part cannot stand for the whole."""
+    """Whether a tensor covers all of its storage: a view of a part cannot represent the whole."""
     nbytes = _torch.size_hint(tensor.numel()) * tensor.element_size()
     return nbytes >= _torch.size_hint(tensor.untyped_storage().nbytes())
 
@@ -217,12 +217,12 @@ def _seconds(
         return 0.0
     flops = _flops(node)
     if flops is not None:
-        return flops / _FLOPS_PER_SECOND
+        return flops / NOMINAL_FLOPS
     if fuses and _is_fusible(node):
-        return sum(value_bytes[v] for v in outputs) / _FUSED_BYTES_PER_SECOND
+        return sum(value_bytes[v] for v in outputs) * _FUSED_BYTE_FLOPS / NOMINAL_FLOPS
     is_known = not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace in ("aten", "prims")
-    rate = _BYTES_PER_SECOND if is_known else _UNKNOWN_BYTES_PER_SECOND
-    return sum(value_bytes[v] for v in (*outputs, *inputs)) / rate
+    byte_flops = _MOVED_BYTE_FLOPS if is_known else _UNKNOWN_BYTE_FLOPS
+    return sum(value_bytes[v] for v in (*outputs, *inputs)) * byte_flops / NOMINAL_FLOPS
 
 
 def _flops(node: Any) -> int | None:

@@ -17,7 +17,7 @@ from recoup import _torch
 
 
 def graph_fingerprint(graph: Any, num_forward_results: int) -> str:
-    """Returns what tells a tidied joint graph from others: ops, what they read, sizes, and the nodes' names."""
+    """Returns the identity of a tidied joint graph: a hash of ops, their inputs, sizes, and the nodes' names."""
     facts: list[Any] = [num_forward_results]
     for node in graph.nodes:
         tensors = [t for t in pytree.tree_leaves(node.meta.get("val")) if isinstance(t, torch.Tensor)]
@@ -81,12 +81,12 @@ def divide_ops(graph: Any, results: list[Any], tangents: list[Any]) -> tuple[lis
 
 
 def is_mutable(node: Any) -> bool:
-    """Whether a node changes in place what it is given."""
+    """Whether a node changes an argument in place."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def is_view(node: Any) -> bool:
-    """Whether a node only looks at what it is given: a view, or one of an op's results."""
+    """Whether a node is a view of its input, or selects one of an op's results."""
     target = node.target
     if target in (operator.getitem, torch.ops.aten._unsafe_view.default):
         return True
@@ -94,7 +94,7 @@ def is_view(node: Any) -> bool:
 
 
 def tensors(node: Any) -> list[torch.Tensor]:
-    """Returns the tensors with memory that a node stands for."""
+    """Returns a node's tensors that have memory."""
     found = pytree.tree_leaves(node.meta.get("val"))
     return [t for t in found if isinstance(t, torch.Tensor) and _torch.has_storage(t)]
 
@@ -125,7 +125,7 @@ def overwritable(node: Any) -> list[Any]:
 
 
 def overwrite(module: Any) -> None:
-    """Has elementwise ops write their result over what they read for the last time, if the graph made that itself."""
+    """Lets elementwise ops write over an input that nothing reads later, if the graph itself made it."""
     nodes = list(module.graph.nodes)
     root: dict[Any, Any] = {}
     last: dict[Any, int] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fnmatch
 import functools
@@ -19,7 +20,9 @@ from recoup.compiled.frontier import Surroundings, choices
 from recoup.compiled.joint import JointView, divided, view_joint_graph
 from recoup.compiled.levels import CALL_MARK
 from recoup.compiled.partition import partition
+from recoup.compiled.planned import GraphCode, PlannedLevels, planned_levels
 from recoup.compiled.schedule import Timeline, timeline
+from recoup.cost.measured import MeasuredCost
 from recoup.errors import OverBudgetWarning, UsageError
 from recoup.units import format_bytes
 
@@ -112,17 +115,37 @@ class Recorded:
     torch_choice: Timeline
 
 
+def metered(graph: Recorded, cost: MeasuredCost) -> Recorded:
+    """Returns a graph whose kernels have the workspace that each has when it runs alone on this device."""
+    step, signatures = graph.view.step, graph.view.signatures
+    known = [i for i, signature in enumerate(signatures) if signature is not None]
+    ops, sizes = list(step.ops), list(step.value_bytes)
+    for i, found in zip(known, cost.measured([s for s in signatures if s is not None]), strict=True):
+        if found is not None:
+            ops[i] = dataclasses.replace(ops[i], workspace_bytes=found.workspace_bytes)
+            if found.extra_output_bytes and ops[i].outputs:
+                sizes[ops[i].outputs[0]] += found.extra_output_bytes
+    step = dataclasses.replace(step, ops=tuple(ops), value_bytes=tuple(sizes))
+    return Recorded(
+        view=dataclasses.replace(graph.view, step=step),
+        torch_choice=timeline(step, graph.torch_choice.held, as_recorded=True),
+    )
+
+
 class Recording:
-    """Divides joint graphs as torch does, and keeps what they are and in which order a step calls them."""
+    """Partitions joint graphs as torch does, and records them and the order in which a step calls them."""
 
     def __init__(self, options: CompileOptions) -> None:
         self.options = options
         self.graphs: dict[str, Recorded] = {}
         self.calls: list[str] = []
+        self.planned: dict[str, PlannedLevels] = {}
 
     def compile(self, model: nn.Module) -> Calls:
         """Returns compiled calls; `calls` grows with each graph that is called."""
-        return _compiled(model, self.options, self.divide, key="recoup recording", called=self._called)
+        return _compiled(
+            model, self.options, self.divide, key="recoup recording", called=self._called, planned=self.planned
+        )
 
     def _called(self, name: str) -> None:
         self.calls.append(name)
@@ -151,21 +174,28 @@ class Division:
     Args:
         chosen: what each graph holds. budget_bytes: what the step of a graph that is new (another shape) may take.
         above: the bytes that are there beside a graph's step and its inputs that are not the model's own.
+        runs: whether compiled code is to run; if not, the compiler only plans it, and the step runs op by op.
     """
 
-    def __init__(self, options: CompileOptions, chosen: dict[str, Timeline], budget_bytes: int, *, above: int) -> None:
+    def __init__(
+        self, options: CompileOptions, chosen: dict[str, Timeline], budget_bytes: int, *, above: int, runs: bool = True
+    ) -> None:
         self.options = options
         self.chosen = chosen
         self.budget_bytes = budget_bytes
         self.above = above
+        self.runs = runs
         self.new: list[str] = []
+        self.planned: dict[str, PlannedLevels] = {}
 
     def compile(self, model: nn.Module) -> Calls:
         """Returns compiled calls of the model, or of modules inside."""
         key = hashlib.sha256(
             repr([(n, sorted(t.held), sorted(t.dropped)) for n, t in self.chosen.items()]).encode()
         ).hexdigest()
-        return _compiled(model, self.options, self.divide, key=f"recoup {key}", called=None)
+        return _compiled(
+            model, self.options, self.divide, key=f"recoup {key}", called=None, planned=self.planned, runs=self.runs
+        )
 
     def divide(self, module: Any, inputs: Any, *, num_fwd_outputs: int, **kwargs: Any) -> tuple[Any, Any, str]:
         """Returns forward and backward with what the plan holds between them, and the graph's name."""
@@ -206,7 +236,7 @@ def surroundings(graphs: Mapping[str, Recorded], calls: Sequence[str], name: str
 
 
 def _copy(module: Any) -> Any:
-    """Returns a `GraphModule` with nodes of its own; what they know of their values is shared."""
+    """Returns a `GraphModule` with copied nodes, which share the metadata of their values."""
     graph = torch.fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     return torch.fx.GraphModule(module, graph)
@@ -219,21 +249,39 @@ def _compiled(
     *,
     key: str,
     called: Callable[[str], None] | None,
+    planned: dict[str, PlannedLevels],
+    runs: bool = True,
 ) -> Calls:
-    """Returns callables that call modules compiled, their own forward and hooks; every one compiles anew."""
+    """Returns callables that run modules compiled, with their forward and hooks; each compiles separately.
+
+    Args:
+        called: told of each graph that is called. planned: gets the levels of each graph by the compiler's own plan.
+    """
     last: list[str] = []
+    forwards: dict[int, tuple[str, GraphCode]] = {}
+    num_results: dict[str, int] = {}
 
     def partition_joint(module: Any, inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
         kwargs.pop("compiler", None)
         forward, backward, name = divide(module, inputs, **kwargs)
         last[:] = [name]
+        num_results[name] = kwargs["num_fwd_outputs"]
         return forward, backward
+
+    def wrote(number: int, *code: Any) -> None:
+        """Takes the code of a forward, or of a backward, which may come after other graphs' or not at all."""
+        if number not in forwards and last:
+            forwards[number] = last[0], GraphCode(*code)
+        elif number in forwards:
+            name, forward = forwards.pop(number)
+            with contextlib.suppress(Exception):  # code of another form: levels are simulated
+                planned[name] = planned_levels(forward, GraphCode(*code), num_results[name])
 
     if options.backend == "aot_eager":
         inner = _torch.aot_eager_backend(partition_joint)
     else:
         modes = torch._inductor.list_mode_options(options.mode) if options.mode is not None else {}
-        inner = _torch.inductor_backend(partition_joint, key, {**modes, **options.options})
+        inner = _torch.inductor_backend(partition_joint, key, {**modes, **options.options}, wrote, runs=runs)
 
     def backend(module: Any, inputs: Any) -> Any:
         last.clear()

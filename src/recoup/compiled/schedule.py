@@ -6,8 +6,8 @@ the rebuild of a value is as late as it can be, so what lies between two held va
 between them.
 
 A value is there from the op that makes it to the last op that reads it; held values are there from forward to their
-last reader in backward; outputs stay. Where kernels are fused (`fuses`), an elementwise value that only fusible ops
-read is never stored: its readers read what it is made of. Bytes are those above what is there before the step.
+last reader in backward; outputs stay. Where kernels are fused (`fused_reads`), an elementwise value that only fusible
+ops read is never stored: its readers read what it is made of. Bytes are those above what is there before the step.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ import functools
 import itertools
 import operator
 from collections.abc import Sequence
-
-_MOST_READ_TENSORS = 4  # of stored values that a compiler makes a value from again for each of several readers
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +56,8 @@ class JointStep:
         value_bytes: of each value. ops: forward's in order, then backward's. num_forward: how many are forward's.
         results: values that forward returns. gradients: values that backward returns. tangents: values that backward is
             given.
-        fuses: whether a compiler fuses kernels.
+        fused_reads: stored values from which a compiler makes a value again for each of several readers, at most; with
+            more it stores the value. 0: kernels are not fused.
     """
 
     value_bytes: tuple[int, ...]
@@ -67,7 +66,7 @@ class JointStep:
     results: frozenset[int]
     gradients: frozenset[int]
     tangents: frozenset[int] = frozenset()
-    fuses: bool = False
+    fused_reads: int = 0
 
     @functools.cached_property
     def makers(self) -> dict[int, int]:
@@ -292,9 +291,9 @@ def _levels(
     keeps: frozenset[int] | set[int],
     overwrites: bool,
 ) -> list[int]:
-    """Returns the bytes while each op of `order` runs, its results and what it reads for the last time included."""
+    """Returns the bytes alive while each op of `order` runs, its results and its inputs included."""
     starting, sizes, ops = set(start), step.value_bytes, step.ops
-    inputs = _stored_inputs(step, order, starting, keeps) if step.fuses else None
+    inputs = _stored_inputs(step, order, starting, keeps) if step.fused_reads else None
     reads = None if inputs is None else set().union(*inputs)
     gone = _last_uses(step, order, inputs, keeps, starting)
     level = sum(sizes[v] for v in start)
@@ -349,7 +348,7 @@ def _last_uses(
 
 
 def _reused(step: JointStep, op: JointOp, dying: Sequence[int]) -> int:
-    """Returns the bytes of an elementwise kernel's results that lie where what it reads for the last time lay."""
+    """Returns the bytes of an elementwise kernel's results that take over the memory of inputs not read later."""
     if not op.is_fusible:
         return 0
     free = sorted(step.value_bytes[v] for v in dying)
@@ -381,7 +380,7 @@ def _stored_inputs(
             if value in keeps or value in start:
                 continue
             reading = readers.get(value, ())
-            if len(reading) > 1 and len(reads) > _MOST_READ_TENSORS:
+            if len(reading) > 1 and len(reads) > step.fused_reads:
                 continue
             if all(step.ops[reader].reads_fusible for reader in reading):
                 through[value] = reads

@@ -1,4 +1,4 @@
-"""Ops measured in a process of their own, which may die: a kernel that is handed made-up data can end it.
+"""Ops measured in a separate process, which may die: a kernel that gets made-up data can crash it.
 
 On a GPU an index out of range leaves a context that nothing runs in any more, and a host pointer where the device's is
 meant is a segmentation fault. The parent knows which op the process was at, leaves it out and starts another.
@@ -52,7 +52,7 @@ class Found:
 def measure_apart(
     request: Request, *, advance: Callable[[int], None] = lambda _: None, command: Sequence[str] = _COMMAND
 ) -> Found:
-    """Returns what worker processes measured; if one dies, the next goes on after the op that killed it.
+    """Returns the measurements of worker processes; if one dies, the next continues after the op that killed it.
 
     Args:
         advance: told how many ops are behind.

@@ -21,7 +21,7 @@ MIN_BLOCK_BYTES = 512  # kMinBlockSize: sizes are rounded up to it
 _SMALL_BYTES = 1 << 20  # kSmallSize: larger blocks lie in segments of their own kind
 SMALL_SEGMENT_BYTES = 2 << 20  # kSmallBuffer; larger segments are a whole number of these, too (kRoundLarge)
 _LARGE_SEGMENT_BYTES = 20 << 20  # kLargeBuffer
-_EXPANDABLE_SEGMENT_BYTES = 1 << 50  # ours, of addresses: more than any card has, and `_key` has room for it
+_EXPANDABLE_SEGMENT_BYTES = 1 << 50  # ours, of addresses: more than any card has, and keys have room for it
 _OWN_SEGMENT_BYTES = 10 << 20  # kMinLargeAlloc: from here on a block has a segment to itself
 
 
@@ -52,6 +52,7 @@ class _Pool:
     """
 
     __slots__ = ("blocks", "first", "is_small", "keys", "least_rest_bytes", "page")
+    address_bits = 62  # of a key, the rest is the size; addresses begin at 1 << 60
 
     def __init__(self, *, is_small: bool, expandable: bool) -> None:
         self.is_small = is_small
@@ -62,12 +63,12 @@ class _Pool:
         self.first: Block | None = None  # of the expandable segment
 
     def add(self, block: Block) -> None:
-        key = _key(block.size, block.address)
+        key = block.size << self.address_bits | block.address
         self.blocks[key] = block
         bisect.insort(self.keys, key)
 
     def remove(self, block: Block) -> None:
-        key = _key(block.size, block.address)
+        key = block.size << self.address_bits | block.address
         del self.blocks[key]
         del self.keys[bisect.bisect_left(self.keys, key)]
 
@@ -120,7 +121,9 @@ class CachingAllocator:
         if block.size - size >= pool.least_rest_bytes:
             pool.add(self._cut(block, size))
         block.is_free = False
-        self._count(block.size)
+        self.allocated_bytes += block.size
+        if self.allocated_bytes > self.peak_allocated_bytes:
+            self.peak_allocated_bytes = self.allocated_bytes
         return block
 
     def pass_through(self, nbytes: int) -> None:
@@ -138,8 +141,7 @@ class CachingAllocator:
         # The block is cut and joined again: all lies as it did.
         found = pool.blocks[pool.keys[at]].size
         taken = size if found - size >= pool.least_rest_bytes else found
-        self._count(taken)
-        self.allocated_bytes -= taken
+        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes + taken)
 
     def free(self, block: Block) -> None:
         """Gives a block back to its pool."""
@@ -159,16 +161,10 @@ class CachingAllocator:
 
     # -- blocks -------------------------------------------------------------------------------------------------
 
-    def _count(self, nbytes: int) -> None:
-        """Counts bytes as allocated."""
-        self.allocated_bytes += nbytes
-        if self.allocated_bytes > self.peak_allocated_bytes:
-            self.peak_allocated_bytes = self.allocated_bytes
-
     def _find(self, pool: _Pool, size: int) -> int | None:
         """Returns the position of the smallest free block that fits; one that can grow counts as fully grown."""
         keys = pool.keys
-        at = bisect.bisect_left(keys, _key(size, 0))
+        at = bisect.bisect_left(keys, size << pool.address_bits)
         if at == len(keys):
             return None
         if self.expandable:
@@ -287,11 +283,6 @@ class CachingAllocator:
             _join(middle)
         if middle.before is not None and not middle.before.is_mapped:
             _join(middle.before)
-
-
-def _key(size: int, address: int) -> int:
-    """Returns a number in the order of sizes, of one size in that of addresses: those begin at 1 << 60."""
-    return size << 62 | address
 
 
 def _join(block: Block) -> None:

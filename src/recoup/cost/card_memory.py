@@ -19,12 +19,12 @@ from recoup.ir.trace import Signature, TensorSpec, Trace
 from recoup.thresholds import ESTIMATE_SHARE, NEGLIGIBLE_SHARE, SAME_SHARE
 
 _NUM_STEPS = 3  # gradients and workspaces are new in the first; after two more nothing moves
-_UNCUT_FACTOR = 1.001  # factor on what is allocated: an uncut block counts up to 1 MiB more, by where it happens to lie
 _LAST_RESULT_FIRST = frozenset(["native_dropout"])  # the mask is allocated before the result
 CardEvents = list[tuple[int, int]]
 """What a step asks of the allocator, in order; see `CardMemory._events`."""
-HiddenBlocks = Callable[[Signature, int], Sequence[int]]
-"""Returns the bytes of blocks that an op holds beside its results, from its signature and their sum as priced."""
+HiddenBlocks = Callable[[Signature, int], tuple[Sequence[int], Sequence[int]]]
+"""Returns the bytes of blocks that an op holds beside its results, those it takes before them and those after, from its
+signature and their sum as priced."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ class CardSize:
     room_bytes: int = 0
 
     def worst_bytes(self, *, expandable: bool) -> int:
-        """Returns what is enough for either process."""
+        """Returns the bytes that are enough in either case: a fresh process and one that resumes."""
         return self.expandable_bytes if expandable else self.resumed_bytes
 
 
@@ -84,7 +84,7 @@ class CardMemory:
         self._optimizer = self._events(plain, plain_workspace, first, len(plain.ops))
 
     def events(self, trace: Trace, workspace: Sequence[int]) -> CardEvents:
-        """Returns what forward and backward of a step ask of the allocator.
+        """Returns the allocations and frees of forward and backward of a step, in order.
 
         Args:
             workspace: hidden bytes of each op.
@@ -101,7 +101,8 @@ class CardMemory:
             self._run(allocator, step)
             found.append(allocator)
         return CardNeed(
-            allocated_bytes=int(max(a.peak_allocated_bytes for a in found) * _UNCUT_FACTOR),
+            # A block that is not cut counts up to 1 MiB more, by where it happens to lie.
+            allocated_bytes=int(max(a.peak_allocated_bytes for a in found) * (1 + NEGLIGIBLE_SHARE)),
             reserved_bytes=max(a.peak_reserved_bytes for a in found),
         )
 
@@ -118,17 +119,18 @@ class CardMemory:
         state there before the first step (loaded from a checkpoint) it is a size of its own. The worst counts, and
         `SAME_SHARE` more for others.
         """
-        expandable_bytes = max(self._smallest(step, resumes=resumes, expandable=True) for resumes in (False, True))
-        fresh_bytes = self._smallest(step, resumes=False)
+        plenty = self.need(step, expandable=True)
+        expandable_bytes = max(self._smallest(step, plenty, resumes=b, expandable=True) for b in (False, True))
+        plenty = self.need(step)
+        fresh_bytes = self._smallest(step, plenty, resumes=False)
         if reserves:
-            room_bytes, needed_bytes = self._room(step, fresh_bytes)
+            room_bytes, needed_bytes = self._room(step, plenty.allocated_bytes, fresh_bytes)
             if needed_bytes < fresh_bytes:
                 return CardSize(needed_bytes, needed_bytes, expandable_bytes, room_bytes)
-        return CardSize(fresh_bytes, max(fresh_bytes, self._smallest(step, resumes=True)), expandable_bytes)
+        return CardSize(fresh_bytes, max(fresh_bytes, self._smallest(step, plenty, resumes=True)), expandable_bytes)
 
-    def _smallest(self, step: CardEvents, *, resumes: bool, expandable: bool = False) -> int:
+    def _smallest(self, step: CardEvents, plenty: CardNeed, *, resumes: bool, expandable: bool = False) -> int:
         """Returns the smallest limit that the step runs under; `resumes`: the optimizer's state is there before it."""
-        plenty = self.need(step, expandable=expandable)
         worst, most = plenty.allocated_bytes, 2 * plenty.reserved_bytes
         precision = max(2 * SMALL_SEGMENT_BYTES, int(worst * NEGLIGIBLE_SHARE))
 
@@ -153,23 +155,24 @@ class CardMemory:
             worst = high
         return int(worst * (1 + SAME_SHARE))
 
-    def _room(self, step: CardEvents, most_bytes: int) -> tuple[int, int]:
+    def _room(self, step: CardEvents, allocated: int, most_bytes: int) -> tuple[int, int]:
         """Returns the bytes that torch has best reserved when the first step begins, and the card that this takes.
 
         Not less than `most_bytes` if no size takes less.
 
         A large block that is not to be had in what was reserved takes a segment of its own, so a little more can be
         much less. Sizes around what the step allocates are tried, each also `SAME_SHARE` short: what is there is not
-        known to the byte, nor the order of all that is freed.
+        known to the byte, nor the order of all that is freed, nor where the driver puts segments.
         """
-        allocated = self.need(step).allocated_bytes
         short = int(allocated * SAME_SHARE)
         best = allocated, most_bytes
         room_bytes = int(allocated * (1 - ESTIMATE_SHARE))
+        histories = list(itertools.product((0, short), (False, True), (False, True)))
         while room_bytes < best[1]:
             found = []
-            for less, resumes in itertools.product((0, short), (False, True)):
-                allocator = CachingAllocator(limit_bytes=best[1] - 1)
+            for history in histories:
+                less, resumes, ascending = history
+                allocator = CachingAllocator(limit_bytes=best[1] - 1, ascending=ascending)
                 try:
                     self._begin(allocator, resumes=resumes)
                     missing = room_bytes - less - allocator.reserved_bytes
@@ -177,6 +180,7 @@ class CardMemory:
                         allocator.free(allocator.allocate(missing))
                     self._run(allocator, step, resumes=resumes)
                 except OutOfCard:
+                    histories.sort(key=history.__ne__)  # what fails here is likely to fail the next size
                     break
                 found.append(allocator.peak_reserved_bytes)
             else:
@@ -209,6 +213,11 @@ class CardMemory:
             op = trace.ops[i]
             backward = op.phase == "backward"
             results = born.get(i, ())
+            early: Sequence[int] = ()
+            late: Sequence[int] = ()
+            if op.signature >= 0 and workspace[i]:
+                early, late = self._hidden(trace.signatures[op.signature], workspace[i])
+            events += [(-1, nbytes) for nbytes in early]
             if op.signature >= 0 and op_name(trace.signatures[op.signature].name) in _LAST_RESULT_FIRST:
                 results = results[::-1]
             events += [(index, trace.storages[index].nbytes) for index in results]
@@ -216,14 +225,20 @@ class CardMemory:
                 if (backward, is_lt) not in started:
                     started.add((backward, is_lt))
                     events.append((-3 - is_lt, int(backward)))
-            if op.signature >= 0 and workspace[i]:
-                blocks = self._hidden(trace.signatures[op.signature], workspace[i])
-                events += [(-1, nbytes) for nbytes in blocks] + [(-2, 0)] if len(blocks) != 1 else [(-5, blocks[0])]
-            events += [(index, 0) for index in died.get(i, ())]
+            if len(late) == 1 and not early:
+                events.append((-5, late[0]))
+            elif early or late:
+                events += [*((-1, nbytes) for nbytes in late), (-2, 0)]
+            for index in died.get(i, ()):
+                nbytes = trace.storages[index].nbytes
+                if events and events[-1] == (index, nbytes):  # let go by the op that makes it
+                    events[-1] = (-5, nbytes)
+                else:
+                    events.append((index, 0))
         return events
 
     def _begin(self, allocator: CachingAllocator, cached_bytes: int = 0, *, resumes: bool = False) -> None:
-        """Allocates what is there before the first step; a block of `cached_bytes` was let go."""
+        """Allocates what exists before the first step (parameters), and allocates and frees `cached_bytes`."""
         for nbytes in (*self._there, *(self._state if resumes else ())):
             allocator.allocate(nbytes)
         if cached_bytes:
@@ -281,8 +296,13 @@ def uses_cublas(trace: Trace) -> bool:
     return any(_workspaces(s) for s in trace.signatures)
 
 
+def uses_cudnn(trace: Trace) -> bool:
+    """Whether some op of a step is computed by cuDNN, whose workspaces no table knows."""
+    return any("cudnn" in s.name or kind(s.name) == "convolution" for s in trace.signatures)
+
+
 def _workspaces(signature: Signature) -> tuple[bool, ...]:
-    """Returns which workspaces an op asks for: False for cuBLAS's, True for cuBLASLt's, which adds a bias by itself."""
+    """Returns the workspaces that an op uses: False for cuBLAS's, True for cuBLASLt's (which fuses adding a bias)."""
     if kind(signature.name) != "matmul":  # convolutions are cuDNN's, which does not ask torch for it
         return ()
     bias = signature.args[0] if op_name(signature.name) == "addmm" and signature.args else None

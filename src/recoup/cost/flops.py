@@ -135,7 +135,7 @@ def kind(name: str) -> Kind:
 
 
 def result_label(name: str, args: Sequence[Any]) -> str:
-    """Returns what a plan calls an op whose result a region may keep, "" for one that is too cheap to be worth it.
+    """Returns the name, in plans, of an op whose result a region may keep; "" for one that is too cheap for that.
 
     Args:
         name: of the op, `"aten.mm.default"`.

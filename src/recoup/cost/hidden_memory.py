@@ -8,6 +8,7 @@ Not known here: what cuDNN asks for a convolution or a batch norm; that depends 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 
@@ -39,6 +40,14 @@ _CONTIGUOUS: dict[str, tuple[int, ...]] = {
     "max_pool2d_with_indices": (0,),
     "max_pool2d_with_indices_backward": (0, 1),
 }
+# Ops that make these copies before their results; of the others ATen allocates the results before it calls the kernel.
+_COPIES_FIRST = frozenset(
+    [
+        *("convolution", "convolution_backward", "embedding_dense_backward", "_fused_rms_norm"),
+        *("_fused_rms_norm_backward", "native_group_norm", "native_group_norm_backward", "native_layer_norm"),
+        "native_layer_norm_backward",
+    ]
+)
 _PRODUCTS: dict[str, tuple[int, int]] = {"mm": (0, 1), "bmm": (0, 1), "addmm": (1, 2), "baddbmm": (1, 2)}
 # Bytes of what a reduction accumulates for each result; 0: as the input.
 _REDUCTIONS: dict[str, int] = {
@@ -49,22 +58,34 @@ _REDUCTIONS: dict[str, int] = {
 _LOSSES = ("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "soft_margin_loss")
 
 
-def hidden_blocks(signature: Signature, device: Device) -> tuple[int, ...]:
-    """Returns the bytes of each block that the op holds beside its results, all at once, on a CUDA device."""
+def hidden_blocks(
+    signature: Signature, device: Device, *, in_order: bool = False
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns the bytes of blocks that the op holds beside its results on a CUDA device, all until its end.
+
+    Args:
+        in_order: attention's backward adds in a fixed order (`torch.use_deterministic_algorithms(True)`).
+
+    Returns:
+        Those that it takes before its results, and those after.
+    """
     name = op_name(signature.name)
     args = signature.args
-    blocks = [_bytes(a) for a in _copied(name, args)]
-    special = _SPECIAL.get(name)
+    copies = [_bytes(a) for a in _copied(name, args)]
+    blocks: list[int] = []
+    special = (_SPECIAL_IN_ORDER if in_order and name in _SPECIAL_IN_ORDER else _SPECIAL).get(name)
     if special is not None:
         blocks += special(args, device)
     elif name in _REDUCTIONS and args and isinstance(args[0], TensorSpec):
         blocks += _reduction(args[0], _dims(signature), device, _REDUCTIONS[name] or _itemsize(args[0]))
-    return tuple(b for b in blocks if b)
+    before, after = (copies, blocks) if name in _COPIES_FIRST else ([], copies + blocks)
+    return tuple(filter(None, before)), tuple(filter(None, after))
 
 
-def hidden_bytes(signature: Signature, device: Device) -> int:
+def hidden_bytes(signature: Signature, device: Device, *, in_order: bool = False) -> int:
     """Returns the sum of `hidden_blocks`, each rounded as the allocator rounds."""
-    return sum(-(-block // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES for block in hidden_blocks(signature, device))
+    blocks = itertools.chain(*hidden_blocks(signature, device, in_order=in_order))
+    return sum(-(-block // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES for block in blocks)
 
 
 def _itemsize(spec: TensorSpec) -> int:
@@ -96,8 +117,10 @@ def _copied(name: str, args: Sequence[object]) -> Iterator[TensorSpec]:
             if isinstance(spec, TensorSpec) and not _is_matrix(spec):
                 yield spec
     if name in ("convolution", "convolution_backward"):
-        for spec in args[: 2 if name == "convolution" else 3]:
-            if isinstance(spec, TensorSpec) and not _is_dense_image(spec):
+        images = args[: 2 if name == "convolution" else 3]
+        is_last = any(_has_channels_last(spec) for spec in images[-2:])  # input and weight choose for all
+        for spec in images:
+            if isinstance(spec, TensorSpec) and not _is_contiguous(spec, _channels_last(spec) if is_last else None):
                 yield spec
 
 
@@ -107,9 +130,12 @@ def _is_matrix(spec: TensorSpec) -> bool:
     return (right == 1 and down >= max(1, columns)) or (down == 1 and right >= max(1, rows))
 
 
-def _is_dense_image(spec: TensorSpec) -> bool:
-    dims = len(spec.shape)
-    return _is_contiguous(spec) or _is_contiguous(spec, (0, *range(2, dims), 1))
+def _channels_last(spec: TensorSpec) -> tuple[int, ...]:
+    return (0, *range(2, len(spec.shape)), 1)
+
+
+def _has_channels_last(spec: object) -> bool:
+    return isinstance(spec, TensorSpec) and not _is_contiguous(spec) and _is_contiguous(spec, _channels_last(spec))
 
 
 # -- attention ----------------------------------------------------------------------------------------------------
@@ -128,6 +154,14 @@ def _flash_backward(args: Sequence[object], device: Device) -> list[int]:
     if key.shape[1] != heads:
         blocks += 2 * [batch * key.shape[2] * heads * width * _itemsize(key)]
     return blocks + [_bytes(t) for t in (gradient, out) if not _is_contiguous(t, (0, 2, 1, 3))]
+
+
+def _flash_backward_in_order(args: Sequence[object], device: Device) -> list[int]:
+    """The query's gradient is accumulated once for each group of thread blocks that run side by side."""
+    query = args[1]
+    assert isinstance(query, TensorSpec)
+    sums, accumulator, *others = _flash_backward(args, device)
+    return [sums, -(-device.num_sms // (query.shape[0] * query.shape[1])) * accumulator, *others]
 
 
 def _efficient_backward(args: Sequence[object], device: Device) -> list[int]:
@@ -301,4 +335,7 @@ _SPECIAL: dict[str, Callable[[Sequence[object], Device], list[int]]] = {
     "native_group_norm_backward": _group_norm_backward,
     "index_put": _index_put,
     **dict.fromkeys(_LOSSES, _loss),
+}
+_SPECIAL_IN_ORDER: dict[str, Callable[[Sequence[object], Device], list[int]]] = {
+    "_scaled_dot_product_flash_attention_backward": _flash_backward_in_order,
 }

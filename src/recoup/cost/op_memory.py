@@ -24,8 +24,6 @@ import torch
 from recoup import _torch
 from recoup.thresholds import SAME_SHARE
 
-_CLOCK_HZ = 2e9  # of a GPU, about: how long a kernel that waits is told to wait
-
 
 class Meter(Protocol):
     """Runs ops one after the other inside a `with` block; their allocations can be read after it."""
@@ -164,13 +162,15 @@ def _time_on_cuda(call: Callable[[], Any], device: torch.device, limit_seconds: 
         out = call()
         host_seconds = time.perf_counter() - start
         del out
-        cache_bytes = int(torch.cuda.get_device_properties(device).L2_cache_size)
+        properties = torch.cuda.get_device_properties(device)
+        cache_bytes = int(properties.L2_cache_size)
+        wait_cycles = int(2 * host_seconds * 1000 * properties.clock_rate)  # of kHz
         flush = torch.empty(2 * max(cache_bytes, 1 << 20), dtype=torch.uint8, device=device)
         times: list[float] = []
         began = time.perf_counter()
         while _goes_on(times, time.perf_counter() - began, limit_seconds):
             before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            _torch.keep_gpu_busy(int(2 * host_seconds * _CLOCK_HZ))
+            _torch.keep_gpu_busy(wait_cycles)
             flush.zero_()
             before.record()
             out = call()

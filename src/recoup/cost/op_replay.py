@@ -17,8 +17,8 @@ import torch
 from recoup.cost.caching_allocator import MIN_BLOCK_BYTES
 from recoup.cost.flops import op_name
 from recoup.ir.trace import Signature, TensorSpec
+from recoup.thresholds import SMALL_BYTES
 
-_POOL_ELEMENTS = 1 << 16  # random values that are repeated over an input: making new ones would take longer than the op
 # What their opaque or resized arguments hold cannot be made up.
 _REFUSED = frozenset({"_cudnn_rnn_backward", "miopen_rnn_backward", "resize", "set"})
 # Position of the indices, and of what says how many rows there are.
@@ -62,11 +62,12 @@ class Arena:
         self._used_bytes += num_bytes
         pool = self._pools.get(dtype)
         if pool is None:
-            pool = (torch.rand(_POOL_ELEMENTS, device=self.device) + 0.5).to(dtype)
+            # Drawing every number would take longer than the op.
+            pool = (torch.rand(SMALL_BYTES // dtype.itemsize, device=self.device) + 0.5).to(dtype)
             self._pools[dtype] = pool
-        whole = count // _POOL_ELEMENTS
-        flat[: whole * _POOL_ELEMENTS].view(whole, _POOL_ELEMENTS).copy_(pool.expand(whole, _POOL_ELEMENTS))
-        flat[whole * _POOL_ELEMENTS :].copy_(pool[: count % _POOL_ELEMENTS])
+        whole, rest = divmod(count, len(pool))
+        flat[: count - rest].view(whole, len(pool)).copy_(pool.expand(whole, len(pool)))
+        flat[count - rest :].copy_(pool[:rest])
         return flat
 
 
@@ -178,7 +179,7 @@ def _tensor(spec: TensorSpec, arena: Arena) -> torch.Tensor:
         flat = arena.floats(count, dtype) if not spec.device else torch.ones(count, dtype=dtype, device=device)
     elif dtype == torch.bool:
         # Ones and zeros are what a mask's byte may hold; drawing bytes is quicker than drawing booleans.
-        flat = torch.randint(0, 2, (min(count, _POOL_ELEMENTS),), device=device, dtype=torch.uint8)
+        flat = torch.randint(0, 2, (min(count, SMALL_BYTES),), device=device, dtype=torch.uint8)
         flat = flat.repeat(math.ceil(count / max(flat.numel(), 1)))[:count].view(torch.bool)
     else:
         flat = torch.zeros(count, device=device, dtype=dtype)

@@ -33,7 +33,11 @@ class RooflineCost:
 
     def workspace_bytes(self, signature: Signature) -> int:
         """Returns one op's workspace in bytes."""
-        return hidden_bytes(signature, self.device) if self.device.dialect == "cuda" else 0
+        return (
+            hidden_bytes(signature, self.device, in_order=self.flags.is_in_order)
+            if self.device.dialect == "cuda"
+            else 0
+        )
 
     def seconds(self, signature: Signature) -> float:
         """Returns the seconds of one op, its launch included."""

@@ -13,6 +13,7 @@ from torch import nn
 from recoup._storages import dense_parts
 from recoup.capture.snapshot import Snapshot, random_state
 from recoup.evidence.noise import NOISE_FACTOR
+from recoup.thresholds import ASIDE_ELEMENTS
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,20 +214,19 @@ def equal_values(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 _SMALL_SHARE = 1e-3  # of the norm of all gradients: errors of smaller ones are relative to that
-_CHUNK_ELEMENTS = 1 << 20  # a norm in double precision takes no copy of a whole gradient
 
 
 def pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yields views of about `_CHUNK_ELEMENTS` elements of a dense tensor; equal shapes give equal pieces."""
-    if tensor.numel() <= _CHUNK_ELEMENTS:
+    """Yields views of about `ASIDE_ELEMENTS` elements of a dense tensor; equal shapes give equal pieces."""
+    if tensor.numel() <= ASIDE_ELEMENTS:
         yield tensor
         return
     dim = max(range(tensor.dim()), key=lambda d: tensor.shape[d])
-    yield from torch.split(tensor, max(tensor.shape[dim] * _CHUNK_ELEMENTS // tensor.numel(), 1), dim)
+    yield from torch.split(tensor, max(tensor.shape[dim] * ASIDE_ELEMENTS // tensor.numel(), 1), dim)
 
 
 def in_host_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a contiguous copy in host memory of a dense tensor; takes little of the device whatever its strides."""
+    """Returns a contiguous copy of a dense tensor in host memory; copied in pieces, so that the device needs little."""
     if tensor.device.type == "cpu":
         return tensor.contiguous()
     host = torch.empty(tensor.shape, dtype=tensor.dtype)
@@ -247,8 +247,8 @@ def _relative_error(a: torch.Tensor, b: torch.Tensor, smallest: float, *, times:
 def _norm(a: torch.Tensor, b: torch.Tensor | None = None, *, times: float = 1.0) -> float:
     """Returns ||a||, or ||a - b / times||, in double precision."""
     wide = torch.complex128 if a.is_complex() else torch.float64
-    chunks = torch.split(_flat(a), _CHUNK_ELEMENTS)
-    others = [None] * len(chunks) if b is None else torch.split(_flat(b), _CHUNK_ELEMENTS)
+    chunks = torch.split(_flat(a), ASIDE_ELEMENTS)
+    others = [None] * len(chunks) if b is None else torch.split(_flat(b), ASIDE_ELEMENTS)
     total = 0.0
     for x, y in zip(chunks, others, strict=True):
         difference = x.to(wide) if y is None else x.to(wide) - y.to(wide) / times

@@ -18,7 +18,7 @@ from recoup.capture.step import Objective
 from recoup.evidence.memory import meter_name
 from recoup.evidence.step_bench import StepBench
 from recoup.ir.plan import Plan
-from recoup.ir.report import TIMELINE_POINTS, MeasuredTimeline
+from recoup.ir.report import MOST_ROWS, MeasuredTimeline
 from recoup.runtime.apply import apply_decisions, plain
 
 _MARK = "recoup step: "
@@ -71,7 +71,7 @@ def _run(bench: StepBench) -> MeasuredTimeline:
     held = bench.held_bytes()
     times = np.array([t for t, _ in changes], dtype=np.int64)
     levels = held + np.concatenate([[0], np.cumsum([b for _, b in changes])]).astype(np.int64)
-    edges = np.linspace(begin, end, TIMELINE_POINTS + 1)
+    edges = np.linspace(begin, end, MOST_ROWS + 1)
     at = np.searchsorted(times, edges, side="right")  # levels[at[k]] is the level when column k begins
     totals = [int(levels[a : max(b, a) + 1].max()) for a, b in itertools.pairwise(at)]
     return MeasuredTimeline(

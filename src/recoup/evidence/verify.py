@@ -12,6 +12,12 @@ planned steps in turn. The model's whole state is put back.
    file: the same kernels on the same bytes. So do the audit's originals. It is not metered or timed then.
 3. Where even that fails, the values, and replays with what they stand for, are compared on half the batch, and on
    half of that.
+
+[Note: kernels without a fixed order of summation] A plan has the plain step run the same kernels on the same bits; that
+is all that it can promise. On a GPU the backward of flash and cuDNN attention, of embeddings and of scatters adds with
+atomics: the plain step's own bits change from run to run. So where a planned step differs, plain is compared with plain
+first; if they differ too, everything is compared again under `torch.use_deterministic_algorithms(True)`, where equal
+bits prove the plan and others are its fault.
 """
 
 from __future__ import annotations
@@ -41,7 +47,7 @@ from recoup.evidence.gradients import (
     rounding_noise,
 )
 from recoup.evidence.memory import measure_peak, meter_name, storage_bytes
-from recoup.evidence.noise import NOISE_FACTOR
+from recoup.evidence.noise import NOISE_FACTOR, deterministic_kernels, is_without_deterministic_kernel
 from recoup.evidence.replay_audit import Audit
 from recoup.evidence.speed import time_ratio
 from recoup.evidence.step_bench import StepBench
@@ -127,6 +133,7 @@ class _Verification:
         self._aside = make_transport(bench.device, "disk" if is_cpu else "inline")
         room = available_bytes(bench.device) + bench.held_bytes()
         self._moves_plain = False
+        self._is_metered = True
         self._plain_fits = plan.predicted.plain_peak_bytes + bench.trainable_bytes <= room
         self._peaks: dict[bool, int] = {}  # of the plain step (False) and the planned one (True)
         self._moved = 0
@@ -141,7 +148,7 @@ class _Verification:
                 bench.restore()
                 self._plain_fits = self._attempt(lambda: self._metered(bench.step, planned=False)) is not None
         progress.advance("steps 2 and 3 of 3: plain and planned, compared and metered")
-        comparison, ran = self._compare(audit)
+        comparison, audit, ran = self._compare(audit)
         ratio = spread = None
         with bench.optimizing():
             if True not in self._peaks:
@@ -229,7 +236,36 @@ class _Verification:
             self._notes.append(f"values were compared on {num_rows(bench.batch)} of {whole} examples: no more fits")
         return found
 
-    def _compare(self, audit: Audit) -> tuple[Comparison, StepLog]:
+    def _compare(self, audit: Audit) -> tuple[Comparison, Audit, StepLog]:
+        """Compares a plain and a planned step; where plain steps differ, with deterministic kernels if there are any.
+
+        Returns:
+            The comparison, the replays that belong to it, and the planned step's log.
+        """
+        comparison, ran = self._compare_once(audit)
+        if comparison.plain_repeats:
+            return comparison, audit, ran
+        self._is_metered = False  # other kernels, with other workspaces
+        differs = "plain steps differ from each other: kernels without a fixed order of summation"
+        how = "torch.use_deterministic_algorithms(True)"
+        try:
+            with deterministic_kernels():
+                audit = self._audit()
+                comparison, ran = self._compare_once(audit)
+            self._notes.append(
+                f"{differs}; what is said of values holds under {how}, where they do not"
+                if comparison.plain_repeats
+                else f"{differs}, or randomness that cannot be set, as they also do under {how}"
+            )
+        except Exception as error:
+            if not is_allocation_failure(error) and not is_without_deterministic_kernel(error):
+                raise
+            self._notes.append(f"{differs}; under {how} the step does not run: {str(error).splitlines()[0]}")
+        finally:
+            self._is_metered = True
+        return comparison, audit, ran
+
+    def _compare_once(self, audit: Audit) -> tuple[Comparison, StepLog]:
         """Compares one plain and one planned step; also returns the planned step's log."""
         whole = self.bench.batch
         plain_result = self._plain_result()
@@ -242,14 +278,9 @@ class _Verification:
         bound = rounding_bound(plain_result, audit.coarsest, noise) if self._tiles else 0.0
         comparison = compare(plain_result, planned_result, bound=bound)
         del planned_result
-        if not comparison.holds:
+        if not comparison.holds or audit.divergences:
             again = compare(plain_result, self._result(planned=False), bound=1.0)
             if not again.is_exact:
-                self._notes.append(
-                    f"plain steps differ from each other by {again.max_gradient_error:.1e} (relative): kernels without "
-                    "a fixed order of summation, or randomness that cannot be set; under "
-                    "torch.use_deterministic_algorithms(True) more can be proved"
-                )
                 bound = rounding_bound(plain_result, audit.coarsest, again.max_gradient_error)
                 comparison = dataclasses.replace(comparison, plain_repeats=False, error_bound=bound)
         self.bench.batch = whole
@@ -272,7 +303,7 @@ class _Verification:
         bench.restore()
         aside = self._aside if self._moves_plain and not planned else None
         with contextlib.nullcontext() if planned else plain(bench.model):
-            if bench.optimizer is None and times is None and not self._moves_plain:
+            if self._is_metered and bench.optimizer is None and times is None and not self._moves_plain:
                 result = bench.step(take=True, meter=functools.partial(self._metered, planned=planned))
             else:
                 result = bench.step(take=True, times=times, aside=aside)

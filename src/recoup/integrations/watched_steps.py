@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from recoup.ir import html
-from recoup.ir.report import TIMELINE_POINTS
+from recoup.ir.report import MOST_ROWS
 from recoup.ir.text import sparkline
 from recoup.units import format_bytes
 
@@ -44,7 +44,7 @@ class WatchedSteps:
     budget_bytes: int
     num_steps: int = 0
     batches: dict[Shapes, WatchedBatches] = dataclasses.field(default_factory=dict)
-    last_bytes: deque[int] = dataclasses.field(default_factory=lambda: deque(maxlen=TIMELINE_POINTS))
+    last_bytes: deque[int] = dataclasses.field(default_factory=lambda: deque(maxlen=MOST_ROWS))
 
     def add(self, shapes: Sequence[tuple[int, ...]], bound_bytes: int) -> None:
         """Notes a step that is about to run."""

@@ -26,7 +26,7 @@ _INSTEAD = {
 
 
 def advise(profile: Profile) -> list[str]:
-    """Returns sentences: how much recomputing can free, what it cannot touch, and what would free that."""
+    """Returns sentences: the bytes that recomputing can free, those that it cannot, and which action would."""
     at_peak = dict(profile.at_peak)
     peak = profile.peak_bytes
     saved = at_peak.get("saved", 0)

@@ -1,4 +1,4 @@
-"""Why a plan is what it is: what each of its choices is worth, and what other budgets would cost. Plain data."""
+"""Explanation of a plan: the worth of each kind of decision, and the plans of nearby budgets. Plain data."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def said(hint: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """Returns a value in one short line of ASCII, whatever it holds."""
+    """Returns any value as one short line of ASCII."""
     try:
         text = ascii(value)
     except (RecursionError, ValueError):  # nested too deeply, or a number of thousands of digits

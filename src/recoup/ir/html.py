@@ -10,15 +10,13 @@ from html import escape
 
 from recoup.units import format_bytes
 
-_WIDTH_PIXELS = 640  # CSS pixels of a chart, about a notebook's column
-_HEIGHT_PIXELS = _WIDTH_PIXELS * 3 // 16
 _TEXT = "font-family: system-ui, sans-serif; font-size: 13px; line-height: 1.4"
 _COLORS = ("#3b6fb6", "#c2571a", "#3f8f5b", "#8a5fb0", "#b5963a", "#6f7a86", "#a84a6b", "#4aa0a8", "#d9a441", "#5a4fcf")
 
 
 def card(title: str, *parts: str) -> str:
     """Returns one block with a title."""
-    return f'<div style="{_TEXT}; max-width: {_WIDTH_PIXELS}px"><b>{escape(title)}</b>{"".join(parts)}</div>'
+    return f'<div style="{_TEXT}; max-width: 40em"><b>{escape(title)}</b>{"".join(parts)}</div>'
 
 
 def bars(rows: Sequence[tuple[str, int]], budget_bytes: int | None = None) -> str:
@@ -74,7 +72,7 @@ def stacked(series: Sequence[tuple[str, Sequence[int]]]) -> str:
         )
         below = above
     return (
-        f'<svg viewBox="0 0 {_WIDTH_PIXELS} {_HEIGHT_PIXELS}" width="100%" role="img" '
+        f'<svg viewBox="0 0 100 20" width="100%" role="img" '
         f'aria-label="memory over one step, at most {format_bytes(most)}">{"".join(areas)}</svg>'
         f"<div>{' '.join(legend)} <span style='white-space: nowrap'>peak {format_bytes(most)}</span></div>"
     )
@@ -95,4 +93,5 @@ def text(content: str, summary: str = "") -> str:
 
 
 def _point(i: int, level: float, points: int, most: int) -> str:
-    return f"{_WIDTH_PIXELS * i / (points - 1):.1f},{_HEIGHT_PIXELS * (1 - level / most):.1f}"
+    """Returns a corner in per cent of the chart's width, which is five times its height."""
+    return f"{100 * i / (points - 1):.2f},{20 * (1 - level / most):.2f}"

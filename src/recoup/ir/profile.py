@@ -15,7 +15,7 @@ from recoup.units import format_bytes, format_flops, format_seconds
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileRow:
-    """One call: what it and everything inside it saves and takes."""
+    """One call: bytes saved and seconds, calls of submodules included."""
 
     path: str
     call: int

@@ -12,8 +12,7 @@ from recoup.ir.evidence import Evidence
 from recoup.ir.plan import Plan
 from recoup.ir.profile import Profile
 
-TIMELINE_POINTS = 1000  # of a curve, simulated or measured: a screen shows no more
-MOST_ROWS = 3000  # of a table: a browser opens a page of more with delay
+MOST_ROWS = 1000  # of a table, and points of a curve: a screen shows no more, and a browser is slow with more
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

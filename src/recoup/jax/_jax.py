@@ -35,7 +35,7 @@ def bind(eqn: Any, values: Sequence[Any]) -> list[Any]:
 
 
 def at_line(eqn: Any) -> Any:
-    """Returns a context in which what is traced comes from the user's line of an equation."""
+    """Returns a context in which traced equations get the source line of the user's equation."""
     from jax._src import source_info_util  # the user's line has no public way in
 
     return source_info_util.user_context(eqn.source_info.traceback)
@@ -136,5 +136,5 @@ def is_inexact(dtype: Any) -> bool:
 
 
 def newer_library_kernels() -> frozenset[str]:
-    """Returns primitives that XLA's CPU backend hands to its library from jax 0.12 on, and does not with 0.10.2."""
+    """Returns the primitives for which XLA's CPU backend calls its kernel library from jax 0.12 on, not with 0.10.2."""
     return frozenset(("sin", "cos", "tan")) if jax.__version_info__ >= (0, 11) else frozenset()

@@ -102,7 +102,7 @@ def _entry(text: str) -> Iterator[_Instruction]:
 
 
 def _makers(instructions: dict[str, _Instruction], name: str) -> Iterator[_Instruction]:
-    """Yields who makes the arrays behind a name: through tuples, views and copies."""
+    """Yields the ops that make the arrays behind a name, following tuples, views and copies."""
     made = instructions.get(name)
     if made is None:
         return

@@ -19,7 +19,7 @@ Path = tuple[int, ...]
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class _Place:
-    """A segment that runs again: what there is to hold, and what is held. num_times: how often its body runs."""
+    """A segment that runs again: the values that may be held, and those that are. num_times: runs of its body."""
 
     program: Program
     problem: HeldProblem

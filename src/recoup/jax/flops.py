@@ -26,7 +26,7 @@ _REDUCTIONS = ("reduce_", "argmax", "argmin", "scatter", "select_and_scatter", "
 
 
 def nbytes(aval: Any) -> int:
-    """Returns the bytes of a value on the device; 0 for what is no array (tokens, references) or lies on the host."""
+    """Returns the bytes of a value on the device; 0 for non-arrays (tokens, references) and arrays on the host."""
     return 0 if is_on_host(aval) else array_bytes(aval)
 
 
@@ -48,7 +48,7 @@ def result_bytes(eqn: Any) -> list[int]:
 
 
 def sub_jaxprs(eqn: Any) -> Iterator[Any]:
-    """Yields the jaxprs among an equation's parameters: what it runs inside, in any number."""
+    """Yields the jaxprs among an equation's parameters: the bodies that it runs."""
     for key in ("jaxpr", "call_jaxpr", "fun_jaxpr", "body_jaxpr"):
         if eqn.params.get(key) is not None:
             yield eqn.params[key]

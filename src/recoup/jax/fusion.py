@@ -64,7 +64,7 @@ class _Readers:
         self._results = set(flat.results[: len(flat.results) - num_stacked])
 
     def of(self, value: int) -> Iterator[Op | None]:
-        """Yields who reads a value."""
+        """Yields the readers of a value."""
         if value in self._results:
             yield None
         for op in self._direct.get(value, ()):
@@ -75,7 +75,7 @@ class _Readers:
 
 
 def fuse(flat: Flat, num_stacked: int = 0) -> Fused:
-    """Returns what is left of ops after fusion.
+    """Returns the ops that are left after fusion.
 
     Args:
         flat: what runs. num_stacked: how many of the last results are written away as soon as they are made.

@@ -8,13 +8,11 @@ from recoup.jax.cost import Costs
 from recoup.jax.labels import cuts, is_loop, thinned, uniform, ways
 from recoup.jax.layout import Piece, Scan, Segment
 from recoup.jax.program import Program
-from recoup.thresholds import MOST_TRIES
-
-MOST_WAYS = 24  # to run a scan: the solver tries each; a segment, of which there are many, has half as many
+from recoup.thresholds import MOST_POINTS, MOST_TRIES
 
 
 def body_ways(
-    program: Program, active: Collection[int], costs: Costs, *, exact: bool, most: int = MOST_WAYS
+    program: Program, active: Collection[int], costs: Costs, *, exact: bool, most: int = MOST_POINTS
 ) -> list[tuple[Segment, ...]]:
     """Returns layouts of a scan's body, the plain one first: as one segment, and cut at its waists at a few prices."""
     num_units = len(program.units)
@@ -22,7 +20,7 @@ def body_ways(
     places = cuts(program, 0, num_units, active, exact=exact)
     for cut in thinned(program, places, active, exact=exact):
         if len(cut) > 2:
-            found += uniform(program, cut, active, costs, most=MOST_WAYS // 4)
+            found += uniform(program, cut, active, costs, most=MOST_POINTS // 4)
     inner = [u.index for u in program.units if is_loop(program, u.index, active)]
     return list(dict.fromkeys(_with_inner_loops(program, layout, inner, active, costs) for layout in found))
 

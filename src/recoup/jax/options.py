@@ -13,13 +13,14 @@ from recoup.jax.flops import sub_jaxprs
 from recoup.jax.labels import cuts, is_loop, may_run_again, shares_sums, ways
 from recoup.jax.layout import Segment
 from recoup.jax.linear import is_differentiable
-from recoup.jax.loops import MOST_WAYS, body_ways, chunk_sizes, split_scan, whole_scan
+from recoup.jax.loops import body_ways, chunk_sizes, split_scan, whole_scan
 from recoup.jax.pricing import Price, price
 from recoup.jax.program import Program
 from recoup.jax.trace import Step, active_values
 from recoup.solver.problem import Block, Leaf, Option, Problem, Region
 from recoup.solver.sequence import Pick
 from recoup.solver.ways import Run, RungOf
+from recoup.thresholds import MOST_POINTS
 
 _Way = tuple[Segment, Price]
 
@@ -124,7 +125,7 @@ class Options:
         program, active = self._program, self._step.active
         if last == first + 1 and is_loop(program, first, active):
             return self._loop_ways(first)
-        segments = [way for (way,) in ways(program, first, last, active, self._costs, most=MOST_WAYS // 2)]
+        segments = [way for (way,) in ways(program, first, last, active, self._costs, most=MOST_POINTS // 2)]
         if self._offload:
             segments += [offloaded(way) for way in segments if way.held]
         key = self._structure(first, last)
@@ -156,7 +157,7 @@ class Options:
         for chunk in chunk_sizes(num_steps):
             chunked = [whole_scan(unit, num_steps, layout, chunk) for layout in layouts if layout in lean]
             result += [(s, self._price(s)) for s in chunked]
-        stride = max(num_steps // MOST_WAYS, 1)
+        stride = max(num_steps // MOST_POINTS, 1)
         plain_whole = whole_scan(unit, num_steps, layouts[0])
         for (left, of_left), (right, of_right) in itertools.pairwise(hull):
             left = left if left.scans else plain_whole
@@ -181,7 +182,7 @@ class Options:
         )
 
     def _structure(self, first: int, last: int) -> Hashable:
-        """Returns what is equal for segments whose ways cost the same."""
+        """Returns a key that is equal for segments whose ways cost the same."""
         program = self._program
         numbers: dict[int, int] = {}
 
@@ -200,7 +201,7 @@ class Options:
 
 
 def offloaded(segment: Segment) -> Segment:
-    """Returns the segment with what it holds held in host memory."""
+    """Returns the segment with its held values in host memory."""
     return dataclasses.replace(segment, offloaded=segment.held)
 
 

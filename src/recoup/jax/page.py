@@ -1,4 +1,4 @@
-"""One offline HTML page on a planned JAX step: what is planned, what is kept, what runs how often."""
+"""One offline HTML page on a planned JAX step: the plan, the kept arrays, and how often ops run."""
 
 from __future__ import annotations
 

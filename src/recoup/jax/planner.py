@@ -1,4 +1,4 @@
-"""Finds the fastest layout of a step inside a budget: the solver proposes, simulation of what it proposes judges."""
+"""Finds the fastest layout of a step within a budget: the solver proposes layouts, their simulation decides."""
 
 from __future__ import annotations
 
@@ -104,11 +104,11 @@ class Planner:
 
     @property
     def fixed_bytes(self) -> int:
-        """Arguments, outputs and the optimizer's state: there whatever is planned."""
+        """Bytes of arguments, outputs and the optimizer's state, which no plan changes."""
         return self.state_bytes + self.argument_bytes + self.output_bytes
 
     def _solvers(self, *, exact: bool) -> list[tuple[Line, Solver]]:
-        """Returns what proposes layouts: with what is held on the device alone, and in host memory where it may be."""
+        """Returns the solvers: one that holds values on the device only, and, if allowed, one that may offload."""
         kinds = (False, True) if self._offload else (False,)
         for offload in kinds:
             if (exact, offload) not in self._solved:
@@ -159,7 +159,7 @@ class Planner:
                 self._try(line, solver.leanest(), exact=exact)
 
     def _ask(self, line: Line, solver: Solver, budget_bytes: int, *, exact: bool) -> None:
-        """Simulates what a solver says, asked so that its simulated peak comes near the budget."""
+        """Simulates a solver's answers, moving its target until the simulated peak is near the budget."""
         low, high = solver.leanest().peak_bytes, 2 * max(budget_bytes, solver.leanest().peak_bytes)
         asked = budget_bytes
         for _ in range(_MAX_PLANS):

@@ -25,7 +25,7 @@ Values = dict[int, Any]
 
 
 def run_segments(program: Program, segments: Sequence[Segment], values: Values) -> None:
-    """Runs consecutive segments on `values`, and adds what they make."""
+    """Runs consecutive segments on `values`, and adds their results."""
     for segment in segments:
         _run_segment(program, segment, values)
 
@@ -134,7 +134,7 @@ def _run_unit(unit: Unit, operands: Sequence[Any], names: tuple[str | None, ...]
 
 
 def _run_with_own_vjp(unit: Unit, operands: Sequence[Any], names: tuple[str | None, ...]) -> list[Any]:
-    """Runs a `custom_vjp` function whose results are held: what its forward rule hands to its backward is, too."""
+    """Runs a `custom_vjp` function whose results are held, and with them the residuals of its forward rule."""
     name = next(n for n in names if n)
 
     @jax.custom_vjp

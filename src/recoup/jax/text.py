@@ -13,7 +13,7 @@ from recoup.units import format_bytes, format_flops, format_seconds
 
 
 def rows(pairs: Sequence[tuple[str, str]]) -> str:
-    """Returns lines of a name and what it is."""
+    """Returns lines of "name: value"."""
     width = max(len(name) for name, _ in pairs)
     return "\n".join(f"  {name.ljust(width)}  {value}" for name, value in pairs)
 
@@ -24,7 +24,7 @@ def share(part: float, whole: float) -> str:
 
 
 def format_plan(plan: JaxPlan) -> str:
-    """Returns what a plan does and what that is predicted to cost."""
+    """Returns the plan in words, with its predicted costs."""
     p = plan.predicted
     budget = format_bytes(plan.budget_bytes) + ("" if plan.budget_text.isdigit() else f" ({plan.budget_text})")
     lines = [

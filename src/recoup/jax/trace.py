@@ -1,4 +1,4 @@
-"""From a user's step to a program: arguments flattened, what is no array set aside, the step traced once."""
+"""From a user's step to a program: arguments flattened, non-arrays set aside, the step traced once."""
 
 from __future__ import annotations
 

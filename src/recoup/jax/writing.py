@@ -51,7 +51,7 @@ def describe_buffer(buffer: Buffer) -> str:
 
 
 def prediction(planner: Planner, candidate: Candidate) -> Prediction:
-    """Returns what a candidate's step is predicted to cost."""
+    """Returns the prediction for a candidate's step."""
     plain, step = planner.plain, planner.step
 
     def saved_bytes(of: Candidate) -> int:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from recoup.cost.card_memory import CardSize
+from recoup.cost.card_memory import CardSize, uses_cudnn
+from recoup.cost.roofline import RooflineCost
 from recoup.ir.decision import Tile, TileModule
 from recoup.ir.plan import Plan, Prediction
 from recoup.ir.trace import TensorSpec, Trace
@@ -117,6 +118,11 @@ def write_plan(
             f"included{lower}; "
             "the CUDA context comes on top"
         )
+        if isinstance(simulator.cost, RooflineCost) and uses_cudnn(simulator.trace):
+            notes.append(
+                "what cuDNN takes while it runs (convolutions, batch norm, its attention) depends on what it chooses "
+                "there and is not in these bytes: leave room for it, or plan on the card, where it is measured"
+            )
     if candidate.offloaded_bytes and simulator.link is not None:
         notes.append(
             f"offload moves {format_bytes(candidate.offloaded_bytes)} out and back each step and holds up to "

@@ -111,10 +111,12 @@ class Simulator:
         return found
 
     def _card_memory(self) -> CardMemory:
-        device = self.cost.device if isinstance(self.cost, RooflineCost) else None
+        table = self.cost if isinstance(self.cost, RooflineCost) else None
 
-        def hidden(signature: Signature, nbytes: int) -> Sequence[int]:
-            return (nbytes,) if device is None else hidden_blocks(signature, device)
+        def hidden(signature: Signature, nbytes: int) -> tuple[Sequence[int], Sequence[int]]:
+            if table is None:
+                return (), (nbytes,)
+            return hidden_blocks(signature, table.device, in_order=table.flags.is_in_order)
 
         workspace = self.priced.op_workspace_bytes
         return CardMemory(

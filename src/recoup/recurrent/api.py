@@ -12,7 +12,7 @@ import torch
 
 from recoup import _torch
 from recoup.errors import InfeasibleBudget, ReplayError, UsageError
-from recoup.recurrent.choose import SHARED_TAPES_SHARE, StepBytes, cost_of, schedule_in_bytes
+from recoup.recurrent.choose import StepBytes, cost_of, schedule_in_bytes
 from recoup.recurrent.dead_state import StillRead, refusing
 from recoup.recurrent.leaves import checked, flatten, is_differentiable, rebuild
 from recoup.recurrent.loop import Loop
@@ -299,17 +299,16 @@ def _choose(
                     shared_bytes=shared_bytes,
                 )
             )
-        if shared_bytes <= SHARED_TAPES_SHARE * budget_bytes:
-            sharing = dataclasses.replace(step_bytes, working=working_bytes + shared_bytes)
-            with contextlib.suppress(InfeasibleBudget):
-                schedule = schedule_in_bytes(num_steps, budget, sharing, costs)
-                alone = schedule_in_bytes(num_steps, budget, step_bytes, costs) if shared_bytes else schedule
-                # A graph of its own costs a step about 0.1 ms, more than a small step itself.
-                may_cost = ESTIMATE_SHARE if meter.tape_bytes <= SMALL_BYTES else SAME_SHARE
-                if cost_of(schedule, costs) <= (1 + may_cost) * cost_of(alone, costs):
-                    if report is not None:
-                        report.step_bytes = sharing
-                    return schedule
+        sharing = dataclasses.replace(step_bytes, working=working_bytes + shared_bytes)
+        with contextlib.suppress(InfeasibleBudget):
+            schedule = schedule_in_bytes(num_steps, budget, sharing, costs)
+            alone = schedule_in_bytes(num_steps, budget, step_bytes, costs) if shared_bytes else schedule
+            # A graph of its own costs a step about 0.1 ms, more than a small step itself.
+            may_cost = ESTIMATE_SHARE if meter.tape_bytes <= SMALL_BYTES else SAME_SHARE
+            if cost_of(schedule, costs) <= (1 + may_cost) * cost_of(alone, costs):
+                if report is not None:
+                    report.step_bytes = sharing
+                return schedule
         loop.max_taped = 1
         if report is not None:
             report.step_bytes = step_bytes

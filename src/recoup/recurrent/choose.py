@@ -13,7 +13,6 @@ from recoup.recurrent.schedules.tapes import MOST_CELLS, tape_schedule
 from recoup.recurrent.schedules.weighted import total_cost, weighted_tapes
 from recoup.units import format_bytes, parse_budget
 
-SHARED_TAPES_SHARE = 0.5  # of a budget: what a graph shared by taped steps needs more, for less overhead a step
 _MAX_UNITS = 400  # that a budget is counted in: the width of the table
 
 

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from recoup._reachable import names_in
+from recoup.thresholds import MOST_OBJECTS
 
-_MAX_OBJECTS = 20_000  # that a step function may reach and be searched for tensors; a larger heap is no step
 _LIBRARIES = ("torch", "numpy", "builtins", "functools", "itertools", "math", "recoup")
 _ATOMS = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, types.ModuleType, type)
 _INTERNALS = frozenset(nn.Module().__dict__) - {"_buffers"} | {"forward"}
@@ -72,7 +72,7 @@ class Reached:
         self._seen: set[int] = set()
         self._held: list[Any] = []
         todo: list[tuple[Any, str]] = [(step, "step")]
-        while todo and len(self._seen) < _MAX_OBJECTS:
+        while todo and len(self._seen) < MOST_OBJECTS:
             found, name = todo.pop()
             if isinstance(found, _ATOMS) or id(found) in self._seen:
                 continue

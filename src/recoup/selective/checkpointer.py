@@ -93,7 +93,7 @@ class SelectiveCheckpointer:
         return model
 
     def get_checkpointed_layers(self) -> list[str]:
-        """Returns the dotted paths of what is recomputed now, in model order; empty where nothing is."""
+        """Returns the dotted paths of the modules that are recomputed now, in model order; may be empty."""
         return list(self._layers)
 
     def remove(self) -> None:

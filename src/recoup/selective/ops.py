@@ -44,7 +44,7 @@ _NORMS = (aten.native_layer_norm, aten.native_group_norm, aten._fused_rms_norm, 
 
 
 def overloads(ops: Iterable[Any]) -> frozenset[Any]:
-    """Returns the overloads that the given ops stand for.
+    """Returns the overloads of the given ops.
 
     Args:
         ops: overloads (`torch.ops.aten.addmm.default`) or packets (`torch.ops.aten.addmm`: all its overloads).
@@ -187,7 +187,7 @@ class AppliedOps:
 
 
 def checkpoint_ops(model: nn.Module, policy: Any, *, paths: Sequence[str]) -> AppliedOps:
-    """Makes each module of `paths` a region in which `policy` says what is kept; in place.
+    """Makes each module of `paths` a region, in place; `policy` decides which results it keeps.
 
     Args:
         policy: a name of `OP_POLICIES`, a list of ops (packets or overloads), or torch's own form of function.

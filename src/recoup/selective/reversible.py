@@ -66,7 +66,7 @@ class ReversibleSequential(nn.Module):
         return output
 
     def plain_forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the same, with autograd keeping what it keeps: to compare with."""
+        """Returns the same result with autograd's ordinary saved tensors, for comparison."""
         a, b = x.chunk(2, self.dim)
         for f, g in zip(self.f, self.g, strict=True):
             a = a + f(b)

@@ -153,7 +153,7 @@ def _without(model: nn.Module, group: tuple[str, ...], excluded: Sequence[str]) 
 
 
 def _rest_of(model: nn.Module, path: str, excluded: Sequence[str]) -> list[str]:
-    """Returns what is below `path` and not excluded; single ops are left out, alone they would free nothing."""
+    """Returns the modules below `path` that are not excluded, without single ops, which alone would free nothing."""
     found: list[str] = []
     for name, child in model.get_submodule(path).named_children():
         inner = f"{path}.{name}"

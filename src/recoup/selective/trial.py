@@ -30,7 +30,6 @@ from recoup.selective.profiler import MemoryProfiler
 from recoup.selective.strategies import choose
 
 TRIED = ("full", "every-2", "sequential", "selective", "rederive", "budget")
-_BUDGET_SHARE = 0.6  # of the plain peak, at which the compared configurations are planned
 
 
 def check_strategies(strategies: Iterable[str]) -> None:
@@ -42,7 +41,7 @@ def check_strategies(strategies: Iterable[str]) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One strategy: what it recomputes and what was measured."""
+    """One strategy: the modules that it recomputes, and its measured bytes and seconds."""
 
     strategy: str
     plan: Plan
@@ -108,7 +107,7 @@ class Trials:
         if strategy == "rederive":
             return self.planner.simulate((Rederive(path=""),))
         if strategy == "budget":
-            found = self.planner.fit(int(self.planner.plain.peak_bytes * _BUDGET_SHARE))
+            found = self.planner.fit(self.candidate("full").peak_bytes)  # in the same bytes, so that times compare
             return found if found is not None else self.planner.smallest()
         if strategy == "selective":
             config = CheckpointConfig(strategy="selective", memory_threshold_mb=self.threshold_mb())

@@ -13,11 +13,11 @@ from recoup.capture.step import Objective
 from recoup.errors import UsageError
 from recoup.selective.profile_report import ProfileReport
 from recoup.selective.trial import Trial, Trials
+from recoup.thresholds import ESTIMATE_SHARE
 from recoup.units import format_bytes
 
 STRATEGIES = ("full", "selective", "sequential", "budget")
 SAVED_SHARE = 0.30  # of the plain peak that checkpointing must free to pass
-SPREAD_SHARE = 0.10  # that counted and measured bytes may be apart
 TOLERANCES = {torch.float32: 1e-5, torch.float64: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 
 
@@ -64,7 +64,7 @@ def validate(
     """Runs the gates; nothing of the model changes.
 
     Args:
-        strategies: of `recoup.selective.trial.TRIED`. "budget" is 60 % of the plain peak, or the smallest reachable;
+        strategies: of `recoup.selective.trial.TRIED`. "budget" is the peak of "full", or the smallest reachable;
             "selective" draws its line at half of what a layer keeps on average.
 
     Raises:
@@ -97,7 +97,7 @@ def check_profile(report: ProfileReport) -> list[Gate]:
     the line."""
     counted, measured = report.total_activation_bytes, report.measured_activation_bytes or 0
     negative = [layer.path for layer in report.layers if layer.activation_bytes < 0 or layer.forward_seconds < 0]
-    agrees = abs(counted - measured) <= SPREAD_SHARE * max(counted, 1)
+    agrees = abs(counted - measured) <= ESTIMATE_SHARE * max(counted, 1)
     sensible = counted > 0 and not negative and (report.peak_bytes is None or counted <= report.peak_bytes)
     line = report.layers[0].activation_mb / 2
     over = report.over(line)
@@ -110,7 +110,7 @@ def check_profile(report: ProfileReport) -> list[Gate]:
         ),
         Gate(
             name="profile: spread",
-            ok=report.activation_spread < SPREAD_SHARE,
+            ok=report.activation_spread < ESTIMATE_SHARE,
             text=f"{100 * report.activation_spread:.1f} % of the bytes over {report.num_runs} runs (times: "
             f"{100 * report.time_spread:.0f} %, not gated)",
         ),

@@ -1,9 +1,9 @@
 """From priced traces to the solver's problem.
 
-Every ambient action (`save`, `rederive`) was captured once as a step of its own, so an option's prices are read off a
-timeline, never estimated: what a leaf leaves saved, how far memory rises above the level it was entered at in forward
-and in backward, and the seconds of what was rebuilt. A storage that several leaves save counts for the first. What the
-additive model cannot see (aliases between decisions) is corrected by simulating the applied plan.
+Every ambient action (`save`, `rederive`) was captured once as a step of its own, so an option's prices are measured on
+a timeline, never estimated: the bytes that a leaf leaves saved, its peaks in forward and backward above the level at
+its start, and the seconds of rebuilds. A storage that several leaves save is charged to the first. Aliases between
+decisions, which the additive model cannot express, are corrected by simulating the applied plan.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from recoup.ir.decision import Ambient
 from recoup.ir.trace import Call, Trace
 from recoup.solver.intervals import Interval, paths_of, segments_of
 from recoup.solver.problem import Block, Leaf, Option, Problem, Region
-from recoup.solver.rederive_groups import input_holders, rederivable, rederive_groups
+from recoup.solver.rederive_groups import Rederivation, input_holders
 from recoup.solver.scans import Ladder, those_under, with_rungs
 from recoup.solver.selective_save import keeps_of
 
@@ -63,22 +63,27 @@ def build_problem(
     plain = variants["save"]
     trace = plain.trace
     segments = segments_of(trace)
-    numbers = {}
-    for action, priced in variants.items():
-        own = segments if action == "save" else segments_of(priced.trace)
-        if [s.call for s in own] == [s.call for s in segments] and paths_of(trace) == paths_of(priced.trace):
-            numbers[action] = measure(priced, own)
-    base = numbers["save"]
+    base = measure(plain, segments)
+    numbers: dict[Ambient, Numbers] = {"save": base}
+    free: set[int] = set()
+    groups: dict[int, int] = {}
+    sharing: set[int] = set()
+    if "rederive" in variants:
+        other = variants["rederive"]
+        own = segments_of(other.trace)
+        if [s.call for s in own] == [s.call for s in segments] and paths_of(trace) == paths_of(other.trace):
+            rederivation = Rederivation(trace, other.trace, segments, own)
+            numbers["rederive"] = measure(other, own, charges=rederivation.charges())
+            groups, sharing = rederivation.groups(), rederivation.sharing()
+            free = rederivation.dropped() if rebuilds_inputs else free
     children: dict[int, list[int]] = {}
     for index, call in enumerate(trace.calls):
         children.setdefault(call.parent, []).append(index)
     by_call: dict[int, list[int]] = {}
     for position, segment in enumerate(segments):
         by_call.setdefault(segment.call, []).append(position)
-    free = rederivable(variants) if rebuilds_inputs else set()
     holders = input_holders(trace)
     lookup = _Lookup(plain, segments)
-    groups = rederive_groups(variants["rederive"].trace) if "rederive" in numbers else {}
 
     def leaf(position: int, owner: tuple[str, int]) -> Leaf:
         options = []
@@ -93,7 +98,8 @@ def build_problem(
                     extra_flops=n.extra_flops[position],
                 )
             )
-        if len(options) == 2 and dataclasses.replace(options[1], ambient="save") == options[0]:
+        is_same = len(options) == 2 and dataclasses.replace(options[1], ambient="save") == options[0]
+        if is_same and position not in sharing:  # what others free may hang on it
             options = options[:1]
         first, last = segments[position].first, segments[position].last
         for which, ladder in enumerate(ladders):
@@ -140,8 +146,12 @@ def build_problem(
     )
 
 
-def measure(priced: PricedTrace, segments: Sequence[Interval]) -> Numbers:
-    """Returns a captured step's numbers for each interval of its forward, backward's share included."""
+def measure(priced: PricedTrace, segments: Sequence[Interval], *, charges: Mapping[int, int] | None = None) -> Numbers:
+    """Returns a captured step's numbers for each interval of its forward, backward's share included.
+
+    Args:
+        charges: the intervals that some saved storages count for; the others count for the first that saves them.
+    """
     trace = priced.trace
     levels = np.asarray(trace.levels(priced.op_workspace_bytes), dtype=np.int64)
     num = len(segments)
@@ -156,11 +166,12 @@ def measure(priced: PricedTrace, segments: Sequence[Interval]) -> Numbers:
     saved = np.zeros(num, dtype=np.int64)
     gradient = np.zeros(num, dtype=np.int64)
     fixed = 0
-    for storage in trace.storages:
+    charges = charges or {}
+    for index, storage in enumerate(trace.storages):
         if storage.alloc_op < 0:
             fixed += storage.nbytes
         elif storage.category == "saved":
-            at = segment_of_op[min(storage.saved_op, num_forward - 1)]
+            at = charges.get(index, int(segment_of_op[min(storage.saved_op, num_forward - 1)]))
             saved[at] += storage.nbytes
         elif storage.category == "gradient":
             at = segment_of_op[storage.alloc_op]

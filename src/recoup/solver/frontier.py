@@ -2,7 +2,7 @@
 
 `Solver` computes one front (`search`) that answers every budget, so budgets are monotone by construction: a larger one
 may take all that a smaller one may. The baselines that people use by hand are among its candidates, so no answer is
-slower than one of them. Every choice that leaves here was priced by `simulate.evaluate`.
+slower than one of them. Every choice that is returned was priced by `reference.evaluate`.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Solver:
 
     @functools.cached_property
     def _front(self) -> Front:
-        """The front of the whole step; who asks for the plans by hand alone needs none."""
+        """The front of the whole step, computed when first needed (the baselines alone do not need it)."""
         return self._make_search().front()
 
     def solve(self, budget_bytes: int) -> Solution:

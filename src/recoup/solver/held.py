@@ -23,8 +23,6 @@ from collections.abc import Collection, Iterator
 
 from recoup.solver.min_cut import FlowNetwork
 
-MOST_LABELS = 5  # ways to run a segment or a region again, from holding least to most: the solver tries each
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Op:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
+
 from recoup.ir.trace import Trace
 from recoup.solver.tiles import FEWEST_ROWS
 from recoup.thresholds import MOST_TRIES, NEGLIGIBLE_SHARE, SAME_SHARE
 
 _SCORES = ("aten._log_softmax.", "aten._softmax.", "aten.logsumexp.")
-_WIDE_BYTES = 4  # the loss is taken in float32
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +52,9 @@ def heads(trace: Trace, *, peak_bytes: int) -> list[HeadCall]:
         if nbytes < NEGLIGIBLE_SHARE * peak_bytes or not rows:
             continue
         classes, itemsize = rows
+        wide_bytes = np.dtype(np.float32).itemsize  # in which the loss is taken
         tokens = nbytes // (classes * itemsize)
-        token_bytes = classes * (itemsize + (_WIDE_BYTES if itemsize < _WIDE_BYTES else 0))
+        token_bytes = classes * (itemsize + (wide_bytes if itemsize < wide_bytes else 0))
         if tokens > 1 and classes in scored:
             found[call.path] = HeadCall(path=call.path, output_bytes=nbytes, tokens=tokens, token_bytes=token_bytes)
     return sorted(found.values(), key=lambda h: -h.output_bytes)[:MOST_TRIES]

@@ -1,4 +1,4 @@
-"""Insides of spans whose calls are linked: a unit with leaves in several of them rederives in all of them, or in none.
+"""Fronts inside spans whose calls are linked: a unit with leaves in several calls rederives in all of them or in none.
 
 A span's inside is walked from its last call to its first. All spans that end with the same call share that walk, so
 each is the one shorter by its first call, with that call before it. In between there is one front for each set of

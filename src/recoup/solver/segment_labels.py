@@ -15,7 +15,8 @@ import dataclasses
 import itertools
 from collections.abc import Iterable
 
-from recoup.solver.held import MOST_LABELS, Held, Op, Segment, hull
+from recoup.solver.held import Held, Op, Segment, hull
+from recoup.thresholds import MOST_TRIES
 
 _MOST_OPS = 800  # of a segment that is run again: longer ones would have to hold all of it at once
 
@@ -335,5 +336,5 @@ class LabelMaker:
     def _hull(self, segment: Segment) -> list[Held]:
         found = self._hulls.get(segment)
         if found is None:
-            found = self._hulls[segment] = hull(segment, most=MOST_LABELS)
+            found = self._hulls[segment] = hull(segment, most=MOST_TRIES)
         return found

@@ -1,9 +1,8 @@
 """Which results a region may keep so that its replay need not run the ops: found in the trace, dearest first.
 
 The ops of a call are put together by label: attention, products with right factors of one shape, and so on. What a
-label is worth is the time of its ops for each byte of their results, so attention over a long sequence comes first,
-then products that sum over many columns. Offered are the best label, the best two and so on; the solver takes what
-pays.
+label is worth is the time of its ops per byte of their results, so attention over a long sequence comes first, then
+products that sum over many columns. The solver is offered the best label, the best two, and so on.
 """
 
 from __future__ import annotations
@@ -12,9 +11,8 @@ from collections.abc import Callable
 
 from recoup.cost.flops import result_label
 from recoup.ir.trace import Call, Trace
-from recoup.solver.held import MOST_LABELS
 from recoup.solver.problem import Keep
-from recoup.thresholds import ESTIMATE_SHARE
+from recoup.thresholds import ESTIMATE_SHARE, MOST_TRIES
 
 
 def keeps_of(
@@ -48,7 +46,7 @@ def keeps_of(
             found.append(keep)
     found.sort(key=lambda keep: (-keep.seconds / keep.nbytes, keep.labels))
     ways: list[Keep] = []
-    for keep in found[:MOST_LABELS]:
+    for keep in found[:MOST_TRIES]:
         none = Keep(labels=(), nbytes=0, saved_inside_bytes=0, seconds=-overhead_seconds, flops=0)
         before = ways[-1] if ways else none
         ways.append(

@@ -16,7 +16,7 @@ from recoup.solver.problem import Block, Keep, Leaf, Offload, Problem, Region
 from recoup.solver.ways import Move, Replay, Run, Way
 
 # A group that reaches further (a residual stream) would leave no choice at all; its leaves choose on their own.
-_LONGEST_GROUP_LEAVES = 24
+LONGEST_GROUP_LEAVES = 24
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,7 +174,7 @@ def _units(leaves: Sequence[Leaf]) -> list[list[int]]:
     for i, leaf in enumerate(leaves):
         if leaf.group >= 0:
             ends[leaf.group] = (ends.get(leaf.group, (i, i))[0], i)
-    longest = max(_LONGEST_GROUP_LEAVES, len(leaves) // 8)
+    longest = max(LONGEST_GROUP_LEAVES, len(leaves) // 8)
     sets = DisjointSets(len(leaves))
     seen: dict[Hashable, int] = {}
     for i in free:

@@ -19,7 +19,7 @@ class TileKind:
 
     Attributes:
         paths: in call order.
-        inner_bytes: what one of them makes and holds at once in its forward, its result left out.
+        inner_bytes: peak bytes of what one of them allocates in its forward, without its result.
         input_bytes: of its largest argument.
     """
 

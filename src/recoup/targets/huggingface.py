@@ -22,7 +22,6 @@ _TASKS = ("IMAGE_CLASSIFICATION", "SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM", "CAUSAL_L
 _BATCH_EXAMPLES = 4  # where none is named
 _SEQ_TOKENS = 512  # where none is named, and the model takes as many
 _IMAGE_PIXELS = 224  # a side, where the configuration names none
-_FIRST_ORDINARY_TOKEN = 5  # below are padding, mask and the like, which some models look for
 
 
 def build(
@@ -181,15 +180,30 @@ def _length(target: HubTarget, config: Any, model: nn.Module, seq: int | None) -
     return seq or min(_SEQ_TOKENS, most - skipped)
 
 
+def _named_tokens(config: Any) -> set[int]:
+    """Returns the ids that a configuration names (padding, mask, end of text, image): some models look for these."""
+    found: set[int] = set()
+    for part in (config, _text_config(config)):
+        for name, value in part.to_dict().items():
+            if name.endswith(("token_id", "token_index")):
+                found.update(value if isinstance(value, list) else [value])
+    return found
+
+
 def _token_batch(config: Any, task: str, batch: int, seq: int) -> dict[str, torch.Tensor]:
     vocabulary = int(_text_config(config).vocab_size)
-    first = min(_FIRST_ORDINARY_TOKEN, vocabulary - 1)
-    ids = torch.randint(first, vocabulary, (batch, seq))
+    named = _named_tokens(config)
+    ordinary = torch.tensor([i for i in range(vocabulary) if i not in named] or [0])
+
+    def drawn() -> torch.Tensor:
+        return ordinary[torch.randint(len(ordinary), (batch, seq))]
+
+    ids = drawn()
     labels = ids.clone()
     if task == "MASKED_LM":
         labels[:, 1::2] = -100  # every other token is scored: which ones has no part in bytes or seconds
     elif task == "SEQ_TO_SEQ_CAUSAL_LM":
-        labels = torch.randint(first, vocabulary, (batch, seq))
+        labels = drawn()
         # Shifted here: some configurations do not say with which token their decoder starts.
         return {"input_ids": ids, "decoder_input_ids": labels.roll(1, dims=1), "labels": labels}
     return {"input_ids": ids, "labels": labels}

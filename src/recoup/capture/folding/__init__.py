@@ -1,8 +1,8 @@
 """Loops over time, captured in part: the one entrance of this room, nothing outside imports its files.
 
-`Folding` stands for calls of a loop that are like those that ran, `unfold` writes them into the trace afterwards,
-`FoldingMemory` is what one capture of a step tells the next. `Counted` and `Irregular` end a capture that has to be
-begun again: with the numbers of calls known, or in full.
+`Folding` replaces repeated calls of a loop by marks while a step is captured, `unfold` expands the marks into ops
+afterwards, and `FoldingMemory` carries what one capture learned about a step's loops to the next. `Counted` and
+`Irregular` abort a capture that has to start over: with the numbers of calls known, or without folding.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ _SKIPPED = (frozenset(nn.Module().__dict__) | {"forward"}) - {"training"}
 
 @dataclasses.dataclass(slots=True)
 class Entry:
-    """State at the start of a call: a description without tensors' identity, values of real tensors, the tensors."""
+    """State at the start of a call: a description with tensors numbered, values of real tensors, the tensors."""
 
     description: Any
     values: Any
@@ -29,12 +29,12 @@ class Entry:
     state: list[tuple[dict[str, Any], str, Any]]
 
     def let_go(self) -> None:
-        """Forgets the tensors."""
+        """Drops the references to the tensors."""
         self.tensors, self.state = [], []
 
 
 class Finder:
-    """Looks at what the calls of one module find, each compared with the one before."""
+    """Describes arguments and state of the calls of one module, and reuses what is equal to the call before."""
 
     def __init__(self, module: nn.Module) -> None:
         self._modules = [m for _, m in walk(module)]

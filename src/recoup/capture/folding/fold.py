@@ -1,14 +1,16 @@
-"""Leaves out the inside of calls that repeat: a loop over time is captured in about as many ops as a few of its steps.
+"""Skips repeated calls of a loop over time: the capture runs about as many ops as a few of its steps have.
 
-A module that one parent calls many times is run in full for its first and last calls. A call between them is handed
-the same kind of arguments and finds the same kind of state; it is not run but *folded*: it returns fresh fake tensors
-like those of the calls before, linked by one autograd node, and leaves a mark in the tracker where its ops would be, in
-forward and in backward. `unfolding` puts in, at every mark, what the executed calls did there, and proves while it
-does so that the executed calls before and after did the same. Whatever is not alike ends the folding: the step is
-captured in full.
+A module that one parent calls many times is run in full for its first and last calls. A call between them whose
+arguments and module state have the same metadata is not run but *folded*: it returns fresh fake tensors like those of
+the calls before, linked by one autograd node, and leaves a mark in the tracker where its ops would be, in forward and
+in backward. `unfold.py` replaces every mark by the ops that the executed calls ran there, and checks that the executed
+calls before and after it ran the same ops. If they did not, the step is captured again without folding.
 
-Ops between the calls are run and recorded as always. What a folded call cannot show is a forward that changes its ways
-in the middle of the loop by something that is neither an argument nor kept in its modules (a global counter).
+Ops between the calls are run and recorded as usual. Not detected: a forward that changes its ops in the middle of the
+loop because of something that is neither an argument nor kept in its modules (a global counter).
+
+Example: a cell called 1,000 times. Calls 0-3 and 996-999 run, 4-995 are folded; the trace then has the ops of all
+1,000, with storages numbered as in a full capture.
 """
 
 from __future__ import annotations
@@ -35,8 +37,8 @@ class Folding:
     """Folds the loops of one run of a step; a context manager, entered after the recorder.
 
     Args:
-        watches: whether to look for loops that the memory does not know.
-        likely: how many calls such a loop may have.
+        watches: whether to look for loops that `memory` does not know yet.
+        likely: expected number of calls of such a loop.
 
     Attributes:
         loops: by path.
@@ -103,7 +105,7 @@ class Folding:
         module.__dict__["forward"] = _FoldedForward(loop, module)
 
     def watch(self, path: str, parent: int) -> None:
-        """Takes note of a call; one that comes again and again is counted from then on."""
+        """Counts a call; from `FEWEST_CALLS` calls of a module by one parent on, they are treated as a loop."""
         if not self._watches or path in self.loops or path in self._memory.excluded or parent < 0:
             return
         count = self._watched[path, parent] = self._watched.get((path, parent), 0) + 1
@@ -118,7 +120,7 @@ class Folding:
 
     @contextlib.contextmanager
     def compared(self) -> Iterator[None]:
-        """Marks what is compared with what other calls do: it may ask what it likes."""
+        """While calls are compared: asking for an unknown lineage is allowed, and fails nothing."""
         self.comparing += 1
         try:
             yield
@@ -126,11 +128,11 @@ class Folding:
             self.comparing -= 1
 
     def end_forward(self) -> None:
-        """Checks the numbers of calls.
+        """Checks the number of calls of every loop.
 
         Raises:
-            Counted: if the run was only to count them, or they are not what they were; the memory has the numbers.
-            Irregular: if they never are.
+            Counted: if the run was made to count them, or the numbers changed; `memory` has the new ones.
+            Irregular: if the numbers keep changing from run to run.
         """
         changed = {p: loop.index for p, loop in self.loops.items() if loop.index != loop.num_calls}
         for path, num_calls in changed.items():
@@ -143,7 +145,7 @@ class Folding:
             raise Counted
 
     def takes(self, node: Any, func: Any, tensors: list[torch.Tensor], out: Any) -> bool:
-        """Whether an op of backward only adds up what a folded call hands on; its result stands for that."""
+        """Whether an op of backward only sums gradients of a folded call; its result then stands for that gradient."""
         block = getattr(node, "block", None) if _torch.is_node_of(node, Bridge) else None
         if block is None:
             return False
@@ -157,7 +159,7 @@ class Folding:
 
     @contextlib.contextmanager
     def on(self) -> Iterator[Folding]:
-        """Folds inside the block, once: what is fake does not outlive it."""
+        """Folds calls inside the block; to be entered once, since the fake tensors are dropped at its end."""
         self.recorder.watcher = self.watch
         self.tracker.bridge = self
         try:
@@ -169,7 +171,7 @@ class Folding:
             self.remove()
 
     def remove(self) -> None:
-        """Puts the forwards back."""
+        """Restores the modules' own forwards."""
         while self._placed:
             module, before = self._placed.pop()
             if before is None:
@@ -191,7 +193,7 @@ class _FoldedForward:
 
 
 def _is_free_of_hooks(module: nn.Module) -> bool:
-    """Whether nobody but the recorder of calls has hooks on it, and on what is in it."""
+    """Whether the module and its submodules have no hooks but those of the recorder of calls."""
     return all(
         not m._backward_hooks
         and not m._backward_pre_hooks

@@ -1,4 +1,4 @@
-"""A module that is called many times: its first and last calls are run, those between are stood for."""
+"""A module that is called many times: its first and last calls are run, those between are replaced by marks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Bridge(torch.autograd.Function):
-    """The one node of a folded call: marks where its forward and its backward are, computes nothing."""
+    """The autograd node of a folded call: leaves the marks of its forward and backward, computes nothing."""
 
     @staticmethod
     def forward(ctx: Any, loop: Loop, surface: Surface, index: int, anchor: Any, *inputs: torch.Tensor) -> Any:
@@ -50,7 +50,7 @@ class Loop:
     """One module that is called many times.
 
     Attributes:
-        counts: its calls are counted only; how many there are is not known.
+        counts: whether this run only counts its calls, because their number is not known yet.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Loop:
         self._parent: int | None = None
 
     def zone(self, index: int) -> Zone | None:
-        """Returns the zone whose folded calls the given one is among, None if it is run."""
+        """Returns the zone in which the given call is folded, None if the call is run."""
         if self.counts:
             begin = self._first + RUN_STEPS
             return Zone(self._first, 1 << 62, 1, begin, 1 << 62) if index >= begin else None
@@ -89,7 +89,7 @@ class Loop:
         return next((z for z in self.zones if z.low <= index < z.high), None)
 
     def run(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Runs the next call, or stands for it."""
+        """Runs or folds the next call; returns its results."""
         try:
             return self._run(original, args, kwargs)
         except Unlike:
@@ -165,7 +165,7 @@ class Loop:
         return tuple(-1 if i is None else i for i in found)
 
     def _is_model(self, index: int) -> bool:
-        """Whether the call is one that folded ones are compared with."""
+        """Whether the call is one of those whose ops folded calls are given."""
         if self.counts:
             return self._first + RUN_STEPS - 2 <= index
         return any(z.low - 2 * z.period <= index < z.low or z.high <= index < z.high + 2 * z.period for z in self.zones)
@@ -209,7 +209,7 @@ class Loop:
         return fill(surface.output, results)
 
     def _stand_in_lineage(self, lineage: Lineage, inputs: list[torch.Tensor], results: list[torch.Tensor]) -> None:
-        """Tells the recorder of a rederive plan what it would know after the call."""
+        """Gives the recorder of a rederive plan the values that it would have after the call."""
         recorder = current_recorder()
         if recorder is None:
             return
@@ -239,7 +239,7 @@ class Loop:
         return made
 
     def mark_backward(self, ctx: Any, grads: tuple[torch.Tensor | None, ...]) -> list[torch.Tensor]:
-        """Leaves the mark of a folded call's backward; returns gradients of what flows in."""
+        """Leaves the mark of a folded call's backward; returns fake gradients of the call's inputs."""
         tracker, surface = self._folding.tracker, ctx.surface
         at = tracker.mark()
         ctx.held.clear()

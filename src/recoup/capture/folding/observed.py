@@ -36,12 +36,12 @@ class Block:
     """A call of a loop in the recording: its ranges of ops, saves, links and calls, [first, last).
 
     Attributes:
-        folded: its ops are not there: one mark stands for them.
-        calls: of the recorder, itself and those inside.
-        rederived: how many saved tensors it rederives.
-        slots: of a folded call: storages that stand for results, {storage: result}; in backward {storage: input}.
-        inputs: storages of the tensors it is handed and finds; in backward, of gradients.
-        given: which results got one.
+        folded: the call was not run, one mark stands for its ops.
+        calls: range of the recorder's calls: itself and those inside.
+        rederived: number of saved tensors that it rederives.
+        slots: of a folded call: index of the result by the storage that stands for it; in backward, of the input.
+        inputs: storages of its arguments and of the state it reads; in backward, of the gradients it gets.
+        given: indices of the results that got a gradient.
     """
 
     path: str
@@ -58,13 +58,13 @@ class Block:
 
 
 class Unknown(Value):
-    """The value of a folded call's result: its lineage is unknown, and asking for it fails the folding."""
+    """The value of a folded call's result: its lineage is unknown, and asking for it aborts folding."""
 
     __slots__ = ("folding",)
     folding: Folding
 
     def alive(self) -> Any | None:
-        """Returns the object that keeps it; fails the folding unless calls are being compared."""
+        """Returns the object that keeps it; aborts folding unless calls are being compared."""
         found = super().alive()
         if found is None and not self.folding.comparing:
             self.folding.failed = "a tensor might be rebuilt from what a folded call made"
@@ -78,11 +78,11 @@ class Before:
     Attributes:
         tensors: weak references.
         edges: see `edge_of`.
-        gradients: how to make one of each that may get one.
+        gradients: a factory of a like tensor for each input that may get a gradient.
         state: (table, name, the tensor or the object's identity, whether it holds tensors) of attributes.
-        values, kept, turn: what the recorder of a rederive plan knew.
-        num_calls: counted by the plan in place.
-        chance: random numbers outside of torch.
+        values, kept, turn: state of the recorder of a rederive plan.
+        num_calls: calls counted by the applied plan, by path.
+        chance: state of Python's and numpy's random number generators.
         num_looks: see `Tracker`.
     """
 
@@ -150,7 +150,7 @@ class Observer:
         """Returns the surface of a call that ran.
 
         Raises:
-            Irregular: if no other call could be stood for by it.
+            Irregular: if no other call can be replaced by it.
         """
         if before.chance != _chance():
             raise Irregular(self.path, "it draws random numbers outside of torch")
@@ -187,7 +187,7 @@ class Observer:
         )
 
     def _changed(self, before: Before) -> list[tuple[dict[str, Any], str, Any]]:
-        """Returns the attributes that the call has bound anew; nests of tensors count as bound anew."""
+        """Returns the attributes that the call has rebound; containers of tensors count as rebound."""
         after = self._finder.state()
         if [(id(table), name) for table, name, _ in after] != [(id(t), name) for t, name, _, _ in before.state]:
             raise Irregular(self.path, "its modules gain or lose attributes")
@@ -218,7 +218,7 @@ class Observer:
         return made
 
     def _note_gradients(self, tensors: list[torch.Tensor], results: list[Result], block: Block) -> None:
-        """Has the block told which of its results get a gradient."""
+        """Registers hooks that note in the block which of its results get a gradient."""
         given = [False] * len(results)
         block.given = ()
 

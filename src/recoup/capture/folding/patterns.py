@@ -1,8 +1,11 @@
-"""Patterns of a folded loop: what its executed calls recorded, each relative to itself.
+"""Patterns of a folded loop: the ops of an executed call, with storages named relative to the call.
 
-A storage that a call makes is named by the call and a number, one that is made between two calls by the call before.
-A call's recording is *relative*: what it touches is one of its own storages, one of a call (or gap) so many calls away,
-or the same storage each time.
+A storage that a call makes is named by the call and a number; one that is made between two calls belongs to the gap
+after the first. In a *relative* recording every storage is one of three: the call's own, one of a call (or gap) that
+is a fixed number of calls away, or the same storage in every call.
+
+Example: in `h = cell(x[t], h)`, call 7 reads `h` of call 6. Relative to the call that is ("at", "F", path, -1, n), so
+that call 8 has the same pattern.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ Ref = tuple[Any, ...]  # ("own", n), ("at", kind, path, calls away, n) or ("same
 
 @dataclasses.dataclass(slots=True)
 class Segment:
-    """A stretch of the recording."""
+    """A consecutive range of the recording: a call, or the ops between two calls."""
 
     key: Key
     block: Block | None
@@ -36,14 +39,14 @@ class Pattern:
     """A relative recording.
 
     Attributes:
-        ops: (signature, phase, replayed, call, origin, inputs, outputs); calls and origins counted from the call's.
-        births: (bytes, category, label, op, op with which it dies; None: not here).
-        deaths: (storage, op) of others.
-        saves: (ops so far, call, storage, how far before is the op that saves it).
+        ops: (signature, phase, replayed, call, origin, inputs, outputs); calls and origins relative to the call's.
+        births: (bytes, category, label, op, op at which it is freed; None: not within this call).
+        deaths: (storage, op) of storages made elsewhere.
+        saves: (ops so far, call, storage, distance back to the op that saves it).
         writes: (op, storage).
-        calls: inside the call.
-        inputs: what it is handed and finds.
-        given: which results got a gradient.
+        calls: calls of submodules inside the call.
+        inputs: storages of its arguments and of the state it reads.
+        given: indices of the results that got a gradient.
     """
 
     ops: list[tuple[Any, ...]]
@@ -59,14 +62,14 @@ class Pattern:
     given: tuple[bool, ...] | None
 
     def reaches_back(self, period: int) -> bool:
-        """Whether it reads what calls further away than a period made in their backward."""
+        """Whether it reads storages that the backward of a call more than a period away made."""
         refs = {ref for op in self.ops for ref in op[5]}
         return any(ref[0] == "at" and ref[1] == "B" and ref[3] > period for ref in refs)
 
 
 @dataclasses.dataclass(slots=True)
 class Copied:
-    """A pattern made ready to be put in many times: each reference once, the ops with their numbers."""
+    """A pattern prepared for being written many times: the distinct references, and ops that name them by number."""
 
     refs: list[Ref]
     ops: list[tuple[Any, ...]]
@@ -78,7 +81,7 @@ class Copied:
 
     @classmethod
     def of(cls, pattern: Pattern) -> Copied:
-        """Returns a pattern's."""
+        """Returns the prepared form of a pattern."""
         numbers: dict[Ref, int] = {}
 
         def count(refs: Any) -> tuple[int, ...]:
@@ -101,7 +104,7 @@ class Copied:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stepping:
-    """A signature with numbers that grow evenly from call to call: where a step's slice begins, say."""
+    """A signature with integers that grow linearly with the call's index, such as the offset of a step's slice."""
 
     one: Signature
     other: Signature

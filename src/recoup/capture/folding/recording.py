@@ -1,4 +1,4 @@
-"""Reads the patterns of a folded loop's executed calls off the recording."""
+"""Extracts the patterns of a folded loop's executed calls from the recording."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from recoup.capture.tracker import Tracker
 
 
 class Recording:
-    """The recording of a run with folded calls, cut into calls and what lies between them."""
+    """The recording of a run with folded calls, divided into calls and the gaps between them."""
 
     def __init__(self, folding: Folding) -> None:
         self.tracker: Tracker = folding.tracker
@@ -88,7 +88,7 @@ class Recording:
         return segments
 
     def _backwards(self, loop: Loop) -> list[Block]:
-        """Returns the backward of each call: those that were run are found by the calls their ops belong to."""
+        """Returns the backward of each call; of executed ones it is found by the call that each op belongs to."""
         owner: dict[int, int] = {}
         for block in loop.forwards.values():
             if not block.folded:
@@ -176,7 +176,7 @@ class Recording:
         return pattern
 
     def refs_of(self, storage: int, segment: Segment) -> tuple[Ref, Ref]:
-        """Returns a storage relative to a segment, and as itself."""
+        """Returns the two references to a storage: relative to a segment, and absolute."""
         name = self.name_of(storage)
         itself = ("same", storage)
         if name is None:
@@ -268,12 +268,16 @@ class Recording:
         )
 
     def kind_of(self, signature: int) -> Any:
-        """Returns the part of ops outside of calls that is equal from step to step: all but numeric arguments."""
+        """Returns the part of the signature of an op outside of calls that is equal in all steps: no numbers."""
         found = self.tracker.signatures[signature]
         return found.name, len(found.args), found.flops, found.bytes_moved, found.output_bytes
 
     def _unify(self, one: Pattern, other: Pattern, at: int, other_at: int, path: str) -> Pattern:
-        """Returns the recording that both calls are, each reference the one of its two forms that both share."""
+        """Returns the common recording of two calls: of each pair of references the one that is equal in both.
+
+        Raises:
+            Irregular: if the calls differ.
+        """
         what = f"calls {at} and {other_at}"
         signatures = self.tracker.signatures
 

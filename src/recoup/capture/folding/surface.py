@@ -1,4 +1,4 @@
-"""A call as seen from outside: enough to compare two calls, and to replace one that is not run."""
+"""Interface of a call: metadata of arguments, state and results, to compare two calls and to replace one."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _MAX_DEPTH = 3  # levels of attributes inside an argument that is no container
 
 
 class Unlike(Exception):
-    """A tensor is of a kind that cannot be made anew."""
+    """No tensor like this one can be created (another layout, a subclass)."""
 
 
 class _Slot:
-    """Stands for the i-th result tensor in what a call returns, or leaves in an attribute."""
+    """Placeholder of the i-th result tensor in a call's return value, or in an attribute that it sets."""
 
     __slots__ = ("index",)
 
@@ -33,9 +33,9 @@ class _Slot:
 
 @dataclasses.dataclass(slots=True)
 class Result:
-    """One result tensor of a call: the input that it is, or how to make one like it.
+    """One result tensor of a call: the input that it is identical to, or the metadata to make one like it.
 
-    `storage`: counted from the first storage that the call made.
+    `storage`: its index, counted from the first storage that the call made.
     """
 
     traits: tuple[Any, ...]
@@ -49,9 +49,9 @@ class Lineage:
     """Changes of a rederive plan's recorder over a call.
 
     Attributes:
-        turns: how many saved tensors it counted.
-        inputs, results: those that are kept from this call on.
-        derived: results that are not kept, and might be rebuilt.
+        turns: number of saved tensors that the call counted.
+        inputs, results: indices of those that are kept from this call on.
+        derived: indices of results that are not kept and may be rebuilt.
     """
 
     turns: int = 0
@@ -62,7 +62,7 @@ class Lineage:
 
 @dataclasses.dataclass(slots=True)
 class Surface:
-    """A call as seen from outside, enough to replace it."""
+    """Interface of an executed call, with all that is needed to replace another one by a mark."""
 
     description: Any
     values: Any
@@ -78,11 +78,11 @@ class Surface:
     looks_at_values: bool = False
 
     def fits(self, description: Any, values: Any) -> bool:
-        """Whether a call that finds this is like the one it was read off."""
+        """Whether a call with this description and these values may be replaced by this one."""
         return bool(self.description == description and (values == self.values or not self.looks_at_values))
 
     def looks(self) -> Any:
-        """Returns the parts that are equal for calls that are alike."""
+        """Returns the parts that have to be equal for two executed calls."""
         return (
             self.description,
             self.values if self.looks_at_values else None,
@@ -100,7 +100,7 @@ def traits_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Returns a tensor's metadata as ops see it.
 
     Raises:
-        Unlike: if it is of a kind that cannot be made anew.
+        Unlike: if no tensor like it can be created.
     """
     traits = _torch.fake_traits(tensor)
     if traits is None:
@@ -111,7 +111,7 @@ def traits_of(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def values_of(tensor: torch.Tensor) -> Any:
-    """Returns the values of a real tensor, or, if it is large, which it is."""
+    """Returns the values of a real tensor; of one with more than `TINY_ELEMENTS` elements its identity."""
     if tensor.numel() > TINY_ELEMENTS:
         return id(tensor)
     with _torch.without_dispatch_modes():
@@ -141,19 +141,19 @@ def describe(value: Any, tensors: list[torch.Tensor], seen: dict[int, int], dept
 
 
 def skeleton_of(value: Any, seen: dict[int, int]) -> Any:
-    """Returns a nest without its tensors, but with which ones they were."""
+    """Returns a pytree with placeholders for its tensors."""
     leaves, structure = flatten((value,))
     return structure, [_Slot(seen[id(leaf)]) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
 
 def fill(skeleton: Any, results: list[torch.Tensor]) -> Any:
-    """Returns the nest with tensors in their places."""
+    """Returns the pytree of a skeleton with tensors in place of the placeholders."""
     structure, leaves = skeleton
     return structure.unflatten([results[leaf.index] if isinstance(leaf, _Slot) else leaf for leaf in leaves])[0]
 
 
 def edge_of(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """Returns where a tensor's gradient goes: the number of its node, and which of the node's results it is.
+    """Returns the autograd edge of a tensor: the number of its node and its index among the node's results.
 
     None if it needs no gradient or is a leaf.
     """
@@ -164,7 +164,7 @@ def edge_of(tensor: torch.Tensor) -> tuple[int, int] | None:
 def flows_of(edges: list[tuple[int, int] | None], results: list[torch.Tensor], first_node: int) -> tuple[int, ...]:
     """Returns which of the inputs with these edges the results' gradients flow to, through nodes since `first_node`.
 
-    What is handed to every call alike gets its gradients from the calls that are run.
+    Inputs that are the same tensor in every call get their gradients from the calls that are run.
     """
     wanted = {edge: i for i, edge in enumerate(edges) if edge is not None}
     found: set[int] = set()

@@ -1,9 +1,10 @@
-"""Puts in what `folding` left out: at every mark the ops that the executed calls of the loop ran there.
+"""Expands the marks that `fold.py` left: each is replaced by the ops that executed calls of the loop ran there.
 
-Two executed calls in a row, relative to each, must be the same recording (`patterns`); the calls where executed ones
-begin again must be what it predicts, the ops between folded calls too. Gradients of what all calls share go from call
-to call as running sums, so the first call executed after folded ones is where the sums have to be put right: it too is
-taken from the relative recording, once it was found to be its equal.
+1. The last two executed calls before the folded ones must have the same relative recording (`patterns.py`).
+2. The first calls executed after the folded ones must equal that recording, and so must the ops between folded calls.
+3. Gradients of tensors that all calls share are running sums that pass from call to call. In the first call executed
+   after folded ones (in backward) these sums have other storages, so that call is rewritten from the recording too,
+   once it was found equal to it.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from recoup.capture.records import OpRecord, StorageRecord
 
 
 def unfold(folding: Folding) -> None:
-    """Makes the tracker's and the recorder's lists what they would be without folding.
+    """Turns the tracker's and the recorder's lists into those of a full capture.
 
     Raises:
-        Irregular: if the executed calls do not tell; the lists are as they were then.
+        Irregular: if executed calls differ from each other; the lists are left as they were.
     """
     if folding.failed:
         raise Irregular("", folding.failed)
@@ -103,7 +104,7 @@ class _Unfolder(Recording):
         return zone.low - zone.period <= index < zone.low
 
     def _keep(self, segment: Segment) -> None:
-        """Takes a segment over as it is."""
+        """Copies a segment unchanged."""
         tracker = self.tracker
         path = segment.key[1]
         begin = self.begins[segment.key] = len(self.ops)
@@ -162,7 +163,7 @@ class _Unfolder(Recording):
         return self.bases[at] + int(ref[4])
 
     def _copy(self, segment: Segment, pattern: Pattern) -> list[int]:
-        """Puts a call in as the pattern says; returns the storages of the copy's references."""
+        """Writes a call's ops by its pattern; returns the storages of the references."""
         kind, path, index = key = segment.key
         begin = self.begins[key] = len(self.ops)
         if segment.block is not None and segment.block.folded:
@@ -205,7 +206,7 @@ class _Unfolder(Recording):
     # -- checks -------------------------------------------------------------------------------------------------
 
     def _check_folded(self, segment: Segment, pattern: Pattern, where: list[int]) -> None:
-        """Checks that a folded call was given what the pattern reads."""
+        """Checks that the inputs of a folded call are the storages that the pattern reads."""
         kind, path, index = key = segment.key
         block = segment.block
         assert block is not None
@@ -256,7 +257,7 @@ class _Unfolder(Recording):
                     self.aliases[itself[1]] = self._resolve(wanted, key)
 
     def _learn_inflows(self, segment: Segment, pattern: Pattern) -> None:
-        """Finds which of a call's storages the gradients are that its folded backward hands on."""
+        """Finds which of a call's storages are the gradients that its folded backward returns."""
         _, path, index = segment.key
         for i, wanted in zip(range(*segment.ops), pattern.ops, strict=False):
             for storage, ref in zip(self.tracker.ops[i].inputs, wanted[5], strict=False):
@@ -333,7 +334,7 @@ class _Unfolder(Recording):
                 at += len(self.pattern_of("F", *inside[i]).calls)
 
     def _settle_deaths(self) -> None:
-        """Sets when storages die, and when those that were kept were made."""
+        """Sets the ops at which storages are freed, and at which kept ones are allocated."""
         tracker = self.tracker
         seen: dict[int, list[int]] = {}  # new storage -> when what stands for it died in the folded run
         for storage, record in enumerate(tracker.storages):

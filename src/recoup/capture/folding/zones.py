@@ -1,4 +1,4 @@
-"""Which calls of a loop are folded, and what is known of a step's loops from one capture to the next."""
+"""The calls of a loop that are folded, and the facts about a step's loops that captures share."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ RUN_STEPS = 4  # first ones of a loop, and last ones, that always run: calls, or
 
 
 class Irregular(BaseException):
-    """The calls of a loop are not alike; says which loop and why. No error: the step is captured in full.
+    """The calls of a loop differ; has the loop and the reason. The step is then captured without folding.
+
+    A BaseException, so that no `except Exception` of the model catches it.
 
     Attributes:
-        path: of the module, "" if several may be meant.
+        path: of the module; "" if it is not known which loop it was.
     """
 
     def __init__(self, path: str, reason: str) -> None:
@@ -27,7 +29,7 @@ class Irregular(BaseException):
 
 
 class Counted(BaseException):
-    """The forward of a step was run to count the calls of its loops; no error, so no model's `except` may eat it."""
+    """A forward that was run to count the calls of loops has ended. A BaseException, as `Irregular`."""
 
 
 @dataclasses.dataclass
@@ -36,9 +38,9 @@ class FoldingMemory:
 
     Attributes:
         num_calls: of each module path that may be folded.
-        excluded: paths whose calls are not alike.
-        reasons: why captures of the step were not folded, for people.
-        recounts: how often numbers were found changed.
+        excluded: paths of loops whose calls differ.
+        reasons: why captures of the step were not folded, in words.
+        recounts: how often the numbers of calls had changed.
     """
 
     num_calls: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -47,7 +49,7 @@ class FoldingMemory:
     recounts: int = 0
 
     def exclude(self, path: str) -> bool:
-        """Forgets a loop, "": all of them; returns whether that is news."""
+        """Excludes a loop from folding, all of them for ""; returns whether anything changed."""
         gone = {path} if path else set(self.num_calls)
         is_news = not gone <= self.excluded
         self.excluded |= gone
@@ -58,7 +60,7 @@ class FoldingMemory:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Zone:
-    """Calls `start` to `stop` of a loop; `period` of them are a unit. Those from `low` to `high` are folded."""
+    """Calls `start` to `stop` of a loop, repeating every `period` calls (a chunk); `low` to `high` are folded."""
 
     start: int
     stop: int
@@ -68,9 +70,10 @@ class Zone:
 
 
 def find_chunks(modules: dict[str, nn.Module], path: str, num_calls: int) -> tuple[int, int] | None:
-    """Returns how many calls the plan in place makes one region, and how many calls are in such regions.
+    """Returns the calls per chunk under the applied plan, and how many calls are in chunks.
 
-    (1, 0) without a plan for the module; None if its plan tells single calls apart, or has it in a larger region.
+    (1, 0) without a plan for the module; None if the plan treats single calls differently, or has the module in a
+    larger region.
     """
     chunked: list[Any] = []
     for name, module in modules.items():

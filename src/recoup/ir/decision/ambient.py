@@ -23,13 +23,13 @@ class Save(Decision):
 
     @classmethod
     def kinds(cls, members: Sequence[Self]) -> list[list[Self]]:
-        """Returns nothing: saving is what is left when a choice is taken away."""
+        """Returns "": save is no choice but the default."""
         return []
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rederive(Decision):
-    """Saved tensors that cheap ops made are dropped, and rebuilt when backward asks for them.
+    """Saved tensors that cheap ops made are dropped, and rebuilt when backward unpacks them.
 
     Frees activations, norms' outputs, masks; no matmul and no attention runs twice.
     """

@@ -97,7 +97,7 @@ class Decision(metaclass=_Named):
 
     @property
     def below(self) -> Ambient | None:
-        """What tensors that autograd saves below its path do under it; None: what they did without it."""
+        """The ambient action below its path; None: it does not change it."""
         return None
 
     @property

@@ -24,7 +24,7 @@ def grouped(paths: Sequence[str]) -> list[str]:
 
 
 def tail(first: str, last: str) -> str:
-    """Returns `last` without what it shares with `first`."""
+    """Returns `last` without the prefix that it shares with `first`."""
     a, b = first.split("."), last.split(".")
     shared = 0
     while shared < min(len(a), len(b)) - 1 and a[shared] == b[shared]:

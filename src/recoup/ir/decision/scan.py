@@ -12,7 +12,7 @@ from recoup.units import format_bytes
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Scan(Decision):
-    """The bytes of one scan. The call is no region: steps of the scan run again, as many as the bytes ask for.
+    """The bytes of one scan. The call is no region: steps of the scan run again, as many as those bytes require.
 
     Attributes:
         index: which scan of the call, counted from 0 in the order they begin; those in calls inside of it count too.

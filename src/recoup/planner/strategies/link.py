@@ -12,9 +12,7 @@ from recoup.cost.devices import Device
 from recoup.cost.host_link import Link
 from recoup.cost.model import CostModel, FlopsCost
 from recoup.runtime.offload.transport import make_transport
-from recoup.thresholds import MOST_TRIES
-
-_TRIED_BYTES = 1 << 24  # moved there and back: long enough that the start of a copy does not count
+from recoup.thresholds import ASIDE_ELEMENTS, MOST_TRIES
 
 
 def find_link(cost: CostModel, *, device: torch.device, dialect: str) -> Link:
@@ -43,7 +41,7 @@ def find_link(cost: CostModel, *, device: torch.device, dialect: str) -> Link:
 def measured_link(device: torch.device) -> Link:
     """Returns the bandwidth of the transport that plans use there, the median of a few copies."""
     transport = make_transport(device, "auto")
-    flat = torch.ones(_TRIED_BYTES, dtype=torch.uint8, device=device)
+    flat = torch.ones(ASIDE_ELEMENTS, dtype=torch.float32, device=device).view(torch.uint8)  # its start does not count
     out, back = [], []
     for _ in range(MOST_TRIES):
         began = time.perf_counter()
@@ -60,8 +58,8 @@ def measured_link(device: torch.device) -> Link:
     transport.close()
     where = "pinned host memory" if device.type == "cuda" else "a file in the temporary directory"
     return Link(
-        out_bytes=_TRIED_BYTES / statistics.median(out),
-        back_bytes=_TRIED_BYTES / statistics.median(back),
+        out_bytes=flat.nbytes / statistics.median(out),
+        back_bytes=flat.nbytes / statistics.median(back),
         overlaps=device.type == "cuda",
-        source=f"measured: {_TRIED_BYTES >> 20} MiB to {where} and back",
+        source=f"measured: {flat.nbytes >> 20} MiB to {where} and back",
     )

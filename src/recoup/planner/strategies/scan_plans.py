@@ -20,15 +20,12 @@ from recoup.ir.decision import Ambient, Decision
 from recoup.planner.incumbents import Candidate
 from recoup.planner.simulator import EVERYWHERE, Simulator
 from recoup.planner.strategies.base import Proposals
-from recoup.recurrent.choose import SHARED_TAPES_SHARE
 from recoup.recurrent.schedule_costs import evaluations_by_bytes
 from recoup.runtime import execution_context, scan_bytes
 from recoup.runtime.scan_bytes import StepOfScan
 from recoup.solver.scans import Ladder, Rung, chosen_bytes, fold, merged, split_scans, with_scans
 from recoup.solver.sequence import Choice
 from recoup.thresholds import ESTIMATE_SHARE, MOST_TRIES, SAME_SHARE
-
-_LEAST_SLOPE_RATIO = 0.25  # peak bytes for a byte of a scan, as two plans show it, at least; at most the inverse
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -241,11 +238,11 @@ class ScanPlans:
 
 
 def _slope(tried: Sequence[tuple[int, int]]) -> float:
-    """Returns the change of the peak for a byte of a scan, from the last two tries; 1 if they do not differ."""
-    if len(tried) < 2 or tried[-1][0] == tried[-2][0]:
+    """Returns the change of the peak for a byte of a scan, from the last two tries; 1 if they show no growth."""
+    if len(tried) < 2:
         return 1.0
     (a, a_peak), (b, b_peak) = tried[-2:]
-    return min(max((b_peak - a_peak) / (b - a), _LEAST_SLOPE_RATIO), 1 / _LEAST_SLOPE_RATIO)
+    return (b_peak - a_peak) / (b - a) if (b_peak - a_peak) * (b - a) > 0 else 1.0
 
 
 def _needed_bytes(step: StepOfScan) -> int:
@@ -254,7 +251,7 @@ def _needed_bytes(step: StepOfScan) -> int:
 
 def _taped_bytes(step: StepOfScan) -> int:
     """Returns the bytes in which a scan tapes all its steps and lets them share graphs."""
-    return max(_needed_bytes(step) + step.shared_bytes, int(step.shared_bytes / SHARED_TAPES_SHARE) + 1)
+    return _needed_bytes(step) + step.shared_bytes
 
 
 def _rungs(step: StepOfScan, seconds: float) -> tuple[Rung, ...]:

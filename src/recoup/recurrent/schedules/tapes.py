@@ -19,6 +19,9 @@ for the state after such a row, where its tapes do not hold it, the first case b
                        F(n, m - end)                                  hold the state; go on from there
     R(0, m) = 0 where m >= end
 
+Of schedules with as many evaluations, one with the fewest rows of consecutive taped steps is taken: each row is a
+backward of its own. The tables count a row as a small part of an evaluation, so small that all rows are less than one.
+
 Steps can be grouped: a block of b steps is one step of the recurrence, with a tape of b tapes. Long loops are then
 solved in full, at a few more evaluations than single steps would need.
 """
@@ -33,7 +36,7 @@ import numpy.typing as npt
 
 from recoup.recurrent.schedules.actions import Action, Schedule, merged, packed
 
-_NEVER_EVALUATIONS = int(np.iinfo(np.int64).max) // 4  # more than any schedule has, and a sum of three still fits
+_NEVER = int(np.iinfo(np.int64).max) // 4  # more than any schedule counts, and a sum of three still fits
 _RETURN, _TAPE = range(-1, 1)
 MOST_CELLS = 400_000_000  # steps * steps * units, some seconds: in larger tables a split is looked for near the last
 _WINDOW = np.arange(-24, 25)[:, None]
@@ -51,12 +54,13 @@ class Table:
         self.state_units = state_units
         self.tape_units = tape_units
         self.end_units = end_units
-        cost = np.full((num_steps + 1, units + 1), _NEVER_EVALUATIONS, dtype=np.int64)
+        self._weight = weight = num_steps + 1  # of an evaluation, where a row counts 1
+        cost = np.full((num_steps + 1, units + 1), _NEVER, dtype=np.int64)
         choices = np.zeros((num_steps + 1, units + 1), dtype=np.int32)
         continues = np.zeros((num_steps + 1, units + 1), dtype=np.bool_)
         cost[0] = 0
-        cost[1, tape_units + end_units :] = 1
-        in_row = np.full(units + 1, _NEVER_EVALUATIONS, dtype=np.int64)  # R of n - 1
+        cost[1, tape_units + end_units :] = weight + 1
+        in_row = np.full(units + 1, _NEVER, dtype=np.int64)  # R of n - 1
         in_row[end_units:] = 0
         in_row, continues[1] = self._taped_on(in_row, cost[1])
         if units >= state_units:
@@ -64,7 +68,7 @@ class Table:
             split = np.ones(len(memory), dtype=np.int64)
         is_long = num_steps * num_steps * units > MOST_CELLS
         for n in range(2, num_steps + 1):
-            best = np.minimum(n + cost[n - 1], _NEVER_EVALUATIONS)
+            best = np.minimum(n * weight + 1 + cost[n - 1], _NEVER)
             choice = np.full(units + 1, _RETURN, dtype=np.int32)
             if units >= state_units:
                 found, split = self._split(cost, n, memory, split if is_long else None)
@@ -72,7 +76,7 @@ class Table:
                 best[state_units:][better] = found[better]
                 choice[state_units:][better] = split[better]
             if units >= tape_units:
-                taped = 1 + in_row[: units + 1 - tape_units]
+                taped = weight + 1 + in_row[: units + 1 - tape_units]
                 better = taped <= best[tape_units:]
                 best[tape_units:][better] = taped[better]
                 choice[tape_units:][better] = _TAPE
@@ -80,7 +84,6 @@ class Table:
             in_row, continues[n] = self._taped_on(in_row, best)
         self._choices = choices
         self._continues = continues
-        self._totals = cost[:, units].copy()
         self._last_row = cost[num_steps].copy()
 
     def _taped_on(
@@ -88,11 +91,11 @@ class Table:
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
         """Returns R(n, .) from R(n - 1, .) and F(n, .), and where taping the next step is better."""
         tape, end = min(self.tape_units, self.units + 1), min(self.end_units, self.units + 1)
-        on = np.full(self.units + 1, _NEVER_EVALUATIONS, dtype=np.int64)
-        on[tape:] = 1 + in_row[: self.units + 1 - tape]
-        stop = np.full(self.units + 1, _NEVER_EVALUATIONS, dtype=np.int64)
+        on = np.full(self.units + 1, _NEVER, dtype=np.int64)
+        on[tape:] = self._weight + in_row[: self.units + 1 - tape]
+        stop = np.full(self.units + 1, _NEVER, dtype=np.int64)
         stop[end:] = best[: self.units + 1 - end]
-        return np.minimum(np.minimum(on, stop), _NEVER_EVALUATIONS), on <= stop
+        return np.minimum(np.minimum(on, stop), _NEVER), on <= stop
 
     def _split(
         self,
@@ -105,10 +108,10 @@ class Table:
         columns = np.arange(len(memory))
         if near is None:
             k = np.arange(1, n)[:, None]
-            total = k + cost[n - 1 : 0 : -1, : len(memory)] + cost[1:n, self.state_units :]
+            total = k * self._weight + cost[n - 1 : 0 : -1, : len(memory)] + cost[1:n, self.state_units :]
         else:
             k = np.clip(near + _WINDOW, 1, n - 1)
-            total = k + cost[n - k, columns] + cost[k, memory]
+            total = k * self._weight + cost[n - k, columns] + cost[k, memory]
         at = total.argmin(axis=0)
         best = total[at, columns]
         return best, np.broadcast_to(k, total.shape)[at, columns]
@@ -116,7 +119,7 @@ class Table:
     def evaluations(self, units: int | None = None) -> int:
         """Returns the step evaluations of the whole loop; -1 if the units do not hold one tape."""
         total = int(self._last_row[self.units if units is None else units])
-        return total if total < _NEVER_EVALUATIONS else -1
+        return total // self._weight if total < _NEVER else -1
 
     def choice(self, n: int, m: int) -> int:
         """Returns the first choice for `n` steps and `m` units."""

@@ -15,8 +15,7 @@ import torch
 
 from recoup.cost.host_link import MAX_BLOCKS_ON_THEIR_WAY
 from recoup.runtime.waiting import Gone
-
-_FINEST_PIECES = 32  # the smallest piece of host memory of a block is at least this fraction of it
+from recoup.thresholds import SAME_SHARE
 
 
 class _Handle:
@@ -143,9 +142,10 @@ class CudaTransport:
 def piece_sizes(nbytes: int) -> list[int]:
     """Returns sizes in bytes, powers of two, that together hold a block.
 
-    torch rounds a pinned allocation up to a power of two: 270 MiB to 512.
+    torch rounds a pinned allocation up to a power of two: 270 MiB to 512. Of so many bytes, rounding up the last piece
+    adds less than `SAME_SHARE`, or a page.
     """
-    finest = 1 << max((nbytes - 1).bit_length() - _FINEST_PIECES.bit_length() + 1, 12)
+    finest = 1 << max(int(nbytes * SAME_SHARE).bit_length() - 1, 12)
     left = -(-nbytes // finest) * finest
     sizes = []
     while left:

@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from recoup._allocation import LARGE_BLOCK_BYTES
 from recoup.runtime import execution_context
 from recoup.runtime.offload.transport import Transport, make_transport
 from recoup.runtime.rebuild.lineage import Geometry, Value, geometry_of
 from recoup.runtime.waiting import Waiting
 
-MIN_BYTES = 1 << 18  # smaller storages take longer to ask for than to copy
+MIN_BYTES = LARGE_BLOCK_BYTES
+"""Smaller storages stay: a freed one is not given back to the system, and asking takes longer than the copy."""
 _MAX_UNUSED_RATIO = 8  # a storage more than so many times the size of the saved slice is not moved as a whole
 
 

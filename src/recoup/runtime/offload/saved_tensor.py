@@ -24,7 +24,7 @@ from recoup import _torch
 from recoup.runtime.offload.offloaded_saved_tensor import MIN_BYTES
 from recoup.runtime.offload.transport import Transport, make_transport
 
-_WHOLE_SHARE = 0.5  # of a storage that a tensor must cover for all of it to be moved
+_WHOLE_SHARE = 0.5  # of a storage that a tensor must cover to have it moved whole: `unsafe_chunk`'s parts change unseen
 
 
 class Offloader:

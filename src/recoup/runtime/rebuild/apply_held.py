@@ -27,8 +27,8 @@ class HeldState:
     """State that the patched forwards of one model share.
 
     Attributes:
-        warned: a step that went another way was told of.
-        counts: what steps do.
+        warned: whether the warning about a step with other ops than planned was given.
+        counts: counters of the steps (`execution_context`).
     """
 
     offloading = None
@@ -59,7 +59,7 @@ class HeldState:
 
 @dataclasses.dataclass(frozen=True)
 class HeldSettings:
-    """A patched forward's part: the model's own starts the recorder, each tells it which module's ops come next."""
+    """Settings of one patched forward: the model's own starts the recorder, each enters its module in it."""
 
     path: str
     state: HeldState

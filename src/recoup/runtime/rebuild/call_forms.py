@@ -1,8 +1,8 @@
-"""What a call of a torch function was when it ran: with it, the record of the next one like it is known beforehand.
+"""Forms: the recorded ops of a call of a torch function, reusable for every later call with equal metadata.
 
-What `F.layer_norm` or `x + 1` dispatches follows from the function, its scalars, and the metadata of its tensors. A
-`CallForm` has all of these, the ops that ran, how what they read and made hangs together, and which of it autograd
-saved. A call that fits a form is not looked into.
+The ops that `F.layer_norm` or `x + 1` dispatches follow from the function, its scalars, and the metadata of its
+tensors. A `CallForm` holds all of these, the ops that ran, the data flow between them, and the values that autograd
+saved. A call that fits a form runs past the dispatch mode.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from recoup import _torch
 from recoup.runtime.rebuild.lineage import PLAIN, Geometry, Value, geometry_of
 from recoup.runtime.rebuild.op_forms import OpForm
 
-_SEQUENCES = frozenset([list, tuple, torch.Size])
-_NESTS = _SEQUENCES | {slice}
-_SCALARS = PLAIN | {type(Ellipsis)}
+SEQUENCES = frozenset([list, tuple, torch.Size])
+_NESTS = SEQUENCES | {slice}
+SCALARS = PLAIN | {type(Ellipsis)}
 
 
 class CallLog:
-    """What one call does, noted while it is recorded op by op.
+    """Ops and saved tensors of one call, collected while it is recorded op by op.
 
     Attributes:
         ops: form, values read and values made of each recorded op; None once there was one that has no form.
@@ -55,6 +55,7 @@ class CallForm:
     """One call of a torch function.
 
     Attributes:
+        state, attention_flags: what else decided about its ops; the latter of an attention alone.
         kinds: classes of its arguments, those in lists, tuples and slices after these. names: of its keyword arguments.
         ops: the recorded ones, each with the numbers of the values that it reads: first those of the call's tensors,
             then what earlier ops made.
@@ -65,21 +66,20 @@ class CallForm:
             -1: the result.
         counted: label of each counted op, how many tensors autograd has saved before it, numbers of the values made;
             None instead of these if one of them is neither saved nor a result.
-        then: the form of the call after it, the last time.
+        then: the form of the call that followed it in the last step, the first guess for the next one.
+        picked: returns the tensors among a call's arguments.
     """
 
     __slots__ = (
-        "_attends",
         "_exact",
-        "_flags",
         "_is_nested",
         "_matches",
         "_offsets",
-        "_pick",
         "_rest",
         "_same",
         "_scalars",
         "aliases",
+        "attention_flags",
         "counted",
         "dtypes",
         "gives",
@@ -87,8 +87,10 @@ class CallForm:
         "names",
         "num_ops",
         "ops",
+        "picked",
         "results",
         "saves",
+        "state",
         "then",
     )
 
@@ -101,24 +103,23 @@ class CallForm:
         matches: Callable[..., bool],
         *,
         is_nested: bool,
-        flags: tuple[Any, ...],
-        attends: bool,
+        attention_flags: tuple[Any, ...] | None,
     ) -> None:
         self.kinds = tuple(map(type, flat))
         self.names = names
         self._is_nested = is_nested
-        self._pick = _picker(first)
+        self.picked = picker(first)
         self._same = tuple(same)
         self._matches = matches
         tensors = [flat[i] for i in first]
         self._offsets = [t.storage_offset() for t in tensors]
         self.dtypes = [t.dtype for t in tensors]
-        scalars = [i for i, item in enumerate(flat) if type(item) in _SCALARS]
-        self._rest = _picker(scalars)
+        scalars = [i for i, item in enumerate(flat) if type(item) in SCALARS]
+        self._rest = picker(scalars)
         self._scalars = self._rest(flat)
         self._exact = repr(self._scalars) if any(type(s) is float and s == 0 for s in self._scalars) else ""
-        self._flags = flags
-        self._attends = attends
+        self.state = _torch.call_state()
+        self.attention_flags = attention_flags
         self.ops: tuple[tuple[OpForm, tuple[int, ...]], ...] = ()
         self.aliases: tuple[tuple[int, int], ...] = ()
         self.saves: tuple[tuple[int | None, Geometry], ...] = ()
@@ -151,12 +152,15 @@ class CallForm:
         scalars = self._rest(flat)
         if scalars != self._scalars or (self._exact and repr(scalars) != self._exact):  # zero has two signs
             return None
-        if _torch.call_state() + (_torch.attention_flags() if self._attends else ()) != self._flags:
+        if _torch.call_state() != self.state:
+            return None
+        if self.attention_flags is not None and _torch.attention_flags() != self.attention_flags:
             return None
         for one, other in self._same:
             if flat[one] is not flat[other]:
                 return None
-        return self._pick(flat)
+        found: Sequence[torch.Tensor] = self.picked(flat)
+        return found
 
 
 def flattened(items: Sequence[Any]) -> Sequence[Any]:
@@ -164,7 +168,7 @@ def flattened(items: Sequence[Any]) -> Sequence[Any]:
     flat = list(items)
     for item in flat:  # grows while it is walked
         kind = type(item)
-        if kind in _SEQUENCES:
+        if kind in SEQUENCES:
             flat += item
             flat.append(len(item))
         elif kind is slice:
@@ -173,8 +177,8 @@ def flattened(items: Sequence[Any]) -> Sequence[Any]:
 
 
 def scalars_of(items: Sequence[Any]) -> tuple[Any, ...]:
-    """Returns what is plain among a call's arguments, in lists, tuples and slices too."""
-    return tuple([item for item in flattened(items) if type(item) in _SCALARS])
+    """Returns the arguments of a call that are no tensors, those in lists, tuples and slices included."""
+    return tuple([item for item in flattened(items) if type(item) in SCALARS])
 
 
 def form_of_call(
@@ -204,16 +208,14 @@ def form_of_call(
                 first.append(i)
             else:
                 same.append((twin, i))
-        elif type(item) not in _SCALARS and type(item) not in _NESTS:
+        elif type(item) not in SCALARS and type(item) not in _NESTS:
             return None
     tensors = [flat[i] for i in first]
     matches = _torch.tensor_guard(tensors) if tensors else _is_alike
     if matches is None or not matches(*tensors):
         return None
-    flags = _torch.call_state() + (
-        _torch.attention_flags() if (attends := func is F.scaled_dot_product_attention) else ()
-    )
-    form = CallForm(flat, tuple(kwargs or ()), first, same, matches, is_nested=is_nested, flags=flags, attends=attends)
+    flags = _torch.attention_flags() if func is F.scaled_dot_product_attention else None
+    form = CallForm(flat, tuple(kwargs or ()), first, same, matches, is_nested=is_nested, attention_flags=flags)
     return form if _knows(form, tensors, out, log, value_of) else None
 
 
@@ -229,7 +231,7 @@ def _knows(
     log: CallLog,
     value_of: Callable[[torch.Tensor], Value | None],
 ) -> bool:
-    """Adds what the call did; whether all of it follows from the call's arguments."""
+    """Fills the form from the log of a call; returns whether all of it follows from the call's arguments."""
     assert log.ops is not None
     numbers: dict[int, int] = {}
     aliases = []
@@ -284,7 +286,8 @@ def _knows(
     return True
 
 
-def _picker(positions: list[int]) -> Callable[[Any], tuple[Any, ...]]:
+def picker(positions: list[int]) -> Callable[[Any], Any]:
+    """Returns what returns the items at some positions."""
     if not positions:
         return lambda flat: ()
     end = positions[0] + len(positions)

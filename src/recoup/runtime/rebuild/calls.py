@@ -1,4 +1,4 @@
-"""Calls of torch functions under a plan: one that is like an earlier one is recorded whole, past the dispatch mode.
+"""Calls of torch functions under a plan: one that fits a known form is recorded as a whole, past the dispatch mode.
 
 A dispatch mode costs 7 us an op before it has done anything, a torch-function mode 2 us a call of several. So the
 recorder's dispatch mode stays on for whatever comes, and a torch-function mode in front of it recognises the calls
@@ -11,23 +11,28 @@ Only functions of torch's own are taken, in which no code of the user runs, and 
 
 from __future__ import annotations
 
+import operator
 import types
 from typing import Any
 
 import torch
 
 from recoup import _torch
-from recoup.ir.decision import OpMark
 from recoup.runtime import execution_context
 from recoup.runtime.rebuild.call_forms import CallForm, CallLog, form_of_call, scalars_of
-from recoup.runtime.rebuild.held_recorder import HeldRecorder
 from recoup.runtime.rebuild.learning import Learning
 from recoup.runtime.rebuild.lineage import Value
+from recoup.runtime.rebuild.running_call import Running, marked
 from recoup.runtime.rebuild.step_program import StepProgram
 from recoup.runtime.rebuild.step_run import StepRun
 from recoup.thresholds import MOST_REMEMBERED_ANSWERS, MOST_TRIES
 
 _TORCHS = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
+# Their answers are scalars, which are looked at where something is handed them.
+_ASKED = ("size", "dim", "numel", "stride", "storage_offset", "is_contiguous", "is_floating_point")
+_ASKS = frozenset([id(getattr(torch.Tensor, name)) for name in _ASKED])
+_num_dispatch_modes, _is_autocast = _torch.num_dispatch_modes, _torch.is_autocast  # asked at every call
+_default_dtype = torch.get_default_dtype
 _MODULES = frozenset(["torch.nn.functional", "torch.functional", "torch._tensor"])
 
 
@@ -77,10 +82,15 @@ class Calls:
         """Returns the forms of a function's calls that may be like one with these arguments."""
         return self._forms.get((func, _kind(args)), _NONE)
 
-    def may_learn(self, func: Any) -> bool:
+    def may_learn(self, func: Any, args: tuple[Any, ...]) -> bool:
         """Whether calls of a function can have forms, and it was not found that none ever fits."""
         # A loop in Python has a form for each step's slice of a tensor, so many for each of some tensors.
-        if self._misses.get(func, 0) >= MOST_TRIES or self._num_forms.get(func, 0) >= MOST_REMEMBERED_ANSWERS**2:
+        # Some kinds of its calls may have forms where others have none: a slice and a choice by mask.
+        if self._misses.get(func, 0) >= MOST_REMEMBERED_ANSWERS:
+            return False
+        if self._misses.get((func, _kind(args)), 0) >= MOST_TRIES:
+            return False
+        if self._num_forms.get(func, 0) >= MOST_REMEMBERED_ANSWERS**2:
             return False
         return isinstance(func, _TORCHS) or (
             isinstance(func, types.FunctionType) and func.__module__ in _MODULES and func is not torch.Tensor.backward
@@ -89,7 +99,8 @@ class Calls:
     def learn(self, func: Any, args: tuple[Any, ...], form: CallForm | None) -> None:
         """Adds a form; None: a call had none."""
         if form is None:
-            self._misses[func] = self._misses.get(func, 0) + 1
+            for each in (func, (func, _kind(args))):
+                self._misses[each] = self._misses.get(each, 0) + 1
         else:
             self._misses[func] = 0
             self._num_forms[func] = self._num_forms.get(func, 0) + 1
@@ -100,7 +111,7 @@ _NONE: list[CallForm] = []
 
 
 def _kind(args: tuple[Any, ...]) -> Any:
-    """Returns what tells most calls of a function apart: how the first tensor lies, and what is plain."""
+    """Returns a key of a call among those of its function: size and stride of the first tensor, and the scalars."""
     if not args or type(args[0]) is not torch.Tensor:
         return None
     return args[0].shape, args[0].storage_offset(), scalars_of(args[1:])
@@ -119,7 +130,7 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
         self._run = recorder.program = followed if isinstance(followed, StepRun) else None
         self._learning = recorder.learning = followed if isinstance(followed, Learning) else None
         self._followed = followed
-        recorder.followed = self._run is not None
+        recorder.followed = recorder.is_aside = self._run is not None
         self._is_other = False
         if followed is not None:
             recorder.stop_program = self._stop
@@ -146,17 +157,18 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
         super().leave()
 
     def _writes(self, tensors: list[torch.Tensor]) -> None:
-        """Called before an op writes to tensors: a program has that only inside of its calls without form."""
+        """Called before an op writes to tensors; in a program only calls without a form may write."""
         if self._learning is not None:
             self._learning.writes(tensors)
         elif not self._is_other:
             self._stop()
 
     def _stop(self) -> None:
-        """Ends what follows the step: something is done that no program has."""
+        """Stops following and learning a program: the step did something that no program can contain."""
         recorder = self._recorder
         if self._run is not None:
-            self._run.end(recorder)
+            self._run.end_early(recorder)
+            recorder.step_in()
         elif self._learning is not None:
             self._learning.failed = True
         self._run = self._learning = recorder.program = recorder.learning = None
@@ -165,32 +177,91 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
     def __torch_function__(
         self, func: Any, types_: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        run = self._run
+        if run is None:
+            return self._unfollowed(func, args, kwargs)
+        call = run.call
+        pick = call.pick
+        if call.func is not func or pick is None:
+            return self._look_at(run, func, args, kwargs)
+        if not kwargs:
+            items = None if call.names else args
+        else:
+            items = (*args, *kwargs.values()) if tuple(kwargs) == call.names else None
+        slots = run.slots
+        wanted = pick(slots)
+        if (
+            items is None
+            or len(items) != call.num
+            or not (all(map(operator.is_, items, wanted)) or call.is_like(items, wanted))
+            or run.num_saved != call.first_save
+            or _num_dispatch_modes()
+            or _is_autocast()
+            or _default_dtype() is not call.dtype
+            or (call.flags is not None and _torch.attention_flags() != call.flags)
+            or self._recorder.paused
+            or (call.takes and not run.takes(call, call.form.picked(items)))  # type: ignore[union-attr]
+        ):
+            self._stop()
+            return self._unfollowed(func, args, kwargs)
+        del wanted
+        for slot in call.leaves:
+            slots[slot] = None
+        run.call = call.then  # type: ignore[assignment]
+        run.end = call.end_save
+        if call.num_ops:
+            self._recorder.frame.ordinal += call.num_ops
+        out = func(*args, **kwargs) if kwargs else func(*args)
+        if run.is_on:
+            for position, slot in call.gives:
+                slots[slot] = out if position < 0 else out[position]
+            if call.keeps_results:
+                run.keep_results(call, out)
+            run.end = call.last_save
+        return out
+
+    def _look_at(self, run: StepRun, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        """Runs a call that is not simply the program's next."""
+        if id(func) in _ASKS:
+            return func(*args, **kwargs) if kwargs else func(*args)
         if type(func) is types.MethodWrapperType:  # an attribute
-            if func.__name__ == "__set__":
+            if func.__name__ == "__set__" or func.__self__ is torch.Tensor.data:
                 self._stop()
             return func(*args)
         recorder = self._recorder
-        if recorder.paused or _torch.num_dispatch_modes() != 1:
+        call = None
+        if not recorder.paused and not _torch.num_dispatch_modes():
+            call = run.next_call(func, args, kwargs)
+        if call is None:
+            self._stop()
+            return self._unfollowed(func, args, kwargs)
+        if call.form is None:
+            recorder.step_in()
+            self._is_other = True
+            try:
+                out = func(*args, **kwargs) if kwargs else func(*args)
+            finally:
+                self._is_other = False
+                if run.is_on:
+                    recorder.step_aside()
+        else:
+            recorder.frame.ordinal += call.num_ops
+            out = func(*args, **kwargs) if kwargs else func(*args)
+        if run.is_on:
+            run.returned(call, out)
+        return out
+
+    def _unfollowed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        """Runs a call of a step that follows no program."""
+        if id(func) in _ASKS:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        if type(func) is types.MethodWrapperType:  # an attribute
+            if func.__name__ == "__set__" or func.__self__ is torch.Tensor.data:
+                self._stop()
+            return func(*args)
+        if self._recorder.paused or _torch.num_dispatch_modes() != 1:
             self._stop()
             return func(*args, **kwargs) if kwargs else func(*args)
-        run = self._run
-        if run is not None:
-            call = run.next_call(func, args, kwargs)
-            if call is not None:
-                if call.form is None:
-                    self._is_other = True
-                    try:
-                        out = func(*args, **kwargs) if kwargs else func(*args)
-                    finally:
-                        self._is_other = False
-                else:
-                    recorder.frame.ordinal += call.num_ops
-                    with _torch.past_dispatch_modes():
-                        out = func(*args, **kwargs) if kwargs else func(*args)
-                if self._run is not None:
-                    run.returned(call, out)
-                return out
-            self._stop()
         return self._record(func, args, kwargs)
 
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
@@ -221,7 +292,7 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
         if frame.missed is not None:
             self._stop()
             return func(*args, **kwargs) if kwargs else func(*args)
-        if frame.marks is not None and (marks := _marked(frame.marks, ordinal, form)):
+        if frame.marks is not None and (marks := marked(frame.marks, ordinal, form)):
             plain = [mark for mark in marks if mark is not None]
             if len(plain) < len(marks):
                 self._stop()
@@ -233,6 +304,7 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
         learning = self._learning
         if learning is not None:
             learning.begin(func, form, tensors)
+            learning.note_items(args, kwargs, tensors)
         try:
             with _torch.past_dispatch_modes():
                 out = func(*args, **kwargs) if kwargs else func(*args)
@@ -253,7 +325,7 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
         learning = self._learning
         if learning is not None:
             learning.begin_other(func, args, kwargs)
-        if not self._calls.may_learn(func):
+        if not self._calls.may_learn(func, args):
             out = func(*args, **kwargs) if kwargs else func(*args)
             if learning is not None:
                 learning.end(out, 0)
@@ -275,58 +347,3 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
 
 
 _NO_VALUES: list[Value] = []
-_Marked = tuple[OpMark, int, tuple[int, ...]]
-
-
-def _marked(marks: dict[int, OpMark], begin: int, form: CallForm) -> list[_Marked | None]:
-    """Returns what the plan says of a call's ops: each mark with how many tensors are saved before the op, and what it
-    makes. None in it: what is to be held is not seen from outside, or the op is another.
-    """
-    found: list[_Marked | None] = []
-    for i, (label, num_saved, numbers) in enumerate(form.counted):
-        if (mark := marks.get(begin + i)) is not None:
-            is_plain = mark.op == label and (numbers is not None or not (mark.holds or mark.is_joint))
-            found.append((mark, num_saved, numbers or ()) if is_plain else None)
-    return found
-
-
-class Running:
-    """A call that runs now and whose form is known: tells what autograd saves of its own results.
-
-    Attributes:
-        marks: of its ops, as `_marked` returned them.
-    """
-
-    __slots__ = ("_begun", "_form", "_next", "_values", "marks")
-
-    def __init__(self, form: CallForm, values: list[Value], marks: list[_Marked]) -> None:
-        self._form = form
-        self._values = values
-        self._next = self._begun = 0
-        self.marks = marks
-
-    def saves(self, recorder: HeldRecorder, tensor: torch.Tensor) -> None:
-        """Called before a tensor is packed."""
-        position = self._next
-        self._next = position + 1
-        marks = self.marks
-        while self._begun < len(marks) and marks[self._begun][1] <= position:
-            recorder.begin(marks[self._begun][0])
-            self._begun += 1
-        expected = self._form.saves[position] if position < len(self._form.saves) else None
-        if expected is not None and expected[0] is not None:
-            size, stride, _, dtype = expected[1]
-            if tensor.dtype is dtype and tensor.size() == size and tensor.stride() == stride:
-                recorder.note_value(tensor, self._values[expected[0]])
-                for mark, _, numbers in marks:
-                    if expected[0] in numbers:
-                        recorder.obey(mark, tensor)
-
-    def end(self, recorder: HeldRecorder, out: Any) -> None:
-        """Called after the call: does what the plan says of its results."""
-        for mark, _, _ in self.marks[self._begun :]:
-            recorder.begin(mark)
-        for mark, _, numbers in self.marks:
-            for position, number, _ in self._form.results:
-                if number in numbers:
-                    recorder.obey(mark, out if position < 0 else out[position])

@@ -38,7 +38,7 @@ class _Search:
         self.sources: list[Source] = []
 
     def reach(self, value: Value) -> bool:
-        """Whether a chain leads to the value; `seen` has those that one does, or is being looked for."""
+        """Whether a chain leads to the value; `seen` has the values that were reached, or are being searched."""
         if value.constant is not None:
             constant = value.constant
             if constant.copy is None and (
@@ -70,7 +70,7 @@ class _Search:
         return True
 
     def _hold_side_results(self, made: Made) -> None:
-        """Has the op's other results held for as long as the first may be asked for, if they are kept at all."""
+        """Holds the op's other results as long as the first may be unpacked, if they are kept at all."""
         values = [ref() for ref in made.outputs[1:]]
         kept = [k for k in (value.alive() for value in values if value is not None) if k is not None]
         if len(kept) == len(values):

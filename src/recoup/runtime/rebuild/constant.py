@@ -8,10 +8,12 @@ from recoup.runtime.recompute.spot_check import read_bytes
 
 
 class Constant:
-    """A parameter, or what FSDP1 makes weights views of: its contents are there in backward if nobody changed them.
+    """A parameter (or the flat one that FSDP1's weights are views of), whose contents backward finds unless changed.
 
-    `version`, `storage` and `sample`, a few of its bytes, are those when it was read. `is_source`: a saved tensor is to
-    be rebuilt from it. `copy`: its contents, where the forward has written to it since.
+    Attributes:
+        version, storage, sample: when it was read: version counter, storage, and a few of its bytes.
+        is_source: whether a saved tensor will be rebuilt from it.
+        copy: its contents at that time, if the forward has written to it since.
     """
 
     __slots__ = ("copy", "is_source", "sample", "storage", "tensor", "version")

@@ -91,6 +91,8 @@ class HeldRecorder(Recorder):
         facts = known_facts(id(func))
         if facts is None and not _torch.is_higher_order(func):
             facts = op_facts(func)
+        if self.learning is not None and not self.learning.is_open and (facts is None or facts.kind != VIEW):
+            self.learning.failed = True  # by code that is no call: what it does in another step nobody would see
         if self.on_write is not None and (
             facts is None or not (facts.is_inert or facts.can_rerun) or facts.is_batch_norm
         ):
@@ -154,7 +156,7 @@ class HeldRecorder(Recorder):
         return values
 
     def note_value(self, tensor: torch.Tensor, value: Value) -> None:
-        """Notes what a storage has; one that is known keeps its value."""
+        """Sets the value of a tensor's storage, unless it has one."""
         self._values.setdefault(weakref.ref(tensor.untyped_storage(), self._values.pop), value)
 
     def note_results(self, form: CallForm, values: list[Value], out: Any) -> None:
@@ -208,7 +210,7 @@ class HeldRecorder(Recorder):
         return out
 
     def obey(self, mark: OpMark, out: Any) -> None:
-        """Does with an op's results what the plan says."""
+        """Carries out an op's mark: holds its results, or joins them to the segment's pieces."""
         if mark.holds:
             self.hold(out)
         elif mark.is_joint:
@@ -267,7 +269,7 @@ class HeldRecorder(Recorder):
             return None
         if execution_context.observer() is not None:
             execution_context.rederived(tensor, [t for t in map(on_device, sources) if t is not None])
-        return Rebuilt(value, base if geometry == base else geometry, segment, self.surroundings())
+        return Rebuilt(value, base if geometry == base else geometry, segment, sources, self.surroundings())
 
     def before_op(self, name: str, args: tuple[Any, ...]) -> OpMark | None:
         """Counts an op of the innermost call, in which there are marks; returns what the plan says of it.
@@ -307,7 +309,7 @@ class HeldRecorder(Recorder):
         self.lost.append(f"`{frame.path}` runs no {frame.missed.op} as op {frame.missed.ordinal}")
 
     def num_saved(self) -> int:
-        """Returns how many of the tensors that autograd saved it still has: what is asked and logged is gone."""
+        """Returns how many saved tensors autograd still holds; those of freed graphs (a logged value) are gone."""
         return sum(ref() is not None for ref in self.packed)
 
     def hold(self, out: Any) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -75,7 +77,7 @@ class Kept:
         return self.unpack() if self.copy is None else self.copy
 
     def rescue(self) -> None:
-        """Called before it is overwritten: copies the storage if something is to be rebuilt from it."""
+        """Called before the storage is overwritten: copies it if a saved tensor will be rebuilt from it."""
         if self.is_source and self.copy is None:
             size, stride, offset, _ = geometry_of(self.tensor)
             num_elements = self.tensor.untyped_storage().nbytes() // self.tensor.element_size()
@@ -83,11 +85,11 @@ class Kept:
             self.copy = whole.clone().as_strided(size, stride, offset)
 
     def is_rescued(self) -> bool:
-        """Whether it holds what was saved, whatever was written since."""
+        """Whether it has a copy of the contents, so that later writes do not matter."""
         return self.copy is not None
 
     def is_current(self) -> bool:
-        """Whether it still holds what was saved."""
+        """Whether its contents are still those that were saved."""
         return self.copy is not None or self.tensor._version == self.version
 
 
@@ -106,6 +108,24 @@ class KeptConstant:
         if self._tensor._version != self._version:
             check_version(self._tensor, self._version)
         return self._tensor
+
+
+Simple = tuple[torch.Tensor, int]  # a saved tensor that nobody asks for but the node that saves it, its version then
+
+
+def kept_simply(tensor: torch.Tensor) -> Simple:
+    """Returns what autograd gets where a program knows that nobody else asks, in less time than a `Kept` takes."""
+    return tensor if tensor.grad_fn is None else _torch.detach_past_modes(tensor), tensor._version
+
+
+def unpacked(packed: Any) -> torch.Tensor:
+    """Returns a saved tensor; raises if it was changed in place since it was saved, as autograd would."""
+    if type(packed) is tuple:
+        tensor, version = packed
+        if tensor._version != version:
+            check_version(tensor, version)
+        return tensor  # type: ignore[no-any-return]
+    return packed.unpack()  # type: ignore[no-any-return]
 
 
 class KeptView:

@@ -28,7 +28,11 @@ from recoup.runtime.rebuild.step_program import (
 
 
 class Learning:
-    """Notes a step while it is recorded."""
+    """Notes a step while it is recorded.
+
+    Attributes:
+        failed: it can have no program. is_open: a call of a torch function runs.
+    """
 
     def __init__(self, recorder: Any) -> None:
         self._recorder = recorder
@@ -40,10 +44,11 @@ class Learning:
         self._constants: list[tuple[nn.Parameter, int]] = []
         self._numbers: dict[Value, int] = {}
         self._seen: dict[Value, tuple[int, bool, int]] = {}  # where first: call, whether a result, position
-        self._is_inside = self._is_open = False  # a call runs: with a form; any
-        self._storages: set[int] = set()  # of all tensors met
+        self._is_inside = self.is_open = False  # a call runs: with a form; any
+        self._storages: dict[weakref.ref[Any], None] = {}  # of all tensors met that live; see `waiting.py`
         self._written: list[Value] = []
         self._of_others: set[Value] = set()  # results of calls without form
+        self._handed_now: Sequence[Any] = ()  # to the call that runs
 
     # -- notes --------------------------------------------------------------------------------------------------
 
@@ -58,7 +63,7 @@ class Learning:
             value = self._recorder.existing(tensor)
             if slot is None:
                 slot = self._new_slot(tensor)
-                if tensor.layout is not torch.strided or tensor.untyped_storage()._cdata in self._storages:
+                if tensor.layout is not torch.strided or weakref.ref(tensor.untyped_storage()) in self._storages:
                     self.failed = True  # over memory that was met before: the next step's need not be
                 if type(tensor) is nn.Parameter:
                     self._constants.append((tensor, slot))
@@ -74,8 +79,9 @@ class Learning:
         self._calls.append(call)
         self._see(index, False, list(enumerate(tensors)))
         self._meet(tensors)
+        self._handed_now = tensors
         self._is_inside = form is not None
-        self._is_open = True
+        self.is_open = True
 
     def end(self, out: Any, num_ops: int) -> None:
         """Called when it has returned."""
@@ -83,8 +89,12 @@ class Learning:
         outs = [(-1, out)] if isinstance(out, torch.Tensor) else []
         if isinstance(out, (tuple, list)):
             outs = [(i, item) for i, item in enumerate(out) if isinstance(item, torch.Tensor)]
-        if call.form is None:  # how that lies does not follow from the call: looked at where it is read first
-            self._of_others.update(v for v in (self._recorder.existing(t) for _, t in outs) if v is not None)
+        if call.form is None:  # how that lies does not follow from the call: looked at here, or where it is read first
+            new = [(i, t) for i, t in outs if self._slot(t) is None]
+            over = [(i, t, self._under(t)) for i, t in new]
+            call.views = [(i, self._new_slot(t), at, geometry_of(t)) for i, t, at in over if at is not None]
+            others = [self._recorder.existing(t) for i, t, at in over if at is None]
+            self._of_others.update(v for v in others if v is not None)
         else:
             call.gives = [(i, self._new_slot(t)) for i, t in outs if self._slot(t) is None]
             self._meet([t for _, t in outs])
@@ -93,7 +103,20 @@ class Learning:
         call.deriving = self._recorder.deriving
         index = len(self._calls) - 1
         self._see(index, True, outs)  # what it was handed and wrote to has its new value from the next call on
-        self._is_inside = self._is_open = False
+        self._is_inside = self.is_open = False
+        self._handed_now = ()
+
+    def _under(self, tensor: torch.Tensor) -> int | None:
+        """Returns the place of a tensor that the call was handed and that this one is a view of."""
+        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
+            return None
+        storage = tensor.untyped_storage()._cdata
+        handed = enumerate(self._handed_now)
+        return next((i for i, t in handed if t.layout is torch.strided and t.untyped_storage()._cdata == storage), None)
+
+    def note_items(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None, tensors: Sequence[Any]) -> None:
+        """Called after `begin` for a call with a form, with what it is handed."""
+        self._calls[-1].note_items(args, kwargs, tensors)
 
     def begin_other(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
         """Called before a call without form runs."""
@@ -107,7 +130,7 @@ class Learning:
 
     def writes(self, tensors: Sequence[torch.Tensor]) -> None:
         """Called before an op writes to tensors."""
-        if self._is_inside or not self._is_open:
+        if self._is_inside or not self.is_open:
             self.failed = True
         self._written += [v for v in map(self._recorder.existing, tensors) if v is not None]
 
@@ -129,7 +152,10 @@ class Learning:
         return slot
 
     def _meet(self, tensors: Sequence[Any]) -> None:
-        self._storages.update(t.untyped_storage()._cdata for t in tensors if t.layout is torch.strided)
+        gone = self._storages.pop
+        for tensor in tensors:
+            if tensor.layout is torch.strided:
+                self._storages[weakref.ref(tensor.untyped_storage(), gone)] = None
 
     def _see(self, index: int, is_result: bool, tensors: list[tuple[int, Any]]) -> None:
         for position, tensor in tensors:
@@ -148,6 +174,7 @@ class Learning:
             return None
         segments: dict[Segment, int] = {}
         wanted: list[set[Value]] = []
+        sources: list[set[int]] = []  # of each segment: by id
         saves: list[Saved] = []
         for packed, value, geometry in self._saves:
             if type(packed) is Rebuilt:
@@ -158,10 +185,13 @@ class Learning:
                     if each is not None and each not in segments:
                         segments[each] = len(segments)
                         wanted.append(set())
+                        sources.append(set())
                 if around is not None:
                     wanted[segments[around]].update(segment.starts)
+                    sources[segments[around]].update(id(s) for start in segment.starts.values() for s in start.sources)
                 at = segments[segment]
                 wanted[at].add(packed.value)
+                sources[at].update(map(id, packed.sources))
                 base = packed.value.base
                 own = None if base == packed.geometry else packed.geometry
                 saves.append((REBUILD, at, self._number(packed.value), own))
@@ -172,7 +202,7 @@ class Learning:
                 saves.append((CONSTANT, -1, -1, None))
             else:
                 return None
-        programs = [self._segment(s, w, segments) for s, w in zip(segments, wanted, strict=True)]
+        programs = [self._segment(s, w, k, segments) for s, w, k in zip(segments, wanted, sources, strict=True)]
         if any(p is None for p in programs):
             return None
         found = [p for p in programs if p is not None]
@@ -189,9 +219,14 @@ class Learning:
             values.append(again)
         return StepProgram(self._calls, saves, found, values, self._num_slots, self._constants)
 
-    def _segment(self, segment: Segment, wanted: set[Value], indices: dict[Segment, int]) -> SegmentProgram | None:
-        """Returns how a segment is rebuilt, None if something that it starts from cannot be held."""
-        kept = {id(source) for source in segment.sources.values()}
+    def _segment(
+        self, segment: Segment, wanted: set[Value], kept: set[int], indices: dict[Segment, int]
+    ) -> SegmentProgram | None:
+        """Returns how a segment is rebuilt, None if something that it starts from cannot be held.
+
+        Args:
+            kept: its sources, by id.
+        """
         program = SegmentProgram(-1 if segment.around is None else indices[segment.around])
         ops: dict[int, tuple[Noted, set[Value]]] = {}
         stack, seen = list(wanted), set(wanted)
@@ -261,6 +296,7 @@ class Learning:
             call.last_save, num_saved = num_saved, call.first_save
             here = [slot for slot in call.reads if slot >= 0 and slot not in always]
             call.gives = tuple([(i, slot) for i, slot in call.gives if slot in read])
+            call.views = tuple([view for view in call.views if view[1] in read])
             call.enters = tuple([(i, slot) for i, slot in call.enters if slot in read])
             call.leaves = tuple({slot for slot in here if slot not in read})
             read.update(here)

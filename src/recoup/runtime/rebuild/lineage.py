@@ -18,10 +18,9 @@ x's storage has a new value, and unpacking raises as autograd would.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -30,6 +29,7 @@ from torch import nn
 from recoup import _torch
 from recoup.runtime.rebuild.cheap_ops import CHEAP, IN_PLACE, OpFacts, has_history, known_facts, op_facts
 from recoup.runtime.rebuild.constant import Constant
+from recoup.runtime.rebuild.surroundings import Surroundings
 from recoup.runtime.waiting import Waiting
 
 Geometry = tuple[Any, Any, Any, torch.dtype]  # size, stride, storage offset, dtype
@@ -118,27 +118,6 @@ class Made:
         return self._traffic_bytes
 
 
-class Surroundings:
-    """The user's dispatch modes and kernel flags that the recorded ops ran under."""
-
-    __slots__ = ("_is_cheap", "flags", "modes")
-
-    def __init__(self, modes: tuple[Any, ...], *, is_cheap: bool) -> None:
-        self.modes = modes
-        self._is_cheap = is_cheap
-        self.flags = _torch.backend_flags(cpu_only=is_cheap)
-
-    @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
-        """Runs what is inside under them and no others."""
-        with _torch.under_modes(((), self.modes)), _torch.under_flags(self.flags):
-            yield
-
-    def are_here(self) -> bool:
-        """Whether that changes nothing."""
-        return _torch.has_user_modes(self.modes) and self.flags == _torch.backend_flags(cpu_only=self._is_cheap)
-
-
 class _Current(threading.local):
     recorder: Recorder | None = None
 
@@ -158,6 +137,7 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
 
     `deriving` says whether what is saved now may be rederived, or is kept (and serves others as a source).
     `is_cheap`: only cheap ops run again, so that few flags of kernels count.
+    `is_aside`: set before it is entered, for a step whose ops are known: none come to it until `step_in`.
     `offloading`: whether what is kept now goes to the host, by way of `offloader`, if the plan offloads anything.
     """
 
@@ -167,6 +147,7 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
         self.deriving = True
         self.offloading = False
         self.offloader: Any = None
+        self.is_aside = self._is_on = False
         self.call: Any = None
         self.program: Any = None
         self.learning: Any = None
@@ -183,14 +164,31 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
     def __enter__(self) -> Recorder:
         self._outer = _current.recorder
         _current.recorder = self
-        super().__enter__()
+        if not self.is_aside:
+            super().__enter__()
         return self
 
     def __exit__(self, *exc: Any) -> None:
-        super().__exit__(*exc)
+        if not self.is_aside:
+            super().__exit__(*exc)
+        elif self._is_on:
+            self._is_on = False
+            _torch.put_off(self)
         self._values.clear()
         _current.recorder = self._outer
         self._outer = None
+
+    def step_in(self) -> None:
+        """Has the ops that come recorded, if it stood aside."""
+        if self.is_aside and not self._is_on:
+            self._is_on = True
+            _torch.put_on_below(self)
+
+    def step_aside(self) -> None:
+        """Undoes `step_in`."""
+        if self._is_on:
+            self._is_on = False
+            _torch.put_off(self)
 
     def surroundings(self) -> Surroundings:
         """Returns the surroundings of the ops recorded now."""

@@ -1,8 +1,6 @@
 """A step under a plan that only rederives, held against an earlier one that was like it.
 
-The rules are those of [Note: step programs], with the record of `lineage.py` in the place of segments: where a call
-is as it was, the dispatch mode is off while it runs, and what autograd saves is dealt with as it was. Each step has
-values of its own, made from the program's, so that its rederived tensors are those of a step that was recorded.
+The rules are those of [Note: step programs], with flat lists of ops (`derived.py`) in the place of segments.
 
 What has no program: steps in which an op writes to what something is rebuilt from (BatchNorm in training, activations
 in place), random masks and max-pooling's indices in fewer bytes, autocast.
@@ -10,7 +8,9 @@ in place), random masks and max-pooling's indices in fewer bytes, autocast.
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import itertools
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -21,10 +21,11 @@ from torch import nn
 from recoup import _torch
 from recoup.runtime.rebuild.call_forms import CallForm, CallLog, form_of_call
 from recoup.runtime.rebuild.calls import Calls, CallWatch
-from recoup.runtime.rebuild.cheap_ops import OpFacts, known_facts, op_facts
-from recoup.runtime.rebuild.kept import Kept, KeptConstant, KeptView
+from recoup.runtime.rebuild.cheap_ops import VIEW, OpFacts, known_facts, op_facts
+from recoup.runtime.rebuild.derived import Derivation, Derived, FlatOp, Rebuilding
+from recoup.runtime.rebuild.kept import Kept, KeptConstant, KeptView, kept_simply
 from recoup.runtime.rebuild.learning import Learning
-from recoup.runtime.rebuild.lineage import Geometry, Made, Read, Recorder, Value, geometry_of
+from recoup.runtime.rebuild.lineage import Geometry, Recorder, Value, geometry_of
 from recoup.runtime.rebuild.marks import Frame, reads_masks
 from recoup.runtime.rebuild.rederived import Rederived
 from recoup.runtime.rebuild.saved_tensor import pack, rederive, unpack
@@ -56,6 +57,8 @@ class WatchedRecorder(Recorder):
             facts = op_facts(func)
         if self.log is not None and (is_wrapped or not _follows(facts, args)):
             self.log.ops = None
+        if self.learning is not None and not self.learning.is_open and (facts is None or facts.kind != VIEW):
+            self.learning.failed = True  # by code that is no call: what it does in another step nobody would see
         if self.on_write is not None and not is_wrapped and _may_write(facts):
             handed = (*args, *(kwargs or {}).values())
             self.on_write([a for a in handed if isinstance(a, torch.Tensor)])
@@ -67,7 +70,7 @@ def _may_write(facts: OpFacts | None) -> bool:
 
 
 def _follows(facts: OpFacts | None, args: tuple[Any, ...]) -> bool:
-    """Whether what an op returns, its numbers apart, follows from what it is handed, and it writes to nothing."""
+    """Whether the metadata of an op's results follow from its arguments' metadata, and it writes to no argument."""
     if facts is None or _may_write(facts) or (facts.has_dynamic_shape and (not facts.gathers or reads_masks(args))):
         return False
     return facts.label != "aten._to_copy.default" or not _torch.is_autocast()  # casts a parameter once for all
@@ -78,7 +81,11 @@ class _Known(Value):
 
 
 class RederiveProgram(StepProgram):
-    """What a step did. `kept`: what became of each saved tensor; `_graph`: values, each after those it comes from."""
+    """What a step did.
+
+    Attributes:
+        kept: what became of each saved tensor. bases: how values lay, by number. rebuilding: how they are rebuilt.
+    """
 
     def __init__(
         self,
@@ -90,55 +97,18 @@ class RederiveProgram(StepProgram):
         constants: list[tuple[nn.Parameter, int]],
     ) -> None:
         super().__init__(calls, [], [], [], num_slots, constants)
-        self.kept = kept
-        ordered = sorted(values, key=lambda v: v.made.order if v in chained and v.made is not None else 0)
-        self._graph: list[tuple[int, int, Geometry | None, Made | None]] = []
-        mades: dict[int, Made] = {}
-        for value in ordered:
-            made = value.made if value in chained else None
-            if made is not None and made.order not in mades:
-                mades[made.order] = _with_reads(made, values)
-            self._graph.append((values[value], value.output, value.base, None if made is None else mades[made.order]))
-
-    def begin(self) -> list[_Known]:
-        """Returns values for another step, by number."""
-        values = [_Known() for _ in self._graph]
-        mades: dict[int, Made] = {}
-        for number, output, base, made in self._graph:
-            value = values[number]
-            value.base = base
-            if made is not None:
-                if output:
-                    value.output = output
-                own = mades.get(made.order)
-                if own is None:
-                    own = mades[made.order] = _with_reads(made, values)
-                value.made = own
-        return values
-
-
-def _with_reads(made: Made, values: Any) -> Made:
-    """Returns an op that reads `values[value]` where `made` reads `value`: a number for a value, or the reverse."""
-    reads: list[Read] = []
-    args = _mapped(made.args, values, reads)
-    kwargs = made.kwargs
-    if kwargs:
-        kwargs = dict(zip(kwargs, _mapped(tuple(kwargs.values()), values, reads), strict=True))
-    found = Made(made.function, args, kwargs, reads, made.is_flat, made.order)
-    found.written = made.written
-    return found
-
-
-def _mapped(items: Any, values: Any, reads: list[Read]) -> Any:
-    found: list[Any] = []
-    for item in items:
-        if type(item) is Read:
-            read = Read(values[item.value], item.geometry)
-            reads.append(read)
-            found.append(read)
-        else:
-            found.append(_mapped(item, values, reads) if type(item) in (list, tuple) else item)
-    return tuple(found) if type(items) is tuple else found
+        self.bases = {number: value.base for value, number in values.items()}
+        ops = {values[v]: FlatOp(v.made, v, values) for v in chained if v.made is not None}
+        turns = list(itertools.accumulate([kind != CONSTANT for kind, *_ in kept]))
+        saved = {i: (number, sources) for i, (kind, number, _, sources) in enumerate(kept) if kind == REBUILD}
+        self.rebuilding = Rebuilding(ops, saved, turns)
+        # Nobody asks which value those have that are kept once and start nothing.
+        times = collections.Counter([number for _, number, _, _ in kept])
+        read = {n for _, sources in saved.values() for n in sources}
+        self.kept = [
+            (kind, number if kind == REBUILD or times[number] > 1 or number in read else -1, geometry, sources)
+            for kind, number, geometry, sources in kept
+        ]
 
 
 class RederiveLearning(Learning):
@@ -166,6 +136,7 @@ class RederiveLearning(Learning):
             self._recorder.value_of(tensor)
         self.begin(func, None, tensors)
         self._calls[-1].scalars = scalars
+        self._calls[-1].note_items(args, kwargs, tensors)
         self._first = self._recorder._num_made
 
     def end_call(self, form: CallForm | None, out: Any) -> None:
@@ -182,6 +153,7 @@ class RederiveLearning(Learning):
             reads = call.reads
             call.reads = [reads[i] for i in at]
             call.enters = [(at.index(i), slot) for i, slot in call.enters]
+            self._handed_now = self._handed
             if any(kind != KEEP for kind, *_ in self._kept[call.first_save :]):
                 self.failed = True
         self._handed = []
@@ -208,7 +180,7 @@ class RederiveLearning(Learning):
             self.failed = len(sources) < len(packed.sources) or not self._chain(value, set(sources))
         else:
             self.failed = True
-        self.failed = self.failed or (kind == REBUILD and not self._is_open)
+        self.failed = self.failed or (kind == REBUILD and not self.is_open)
         number = -1 if value is None else self._number(value)
         self._kept.append((kind, number, geometry_of(tensor), tuple(map(self._number, sources))))
 
@@ -264,25 +236,31 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 class RederiveRun(StepRun):
     """Follows a program through a step."""
 
-    __slots__ = ("_recorder", "_saves", "_values")
+    __slots__ = ("_bases", "_derivation", "_saves", "_values")
 
     def __init__(self, program: RederiveProgram, slots: list[Any], recorder: Any) -> None:
         super().__init__(program, slots, recorder)
-        self._recorder = recorder
-        self._values = program.begin()
+        self._values: dict[int, _Known] = {}
         self._saves = program.kept
+        self._bases = program.bases
+        self._derivation = Derivation(program.rebuilding, self._constants, self._under)
 
     def next_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> ProgramCall | None:
         """Returns the call that is about to run if it is the program's next; else None, and the program is over."""
         call = super().next_call(func, args, kwargs)
         if call is not None and call.binds and self._is_known(call, parts_of(args, kwargs)[0]):
             return None
-        if call is not None and call.reads_constants:
-            for _, number in call.reads_constants:
-                value = self._values[number]
-                value.constant = constant = self._constants[number]
-                self._recorder.set_value(constant.tensor, value)
         return call
+
+    def takes(self, call: ProgramCall, tensors: Sequence[torch.Tensor]) -> bool:
+        """Notes what later rebuilds start from of a call's tensors; whether they can."""
+        if not super().takes(call, tensors):
+            return False
+        for _, number in call.reads_constants:
+            value = self._values[number] = _Known()
+            value.constant = constant = self._constants[number]
+            self._recorder.set_value(constant.tensor, value)
+        return True
 
     def _is_known(self, call: ProgramCall, handed: Sequence[torch.Tensor]) -> bool:
         """Whether a tensor that should be new to the step lies over memory that something is rebuilt from."""
@@ -294,33 +272,40 @@ class RederiveRun(StepRun):
 
     def pack(self, recorder: Any, tensor: torch.Tensor) -> Any | None:
         """Returns what autograd gets instead of a tensor; None if the program has nothing saved here."""
-        at = self._num_saved
-        if at >= self._end:
+        at = self.num_saved
+        if at >= self.end:
             recorder.stop_program()
             return None
-        self._num_saved = at + 1
+        self.num_saved = at + 1
         kind, number, geometry, sources = self._saves[at]
         if kind == CONSTANT:
-            return KeptConstant(tensor)
-        recorder.turn += 1
+            return tensor, tensor._version
         if number < 0:
-            return Kept(tensor)
-        value = self._values[number]
-        kept = value.alive() if value.kept is not None else None
-        if kept is not None:
+            return kept_simply(tensor)
+        value = self._values.get(number)
+        if value is None:
+            value = self._values[number] = _Known()
+            value.base = self._bases[number]
+            recorder.set_value(tensor, value)
+        elif value.kept is not None and (kept := value.alive()) is not None:
             return kept if geometry_of(kept.tensor) == geometry else KeptView(kept, geometry)
-        recorder.set_value(tensor, value)
         if kind == REBUILD:
-            found = [kept for kept in [self._values[source].alive() for source in sources] if kept is not None]
+            found = [kept for kept in [self._alive(source) for source in sources] if kept is not None]
             if len(found) == len(sources):
-                return Rederived(value, geometry, found, recorder)
+                return Derived(self._derivation, at, number, value, geometry, found)
         kept = Kept(tensor)
         value.kept = weakref.ref(kept)
         return kept
 
-    def end(self, recorder: Any) -> None:
-        """Ends the program before its time: the record knows all that was saved."""
+    def _alive(self, number: int) -> Kept | None:
+        """Returns what keeps a value, if it is still there."""
+        value = self._values.get(number)
+        return None if value is None else value.alive()
+
+    def end_early(self, recorder: Any) -> None:
+        """Ends the program before its time: the record knows what was saved."""
         self.is_on = False
+        recorder.turn += self.num_saved
 
 
 class RederiveCalls(Calls):
@@ -348,7 +333,7 @@ class RederiveWatch(CallWatch):
             recorder.log = None
         form = None
         if not learning.failed and self._learning is not None:
-            if self._calls.may_learn(func):
+            if self._calls.may_learn(func, args):
                 form = form_of_call(func, args, kwargs, out, log, recorder.existing)
             learning.end_call(form, out)
         return out

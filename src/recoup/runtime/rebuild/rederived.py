@@ -25,7 +25,7 @@ _BY_DATA = "another one since it was used, changed through `.data`"
 
 
 class Rederived:
-    """A saved tensor that will be rebuilt: a value, where it starts from, and the geometry it is wanted in."""
+    """A saved tensor that will be rebuilt: its value, the kept tensors its chain starts from, and its geometry."""
 
     __slots__ = (
         "__weakref__",
@@ -238,7 +238,7 @@ class _Rebuild:
         return result
 
     def _used(self, value: Value) -> None:
-        """Counts a read off, after the op that read: until then an op further out may hold the tensor too."""
+        """Counts one read as done, after the op has run: until then an enclosing op may hold the tensor too."""
         left = self._uses[id(value)] = self._uses.get(id(value), 1) - 1
         if left <= 0:
             self._made.pop(id(value), None)

@@ -26,7 +26,7 @@ from recoup.runtime.offload.offloaded_saved_tensor import KeptElsewhere, Returni
 from recoup.runtime.rebuild import shortcuts
 from recoup.runtime.rebuild.chain_search import find_sources
 from recoup.runtime.rebuild.cheap_ops import op_facts
-from recoup.runtime.rebuild.kept import Kept, KeptCompact, KeptConstant, KeptView, Source, on_device
+from recoup.runtime.rebuild.kept import Kept, KeptCompact, KeptConstant, KeptView, Source, on_device, unpacked
 from recoup.runtime.rebuild.lineage import Made, Recorder, Value, current_recorder, geometry_of
 from recoup.runtime.rebuild.rederived import Rederived, paused
 
@@ -161,8 +161,8 @@ def unpack(packed: Any) -> torch.Tensor:
     """Returns the tensor that `pack` was given, kept or rebuilt."""
     if _torch.num_function_modes():
         with _torch.past_function_modes():
-            return packed.unpack()  # type: ignore[no-any-return]
-    return packed.unpack()  # type: ignore[no-any-return]
+            return unpacked(packed)
+    return unpacked(packed)
 
 
 @contextlib.contextmanager

@@ -3,8 +3,9 @@
 [Note: segments]
 1. The forward's ops are recorded (`lineage.py`), matmuls and convolutions too: every op that reads tensors and returns
    new ones. A segment is an interval of them.
-2. A saved tensor whose history leads to held results is not kept: autograd gets a `Rebuilt`, and its segment
-   remembers the sources. What no history leads to (random numbers, opaque kernels, inputs) is held.
+2. A saved tensor whose history leads to held results is not kept: autograd gets a `Rebuilt`, which has its sources.
+   A source goes with the last `Rebuilt` that needs it: what else autograd saved of the segment may wait without it.
+   What no history leads to (random numbers, opaque kernels, inputs) is held.
 3. The first `Rebuilt` of a segment that backward unpacks has all of its segment's rebuilt: each op that is needed runs
    once, in forward order; an intermediate is let go after its last reader, a result after the last who waits for it.
 4. A segment may be rebuilt in *pieces*: its first rebuild ends with what they start from, and each piece is rebuilt
@@ -26,39 +27,42 @@ from recoup.errors import ReplayError
 from recoup.runtime import execution_context
 from recoup.runtime.rebuild.constant import Constant
 from recoup.runtime.rebuild.kept import Kept, Source, changed_since, is_overwritten, laid
-from recoup.runtime.rebuild.lineage import Geometry, Made, Read, Surroundings, Value
+from recoup.runtime.rebuild.lineage import Geometry, Made, Read, Value
 from recoup.runtime.rebuild.op_forms import Noted
 from recoup.runtime.rebuild.rederived import constant_of, fitted, paused
+from recoup.runtime.rebuild.surroundings import Surroundings
 
 
 class Rebuilds(Protocol):
-    """A segment, as those see it who ask for its values."""
+    """The interface of a segment to the handles on its values."""
 
     pending: set[weakref.ref[Wanted]]
 
     def rebuild(self, asked: Wanted) -> None:
-        """Has everybody who waits hold the contents asked for."""
+        """Rebuilds the segment: every pending handle holds its contents afterwards."""
 
 
 class Wanted:
-    """A value of a segment that somebody will ask for: holds its contents from the rebuild until then.
+    """A handle on a value of a segment: holds its contents from the segment's rebuild until it is taken.
 
     Attributes:
+        sources: what keeps the held results that it is rebuilt from.
         number: of the value in a program ([Note: step programs]).
     """
 
-    __slots__ = ("__weakref__", "_ticket", "held", "number", "segment", "value")
+    __slots__ = ("__weakref__", "_ticket", "held", "number", "segment", "sources", "value")
 
-    def __init__(self, value: Value, segment: Rebuilds, number: int = -1) -> None:
+    def __init__(self, value: Value, segment: Rebuilds, sources: list[Source], number: int = -1) -> None:
         self.value = value
         self.segment = segment
+        self.sources = sources
         self.number = number
         self.held: torch.Tensor | None = None
         self._ticket = weakref.ref(self, segment.pending.discard)  # no Python runs when it dies, see `waiting.py`
         segment.pending.add(self._ticket)
 
     def take(self) -> torch.Tensor:
-        """Returns the contents, and is done with them; rebuilds all that is pending if they are not there."""
+        """Returns the contents and drops them here; rebuilds the segment if they are not there yet."""
         if self.held is None:
             self.segment.rebuild(self)
         found, self.held = self.held, None
@@ -72,68 +76,69 @@ class Segment:
 
     Attributes:
         around: the segment that this one is a piece of.
-        pending: those who have still to ask for a value: `Rebuilt`s that backward unpacks, and pieces that start from
-            it.
-        sources: what keeps the held results that its values are rebuilt from.
-        joints: values that are held for its pieces once it was rebuilt. starts: those of `around` that a piece is
-            rebuilt from.
+        pending: handles not taken yet: `Rebuilt`s that backward will unpack, and those of pieces that start from it.
+        joints: values that stay for its pieces once it was rebuilt. starts: those of `around` that a piece is rebuilt
+            from.
     """
 
-    __slots__ = ("__weakref__", "_counts", "_reached", "around", "joints", "pending", "sources", "starts")
+    __slots__ = ("__weakref__", "_counts", "_led", "around", "joints", "pending", "starts")
 
     def __init__(self, around: Segment | None = None) -> None:
         self._counts = execution_context.current_counts()
         self.around = around
         self.pending: set[weakref.ref[Wanted]] = set()
-        self.sources: dict[int, Source] = {}
         self.joints: set[Value] = set()
         self.starts: dict[Value, Wanted] = {}
-        self._reached: set[Value] = set()
+        self._led: dict[Value, tuple[Value, ...]] = {}  # to each value met: the held ones
 
     def reach(self, value: Value) -> list[Source] | None:
-        """Returns the sources that a value is rebuilt from, less those known to the segment; None: it cannot be.
+        """Returns the sources that a value is rebuilt from; None: it cannot be."""
+        held = self._held_below(value)
+        sources = None if held is None else [kept for kept in [v.alive() for v in held] if kept is not None]
+        if held is not None and sources is not None and len(sources) < len(held):  # one went with the graph it was in
+            self._led.clear()
+            return self.reach(value)
+        for source in sources or ():
+            if isinstance(source, Kept):
+                source.is_source = True
+        return sources
 
-        Walks the record back to what is held; what was walked before is known.
-        """
-        around, reached = self.around, self._reached
-        if value in reached:
-            return []
-        found: dict[int, Source] = {}
-        seen: set[Value] = set()
+    def _held_below(self, value: Value) -> tuple[Value, ...] | None:
+        """Returns the held values that lead to a value; walks the record back, less what was walked before."""
+        led = self._led
         stack = [value]
         while stack:
-            current = stack.pop()
-            if current in seen or current in reached:
+            current = stack[-1]
+            if current in led:
+                stack.pop()
                 continue
-            seen.add(current)
             if current.constant is not None:
                 constant, parameter = current.constant, current.constant.tensor
                 if constant.copy is None and (parameter._version != constant.version or not has_memory(parameter)):
                     return None
                 constant.is_source = True
+                led[current] = ()
                 continue
-            if current.kept is not None and (kept := current.alive()) is not None:
-                found[id(kept)] = kept
+            if current.kept is not None and current.alive() is not None:
+                led[current] = (current,)
                 continue
             made = current.made
             if made is None:
                 return None
-            if around is not None and current in around.joints:
-                further = around.reach(current)
+            if self.around is not None and current in self.around.joints:
+                further = self.around.reach(current)
                 if further is None:
                     return None
-                found.update((id(source), source) for source in further)
-                self.starts[current] = Wanted(current, around)
+                self.starts[current] = Wanted(current, self.around, further)
+                led[current] = ()
                 continue
-            stack += made.values
-        reached |= seen
-        if not found:
-            return []
-        for source in found.values():
-            if isinstance(source, Kept):
-                source.is_source = True
-        self.sources.update(found)
-        return list(found.values())
+            ahead = [v for v in made.values if v not in led]
+            if ahead:
+                stack += ahead
+                continue
+            below = {led[v] for v in made.values}
+            led[current] = below.pop() if len(below) == 1 else tuple(dict.fromkeys(v for held in below for v in held))
+        return led[value]
 
     def rebuild(self, asked: Wanted) -> None:
         """Has everybody who waits hold the contents asked for, by running what leads to them."""
@@ -294,9 +299,15 @@ class Rebuilt(Wanted):
     __slots__ = ("_under", "geometry")
 
     def __init__(
-        self, value: Value, geometry: Geometry, segment: Rebuilds, under: Surroundings, number: int = -1
+        self,
+        value: Value,
+        geometry: Geometry,
+        segment: Rebuilds,
+        sources: list[Source],
+        under: Surroundings,
+        number: int = -1,
     ) -> None:
-        super().__init__(value, segment, number)
+        super().__init__(value, segment, sources, number)
         self._under = under
         self.geometry = geometry
 

@@ -26,7 +26,7 @@ from recoup.runtime.rebuild.lineage import Geometry, Made, Read, geometry_of
 def call_over(
     facts: OpFacts, args: Sequence[Any], kwargs: dict[str, Any], *, spare: Sequence[Any], result: Geometry
 ) -> Any | None:
-    """Runs an elementwise op over one of its arguments, if that is in `spare` and the result will fit it exactly.
+    """Runs an elementwise op in place over one of its arguments, if that is in `spare` and has the result's geometry.
 
     Args:
         facts: of the functional overload.

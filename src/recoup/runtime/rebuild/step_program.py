@@ -1,28 +1,32 @@
-"""The program of a step: what a plan by tensor did in one step, to be done again in the next without a record.
+"""The program of a step: the calls and the fate of every saved tensor, replayed in the next step without recording.
 
 [Note: step programs]
 1. A step in which every call of a torch function has a form (`call_forms.py`) is noted: which calls came, with which
    scalars, which tensor was handed from which call to which, and what became of each tensor that autograd saved.
-2. The next step is held against it, call by call (`step_run.py`). The tensors a call is handed are the very objects
-   that earlier calls of this step returned, or parameters, or new to the step; those that are new are looked at as
-   forms look at them. So by induction each tensor lies as it did, and what is saved of it is dealt with as it was.
+2. The next step is compared with it, call by call (`step_run.py`). The tensors passed to a call are the very objects
+   that earlier calls of this step returned, or parameters, or new to the step; of new ones the metadata are compared.
+   So by induction every tensor has the metadata it had, and what is saved of it is kept or rebuilt as before.
 3. What is rebuilt from what is a list of ops on numbered values, one list a segment. Scalars are those of the step at
    hand: a call whose scalars differ is another call.
-4. At the first call that is not the expected one the program ends, and the rest of the step is recorded: what was
-   decided so far rests on calls that have been made. What the program holds for rebuilds is made known to the record.
+4. At the first call that is not the expected one the program ends, and the rest of the step is recorded. What was
+   decided before stays valid: it rests on calls that have run. What the program holds is handed to the record.
+
+Example: `h = relu(linear(x))`. The program has two calls, and says that relu's result, slot 1, is rebuilt from
+linear's. In the next step `linear(x)` is compared by function, scalars and x's metadata, `relu` by being passed the
+very tensor that this `linear` returned. If dropout comes instead of relu, that call and all later ones are recorded.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from recoup import _torch
-from recoup.runtime.rebuild.call_forms import CallForm, flattened
+from recoup.runtime.rebuild.call_forms import SCALARS, SEQUENCES, CallForm, flattened, picker
 from recoup.runtime.rebuild.lineage import PLAIN, Geometry, Value
 from recoup.runtime.rebuild.op_forms import OpForm
 
@@ -42,25 +46,40 @@ class ProgramCall:
         num_ops: counted in it. first_save, end_save, last_save: tensors that autograd saved before it, after it, and
             before the next call.
         deriving: whether saved tensors were rebuilt after it.
+        num, names: of its arguments, of those with a name. pick: returns from the slots what a call like this one is
+            handed, None where that takes a closer look. flags, dtype: what else decides about its ops; see `CallForm`.
+        takes: whether `StepRun.takes` is to be told of its tensors. index: its place. then: the call after it.
+        views: of a call without form, results that are views of what it was handed: position, slot, place of the tensor
+            under it, geometry.
     """
 
     __slots__ = (
         "binds",
         "deriving",
+        "dtype",
         "end_save",
         "enters",
         "first_save",
+        "flags",
         "form",
         "func",
         "gives",
+        "index",
+        "items",
         "keeps",
         "keeps_results",
         "last_save",
         "leaves",
+        "names",
+        "num",
         "num_ops",
+        "pick",
         "reads",
         "reads_constants",
         "scalars",
+        "takes",
+        "then",
+        "views",
     )
 
     def __init__(self, func: Any, form: CallForm | None, reads: list[int]) -> None:
@@ -75,9 +94,79 @@ class ProgramCall:
         self.keeps_results: Sequence[tuple[int, int]] = ()
         self.reads_constants: Sequence[tuple[int, int]] = ()
         self.scalars: Any = None
-        self.num_ops = 0
+        self.items: Sequence[Any] | None = None
+        self.num = self.num_ops = self.index = 0
+        self.names: tuple[str, ...] = ()
+        self.pick: Callable[[list[Any]], Sequence[Any]] | None = None
+        self.flags: tuple[Any, ...] | None = None
+        self.dtype: torch.dtype | None = None
+        self.takes = False
+        self.views: Sequence[tuple[int, int, int, Geometry]] = ()
+        self.then: ProgramCall | None = None
         self.first_save = self.end_save = self.last_save = 0
         self.deriving = True
+
+    def note_items(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None, tensors: Sequence[Any]) -> None:
+        """Notes what it was handed: the number of each tensor among `tensors`, anything else as it is."""
+        places = {id(tensor): i for i, tensor in enumerate(tensors)}
+        items: list[Any] = []
+        for item in (*args, *kwargs.values()) if kwargs else args:
+            if isinstance(item, torch.Tensor):
+                items.append(_Place(places[id(item)]))
+            elif type(item) in SCALARS or is_flat(item):
+                items.append(list(item) if type(item) is list else item)
+            else:
+                return
+        self.items = items
+        self.names = tuple(kwargs or ())
+
+    def prepare(self, slots: list[Any]) -> None:
+        """Adds its scalars to the slots of a program, so that a call like it is handed what is in some slots."""
+        assert self.form is not None
+        if self.items is None or self.binds or len(self.form.state) > 1:  # autocast is looked at
+            return
+        places = []
+        for item in self.items:
+            if type(item) is _Place:
+                places.append(self.reads[item.number])
+            else:
+                places.append(len(slots))
+                slots.append(item)
+        self.num = len(places)
+        self.pick = picker(places)
+        self.dtype, self.flags = self.form.state[0], self.form.attention_flags
+        self.takes = bool(self.keeps or self.reads_constants)
+
+    def is_like(self, items: Sequence[Any], wanted: Sequence[Any]) -> bool:
+        """Whether what a call is handed is equal to what it should be, where it is not the very same."""
+        for item, want in zip(items, wanted, strict=True):
+            if item is want:
+                continue
+            kind = type(item)
+            if kind is not type(want):
+                return False
+            if kind in SEQUENCES:
+                if [*map(type, item)] != [*map(type, want)] or item != want:  # so that there is no tensor in it
+                    return False
+                if 0.0 in item and repr(item) != repr(want):  # zero has two signs
+                    return False
+            elif kind not in SCALARS or item != want or (kind is float and item == 0 and repr(item) != repr(want)):
+                return False
+        return True
+
+
+class _Place:
+    """Stands for a tensor among a call's arguments: its number."""
+
+    __slots__ = ("number",)
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+def is_flat(item: Any) -> bool:
+    """Whether it is a sequence of scalars."""
+    return (type(item) in SEQUENCES) and all([type(part) in SCALARS for part in item])
 
 
 def parts_of(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> tuple[list[Any], list[Any]]:
@@ -107,7 +196,7 @@ class SegmentProgram:
             a piece starts from. bases: geometry of what fills a value's storage.
     """
 
-    __slots__ = ("_known", "around", "bases", "constants", "ops", "sources", "starts")
+    __slots__ = ("_known", "_led", "around", "bases", "constants", "ops", "sources", "starts")
 
     def __init__(self, around: int) -> None:
         self.around = around
@@ -117,6 +206,16 @@ class SegmentProgram:
         self.starts: set[int] = set()
         self.bases: dict[int, Geometry] = {}
         self._known: dict[frozenset[int], list[Any]] = {}
+        self._led: dict[int, tuple[int, ...]] = {}
+
+    def sources_of(self, wanted: int) -> tuple[int, ...]:
+        """Returns the numbers of the sources that lead to a value."""
+        if not self._led:
+            self._led.update((number, (number,)) for number in self.sources)
+            for _, reads, results in self.ops:
+                below = tuple(dict.fromkeys(source for read in reads for source in self._led.get(read, ())))
+                self._led.update((number, below) for _, number in results)
+        return self._led.get(wanted, ())
 
     def leading_to(self, wanted: frozenset[int]) -> list[Any]:
         """Returns the ops that lead to these values: form, reads, results that are read or wanted, numbers to let go.
@@ -152,8 +251,10 @@ class StepProgram:
 
     Attributes:
         calls: in order. saves: what becomes of each tensor that autograd saves. segments: how each is rebuilt.
-        values: one for each number, with the geometry of what fills its storage. num_slots: of tensors.
-        constants: parameters and the slots they lie in.
+        values: one for each number, with the geometry of what fills its storage. end: stands behind the last call.
+
+    Args:
+        num_slots: of tensors. constants: parameters and the slots they lie in.
     """
 
     def __init__(
@@ -166,10 +267,18 @@ class StepProgram:
         constants: list[tuple[nn.Parameter, int]],
     ) -> None:
         self.calls = calls
+        self.end = ProgramCall(None, None, [])
+        for i, call in enumerate([*calls, self.end]):
+            call.index = i
+            if i:
+                calls[i - 1].then = call
+        self._template: list[Any] = [None] * num_slots
+        for call in calls:
+            if call.form is not None:
+                call.prepare(self._template)
         self.saves = saves
         self.segments = segments
         self.values = values
-        self.num_slots = num_slots
         self._constants = [(weakref.ref(parameter), slot) for parameter, slot in constants]
         self._guard = _torch.tensor_guard([parameter for parameter, _ in constants]) if constants else None
         self._offsets = [parameter.storage_offset() for parameter, _ in constants]
@@ -180,7 +289,7 @@ class StepProgram:
 
     def slots(self) -> list[Any] | None:
         """Returns the slots at the beginning of a step: parameters are in theirs. None if they are not as they were."""
-        slots: list[Any] = [None] * self.num_slots
+        slots = self._template.copy()
         parameters = []
         for ref, slot in self._constants:
             slots[slot] = parameter = ref()

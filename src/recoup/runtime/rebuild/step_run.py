@@ -1,4 +1,4 @@
-"""A step that is held against the program of an earlier one, see [Note: step programs]."""
+"""A step that follows the program of an earlier one as long as their calls are equal, see [Note: step programs]."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from recoup import _torch
 from recoup.runtime import execution_context
 from recoup.runtime.rebuild.constant import Constant
-from recoup.runtime.rebuild.kept import Kept, KeptConstant, KeptView, laid
+from recoup.runtime.rebuild.kept import Kept, KeptView, Source, kept_simply, laid
 from recoup.runtime.rebuild.lineage import Value, geometry_of
 from recoup.runtime.rebuild.rederived import fitted, paused
 from recoup.runtime.rebuild.segments import Rebuilt, Segment, Wanted, has_memory, parameter_of
@@ -19,16 +19,16 @@ from recoup.runtime.rebuild.step_program import CONSTANT, REBUILD, ProgramCall, 
 
 
 class SegmentRun:
-    """A segment of a step that follows a program: what `Segment` is to a record.
+    """A segment of a step that follows a program, in the place of a recorded step's `Segment`.
 
     Attributes:
-        pending: as `Segment`'s. sources: what keeps the values that it starts from, by number.
+        pending: as `Segment`'s.
 
     Args:
         around: the run of the segment that this is a piece of. values: by number.
     """
 
-    __slots__ = ("__weakref__", "_constants", "_counts", "_program", "_starts", "pending", "sources")
+    __slots__ = ("__weakref__", "_constants", "_counts", "_late", "_program", "_sources", "_starts", "pending")
 
     def __init__(
         self, program: SegmentProgram, constants: dict[int, Constant], around: SegmentRun | None, values: list[Value]
@@ -37,10 +37,34 @@ class SegmentRun:
         self._program = program
         self._constants = constants
         self.pending: set[weakref.ref[Wanted]] = set()
-        self.sources: dict[int, Kept] = {}
+        self._sources: dict[int, weakref.ref[Kept]] = {}
+        self._late: dict[int, list[list[Source]]] = {}
         self._starts: dict[int, Wanted] = {}
         if around is not None:
-            self._starts = {number: Wanted(values[number], around, number) for number in program.starts}
+            starts = {n: Wanted(values[n], around, around.sources_of(n), n) for n in program.starts}
+            self._starts = starts
+
+    def sources_of(self, number: int) -> list[Source]:
+        """Returns what keeps the held values that lead to a value; those that are kept later join the list then."""
+        found: list[Source] = []
+        for source in self._program.sources_of(number):
+            kept = self._kept(source)
+            if kept is None:
+                self._late.setdefault(source, []).append(found)
+            else:
+                found.append(kept)
+        return found
+
+    def keep(self, number: int, kept: Kept) -> None:
+        """Notes what keeps a held value that something is rebuilt from."""
+        kept.is_source = True
+        self._sources[number] = weakref.ref(kept)
+        for sources in self._late.pop(number, ()):
+            sources.append(kept)
+
+    def _kept(self, number: int) -> Kept | None:
+        ref = self._sources.get(number)
+        return None if ref is None else ref()
 
     def rebuild(self, asked: Wanted) -> None:
         """Has everybody who waits hold the contents asked for, by running what leads to them."""
@@ -84,7 +108,7 @@ class SegmentRun:
         return here
 
     def _start(self, number: int) -> torch.Tensor:
-        kept = self.sources.get(number)
+        kept = self._kept(number)
         if kept is not None:
             return kept.contents().detach()
         return parameter_of(self._constants[number])
@@ -94,28 +118,34 @@ class StepRun:
     """Follows a program through a step.
 
     Attributes:
-        is_on: until a call is another than the program's.
+        is_on: until a call is another than the program's. call: the one that should come next. slots: what was handed
+            from call to call. num_saved: tensors that autograd has saved; it may save until `end`.
     """
 
     __slots__ = (
-        "_at",
         "_constants",
-        "_end",
+        "_handed",
         "_kept",
-        "_num_saved",
         "_program",
+        "_recorder",
         "_segments",
-        "_slots",
         "_under",
+        "call",
+        "end",
         "is_on",
+        "num_saved",
+        "slots",
     )
 
     def __init__(self, program: StepProgram, slots: list[Any], recorder: Any) -> None:
         self._program = program
-        self._slots = slots
+        self.slots = slots
         self._under = recorder.surroundings()
-        self._at = self._num_saved = 0
-        self._end = program.calls[0].first_save if program.calls else 0
+        self.call = program.calls[0] if program.calls else program.end
+        self.num_saved = 0
+        self.end = self.call.first_save
+        self._recorder = recorder
+        self._handed: Sequence[torch.Tensor] = ()
         self._kept: dict[int, Kept] = {}
         self._constants: dict[int, Constant] = {}
         self._segments: dict[int, SegmentRun] = {}
@@ -124,13 +154,12 @@ class StepRun:
     @property
     def is_done(self) -> bool:
         """Whether the program was followed to its end."""
-        return self.is_on and self._at == len(self._program.calls)
+        return self.is_on and self.call is self._program.end
 
     def next_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> ProgramCall | None:
         """Returns the call that is about to run if it is the program's next; else None, and the program is over."""
-        calls = self._program.calls
-        at = self._at
-        if at == len(calls) or (call := calls[at]).func is not func or self._num_saved != call.first_save:
+        call = self.call
+        if call.func is not func or self.num_saved != call.first_save or call.then is None:
             return None
         form = call.form
         if form is None:
@@ -138,75 +167,94 @@ class StepRun:
             if scalars != call.scalars or len(handed) != len(call.reads) or not self._are_read(call, handed):
                 return None
             for slot in call.leaves:
-                self._slots[slot] = None
+                self.slots[slot] = None
             self._take(call, handed)
-            self._at = at + 1
-            self._end = call.end_save
+            self._handed = handed if call.views else ()
+            self.call = call.then
+            self.end = call.end_save
             return call
         tensors = form.tensors(args, kwargs) if call.binds else form.alike(args, kwargs)
         if tensors is None:
             return None
-        slots = self._slots
-        for tensor, slot in zip(tensors, call.reads, strict=True):
-            if slot >= 0 and slots[slot] is not tensor:
-                return None
+        if not self._are_read(call, tensors) or not self.takes(call, tensors):
+            return None
+        for slot in call.leaves:
+            self.slots[slot] = None
+        if call.enters:
+            self._take(call, tensors)
+        self.call = call.then
+        self.end = call.end_save
+        return call
+
+    def takes(self, call: ProgramCall, tensors: Sequence[torch.Tensor]) -> bool:
+        """Notes what later rebuilds start from of a call's tensors; whether they can."""
         for position, number in call.reads_constants:
             tensor = tensors[position]
             if number not in self._constants:
                 parameter = tensor if isinstance(tensor, torch.nn.Parameter) else tensor._base  # or a view of one
                 if not isinstance(parameter, torch.nn.Parameter) or not has_memory(parameter):
-                    return None
+                    return False
                 constant = self._constants[number] = Constant(parameter)
                 constant.is_source = True
-        for slot in call.leaves:
-            slots[slot] = None
-        if call.enters or call.keeps:
-            self._take(call, tensors)
-        self._at = at + 1
-        self._end = call.end_save
-        return call
+        for position, number in call.keeps:
+            self._keep(number, tensors[position])
+        return True
 
     def _are_read(self, call: ProgramCall, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether these are the very tensors that the call reads."""
-        slots = self._slots
+        slots = self.slots
         for tensor, slot in zip(tensors, call.reads, strict=True):
             if slot >= 0 and slots[slot] is not tensor:
                 return False
         return True
 
     def _take(self, call: ProgramCall, tensors: Sequence[torch.Tensor]) -> None:
-        """Notes what a call is handed."""
+        """Notes what is new among what a call is handed."""
         for position, slot in call.enters:
-            self._slots[slot] = tensors[position]
-        for position, number in call.keeps:
-            self._keep(number, tensors[position])
+            self.slots[slot] = tensors[position]
+        if call.form is None:
+            for position, number in call.keeps:
+                self._keep(number, tensors[position])
 
     def returned(self, call: ProgramCall, out: Any) -> None:
         """Called when a call of the program has returned."""
         for position, slot in call.gives:
-            self._slots[slot] = out if position < 0 else out[position]
+            self.slots[slot] = out if position < 0 else out[position]
+        for position, slot, place, geometry in call.views:
+            view = out if position < 0 else out[position]
+            under = self._handed[place]
+            if geometry_of(view) != geometry or view.untyped_storage()._cdata != under.untyped_storage()._cdata:
+                self._recorder.stop_program()
+                return
+            self.slots[slot] = view
+        self._handed = ()
+        self.keep_results(call, out)
+        self.end = call.last_save
+
+    def keep_results(self, call: ProgramCall, out: Any) -> None:
+        """Holds what the program holds of a call's results."""
         for position, number in call.keeps_results:
             self._keep(number, out if position < 0 else out[position])
-        self._end = call.last_save
 
     def pack(self, recorder: Any, tensor: torch.Tensor) -> Any | None:
         """Returns what autograd gets instead of a tensor; None if the program has nothing saved here."""
-        at = self._num_saved
-        if at >= self._end:
+        at = self.num_saved
+        if at >= self.end:
             recorder.stop_program()
             return None
-        self._num_saved = at + 1
+        self.num_saved = at + 1
         kind, segment, number, geometry = self._program.saves[at]
         if kind == CONSTANT:
-            return KeptConstant(tensor)
+            return tensor, tensor._version
         recorder.turn += 1
         if kind == REBUILD:
             value = self._program.values[number]
             wanted = geometry or value.base
             assert wanted is not None
-            return Rebuilt(value, wanted, self._segment(segment), self._under, number)
+            run = self._segment(segment)
+            return Rebuilt(value, wanted, run, run.sources_of(number), self._under, number)
         if number < 0:
-            return Kept(tensor)
+            return kept_simply(tensor)
         kept = self._kept.get(number)
         if kept is None:
             kept = Kept(tensor)
@@ -232,10 +280,9 @@ class StepRun:
     def _own(self, number: int, kept: Kept) -> None:
         self._kept[number] = kept
         for segment in self._program.holders.get(number, ()):
-            kept.is_source = True
-            self._segment(segment).sources[number] = kept
+            self._segment(segment).keep(number, kept)
 
-    def end(self, recorder: Any) -> None:
+    def end_early(self, recorder: Any) -> None:
         """Ends the program before its time: what it holds is made known to the record."""
         self.is_on = False
         for kept in self._kept.values():
@@ -243,5 +290,5 @@ class StepRun:
             value.kept = weakref.ref(kept)
             recorder.set_value(kept.tensor, value)
         recorder.segment = Segment()
-        if self._at:
-            recorder.deriving = self._program.calls[self._at - 1].deriving
+        if self.call.index:
+            recorder.deriving = self._program.calls[self.call.index - 1].deriving

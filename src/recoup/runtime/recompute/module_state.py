@@ -23,13 +23,12 @@ import torch
 from torch import nn
 
 from recoup.runtime.recompute.rng_state import version_of
-from recoup.thresholds import SMALL_BYTES
+from recoup.thresholds import MOST_OBJECTS, SMALL_BYTES
 
 _HOOKS = frozenset(k for k in nn.Module().__dict__ if "forward" in k or "backward" in k)
 _SKIPPED = (frozenset(nn.Module().__dict__) | {"forward"}) - _HOOKS - {"training", "_buffers"}
 _ATOMS = frozenset([int, float, bool, str, bytes, type(None), tuple, torch.dtype, torch.device, torch.Size])
 _CONTAINERS = frozenset([list, dict, set, collections.deque, collections.OrderedDict])
-_MAX_OBJECTS = 1000  # per region that are looked through for tensors
 _FUNCTIONS = (
     types.FunctionType,
     types.MethodType,
@@ -218,7 +217,7 @@ class AttributeState:
     def _add_objects(self, objects: Iterable[Any]) -> None:
         seen: set[int] = set()
         queue = [("its argument", o) for o in objects]
-        while queue and len(seen) < _MAX_OBJECTS:
+        while queue and len(seen) < MOST_OBJECTS:
             path, item = queue.pop()
             if id(item) in seen or not _is_state(item):
                 continue

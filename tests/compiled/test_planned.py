@@ -1,0 +1,55 @@
+"""Levels read off the code that inductor writes, without a compiler."""
+
+from __future__ import annotations
+
+import torch
+
+from recoup.compiled.planned import GraphCode, planned_levels
+
+_HEAD = """
+import torch
+from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.select_algorithm import extern_kernels
+async_compile = AsyncCompile()
+cpp_fused_0 = async_compile.cpp_pybinding(["float*"], "no code")
+async_compile.wait(globals())
+del async_compile
+"""
+_FORWARD = """
+def call(args):
+    weight, x = args
+    args.clear()
+    assert_size_stride(x, (8, 16), (16, 1), "input")
+    buf0 = empty_strided_cpu((8, 16), (16, 1), torch.float32)
+    extern_kernels.mm(x, weight, out=buf0)
+    buf1 = empty_strided_cpu((8, 16), (16, 1), torch.float32)
+    cpp_fused_0(buf0, buf1)
+    buf2 = buf0; del buf0  # reuse
+    buf3 = empty_strided_cpu((), (), torch.float32)
+    cpp_fused_0(buf1, buf2, buf3)
+    return (buf3, weight, reinterpret_tensor(buf2, (16, 8), (1, 16), 0))
+"""
+_BACKWARD = """
+def call(args):
+    weight, permute, tangents_1 = args
+    args.clear()
+    buf0 = empty_strided_cpu((16, 16), (16, 1), torch.float32)
+    extern_kernels.mm(permute, reinterpret_tensor(permute, (8, 16), (16, 1), 0), out=buf0)
+    del permute
+    buf1 = empty_strided_cpu((8, 16), (16, 1), torch.float32)
+    cpp_fused_0(tangents_1, weight, buf1)
+    return (buf0, buf1)
+"""
+
+
+def test_levels_of_code_that_allocates_reuses_and_deletes() -> None:
+    weight, x, loss = torch.empty(16, 16), torch.empty(8, 16), torch.empty(())
+    forward = GraphCode(("weight", "x"), ("loss", "weight", "permute"), (weight, x), _HEAD + _FORWARD)
+    backward = GraphCode(("weight", "permute", "tangents_1"), ("dw", "dx"), (weight, x.t(), loss), _HEAD + _BACKWARD)
+    found = planned_levels(forward, backward, 1)
+    row, square = 8 * 16 * 4, 16 * 16 * 4
+    assert max(level for level, _ in found.forward) == 2 * row + 4  # the input and the weight are not the step's
+    assert found.held_bytes == row
+    assert found.backward[0][0] == row + 4  # what is held, and the gradient of the loss
+    assert max(level for level, _ in found.backward) == square + row + 4
+    assert sorted({level for level, _ in found.backward}) == [row + 4, row + 4 + square]
