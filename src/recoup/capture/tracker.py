@@ -21,6 +21,7 @@ from recoup._pytree import argument_tensors
 from recoup._storages import dense_parts
 from recoup.capture import repeats
 from recoup.capture.island import UNKNOWN, Island
+from recoup.capture.last_op import LastOp
 from recoup.capture.op_cache import FakeResults
 from recoup.capture.records import OpRecord, StorageRecord
 from recoup.errors import UsageError
@@ -103,7 +104,7 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
         self._node_numbers: list[int] = []
         self._node_calls: list[int] = []
         self._backward_origin = (-1, -1)
-        self._last: tuple[Any, dict[int, weakref.ref[torch.Tensor]]] = (None, {})  # no op where gradients are off
+        self._last_op = LastOp()
 
         self._died: list[_Handle] = []  # since the last op; storages die without Python, see `runtime.waiting`
 
@@ -217,16 +218,10 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
         if last < 0 or index is None or self._storages[index].alloc_op != last:
             return last + 1
         # Fresh from the last op: its own result if that op saves it, else an input of the next one.
-        func, unsaved = self._last
-        if func is not None:
-            for position, get in unsaved.items():
-                result = get()
-                if result is not None and self.find(result) == index and _saves_result(result.grad_fn, func, position):
-                    del unsaved[position]  # once
-                    return last
-            return last + 1
-        # Inside a `Function` no op saves: the call's own, unless another has begun, whose first op takes it.
-        return last if self.ops[last].call == self.call else last + 1
+        mine = self._last_op.saves(lambda result: self.find(result) == index)
+        if mine is None:  # unknown: the call's own, unless another has begun, whose first op takes it as an input
+            mine = self.ops[last].call == self.call
+        return last if mine else last + 1
 
     def rederived(self, tensor: torch.Tensor, sources: list[torch.Tensor]) -> None:
         """Notes that a saved tensor will be rebuilt from `sources`, for the call and op that save it now."""
@@ -307,8 +302,7 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
         self._bury()
         self.ops.append(OpRecord(signature, call, origin, self.phase, execution_context.is_recomputing(), inputs, new))
         if self.phase in ("forward", "loss"):
-            results = {position: weakref.ref(result) for position, result in enumerate(outputs)}
-            self._last = (func if torch.is_grad_enabled() else None, results)
+            self._last_op.note(func, outputs)
         facts = op_facts(func)
         if facts.written or facts.written_names:
             self._note_writes(facts, index, args, kwargs)
@@ -317,7 +311,7 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
             for position in SILENT_WRITERS[short]:
                 if position < len(args) and isinstance(args[position], torch.Tensor) and any(a is True for a in args):
                     self.writes.append((index, self._index(args[position], "buffer", -1, name)))
-        if _is_random(func):
+        if torch.Tag.nondeterministic_seeded in func.tags:
             self.random_ops.append(index)
 
     def mark(self) -> int:
@@ -402,18 +396,5 @@ def _collect(items: Any, tensors: list[torch.Tensor]) -> None:
             _collect(item, tensors)
 
 
-def _saves_result(node: Any, func: Any, position: int) -> bool:
-    """Whether the node of `func` saves that one of its results; a `Function`'s node does not say: it is taken to."""
-    saved = _torch.saved_names(node) if node is not None else frozenset()
-    if saved is None:
-        return True
-    name = func._schema.returns[position].name if position < len(func._schema.returns) else None
-    return not saved.isdisjoint((name, "result", f"result{position}"))
-
-
 def _is_plain(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided
-
-
-def _is_random(func: Any) -> bool:
-    return torch.Tag.nondeterministic_seeded in func.tags
