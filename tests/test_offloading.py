@@ -214,6 +214,7 @@ class Counting(InlineTransport):
     """Counts the bytes that are there: what it hands out lives as long as they do."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.now = self.most = 0
 
     def put(self, flat: torch.Tensor) -> Any:

@@ -6,9 +6,13 @@ import ctypes
 import enum
 import errno
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+
+from recoup.thresholds import ESTIMATE_SHARE
+from recoup.units import format_bytes
 
 # A CPU's allocator, its kernels' scratch memory (C++, oneDNN) and drivers say it in words alone.
 _WORDS = (
@@ -39,19 +43,54 @@ LARGE_BLOCK_BYTES = 1 << 18
 """Blocks from here on are mapped by themselves (where memory is limited), so that freeing one gives it back."""
 
 
+class HostMemoryError(MemoryError):
+    """Host memory that was not taken, because it is not there; the message has the numbers."""
+
+
+class HostRoom:
+    """The host memory that is available, less a margin for what else runs there.
+
+    The system hands out memory that it does not have, and ends a process that writes to it: so it is asked before.
+    """
+
+    def __init__(self) -> None:
+        self._margin_bytes = int(available_host_bytes() * ESTIMATE_SHARE)
+
+    def check(self, nbytes: int, what: str) -> None:
+        """Raises HostMemoryError unless `nbytes` more can be allocated for `what`."""
+        left = available_host_bytes()
+        if nbytes > left - self._margin_bytes:
+            raise HostMemoryError(
+                f"{what} needs {format_bytes(nbytes)} of host memory, and {format_bytes(left)} are available, of which "
+                f"{format_bytes(self._margin_bytes)} are left to others"
+            )
+
+
 def is_allocation_failure(error: BaseException | None) -> bool:
     """Whether an error, or one that it was raised from, says that memory could not be allocated, on any device."""
+    return any(map(_says_no_memory, _causes(error)))
+
+
+def host_memory_error(error: BaseException | None) -> HostMemoryError | None:
+    """Returns the HostMemoryError that an error is or was raised from, if there is one."""
+    return next((e for e in _causes(error) if isinstance(e, HostMemoryError)), None)
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yields an error and those that it was raised from."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
-        if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-            return True
-        if isinstance(error, OSError) and error.errno == errno.ENOMEM:
-            return True
-        if isinstance(error, RuntimeError) and any(words in str(error) for words in _WORDS):
-            return True
+        yield error
         error = error.__cause__
-    return False
+
+
+def _says_no_memory(error: BaseException) -> bool:
+    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+        return True
+    if isinstance(error, RuntimeError) and any(words in str(error) for words in _WORDS):
+        return True
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError))
 
 
 def available_bytes(device: torch.device) -> int:

@@ -21,6 +21,7 @@ from recoup.cost.roofline import RooflineCost
 from recoup.ir.decision import Decision, Recompute, TileLoss, TileModule
 from recoup.recurrent import checkpoint_timesteps, scan, unroll
 from recoup.runtime.apply import apply_decisions
+from recoup.runtime.tile.module import tiled
 from tests.cuda_stub.kit import stub
 from tests.cuda_stub.models import perceptron, transformer
 
@@ -260,7 +261,9 @@ WAITS = ("syncs", "event_syncs")
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_step_waits_no_more_than_the_plain_one(case: str) -> None:
+def test_a_step_waits_no_more_than_the_plain_one(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Once for a module, before its first step; it compares values, which are what a block held before.
+    monkeypatch.setattr(tiled, "_compare", lambda tiling: None)
     gc.collect()
     torch.cuda.empty_cache()  # of what tests before this one left: new memory is zeros, which proofs compare
     plain, ours, around = CASES[case]()

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import recoup
+from recoup import _allocation
 from recoup.capture.capture import StepSpec, capture
 from recoup.capture.step import Objective
 from recoup.errors import InternalError, UsageError
@@ -80,6 +81,14 @@ def test_gradients_bit_equal(name: str, make: Any, keep_last: int) -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
     assert moved.num_blocks > (1 if name != "recurrent" else 0)
     assert (moved.bytes_back == moved.bytes_out) if not keep_last else (moved.bytes_back < moved.bytes_out)
+
+
+def test_host_memory_that_is_not_there_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_allocation, "_of_the_machine", lambda: 1 << 20)
+    transport = InlineTransport()
+    assert transport.get(transport.put(torch.ones(1 << 19, dtype=torch.uint8))).sum() == 1 << 19
+    with pytest.raises(MemoryError, match=r"needs 1\.0 MiB of host memory, and 1\.0 MiB are available"):
+        transport.put(torch.ones(1 << 20, dtype=torch.uint8))  # the machine keeps a margin
 
 
 def test_bytes_moved_are_the_saved_bytes_of_the_captured_step() -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from recoup import _torch, progress
+from recoup._allocation import HostRoom
 from recoup.capture.optimizer import OptimizerLike
 from recoup.capture.step import Objective
 from recoup.compiled.combine import Combination, StepLevels, combinations, combined
@@ -280,7 +281,7 @@ class CompiledFitting:
         with calling(call):
             result = self.bench.step(take=True)
         assert result is not None
-        result = on_host(result)
+        result = on_host(result, HostRoom())
         self.bench.restore()
         return result
 

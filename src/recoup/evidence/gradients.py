@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from recoup._allocation import HostRoom
 from recoup._storages import dense_parts
 from recoup.capture.snapshot import Snapshot, random_state
 from recoup.evidence.noise import NOISE_FACTOR
@@ -54,8 +55,14 @@ def take_result(
     )
 
 
-def on_host(result: StepResult) -> StepResult:
-    """Returns the result with its gradients in host memory: on a device they would be in the next step's peak."""
+def on_host(result: StepResult, room: HostRoom) -> StepResult:
+    """Returns the result with its gradients in host memory: on a device they would be in the next step's peak.
+
+    Raises:
+        HostMemoryError: if there is no room for them.
+    """
+    moved = [g for g in result.gradients.values() if g is not None and g.device.type != "cpu"]
+    room.check(sum(g.nbytes for g in moved), "a copy of the gradients")
     gradients = {name: g if g is None else g.to("cpu") for name, g in result.gradients.items()}
     return dataclasses.replace(result, gradients=gradients)
 
@@ -225,10 +232,15 @@ def pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     yield from torch.split(tensor, max(tensor.shape[dim] * ASIDE_ELEMENTS // tensor.numel(), 1), dim)
 
 
-def in_host_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a contiguous copy of a dense tensor in host memory; copied in pieces, so that the device needs little."""
+def in_host_memory(tensor: torch.Tensor, room: HostRoom) -> torch.Tensor:
+    """Returns a contiguous copy of a dense tensor in host memory; copied in pieces, so that the device needs little.
+
+    Raises:
+        HostMemoryError: if there is no room for it.
+    """
     if tensor.device.type == "cpu":
         return tensor.contiguous()
+    room.check(tensor.nbytes, "a tensor saved for backward")
     host = torch.empty(tensor.shape, dtype=tensor.dtype)
     for to, piece in zip(pieces(host), pieces(tensor), strict=True):
         to.copy_(piece)

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from recoup import _torch
+from recoup._allocation import HostRoom
 from recoup._interrupts import let_in
 from recoup.evidence.gradients import equal_values, in_host_memory, pieces
 from recoup.runtime import execution_context
@@ -67,9 +68,11 @@ class _Original:
         if audit.aside is not None and tensor.nbytes >= SMALL_BYTES and tensor.layout is torch.strided:
             self.shape, self.dtype = tensor.shape, tensor.dtype
             with torch.no_grad(), _torch.without_dispatch_modes():
-                host = in_host_memory(here)
-                self._handle = audit.aside.put(host.reshape(-1).view(torch.uint8))
-            self.tensor = None
+                host = in_host_memory(here, audit.room)
+                if tensor.device.type == "cpu":
+                    self._handle, self.tensor = audit.aside.put(host.reshape(-1).view(torch.uint8)), None
+                else:
+                    self.tensor, self.version = host, host._version
         self.order = audit.num_kept
         self.op, self.module = audit.origin(tensor)
 
@@ -124,12 +127,14 @@ class Audit(_torch.dispatch_mode_class()):  # type: ignore[misc]
         divergences: what differed, as found.
         num_compared: tensors compared.
         coarsest: the floating dtype of the lowest precision among what ops returned.
-        aside: where what is kept is moved to, None: it stays in memory.
+        aside: where what is kept is moved to, None: it stays in memory. From a device it goes to host memory.
+        room: the host's.
     """
 
     def __init__(self, model: nn.Module, aside: Transport | None = None) -> None:
         super().__init__()
         self.aside = aside
+        self.room = HostRoom()
         self.coarsest: torch.dtype | None = None
         self._paths = {id(m): path for path, m in model.named_modules()}
         self.buffers = frozenset(_address(b) for b in model.buffers())

@@ -12,6 +12,8 @@ planned steps in turn. The model's whole state is put back.
    file: the same kernels on the same bytes. So do the audit's originals. It is not metered or timed then.
 3. Where even that fails, the values, and replays with what they stand for, are compared on half the batch, and on
    half of that.
+4. Host memory is asked for before it is taken (`HostRoom`): a process that takes more than there is is killed. Without
+   room for the copies of rule 1 nothing is run; without room for those of rule 2, rule 3 holds.
 
 [Note: kernels without a fixed order of summation] A plan has the plain step run the same kernels on the same bits; that
 is all that it can promise. On a GPU the backward of flash and cuDNN attention, of embeddings and of scatters adds with
@@ -32,12 +34,19 @@ from typing import Any, TypeVar
 from torch import nn
 
 from recoup import progress
-from recoup._allocation import available_bytes, is_allocation_failure
+from recoup._allocation import (
+    HostMemoryError,
+    HostRoom,
+    available_bytes,
+    host_memory_error,
+    is_allocation_failure,
+)
 from recoup._pytree import first_half, num_rows
 from recoup.capture.optimizer import OptimizerLike, check_optimizer
 from recoup.capture.snapshot import untouched
 from recoup.capture.step import Objective
 from recoup.errors import RecoupError, StepOutOfMemory, UsageError
+from recoup.evidence.deterministic import deterministic_kernels, is_without_deterministic_kernel
 from recoup.evidence.gradients import (
     Comparison,
     StepResult,
@@ -47,7 +56,7 @@ from recoup.evidence.gradients import (
     rounding_noise,
 )
 from recoup.evidence.memory import measure_peak, meter_name, storage_bytes
-from recoup.evidence.noise import NOISE_FACTOR, deterministic_kernels, is_without_deterministic_kernel
+from recoup.evidence.noise import NOISE_FACTOR
 from recoup.evidence.replay_audit import Audit
 from recoup.evidence.speed import time_ratio
 from recoup.evidence.step_bench import StepBench
@@ -80,8 +89,8 @@ def verify_plan(
         timed: whether to time plain and planned steps in turn, for about `max_seconds`.
 
     Raises:
-        UsageError: if the model is on `meta`: there is nothing to run. StepOutOfMemory: if the planned step, or a plain
-            one to compare with, does not fit; says how much is needed.
+        UsageError: if the model is on `meta`: there is nothing to run; or if the host lacks memory.
+        StepOutOfMemory: if the planned step, or a plain one to compare with, does not fit; says how much is needed.
     """
     check_optimizer(optimizer)
     refuse_unready(model, batch)
@@ -95,11 +104,19 @@ def verify_plan(
         device = next(model.parameters()).device
         room_bytes = available_bytes(device) + storage_bytes(model.parameters())
         try:
+            if device.type != "cpu":
+                trainable_bytes = storage_bytes(p for p in model.parameters() if p.requires_grad)
+                HostRoom().check(trainable_bytes, "a copy of the gradients, and of the weights after it,")
             verification = _Verification(StepBench(model, batch, objective, optimizer), plan)
             return verification.run(max_seconds if timed else None)
         except Exception as error:
             if isinstance(error, RecoupError) or not is_allocation_failure(error):
                 raise
+            if (lacking := host_memory_error(error)) is not None:
+                raise UsageError(
+                    f"{type(model).__name__} on {device} cannot be verified on this host: {lacking}. Free some, use a "
+                    "smaller batch, or `plan` and `apply` without evidence."
+                ) from error
             needed = plan.predicted.peak_bytes + storage_bytes(p for p in model.parameters() if p.requires_grad)
             raise StepOutOfMemory(
                 f"Verifying {type(model).__name__} ran out of memory. It needs the planned peak, "
@@ -137,6 +154,8 @@ class _Verification:
         self._plain_fits = plan.predicted.plain_peak_bytes + bench.trainable_bytes <= room
         self._peaks: dict[bool, int] = {}  # of the plain step (False) and the planned one (True)
         self._moved = 0
+        self._room = HostRoom()
+        self._refusal: HostMemoryError | None = None  # of the last attempt
 
     def run(self, max_seconds: float | None) -> Evidence:
         """Returns the evidence; times steps for about `max_seconds`, None: not at all."""
@@ -194,6 +213,8 @@ class _Verification:
         except Exception as error:
             if not is_allocation_failure(error):
                 raise
+            lacking = host_memory_error(error)
+            self._refusal = None if lacking is None else HostMemoryError(*lacking.args)  # its traceback holds the step
         gc.collect()
         self.bench.restore()
         return None
@@ -230,7 +251,7 @@ class _Verification:
         while (found := self._attempt(run)) is None:
             smaller = first_half(bench.batch)
             if smaller is bench.batch:
-                raise MemoryError("not even one example fits, with what is compared moved away")
+                raise MemoryError("not even one example fits, with what is compared moved away") from self._refusal
             bench.batch = smaller
         if num_rows(bench.batch) != whole:
             self._notes.append(f"values were compared on {num_rows(bench.batch)} of {whole} examples: no more fits")
@@ -308,7 +329,7 @@ class _Verification:
             else:
                 result = bench.step(take=True, times=times, aside=aside)
         assert result is not None
-        return result if planned or times is not None else on_host(result)
+        return result if planned or times is not None else on_host(result, self._room)
 
     def _time(self, max_seconds: float) -> tuple[float, float]:
         bench = self.bench

@@ -10,7 +10,10 @@ of kernels are as they were; memory that is not in use stays torch's to give awa
 2. Again where less is reserved than then: somebody emptied the cache.
 3. Never more than the card, or the limit of this process, has: then all is as without this.
 4. Not where segments are expandable: those join.
-5. The block was no tensor of the step, so the allocator's peaks begin anew behind it.
+5. cuBLAS's workspaces are let go before: where one lies in a large segment that an earlier step had, a proof's for
+   example, it holds all of that. The next product of matrices takes them anew. Not where a CUDA graph was captured:
+   its kernels would go on using them.
+6. The block was no tensor of the step, so the allocator's peaks begin anew behind it.
 """
 
 from __future__ import annotations
@@ -70,6 +73,9 @@ class CardRoom:
         with torch.cuda.device(self._device):
             if self._needed_bytes > available_bytes(self._device) + torch.cuda.memory_allocated():
                 return
+            segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+            if all(segment["segment_pool_id"] == (0, 0) for segment in segments):
+                _torch.clear_cublas_workspaces()
             torch.cuda.empty_cache()
             missing = self._room_bytes - _torch.cuda_reserved_bytes(self._device)
             if missing > 0:

@@ -13,6 +13,7 @@ from collections import deque
 
 import torch
 
+from recoup._allocation import HostRoom
 from recoup.cost.host_link import MAX_BLOCKS_ON_THEIR_WAY
 from recoup.runtime.waiting import Gone
 from recoup.thresholds import SAME_SHARE
@@ -67,6 +68,7 @@ class CudaTransport:
         self._pool: dict[int, list[torch.Tensor]] = {}
         self._leaving: deque[_Block] = deque()
         self._gone = Gone()
+        self._room = HostRoom()
 
     def put(self, flat: torch.Tensor) -> _Handle:
         """See `Transport`."""
@@ -122,8 +124,10 @@ class CudaTransport:
             self._leaving.popleft().settle()
 
     def _piece(self, size: int) -> torch.Tensor:
-        spare = self._pool.get(size)
-        return spare.pop() if spare else torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        if spare := self._pool.get(size):
+            return spare.pop()
+        self._room.check(size, "a tensor that the plan offloads")
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
     def _copy(self, block: _Block, flat: torch.Tensor, *, out: bool) -> None:
         """Copies a block piece by piece on the side stream, after the work already queued on the tensor's stream."""

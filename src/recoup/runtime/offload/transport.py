@@ -10,8 +10,10 @@ import zlib
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy
 import torch
 
+from recoup._allocation import HostRoom
 from recoup.errors import InternalError, UsageError
 from recoup.runtime.waiting import Gone
 
@@ -42,9 +44,15 @@ class Transport(Protocol):
 class InlineTransport:
     """Copies synchronously to host memory outside of torch's allocator: for tests, and to see what would move."""
 
+    def __init__(self) -> None:
+        self._room = HostRoom()
+
     def put(self, flat: torch.Tensor) -> Any:
         """See `Transport`."""
-        return [flat.detach().cpu().numpy().copy(), flat.device]
+        self._room.check(flat.numel(), "a tensor saved for backward")
+        host = numpy.empty(flat.numel(), dtype=numpy.uint8)
+        torch.from_numpy(host).copy_(flat.detach())
+        return [host, flat.device]
 
     def prefetch(self, handle: Any) -> None:
         """See `Transport`."""
