@@ -19,13 +19,13 @@ from torch.utils.flop_counter import FlopCounterMode
 import recoup
 from bench.functional_models import FUNCTIONAL, checkpointed
 from bench.last_models import LAST
+from bench.measuring import NUM_SETTLING
 from bench.more_functional_models import MORE_FUNCTIONAL
 from bench.stranger_models import STRANGERS
 from recoup.errors import InfeasibleBudget
 from recoup.evidence.memory import measure_peak, storage_bytes
 
 NUM_PAIRS = 7
-NUM_SETTLING = 4  # steps until a plan by tensor follows the program of the one before
 MODELS = FUNCTIONAL | MORE_FUNCTIONAL | STRANGERS | LAST
 CPU = torch.device("cpu")
 

@@ -20,6 +20,9 @@ from recoup.evidence.gradients import StepResult, compare
 from recoup.evidence.memory import measure_peak
 from recoup.evidence.step_bench import StepBench
 
+NUM_SETTLING = 4  # steps until a plan by tensor follows the program of the one before
+_NUM_TIMED = 2  # steps whose mean is one timing
+
 Enter = Callable[[], contextlib.AbstractContextManager[Any]]
 Shapes = dict[tuple[str, str], int]
 
@@ -123,6 +126,8 @@ def metered(
 def timed(bench: StepBench, ways: dict[str, Enter], *, rounds: int) -> dict[str, dict[str, float]]:
     """Times the ways in turn, `rounds` times, in CPU time on a CPU; the first is what the others are compared with.
 
+    Each turn enters a way anew, lets it settle, and times the steps after: the state that a training is in.
+
     Returns:
         For each way the median of its ratios to the first way, half the distance between their quartiles, and the
         median seconds.
@@ -137,14 +142,17 @@ def timed(bench: StepBench, ways: dict[str, Enter], *, rounds: int) -> dict[str,
             for name, enter in order if turn % 2 else reversed(order):
                 bench.restore()
                 with enter():
+                    for _ in range(NUM_SETTLING):
+                        bench.step()
                     if cuda:
                         torch.cuda.synchronize()
                     clock = time.perf_counter if cuda else time.process_time
                     begun = clock()
-                    bench.step()
+                    for _ in range(_NUM_TIMED):
+                        bench.step()
                     if cuda:
                         torch.cuda.synchronize()
-                    seconds[name].append(clock() - begun)
+                    seconds[name].append((clock() - begun) / _NUM_TIMED)
             gc.collect(0)
     finally:
         gc.enable()

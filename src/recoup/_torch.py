@@ -88,6 +88,21 @@ def node_number(node: Any) -> int:
     return int(node._sequence_nr())
 
 
+@functools.cache
+def _names_saved_by(node_type: type) -> frozenset[str]:
+    return frozenset(name.removeprefix("_saved_") for name in dir(node_type) if name.startswith("_saved_"))
+
+
+def saved_names(node: Any) -> frozenset[str] | None:
+    """Returns the names of what a node saves, inputs and results; None where it does not say (torch 2.11, 2.13).
+
+    A `Function`'s node, in Python or C++, does not say. Freed by: public names of the tensors a `Node` saves.
+    """
+    custom = isinstance(node, torch.autograd.function.BackwardCFunction) or type(node).__name__ == "CppFunction"
+    node_type: Any = type(node)  # a class has no `__hash__` to mypy
+    return None if custom else _names_saved_by(node_type)
+
+
 def next_node_number() -> int:
     """Returns the number the next node of this thread will get (torch 2.11, 2.13).
 

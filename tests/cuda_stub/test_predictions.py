@@ -18,7 +18,7 @@ from recoup.cost.devices import DEVICES, get_device
 from recoup.cost.hidden_memory import hidden_blocks
 from recoup.cost.library_memory import library_bytes
 from recoup.cost.signature import make_signature
-from recoup.evidence.noise import deterministic_kernels
+from recoup.evidence.deterministic import deterministic_kernels
 
 pytest.importorskip("tests.cuda_stub.kit")
 aten = torch.ops.aten

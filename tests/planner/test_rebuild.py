@@ -15,7 +15,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 import recoup
-from recoup.capture.capture import StepSpec
+from recoup.capture.capture import StepSpec, capture
 from recoup.capture.step import Objective
 from recoup.cost.model import FlopsCost
 from recoup.errors import PlanMismatch, UsageError
@@ -291,7 +291,6 @@ def test_what_is_changed_in_place_after_it_was_saved_raises_as_in_autograd() -> 
 
 
 def test_equal_layers_are_cut_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from recoup.capture.capture import StepSpec, capture
     from recoup.planner.held_view import held_view
     from recoup.solver import segment_labels, segments
 
@@ -345,3 +344,22 @@ def test_a_held_result_goes_with_the_last_that_is_rebuilt_from_it() -> None:
 
 def plan_of(planner: Planner, candidate: Candidate) -> recoup.Plan:
     return planner.plan(candidate, budget_bytes=candidate.peak_bytes, budget_text="all", device="cpu")
+
+
+def test_what_a_segments_first_op_saves_counts_in_that_segment() -> None:
+    """`mm` saves what `add` made; `sigmoid` and `exp` save what they made themselves."""
+
+    class Chain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(8, 8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.mm(x + 1, self.weight).sigmoid().mul(2.0).exp()
+
+    trace = capture(StepSpec(model=Chain(), batch=torch.randn(4, 8), objective=Objective(loss=lambda y, x: y.sum())))
+    names = [trace.signatures[op.signature].name.split(".")[1] for op in trace.ops]
+    made = {
+        names[s.alloc_op]: [names[op] for op in s.saved_ops] for s in trace.storages if s.saved_ops and s.alloc_op >= 0
+    }
+    assert made == {"add": ["mm"], "sigmoid": ["sigmoid"], "exp": ["exp"]}

@@ -21,6 +21,7 @@ from recoup._pytree import argument_tensors
 from recoup._storages import dense_parts
 from recoup.capture import repeats
 from recoup.capture.island import UNKNOWN, Island
+from recoup.capture.last_op import LastOp
 from recoup.capture.op_cache import FakeResults
 from recoup.capture.records import OpRecord, StorageRecord
 from recoup.errors import UsageError
@@ -103,6 +104,7 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
         self._node_numbers: list[int] = []
         self._node_calls: list[int] = []
         self._backward_origin = (-1, -1)
+        self._last_op = LastOp()
 
         self._died: list[_Handle] = []  # since the last op; storages die without Python, see `runtime.waiting`
 
@@ -213,10 +215,13 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
         """Returns the op that saves `tensor` now: an input is packed before its op is dispatched, an output after."""
         index = self.find(tensor)
         last = len(self.ops) - 1
-        if index is None or self._storages[index].alloc_op != last:
+        if last < 0 or index is None or self._storages[index].alloc_op != last:
             return last + 1
-        # Fresh from the last op: its own result, unless another call has begun, whose first op takes it as an input.
-        return last if last < 0 or self.ops[last].call == self.call else last + 1
+        # Fresh from the last op: its own result if that op saves it, else an input of the next one.
+        mine = self._last_op.saves(lambda result: self.find(result) == index)
+        if mine is None:  # unknown: the call's own, unless another has begun, whose first op takes it as an input
+            mine = self.ops[last].call == self.call
+        return last if mine else last + 1
 
     def rederived(self, tensor: torch.Tensor, sources: list[torch.Tensor]) -> None:
         """Notes that a saved tensor will be rebuilt from `sources`, for the call and op that save it now."""
@@ -296,6 +301,8 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
         signature = self._signature(func, args, kwargs, out)
         self._bury()
         self.ops.append(OpRecord(signature, call, origin, self.phase, execution_context.is_recomputing(), inputs, new))
+        if self.phase in ("forward", "loss"):
+            self._last_op.note(func, outputs)
         facts = op_facts(func)
         if facts.written or facts.written_names:
             self._note_writes(facts, index, args, kwargs)
@@ -304,7 +311,7 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
             for position in SILENT_WRITERS[short]:
                 if position < len(args) and isinstance(args[position], torch.Tensor) and any(a is True for a in args):
                     self.writes.append((index, self._index(args[position], "buffer", -1, name)))
-        if _is_random(func):
+        if torch.Tag.nondeterministic_seeded in func.tags:
             self.random_ops.append(index)
 
     def mark(self) -> int:
@@ -391,7 +398,3 @@ def _collect(items: Any, tensors: list[torch.Tensor]) -> None:
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided
-
-
-def _is_random(func: Any) -> bool:
-    return torch.Tag.nondeterministic_seeded in func.tags

@@ -46,6 +46,7 @@ from recoup.capture.optimizer import OptimizerLike, check_optimizer
 from recoup.capture.snapshot import untouched
 from recoup.capture.step import Objective
 from recoup.errors import RecoupError, StepOutOfMemory, UsageError
+from recoup.evidence.deterministic import deterministic_kernels, is_without_deterministic_kernel
 from recoup.evidence.gradients import (
     Comparison,
     StepResult,
@@ -55,7 +56,7 @@ from recoup.evidence.gradients import (
     rounding_noise,
 )
 from recoup.evidence.memory import measure_peak, meter_name, storage_bytes
-from recoup.evidence.noise import NOISE_FACTOR, deterministic_kernels, is_without_deterministic_kernel
+from recoup.evidence.noise import NOISE_FACTOR
 from recoup.evidence.replay_audit import Audit
 from recoup.evidence.speed import time_ratio
 from recoup.evidence.step_bench import StepBench

@@ -60,6 +60,11 @@ class Waiting:
                 found = True
         self._result = weakref.ref(result) if found else None
 
+    def let_go(self) -> None:
+        """Holds the result for nobody."""
+        for ticket in tuple(self._tickets):
+            ticket.held = None
+
 
 class Gone:
     """Values left by objects that were freed since the last `take`."""

@@ -83,7 +83,7 @@ class StepOffloader:
     def __init__(self, shared: Offloading, stays: set[int]) -> None:
         self._shared = shared
         self._stays = stays
-        self._last: weakref.ref[_Block] | None = None
+        self._last: weakref.ref[MovedStorage] | None = None
         self._group = 0
 
     def begin_group(self) -> None:
@@ -99,18 +99,27 @@ class StepOffloader:
             return None
         if storage._cdata in self._stays:
             return None
-        flat = tensor.detach().as_strided((nbytes // tensor.dtype.itemsize,), (1,), 0).view(torch.uint8)
-        transport, moves = self._shared.transport(tensor.device), self._shared.moves
         before = self._last() if self._last is not None else None
-        block = _Block(transport, moves, transport.put(flat), nbytes, before, self._group)
-        moves.bytes_out += nbytes
-        moves.num_blocks += 1
-        self._last = weakref.ref(block)
-        return KeptElsewhere(block, value, tensor)
+        moved = MovedStorage(
+            flat_bytes(tensor), self._shared.transport(tensor.device), self._shared.moves, before, self._group
+        )
+        self._last = weakref.ref(moved)
+        return KeptElsewhere(moved, geometry_of(tensor), tensor, value)
 
 
-class _Block:
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the bytes of the tensor's storage, whose size is a multiple of the item's, without copying."""
+    num_items = tensor.untyped_storage().nbytes() // tensor.dtype.itemsize
+    return tensor.detach().as_strided((num_items,), (1,), 0).view(torch.uint8)
+
+
+class MovedStorage:
     """A storage that was moved; its bytes are freed when it has no reader left.
+
+    Args:
+        flat: its bytes, which are moved now.
+        before: the one that was moved before it: backward needs that one next.
+        group: number of its group; see `_prefetch`.
 
     Attributes:
         waiting: its readers; once back, it stays on the device until the last of them has been served.
@@ -119,15 +128,17 @@ class _Block:
     __slots__ = ("__weakref__", "_before", "_group", "_handle", "_moves", "_nbytes", "_transport", "waiting")
 
     def __init__(
-        self, transport: Transport, moves: Moves, handle: Any, nbytes: int, before: _Block | None, group: int
+        self, flat: torch.Tensor, transport: Transport, moves: Moves, before: MovedStorage | None, group: int
     ) -> None:
         self._group = group
         self.waiting = Waiting()
         self._transport = transport
         self._moves = moves
-        self._handle = handle
-        self._nbytes = nbytes
+        self._handle = transport.put(flat)
+        self._nbytes = flat.numel()
         self._before = weakref.ref(before) if before is not None else None
+        moves.bytes_out += self._nbytes
+        moves.num_blocks += 1
 
     def load(self) -> torch.Tensor:
         """Returns the storage's bytes on the device, and prefetches its group and the one before."""
@@ -150,16 +161,25 @@ class _Block:
 
 
 class KeptElsewhere:
-    """Contents of a storage on the host: a private copy, which writes to the storage do not change."""
+    """Contents of a storage on the host: a private copy, which writes to the storage do not change.
+
+    Args:
+        block: where the contents are.
+        geometry: how the saved tensor lies in them.
+        original: the saved tensor.
+        value: its record of lineage, if there is one.
+    """
 
     __slots__ = ("__weakref__", "_geometry", "_original", "_value", "_version", "block")
 
-    def __init__(self, block: _Block, value: Value, tensor: torch.Tensor) -> None:
+    def __init__(
+        self, block: MovedStorage, geometry: Geometry, original: torch.Tensor, value: Value | None = None
+    ) -> None:
         self.block = block
-        self._value = weakref.ref(value)
-        self._geometry = geometry_of(tensor)
-        self._original = weakref.ref(tensor)
-        self._version = tensor._version
+        self._value = weakref.ref(value) if value is not None else None
+        self._geometry = geometry
+        self._original = weakref.ref(original)
+        self._version = original._version
 
     def contents(self) -> torch.Tensor:
         """Returns the tensor as it was saved, on the device."""
@@ -168,7 +188,7 @@ class KeptElsewhere:
 
     def check(self) -> None:
         """Raises if the tensor was changed in place since it was saved, as autograd does."""
-        value, original = self._value(), self._original()
+        value, original = self._value() if self._value is not None else None, self._original()
         size, _, _, dtype = self._geometry
         if (value is not None and value.overwritten) or (original is not None and original._version != self._version):
             raise RuntimeError(

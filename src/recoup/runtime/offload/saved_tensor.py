@@ -15,132 +15,87 @@ import contextlib
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from recoup import _torch
-from recoup.runtime.offload.offloaded_saved_tensor import MIN_BYTES
+from recoup.runtime.offload.offloaded_saved_tensor import (
+    MIN_BYTES,
+    KeptElsewhere,
+    MovedStorage,
+    Moves,
+    Returning,
+    flat_bytes,
+)
 from recoup.runtime.offload.transport import Transport, make_transport
+from recoup.runtime.rebuild.lineage import geometry_of
 
 _WHOLE_SHARE = 0.5  # of a storage that a tensor must cover to have it moved whole: `unsafe_chunk`'s parts change unseen
 
 
-class Offloader:
-    """Totals of what a block of `offload` has moved.
-
-    Attributes:
-        bytes_out: bytes moved to the host so far.
-        bytes_back: bytes moved back so far.
-        num_blocks: number of storages moved out.
-    """
+class Offloader(Moves):
+    """Moves what autograd saves in a block of `offload`; totals of what was moved."""
 
     def __init__(self, model: nn.Module, transport: Transport, *, min_bytes: int, keep_last: int) -> None:
-        self.bytes_out = 0
-        self.bytes_back = 0
-        self.num_blocks = 0
-        self.transport = transport
+        super().__init__()
+        self._transport = transport
         self._min_bytes = min_bytes
         self._stays = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
-        self._known: dict[int, tuple[weakref.ref[Any], int, weakref.ref[_Block]]] = {}
-        self._last: deque[_Block] = deque()
+        self._known: dict[int, tuple[weakref.ref[Any], int, weakref.ref[MovedStorage]]] = {}
+        self._last: weakref.ref[MovedStorage] | None = None
         self._keep_last = keep_last
+        self._on_device: deque[MovedStorage] = deque()
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Saved-tensor hook: returns a handle on the moved tensor, or the tensor itself if it stays."""
-        if tensor.layout is not torch.strided or tensor.numel() * tensor.dtype.itemsize < self._min_bytes:
+        own_bytes = tensor.numel() * tensor.dtype.itemsize
+        if tensor.layout is not torch.strided or own_bytes < self._min_bytes:
             return tensor
         storage = tensor.untyped_storage()
-        if storage._cdata in self._stays:
+        if storage._cdata in self._stays or storage.nbytes() % tensor.dtype.itemsize:
             return tensor
-        if tensor.numel() * tensor.dtype.itemsize < _WHOLE_SHARE * storage.nbytes():
+        if own_bytes < _WHOLE_SHARE * storage.nbytes():
             dense = tensor.detach().clone(memory_format=torch.contiguous_format)
-            block = self._move(dense, dense.untyped_storage())
-            return _Offloaded(block, tensor, compact=True)
+            return _Slice(self._returning(self._move(dense), dense, tensor), tensor.stride())
         known = self._known.get(storage._cdata)
-        found = known[2]() if known and known[0]() is storage and known[1] == tensor._version else None
-        if found is None:
-            found = self._move(tensor, storage)
-            self._known[storage._cdata] = (weakref.ref(storage), tensor._version, weakref.ref(found))
-        return _Offloaded(found, tensor, compact=False)
+        moved = known[2]() if known and known[0]() is storage and known[1] == tensor._version else None
+        if moved is not None:
+            return self._returning(moved, tensor, tensor)
+        moved = self._move(tensor)
+        self._known[storage._cdata] = (weakref.ref(storage), tensor._version, weakref.ref(moved))
+        return self._returning(moved, tensor, tensor)
 
-    def _move(self, tensor: torch.Tensor, storage: Any) -> _Block:
-        flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)  # type: ignore[call-overload]
-        block = _Block(self, self.transport.put(flat), flat.numel(), self._last[-1] if self._last else None)
-        self.bytes_out += flat.numel()
-        self.num_blocks += 1
-        if self._keep_last:
-            block.stashed = flat
-            self._last.append(block)
-            if len(self._last) > self._keep_last:
-                self._last.popleft().stashed = None
-        return block
+    def _move(self, tensor: torch.Tensor) -> MovedStorage:
+        before = self._last() if self._last is not None else None
+        moved = MovedStorage(flat_bytes(tensor), self._transport, self, before, self.num_blocks)
+        self._last = weakref.ref(moved)
+        return moved
 
-
-class _Block:
-    """A storage that was moved; its bytes are freed with the last saved tensor over it."""
-
-    def __init__(self, owner: Offloader, handle: Any, nbytes: int, before: _Block | None) -> None:
-        self.stashed: torch.Tensor | None = None
-        self._owner = owner
-        self._handle = handle
-        self._nbytes = nbytes
-        self._before = weakref.ref(before) if before is not None else None
-        self._loaded: weakref.ref[Any] | None = None
-        self._held: Any = None
-        self.waiting = 0
-
-    def load(self) -> Any:
-        """Returns the storage on the device, where it stays until every tensor over it was read once."""
-        if self.stashed is not None:
-            return self.stashed.untyped_storage()
-        storage = self._loaded() if self._loaded is not None else None
-        if storage is None:
-            storage = self._owner.transport.get(self._handle).untyped_storage()
-            self._owner.bytes_back += self._nbytes
-            self._loaded = weakref.ref(storage)
-        self._held = storage if self.waiting else None
-        before = self._before() if self._before is not None else None
-        if before is not None and before.stashed is None and before._loaded is None:
-            self._owner.transport.prefetch(before._handle)
-        return storage
+    def _returning(self, moved: MovedStorage, held: torch.Tensor, original: torch.Tensor) -> Returning:
+        geometry, is_first = geometry_of(held), not moved.waiting
+        returning = Returning(KeptElsewhere(moved, geometry, original), geometry)
+        if self._keep_last and is_first:
+            moved.waiting.hold(flat_bytes(held))
+            self._on_device.append(moved)
+            if len(self._on_device) > self._keep_last:
+                self._on_device.popleft().waiting.let_go()
+        return returning
 
 
-class _Offloaded:
-    __slots__ = ("block", "compact", "dtype", "geometry", "original", "version", "waits")
+class _Slice(NamedTuple):
+    """A small part of a storage, moved as a tensor of its own."""
 
-    def __init__(self, block: _Block, tensor: torch.Tensor, *, compact: bool) -> None:
-        self.block = block
-        self.compact = compact
-        self.dtype = tensor.dtype
-        self.geometry = (tensor.size(), tensor.stride(), tensor.storage_offset())
-        self.original = weakref.ref(tensor)
-        self.version = tensor._version
-        self.waits = True
-        block.waiting += 1
+    returning: Returning
+    stride: tuple[int, ...]
 
     def unpack(self) -> torch.Tensor:
-        """Returns the tensor as it was saved; raises if it was changed in place since, as autograd does."""
-        original = self.original()
-        size, stride, offset = self.geometry
-        if original is not None and original._version != self.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"[{self.dtype} {list(size)}] is at version {original._version}; expected version {self.version} "
-                "instead. It was saved and offloaded; clone it before changing it."
-            )
-        if self.waits:
-            self.waits = False
-            self.block.waiting -= 1
-        storage = self.block.load()
-        tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
-        if not self.compact:
-            return tensor.set_(storage, offset, size, stride)
-        dense: torch.Tensor = tensor.set_(storage, 0, size)  # type: ignore[call-overload]
-        if dense.stride() == stride:
+        """Returns the tensor with the strides that it had."""
+        dense = self.returning.unpack()
+        if dense.stride() == self.stride:
             return dense
-        return torch.empty_strided(size, stride, dtype=self.dtype, device=storage.device).copy_(dense)
+        return torch.empty_strided(dense.size(), self.stride, dtype=dense.dtype, device=dense.device).copy_(dense)
 
 
 @contextlib.contextmanager
@@ -172,5 +127,5 @@ def offload(
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     chosen = make_transport(device, transport, host="inline")
     moved = Offloader(model, chosen, min_bytes=min_bytes, keep_last=keep_last)
-    with _torch.saved_tensors_hooks(moved.pack, lambda kept: kept.unpack() if isinstance(kept, _Offloaded) else kept):
+    with _torch.saved_tensors_hooks(moved.pack, lambda kept: kept if isinstance(kept, torch.Tensor) else kept.unpack()):
         yield moved
