@@ -1412,6 +1412,8 @@ def inductor_backend(partition: Any, key: str, options: dict[str, Any], wrote: A
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
     from torch._inductor.graph import GraphLowering
+    from torch._inductor.ir import IRNode
+    from torch._inductor.virtualized import V
 
     class Partitioner(CustomPartitionerFn):
         def __call__(self, gm: Any, joint_inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -1425,6 +1427,11 @@ def inductor_backend(partition: Any, key: str, options: dict[str, Any], wrote: A
 
     patches = {**options, "custom_partitioner_fn": Partitioner()}
 
+    def strides(result: Any) -> tuple[int, ...] | None:
+        if not isinstance(result, IRNode) or not result.has_tensor_output():
+            return None
+        return tuple(V.graph.sizevars.optimization_hint(n) for n in result.get_layout().stride)
+
     def compile_inner(module: Any, inputs: Any, **kwargs: Any) -> Any:
         names = tuple(n.name for n in module.graph.find_nodes(op="placeholder"))
         (output,) = module.graph.find_nodes(op="output")
@@ -1432,7 +1439,13 @@ def inductor_backend(partition: Any, key: str, options: dict[str, Any], wrote: A
         number, codes = kwargs["graph_id"], list[str]()
 
         def stop(code: str) -> None:
+            if not isinstance(V.graph, GraphLowering):
+                return  # from the cache: it is compiled
             codes.append(code)
+            context = torch._guards.TracingContext.try_get()
+            if context is not None and context.output_strides is not None:
+                # Backward is compiled for values as forward lays them out.
+                context.output_strides.extend(map(strides, V.graph.graph_outputs or ()))
             raise RuntimeError("the code is written, and is not to run")
 
         with contextlib.ExitStack() as stack:

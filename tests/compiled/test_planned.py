@@ -1,10 +1,16 @@
-"""Levels read off the code that inductor writes, without a compiler."""
+"""Levels read off the code that inductor writes."""
 
 from __future__ import annotations
 
+import shutil
+
+import pytest
 import torch
+from torch import nn
+from torch._inductor import config as inductor_config
 
 from recoup.compiled.planned import GraphCode, planned_levels
+from recoup.compiled.recording import CompileOptions, Division
 
 _HEAD = """
 import torch
@@ -53,3 +59,20 @@ def test_levels_of_code_that_allocates_reuses_and_deletes() -> None:
     assert found.backward[0][0] == row + 4  # what is held, and the gradient of the loss
     assert max(level for level, _ in found.backward) == square + row + 4
     assert sorted({level for level, _ in found.backward}) == [row + 4, row + 4 + square]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_what_is_only_planned_is_planned_for_values_as_forward_lays_them_out() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.GELU(), nn.Conv2d(16, 8, 3))  # which inductor runs channels last
+    images, planned = torch.randn(4, 3, 16, 16), []
+    for runs in (False, True):
+        torch.compiler.reset()
+        division = Division(CompileOptions(), {}, 1 << 30, above=0, runs=runs)
+        (call,) = division.compile(model).values()
+        with inductor_config.patch(fx_graph_cache=False):
+            call(images).square().mean().backward()
+        planned += division.planned.values()
+    assert len(planned) == 2 and planned[0] == planned[1]

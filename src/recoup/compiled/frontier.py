@@ -79,6 +79,9 @@ def choices(step: JointStep, surroundings: Surroundings = ALONE) -> list[Timelin
             leanest = min(found.values(), key=surroundings.peak_bytes)
             for made in _squeezed(step, leanest, surroundings, drops=drops):
                 found.setdefault((made.held, made.dropped), made)
+        least_flops = min(found.values(), key=lambda t: (_flops_again(step, t), surroundings.peak_bytes(t)))
+        for made in _lowered(step, least_flops, surroundings):
+            found.setdefault((made.held, made.dropped), made)
         for made in _between(step, undominated(list(found.values()))):
             found.setdefault((made.held, made.dropped), made)
         for made in _eased(step, undominated(list(found.values())), surroundings):
@@ -155,6 +158,36 @@ def _squeezed(step: JointStep, made: Timeline, surroundings: Surroundings, *, dr
                     break
             if improved:
                 yield made
+
+
+def _lowered(step: JointStep, made: Timeline, surroundings: Surroundings) -> Iterator[Timeline]:
+    """Yields choices of lower and lower levels, each by the one change that lowers them most for what it takes.
+
+    Of the choices that run the fewest FLOPs again the leanest is where this begins: a product at a time.
+    """
+    tries = _NUM_SQUEEZES
+    while tries > 0:
+        target = surroundings.peak_bytes(made) * _SQUEEZE_SHARES[1]
+        excess = surroundings.excess(made, target)
+        best: tuple[tuple[float, int], Timeline] | None = None
+        for value in sorted(read_at_peak(step, made)):
+            if step.value_bytes[value] < MIN_BLOCK_BYTES or not step.ops[step.makers[value]].can_rerun:
+                continue
+            alone = frozenset((value,))
+            tried = timeline(step, made.held ^ alone, made.dropped - alone)
+            tries -= 1
+            fall, more = excess - surroundings.excess(tried, target), tried.seconds - made.seconds
+            rank = (more / fall if more > 0 else -fall, value) if fall > 0 else None
+            if rank is not None and (best is None or rank < best[0]):
+                best = rank, tried
+        if best is None:
+            return
+        made = best[1]
+        yield made
+
+
+def _flops_again(step: JointStep, made: Timeline) -> int:
+    return sum(step.ops[at].flops for at in made.order if at < step.num_forward)
 
 
 def _eased(step: JointStep, curve: Sequence[Timeline], surroundings: Surroundings) -> Iterator[Timeline]:

@@ -26,9 +26,8 @@ from recoup.ir.compiled_plan import GraphChoice
 from recoup.ir.trace import Signature
 
 # FLOPs that a byte counts for. Only ratios matter: a choice is by the least sum. FLOPs come first, as at the widths
-# that people train, where a product takes thousands an element: a byte is a tenth of what it is on a CPU.
-_MOVED_BYTE_FLOPS = 0.5  # of an op that moves what it reads and writes through memory
-_FUSED_BYTE_FLOPS = 0.125  # of a result of one that runs inside of another kernel
+# that people train, where a product takes thousands an element: a byte is a fortieth of what it is on a CPU.
+_BYTE_FLOPS = 0.125  # of what an op reads and writes; where it runs inside of another kernel, of its result alone
 _UNKNOWN_BYTE_FLOPS = 5.0  # of one that is not torch's own, which may do any work
 _NOT_AGAIN = ("_c10d_functional", "c10d", "c10d_functional", "fsdp")
 _FUSIBLE = ("convert_element_type", "full", "iota", "where", "clone", "_to_copy", "constant_pad_nd", "embedding")
@@ -219,9 +218,9 @@ def _seconds(
     if flops is not None:
         return flops / NOMINAL_FLOPS
     if fuses and _is_fusible(node):
-        return sum(value_bytes[v] for v in outputs) * _FUSED_BYTE_FLOPS / NOMINAL_FLOPS
+        return sum(value_bytes[v] for v in outputs) * _BYTE_FLOPS / NOMINAL_FLOPS
     is_known = not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace in ("aten", "prims")
-    byte_flops = _MOVED_BYTE_FLOPS if is_known else _UNKNOWN_BYTE_FLOPS
+    byte_flops = _BYTE_FLOPS if is_known else _UNKNOWN_BYTE_FLOPS
     return sum(value_bytes[v] for v in (*outputs, *inputs)) * byte_flops / NOMINAL_FLOPS
 
 
