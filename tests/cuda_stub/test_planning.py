@@ -130,6 +130,36 @@ def test_the_peak_of_accumulated_steps_is_predicted(micro_batches: int) -> None:
     assert plan.predicted.peak_bytes >= torch.cuda.max_memory_allocated()
 
 
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_a_plan_without_a_card_for_grouped_attention_in_half_precision(
+    is_padded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import transformers
+    from transformers import masking_utils
+
+    # Looks at the values of positions, which are not real here: all zero, it would mask sequences of one token.
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda position_ids: None)
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4, "vocab_size": 8192}
+    config = transformers.Qwen2Config(**sizes, num_attention_heads=8, num_key_value_heads=2, use_cache=False)
+    ids, mask = torch.zeros(4, 1024, dtype=torch.long), torch.ones(4, 1024, dtype=torch.long)
+    mask[:, :8] = 0
+    batch = {"input_ids": ids, "labels": ids} | ({"attention_mask": mask} if is_padded else {})
+    with torch.device("meta"):
+        model = transformers.Qwen2ForCausalLM(config).to(torch.bfloat16)
+    plan = recoup.plan(model, batch, budget="70%", device="h100-sxm", optimizer=torch.optim.AdamW)
+    model = transformers.Qwen2ForCausalLM(config).to("cuda", torch.bfloat16)
+    batch = {name: tensor.cuda() for name, tensor in batch.items()}
+    optimizer = torch.optim.AdamW(model.parameters())
+    with recoup.apply(model, plan):
+        for _ in range(2):
+            torch.cuda.reset_peak_memory_stats()
+            model(**batch).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert torch.cuda.max_memory_allocated() <= plan.predicted.peak_bytes
+    assert plan.predicted.peak_bytes == pytest.approx(torch.cuda.max_memory_allocated(), rel=0.01)
+
+
 def test_what_torch_has_reserved_is_free_to_a_plan() -> None:
     model, x = perceptron(), torch.zeros(256, 512, device="cuda")
     cost = RooflineCost(get_device("h100-sxm"))

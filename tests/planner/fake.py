@@ -29,6 +29,7 @@ def candidate(decisions: Decisions, peak_bytes: int, step_seconds: float) -> Can
         decisions=decisions,
         peak_bytes=peak_bytes,
         step_seconds=step_seconds,
+        flops=100 + len(decisions),
         recomputed_flops=len(decisions),
         forward_saved_bytes=0,
         saved_bytes=0,

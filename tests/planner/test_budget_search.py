@@ -49,6 +49,14 @@ def test_of_equally_fast_plans_the_one_that_runs_the_least_twice() -> None:
     assert found is not None and found.decisions == regions(2)
 
 
+def test_time_is_not_given_for_a_smaller_share_of_flops() -> None:
+    judge = FakeJudge()
+    judge.simulated[regions(2)] = dataclasses.replace(candidate(regions(2), 80, 12.1), flops=9_995, recomputed_flops=1)
+    judge.simulated[regions(5)] = dataclasses.replace(candidate(regions(5), 80, 12.0), flops=10_000, recomputed_flops=6)
+    found = search(judge, Says()).fit(80)
+    assert found is not None and found.decisions == regions(5)
+
+
 def test_one_that_dominates_the_step_ends_the_round() -> None:
     judge, other = FakeJudge(), Says(proposals=[regions(1)], lean=[regions(9)])
     loop = Says(proposals=[regions(5)], lean=[regions(6)], dominates_step=True)

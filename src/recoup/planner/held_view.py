@@ -6,6 +6,7 @@ place makes a new one. `solver/segments.py` chooses; the applied plan simulated 
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import itertools
 from collections.abc import Sequence
@@ -120,15 +121,18 @@ def held_view(priced: PricedTrace, *, kept_paths: frozenset[str] = frozenset()) 
     if dear:
         ops = [dataclasses.replace(op, can_rerun=op.can_rerun and dear.isdisjoint(op.outputs)) for op in ops]
     saves: list[list[int]] = [[] for _ in positions]
+    self_saved: set[int] = set()
     after_bytes = 0
     for index, storage in enumerate(trace.storages):
-        if storage.alloc_op < 0:
+        if storage.alloc_op < 0 or storage.free_op < num_forward:  # the latter: backward never gets to who saved it
             continue
         takers = [op for op in storage.saved_ops if op != storage.alloc_op]  # the op that made it finds what those keep
         for at in {min(op, num_forward - 1) for op in takers or storage.saved_ops}:
             known = [v for made, v in versions.get(index, ()) if made <= at]
             if at < num_ops and known:
                 saves[at].append(known[-1])
+                if takers and storage.alloc_op in storage.saved_ops and len(versions[index]) == 1:
+                    self_saved.add(known[-1])
                 if storage.nbytes < MIN_BYTES:  # too small to be rebuilt: it stays where autograd saves it
                     value_bytes[known[-1]] = 0
     crossing_sizes = [b or 1 for b in value_bytes]
@@ -148,6 +152,7 @@ def held_view(priced: PricedTrace, *, kept_paths: frozenset[str] = frozenset()) 
         value_bytes=tuple(value_bytes),
         released=tuple(released),
         saves=tuple(map(tuple, saves)),
+        self_saved=frozenset(self_saved),
         bare_bytes=_bare_bytes(priced, num_ops),
         places=tuple(places),
         saved_bytes=tuple(int(b) for b in numbers.saved[:num]),
@@ -155,6 +160,7 @@ def held_view(priced: PricedTrace, *, kept_paths: frozenset[str] = frozenset()) 
         backward_bytes=tuple(int(b) for b in numbers.backward[:num]),
         gradient_bytes=tuple(int(b) for b in numbers.gradient_after[:num]),
         fixed_bytes=numbers.fixed_bytes,
+        entering_bytes=_entering_bytes(trace, [*places, num_ops]),
         after_bytes=after_bytes,
     )
     maker = {v: i for i, op in enumerate(ops) for v in op.outputs}
@@ -173,6 +179,17 @@ def _bare_bytes(priced: PricedTrace, num_ops: int) -> tuple[int, ...]:
             change[min(last + 1, num_ops)] -= storage.nbytes
     alive = itertools.accumulate(change[:num_ops])
     return tuple(a + w for a, w in zip(alive, priced.op_workspace_bytes, strict=False))
+
+
+def _entering_bytes(trace: Trace, places: list[int]) -> tuple[int, ...]:
+    """Returns for each interval of the forward the bytes that backward has made so far when it gets there."""
+    begins = [len(trace.ops)] * (len(places) - 1)
+    for i in range(len(trace.ops) - 1, trace.num_forward_ops - 1, -1):
+        origin = trace.ops[i].origin if trace.ops[i].phase == "backward" else -1
+        if 0 <= origin < places[-1]:
+            begins[bisect.bisect_right(places, origin) - 1] = i
+    made = [s for s in trace.storages if s.alloc_op >= trace.num_forward_ops and s.category != "gradient"]
+    return tuple(sum(s.nbytes for s in made if s.alloc_op < i <= s.free_op) for i in begins)
 
 
 def _item_bytes(signature: Signature) -> int:

@@ -21,6 +21,7 @@ class Candidate:
     """A set of decisions and what the simulation of the applied plan says of it.
 
     Attributes:
+        flops: of the whole step, what runs again included.
         phase: where the peak is.
         tensors: the largest alive there, as (what, bytes).
         offloaded_bytes: moved to the host in one step.
@@ -31,6 +32,7 @@ class Candidate:
     decisions: tuple[Decision, ...]
     peak_bytes: int
     step_seconds: float
+    flops: int
     recomputed_flops: int
     saved_bytes: int
     forward_saved_bytes: int
@@ -109,7 +111,8 @@ class Incumbents:
     def select(self, budget_bytes: int, *, prefers_equal_bits: bool) -> Candidate | None:
         """Returns the fastest candidate within the budget, None if there is none.
 
-        Within what timing can tell apart it is the one that runs the least twice.
+        Within what timing can tell apart it is the one with the least product of seconds and FLOPs: more predicted time
+        is taken only where it saves a larger share of FLOPs.
 
         Args:
             prefers_equal_bits: leave out what rounds differently, if anything else fits.
@@ -121,7 +124,7 @@ class Incumbents:
             return None
         fastest = min(c.step_seconds for c in fitting)
         equal = [c for c in fitting if c.step_seconds <= fastest * (1 + SAME_SHARE)]
-        return min(equal, key=lambda c: (c.recomputed_flops, c.step_seconds, len(c.decisions), c.peak_bytes))
+        return min(equal, key=lambda c: (c.step_seconds * c.flops, c.step_seconds, len(c.decisions), c.peak_bytes))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -170,6 +170,7 @@ class Simulator:
             decisions=chosen,
             peak_bytes=peak_bytes,
             step_seconds=seconds,
+            flops=sum(trace.signatures[o.signature].flops for o in trace.ops),
             recomputed_flops=sum(trace.signatures[o.signature].flops for o in trace.ops if o.replayed),
             saved_bytes=sum(s.nbytes for s in held),
             forward_saved_bytes=sum(s.nbytes for s in held if 0 <= s.saved_op < model_end),

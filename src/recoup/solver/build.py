@@ -170,7 +170,7 @@ def measure(priced: PricedTrace, segments: Sequence[Interval], *, charges: Mappi
     for index, storage in enumerate(trace.storages):
         if storage.alloc_op < 0:
             fixed += storage.nbytes
-        elif storage.category == "saved":
+        elif storage.category == "saved" and storage.free_op >= trace.num_forward_ops:
             at = charges.get(index, int(segment_of_op[min(storage.saved_op, num_forward - 1)]))
             saved[at] += storage.nbytes
         elif storage.category == "gradient":

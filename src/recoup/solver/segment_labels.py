@@ -13,7 +13,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import itertools
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from recoup.solver.held import Held, Op, Segment, hull
 from recoup.thresholds import MOST_TRIES
@@ -29,10 +29,12 @@ class HeldProblem:
         ops: in forward order.
         value_bytes: of each value; 0: held anyway.
         saves: for each op the values that autograd saves with it.
+        self_saved: values that are saved with the op that made them, besides with others, which `saves` has.
         places: the ops that intervals begin with, the first op included.
         saved_bytes, forward_bytes, backward_bytes, gradient_bytes: of each interval: what it leaves saved, its peaks in
             forward and backward above the level before it, and the gradients that exist while its backward runs.
         fixed_bytes: there all the time.
+        entering_bytes: of each interval, the gradients of activations that are there when its backward begins.
         after_bytes: peak of what follows the model (the loss), above `fixed + held`.
         bare_bytes: for each op the bytes alive above `fixed_bytes` if autograd kept nothing, its workspace included.
         released: for each value the last op at which its storage would be alive then: the model's own code has it until
@@ -48,6 +50,8 @@ class HeldProblem:
     backward_bytes: tuple[int, ...]
     gradient_bytes: tuple[int, ...]
     fixed_bytes: int
+    self_saved: frozenset[int] = frozenset()
+    entering_bytes: tuple[int, ...] = ()
     after_bytes: int = 0
     bare_bytes: tuple[int, ...] = ()
     released: tuple[int, ...] = ()
@@ -160,7 +164,11 @@ class LabelMaker:
         found = self._earlier.get(i)
         if found is None:
             released, begin = self.problem.released, self.problem.places[i]
-            found = self._earlier[i] = [v for v, at in self._first_saved.items() if at < begin <= released[v]]
+            found = self._earlier[i] = [
+                v
+                for v, at in self._first_saved.items()
+                if at < begin <= released[v] and self._readers[v][-1] > self._interval(self._maker[v])
+            ]
         return found
 
     def _make_labels(self, i: int, j: int) -> list[Label]:
@@ -173,7 +181,9 @@ class LabelMaker:
                 Label(
                     held=None,
                     held_bytes=problem.saved_bytes[i],
-                    forward_bytes=problem.forward_bytes[i],
+                    forward_bytes=self._forward_bytes(
+                        i, j, [v for v in self._saved_in(i) if self._first_saved_in(v) == i]
+                    ),
                     backward_bytes=backward,
                     seconds=0.0,
                     shared_bytes=self._dropped_bytes(i),
@@ -183,7 +193,12 @@ class LabelMaker:
             return labels
         made = {v for op in problem.ops[first:last] for v in op.outputs}
         saved = dict.fromkeys(v for at in range(first, last) for v in problem.saves[at])
-        outside = [v for v in saved if v not in made and v in self._maker]
+        # An op's inputs are saved before it begins a segment: what the one before it has there anyway is left to that.
+        inside = {v for at in range(first + 1, last) for v in problem.saves[at]}
+        left = [v for v in problem.saves[first] if v in problem.self_saved - inside and v not in made]
+        outside = [v for v in saved if v not in made and v in self._maker and v not in left]
+        if j < len(problem.places):
+            saved.update(dict.fromkeys(v for v in problem.saves[last] if v in problem.self_saved & made))
         local: dict[int, int] = {}
         for op in problem.ops[first:last]:
             for value in (*op.inputs, *op.outputs):
@@ -203,18 +218,23 @@ class LabelMaker:
             reads=frozenset(local[v] for v in saved if v in made),
         )
         for held in self._hull(segment):
-            values = [names[v] for v in held.values]
-            needed = dict.fromkeys([*outside, *self._read_from_before([first + at for at in held.rerun], made)])
+            values, rerun = [names[v] for v in held.values], [first + at for at in held.rerun]
+            needed = dict.fromkeys([*outside, *self._read_from_before(rerun, made)])
             charged = [*values, *(v for v in needed if self._reader_before(v, i) is None)]
+            held_bytes = sum(problem.value_bytes[v] for v in charged)
             labels.append(
                 Label(
                     held=tuple(sorted({*values, *needed})),
-                    held_bytes=sum(problem.value_bytes[v] for v in charged),
+                    held_bytes=held_bytes,
                     forward_bytes=self._forward_bytes(i, j, charged),
-                    backward_bytes=backward + self._beside_bytes(charged, i),
+                    backward_bytes=max(
+                        backward + self._beside_bytes(charged, i),
+                        held_bytes + self._rebuild_bytes(rerun, saved.keys(), j),
+                    ),
                     seconds=held.seconds,
                     shared_bytes=self._shared_bytes(needed, i),
-                    after_saved_bytes=self._after_saved_bytes(needed, i),
+                    after_saved_bytes=self._after_saved_bytes(needed, i)
+                    + sum(problem.value_bytes[v] for v in left if v not in needed),
                 )
             )
         return labels
@@ -249,11 +269,11 @@ class LabelMaker:
             stack.extend(problem.ops[at].inputs)
         before = [v for v in held if v not in made]
         charged = [v for v in held if v in made or self._reader_before(v, i) is None]
-        backward, so_far = 0, self._beside_bytes(charged, i)
-        for _, label in pieces:
-            own = sum(sizes[v] for v in label.held or () if v in made and v not in held)
-            backward = max(backward, so_far + label.backward_bytes)
-            so_far += own
+        there = set(charged)
+        backward = sum(sizes[v] for v in charged) + self._rebuild_bytes(sorted(rerun), set(inside), j)
+        for (start, label), end in zip(pieces, places[1:], strict=True):
+            there.update(v for v in label.held or () if v in made)  # what later pieces start from is gone by then
+            backward = max(backward, self.backward_bytes(start, end) + self._beside_bytes(there, start))
         return Label(
             held=tuple(sorted(held)),
             held_bytes=sum(sizes[v] for v in charged),
@@ -266,6 +286,28 @@ class LabelMaker:
                 (problem.places[start], tuple(v for v in label.held or () if v not in held)) for start, label in pieces
             ),
         )
+
+    def _rebuild_bytes(self, rerun: list[int], wanted: Collection[int], j: int) -> int:
+        """Returns the most that is there while ops before interval `j` run again, above what is held; as it runs them.
+
+        Args:
+            wanted: values that stay: the others go after their last reader.
+        """
+        problem = self.problem
+        sizes = problem.value_bytes
+        last = {v: at for at in rerun for v in problem.ops[at].inputs}
+        made: set[int] = set()
+        alive, most = 0, 0
+        for at in rerun:
+            outputs = problem.ops[at].outputs
+            made.update(outputs)
+            alive += sum(sizes[v] for v in outputs)
+            most = max(most, alive)
+            gone = [v for v in outputs if v not in last]
+            gone += [v for v in problem.ops[at].inputs if last[v] == at and v in made]
+            alive -= sum(sizes[v] for v in gone if v not in wanted)
+        entering = problem.entering_bytes[j - 1] if problem.entering_bytes else 0
+        return most + entering + problem.gradient_bytes[j - 1]
 
     def _read_from_before(self, ops: list[int], made: set[int]) -> list[int]:
         """Returns the values that these ops read and earlier segments made."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from typing import ClassVar, Self
 
 from recoup.planner.held_view import HeldView, held_view
@@ -71,9 +72,19 @@ class RebuildStrategy(Strategy):
                 has_fitted, target = True, target - gap
 
     def shrink(self, incumbents: Incumbents) -> Proposals:
-        """Yields the leanest choice."""
+        """Yields the leanest choice, and where it was estimated too low those between its estimate and its peak."""
         if self._view is None or self._solver is None:
             return
         choice = self._solver.leanest()
-        if choice is not None:
-            yield (self._view.decide(choice),)
+        low = 0 if choice is None else choice.peak_bytes
+        middle, least = low, sys.maxsize
+        for _ in range(MOST_TRIES):
+            if choice is None:
+                return
+            candidate = yield (self._view.decide(choice),)
+            peak_bytes = candidate.peak_bytes - self._fixed_bytes
+            low, least = (low, peak_bytes) if peak_bytes < least else (middle, least)
+            if least - low <= NEGLIGIBLE_SHARE * least:
+                return
+            middle = (low + least) // 2
+            choice = self._solver.solve(middle)

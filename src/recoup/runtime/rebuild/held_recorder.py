@@ -51,6 +51,8 @@ class HeldRecorder(Recorder):
         self._marks = marks
         self._held: list[Source] = []  # until forward ends: then those that something is rebuilt from stay
         self._leaves: dict[Value, Source] = {}
+        # Saved since the last op: its results, or what the next one reads; whether its piece starts from it for that.
+        self._latest: list[tuple[weakref.ref[Rebuilt], bool]] = []
         self._calls: dict[str, int] = {}
         self._frames: list[Frame] = []
         self.lost: list[str] = []
@@ -105,6 +107,7 @@ class HeldRecorder(Recorder):
         mark = None
         if facts.kind != VIEW:
             mark = None if self._frames[-1].marks is None else self.before_op(facts.label, args)
+            self._latest.clear()
             if self.log is not None and reads_numbers(args):
                 self.log.count(facts.label)
         if self.log is not None and facts.has_dynamic_shape and (not facts.gathers or reads_masks(args)):
@@ -128,6 +131,7 @@ class HeldRecorder(Recorder):
 
         None if the call is not as its form has it: what its tensors lie over is read otherwise.
         """
+        self._latest.clear()
         values = []
         known, ref = self._values.get, weakref.ref
         for tensor, dtype in zip(tensors, form.dtypes, strict=True):
@@ -264,12 +268,15 @@ class HeldRecorder(Recorder):
         if base is None or base[3] is not geometry[3]:
             return None
         segment = self.segment
+        was_start = value in segment.starts
         sources = segment.reach(value)
         if sources is None:
             return None
         if execution_context.observer() is not None:
             execution_context.rederived(tensor, [t for t in map(on_device, sources) if t is not None])
-        return Rebuilt(value, base if geometry == base else geometry, segment, sources, self.surroundings())
+        found = Rebuilt(value, base if geometry == base else geometry, segment, sources, self.surroundings())
+        self._latest.append((weakref.ref(found), not was_start and value in segment.starts))
+        return found
 
     def before_op(self, name: str, args: tuple[Any, ...]) -> OpMark | None:
         """Counts an op of the innermost call, in which there are marks; returns what the plan says of it.
@@ -298,11 +305,20 @@ class HeldRecorder(Recorder):
 
     def begin(self, mark: OpMark) -> None:
         """Begins what the plan has begin with an op."""
+        before = self.segment
         if mark.begins_segment:
             self.begin_segment(in_pieces=mark.begins_piece)
             self.deriving = not mark.saves
         elif mark.begins_piece:
             self.segment = Segment(self._around)
+        if before is self.segment or not self.deriving:
+            return
+        for ref, is_start in self._latest:  # an op's inputs are saved before it is dispatched
+            rebuilt = ref()
+            if rebuilt is not None:
+                rebuilt.move(self.segment)
+                if is_start and rebuilt.segment is self.segment:
+                    before.forget(rebuilt.value)
 
     def _lose(self, frame: Frame) -> None:
         assert frame.missed is not None

@@ -61,6 +61,15 @@ class Wanted:
         self._ticket = weakref.ref(self, segment.pending.discard)  # no Python runs when it dies, see `waiting.py`
         segment.pending.add(self._ticket)
 
+    def move(self, segment: Segment) -> None:
+        """Has another segment rebuild it from now on, if it is there when that begins."""
+        sources = segment.reach(self.value) if segment.begins_with(self.value) else None
+        if sources is not None:
+            self.segment.pending.discard(self._ticket)
+            self.segment, self.sources = segment, sources
+            self._ticket = weakref.ref(self, segment.pending.discard)
+            segment.pending.add(self._ticket)
+
     def take(self) -> torch.Tensor:
         """Returns the contents and drops them here; rebuilds the segment if they are not there yet."""
         if self.held is None:
@@ -90,6 +99,14 @@ class Segment:
         self.joints: set[Value] = set()
         self.starts: dict[Value, Wanted] = {}
         self._led: dict[Value, tuple[Value, ...]] = {}  # to each value met: the held ones
+
+    def begins_with(self, value: Value) -> bool:
+        """Whether a value is there before any op of the segment runs again."""
+        return value.alive() is not None or (self.around is not None and value in self.around.joints)
+
+    def forget(self, value: Value) -> None:
+        """Has the piece not start from a value that nothing of it needs any more."""
+        del self.starts[value], self._led[value]
 
     def reach(self, value: Value) -> list[Source] | None:
         """Returns the sources that a value is rebuilt from; None: it cannot be."""
