@@ -16,16 +16,18 @@ def _measurements(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ.setdefault("RECOUP_CACHE_DIR", str(shared / "measurements"))  # for the processes that tests start, too
 
 
-def _num_modes() -> int:
+def _modes() -> list[str]:
     if "torch" not in sys.modules:
-        return 0
+        return []
     import torch
 
-    return int(torch._C._len_torch_function_stack() + torch._C._len_torch_dispatch_stack())
+    dispatch = [torch._C._get_dispatch_stack_at(i) for i in range(torch._C._len_torch_dispatch_stack())]
+    function = [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
+    return [type(mode).__name__ for mode in (*dispatch, *function)]
 
 
 @pytest.fixture(autouse=True)
 def _modes_as_before() -> Iterator[None]:
-    before = _num_modes()
+    before = _modes()
     yield
-    assert _num_modes() == before, "the test left a torch mode on, which changes every test after it"
+    assert _modes() == before, "the test left a torch mode on or took one off, which changes every test after it"

@@ -421,17 +421,30 @@ def on_compiled_calls(tell: Callable[[], None]) -> Iterator[None]:
     if all(backend is None for backend in backends.values()):  # None: that of what is not to be compiled
         yield
         return
-    real = dynamo.set_eval_frame
-
-    def set_eval_frame(callback: Any) -> Any:
-        tell()
-        return real(callback)
-
-    dynamo.set_eval_frame = set_eval_frame
+    with _hooks_lock:
+        told = dynamo.set_eval_frame = _Told(tell, dynamo.set_eval_frame)
     try:
         yield
     finally:
-        dynamo.set_eval_frame = real
+        told.is_on = False
+        with _hooks_lock:  # other threads put theirs on and off in any order
+            while isinstance(dynamo.set_eval_frame, _Told) and not dynamo.set_eval_frame.is_on:
+                dynamo.set_eval_frame = dynamo.set_eval_frame.real
+
+
+class _Told:
+    """`set_eval_frame` for the time of a block, which tells the block's thread."""
+
+    def __init__(self, tell: Callable[[], None], real: Callable[[Any], Any]) -> None:
+        self.real = real
+        self.is_on = True
+        self._tell = tell
+        self._thread = threading.get_ident()
+
+    def __call__(self, callback: Any) -> Any:
+        if self.is_on and threading.get_ident() == self._thread:
+            self._tell()
+        return self.real(callback)
 
 
 def user_modes() -> tuple[tuple[Any, ...], tuple[Any, ...]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from recoup import _torch
 from recoup.evidence.gradients import equal_values
 from recoup.ir.decision import Rederive
 from recoup.runtime.apply import Applied, apply_decisions
@@ -253,3 +255,21 @@ def test_a_tensor_saved_twice_is_rebuilt_once_where_backward_asks_soon() -> None
 
     plain, planned = both(Shared, train)
     assert all(map(equal_values, plain, planned))
+
+
+def test_threads_that_ask_to_be_told_of_compiled_calls_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    eval_frame: Any = importlib.import_module("torch._dynamo.eval_frame")
+    monkeypatch.setattr(eval_frame, "cached_backends", {0: object()})
+    before = eval_frame.set_eval_frame
+    told: list[str] = []
+    first = _torch.on_compiled_calls(lambda: told.append("first"))
+    second = _torch.on_compiled_calls(lambda: told.append("second"))
+    first.__enter__()
+    thread = threading.Thread(target=second.__enter__)
+    thread.start()
+    thread.join()
+    eval_frame.set_eval_frame(eval_frame.set_eval_frame(None))
+    assert set(told) == {"first"}  # it happens in this thread
+    first.__exit__(None, None, None)
+    second.__exit__(None, None, None)
+    assert eval_frame.set_eval_frame is before
