@@ -58,6 +58,7 @@ MODELS = {
     "resnet": Workload(target="bench/targets.py:resnet_tiny", layers=("resnet.encoder.stages.?.layers.?",)),
     "unet": Workload(target="bench/targets.py:unet_tiny", layers=("down.?", "middle", "up.?")),
     # Named nowhere else:
+    "mlp": Workload(target="bench/targets.py:mlp_tiny", layers=("layers.?",)),
     "mixer": Workload(target="bench/targets.py:mixer_tiny", layers=("layers.?",)),
     "conv-attention": Workload(target="bench/targets.py:conv_attention_tiny", layers=("layers.?",)),
     "state-space": Workload(target="bench/targets.py:state_space_tiny", layers=("layers.?",)),

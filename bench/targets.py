@@ -259,6 +259,12 @@ class _StateSpaceLayer(nn.Module):
         return x + nn.functional.glu(self.mix(y), -1)
 
 
+def mlp_tiny() -> dict[str, Any]:
+    """Four times LayerNorm, Linear, GELU and Linear, 32 wide and 128 inside, on 256 rows."""
+    layers = (nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(4))
+    return {"model": _Layers(*layers), "batch": torch.randn(256, 32), "loss": _squares}
+
+
 def state_space_tiny() -> dict[str, Any]:
     """Six gated layers of decaying sums over 128 steps, width 48, batch 8."""
     return {

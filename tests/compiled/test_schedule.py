@@ -5,10 +5,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
+from typing import Any
 
+import pytest
+
+from recoup.compiled import frontier
 from recoup.compiled.combine import StepLevels, combinations, combined
 from recoup.compiled.frontier import choices, undominated
-from recoup.compiled.schedule import JointOp, JointStep, backward_order, timeline
+from recoup.compiled.schedule import JointOp, JointStep, Timeline, backward_order, timeline
 
 
 def chain(num: int, *, nbytes: int = 1000) -> JointStep:
@@ -122,6 +126,25 @@ def test_no_choice_beats_another_in_peak_held_bytes_and_seconds() -> None:
     # A chain of n in about 2 sqrt(n) (Chen et al. 2016): all of 24 and their gradients, against a third and less.
     assert found[-1].peak_bytes <= 0.5 * min(found, key=lambda t: t.seconds).peak_bytes
     assert found[-1].peak_bytes == min(t.peak_bytes for t in found)
+
+
+def test_no_leaner_choice_is_looked_for_than_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulated = 0
+
+    def counted(*args: Any, **kwargs: Any) -> Timeline:
+        nonlocal simulated
+        simulated += 1
+        return timeline(*args, **kwargs)
+
+    monkeypatch.setattr(frontier, "timeline", counted)
+    step = chain(24)
+    every = choices(step)
+    num_every, simulated = simulated, 0
+    enough_bytes = every[0].peak_bytes * 3 // 4
+    found = choices(step, enough_bytes=enough_bytes)
+    assert simulated < num_every / 2
+    least = [min(t.seconds for t in of if t.peak_bytes <= enough_bytes) for of in (every, found)]
+    assert least[1] <= least[0]
 
 
 def test_choices_beat_random_ones() -> None:

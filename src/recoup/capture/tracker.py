@@ -217,10 +217,8 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
         last = len(self.ops) - 1
         if last < 0 or index is None or self._storages[index].alloc_op != last:
             return last + 1
-        # Fresh from the last op: its own result if that op saves it, else an input of the next one.
-        mine = self._last_op.saves(lambda result: self.find(result) == index)
-        if mine is None:  # unknown: the call's own, unless another has begun, whose first op takes it as an input
-            mine = self.ops[last].call == self.call
+        # Fresh from the last op: an input of the next one if that op does not save it, or another call has begun.
+        mine = self.ops[last].call == self.call and self._last_op.may_save(lambda result: self.find(result) == index)
         return last if mine else last + 1
 
     def rederived(self, tensor: torch.Tensor, sources: list[torch.Tensor]) -> None:

@@ -55,8 +55,12 @@ class Surroundings:
 ALONE = Surroundings()
 
 
-def choices(step: JointStep, surroundings: Surroundings = ALONE) -> list[Timeline]:
-    """Returns timelines by falling peak; the first holds all that backward reads, or runs faster."""
+def choices(step: JointStep, surroundings: Surroundings = ALONE, *, enough_bytes: int = 0) -> list[Timeline]:
+    """Returns timelines by falling peak; the first holds all that backward reads, or runs faster.
+
+    Args:
+        enough_bytes: a peak below which no choice is looked for.
+    """
     problem = held_problem(step)
     solver = SegmentSolver(problem)
     found = {(t.held, t.dropped): t for t in [timeline(step, frozenset(step.reads))]}
@@ -68,20 +72,23 @@ def choices(step: JointStep, surroundings: Surroundings = ALONE) -> list[Timelin
     if least is not None:
         most_bytes = max(t.peak_bytes for t in found.values())
         low, high = least.peak_bytes, max(most_bytes, least.peak_bytes)
-        for i in range(MOST_POINTS):
-            target = low + (high - low) * i // (MOST_POINTS - 1)
-            choice = solver.solve(target)
+        for i in reversed(range(MOST_POINTS)):
+            choice = solver.solve(low + (high - low) * i // (MOST_POINTS - 1))
             if choice is not None:
                 made = timeline(step, _held_by(problem, choice))
                 found.setdefault((made.held, made.dropped), made)
+                if surroundings.peak_bytes(made) <= enough_bytes:
+                    break
         # A compiler that fuses kernels merges what is made anew for each reader: all of it is there at once.
         for drops in (False,) if step.fused_reads else (False, True):
-            leanest = min(found.values(), key=surroundings.peak_bytes)
-            for made in _squeezed(step, leanest, surroundings, drops=drops):
-                found.setdefault((made.held, made.dropped), made)
-        least_flops = min(found.values(), key=lambda t: (_flops_again(step, t), surroundings.peak_bytes(t)))
-        for made in _lowered(step, least_flops, surroundings):
-            found.setdefault((made.held, made.dropped), made)
+            made = min(found.values(), key=surroundings.peak_bytes)
+            squeezed = _squeezed(step, made, surroundings, drops=drops)
+            while surroundings.peak_bytes(made) > enough_bytes and (lower := next(squeezed, None)) is not None:
+                made = found.setdefault((lower.held, lower.dropped), lower)
+        made = min(found.values(), key=lambda t: (_flops_again(step, t), surroundings.peak_bytes(t)))
+        lowered = _lowered(step, made, surroundings)
+        while surroundings.peak_bytes(made) > enough_bytes and (lower := next(lowered, None)) is not None:
+            made = found.setdefault((lower.held, lower.dropped), lower)
         for made in _between(step, undominated(list(found.values()))):
             found.setdefault((made.held, made.dropped), made)
         for made in _eased(step, undominated(list(found.values())), surroundings):
@@ -200,7 +207,7 @@ def _eased(step: JointStep, curve: Sequence[Timeline], surroundings: Surrounding
     low = surroundings.peak_bytes(by_peak[0])
     high = min((surroundings.peak_bytes(t) for t in by_peak if not t.dropped), default=low)
     made = by_peak[0]
-    for i in range(MOST_TRIES + 1):
+    for i in range(MOST_TRIES + 1) if high > low else range(1):
         most = low + (high - low) * i // MOST_TRIES
         known = [made, *(t for t in by_peak if surroundings.peak_bytes(t) <= most)]
         made = _faster(step, min(known, key=lambda t: t.seconds), surroundings, most)

@@ -206,7 +206,7 @@ class Division:
         made = self.chosen.get(name)
         if made is None:
             self.new.append(name)
-            found = choices(view.step)
+            found = choices(view.step, enough_bytes=self.budget_bytes - self.above)
             fitting = [t for t in found if self.above + t.peak_bytes <= self.budget_bytes]
             made = self.chosen[name] = min(fitting, key=lambda t: t.seconds) if fitting else found[-1]
             if not fitting:
