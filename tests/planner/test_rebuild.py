@@ -407,3 +407,25 @@ def test_pieces_take_what_was_estimated(name: str) -> None:
     spec = StepSpec(model=made.make(), batch=made.batch(), objective=Objective(loss=loss))
     estimated, simulated = rebuild_estimate(Planner(spec, cost=FlopsCost(), actions=("rebuild",)))
     assert simulated <= estimated * 1.01
+
+
+def test_what_is_saved_and_alive_and_read_by_nobody() -> None:
+    class Seen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights = nn.ParameterList(nn.Parameter(torch.randn(32, 32) / 6) for _ in range(6))
+            self.seen: list[torch.Tensor] = []
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.seen = []
+            for weight in self.weights:
+                x = torch.tanh(x @ weight)
+                self.seen.append(x.sigmoid())
+            return x
+
+    torch.manual_seed(0)
+    model, batch = Seen(), (torch.randn(256, 32),)
+    plan = recoup.plan(model, batch, budget="95%", loss=loss, cost=FlopsCost(), actions=("rebuild",))
+    plain = gradients(model, batch)
+    with recoup.apply(model, plan):
+        assert all(map(torch.equal, plain, gradients(model, batch)))

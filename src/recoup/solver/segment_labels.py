@@ -167,7 +167,7 @@ class LabelMaker:
             found = self._earlier[i] = [
                 v
                 for v, at in self._first_saved.items()
-                if at < begin <= released[v] and self._readers[v][-1] > self._interval(self._maker[v])
+                if at < begin <= released[v] and self._readers.get(v, [-1])[-1] > self._interval(self._maker[v])
             ]
         return found
 
