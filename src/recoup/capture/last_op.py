@@ -12,16 +12,31 @@ from recoup import _torch
 
 
 class LastOp:
-    """The op that ran last, and its results."""
+    """The op that ran last, and its results; or a `Function`'s ops, which run without grad, and theirs."""
 
     def __init__(self) -> None:
         self._func: Any = None
         self._results: list[weakref.ref[torch.Tensor]] = []
+        self._inside: list[weakref.ref[torch.Tensor]] = []
 
     def note(self, func: Any, results: Sequence[torch.Tensor]) -> None:
         """Notes an op and what it returned."""
-        self._func = func if torch.is_grad_enabled() else None  # it has no node inside a `Function`
         self._results = [weakref.ref(result) for result in results]
+        if torch.is_grad_enabled():
+            self._func = func
+            self._inside.clear()
+        else:
+            self._func = None  # it has no node inside a `Function`
+            self._inside += self._results
+
+    def ends_function(self, is_saved: Callable[[torch.Tensor], bool]) -> bool:
+        """Whether a `Function` that ends with it saves a tensor of its own, one that is no result.
+
+        Args:
+            is_saved: whether a tensor is the one in question.
+        """
+        made = [tensor for get in self._inside if (tensor := get()) is not None and is_saved(tensor)]
+        return bool(made) and all(tensor.grad_fn is None for tensor in made)
 
     def may_save(self, is_saved: Callable[[torch.Tensor], bool]) -> bool:
         """Whether it may save one of its results; False where its node does not.
