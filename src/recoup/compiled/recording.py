@@ -281,7 +281,9 @@ def _compiled(
         inner = _torch.aot_eager_backend(partition_joint)
     else:
         modes = torch._inductor.list_mode_options(options.mode) if options.mode is not None else {}
-        inner = _torch.inductor_backend(partition_joint, key, {**modes, **options.options}, wrote, runs=runs)
+        own = {**modes, **options.options}
+        is_planned = called is None
+        inner = _torch.inductor_backend(partition_joint, key, own, wrote, runs=runs, keeps_order=is_planned)
 
     def backend(module: Any, inputs: Any) -> Any:
         last.clear()
