@@ -132,7 +132,7 @@ def test_what_inductor_makes_element_by_element_is_never_stored(monkeypatch: pyt
     with inductor_config.patch(fx_graph_cache=False):
         call(torch.randn(64, 32)).square().mean().backward()
     (view,) = views
-    found = {str(n.target): (op, s) for n, op, s in zip(view.nodes, view.step.ops, view.signatures, strict=True)}
+    found = {str(n.target): (op, s) for n, op, s in zip(view.nodes, view.step.ops, view.signatures(), strict=True)}
     scatter, signature = found["aten.slice_scatter.default"]
     assert scatter.is_fusible and scatter.reads_fusible and signature is None
     cat, signature = found["aten.cat.default"]

@@ -47,7 +47,7 @@ class JointView:
     Attributes:
         step: plain data. nodes: the graph's node of each op. holders: of each value that can be held the node to hold.
         values: by a node's name the value that it is, or looks at. fingerprint: tells the graph
-            from others. signatures: of each op that is a kernel of its own.
+            from others.
     """
 
     step: JointStep
@@ -55,7 +55,12 @@ class JointView:
     holders: dict[int, Any]
     values: dict[str, int]
     fingerprint: str
-    signatures: tuple[Signature | None, ...]
+
+    def signatures(self) -> list[Signature | None]:
+        """Returns the signature of each op that is a kernel of its own."""
+        fuses = self.step.fused_reads > 0
+        ops = zip(self.nodes, self.step.ops, strict=True)
+        return [None if fuses and op.reads_fusible else _signature(node) for node, op in ops]
 
 
 def view_joint_graph(module: Any, *, num_forward_results: int, fuses: bool) -> JointView:
@@ -90,7 +95,7 @@ def view_joint_graph(module: Any, *, num_forward_results: int, fuses: bool) -> J
             made.update(value(t) for t in tensors(node))
         elif is_mutable(node) and node.args and isinstance(node.args[0], torch.fx.Node):
             changed.update(value(t) for t in tensors(node.args[0]))
-    ops, nodes, signatures = [], [], []
+    ops, nodes = [], []
     num_forward = 0
     for number, node in enumerate((*forward, *backward)):
         inputs = tuple(dict.fromkeys(value(t) for n in node.all_input_nodes for t in tensors(n)))
@@ -110,7 +115,7 @@ def view_joint_graph(module: Any, *, num_forward_results: int, fuses: bool) -> J
             JointOp(
                 inputs=inputs,
                 outputs=outputs,
-                seconds=_seconds(node, outputs, inputs, value_bytes, fuses=fuses),
+                seconds=_seconds(node, flops, outputs, inputs, value_bytes, fuses=fuses),
                 flops=flops or 0,
                 can_rerun=_can_rerun(node) and not changed & read,
                 is_fusible=_is_fusible(node),
@@ -122,7 +127,6 @@ def view_joint_graph(module: Any, *, num_forward_results: int, fuses: bool) -> J
             )
         )
         nodes.append(node)
-        signatures.append(None if fuses and reads_fusible else _signature(node))
     step = JointStep(
         value_bytes=tuple(value_bytes),
         ops=tuple(ops),
@@ -138,7 +142,6 @@ def view_joint_graph(module: Any, *, num_forward_results: int, fuses: bool) -> J
         holders=holders,
         values=values,
         fingerprint=graph_fingerprint(graph, num_forward_results),
-        signatures=tuple(signatures),
     )
 
 
@@ -214,12 +217,17 @@ def _name(node: Any) -> str:
 
 
 def _seconds(
-    node: Any, outputs: tuple[int, ...], inputs: tuple[int, ...], value_bytes: list[int], *, fuses: bool
+    node: Any,
+    flops: int | None,
+    outputs: tuple[int, ...],
+    inputs: tuple[int, ...],
+    value_bytes: list[int],
+    *,
+    fuses: bool,
 ) -> float:
     """Returns an estimate for running an op again: its FLOPs, or the bytes it moves. Views take none."""
     if not outputs:
         return 0.0
-    flops = _flops(node)
     if flops is not None:
         return flops / NOMINAL_FLOPS
     if fuses and _is_fusible(node):

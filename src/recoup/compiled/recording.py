@@ -117,7 +117,7 @@ class Recorded:
 
 def metered(graph: Recorded, cost: MeasuredCost) -> Recorded:
     """Returns a graph whose kernels have the workspace that each has when it runs alone on this device."""
-    step, signatures = graph.view.step, graph.view.signatures
+    step, signatures = graph.view.step, graph.view.signatures()
     known = [i for i, signature in enumerate(signatures) if signature is not None]
     ops, sizes = list(step.ops), list(step.value_bytes)
     for i, found in zip(known, cost.measured([s for s in signatures if s is not None]), strict=True):
