@@ -29,21 +29,19 @@ class LastOp:
             self._func = None  # it has no node inside a `Function`
             self._inside += self._results
 
-    def ends_function(self, is_saved: Callable[[torch.Tensor], bool]) -> bool:
-        """Whether a `Function` that ends with it saves a tensor of its own, one that is no result.
+    def saves(self, is_saved: Callable[[torch.Tensor], bool], *, is_fresh: bool) -> bool:
+        """Whether a tensor that is packed now is saved by it, not by the op that comes next.
 
         Args:
             is_saved: whether a tensor is the one in question.
+            is_fresh: whether it is one of the results.
         """
         made = [tensor for get in self._inside if (tensor := get()) is not None and is_saved(tensor)]
-        return bool(made) and all(tensor.grad_fn is None for tensor in made)
+        if made and all(tensor.grad_fn is None for tensor in made):
+            return True  # a `Function`, at its end, keeps a tensor of its own that is no result
+        return is_fresh and self._node_may_save(is_saved)
 
-    def may_save(self, is_saved: Callable[[torch.Tensor], bool]) -> bool:
-        """Whether it may save one of its results; False where its node does not.
-
-        Args:
-            is_saved: whether a result is the tensor in question.
-        """
+    def _node_may_save(self, is_saved: Callable[[torch.Tensor], bool]) -> bool:
         if self._func is None:
             return True
         results = [get() for get in self._results]

@@ -217,11 +217,8 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
         last = len(self.ops) - 1
         if last < 0 or index is None or self.ops[last].call != self.call:
             return last + 1
-        # Made inside a `Function`, which saves it at its end; or fresh from the last op, and an input of the next one
-        # if that op does not save it.
-        mine = self._last_op.ends_function(lambda made: self.find(made) == index)
-        if not mine and self._storages[index].alloc_op == last:
-            mine = self._last_op.may_save(lambda result: self.find(result) == index)
+        is_fresh = self._storages[index].alloc_op == last
+        mine = self._last_op.saves(lambda made: self.find(made) == index, is_fresh=is_fresh)
         return last if mine else last + 1
 
     def rederived(self, tensor: torch.Tensor, sources: list[torch.Tensor]) -> None:
