@@ -1406,14 +1406,64 @@ def inductor_fused_reads() -> int:
     return int(config.realize_reads_threshold)
 
 
-def inductor_backend(partition: Any, key: str, options: dict[str, Any], wrote: Any, *, runs: bool) -> Any:
+def inductor_reads_anything(target: Any) -> bool:
+    """Whether inductor makes an op as loops that compute on the way what they read (torch 2.11, 2.13).
+
+    Not so: kernels of libraries and templates (products, convolutions, attention), whose inputs are stored first.
+    Freed by: a tag of ops that inductor lowers to loops.
+    """
+    from torch._inductor import lowering
+
+    is_loop = target in lowering.lowerings and target not in lowering.fallbacks
+    return is_loop and target not in lowering.needs_realized_inputs
+
+
+def _inductor_order(key: str) -> Any:
+    """Returns a pass for inductor's scheduler that has kernels of libraries run in the graph's order (torch 2.13).
+
+    What is made element by element between two of them stays there: fused with what ran before, it would be stored
+    all the time until it is read. None where this torch has no such passes. `key`: its identity in torch's caches.
+    Freed by: an order of a graph's ops that inductor keeps.
+    """
+    from torch._inductor import custom_graph_pass
+    from torch._inductor.dependencies import WeakDep
+
+    if not hasattr(custom_graph_pass, "CustomSchedulerPass"):
+        return None
+
+    class Order(custom_graph_pass.CustomSchedulerPass):
+        def __call__(self, nodes: Any) -> Any:
+            last = None
+            for node in nodes:
+                is_kernel, names = node.is_extern() or node.is_template(), list(node.get_buffer_names())
+                if last is not None and names and (is_kernel or not node.is_reduction()):
+                    node.add_fake_dep(WeakDep(last, mutating_buf=node.get_name(), is_fake=True))
+                if is_kernel and names:
+                    last = names[0]
+            if nodes:
+                nodes[0].scheduler.compute_ancestors()
+            return nodes
+
+        def uuid(self) -> Any:
+            return f"{key} in order"
+
+        def __reduce__(self) -> tuple[Any, ...]:
+            return str, (self.uuid(),)
+
+    return Order()
+
+
+def inductor_backend(
+    partition: Any, key: str, options: dict[str, Any], wrote: Any = None, *, runs: bool = True, keeps_order: bool = True
+) -> Any:
     """Returns a backend for `torch.compile`: inductor, dividing joint graphs by `partition` (torch 2.13).
 
     Args:
         key: names what `partition` does, in inductor's cache of graphs. options: of inductor. wrote: called for each
             forward and each backward, when it is compiled: with a number that both have, the names of its inputs and
             results, examples of its inputs, and the Python code that inductor wrote for it. runs: whether that code
-            runs; if not, no kernel is compiled, and the graphs run op by op.
+            runs; if not, no kernel is compiled, and the graphs run op by op. keeps_order: whether kernels run in the
+            graphs' order.
 
     Freed by: a public `custom_partitioner_fn` in `torch.compile(options=...)`, with torch's caches keyed by it, and a
     public way to what was compiled.
@@ -1439,6 +1489,8 @@ def inductor_backend(partition: Any, key: str, options: dict[str, Any], wrote: A
             return str, (key,)  # all that the cache's key needs
 
     patches = {**options, "custom_partitioner_fn": Partitioner()}
+    if keeps_order and (order := _inductor_order(key)) is not None:
+        patches["_pre_fusion_custom_pass"] = order
 
     def strides(result: Any) -> tuple[int, ...] | None:
         if not isinstance(result, IRNode) or not result.has_tensor_output():
@@ -1473,7 +1525,8 @@ def inductor_backend(partition: Any, key: str, options: dict[str, Any], wrote: A
                 if not codes:
                     raise
                 made = make_boxed_func(own)
-        wrote(number, names, results, tuple(inputs), codes[0])
+        if wrote is not None:
+            wrote(number, names, results, tuple(inputs), codes[0])
         return made
 
     def compile_graph(module: Any, inputs: Any) -> Any:

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import shutil
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch._inductor import config as inductor_config
+from torch.fx.experimental.proxy_tensor import make_fx
 
+import recoup
+from recoup import _torch
+from recoup.compiled import recording
+from recoup.compiled.joint import JointView, view_joint_graph
+from recoup.compiled.partition import keep_products
 from recoup.compiled.planned import GraphCode, planned_levels
 from recoup.compiled.recording import CompileOptions, Division
 
@@ -76,3 +83,74 @@ def test_what_is_only_planned_is_planned_for_values_as_forward_lays_them_out() -
             call(images).square().mean().backward()
         planned += division.planned.values()
     assert len(planned) == 2 and planned[0] == planned[1]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_inductor_keeps_to_the_plans_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    def peak() -> int:
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        layers = (nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(3))
+        division = Division(CompileOptions(), {}, 1, above=0, runs=False)
+        (call,) = division.compile(nn.Sequential(*layers)).values()
+        with inductor_config.patch(fx_graph_cache=False), pytest.warns(recoup.OverBudgetWarning):
+            call(torch.randn(512, 32)).square().mean().backward()
+        (planned,) = division.planned.values()
+        return max(level for level, _ in planned.backward)
+
+    kept = peak()
+    monkeypatch.setattr(_torch, "_inductor_order", lambda _: None)
+    assert kept < 0.9 * peak()
+
+
+class Turned(nn.Linear):
+    """A product, turned as rotary embeddings turn queries."""
+
+    def __init__(self) -> None:
+        super().__init__(32, 32, bias=False)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Returns the product plus its halves in the other order."""
+        x = super().forward(input)
+        a, b = x[..., :16], x[..., 16:]
+        return x + torch.cat((-b, a), dim=-1)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_what_inductor_makes_element_by_element_is_never_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    views: list[JointView] = []
+
+    def viewed(*args: Any, **kwargs: Any) -> JointView:
+        views.append(view_joint_graph(*args, **kwargs))
+        return views[-1]
+
+    monkeypatch.setattr(recording, "view_joint_graph", viewed)
+    torch.compiler.reset()
+    (call,) = Division(CompileOptions(), {}, 1 << 30, above=0, runs=False).compile(Turned()).values()
+    with inductor_config.patch(fx_graph_cache=False):
+        call(torch.randn(64, 32)).square().mean().backward()
+    (view,) = views
+    found = {str(n.target): (op, s) for n, op, s in zip(view.nodes, view.step.ops, view.signatures(), strict=True)}
+    scatter, signature = found["aten.slice_scatter.default"]
+    assert scatter.is_fusible and scatter.reads_fusible and signature is None
+    cat, signature = found["aten.cat.default"]
+    assert cat.reads_fusible and not cat.is_fusible and signature is None
+    product, signature = found["aten.mm.default"]
+    assert not product.is_fusible and not product.reads_fusible and signature is not None
+
+
+@pytest.mark.parametrize("is_later", [False, True])
+def test_a_product_that_is_added_later_is_not_joined_with_the_sum(is_later: bool) -> None:
+    def total(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        product = x @ y
+        other = x.tanh() if is_later else x
+        return product + other
+
+    module = make_fx(total, tracing_mode="fake")(*torch.randn(2, 4, 4))
+    expected = module(*torch.ones(2, 4, 4))
+    keep_products(module)
+    targets = [node.target for node in module.graph.nodes if node.op == "call_function"]
+    assert (targets[-1] is torch.ops.prims.add.default) == is_later
+    assert torch.equal(module(*torch.ones(2, 4, 4)), expected)

@@ -65,6 +65,17 @@ def test_peak_alone_is_outputs_plus_workspace(name: str) -> None:
         assert found.workspace_bytes > 0
 
 
+def test_an_op_that_copies_a_whole_storage_copies_that_of_its_argument_alone() -> None:
+    x, part = torch.rand(64, 512), torch.rand(64, 256)
+    args = aten.slice_scatter.default, x, part, 1, 0, 256
+    signature = signature_of(*args)
+    cost = MeasuredCost(CPU, cache=False)
+    cost.price(trace_of([signature]))
+    found = cost.measurement(signature)
+    _, left = measured_peak_bytes(lambda: aten.slice_scatter(x, part, 1, 0, 256))
+    assert found is not None and found.extra_output_bytes == left - signature.output_bytes == 0
+
+
 class _Conv(nn.Sequential):
     def __init__(self) -> None:
         super().__init__(

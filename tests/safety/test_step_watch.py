@@ -188,3 +188,38 @@ def test_most_steps_are_not_metered() -> None:
     for _ in range(40):
         _step(model, _batch())
     assert fitted.applied._watch is not None and fitted.applied._watch.num_looked_at <= 8
+
+
+class Tagger(nn.Module):
+    """Returns its logits, and the loss too where it is given the labels, as models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
+        self.lm_head = nn.Linear(WIDTH, 2000, bias=False)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        logits = self.lm_head(self.inner(x))
+        loss = {} if labels is None else {"loss": nn.functional.cross_entropy(logits, labels)}
+        return {**loss, "logits": logits}
+
+
+@pytest.mark.parametrize("is_inside", [True, False], ids=["loss inside", "loss outside"])
+def test_a_tiled_head_is_watched_without_its_logits_being_computed(is_inside: bool) -> None:
+    model, labels = Tagger(), torch.arange(ROWS) % 2000
+    batch = (_batch(), labels) if is_inside else _batch()
+
+    def loss(output: dict[str, torch.Tensor], _: Any) -> torch.Tensor:
+        return output["loss"] if is_inside else nn.functional.cross_entropy(output["logits"], labels)
+
+    plan = recoup.plan(model, batch, budget="min", loss=loss, actions=["tile"])
+    with recoup.apply(model, plan) as applied:
+        watch, held = applied._watch, []
+
+        def step() -> None:
+            held.append(model(*batch) if is_inside else model(batch))
+            loss(held.pop(), batch).backward()
+
+        assert _warned(step) == []
+        assert watch is not None and watch.peak_bytes == plan.predicted.peak_bytes and watch.num_looked_at == 1
+        assert applied.log.num_logits_made == 0

@@ -12,23 +12,36 @@ from recoup import _torch
 
 
 class LastOp:
-    """The op that ran last, and its results."""
+    """The op that ran last, and its results; or a `Function`'s ops, which run without grad, and theirs."""
 
     def __init__(self) -> None:
         self._func: Any = None
         self._results: list[weakref.ref[torch.Tensor]] = []
+        self._inside: list[weakref.ref[torch.Tensor]] = []
 
     def note(self, func: Any, results: Sequence[torch.Tensor]) -> None:
         """Notes an op and what it returned."""
-        self._func = func if torch.is_grad_enabled() else None  # it has no node inside a `Function`
         self._results = [weakref.ref(result) for result in results]
+        if torch.is_grad_enabled():
+            self._func = func
+            self._inside.clear()
+        else:
+            self._func = None  # it has no node inside a `Function`
+            self._inside += self._results
 
-    def may_save(self, is_saved: Callable[[torch.Tensor], bool]) -> bool:
-        """Whether it may save one of its results; False where its node does not.
+    def saves(self, is_saved: Callable[[torch.Tensor], bool], *, is_fresh: bool) -> bool:
+        """Whether a tensor that is packed now is saved by it, not by the op that comes next.
 
         Args:
-            is_saved: whether a result is the tensor in question.
+            is_saved: whether a tensor is the one in question.
+            is_fresh: whether it is one of the results.
         """
+        made = [tensor for get in self._inside if (tensor := get()) is not None and is_saved(tensor)]
+        if made and all(tensor.grad_fn is None for tensor in made):
+            return True  # a `Function`, at its end, keeps a tensor of its own that is no result
+        return is_fresh and self._node_may_save(is_saved)
+
+    def _node_may_save(self, is_saved: Callable[[torch.Tensor], bool]) -> bool:
         if self._func is None:
             return True
         results = [get() for get in self._results]

@@ -215,10 +215,10 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
         """Returns the op that saves `tensor` now: an input is packed before its op is dispatched, an output after."""
         index = self.find(tensor)
         last = len(self.ops) - 1
-        if last < 0 or index is None or self._storages[index].alloc_op != last:
+        if last < 0 or index is None or self.ops[last].call != self.call:
             return last + 1
-        # Fresh from the last op: an input of the next one if that op does not save it, or another call has begun.
-        mine = self.ops[last].call == self.call and self._last_op.may_save(lambda result: self.find(result) == index)
+        is_fresh = self._storages[index].alloc_op == last
+        mine = self._last_op.saves(lambda made: self.find(made) == index, is_fresh=is_fresh)
         return last if mine else last + 1
 
     def rederived(self, tensor: torch.Tensor, sources: list[torch.Tensor]) -> None:

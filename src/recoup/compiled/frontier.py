@@ -61,39 +61,60 @@ def choices(step: JointStep, surroundings: Surroundings = ALONE, *, enough_bytes
     Args:
         enough_bytes: a peak below which no choice is looked for.
     """
-    problem = held_problem(step)
-    solver = SegmentSolver(problem)
-    found = {(t.held, t.dropped): t for t in [timeline(step, frozenset(step.reads))]}
+    everything = timeline(step, frozenset(step.reads))
+    found = {(everything.held, everything.dropped): everything}
+    if surroundings.peak_bytes(everything) <= enough_bytes:
+        return [everything]
     for price in _PRICES:
         for held in trade_offs(_whole_forward(step, price), most=_MAX_POINTS):
             made = timeline(step, frozenset(held.values))
             found.setdefault((made.held, made.dropped), made)
-    least = solver.leanest()
-    if least is not None:
-        most_bytes = max(t.peak_bytes for t in found.values())
-        low, high = least.peak_bytes, max(most_bytes, least.peak_bytes)
-        for i in reversed(range(MOST_POINTS)):
-            choice = solver.solve(low + (high - low) * i // (MOST_POINTS - 1))
-            if choice is not None:
-                made = timeline(step, _held_by(problem, choice))
-                found.setdefault((made.held, made.dropped), made)
-                if surroundings.peak_bytes(made) <= enough_bytes:
-                    break
-        # A compiler that fuses kernels merges what is made anew for each reader: all of it is there at once.
-        for drops in (False,) if step.fused_reads else (False, True):
-            made = min(found.values(), key=surroundings.peak_bytes)
-            squeezed = _squeezed(step, made, surroundings, drops=drops)
-            while surroundings.peak_bytes(made) > enough_bytes and (lower := next(squeezed, None)) is not None:
-                made = found.setdefault((lower.held, lower.dropped), lower)
-        made = min(found.values(), key=lambda t: (_flops_again(step, t), surroundings.peak_bytes(t)))
-        lowered = _lowered(step, made, surroundings)
-        while surroundings.peak_bytes(made) > enough_bytes and (lower := next(lowered, None)) is not None:
+    most_bytes = max(t.peak_bytes for t in found.values())
+    for made in _by_segments(step, surroundings, most_bytes, enough_bytes):
+        found.setdefault((made.held, made.dropped), made)
+    # A compiler that fuses kernels merges what is made anew for each reader: all of it is there at once.
+    for drops in (False,) if step.fused_reads else (False, True):
+        made = min(found.values(), key=surroundings.peak_bytes)
+        squeezed = _squeezed(step, made, surroundings, drops=drops)
+        while surroundings.peak_bytes(made) > enough_bytes and (lower := next(squeezed, None)) is not None:
             made = found.setdefault((lower.held, lower.dropped), lower)
-        for made in _between(step, undominated(list(found.values()))):
-            found.setdefault((made.held, made.dropped), made)
-        for made in _eased(step, undominated(list(found.values())), surroundings):
-            found.setdefault((made.held, made.dropped), made)
+    made = min(found.values(), key=lambda t: (_flops_again(step, t), surroundings.peak_bytes(t)))
+    lowered = _lowered(step, made, surroundings)
+    while surroundings.peak_bytes(made) > enough_bytes and (lower := next(lowered, None)) is not None:
+        made = found.setdefault((lower.held, lower.dropped), lower)
+    for made in _between(step, undominated(list(found.values()))):
+        found.setdefault((made.held, made.dropped), made)
+    for made in _eased(step, undominated(list(found.values())), surroundings):
+        found.setdefault((made.held, made.dropped), made)
     return undominated(list(found.values()))
+
+
+def _by_segments(step: JointStep, surroundings: Surroundings, most_bytes: int, enough_bytes: int) -> Iterator[Timeline]:
+    """Yields choices whose segments are chosen one by one, for targets from `most_bytes` to the least.
+
+    If there is a peak that is enough and one of them reaches it: for targets that close in on that peak alone.
+    """
+    problem = held_problem(step)
+    solver = SegmentSolver(problem)
+    low, high, is_reached = enough_bytes // 2, most_bytes, False
+    for _ in range(MOST_TRIES if enough_bytes else 0):
+        choice = solver.solve(middle := (low + high) // 2)
+        made = None if choice is None else timeline(step, _held_by(problem, choice))
+        if made is not None:
+            yield made
+        if made is not None and surroundings.peak_bytes(made) > enough_bytes:
+            high = middle
+        else:
+            low, is_reached = middle, is_reached or made is not None
+    if is_reached or (least := solver.leanest()) is None:
+        return
+    low, high = least.peak_bytes, max(most_bytes, least.peak_bytes)
+    for i in reversed(range(MOST_POINTS)):
+        choice = solver.solve(low + (high - low) * i // (MOST_POINTS - 1))
+        if choice is not None:
+            yield (made := timeline(step, _held_by(problem, choice)))
+            if surroundings.peak_bytes(made) <= enough_bytes:
+                return
 
 
 def _whole_forward(step: JointStep, price: float) -> Segment:

@@ -30,10 +30,14 @@ from recoup.ir.trace import Signature
 _BYTE_FLOPS = 0.125  # of what an op reads and writes; where it runs inside of another kernel, of its result alone
 _UNKNOWN_BYTE_FLOPS = 5.0  # of one that is not torch's own, which may do any work
 _NOT_AGAIN = ("_c10d_functional", "c10d", "c10d_functional", "fsdp")
-_FUSIBLE = ("convert_element_type", "full", "iota", "where", "clone", "_to_copy", "constant_pad_nd", "embedding")
+# Made element by element, though torch does not tag them so.
+_FUSIBLE = (
+    *("convert_element_type", "full", "iota", "where", "clone", "_to_copy", "constant_pad_nd", "embedding", "index"),
+    *("scalar_tensor", "repeat", "rev", "_unsafe_index", "_unsafe_masked_index", "gather"),
+    *("slice_scatter", "select_scatter", "diagonal_scatter"),
+)
 # The position of the flag that says if it trains, None if it does; running statistics are at 3 and 4.
 _STATISTICS = {"_native_batch_norm_legit_functional": 5, "_batch_norm_with_update_functional": None}
-_REDUCTIONS = ("sum", "mean", "var", "var_mean", "amax", "amin", "max", "min", "prod", "any", "all", "argmax", "argmin")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +47,7 @@ class JointView:
     Attributes:
         step: plain data. nodes: the graph's node of each op. holders: of each value that can be held the node to hold.
         values: by a node's name the value that it is, or looks at. fingerprint: tells the graph
-            from others. signatures: of each op that is a kernel of its own.
+            from others.
     """
 
     step: JointStep
@@ -51,7 +55,12 @@ class JointView:
     holders: dict[int, Any]
     values: dict[str, int]
     fingerprint: str
-    signatures: tuple[Signature | None, ...]
+
+    def signatures(self) -> list[Signature | None]:
+        """Returns the signature of each op that is a kernel of its own."""
+        fuses = self.step.fused_reads > 0
+        ops = zip(self.nodes, self.step.ops, strict=True)
+        return [None if fuses and op.reads_fusible else _signature(node) for node, op in ops]
 
 
 def view_joint_graph(module: Any, *, num_forward_results: int, fuses: bool) -> JointView:
@@ -86,7 +95,7 @@ def view_joint_graph(module: Any, *, num_forward_results: int, fuses: bool) -> J
             made.update(value(t) for t in tensors(node))
         elif is_mutable(node) and node.args and isinstance(node.args[0], torch.fx.Node):
             changed.update(value(t) for t in tensors(node.args[0]))
-    ops, nodes, signatures = [], [], []
+    ops, nodes = [], []
     num_forward = 0
     for number, node in enumerate((*forward, *backward)):
         inputs = tuple(dict.fromkeys(value(t) for n in node.all_input_nodes for t in tensors(n)))
@@ -100,15 +109,17 @@ def view_joint_graph(module: Any, *, num_forward_results: int, fuses: bool) -> J
             continue
         num_forward += number < len(forward)
         read = {value(t) for n in _read_for_results(node) for t in tensors(n)}
+        flops = _flops(node)
+        reads_fusible = _is_fusible(node) or (flops is None and _torch.inductor_reads_anything(node.target))
         ops.append(
             JointOp(
                 inputs=inputs,
                 outputs=outputs,
-                seconds=_seconds(node, outputs, inputs, value_bytes, fuses=fuses),
-                flops=_flops(node) or 0,
+                seconds=_seconds(node, flops, outputs, inputs, value_bytes, fuses=fuses),
+                flops=flops or 0,
                 can_rerun=_can_rerun(node) and not changed & read,
                 is_fusible=_is_fusible(node),
-                reads_fusible=_is_fusible(node) or _name(node) in _REDUCTIONS,
+                reads_fusible=reads_fusible,
                 is_random=is_random(node),
                 keeps_place=is_random(node) or is_mutable(node),
                 overwritable=tuple(dict.fromkeys(value(n.meta["val"]) for n in overwritable(node))),
@@ -116,8 +127,6 @@ def view_joint_graph(module: Any, *, num_forward_results: int, fuses: bool) -> J
             )
         )
         nodes.append(node)
-        is_kernel = not fuses or not (_is_fusible(node) or _name(node) in _REDUCTIONS)
-        signatures.append(_signature(node) if is_kernel else None)
     step = JointStep(
         value_bytes=tuple(value_bytes),
         ops=tuple(ops),
@@ -133,7 +142,6 @@ def view_joint_graph(module: Any, *, num_forward_results: int, fuses: bool) -> J
         holders=holders,
         values=values,
         fingerprint=graph_fingerprint(graph, num_forward_results),
-        signatures=tuple(signatures),
     )
 
 
@@ -209,12 +217,17 @@ def _name(node: Any) -> str:
 
 
 def _seconds(
-    node: Any, outputs: tuple[int, ...], inputs: tuple[int, ...], value_bytes: list[int], *, fuses: bool
+    node: Any,
+    flops: int | None,
+    outputs: tuple[int, ...],
+    inputs: tuple[int, ...],
+    value_bytes: list[int],
+    *,
+    fuses: bool,
 ) -> float:
     """Returns an estimate for running an op again: its FLOPs, or the bytes it moves. Views take none."""
     if not outputs:
         return 0.0
-    flops = _flops(node)
     if flops is not None:
         return flops / NOMINAL_FLOPS
     if fuses and _is_fusible(node):

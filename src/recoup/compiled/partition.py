@@ -52,6 +52,8 @@ def partition(
     if overwrites:
         overwrite(forward)
         overwrite(backward)
+    else:
+        keep_products(backward)
     return forward, backward
 
 
@@ -144,6 +146,24 @@ def overwrite(module: Any) -> None:
             node.target, name = way
             if name is not None:
                 node.kwargs = {**node.kwargs, name: dying[0]}
+    module.recompile()
+
+
+def keep_products(module: Any) -> None:
+    """Has each product run where it is, though its result is added to another only after other ops have run.
+
+    A compiler that joins the two (`addmm`) runs the product at the sum, and stores what it reads until then.
+    """
+    nodes = [node for node in module.graph.nodes if not is_view(node)]
+    place = {node: i for i, node in enumerate(nodes)}
+    for node in nodes:
+        if node.target is not torch.ops.aten.add.Tensor or node.kwargs or len(node.all_input_nodes) != 2:
+            continue
+        one, other = (n.meta.get("val") for n in node.args)
+        if (one.shape, one.dtype, one.device) != (other.shape, other.dtype, other.device):
+            continue
+        if any(n.target is torch.ops.aten.mm.default and place[n] < place[node] - 1 for n in node.args):
+            node.target = torch.ops.prims.add.default  # the same, by a name that is not joined
     module.recompile()
 
 

@@ -117,7 +117,7 @@ class Recorded:
 
 def metered(graph: Recorded, cost: MeasuredCost) -> Recorded:
     """Returns a graph whose kernels have the workspace that each has when it runs alone on this device."""
-    step, signatures = graph.view.step, graph.view.signatures
+    step, signatures = graph.view.step, graph.view.signatures()
     known = [i for i, signature in enumerate(signatures) if signature is not None]
     ops, sizes = list(step.ops), list(step.value_bytes)
     for i, found in zip(known, cost.measured([s for s in signatures if s is not None]), strict=True):
@@ -281,7 +281,9 @@ def _compiled(
         inner = _torch.aot_eager_backend(partition_joint)
     else:
         modes = torch._inductor.list_mode_options(options.mode) if options.mode is not None else {}
-        inner = _torch.inductor_backend(partition_joint, key, {**modes, **options.options}, wrote, runs=runs)
+        own = {**modes, **options.options}
+        is_planned = called is None
+        inner = _torch.inductor_backend(partition_joint, key, own, wrote, runs=runs, keeps_order=is_planned)
 
     def backend(module: Any, inputs: Any) -> Any:
         last.clear()

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.utils.dlpack
 
 from recoup.cost.caching_allocator import MIN_BLOCK_BYTES
 from recoup.cost.flops import op_name
@@ -58,7 +59,9 @@ class Arena:
     def floats(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Returns `count` numbers in [0.5, 1.5)."""
         num_bytes = aligned(count * dtype.itemsize)
-        flat = self._block[self._used_bytes : self._used_bytes + count * dtype.itemsize].view(dtype)
+        part = self._block[self._used_bytes : self._used_bytes + count * dtype.itemsize]
+        # With a storage of its own: some ops copy an argument's whole one.
+        flat = torch.utils.dlpack.from_dlpack(part).view(dtype)
         self._used_bytes += num_bytes
         pool = self._pools.get(dtype)
         if pool is None:

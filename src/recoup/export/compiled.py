@@ -27,8 +27,8 @@ _SPLITTING = (
     "size_hint",
 )
 _BACKENDS = {
-    "inductor": ("inductor_backend", 'inductor_backend(divide, "@@key@@", options or {})'),
-    "aot_eager": ("aot_eager_backend", "aot_eager_backend(divide)"),
+    "inductor": (("_inductor_order", "inductor_backend"), 'inductor_backend(divide, "@@key@@", options or {})'),
+    "aot_eager": (("aot_eager_backend",), "aot_eager_backend(divide)"),
 }
 
 
@@ -44,11 +44,11 @@ def export_compiled(plan: CompiledPlan) -> Export:
             "The plan divides every graph as torch does, which was within its budget: there is nothing to export. "
             "Use `model.compile()`, or plan for a smaller budget."
         )
-    name, backend = _BACKENDS[plan.backend]
+    names, backend = _BACKENDS[plan.backend]
     overwrites = plan.backend != "inductor"
     graphs = {g.fingerprint: {**dataclasses.asdict(g.choice), "overwrites": overwrites} for g in planned}
     key = "planned " + " ".join(f"{graph.fingerprint} {graph.held_bytes}" for graph in planned)
-    texts = _functions("_torch.py", (*_SPLITTING, name))
+    texts = _functions("_torch.py", (*_SPLITTING, *names))
     texts += _functions("compiled/partition.py", None)
     sentence = (
         f'"""A plan of {plan.model_class} for torch {plan.torch_version}, {plan.backend}: peak '

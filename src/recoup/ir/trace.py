@@ -7,6 +7,7 @@ that it outlives it.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import json
 from collections.abc import Sequence
@@ -227,7 +228,7 @@ class Trace:
     @property
     def num_forward_ops(self) -> int:
         """Ops of forward and loss: backward begins with the op after them."""
-        return sum(op.phase in ("forward", "loss") for op in self.ops)
+        return bisect.bisect(self.ops, False, key=lambda op: op.phase not in ("forward", "loss"))
 
     def held_storages(self) -> list[Storage]:
         """Returns the storages that autograd holds when backward begins, parameters and batch left out."""

@@ -202,13 +202,19 @@ def _bare_bytes(priced: PricedTrace, num_ops: int) -> tuple[int, ...]:
 
 def _entering_bytes(trace: Trace, places: list[int]) -> tuple[int, ...]:
     """Returns for each interval of the forward the bytes that backward has made so far when it gets there."""
-    begins = [len(trace.ops)] * (len(places) - 1)
-    for i in range(len(trace.ops) - 1, trace.num_forward_ops - 1, -1):
+    num_ops, num_forward = len(trace.ops), trace.num_forward_ops
+    begins = [num_ops] * (len(places) - 1)
+    for i in range(num_ops - 1, num_forward - 1, -1):
         origin = trace.ops[i].origin if trace.ops[i].phase == "backward" else -1
         if 0 <= origin < places[-1]:
             begins[bisect.bisect_right(places, origin) - 1] = i
-    made = [s for s in trace.storages if s.alloc_op >= trace.num_forward_ops and s.category != "gradient"]
-    return tuple(sum(s.nbytes for s in made if s.alloc_op < i <= s.free_op) for i in begins)
+    change = [0] * (num_ops + 2)
+    for storage in trace.storages:
+        if storage.alloc_op >= num_forward and storage.category != "gradient" and storage.free_op > storage.alloc_op:
+            change[storage.alloc_op + 1] += storage.nbytes
+            change[min(storage.free_op, num_ops) + 1] -= storage.nbytes
+    made = list(itertools.accumulate(change))
+    return tuple(made[i] for i in begins)
 
 
 def _item_bytes(signature: Signature) -> int:

@@ -168,6 +168,8 @@ class Simulator:
         model_end = sum(1 for o in trace.ops if o.phase == "forward")
         held = trace.held_storages()
         products = product_flops(trace.signatures)
+        begin = trace.num_forward_ops  # a tiled head saves its weight's gradient, which is no "saved" storage
+        saved = [s for s in trace.storages if 0 <= s.saved_op < model_end and 0 <= s.alloc_op < begin <= s.free_op]
         return Candidate(
             decisions=chosen,
             peak_bytes=peak_bytes,
@@ -175,7 +177,7 @@ class Simulator:
             flops=sum(trace.signatures[o.signature].flops for o in trace.ops),
             recomputed_flops=sum(trace.signatures[o.signature].flops for o in trace.ops if o.replayed),
             saved_bytes=sum(s.nbytes for s in held),
-            forward_saved_bytes=sum(s.nbytes for s in held if 0 <= s.saved_op < model_end),
+            forward_saved_bytes=sum(s.nbytes for s in saved),
             phase=phase,
             tensors=tuple(tensors[:8]),
             offloaded_bytes=sum(c.nbytes for c in trace.copies if c.kind == "out"),

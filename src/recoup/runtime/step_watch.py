@@ -28,6 +28,7 @@ from recoup.errors import OtherStepWarning, OverBudgetWarning
 from recoup.ir.plan import Plan
 from recoup.runtime import execution_context
 from recoup.runtime.offload.optimizer_state import state_on_device
+from recoup.runtime.tile.loss.lazy_logits import where_backward_enters
 from recoup.thresholds import MOST_REMEMBERED_ANSWERS, SAME_SHARE
 from recoup.units import format_bytes
 
@@ -200,7 +201,8 @@ class StepWatch:
         if self._counting is None:
             return
         self._stop_counting()
-        tensors = [t for t in iterate_tensors(output) if t.grad_fn is not None] if output is not None else []
+        entered = map(where_backward_enters, iterate_tensors(output)) if output is not None else ()
+        tensors = [t for t in entered if t.grad_fn is not None]
         if not tensors or self._sight is None:
             return
         graph, alive = _Graph(self._counter.total_bytes), _Alive()

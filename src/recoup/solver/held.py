@@ -195,21 +195,23 @@ class _Evaluation:
 
     def __init__(self, segment: Segment) -> None:
         self._segment = segment
-        self._maker = {v: i for i, op in enumerate(segment.ops) for v in op.outputs}
+        self._maker = maker = {v: i for i, op in enumerate(segment.ops) for v in op.outputs}
+        self._made_inputs = [[v for v in op.inputs if v in maker] for op in segment.ops]
+        self._made_reads = [v for v in segment.reads if v in maker]
 
     def of(self, values: Collection[int]) -> Held:
         """Returns the evaluated choice that holds those of `values` that backward needs."""
-        segment, maker = self._segment, self._maker
+        segment, maker, inputs = self._segment, self._maker, self._made_inputs
         rerun: set[int] = set()
         read: set[int] = set()
-        waiting = [v for v in segment.reads if v in maker]
+        waiting = self._made_reads.copy()
         while waiting:
             value = waiting.pop()
             if value in values:
                 read.add(value)
-            elif maker[value] not in rerun:
-                rerun.add(maker[value])
-                waiting += [v for v in segment.ops[maker[value]].inputs if v in maker]
+            elif (made_by := maker[value]) not in rerun:
+                rerun.add(made_by)
+                waiting += inputs[made_by]
         seconds = math.fsum(segment.ops[i].seconds for i in rerun)
         return Held(
             values=tuple(sorted(read)),

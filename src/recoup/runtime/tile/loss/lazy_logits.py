@@ -180,6 +180,11 @@ def is_lazy(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, LazyLogits)
 
 
+def where_backward_enters(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the tensor; for logits that are not there, the hidden states that the loss's gradient reaches first."""
+    return tensor.rows if isinstance(tensor, LazyLogits) and not tensor.is_made() else tensor
+
+
 def lazy_logits(head: Head) -> LazyLogits:
     """Returns the stand-in for `head(hidden)`."""
     dtype = head.autocast or head.hidden.dtype
