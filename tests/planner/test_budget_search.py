@@ -57,6 +57,15 @@ def test_time_is_not_given_for_a_smaller_share_of_flops() -> None:
     assert found is not None and found.decisions == regions(5)
 
 
+def test_flops_are_those_of_products() -> None:
+    judge = FakeJudge()
+    few, many = candidate(regions(2), 80, 12.05), candidate(regions(5), 80, 12.0)
+    judge.simulated[regions(2)] = dataclasses.replace(few, flops=9_000, product_flops=800)
+    judge.simulated[regions(5)] = dataclasses.replace(many, flops=8_000, product_flops=900)
+    found = search(judge, Says()).fit(80)
+    assert found is not None and found.decisions == regions(2)
+
+
 def test_one_that_dominates_the_step_ends_the_round() -> None:
     judge, other = FakeJudge(), Says(proposals=[regions(1)], lean=[regions(9)])
     loop = Says(proposals=[regions(5)], lean=[regions(6)], dominates_step=True)

@@ -18,7 +18,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 import recoup
 from recoup.capture.capture import StepSpec, capture
 from recoup.capture.step import Objective
+from recoup.cost.devices import get_device
 from recoup.cost.model import FlopsCost
+from recoup.cost.roofline import RooflineCost
 from recoup.errors import PlanMismatch, UsageError
 from recoup.ir.decision import Rebuild, Recompute
 from recoup.planner.driver import Planner
@@ -397,6 +399,38 @@ def test_what_is_saved_for_a_graph_that_goes_before_backward_counts_for_nothing(
     assert sum(view.problem.saved_bytes) <= planner.plain.saved_bytes
     estimated, simulated = rebuild_estimate(planner)
     assert simulated <= estimated * 1.02
+
+
+class Attention(nn.Module):
+    """Six layers of attention over bare parameters, its scores there as a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.randn(32, 32) / 8) for _ in range(18))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for query, key, value in zip(self.weights[::3], self.weights[1::3], self.weights[2::3], strict=True):
+            scores = ((x @ query) @ (x @ key).transpose(1, 2)).softmax(-1)
+            x = x + F.gelu(F.layer_norm(scores @ (x @ value), (32,)))
+        return x
+
+
+def test_each_rebuilt_tensor_takes_its_time_and_each_product_its_share_of_flops() -> None:
+    torch.manual_seed(0)
+    spec = StepSpec(model=Attention(), batch=(torch.randn(16, 96, 32),), objective=Objective(loss=loss))
+    planner = Planner(spec, cost=RooflineCost(get_device("cpu-generic")), actions=("rebuild",))
+    strategy = planner.strategy(RebuildStrategy)
+    assert strategy is not None and strategy._view is not None and strategy._solver is not None
+    choice = strategy._solver.solve(planner.plain.peak_bytes * 6 // 10)
+    assert choice is not None
+    found = planner.simulate((strategy._view.decide(choice),))
+    forward = planner.trace.ops[: planner.trace.num_forward_ops]
+    num_recorded = sum(not planner.trace.signatures[op.signature].is_view for op in forward)
+    recording = num_recorded * planner.priced.serial_costs.recorded_op_seconds
+    extra = found.step_seconds - planner.plain.step_seconds - recording
+    flops = found.product_flops - planner.plain.product_flops
+    assert flops > 0
+    assert choice.extra_seconds == pytest.approx(extra + strategy._view.flop_seconds * flops, rel=0.15)
 
 
 @pytest.mark.slow

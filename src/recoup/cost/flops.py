@@ -19,10 +19,10 @@ it multiplies.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from recoup.ir.trace import TensorSpec
+from recoup.ir.trace import Signature, TensorSpec
 
 Kind = Literal["matmul", "convolution", "attention", "other"]
 
@@ -132,6 +132,14 @@ def kind(name: str) -> Kind:
     if base.removesuffix("_backward") in _ATTENTION or base in _PACKED_ATTENTION:
         return "attention"
     return "other"
+
+
+def product_flops(signatures: Iterable[Signature]) -> list[int]:
+    """Returns the FLOPs of each product, convolution and attention, as `torch.utils.flop_counter` has them; else 0.
+
+    What else an op computes is small beside what it reads and writes: its seconds say it all.
+    """
+    return [0 if kind(s.name) == "other" else s.flops for s in signatures]
 
 
 def result_label(name: str, args: Sequence[Any]) -> str:

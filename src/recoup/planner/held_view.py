@@ -7,6 +7,7 @@ place makes a new one. `solver/segments.py` chooses; the applied plan simulated 
 from __future__ import annotations
 
 import bisect
+import collections
 import dataclasses
 import itertools
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 
+from recoup.cost.flops import product_flops
 from recoup.cost.model import PricedTrace
 from recoup.ir.decision import OpMark, Rebuild
 from recoup.ir.trace import Signature, TensorSpec, Trace
@@ -29,9 +31,15 @@ from recoup.solver.waists import waists
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class HeldView:
-    """A step as the solver of plans by tensor sees it, and how its ops are addressed."""
+    """A step as the solver of plans by tensor sees it, and how its ops are addressed.
+
+    Attributes:
+        flop_seconds: what a FLOP of a product counts beside its time: a share of the step's FLOPs counts like the same
+            share of its seconds, as `Incumbents.select` has it.
+    """
 
     problem: HeldProblem
+    flop_seconds: float
     addresses: tuple[OpMark | None, ...]
     num_saved: int
     maker: dict[int, int]
@@ -91,6 +99,8 @@ def held_view(priced: PricedTrace, *, kept_paths: frozenset[str] = frozenset()) 
         versions.setdefault(storage, []).append((at, value_of[storage]))
         return value_of[storage]
 
+    products = product_flops(trace.signatures)
+    flop_seconds = sum(priced.op_seconds) / max(1, sum(products[op.signature] for op in trace.ops))
     ops = []
     dear: set[int] = set()  # what `recoup.hold` marks
     for at in positions:
@@ -114,7 +124,9 @@ def held_view(priced: PricedTrace, *, kept_paths: frozenset[str] = frozenset()) 
             Op(
                 inputs=tuple(dict.fromkeys(inputs)),
                 outputs=outputs,
-                seconds=priced.op_seconds[at] + (0.0 if signature.is_view else overheads),
+                seconds=priced.op_seconds[at]
+                + (0.0 if signature.is_view else overheads)
+                + flop_seconds * products[op.signature],
                 can_rerun=can_rerun,
             )
         )
@@ -128,13 +140,18 @@ def held_view(priced: PricedTrace, *, kept_paths: frozenset[str] = frozenset()) 
             continue
         takers = [op for op in storage.saved_ops if op != storage.alloc_op]  # the op that made it finds what those keep
         for at in {min(op, num_forward - 1) for op in takers or storage.saved_ops}:
-            known = [v for made, v in versions.get(index, ()) if made <= at]
+            # It is packed before that op runs, unless it is the op's own result.
+            known = [v for made, v in versions.get(index, ()) if made < at or made == storage.alloc_op]
             if at < num_ops and known:
                 saves[at].append(known[-1])
                 if takers and storage.alloc_op in storage.saved_ops and len(versions[index]) == 1:
                     self_saved.add(known[-1])
                 if storage.nbytes < MIN_BYTES:  # too small to be rebuilt: it stays where autograd saves it
                     value_bytes[known[-1]] = 0
+    # A saved tensor that is not held takes its time on top of the op that makes it again.
+    num_rebuilt = collections.Counter(v for values in saves for v in values if value_bytes[v])
+    each = priced.serial_costs.segment_tensor_seconds
+    ops = [dataclasses.replace(op, seconds=op.seconds + each * sum(num_rebuilt[v] for v in op.outputs)) for op in ops]
     crossing_sizes = [b or 1 for b in value_bytes]
     places = [0, *(p for p in waists(ops, crossing_sizes) if trace.signatures[trace.ops[p].signature].name != DETACH)]
     places = _thinned(places, ops, value_bytes)
@@ -165,7 +182,9 @@ def held_view(priced: PricedTrace, *, kept_paths: frozenset[str] = frozenset()) 
     )
     maker = {v: i for i, op in enumerate(ops) for v in op.outputs}
     addresses = tuple(_addresses(trace, num_ops))
-    return HeldView(problem=problem, addresses=addresses, num_saved=trace.num_saved, maker=maker)
+    return HeldView(
+        problem=problem, flop_seconds=flop_seconds, addresses=addresses, num_saved=trace.num_saved, maker=maker
+    )
 
 
 def _bare_bytes(priced: PricedTrace, num_ops: int) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ class Candidate:
     """A set of decisions and what the simulation of the applied plan says of it.
 
     Attributes:
-        flops: of the whole step, what runs again included.
+        flops: of the whole step, what runs again included. product_flops: those of products, convolutions, attention.
         phase: where the peak is.
         tensors: the largest alive there, as (what, bytes).
         offloaded_bytes: moved to the host in one step.
@@ -42,6 +42,7 @@ class Candidate:
     host_bytes: int = 0
     num_collectives: int = 0
     num_scan_evaluations: int = 0
+    product_flops: int = 0
 
     @property
     def is_exact(self) -> bool:
@@ -124,7 +125,15 @@ class Incumbents:
             return None
         fastest = min(c.step_seconds for c in fitting)
         equal = [c for c in fitting if c.step_seconds <= fastest * (1 + SAME_SHARE)]
-        return min(equal, key=lambda c: (c.step_seconds * c.flops, c.step_seconds, len(c.decisions), c.peak_bytes))
+        return min(
+            equal,
+            key=lambda c: (
+                c.step_seconds * (c.product_flops or c.flops),
+                c.step_seconds,
+                len(c.decisions),
+                c.peak_bytes,
+            ),
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ from recoup.capture.capture import StepSpec, capture
 from recoup.capture.draws import EXTREMES, SEEDED, Draw
 from recoup.cost.card_memory import CardEvents, CardMemory, CardSize, uses_cublas
 from recoup.cost.devices import CUBLASLT_BYTES
+from recoup.cost.flops import product_flops
 from recoup.cost.hidden_memory import hidden_blocks
 from recoup.cost.host_link import Link, with_copies
 from recoup.cost.host_overhead import step_seconds
@@ -166,6 +167,7 @@ class Simulator:
         seconds = step_seconds(chosen, priced, plain=self.trace) + self._optimizer[1] + priced.copy_seconds
         model_end = sum(1 for o in trace.ops if o.phase == "forward")
         held = trace.held_storages()
+        products = product_flops(trace.signatures)
         begin = trace.num_forward_ops  # a tiled head saves its weight's gradient, which is no "saved" storage
         saved = [s for s in trace.storages if 0 <= s.saved_op < model_end and 0 <= s.alloc_op < begin <= s.free_op]
         return Candidate(
@@ -182,6 +184,7 @@ class Simulator:
             host_bytes=trace.host_peak_bytes(),
             num_collectives=trace.num_collectives,
             num_scan_evaluations=priced.num_scan_evaluations,
+            product_flops=sum(products[o.signature] for o in trace.ops),
         )
 
 

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import functools
+import math
 import sys
 from typing import ClassVar, Self
 
 from recoup.planner.held_view import HeldView, held_view
-from recoup.planner.incumbents import Incumbents
+from recoup.planner.incumbents import Candidate, Incumbents
 from recoup.planner.step import PlannedStep
 from recoup.planner.strategies.base import Proposals, Strategy
 from recoup.solver.segments import SegmentSolver
-from recoup.thresholds import MOST_TRIES, NEGLIGIBLE_SHARE, SAME_SHARE
+from recoup.thresholds import MOST_TRIES, NEGLIGIBLE_SHARE
 
 
 class RebuildStrategy(Strategy):
     """Asks for the fastest segments within the budget, and repairs by what the simulation says.
 
-    A rival of regions: it is asked only for what is faster, by its own reckoning, than what fits already.
+    A rival of regions: it is asked only for what costs less, by its own reckoning, than what fits already: seconds,
+    and FLOPs by `HeldView.flop_seconds`.
     """
 
     actions: ClassVar[tuple[str, ...]] = ("rebuild",)
@@ -51,22 +53,28 @@ class RebuildStrategy(Strategy):
         allowance = self._step.allowance(incumbents)
         if self._view is None or self._solver is None:
             return
-        plain = self._step.simulator.plain
+        flop_seconds = self._view.flop_seconds
+
+        def cost(candidate: Candidate) -> float:
+            return candidate.step_seconds + flop_seconds * candidate.product_flops
+
+        plain = cost(self._step.simulator.plain)
         target, has_fitted = budget_bytes, False
         for _ in range(MOST_TRIES):
             if allowance.ends(incumbents, budget_bytes):
                 return
             choice = self._solver.solve(target - self._fixed_bytes)
-            worth = incumbents.seconds(budget_bytes) * (1 - NEGLIGIBLE_SHARE)
-            if choice is None or plain.step_seconds + choice.extra_seconds >= worth:
+            best = min((cost(c) for c in incumbents.fitting(budget_bytes)), default=math.inf)
+            worth = best * (1 - NEGLIGIBLE_SHARE)
+            if choice is None or plain + choice.extra_seconds >= worth:
                 return
             candidate = yield (self._view.decide(choice),)
             gap = candidate.peak_bytes - budget_bytes
-            if gap == 0 or (gap > 0 and candidate.step_seconds >= worth):
+            if gap == 0 or (gap > 0 and cost(candidate) >= worth):
                 return  # what needs less would be slower still
             if gap > 0:
                 target = min(target, choice.peak_bytes + self._fixed_bytes) - gap
-            elif has_fitted or gap >= -SAME_SHARE * budget_bytes:
+            elif has_fitted or gap >= -NEGLIGIBLE_SHARE * budget_bytes:
                 return
             else:
                 has_fitted, target = True, target - gap

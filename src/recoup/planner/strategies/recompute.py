@@ -8,8 +8,9 @@ from recoup.planner.incumbents import Incumbents
 from recoup.planner.repair import repaired
 from recoup.planner.simulator import EVERYWHERE
 from recoup.planner.step import PlannedStep
-from recoup.planner.strategies.base import Proposals, Strategy
-from recoup.thresholds import MOST_TRIES
+from recoup.planner.strategies.base import Decisions, Proposals, Strategy
+from recoup.planner.views import View
+from recoup.thresholds import ESTIMATE_SHARE, MOST_TRIES, NEGLIGIBLE_SHARE
 
 
 class RecomputeStrategy(Strategy):
@@ -37,6 +38,21 @@ class RecomputeStrategy(Strategy):
             yield from repaired(view, budget_bytes, incumbents, allowance, num_repairs=num_repairs)
 
     def shrink(self, incumbents: Incumbents) -> Proposals:
-        """Yields the leanest plan of each view."""
+        """Yields the leanest plan of each view, then what its solver takes for little more: estimates may be off."""
+        allowance = self._step.allowance(incumbents)
+        near: list[tuple[View, int]] = []
+        tried: set[Decisions] = set()
         for view in self._step.views.plain.views:
-            yield view.decide(view.solver.leanest().choice)
+            leanest = view.solver.leanest()
+            tried.add(view.decide(leanest.choice))
+            candidate = yield view.decide(leanest.choice)
+            if candidate.peak_bytes <= incumbents.least().peak_bytes * (1 + ESTIMATE_SHARE):
+                near.append((view, leanest.peak_bytes))
+        for step in range(1, round(ESTIMATE_SHARE / NEGLIGIBLE_SHARE) + 1):
+            for view, least_bytes in near:
+                decisions = view.decide(view.solver.solve(int(least_bytes * (1 + step * NEGLIGIBLE_SHARE))).choice)
+                if allowance.is_spent(incumbents):
+                    return
+                if decisions not in tried:
+                    tried.add(decisions)
+                    yield decisions

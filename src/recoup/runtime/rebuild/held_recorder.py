@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -78,10 +78,10 @@ class HeldRecorder(Recorder):
         """The innermost call."""
         return self._frames[-1]
 
-    def begin_segment(self, *, in_pieces: bool = False) -> None:
-        """Ends the segment that ops ran in; the next op is the first of another."""
+    def begin_segment(self, *, in_pieces: bool = False, reads: Collection[Value] = ()) -> None:
+        """Ends the segment that ops ran in; the next op is the first of another, and `reads` are noted already."""
         self._around = Segment() if in_pieces else None
-        self._leaves.clear()
+        self._leaves = {value: kept for value, kept in self._leaves.items() if value in reads}
         self.segment = Segment(self._around)
 
     def __torch_dispatch__(
@@ -114,7 +114,7 @@ class HeldRecorder(Recorder):
             self.log_other()
         out = self._run(facts, args, kwargs)
         if mark is not None:
-            self.obey(mark, out)
+            self.obey(mark, out, writes=bool(facts.written))
         return out
 
     def _attach_results(self, facts: OpFacts, made: Made | None, out: Any) -> list[tuple[int, torch.Tensor]]:
@@ -213,10 +213,10 @@ class HeldRecorder(Recorder):
                 self.hold(out)
         return out
 
-    def obey(self, mark: OpMark, out: Any) -> None:
+    def obey(self, mark: OpMark, out: Any, *, writes: bool = False) -> None:
         """Carries out an op's mark: holds its results, or joins them to the segment's pieces."""
         if mark.holds:
-            self.hold(out)
+            self.hold(out, writes=writes)
         elif mark.is_joint:
             self.join(out)
 
@@ -303,11 +303,11 @@ class HeldRecorder(Recorder):
         self.begin(mark)
         return mark
 
-    def begin(self, mark: OpMark) -> None:
-        """Begins what the plan has begin with an op."""
+    def begin(self, mark: OpMark, reads: Collection[Value] = ()) -> None:
+        """Begins what the plan has begin with an op; `reads`: what is noted already of what it reads."""
         before = self.segment
         if mark.begins_segment:
-            self.begin_segment(in_pieces=mark.begins_piece)
+            self.begin_segment(in_pieces=mark.begins_piece, reads=reads)
             self.deriving = not mark.saves
         elif mark.begins_piece:
             self.segment = Segment(self._around)
@@ -328,8 +328,12 @@ class HeldRecorder(Recorder):
         """Returns how many saved tensors autograd still holds; those of freed graphs (a logged value) are gone."""
         return sum(ref() is not None for ref in self.packed)
 
-    def hold(self, out: Any) -> None:
-        """Holds the results of an op."""
+    def hold(self, out: Any, *, writes: bool = False) -> None:
+        """Holds the results of an op.
+
+        Args:
+            writes: whether it wrote them in place: their versions count up only after this.
+        """
         for tensor in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(tensor, torch.Tensor) and has_history(tensor):
                 value = self.value_of(tensor)
@@ -337,6 +341,9 @@ class HeldRecorder(Recorder):
                 if value.constant is None and kept is None:
                     kept = keep(value, tensor)
                 if kept is not None:
+                    if isinstance(kept, Kept):
+                        kept.version += writes
+                        kept.is_source = True  # before what is rebuilt from it is saved, it may be written over
                     self._held.append(kept)
 
     def join(self, out: Any) -> None:

@@ -70,6 +70,10 @@ class Wanted:
             self._ticket = weakref.ref(self, segment.pending.discard)
             segment.pending.add(self._ticket)
 
+    def is_lost(self) -> bool:
+        """Whether nobody may ask for it any more."""
+        return False
+
     def take(self) -> torch.Tensor:
         """Returns the contents and drops them here; rebuilds the segment if they are not there yet."""
         if self.held is None:
@@ -162,7 +166,7 @@ class Segment:
         waiting = [asked]
         for ticket in tuple(self.pending):
             wanted = ticket()
-            if wanted is not None and wanted is not asked and not wanted.value.overwritten:
+            if wanted is not None and wanted is not asked and not wanted.is_lost():
                 waiting.append(wanted)
         with _torch.below_autocast_and_autograd(), execution_context.recomputing(), paused():
             here = self._started()
@@ -328,12 +332,16 @@ class Rebuilt(Wanted):
         self._under = under
         self.geometry = geometry
 
+    def is_lost(self) -> bool:
+        """Whether what autograd saved was overwritten since: another part of the storage may have been."""
+        return bool(self.value.overwritten) and is_overwritten(self.value, self.geometry)
+
     def unpack(self) -> torch.Tensor:
         """Returns the tensor; raises if it was changed in place since it was saved, as autograd would.
 
         Under `retain_graph` it may be asked for again, and is rebuilt again.
         """
-        if self.value.overwritten and is_overwritten(self.value, self.geometry):
+        if self.is_lost():
             size, _, _, dtype = self.geometry
             raise changed_since(f"{dtype} {list(size)}")
         if self.held is not None or self._under.are_here():

@@ -1,0 +1,68 @@
+"""Results of ops in place under a plan by tensor: those it holds are there, and a segment's ops run again once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from recoup.capture.capture import StepSpec
+from recoup.capture.step import Objective
+from recoup.cost.model import FlopsCost
+from recoup.ir.decision import OpMark, Rebuild
+from recoup.planner.driver import Planner
+from recoup.runtime.apply import apply_decisions
+
+WIDTH = 160
+
+
+class Cells(nn.Module):
+    """A GRU cell over six steps; on a CPU it writes its gates in place, over one chunk of a storage after another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state = torch.zeros(x.shape[1], WIDTH)
+        for now in x:
+            state = self.cell(now, state)
+        return state
+
+
+def product_flops(model: nn.Module, x: torch.Tensor) -> int:
+    with FlopCounterMode(display=False) as counter:
+        model(x).sum().backward()
+    return int(counter.get_total_flops())
+
+
+def test_a_held_result_of_an_op_in_place_is_there_in_backward() -> None:
+    torch.manual_seed(0)
+    act, x = nn.ReLU(inplace=True), torch.randn(64, WIDTH)
+    model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), act)))
+    marks = [OpMark(path="1", call=i, ordinal=0, op="aten.relu_.default", holds=True) for i in range(4)]
+    plain = product_flops(model, x)
+    with apply_decisions(model, (Rebuild(path="", marks=tuple(marks)),)):
+        assert product_flops(model, x) == plain
+
+
+def test_what_is_written_in_parts_is_rebuilt_with_its_segment() -> None:
+    torch.manual_seed(0)
+    model, x = Cells(), torch.randn(6, 64, WIDTH)
+    with FlopCounterMode(display=False) as counter:
+        model(x)
+    plain = product_flops(model, x)
+    with apply_decisions(model, (Rebuild(path=""),)):
+        assert product_flops(model, x) - plain <= counter.get_total_flops()
+
+
+@pytest.mark.parametrize("percent", [90, 75])
+def test_the_plan_knows_which_version_of_a_storage_is_saved(percent: int) -> None:
+    torch.manual_seed(0)
+    spec = StepSpec(model=Cells(), batch=torch.randn(6, 64, WIDTH), objective=Objective(loss=lambda out, _: out.sum()))
+    planner = Planner(spec, cost=FlopsCost(), actions=("rebuild",))
+    found = planner.fit(planner.plain.peak_bytes * percent // 100)
+    assert found is not None
+    forward = sum(planner.trace.signatures[o.signature].flops for o in planner.trace.ops if o.phase == "forward")
+    assert 0 < found.recomputed_flops <= forward
