@@ -99,6 +99,18 @@ def test_inductor_by_a_mode() -> None:
     found.applied.remove()
 
 
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_inductor_under_autocast_is_as_near_as_its_dtype_rounds() -> None:
+    torch.manual_seed(0)
+    model, batch = Residual(num_blocks=3, dropout=0.1), torch.randn(256, 32)
+    found = recoup.fit(model, batch, budget="80%", compiled=True, timed=False, autocast=torch.bfloat16)
+    evidence = found.evidence
+    assert evidence.ok and evidence.peak_bytes <= evidence.budget_bytes and evidence.rng_equal
+    assert 1e-4 < evidence.max_gradient_error < 4e-2  # roundings of bfloat16, not of the float32 that gradients have
+    found.applied.remove()
+
+
 def test_the_command_line_refuses_a_page_of_a_compiled_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "model.py").write_text("def target(): return {}\n")
     page = str(tmp_path / "page.html")

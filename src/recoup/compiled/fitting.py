@@ -340,7 +340,9 @@ class CompiledFitting:
             )
             return comparison
         # Capped by what rounding can do: with dropout eager draws other numbers, and is as far off as it likes.
-        bound = rounding_bound(plain, None, max(own.max_gradient_error, own.loss_error))
+        dtypes = [self.recording.graphs[name].view.coarsest_dtype() for name in dict.fromkeys(self._calls)]
+        coarsest = max((d for d in dtypes if d is not None), key=lambda d: torch.finfo(d).eps, default=None)
+        bound = rounding_bound(plain, coarsest, max(own.max_gradient_error, own.loss_error))
         comparison = compare(plain, planned, bound=bound)
         self._notes.append(
             f"kernels differ: gradients are {comparison.max_gradient_error:.1e} from those of the step as torch "

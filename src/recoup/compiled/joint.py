@@ -56,6 +56,11 @@ class JointView:
     values: dict[str, int]
     fingerprint: str
 
+    def coarsest_dtype(self) -> torch.dtype | None:
+        """Returns the dtype of an op's result that rounds most; None if there are none of floating point."""
+        found = {t.dtype for node in self.nodes for t in tensors(node) if t.is_floating_point()}
+        return max(found, key=lambda dtype: torch.finfo(dtype).eps, default=None)
+
     def signatures(self) -> list[Signature | None]:
         """Returns the signature of each op that is a kernel of its own."""
         fuses = self.step.fused_reads > 0
