@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from recoup.capture.capture import StepSpec
 from recoup.capture.step import Objective
 from recoup.cost.model import FlopsCost
+from recoup.evidence.memory import measure_peak
 from recoup.ir.decision import OpMark, Rebuild
 from recoup.planner.driver import Planner
 from recoup.runtime.apply import apply_decisions
@@ -55,6 +56,22 @@ def test_what_is_written_in_parts_is_rebuilt_with_its_segment() -> None:
     plain = product_flops(model, x)
     with apply_decisions(model, (Rebuild(path=""),)):
         assert product_flops(model, x) - plain <= counter.get_total_flops()
+
+
+def test_of_what_is_written_in_parts_only_the_parts_stay() -> None:
+    torch.manual_seed(0)
+    model, x = Cells(), torch.randn(6, 64, WIDTH)
+    peaks = []
+    for plan in ((), (Rebuild(path=""),)):
+        with apply_decisions(model, plan):
+            model(x).sum().backward()
+            model.zero_grad(set_to_none=True)
+            peaks.append(measure_peak(lambda: model(x).sum().backward(), device=torch.device("cpu"), held_bytes=0))
+    gradients = [p.grad for p in model.parameters()]
+    model.zero_grad(set_to_none=True)
+    model(x).sum().backward()
+    assert all(g is not None and torch.equal(g, p.grad) for g, p in zip(gradients, model.parameters(), strict=True))
+    assert peaks[1] <= 1.3 * peaks[0]  # all is rebuilt at once, each part by itself
 
 
 @pytest.mark.parametrize("percent", [90, 75])

@@ -48,9 +48,10 @@ class Wanted:
     Attributes:
         sources: what keeps the held results that it is rebuilt from.
         number: of the value in a program ([Note: step programs]).
+        has_part: whether `held` is the part of the storage that is wanted, by itself.
     """
 
-    __slots__ = ("__weakref__", "_ticket", "held", "number", "segment", "sources", "value")
+    __slots__ = ("__weakref__", "_ticket", "has_part", "held", "number", "segment", "sources", "value")
 
     def __init__(self, value: Value, segment: Rebuilds, sources: list[Source], number: int = -1) -> None:
         self.value = value
@@ -58,6 +59,7 @@ class Wanted:
         self.sources = sources
         self.number = number
         self.held: torch.Tensor | None = None
+        self.has_part = False
         self._ticket = weakref.ref(self, segment.pending.discard)  # no Python runs when it dies, see `waiting.py`
         segment.pending.add(self._ticket)
 
@@ -171,11 +173,13 @@ class Segment:
         with _torch.below_autocast_and_autograd(), execution_context.recomputing(), paused():
             here = self._started()
             here.update((w.value, w.held) for w in waiting if w.held is not None)
-            found = _run({w.value for w in waiting if w.held is None}, here)
+            parts = _parts([w for w in waiting if w.held is None])
+            found = _run({w.value for w in waiting if w.held is None}, here, parts)
         num = 0
         for wanted in waiting:
             if wanted.held is None:
                 wanted.held = found[wanted.value]
+                wanted.has_part = wanted.value in parts
                 num += type(wanted) is Rebuilt
         if num:
             execution_context.count("num_rederived", self._counts, num)
@@ -188,13 +192,30 @@ class Segment:
         return {value: wanted.take() for value, wanted in self.starts.items()}
 
 
-def _run(wanted: set[Value], here: dict[Value, torch.Tensor]) -> dict[Value, torch.Tensor]:
+def _parts(waiting: list[Wanted]) -> dict[Value, Geometry]:
+    """Returns what is wanted of storages that are written over in parts, where all who wait for one want the same."""
+    wanted: dict[Value, set[Geometry | None]] = {}
+    for one in waiting:
+        if one.value.overwritten:
+            wanted.setdefault(one.value, set()).add(one.geometry if isinstance(one, Rebuilt) else None)
+    found = {}
+    for value, geometries in wanted.items():
+        part = geometries.pop()
+        if not geometries and part is not None and part is not value.base:
+            found[value] = part
+    return found
+
+
+def _run(
+    wanted: set[Value], here: dict[Value, torch.Tensor], parts: dict[Value, Geometry]
+) -> dict[Value, torch.Tensor]:
     """Runs every op that leads to `wanted` once, in the order of the forward; returns their contents.
 
     Args:
         here: contents that are at hand; emptied as they are read for the last time.
+        parts: of storages that are written over in parts, what is wanted of them: a copy of that alone stays.
     """
-    found = {value: here[value] for value in wanted if value in here}
+    found = {v: laid(here[v], parts[v]) if v in parts else here[v] for v in wanted if v in here}
     ops: dict[int, tuple[Made, list[Value]]] = {}
     uses: dict[Value, int] = {}
     stack = list(wanted)
@@ -226,7 +247,7 @@ def _run(wanted: set[Value], here: dict[Value, torch.Tensor]) -> dict[Value, tor
             if value in uses:
                 here[value] = tensor
             if value in wanted:
-                found[value] = tensor
+                found[value] = laid(tensor, parts[value]).clone() if value in parts else tensor
             del tensor
         del out
         for read in made.values:
@@ -236,7 +257,8 @@ def _run(wanted: set[Value], here: dict[Value, torch.Tensor]) -> dict[Value, tor
     for value in wanted:
         if value not in found:  # kept by somebody by now
             contents = _contents(value, here)
-            found[value] = contents if value.base is None else laid(contents, value.base)
+            contents = contents if value.base is None else laid(contents, value.base)
+            found[value] = laid(contents, parts[value]) if value in parts else contents
     return found
 
 
@@ -349,4 +371,4 @@ class Rebuilt(Wanted):
         else:
             with self._under.again():
                 tensor = self.take()
-        return tensor if self.geometry is self.value.base else laid(tensor, self.geometry)
+        return tensor if self.has_part or self.geometry is self.value.base else laid(tensor, self.geometry)
