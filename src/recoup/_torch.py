@@ -608,15 +608,15 @@ def attention_flags() -> tuple[Any, ...]:
 
 
 def call_state() -> tuple[Any, ...]:
-    """Returns what of this thread decides, beside its arguments, which ops a call runs (torch 2.11, 2.13).
+    """Returns what of this thread decides, beside its arguments, which ops a call runs and saves (torch 2.11, 2.13).
 
     Freed by: as `is_autocast`.
     """
     if not is_autocast():
-        return (torch.get_default_dtype(),)
+        return torch.get_default_dtype(), torch.is_grad_enabled()
     kinds = ("cpu", "cuda")
     states = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
-    return (torch.get_default_dtype(), *states, torch.is_autocast_cache_enabled())
+    return (torch.get_default_dtype(), torch.is_grad_enabled(), *states, torch.is_autocast_cache_enabled())
 
 
 is_autocast = torch._C._is_any_autocast_enabled

@@ -182,3 +182,14 @@ def test_a_metered_call_is_shifted_by_what_a_choice_changes() -> None:
     found = combined({"a": step}, ("a",), {"a": made}, levels)
     assert made.peak_bytes < ran.peak_bytes
     assert found.peak_bytes == made.backward_peak_bytes + 300
+
+
+def test_a_result_that_is_held_no_more_is_the_callers_until_backward() -> None:
+    step = chain(8)
+    ran = dataclasses.replace(timeline(step, frozenset(step.reads)), held_bytes=500, held_result_bytes=300)
+    lean = dataclasses.replace(ran, held_result_bytes=0)
+    levels = StepLevels(chosen={"a": ran, "b": ran}, forward=(900, 2000), backward=(1000, 1100), between=(0, 800, 1200))
+    steps = {"a": step, "b": step}
+    assert combined(steps, ["a", "b"], {"a": lean, "b": ran}, levels).peak_bytes == 2000  # forward of b: it is there
+    levels = dataclasses.replace(levels, forward=(900, 1000), backward=(1000, 2000))
+    assert combined(steps, ["a", "b"], {"a": lean, "b": ran}, levels).peak_bytes == 1700  # backward of b: it is not

@@ -13,10 +13,13 @@ import recoup
 from recoup.capture.capture import StepSpec, capture
 from recoup.capture.step import Objective
 from recoup.cost.devices import get_device
+from recoup.cost.op_replay import make_call
 from recoup.cost.roofline import RooflineCost
 from recoup.errors import RealStepWarning
 from recoup.ir.decision import Offload, Recompute
+from recoup.ir.trace import TensorSpec
 from recoup.runtime.apply import apply_decisions
+from tests.cost.helpers import signature_of
 from tests.cuda_stub.kit import stub
 from tests.cuda_stub.models import perceptron, transformer
 
@@ -194,3 +197,15 @@ def test_the_users_expandable_segments_are_what_a_plan_is_chosen_for() -> None:
         assert "that are set here" in note()
     finally:
         torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+
+
+def test_a_scalar_of_the_host_is_rebuilt_there() -> None:
+    seen = []
+    signature = signature_of(torch.ops.aten.add.Tensor, torch.rand(4), torch.zeros((), dtype=torch.long))
+    spec = TensorSpec(shape=(), stride=(), dtype="int64", device="cpu")
+    object.__setattr__(signature, "args", (signature.args[0], spec))
+    call = make_call(signature, torch.device("cuda"))
+    assert call is not None
+    seen += [cell.cell_contents for cell in call.__closure__ or ()]
+    args = next(c for c in seen if isinstance(c, list))
+    assert [a.device.type for a in args] == ["cuda", "cpu"]

@@ -190,3 +190,60 @@ def test_known_calls_pass_the_recorder_and_are_rebuilt_as_much(
             numbers.append(len(seen))
     assert rebuilt == [rebuilt[0]] * 6
     assert numbers[2] == numbers[5] == 0 < numbers[0]
+
+
+class _ReadsTwice(nn.Module):
+    """Reads its input in two segments, by calls that are alike: the second is known from the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.randn(64, 64)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum(torch.tanh(x * 2.0) @ w for w in self.weights)  # type: ignore[return-value]
+
+
+def test_what_a_known_call_reads_is_held_for_the_segment_that_it_begins() -> None:
+    model, x = _ReadsTwice(), torch.randn(256, 64)
+    marks = tuple(OpMark(path="", call=0, ordinal=i, op="aten.mul.Tensor", begins_segment=True) for i in (0, 3))
+    with apply_decisions(model, (Rebuild(path="", marks=marks),)) as applied:
+        for _ in range(4):
+            before = applied.log
+            model(x).sum().backward()
+            assert (applied.log - before).num_rederived == 2  # both inputs of the products
+
+
+class _Tanh(torch.autograd.Function):
+    """Calls tanh below autograd, and saves nothing of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return torch.tanh(x) + 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+class _TwoModes(nn.Module):
+    """Takes the same calls with and without gradients: what they save differs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x @ self.weight
+        with torch.no_grad():
+            constant = torch.sin(x)
+        out: Tensor = _Tanh.apply(x) + torch.tanh(x) + torch.sin(x) + constant
+        return out
+
+
+def test_a_call_known_without_gradients_is_another_with_them() -> None:
+    model, x = _TwoModes(), torch.randn(256, 64)
+    with apply_decisions(model, (Rebuild(path=""),)) as applied:
+        for _ in range(4):
+            before = applied.log
+            model(x).sum().backward()
+            assert (applied.log - before).num_rederived == 2  # what tanh and sin save of their calls with gradients

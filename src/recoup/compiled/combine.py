@@ -55,12 +55,15 @@ def combined(
 
 def _shifted(calls: Sequence[str], chosen: Mapping[str, Timeline], levels: StepLevels) -> int:
     """Returns the peak from the levels of a step that ran otherwise."""
-    more, peak = 0, levels.between[0]
+    more, more_results, peak = 0, 0, levels.between[0]
     for i, name in enumerate(calls):
         made, ran = chosen[name], levels.chosen[name]
         peak = max(peak, levels.forward[i] + more + made.forward_peak_bytes - ran.forward_peak_bytes)
-        peak = max(peak, levels.backward[i] + more + made.backward_peak_bytes - ran.backward_peak_bytes)
+        # A result that is no longer held too is there while later calls go forward; by backward the caller let it go.
+        behind = more + more_results
+        peak = max(peak, levels.backward[i] + behind + made.backward_peak_bytes - ran.backward_peak_bytes)
         more += made.held_bytes - ran.held_bytes
+        more_results += made.held_result_bytes - ran.held_result_bytes
         peak = max(peak, levels.between[i + 1] + more)
     return peak
 

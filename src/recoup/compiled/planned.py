@@ -41,12 +41,13 @@ class PlannedLevels:
 
     Attributes:
         forward, backward: bytes at each allocation, with the op that may have workspace of its own.
-        held_bytes: at the end of forward, results left out.
+        held_bytes, held_result_bytes: at the end of forward, as those of a `Timeline`.
     """
 
     forward: tuple[tuple[int, Signature | None], ...]
     backward: tuple[tuple[int, Signature | None], ...]
     held_bytes: int
+    held_result_bytes: int
 
 
 def planned_levels(forward: GraphCode, backward: GraphCode, num_results: int) -> PlannedLevels:
@@ -60,16 +61,19 @@ def planned_levels(forward: GraphCode, backward: GraphCode, num_results: int) ->
         meter = _Meter(list(argument_tensors(tuple(given.values()))))
         held = dict(zip(forward.results, meter.run(forward.source, list(given.values())), strict=True))
         forward_levels = meter.take()
-        kept = dict(list(held.items())[num_results:])
+        returned, kept = list(held.values())[:num_results], dict(list(held.items())[num_results:])
         del held
-        held_bytes = meter.level()
+        left_out = meter.nbytes(list(argument_tensors(tuple(returned))))
+        held_bytes = meter.level() - left_out
+        del returned
+        held_result_bytes = meter.level() - held_bytes
         arguments = [
             kept[n] if n in kept else _alike(e) for n, e in zip(backward.inputs, backward.examples, strict=True)
         ]
         del kept, given
         meter.note(list(argument_tensors(tuple(arguments))))
         meter.run(backward.source, arguments)
-        return PlannedLevels(forward_levels, meter.take(), held_bytes)
+        return PlannedLevels(forward_levels, meter.take(), held_bytes, held_result_bytes)
 
 
 def as_planned(made: Timeline, planned: PlannedLevels, cost: MeasuredCost) -> Timeline:
@@ -81,7 +85,13 @@ def as_planned(made: Timeline, planned: PlannedLevels, cost: MeasuredCost) -> Ti
         return tuple(level + (e.workspace_bytes if e else 0) for (level, _), e in zip(of, extra, strict=True))
 
     forward, backward = levels(planned.forward), levels(planned.backward)
-    return dataclasses.replace(made, forward_levels=forward, backward_levels=backward, held_bytes=planned.held_bytes)
+    return dataclasses.replace(
+        made,
+        forward_levels=forward,
+        backward_levels=backward,
+        held_bytes=planned.held_bytes,
+        held_result_bytes=planned.held_result_bytes,
+    )
 
 
 def _alike(example: Any) -> Any:
@@ -115,6 +125,10 @@ class _Meter(_torch.dispatch_mode_class()):  # type: ignore[misc]
         """Returns the bytes that are there."""
         self._sizes = {at: nbytes for at, nbytes in self._sizes.items() if not at.expired()}
         return sum(self._sizes.values())
+
+    def nbytes(self, tensors: Sequence[torch.Tensor]) -> int:
+        """Returns the bytes of tensors' memory, each once; none for what is not counted."""
+        return sum(self._sizes.get(at, 0) for at in {_torch.storage_reference(t) for t in tensors})
 
     def note(self, tensors: Sequence[torch.Tensor], signature: Signature | None = None) -> None:
         """Notes the level with tensors that may be new."""

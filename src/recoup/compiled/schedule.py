@@ -146,7 +146,8 @@ class Timeline:
         held: the values, with those that backward needs and cannot rebuild. dropped: values that each of backward's own
             ops that needs them makes anew. order: backward's ops, ops of forward that
             run again among them. forward_peak_bytes, backward_peak_bytes: above what was there before the step.
-        held_bytes: at the end of forward, results left out. forward_levels, backward_levels: bytes while each op runs.
+        held_bytes: at the end of forward, results left out. held_result_bytes: of results that are held too, there when
+            the caller has let go of them. forward_levels, backward_levels: bytes while each op runs.
         seconds: of the ops that run again.
     """
 
@@ -157,6 +158,7 @@ class Timeline:
     backward_levels: tuple[int, ...]
     held_bytes: int
     seconds: float
+    held_result_bytes: int = 0
 
     @property
     def forward_peak_bytes(self) -> int:
@@ -249,6 +251,7 @@ def timeline(
         forward_levels=tuple(forward_levels),
         backward_levels=tuple(backward_levels),
         held_bytes=held_bytes,
+        held_result_bytes=sum(step.value_bytes[v] for v in all_held & step.results),
         seconds=sum(step.ops[at].seconds for at in again),
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -78,10 +78,10 @@ class HeldRecorder(Recorder):
         """The innermost call."""
         return self._frames[-1]
 
-    def begin_segment(self, *, in_pieces: bool = False) -> None:
-        """Ends the segment that ops ran in; the next op is the first of another."""
+    def begin_segment(self, *, in_pieces: bool = False, reads: Collection[Value] = ()) -> None:
+        """Ends the segment that ops ran in; the next op is the first of another, and `reads` are noted already."""
         self._around = Segment() if in_pieces else None
-        self._leaves.clear()
+        self._leaves = {value: kept for value, kept in self._leaves.items() if value in reads}
         self.segment = Segment(self._around)
 
     def __torch_dispatch__(
@@ -303,11 +303,11 @@ class HeldRecorder(Recorder):
         self.begin(mark)
         return mark
 
-    def begin(self, mark: OpMark) -> None:
-        """Begins what the plan has begin with an op."""
+    def begin(self, mark: OpMark, reads: Collection[Value] = ()) -> None:
+        """Begins what the plan has begin with an op; `reads`: what is noted already of what it reads."""
         before = self.segment
         if mark.begins_segment:
-            self.begin_segment(in_pieces=mark.begins_piece)
+            self.begin_segment(in_pieces=mark.begins_piece, reads=reads)
             self.deriving = not mark.saves
         elif mark.begins_piece:
             self.segment = Segment(self._around)

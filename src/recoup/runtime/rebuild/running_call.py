@@ -47,7 +47,7 @@ class Running:
         self._next = position + 1
         marks = self.marks
         while self._begun < len(marks) and marks[self._begun][1] <= position:
-            recorder.begin(marks[self._begun][0])
+            recorder.begin(marks[self._begun][0], self._values)
             self._begun += 1
         expected = self._form.saves[position] if position < len(self._form.saves) else None
         if expected is not None and expected[0] is not None:
@@ -61,7 +61,7 @@ class Running:
     def end(self, recorder: HeldRecorder, out: Any) -> None:
         """Called after the call: does what the plan says of its results."""
         for mark, _, _ in self.marks[self._begun :]:
-            recorder.begin(mark)
+            recorder.begin(mark, self._values)
         for mark, _, numbers in self.marks:
             for position, number, _ in self._form.results:
                 if number in numbers:
