@@ -58,7 +58,7 @@ def test_what_is_written_in_parts_is_rebuilt_with_its_segment() -> None:
         assert product_flops(model, x) - plain <= counter.get_total_flops()
 
 
-def test_of_what_is_written_in_parts_only_the_parts_stay() -> None:
+def test_what_is_written_in_parts_is_rebuilt_in_one_storage() -> None:
     torch.manual_seed(0)
     model, x = Cells(), torch.randn(6, 64, WIDTH)
     peaks = []
@@ -71,7 +71,7 @@ def test_of_what_is_written_in_parts_only_the_parts_stay() -> None:
     model.zero_grad(set_to_none=True)
     model(x).sum().backward()
     assert all(g is not None and torch.equal(g, p.grad) for g, p in zip(gradients, model.parameters(), strict=True))
-    assert peaks[1] <= 1.3 * peaks[0]  # all is rebuilt at once, each part by itself
+    assert peaks[1] <= peaks[0]
 
 
 @pytest.mark.parametrize("percent", [90, 75])

@@ -15,10 +15,11 @@ from recoup.runtime import execution_context
 from recoup.runtime.rebuild.call_forms import CallForm, CallLog
 from recoup.runtime.rebuild.cheap_ops import HOLD, OPAQUE, VIEW, OpFacts, has_history, known_facts, op_facts
 from recoup.runtime.rebuild.constant import Constant
-from recoup.runtime.rebuild.kept import Kept, Source, laid, on_device
+from recoup.runtime.rebuild.kept import Kept, Source, on_device
 from recoup.runtime.rebuild.lineage import Geometry, Made, Recorder, Value, geometry_of
 from recoup.runtime.rebuild.marks import Frame, reads_masks, reads_numbers
 from recoup.runtime.rebuild.op_forms import Noted, OpForm, form_of
+from recoup.runtime.rebuild.rewriting import Rewriting
 from recoup.runtime.rebuild.saved_tensor import MIN_BYTES, compact_mask
 from recoup.runtime.rebuild.segments import Rebuilt, Segment
 
@@ -361,26 +362,6 @@ class HeldRecorder(Recorder):
             value.constant = Constant(base)
         elif value not in self._leaves:
             self._leaves[value] = value.alive() or keep(value, tensor)
-
-
-class Rewriting:
-    """Runs an op in place again, on a copy of the storage that it wrote to.
-
-    Args:
-        op: the overload. part: geometry of what it writes over.
-    """
-
-    __slots__ = ("op", "part")
-
-    def __init__(self, op: Any, part: Geometry) -> None:
-        self.op = op
-        self.part = part
-
-    def __call__(self, whole: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Returns the whole storage after the op."""
-        copied = torch.empty_strided(whole.size(), whole.stride(), dtype=whole.dtype, device=whole.device).copy_(whole)
-        self.op(laid(copied, self.part), *args, **kwargs)
-        return copied
 
 
 def keep(value: Value, tensor: torch.Tensor) -> Source:

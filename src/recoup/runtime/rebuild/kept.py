@@ -29,10 +29,10 @@ def is_overwritten(value: Value, geometry: Geometry) -> bool:
     Autograd's version counter is the whole storage's, but for the results of `unsafe_chunk` and `unsafe_split`, which
     share memory and no counter: a GRU cell writes over one gate after another's result was saved.
     """
-    return any(_overlap(written, geometry) for written in value.overwritten)
+    return any(overlap(written, geometry) for written in value.overwritten)
 
 
-def _overlap(a: Geometry, b: Geometry) -> bool:
+def overlap(a: Geometry, b: Geometry) -> bool:
     """Whether two tensors over one storage have an element in common; True where their dtypes differ."""
     if a == b or a[3] != b[3]:
         return True

@@ -30,6 +30,7 @@ from recoup.runtime.rebuild.kept import Kept, Source, changed_since, is_overwrit
 from recoup.runtime.rebuild.lineage import Geometry, Made, Read, Value
 from recoup.runtime.rebuild.op_forms import Noted
 from recoup.runtime.rebuild.rederived import constant_of, fitted, paused
+from recoup.runtime.rebuild.rewriting import Rewriting, Versions
 from recoup.runtime.rebuild.surroundings import Surroundings
 
 
@@ -48,10 +49,9 @@ class Wanted:
     Attributes:
         sources: what keeps the held results that it is rebuilt from.
         number: of the value in a program ([Note: step programs]).
-        has_part: whether `held` is the part of the storage that is wanted, by itself.
     """
 
-    __slots__ = ("__weakref__", "_ticket", "has_part", "held", "number", "segment", "sources", "value")
+    __slots__ = ("__weakref__", "_ticket", "held", "number", "segment", "sources", "value")
 
     def __init__(self, value: Value, segment: Rebuilds, sources: list[Source], number: int = -1) -> None:
         self.value = value
@@ -59,7 +59,6 @@ class Wanted:
         self.sources = sources
         self.number = number
         self.held: torch.Tensor | None = None
-        self.has_part = False
         self._ticket = weakref.ref(self, segment.pending.discard)  # no Python runs when it dies, see `waiting.py`
         segment.pending.add(self._ticket)
 
@@ -173,13 +172,11 @@ class Segment:
         with _torch.below_autocast_and_autograd(), execution_context.recomputing(), paused():
             here = self._started()
             here.update((w.value, w.held) for w in waiting if w.held is not None)
-            parts = _parts([w for w in waiting if w.held is None])
-            found = _run({w.value for w in waiting if w.held is None}, here, parts)
+            found = _run(_geometries([w for w in waiting if w.held is None]), here)
         num = 0
         for wanted in waiting:
             if wanted.held is None:
                 wanted.held = found[wanted.value]
-                wanted.has_part = wanted.value in parts
                 num += type(wanted) is Rebuilt
         if num:
             execution_context.count("num_rederived", self._counts, num)
@@ -192,30 +189,24 @@ class Segment:
         return {value: wanted.take() for value, wanted in self.starts.items()}
 
 
-def _parts(waiting: list[Wanted]) -> dict[Value, Geometry]:
-    """Returns what is wanted of storages that are written over in parts, where all who wait for one want the same."""
-    wanted: dict[Value, set[Geometry | None]] = {}
+def _geometries(waiting: list[Wanted]) -> dict[Value, list[Geometry]]:
+    """Returns what is wanted of each value: what a piece starts from, whole."""
+    wanted: dict[Value, list[Geometry]] = {}
     for one in waiting:
-        if one.value.overwritten:
-            wanted.setdefault(one.value, set()).add(one.geometry if isinstance(one, Rebuilt) else None)
-    found = {}
-    for value, geometries in wanted.items():
-        part = geometries.pop()
-        if not geometries and part is not None and part is not value.base:
-            found[value] = part
-    return found
+        geometry = one.geometry if isinstance(one, Rebuilt) else one.value.base
+        wanted.setdefault(one.value, []).extend(() if geometry is None else (geometry,))
+    return wanted
 
 
-def _run(
-    wanted: set[Value], here: dict[Value, torch.Tensor], parts: dict[Value, Geometry]
-) -> dict[Value, torch.Tensor]:
+def _run(wanted: dict[Value, list[Geometry]], here: dict[Value, torch.Tensor]) -> dict[Value, torch.Tensor]:
     """Runs every op that leads to `wanted` once, in the order of the forward; returns their contents.
 
     Args:
+        wanted: values, each with the geometries that it is wanted in.
         here: contents that are at hand; emptied as they are read for the last time.
-        parts: of storages that are written over in parts, what is wanted of them: a copy of that alone stays.
     """
-    found = {v: laid(here[v], parts[v]) if v in parts else here[v] for v in wanted if v in here}
+    versions = Versions(wanted)
+    found = {value: here[value] for value in wanted if value in here}
     ops: dict[int, tuple[Made, list[Value]]] = {}
     uses: dict[Value, int] = {}
     stack = list(wanted)
@@ -238,8 +229,10 @@ def _run(
                 stack.append(read)
     for order in sorted(ops):
         made, values = ops[order]
-        out = _again(made, here)
+        before = None if type(made) is Noted else _written_over(made, uses, versions)
+        out = _again(made, here, writes=before is not None)
         for value in values:
+            versions.add(value, before)
             assert value.base is not None
             tensor = out if type(out) is torch.Tensor else _result(out, value.output)
             if type(made) is not Noted or not made.form.gave(out):
@@ -247,7 +240,7 @@ def _run(
             if value in uses:
                 here[value] = tensor
             if value in wanted:
-                found[value] = laid(tensor, parts[value]).clone() if value in parts else tensor
+                found[value] = tensor
             del tensor
         del out
         for read in made.values:
@@ -257,13 +250,21 @@ def _run(
     for value in wanted:
         if value not in found:  # kept by somebody by now
             contents = _contents(value, here)
-            contents = contents if value.base is None else laid(contents, value.base)
-            found[value] = laid(contents, parts[value]) if value in parts else contents
+            found[value] = contents if value.base is None else laid(contents, value.base)
     return found
 
 
-def _again(made: Made, here: dict[Value, torch.Tensor]) -> Any:
-    """Runs an op again."""
+def _written_over(made: Made, uses: dict[Value, int], versions: Versions) -> Value | None:
+    """Returns the value in whose storage an op may write again, if there is one: nobody reads it later."""
+    if type(made.function) is not Rewriting:
+        return None
+    value = made.values[0]
+    is_last = uses[value] == made.values.count(value)
+    return value if is_last and versions.is_free(value, made.function.part) else None
+
+
+def _again(made: Made, here: dict[Value, torch.Tensor], *, writes: bool) -> Any:
+    """Runs an op again; `writes`: over what it wrote over in the forward, not on a copy."""
     if type(made) is Noted:
         tensors = []
         for value, geometry in zip(made.values, made.form.geometries, strict=True):
@@ -275,9 +276,10 @@ def _again(made: Made, here: dict[Value, torch.Tensor]) -> Any:
             tensors.append(tensor)
         return made.form.run(tensors)
     args = _decoded(made.args, here)
+    function = made.function.over if writes else made.function
     if made.kwargs:
-        return made.function(*args, **{key: _decoded((item,), here)[0] for key, item in made.kwargs.items()})
-    return made.function(*args)
+        return function(*args, **{key: _decoded((item,), here)[0] for key, item in made.kwargs.items()})
+    return function(*args)
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
@@ -371,4 +373,4 @@ class Rebuilt(Wanted):
         else:
             with self._under.again():
                 tensor = self.take()
-        return tensor if self.has_part or self.geometry is self.value.base else laid(tensor, self.geometry)
+        return tensor if self.geometry is self.value.base else laid(tensor, self.geometry)
