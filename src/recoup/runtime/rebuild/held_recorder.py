@@ -371,6 +371,6 @@ def keep(value: Value, tensor: torch.Tensor) -> Source:
     else:
         # Never a result itself: autograd gives it a node once the op has returned, and that node saves what is rebuilt
         # from here, a cycle that no collector sees. Below autograd a plain `detach` would count changes in place apart.
-        kept = Kept(_torch.alias_below_autograd(tensor))
+        kept = Kept(_torch.alias_below_autograd(tensor), is_saved=False)
     value.kept = weakref.ref(kept)
     return kept

@@ -379,9 +379,10 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
         """Gives a storage that was written to its new value."""
         old = self.existing(tensor)
         if old is not None:
-            old.overwritten += (geometry_of(tensor),)
+            written = geometry_of(tensor)
+            old.overwritten += (written,)
             kept = old.alive()
-            if kept is None or not kept.is_rescued():  # a write through `.data` leaves the version as it was
+            if kept is None or not kept.is_rescued(written):  # a write through `.data` leaves the version as it was
                 old.kept = None
             if old.constant is not None and old.constant.copy is None:
                 old.constant = None

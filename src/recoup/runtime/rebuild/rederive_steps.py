@@ -288,7 +288,7 @@ class RederiveRun(StepRun):
             value.base = self._bases[number]
             recorder.set_value(tensor, value)
         elif value.kept is not None and (kept := value.alive()) is not None:
-            return kept if geometry_of(kept.tensor) == geometry else KeptView(kept, geometry)
+            return kept.saved_as(geometry)
         if kind == REBUILD:
             found = [kept for kept in [self._alive(source) for source in sources] if kept is not None]
             if len(found) == len(sources):

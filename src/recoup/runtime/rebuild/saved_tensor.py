@@ -26,7 +26,7 @@ from recoup.runtime.offload.offloaded_saved_tensor import KeptElsewhere, Returni
 from recoup.runtime.rebuild import shortcuts
 from recoup.runtime.rebuild.chain_search import find_sources
 from recoup.runtime.rebuild.cheap_ops import op_facts
-from recoup.runtime.rebuild.kept import Kept, KeptCompact, KeptConstant, KeptView, Source, on_device, unpacked
+from recoup.runtime.rebuild.kept import Kept, KeptCompact, KeptConstant, Source, on_device, unpacked
 from recoup.runtime.rebuild.lineage import Made, Recorder, Value, current_recorder, geometry_of
 from recoup.runtime.rebuild.rederived import Rederived, paused
 
@@ -84,7 +84,7 @@ def _pack_value(recorder: Recorder, tensor: torch.Tensor, value: Value) -> Any:
         if isinstance(alive, KeptElsewhere):
             return Returning(alive, geometry)
         execution_context.kept(tensor)
-        return alive if geometry_of(alive.tensor) == geometry else KeptView(alive, geometry)
+        return alive.saved_as(geometry)
     packed = recorder.pack(tensor, value)
     if packed is not None:
         return packed

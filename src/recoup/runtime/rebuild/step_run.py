@@ -11,7 +11,7 @@ import torch
 from recoup import _torch
 from recoup.runtime import execution_context
 from recoup.runtime.rebuild.constant import Constant
-from recoup.runtime.rebuild.kept import Kept, KeptView, Source, kept_simply, laid
+from recoup.runtime.rebuild.kept import Kept, Source, kept_simply, laid
 from recoup.runtime.rebuild.lineage import Value, geometry_of
 from recoup.runtime.rebuild.rederived import fitted, paused
 from recoup.runtime.rebuild.segments import Rebuilt, Segment, Wanted, has_memory, parameter_of
@@ -261,7 +261,7 @@ class StepRun:
             self._own(number, kept)
             return kept
         assert geometry is not None
-        return kept if geometry_of(kept.tensor) == geometry else KeptView(kept, geometry)
+        return kept.saved_as(geometry)
 
     def _segment(self, index: int) -> SegmentRun:
         found = self._segments.get(index)
@@ -275,7 +275,7 @@ class StepRun:
     def _keep(self, number: int, tensor: torch.Tensor) -> None:
         if number not in self._kept:
             with _torch.past_dispatch_modes():
-                self._own(number, Kept(_torch.alias_below_autograd(tensor)))
+                self._own(number, Kept(_torch.alias_below_autograd(tensor), is_saved=False))
 
     def _own(self, number: int, kept: Kept) -> None:
         self._kept[number] = kept
