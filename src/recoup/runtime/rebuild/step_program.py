@@ -123,7 +123,8 @@ class ProgramCall:
     def prepare(self, slots: list[Any]) -> None:
         """Adds its scalars to the slots of a program, so that a call like it is handed what is in some slots."""
         assert self.form is not None
-        if self.items is None or self.binds or len(self.form.state) > 1:  # autocast is looked at
+        self.dtype, _, autocast = self.form.state  # gradients show in what is saved
+        if self.items is None or self.binds or autocast is not None:
             return
         places = []
         for item in self.items:
@@ -134,7 +135,7 @@ class ProgramCall:
                 slots.append(item)
         self.num = len(places)
         self.pick = picker(places)
-        self.dtype, self.flags = self.form.state[0], self.form.attention_flags
+        self.flags = self.form.attention_flags
         self.takes = bool(self.keeps or self.reads_constants)
 
     def is_like(self, items: Sequence[Any], wanted: Sequence[Any]) -> bool:
