@@ -107,7 +107,7 @@ class HeldRecorder(Recorder):
         mark = None
         if facts.kind != VIEW:
             mark = None if self._frames[-1].marks is None else self.before_op(facts.label, args)
-            self._latest.clear()
+            self.pass_op()
             if self.log is not None and reads_numbers(args):
                 self.log.count(facts.label)
         if self.log is not None and facts.has_dynamic_shape and (not facts.gathers or reads_masks(args)):
@@ -131,7 +131,6 @@ class HeldRecorder(Recorder):
 
         None if the call is not as its form has it: what its tensors lie over is read otherwise.
         """
-        self._latest.clear()
         values = []
         known, ref = self._values.get, weakref.ref
         for tensor, dtype in zip(tensors, form.dtypes, strict=True):
@@ -319,6 +318,10 @@ class HeldRecorder(Recorder):
                 rebuilt.move(self.segment)
                 if is_start and rebuilt.segment is self.segment:
                     before.forget(rebuilt.value)
+
+    def pass_op(self) -> None:
+        """Notes that an op runs: what is saved from now on is saved of its results or for the next one."""
+        self._latest.clear()
 
     def _lose(self, frame: Frame) -> None:
         assert frame.missed is not None

@@ -68,6 +68,8 @@ def _pack(recorder: Recorder | None, tensor: torch.Tensor) -> Any:
         packed = _pack_value(recorder, tensor, value)
     if recorder.learning is not None:
         recorder.learning.saved(tensor, value, packed)
+    if recorder.call is not None:
+        recorder.call.begin(recorder)
     return packed
 
 

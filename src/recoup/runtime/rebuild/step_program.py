@@ -253,9 +253,10 @@ class StepProgram:
     Attributes:
         calls: in order. saves: what becomes of each tensor that autograd saves. segments: how each is rebuilt.
         values: one for each number, with the geometry of what fills its storage. end: stands behind the last call.
+        num_slots: of tensors; those of held values come after them.
 
     Args:
-        num_slots: of tensors. constants: parameters and the slots they lie in.
+        constants: parameters and the slots they lie in.
     """
 
     def __init__(
@@ -273,7 +274,8 @@ class StepProgram:
             call.index = i
             if i:
                 calls[i - 1].then = call
-        self._template: list[Any] = [None] * num_slots
+        self.num_slots = num_slots
+        self._template: list[Any] = [None] * (num_slots + len(values))
         for call in calls:
             if call.form is not None:
                 call.prepare(self._template)
