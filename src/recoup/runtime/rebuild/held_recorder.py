@@ -7,14 +7,12 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from recoup import _torch
 from recoup.ir.decision import OpMark
 from recoup.runtime import execution_context
 from recoup.runtime.rebuild.call_forms import CallForm, CallLog
 from recoup.runtime.rebuild.cheap_ops import HOLD, OPAQUE, VIEW, OpFacts, has_history, known_facts, op_facts
-from recoup.runtime.rebuild.constant import Constant
 from recoup.runtime.rebuild.kept import Kept, Source, laid, on_device
 from recoup.runtime.rebuild.lineage import Geometry, Made, Recorder, Value, geometry_of
 from recoup.runtime.rebuild.marks import Frame, reads_masks, reads_numbers
@@ -358,11 +356,7 @@ class HeldRecorder(Recorder):
 
     def read_leaf(self, value: Value, tensor: torch.Tensor) -> None:
         """Holds, to the end of the segment at least, what an op reads and no op was seen to make."""
-        base = tensor if isinstance(tensor, nn.Parameter) else tensor._base
-        if isinstance(base, nn.Parameter) or (base is not None and _torch.is_sharded_parameter(base)):
-            # A view of a parameter is as constant as itself; FSDP1's weights are views of what it takes away.
-            value.constant = Constant(base)
-        elif value not in self._leaves:
+        if value not in self._leaves:
             self._leaves[value] = value.alive() or keep(value, tensor)
 
 

@@ -296,6 +296,7 @@ class StepRun:
             value = Value()
             value.kept = weakref.ref(kept)
             recorder.set_value(kept.tensor, value)
+        self.slots.clear()  # whoever is given something of it has it by now
         recorder.segment = Segment()
         if self.call.index:
             recorder.deriving = self._program.calls[self.call.index - 1].deriving
