@@ -607,16 +607,18 @@ def attention_flags() -> tuple[Any, ...]:
     return (*flags, torch._C._get_cudnn_sdp_enabled(), *torch._C._get_sdp_priority_order())
 
 
-def call_state() -> tuple[Any, ...]:
+def call_state() -> tuple[torch.dtype, bool, tuple[Any, ...] | None]:
     """Returns what of this thread decides, beside its arguments, which ops a call runs and saves (torch 2.11, 2.13).
+
+    The default dtype, whether gradients are on, and autocast's settings, None where it is off.
 
     Freed by: as `is_autocast`.
     """
-    if not is_autocast():
-        return torch.get_default_dtype(), torch.is_grad_enabled()
-    kinds = ("cpu", "cuda")
-    states = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
-    return (torch.get_default_dtype(), torch.is_grad_enabled(), *states, torch.is_autocast_cache_enabled())
+    autocast: tuple[Any, ...] | None = None
+    if is_autocast():
+        states = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
+        autocast = (*states, torch.is_autocast_cache_enabled())
+    return torch.get_default_dtype(), torch.is_grad_enabled(), autocast
 
 
 is_autocast = torch._C._is_any_autocast_enabled

@@ -50,6 +50,9 @@ class CallLog:
         """Called before a tensor is packed."""
         self.saved.append((recorder.existing(tensor), geometry_of(tensor)))
 
+    def begin(self, recorder: Any) -> None:
+        """Called when it was packed: ops are seen themselves."""
+
 
 class CallForm:
     """One call of a torch function.

@@ -206,8 +206,10 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
         if known is not None:
             return known
         value = Value()
-        if type(tensor) is not torch.Tensor and isinstance(tensor, nn.Parameter):
-            value.constant = Constant(tensor)
+        base = tensor if isinstance(tensor, nn.Parameter) else tensor._base
+        if isinstance(base, nn.Parameter) or (base is not None and _torch.is_sharded_parameter(base)):
+            # A view of a parameter is as constant as itself; FSDP1's weights are views of what it takes away.
+            value.constant = Constant(base)
         self._set(storage, value)
         return value
 

@@ -35,22 +35,25 @@ MIN_BYTES = 4096  # smaller saved tensors are kept: a rebuild takes some 100 us 
 
 def pack(tensor: torch.Tensor) -> Any:
     """Returns the object that autograd saves in place of `tensor`: `Kept`, `KeptView`, `Rederived` or `Returning`."""
+    if _torch.num_function_modes():  # inside of a user's `autograd.Function`
+        with _torch.past_function_modes():
+            return _pack(tensor)
+    return _pack(tensor)
+
+
+def _pack(tensor: torch.Tensor) -> Any:
     recorder = current_recorder()
     if recorder is not None and recorder.program is not None:
         packed = recorder.program.pack(recorder, tensor)
         if packed is not None:
             return packed
-    if _torch.num_function_modes():
-        with _torch.past_function_modes():
-            packed = _pack(recorder, tensor)
-    else:
-        packed = _pack(recorder, tensor)
+    packed = _recorded(recorder, tensor)
     if recorder is not None and not recorder.is_cheap:
         recorder.packed.append(weakref.ref(packed))
     return packed
 
 
-def _pack(recorder: Recorder | None, tensor: torch.Tensor) -> Any:
+def _recorded(recorder: Recorder | None, tensor: torch.Tensor) -> Any:
     if recorder is None:
         return Kept(tensor)
     value: Value | None = None
@@ -68,6 +71,8 @@ def _pack(recorder: Recorder | None, tensor: torch.Tensor) -> Any:
         packed = _pack_value(recorder, tensor, value)
     if recorder.learning is not None:
         recorder.learning.saved(tensor, value, packed)
+    if recorder.call is not None:
+        recorder.call.begin(recorder)
     return packed
 
 
