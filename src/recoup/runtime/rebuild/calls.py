@@ -259,7 +259,7 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
             if func.__name__ == "__set__" or func.__self__ is torch.Tensor.data:
                 self._stop()
             return func(*args)
-        if self._recorder.paused or _torch.num_dispatch_modes() != 1:
+        if self._recorder.paused or _torch.num_dispatch_modes() != 1 or _torch.inside_transform():
             self._stop()
             return func(*args, **kwargs) if kwargs else func(*args)
         return self._record(func, args, kwargs)
