@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from recoup.capture.step import Objective
+from recoup.errors import StepError
 from recoup.evidence.memory import measure_peak
 from recoup.evidence.step_bench import StepBench
 from recoup.ir.decision import Decision, OpMark, Rebuild, Rederive
@@ -60,7 +61,10 @@ def test_no_step_passes_its_predicted_peak(seed: int, monkeypatch: pytest.Monkey
     objective = Objective(loss=lambda output, _: output)
     # The prices are measured: they say what workspaces ops take.
     options = {"optimizer": None, "device": None, "actions": ("rebuild", "rederive"), "cost": None}
-    planner, _, _ = planner_for(model, (x,), objective=objective, **options)
+    try:
+        planner, _, _ = planner_for(model, (x,), objective=objective, **options)
+    except StepError as error:  # it drew frozen weights and detached inputs alone
+        pytest.skip(str(error))
     bench = StepBench(model, (x,), objective, None)
     for decisions in _plans(seed, addresses):
         predicted_bytes = planner.simulate(decisions).peak_bytes
