@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -249,6 +250,19 @@ def test_a_call_known_without_gradients_is_another_with_them() -> None:
             assert (applied.log - before).num_rederived == 2  # what tanh and sin save of their calls with gradients
 
 
+class _Graph(nn.Module):
+    """Mixes rows by a sparse matrix, which autograd saves."""
+
+    def __init__(self, layout: torch.layout) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        self.mixing = torch.eye(64).to_sparse(layout=layout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed = torch.sparse.mm(self.mixing, torch.tanh(self.net(x)) * 2)
+        return self.net(torch.relu(mixed)).sum()  # type: ignore[no-any-return]  # of a module, anything
+
+
 class _Transformed(nn.Module):
     """A field whose derivatives the forward takes by transforms, before and after calls of its own."""
 
@@ -272,10 +286,18 @@ class _Transformed(nn.Module):
 
 
 @pytest.mark.parametrize("plan", [Rebuild(path=""), Rederive(path="")])
-@pytest.mark.parametrize("how", ["vmap(hessian)", "jvp", "vjp of a jvp"])
-def test_transforms_in_a_forward(how: str, plan: Rebuild | Rederive) -> None:
+@pytest.mark.parametrize(
+    "make",
+    [
+        *[functools.partial(_Transformed, how) for how in ("vmap(hessian)", "jvp", "vjp of a jvp")],
+        *[functools.partial(_Graph, layout) for layout in (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc)],
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Sparse CS")
+def test_tensors_without_a_storage_in_a_forward(make: Callable[[], nn.Module], plan: Rebuild | Rederive) -> None:
     torch.manual_seed(0)
-    model, x = _Transformed(how), torch.randn(64, 8)
+    model = make()
+    x = torch.randn(64, 8 if isinstance(model, _Transformed) else WIDTH)
 
     def step() -> list[Any]:
         model.zero_grad()

@@ -221,8 +221,8 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
         self._values[weakref.ref(storage, self._values.pop)] = value
 
     def existing(self, tensor: torch.Tensor) -> Value | None:
-        """Returns the value of the tensor's storage, None if it was not seen yet."""
-        return self._values.get(weakref.ref(tensor.untyped_storage()))
+        """Returns the value of the tensor's storage, None if it was not seen yet or the tensor is sparse."""
+        return self._values.get(weakref.ref(tensor.untyped_storage())) if tensor.layout is torch.strided else None
 
     # -- recording ----------------------------------------------------------------------------------------------
 

@@ -70,7 +70,10 @@ def _recorded(recorder: Recorder | None, tensor: torch.Tensor) -> Any:
         value = recorder.value_of(tensor)
         packed = _pack_value(recorder, tensor, value)
     if recorder.learning is not None:
-        recorder.learning.saved(tensor, value, packed)
+        if tensor.layout is torch.strided:
+            recorder.learning.saved(tensor, value, packed)
+        else:
+            recorder.learning.failed = True
     if recorder.call is not None:
         recorder.call.begin(recorder)
     return packed
