@@ -262,6 +262,8 @@ def main() -> None:
         "versions": versions(),
         "command": " ".join(["python -m bench.peers", *sys.argv[1:]]),
     }
+    if arguments.replan and not arguments.rounds:  # what is timed in the file is so on this machine at that time
+        head["times_of"] = data.get("times_of") or {key: data[key] for key in ("date", "machine")}
 
     def save() -> None:
         order = {name: i for i, name in enumerate(WORKLOADS)}

@@ -22,7 +22,9 @@ def write_report(file: Path) -> None:
     stem = file.stem
     groups = {name: points(r for r in rows if r["workload"] == name) for name in names(rows)}
     groups = {name: found for name, found in groups.items() if found}
-    file.with_name(f"{stem}-summary.svg").write_text(draw_summary(groups))
+    timed = any("time_ratio" in (row.get("recoup") or {}) for row in rows)
+    if timed:
+        file.with_name(f"{stem}-summary.svg").write_text(draw_summary(groups))
     versions = ", ".join(f"{k} {v}" for k, v in data["versions"].items())
     lines = [
         "# Side by side",
@@ -31,22 +33,20 @@ def write_report(file: Path) -> None:
         "",
         "Peak bytes by allocator events, weights and batch included; FLOPs of the whole step (matmul, convolution,",
         "attention); CPU time: median of interleaved ratios; all over plain's. recoup was given the method's peak as",
-        f"its budget. {_load(rows)}",
-        *_provisional(rows),
+        f"its budget. {_load(rows) if timed else ''}".rstrip(),
+        *(_provisional(rows) if timed else _untimed(data["times_of"])),
         "",
-        f"![slow-down at each budget]({stem}-summary.svg)",
-        "",
-        *summary(rows),
+        *([f"![slow-down at each budget]({stem}-summary.svg)", ""] if timed else []),
+        *summary(rows, timed=timed),
         *_predictions(rows, file),
     ]
     for name, found in groups.items():
-        picture = file.with_name(f"{stem}-{name}.svg")
-        picture.write_text(draw_pareto(name, found))
+        lines += [f"## {name}", ""]
+        if timed:
+            picture = file.with_name(f"{stem}-{name}.svg")
+            picture.write_text(draw_pareto(name, found))
+            lines += [f"![time over bytes]({picture.name})", ""]
         lines += [
-            f"## {name}",
-            "",
-            f"![time over bytes]({picture.name})",
-            "",
             "| method | bytes | FLOPs | time | gradients | recoup: bytes | FLOPs | time | gradients | planned in |",
             "|---|---|---|---|---|---|---|---|---|---|",
             *(_row(r) for r in rows if r["workload"] == name),
@@ -60,6 +60,14 @@ def write_report(file: Path) -> None:
 def _load(rows: Sequence[Row]) -> str:
     loads = [r["load"] for r in rows if "load" in r]
     return f"Load while timing: {statistics.median(loads)} in the median, {max(loads)} at most." if loads else ""
+
+
+def _untimed(times_of: dict[str, str]) -> list[str]:
+    return [
+        "",
+        f"**recoup's plans are not timed here**: they were made anew, for bytes and FLOPs. The other methods' rows and "
+        f"times are of {times_of['date']}, on {times_of['machine']}.",
+    ]
 
 
 def _provisional(rows: Sequence[Row]) -> list[str]:
@@ -140,8 +148,8 @@ def _is_tiled(row: Row) -> bool:
     return any(decision["action"] in ("tile", "tile-loss", "tile-module") for decision in plan.get("decisions", ()))
 
 
-def summary(rows: Sequence[Row]) -> list[str]:
-    """Returns the page's first list: bars with their numbers, losses by name."""
+def summary(rows: Sequence[Row], *, timed: bool = True) -> list[str]:
+    """Returns the page's first list: bars with their numbers, losses by name; without `timed` those of bytes, FLOPs."""
     found = cells(rows)
     both = [(c.best, c.ours) for c in found if c.ours]
     if not both:
@@ -153,20 +161,37 @@ def summary(rows: Sequence[Row]) -> list[str]:
     inexact = sum(not p.exact for p in points(rows) if p.is_ours)
     rounding = sum(_is_tiled(row) and not row["recoup"].get("exact", True) for row in rows)
     theirs = sum(not p.exact for p in points(rows) if not p.is_ours)
+    flops = mean([o.flops / b.flops for b, o in both])
+    begin = f"- At each peer's bytes ({len(both)} budgets), recoup over the fastest peer that fits: "
     lines = [
         f"- Noise, plain's time over plain's: within {100 * wobble:.1f} % on every workload.",
-        f"- At each peer's bytes ({len(both)} budgets), recoup over the fastest peer that fits: step time "
-        f"{mean(times):.3f}, FLOPs {mean([o.flops / b.flops for b, o in both]):.3f} (geometric means). "
+        f"{begin}step time {mean(times):.3f}, FLOPs {flops:.3f} (geometric means). "
         "A plan that several rows ran has the median of their times.",
         f"- Slower than that peer by more than the noise: {_list(slower)}.",
+    ]
+    if not timed:
+        lines = [f"{begin}FLOPs {flops:.3f} (geometric mean)."]
+    lines += [
         f"- More FLOPs than that peer: {_list(more_flops(rows))}.",
         f"- Peaks of peers below recoup's floor: {_list(unreached(rows))}.",
         f"- Plans over their budget: {_list(over_budget(rows))}.",
-        f"- At each peer's time (within 3 %), recoup's fewest bytes over the fewest of any peer: {mean(same):.3f} "
-        "(geometric mean).",
+        *(
+            [
+                "- At each peer's time (within 3 %), recoup's fewest bytes over the fewest of any peer: "
+                f"{mean(same):.3f} (geometric mean)."
+            ]
+            if timed
+            else []
+        ),
         f"- Points whose gradients, loss, buffers or random streams are not plain's to the bit: recoup {inexact} "
         f"({rounding} of them plans with a tiled head, which sums in another order), peers {theirs}.",
         "",
+    ]
+    if not timed:
+        errors = [abs(o["predicted_bytes"] / o["peak_bytes"] - 1) for r in rows if has_plan(r) for o in [r["recoup"]]]
+        lines[-1:] = [f"- Predicted peaks of {len(errors)} plans: off by at most {100 * max(errors):.3f} %.", ""]
+        return lines
+    lines += [
         "Nearly free: the largest saving with at most 3 % more time.",
         "",
         "| workload | recoup saves | best other method | saves |",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from pathlib import Path
@@ -86,6 +87,18 @@ class TestArithmetic:
         assert "cannot" in page and "nan" not in page
         for picture in ("summary", "predictions", "w"):
             assert (tmp_path / f"peers-cpu-x-{picture}.svg").read_text().startswith("<svg")
+
+    def test_page_of_plans_that_are_not_timed_says_so(self, tmp_path: Path) -> None:
+        file = tmp_path / "peers-cpu-x.json"
+        rows = copy.deepcopy(ROWS)
+        for row in rows:
+            row.get("recoup", {}).pop("time_ratio", None)
+        head = {"date": "d", "machine": "m", "versions": {"torch": "t"}, "rounds": 1, "wall_seconds": {"w": 1.0}}
+        file.write_text(json.dumps({**head, "times_of": {"date": "earlier", "machine": "other"}, "rows": rows}))
+        write_report(file)
+        page = file.with_suffix(".md").read_text()
+        assert "not timed" in page and "of earlier, on other" in page
+        assert "nan" not in page and ".svg" not in page
 
     def test_smoke_check_names_what_is_broken(self) -> None:
         good = _row("every layer", 50, 130, 1.3, _ours(49, 110, 1.1))

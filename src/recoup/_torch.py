@@ -607,16 +607,18 @@ def attention_flags() -> tuple[Any, ...]:
     return (*flags, torch._C._get_cudnn_sdp_enabled(), *torch._C._get_sdp_priority_order())
 
 
-def call_state() -> tuple[Any, ...]:
+def call_state() -> tuple[torch.dtype, bool, tuple[Any, ...] | None]:
     """Returns what of this thread decides, beside its arguments, which ops a call runs and saves (torch 2.11, 2.13).
+
+    The default dtype, whether gradients are on, and autocast's settings, None where it is off.
 
     Freed by: as `is_autocast`.
     """
-    if not is_autocast():
-        return torch.get_default_dtype(), torch.is_grad_enabled()
-    kinds = ("cpu", "cuda")
-    states = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
-    return (torch.get_default_dtype(), torch.is_grad_enabled(), *states, torch.is_autocast_cache_enabled())
+    autocast: tuple[Any, ...] | None = None
+    if is_autocast():
+        states = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
+        autocast = (*states, torch.is_autocast_cache_enabled())
+    return torch.get_default_dtype(), torch.is_grad_enabled(), autocast
 
 
 is_autocast = torch._C._is_any_autocast_enabled
@@ -804,14 +806,37 @@ class MemoryProfiler(torch.profiler.profile):
                 del os.environ["KINETO_LOG_LEVEL"]
 
 
-def cpu_memory_events(profiler: Any) -> list[int]:
-    """Returns the CPU allocator's changes in bytes, in time order, from a finished `profile(profile_memory=True)`.
+def _cpu_memory_changes(profiler: Any) -> list[tuple[int, int]]:
+    """Returns the CPU allocator's changes as (ns, bytes) in time order, from a finished `profile(profile_memory=True)`.
 
-    Seen working on torch 2.11 and 2.13. Freed by: a public event list with sizes.
+    What is freed without having been allocated under the profiler is left out: of some of it, garbage of what was
+    profiled before, the profiler knows the size.
+
+    Seen working on torch 2.11 and 2.13. Freed by: a public event list with sizes and addresses.
     """
-    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
-    events.sort(key=lambda e: e.start_ns())
-    return [int(e.nbytes()) for e in events if e.device_type() == torch.autograd.DeviceType.CPU]  # type: ignore[attr-defined]
+    found, stack = [], list(profiler.profiler.kineto_results.experimental_event_tree())
+    while stack:
+        event = stack.pop()
+        stack += event.children
+        if event.tag == torch._C._profiler._EventType.Allocation and event.extra_fields.device.type == "cpu":
+            found.append((event.start_time_ns, event.extra_fields))
+    found.sort(key=lambda change: change[0])
+    live: set[int] = set()
+    changes = []
+    for ns, fields in found:
+        if fields.alloc_size > 0:
+            live.add(fields.ptr)
+        elif fields.ptr not in live:
+            continue
+        else:
+            live.remove(fields.ptr)
+        changes.append((int(ns), int(fields.alloc_size)))
+    return changes
+
+
+def cpu_memory_events(profiler: Any) -> list[int]:
+    """Returns the CPU allocator's changes in bytes, in time order, from a finished `profile(profile_memory=True)`."""
+    return [change for _, change in _cpu_memory_changes(profiler)]
 
 
 def timed_memory_events(profiler: Any, prefix: str) -> tuple[list[tuple[int, int]], list[tuple[str, int, int]]]:
@@ -822,18 +847,14 @@ def timed_memory_events(profiler: Any, prefix: str) -> tuple[list[tuple[int, int
 
     Seen working on torch 2.11 and 2.13. Freed by: a public event list with sizes.
     """
-    changes, marks = [], []
-    cpu = torch.autograd.DeviceType.CPU  # type: ignore[attr-defined]
+    marks = []
     for event in profiler.profiler.kineto_results.events():
         name = event.name()
-        if name == "[memory]" and event.device_type() == cpu:
-            changes.append((int(event.start_ns()), int(event.nbytes())))
-        elif name.startswith(prefix):
+        if name.startswith(prefix):
             begin = int(event.start_ns())
             marks.append((name.removeprefix(prefix), begin, begin + int(event.duration_ns())))
-    changes.sort(key=lambda change: change[0])
     marks.sort(key=lambda mark: mark[1])
-    return changes, marks
+    return _cpu_memory_changes(profiler), marks
 
 
 def compiled_backwards(profiler: Any) -> tuple[list[tuple[int, int]], list[tuple[str, int, int]]]:

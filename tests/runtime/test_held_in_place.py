@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from recoup.capture.capture import StepSpec
 from recoup.capture.step import Objective
 from recoup.cost.model import FlopsCost
+from recoup.evidence.memory import measure_peak
 from recoup.ir.decision import OpMark, Rebuild
 from recoup.planner.driver import Planner
 from recoup.runtime.apply import apply_decisions
@@ -37,6 +38,11 @@ def product_flops(model: nn.Module, x: torch.Tensor) -> int:
     return int(counter.get_total_flops())
 
 
+def peak(model: nn.Module, x: torch.Tensor) -> int:
+    model.zero_grad(set_to_none=True)
+    return measure_peak(lambda: model(x).sum().backward(), device=torch.device("cpu"), held_bytes=0)
+
+
 def test_a_held_result_of_an_op_in_place_is_there_in_backward() -> None:
     torch.manual_seed(0)
     act, x = nn.ReLU(inplace=True), torch.randn(64, WIDTH)
@@ -55,6 +61,32 @@ def test_what_is_written_in_parts_is_rebuilt_with_its_segment() -> None:
     plain = product_flops(model, x)
     with apply_decisions(model, (Rebuild(path=""),)):
         assert product_flops(model, x) - plain <= counter.get_total_flops()
+
+
+def test_what_is_written_in_parts_is_rebuilt_in_one_storage() -> None:
+    torch.manual_seed(0)
+    model, x = Cells(), torch.randn(6, 64, WIDTH)
+    peaks = []
+    for plan in ((), (Rebuild(path=""),)):
+        with apply_decisions(model, plan):
+            peaks.append(peak(model, x))
+    gradients = [p.grad for p in model.parameters()]
+    model.zero_grad(set_to_none=True)
+    model(x).sum().backward()
+    assert all(g is not None and torch.equal(g, p.grad) for g, p in zip(gradients, model.parameters(), strict=True))
+    assert peaks[1] <= peaks[0]
+
+
+def test_what_was_copied_before_it_is_written_over_is_there_once() -> None:
+    torch.manual_seed(0)
+    x, peaks = torch.randn(512, WIDTH), []
+    for inplace in (False, True):
+        model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace))))
+        marks = tuple(OpMark(path=str(2 * i), call=0, ordinal=0, op="aten.addmm.default", holds=True) for i in range(6))
+        with apply_decisions(model, (Rebuild(path="", marks=marks),)):
+            for _ in range(4):  # recorded, then by a program
+                peaks.append(peak(model, x))
+    assert max(peaks) == peaks[0]
 
 
 @pytest.mark.parametrize("percent", [90, 75])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recoup.evidence.gradients import equal_values
-from recoup.ir.decision import OpMark, Rebuild
+from recoup.ir.decision import OpMark, Rebuild, Rederive
 from recoup.runtime.apply import apply_decisions
 from recoup.runtime.rebuild import held_recorder
 from recoup.runtime.rebuild.held_recorder import HeldRecorder
@@ -247,3 +248,63 @@ def test_a_call_known_without_gradients_is_another_with_them() -> None:
             before = applied.log
             model(x).sum().backward()
             assert (applied.log - before).num_rederived == 2  # what tanh and sin save of their calls with gradients
+
+
+class _Graph(nn.Module):
+    """Mixes rows by a sparse matrix, which autograd saves."""
+
+    def __init__(self, layout: torch.layout) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        self.mixing = torch.eye(64).to_sparse(layout=layout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed = torch.sparse.mm(self.mixing, torch.tanh(self.net(x)) * 2)
+        return self.net(torch.relu(mixed)).sum()  # type: ignore[no-any-return]  # of a module, anything
+
+
+class _Transformed(nn.Module):
+    """A field whose derivatives the forward takes by transforms, before and after calls of its own."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, ones = self.net(x).sum(), torch.ones_like(x)
+        func = torch.func
+        if self.how == "vmap(hessian)":
+            found = func.vmap(func.hessian(lambda row: self.net(row).sum()))(x)
+        elif self.how == "jvp":
+            found = func.jvp(self.net, (x,), (ones,))[1]
+        else:
+            out, pull = func.vjp(lambda t: func.jvp(self.net, (t,), (ones,))[1], x)
+            found = pull(torch.ones_like(out))[0]
+        total: Tensor = y + torch.tanh(found).sum() + self.net(x).sum()
+        return total
+
+
+@pytest.mark.parametrize("plan", [Rebuild(path=""), Rederive(path="")])
+@pytest.mark.parametrize(
+    "make",
+    [
+        *[functools.partial(_Transformed, how) for how in ("vmap(hessian)", "jvp", "vjp of a jvp")],
+        *[functools.partial(_Graph, layout) for layout in (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc)],
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Sparse CS")
+def test_tensors_without_a_storage_in_a_forward(make: Callable[[], nn.Module], plan: Rebuild | Rederive) -> None:
+    torch.manual_seed(0)
+    model = make()
+    x = torch.randn(64, 8 if isinstance(model, _Transformed) else WIDTH)
+
+    def step() -> list[Any]:
+        model.zero_grad()
+        model(x).backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    plain = step()
+    with apply_decisions(model, (plan,)):
+        for _ in range(4):
+            assert all(map(equal_values, plain, step()))

@@ -109,7 +109,9 @@ def held_view(priced: PricedTrace, *, kept_paths: frozenset[str] = frozenset()) 
         facts = _facts(signature.name)
         inputs = tuple(value_of[s] for s in op.inputs if s in value_of)
         fresh = [s for s in op.outputs if trace.storages[s].alloc_op == at]
-        written = [s for s in op.outputs if s in op.inputs] if not signature.is_view else []
+        # `unsafe_split` is no view by its schema, and writes nothing.
+        writes = facts is None or facts.written or facts.written_names
+        written = dict.fromkeys(s for s in op.outputs if s in op.inputs) if writes and not signature.is_view else ()
         writes_known = bool(written) and all(s in value_of for s in written)
         if signature.name == HOLD:
             dear.update(inputs)

@@ -199,7 +199,7 @@ class KeptElsewhere:
     def rescue(self) -> None:
         """Does nothing: the copy is private, nobody can write to it."""
 
-    def is_rescued(self) -> bool:
+    def is_rescued(self, written: Geometry) -> bool:
         """Always True: the copy is private."""
         return True
 

@@ -48,7 +48,13 @@ class CallLog:
 
     def saves(self, recorder: Any, tensor: torch.Tensor) -> None:
         """Called before a tensor is packed."""
+        if tensor.layout is not torch.strided:
+            self.ops = None
+            return
         self.saved.append((recorder.existing(tensor), geometry_of(tensor)))
+
+    def begin(self, recorder: Any) -> None:
+        """Called when it was packed: ops are seen themselves."""
 
 
 class CallForm:

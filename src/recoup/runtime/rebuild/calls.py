@@ -259,7 +259,7 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
             if func.__name__ == "__set__" or func.__self__ is torch.Tensor.data:
                 self._stop()
             return func(*args)
-        if self._recorder.paused or _torch.num_dispatch_modes() != 1:
+        if self._recorder.paused or _torch.num_dispatch_modes() != 1 or _torch.inside_transform():
             self._stop()
             return func(*args, **kwargs) if kwargs else func(*args)
         return self._record(func, args, kwargs)
@@ -292,14 +292,15 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
         if frame.missed is not None:
             self._stop()
             return func(*args, **kwargs) if kwargs else func(*args)
-        if frame.marks is not None and (marks := marked(frame.marks, ordinal, form)):
-            plain = [mark for mark in marks if mark is not None]
-            if len(plain) < len(marks):
-                self._stop()
-                return func(*args, **kwargs) if kwargs else func(*args)
-            recorder.call = Running(form, values, plain)
-        elif form.saves:
-            recorder.call = Running(form, values, [])
+        marks = _NO_MARKS if frame.marks is None else marked(frame.marks, ordinal, form)
+        if marks is None:
+            self._stop()
+            return func(*args, **kwargs) if kwargs else func(*args)
+        if marks or form.saves:
+            recorder.call = Running(form, values, marks)
+            recorder.call.begin(recorder)
+        elif num_ops:
+            recorder.pass_op()
         frame.ordinal = ordinal + num_ops
         learning = self._learning
         if learning is not None:
@@ -312,7 +313,7 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
             running, recorder.call = recorder.call, None
         if form.results:
             recorder.note_results(form, values, out)
-        if running is not None and running.marks:
+        if marks:
             running.end(recorder, out)
         if learning is not None:
             learning.end(out, num_ops)
@@ -347,3 +348,4 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
 
 
 _NO_VALUES: list[Value] = []
+_NO_MARKS: dict[int, Any] = {}

@@ -7,18 +7,17 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from recoup import _torch
 from recoup.ir.decision import OpMark
 from recoup.runtime import execution_context
 from recoup.runtime.rebuild.call_forms import CallForm, CallLog
 from recoup.runtime.rebuild.cheap_ops import HOLD, OPAQUE, VIEW, OpFacts, has_history, known_facts, op_facts
-from recoup.runtime.rebuild.constant import Constant
-from recoup.runtime.rebuild.kept import Kept, Source, laid, on_device
+from recoup.runtime.rebuild.kept import Kept, Source, on_device
 from recoup.runtime.rebuild.lineage import Geometry, Made, Recorder, Value, geometry_of
 from recoup.runtime.rebuild.marks import Frame, reads_masks, reads_numbers
 from recoup.runtime.rebuild.op_forms import Noted, OpForm, form_of
+from recoup.runtime.rebuild.rewriting import Rewriting
 from recoup.runtime.rebuild.saved_tensor import MIN_BYTES, compact_mask
 from recoup.runtime.rebuild.segments import Rebuilt, Segment
 
@@ -107,7 +106,7 @@ class HeldRecorder(Recorder):
         mark = None
         if facts.kind != VIEW:
             mark = None if self._frames[-1].marks is None else self.before_op(facts.label, args)
-            self._latest.clear()
+            self.pass_op()
             if self.log is not None and reads_numbers(args):
                 self.log.count(facts.label)
         if self.log is not None and facts.has_dynamic_shape and (not facts.gathers or reads_masks(args)):
@@ -131,7 +130,6 @@ class HeldRecorder(Recorder):
 
         None if the call is not as its form has it: what its tensors lie over is read otherwise.
         """
-        self._latest.clear()
         values = []
         known, ref = self._values.get, weakref.ref
         for tensor, dtype in zip(tensors, form.dtypes, strict=True):
@@ -320,6 +318,10 @@ class HeldRecorder(Recorder):
                 if is_start and rebuilt.segment is self.segment:
                     before.forget(rebuilt.value)
 
+    def pass_op(self) -> None:
+        """Notes that an op runs: what is saved from now on is saved of its results or for the next one."""
+        self._latest.clear()
+
     def _lose(self, frame: Frame) -> None:
         assert frame.missed is not None
         self.lost.append(f"`{frame.path}` runs no {frame.missed.op} as op {frame.missed.ordinal}")
@@ -355,32 +357,8 @@ class HeldRecorder(Recorder):
 
     def read_leaf(self, value: Value, tensor: torch.Tensor) -> None:
         """Holds, to the end of the segment at least, what an op reads and no op was seen to make."""
-        base = tensor if isinstance(tensor, nn.Parameter) else tensor._base
-        if isinstance(base, nn.Parameter) or (base is not None and _torch.is_sharded_parameter(base)):
-            # A view of a parameter is as constant as itself; FSDP1's weights are views of what it takes away.
-            value.constant = Constant(base)
-        elif value not in self._leaves:
+        if value not in self._leaves:
             self._leaves[value] = value.alive() or keep(value, tensor)
-
-
-class Rewriting:
-    """Runs an op in place again, on a copy of the storage that it wrote to.
-
-    Args:
-        op: the overload. part: geometry of what it writes over.
-    """
-
-    __slots__ = ("op", "part")
-
-    def __init__(self, op: Any, part: Geometry) -> None:
-        self.op = op
-        self.part = part
-
-    def __call__(self, whole: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Returns the whole storage after the op."""
-        copied = torch.empty_strided(whole.size(), whole.stride(), dtype=whole.dtype, device=whole.device).copy_(whole)
-        self.op(laid(copied, self.part), *args, **kwargs)
-        return copied
 
 
 def keep(value: Value, tensor: torch.Tensor) -> Source:
@@ -390,6 +368,6 @@ def keep(value: Value, tensor: torch.Tensor) -> Source:
     else:
         # Never a result itself: autograd gives it a node once the op has returned, and that node saves what is rebuilt
         # from here, a cycle that no collector sees. Below autograd a plain `detach` would count changes in place apart.
-        kept = Kept(_torch.alias_below_autograd(tensor))
+        kept = Kept(_torch.alias_below_autograd(tensor), is_saved=False)
     value.kept = weakref.ref(kept)
     return kept

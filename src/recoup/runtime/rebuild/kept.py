@@ -29,10 +29,10 @@ def is_overwritten(value: Value, geometry: Geometry) -> bool:
     Autograd's version counter is the whole storage's, but for the results of `unsafe_chunk` and `unsafe_split`, which
     share memory and no counter: a GRU cell writes over one gate after another's result was saved.
     """
-    return any(_overlap(written, geometry) for written in value.overwritten)
+    return any(overlap(written, geometry) for written in value.overwritten)
 
 
-def _overlap(a: Geometry, b: Geometry) -> bool:
+def overlap(a: Geometry, b: Geometry) -> bool:
     """Whether two tensors over one storage have an element in common; True where their dtypes differ."""
     if a == b or a[3] != b[3]:
         return True
@@ -54,15 +54,22 @@ def _elements(storage: np.ndarray, geometry: Geometry) -> np.ndarray:
 
 
 class Kept:
-    """A saved tensor that is kept as it is."""
+    """A tensor that is kept as it is.
 
-    __slots__ = ("__weakref__", "copy", "is_source", "tensor", "version")
+    Attributes:
+        is_saved: whether autograd has it; else others are rebuilt from it alone.
+        views: geometries of what autograd has of the storage besides.
+    """
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    __slots__ = ("__weakref__", "copy", "is_saved", "is_source", "tensor", "version", "views")
+
+    def __init__(self, tensor: torch.Tensor, *, is_saved: bool = True) -> None:
         # With its node it would be a cycle: a saved output is held by the node that made it.
         self.tensor = tensor if tensor.grad_fn is None else _torch.detach_past_modes(tensor)
         self.version = tensor._version
+        self.is_saved = is_saved
         self.is_source = False
+        self.views: tuple[Geometry, ...] = ()
         self.copy: torch.Tensor | None = None
         execution_context.kept(tensor)
 
@@ -84,9 +91,25 @@ class Kept:
             whole = self.tensor.detach().as_strided((num_elements,), (1,), 0)  # `set_` is refused by fake tensors
             self.copy = whole.clone().as_strided(size, stride, offset)
 
-    def is_rescued(self) -> bool:
-        """Whether it has a copy of the contents, so that later writes do not matter."""
-        return self.copy is not None
+    def saved_as(self, geometry: Geometry) -> Kept | KeptView:
+        """Returns what autograd gets for a tensor over the same storage."""
+        if geometry_of(self.tensor) == geometry:
+            self.is_saved = True
+            return self
+        self.views += (geometry,)
+        return KeptView(self, geometry)
+
+    def is_rescued(self, written: Geometry) -> bool:
+        """Called once a part of the storage was overwritten: whether a copy has the contents.
+
+        The storage is let go then, unless autograd has what was written over: that is to raise.
+        """
+        if self.copy is None:
+            return False
+        saved = (*self.views, geometry_of(self.tensor)) if self.is_saved else self.views
+        if not any(overlap(written, geometry) for geometry in saved):
+            self.tensor, self.version = self.copy, self.copy._version
+        return True
 
     def is_current(self) -> bool:
         """Whether its contents are still those that were saved."""
@@ -161,7 +184,7 @@ class KeptCompact:
     def rescue(self) -> None:
         """Nothing to do: nobody else can write to it."""
 
-    def is_rescued(self) -> bool:
+    def is_rescued(self, written: Geometry) -> bool:
         """Always."""
         return True
 

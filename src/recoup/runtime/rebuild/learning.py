@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -139,7 +140,9 @@ class Learning:
         if not self._is_inside:
             self.failed = self.failed or type(packed) is not Kept
             value = None
-        self._saves.append((packed if type(packed) is Rebuilt else type(packed), value, geometry_of(tensor)))
+        # What it is rebuilt from lives as long as the graph that saved it, which may go before forward ends.
+        kind = weakref.ref(packed) if type(packed) is Rebuilt else type(packed)
+        self._saves.append((kind, value, geometry_of(tensor)))
 
     def _slot(self, tensor: Any) -> int | None:
         known = self._slots.get(id(tensor))
@@ -176,8 +179,11 @@ class Learning:
         wanted: list[set[Value]] = []
         sources: list[set[int]] = []  # of each segment: by id
         saves: list[Saved] = []
-        for packed, value, geometry in self._saves:
-            if type(packed) is Rebuilt:
+        for kind, value, geometry in self._saves:
+            if isinstance(kind, weakref.ref):
+                packed = kind()
+                if packed is None:
+                    return None
                 segment = packed.segment
                 assert isinstance(segment, Segment)
                 around = segment.around
@@ -195,10 +201,10 @@ class Learning:
                 base = packed.value.base
                 own = None if base == packed.geometry else packed.geometry
                 saves.append((REBUILD, at, self._number(packed.value), own))
-            elif packed is Kept or packed is KeptView:
+            elif kind is Kept or kind is KeptView:
                 number = -1 if value is None or value.constant is not None else self._number(value)
                 saves.append((KEEP, -1, number, geometry))
-            elif packed is KeptConstant:
+            elif kind is KeptConstant:
                 saves.append((CONSTANT, -1, -1, None))
             else:
                 return None
@@ -212,6 +218,7 @@ class Learning:
         if not self._place(found):
             return None
         self._let_go()
+        self._let_held_go(_last_uses(saves, found))
         values = []
         for value in self._numbers:
             again = Value()
@@ -301,3 +308,29 @@ class Learning:
             call.leaves = tuple({slot for slot in here if slot not in read})
             read.update(here)
             call.reads = tuple(call.reads)
+
+    def _let_held_go(self, last_uses: dict[int, int]) -> None:
+        """Notes after which call nobody asks for a held value any more, but who was given it before."""
+        first_saves = [call.first_save for call in self._calls]
+        by_number = {number: value for value, number in self._numbers.items()}
+        for number, last in last_uses.items():
+            seen = self._seen.get(by_number[number])
+            after = max(bisect.bisect_right(first_saves, last), 0 if seen is None else seen[0] + 1)
+            if after < len(self._calls):
+                call = self._calls[after]
+                call.leaves = (*call.leaves, self._num_slots + number)
+
+
+def _last_uses(saves: list[Saved], segments: list[SegmentProgram]) -> dict[int, int]:
+    """Returns, by its place, the last saved tensor that each held value is asked for."""
+    found: dict[int, int] = {}
+    for at, (kind, index, number, _) in enumerate(saves):
+        if kind == KEEP:
+            found[number] = at
+        elif kind == REBUILD:
+            segment = segments[index]
+            found.update(dict.fromkeys(segment.sources_of(number), at))
+            for start in segment.starts:
+                found.update(dict.fromkeys(segments[segment.around].sources_of(start), at))
+    found.pop(-1, None)  # tensors without a value
+    return found

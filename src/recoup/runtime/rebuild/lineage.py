@@ -206,8 +206,10 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
         if known is not None:
             return known
         value = Value()
-        if type(tensor) is not torch.Tensor and isinstance(tensor, nn.Parameter):
-            value.constant = Constant(tensor)
+        base = tensor if isinstance(tensor, nn.Parameter) else tensor._base
+        if isinstance(base, nn.Parameter) or (base is not None and _torch.is_sharded_parameter(base)):
+            # A view of a parameter is as constant as itself; FSDP1's weights are views of what it takes away.
+            value.constant = Constant(base)
         self._set(storage, value)
         return value
 
@@ -219,8 +221,8 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
         self._values[weakref.ref(storage, self._values.pop)] = value
 
     def existing(self, tensor: torch.Tensor) -> Value | None:
-        """Returns the value of the tensor's storage, None if it was not seen yet."""
-        return self._values.get(weakref.ref(tensor.untyped_storage()))
+        """Returns the value of the tensor's storage, None if it was not seen yet or the tensor is sparse."""
+        return self._values.get(weakref.ref(tensor.untyped_storage())) if tensor.layout is torch.strided else None
 
     # -- recording ----------------------------------------------------------------------------------------------
 
@@ -379,9 +381,10 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
         """Gives a storage that was written to its new value."""
         old = self.existing(tensor)
         if old is not None:
-            old.overwritten += (geometry_of(tensor),)
+            written = geometry_of(tensor)
+            old.overwritten += (written,)
             kept = old.alive()
-            if kept is None or not kept.is_rescued():  # a write through `.data` leaves the version as it was
+            if kept is None or not kept.is_rescued(written):  # a write through `.data` leaves the version as it was
                 old.kept = None
             if old.constant is not None and old.constant.copy is None:
                 old.constant = None

@@ -125,11 +125,12 @@ class RederiveLearning(Learning):
 
     def begin_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
         """Called before a call runs."""
-        self._handed, scalars = parts_of(args, kwargs)
-        tensors = list({id(t): t for t in self._handed}.values())
+        handed, scalars = parts_of(args, kwargs)
+        tensors = list({id(t): t for t in handed}.values())
         if not all(map(_is_plain, tensors)):
             self.failed = True
             return
+        self._handed = handed
         new = [t.untyped_storage()._cdata for t in tensors if self._slot(t) is None]
         self.failed = self.failed or len(set(new)) < len(new)
         for tensor in tensors:
@@ -141,26 +142,29 @@ class RederiveLearning(Learning):
 
     def end_call(self, form: CallForm | None, out: Any) -> None:
         """Called when it has returned."""
+        handed, self._handed, self._handed_now = self._handed, [], ()
+        if self.failed:
+            return
         call = self._calls[-1]
         call.form = form
         if form is not None:
             self._orders.update(range(self._first + 1, self._recorder._num_made + 1))
         else:  # what it is handed twice counts twice
             places: dict[int, int] = {}
-            for tensor in self._handed:
+            for tensor in handed:
                 places.setdefault(id(tensor), len(places))
-            at = [places[id(tensor)] for tensor in self._handed]
+            at = [places[id(tensor)] for tensor in handed]
             reads = call.reads
             call.reads = [reads[i] for i in at]
             call.enters = [(at.index(i), slot) for i, slot in call.enters]
-            self._handed_now = self._handed
             if any(kind != KEEP for kind, *_ in self._kept[call.first_save :]):
                 self.failed = True
-        self._handed = []
         outs = out if isinstance(out, (tuple, list)) else (out,)
         if not all(map(_is_plain, [t for t in outs if isinstance(t, torch.Tensor)])):
             self.failed = True
             return
+        if form is None:
+            self._handed_now = handed
         self.end(out, 0)
 
     def saved(self, tensor: torch.Tensor, value: Value | None, packed: Any) -> None:
@@ -288,7 +292,7 @@ class RederiveRun(StepRun):
             value.base = self._bases[number]
             recorder.set_value(tensor, value)
         elif value.kept is not None and (kept := value.alive()) is not None:
-            return kept if geometry_of(kept.tensor) == geometry else KeptView(kept, geometry)
+            return kept.saved_as(geometry)
         if kind == REBUILD:
             found = [kept for kept in [self._alive(source) for source in sources] if kept is not None]
             if len(found) == len(sources):
@@ -321,10 +325,9 @@ class RederiveWatch(CallWatch):
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         """Runs a call that no program has; learns from it."""
         learning: Any = self._learning
-        if learning is not None and not learning.failed:
-            learning.begin_call(func, args, kwargs)
         if learning is None or learning.failed:
             return func(*args, **kwargs) if kwargs else func(*args)
+        learning.begin_call(func, args, kwargs)
         recorder: Any = self._recorder
         log = recorder.log = CallLog()
         try:
@@ -332,10 +335,9 @@ class RederiveWatch(CallWatch):
         finally:
             recorder.log = None
         form = None
-        if not learning.failed and self._learning is not None:
-            if self._calls.may_learn(func, args):
-                form = form_of_call(func, args, kwargs, out, log, recorder.existing)
-            learning.end_call(form, out)
+        if not learning.failed and self._calls.may_learn(func, args):
+            form = form_of_call(func, args, kwargs, out, log, recorder.existing)
+        learning.end_call(form, out)
         return out
 
 

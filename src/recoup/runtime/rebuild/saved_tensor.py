@@ -26,7 +26,7 @@ from recoup.runtime.offload.offloaded_saved_tensor import KeptElsewhere, Returni
 from recoup.runtime.rebuild import shortcuts
 from recoup.runtime.rebuild.chain_search import find_sources
 from recoup.runtime.rebuild.cheap_ops import op_facts
-from recoup.runtime.rebuild.kept import Kept, KeptCompact, KeptConstant, KeptView, Source, on_device, unpacked
+from recoup.runtime.rebuild.kept import Kept, KeptCompact, KeptConstant, Source, on_device, unpacked
 from recoup.runtime.rebuild.lineage import Made, Recorder, Value, current_recorder, geometry_of
 from recoup.runtime.rebuild.rederived import Rederived, paused
 
@@ -35,22 +35,25 @@ MIN_BYTES = 4096  # smaller saved tensors are kept: a rebuild takes some 100 us 
 
 def pack(tensor: torch.Tensor) -> Any:
     """Returns the object that autograd saves in place of `tensor`: `Kept`, `KeptView`, `Rederived` or `Returning`."""
+    if _torch.num_function_modes():  # inside of a user's `autograd.Function`
+        with _torch.past_function_modes():
+            return _pack(tensor)
+    return _pack(tensor)
+
+
+def _pack(tensor: torch.Tensor) -> Any:
     recorder = current_recorder()
     if recorder is not None and recorder.program is not None:
         packed = recorder.program.pack(recorder, tensor)
         if packed is not None:
             return packed
-    if _torch.num_function_modes():
-        with _torch.past_function_modes():
-            packed = _pack(recorder, tensor)
-    else:
-        packed = _pack(recorder, tensor)
+    packed = _recorded(recorder, tensor)
     if recorder is not None and not recorder.is_cheap:
         recorder.packed.append(weakref.ref(packed))
     return packed
 
 
-def _pack(recorder: Recorder | None, tensor: torch.Tensor) -> Any:
+def _recorded(recorder: Recorder | None, tensor: torch.Tensor) -> Any:
     if recorder is None:
         return Kept(tensor)
     value: Value | None = None
@@ -67,7 +70,12 @@ def _pack(recorder: Recorder | None, tensor: torch.Tensor) -> Any:
         value = recorder.value_of(tensor)
         packed = _pack_value(recorder, tensor, value)
     if recorder.learning is not None:
-        recorder.learning.saved(tensor, value, packed)
+        if tensor.layout is torch.strided:
+            recorder.learning.saved(tensor, value, packed)
+        else:
+            recorder.learning.failed = True
+    if recorder.call is not None:
+        recorder.call.begin(recorder)
     return packed
 
 
@@ -84,7 +92,7 @@ def _pack_value(recorder: Recorder, tensor: torch.Tensor, value: Value) -> Any:
         if isinstance(alive, KeptElsewhere):
             return Returning(alive, geometry)
         execution_context.kept(tensor)
-        return alive if geometry_of(alive.tensor) == geometry else KeptView(alive, geometry)
+        return alive.saved_as(geometry)
     packed = recorder.pack(tensor, value)
     if packed is not None:
         return packed

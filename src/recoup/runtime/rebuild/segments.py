@@ -30,6 +30,7 @@ from recoup.runtime.rebuild.kept import Kept, Source, changed_since, is_overwrit
 from recoup.runtime.rebuild.lineage import Geometry, Made, Read, Value
 from recoup.runtime.rebuild.op_forms import Noted
 from recoup.runtime.rebuild.rederived import constant_of, fitted, paused
+from recoup.runtime.rebuild.rewriting import Rewriting, Versions
 from recoup.runtime.rebuild.surroundings import Surroundings
 
 
@@ -171,7 +172,7 @@ class Segment:
         with _torch.below_autocast_and_autograd(), execution_context.recomputing(), paused():
             here = self._started()
             here.update((w.value, w.held) for w in waiting if w.held is not None)
-            found = _run({w.value for w in waiting if w.held is None}, here)
+            found = _run(_geometries([w for w in waiting if w.held is None]), here)
         num = 0
         for wanted in waiting:
             if wanted.held is None:
@@ -188,12 +189,23 @@ class Segment:
         return {value: wanted.take() for value, wanted in self.starts.items()}
 
 
-def _run(wanted: set[Value], here: dict[Value, torch.Tensor]) -> dict[Value, torch.Tensor]:
+def _geometries(waiting: list[Wanted]) -> dict[Value, list[Geometry]]:
+    """Returns what is wanted of each value: what a piece starts from, whole."""
+    wanted: dict[Value, list[Geometry]] = {}
+    for one in waiting:
+        geometry = one.geometry if isinstance(one, Rebuilt) else one.value.base
+        wanted.setdefault(one.value, []).extend(() if geometry is None else (geometry,))
+    return wanted
+
+
+def _run(wanted: dict[Value, list[Geometry]], here: dict[Value, torch.Tensor]) -> dict[Value, torch.Tensor]:
     """Runs every op that leads to `wanted` once, in the order of the forward; returns their contents.
 
     Args:
+        wanted: values, each with the geometries that it is wanted in.
         here: contents that are at hand; emptied as they are read for the last time.
     """
+    versions = Versions(wanted)
     found = {value: here[value] for value in wanted if value in here}
     ops: dict[int, tuple[Made, list[Value]]] = {}
     uses: dict[Value, int] = {}
@@ -217,8 +229,10 @@ def _run(wanted: set[Value], here: dict[Value, torch.Tensor]) -> dict[Value, tor
                 stack.append(read)
     for order in sorted(ops):
         made, values = ops[order]
-        out = _again(made, here)
+        before = None if type(made) is Noted else _written_over(made, uses, versions)
+        out = _again(made, here, writes=before is not None)
         for value in values:
+            versions.add(value, before)
             assert value.base is not None
             tensor = out if type(out) is torch.Tensor else _result(out, value.output)
             if type(made) is not Noted or not made.form.gave(out):
@@ -240,8 +254,17 @@ def _run(wanted: set[Value], here: dict[Value, torch.Tensor]) -> dict[Value, tor
     return found
 
 
-def _again(made: Made, here: dict[Value, torch.Tensor]) -> Any:
-    """Runs an op again."""
+def _written_over(made: Made, uses: dict[Value, int], versions: Versions) -> Value | None:
+    """Returns the value in whose storage an op may write again, if there is one: nobody reads it later."""
+    if type(made.function) is not Rewriting:
+        return None
+    value = made.values[0]
+    is_last = uses[value] == made.values.count(value)
+    return value if is_last and versions.is_free(value, made.function.part) else None
+
+
+def _again(made: Made, here: dict[Value, torch.Tensor], *, writes: bool) -> Any:
+    """Runs an op again; `writes`: over what it wrote over in the forward, not on a copy."""
     if type(made) is Noted:
         tensors = []
         for value, geometry in zip(made.values, made.form.geometries, strict=True):
@@ -253,9 +276,10 @@ def _again(made: Made, here: dict[Value, torch.Tensor]) -> Any:
             tensors.append(tensor)
         return made.form.run(tensors)
     args = _decoded(made.args, here)
+    function = made.function.over if writes else made.function
     if made.kwargs:
-        return made.function(*args, **{key: _decoded((item,), here)[0] for key, item in made.kwargs.items()})
-    return made.function(*args)
+        return function(*args, **{key: _decoded((item,), here)[0] for key, item in made.kwargs.items()})
+    return function(*args)
 
 
 def has_memory(tensor: torch.Tensor) -> bool:

@@ -123,7 +123,8 @@ class ProgramCall:
     def prepare(self, slots: list[Any]) -> None:
         """Adds its scalars to the slots of a program, so that a call like it is handed what is in some slots."""
         assert self.form is not None
-        if self.items is None or self.binds or len(self.form.state) > 1:  # autocast is looked at
+        self.dtype, _, autocast = self.form.state  # gradients show in what is saved
+        if self.items is None or self.binds or autocast is not None:
             return
         places = []
         for item in self.items:
@@ -134,7 +135,7 @@ class ProgramCall:
                 slots.append(item)
         self.num = len(places)
         self.pick = picker(places)
-        self.dtype, self.flags = self.form.state[0], self.form.attention_flags
+        self.flags = self.form.attention_flags
         self.takes = bool(self.keeps or self.reads_constants)
 
     def is_like(self, items: Sequence[Any], wanted: Sequence[Any]) -> bool:
@@ -252,9 +253,10 @@ class StepProgram:
     Attributes:
         calls: in order. saves: what becomes of each tensor that autograd saves. segments: how each is rebuilt.
         values: one for each number, with the geometry of what fills its storage. end: stands behind the last call.
+        num_slots: of tensors; those of held values come after them.
 
     Args:
-        num_slots: of tensors. constants: parameters and the slots they lie in.
+        constants: parameters and the slots they lie in.
     """
 
     def __init__(
@@ -272,7 +274,8 @@ class StepProgram:
             call.index = i
             if i:
                 calls[i - 1].then = call
-        self._template: list[Any] = [None] * num_slots
+        self.num_slots = num_slots
+        self._template: list[Any] = [None] * (num_slots + len(values))
         for call in calls:
             if call.form is not None:
                 call.prepare(self._template)

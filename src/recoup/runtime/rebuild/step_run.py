@@ -11,7 +11,7 @@ import torch
 from recoup import _torch
 from recoup.runtime import execution_context
 from recoup.runtime.rebuild.constant import Constant
-from recoup.runtime.rebuild.kept import Kept, KeptView, Source, kept_simply, laid
+from recoup.runtime.rebuild.kept import Kept, Source, kept_simply, laid
 from recoup.runtime.rebuild.lineage import Value, geometry_of
 from recoup.runtime.rebuild.rederived import fitted, paused
 from recoup.runtime.rebuild.segments import Rebuilt, Segment, Wanted, has_memory, parameter_of
@@ -146,7 +146,7 @@ class StepRun:
         self.end = self.call.first_save
         self._recorder = recorder
         self._handed: Sequence[torch.Tensor] = ()
-        self._kept: dict[int, Kept] = {}
+        self._kept: dict[int, weakref.ref[Kept]] = {}
         self._constants: dict[int, Constant] = {}
         self._segments: dict[int, SegmentRun] = {}
         self.is_on = True
@@ -255,13 +255,14 @@ class StepRun:
             return Rebuilt(value, wanted, run, run.sources_of(number), self._under, number)
         if number < 0:
             return kept_simply(tensor)
-        kept = self._kept.get(number)
+        ref = self._kept.get(number)
+        kept = None if ref is None else ref()
         if kept is None:
             kept = Kept(tensor)
             self._own(number, kept)
             return kept
         assert geometry is not None
-        return kept if geometry_of(kept.tensor) == geometry else KeptView(kept, geometry)
+        return kept.saved_as(geometry)
 
     def _segment(self, index: int) -> SegmentRun:
         found = self._segments.get(index)
@@ -275,20 +276,27 @@ class StepRun:
     def _keep(self, number: int, tensor: torch.Tensor) -> None:
         if number not in self._kept:
             with _torch.past_dispatch_modes():
-                self._own(number, Kept(_torch.alias_below_autograd(tensor)))
+                self._own(number, Kept(_torch.alias_below_autograd(tensor), is_saved=False))
 
     def _own(self, number: int, kept: Kept) -> None:
-        self._kept[number] = kept
-        for segment in self._program.holders.get(number, ()):
-            self._segment(segment).keep(number, kept)
+        self._kept[number] = weakref.ref(kept)
+        holders = self._program.holders.get(number)
+        if holders is not None:
+            self.slots[self._program.num_slots + number] = kept
+            for segment in holders:
+                self._segment(segment).keep(number, kept)
 
     def end_early(self, recorder: Any) -> None:
         """Ends the program before its time: what it holds is made known to the record."""
         self.is_on = False
-        for kept in self._kept.values():
+        for ref in self._kept.values():
+            kept = ref()
+            if kept is None:
+                continue
             value = Value()
             value.kept = weakref.ref(kept)
             recorder.set_value(kept.tensor, value)
+        self.slots.clear()  # whoever is given something of it has it by now
         recorder.segment = Segment()
         if self.call.index:
             recorder.deriving = self._program.calls[self.call.index - 1].deriving

@@ -1,0 +1,58 @@
+"""Ops in place that run again: on the storage itself while nobody wants what they write over, else on a copy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from recoup.runtime.rebuild.kept import laid, overlap
+from recoup.runtime.rebuild.lineage import Geometry, Value
+
+
+class Rewriting:
+    """Runs an op in place again, on a copy of the storage that it wrote to.
+
+    Args:
+        op: the overload. part: geometry of what it writes over.
+    """
+
+    __slots__ = ("op", "part")
+
+    def __init__(self, op: Any, part: Geometry) -> None:
+        self.op = op
+        self.part = part
+
+    def __call__(self, whole: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Returns the whole storage after the op."""
+        copied = torch.empty_strided(whole.size(), whole.stride(), dtype=whole.dtype, device=whole.device).copy_(whole)
+        return self.over(copied, *args, **kwargs)
+
+    def over(self, whole: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Writes over the storage itself and returns it."""
+        self.op(laid(whole, self.part), *args, **kwargs)
+        return whole
+
+
+class Versions:
+    """Which storages of a rebuild may be written over: their earlier contents are wanted elsewhere in them only.
+
+    A GRU cell writes over one chunk of its gates after another, and autograd saves each chunk then: all of them lie in
+    one storage in the end, as in the forward.
+
+    Args:
+        wanted: of each value that somebody waits for, the geometries that it is wanted in.
+    """
+
+    def __init__(self, wanted: dict[Value, list[Geometry]]) -> None:
+        self._wanted = wanted
+        self._parts: dict[Value, list[Geometry]] = {}
+
+    def add(self, value: Value, before: Value | None = None) -> None:
+        """Notes a value made in this rebuild, in a storage of its own or in that of the one `before`."""
+        self._parts[value] = [*(() if before is None else self._parts[before]), *self._wanted.get(value, ())]
+
+    def is_free(self, value: Value, part: Geometry) -> bool:
+        """Whether `part` of the storage that was made for a value may be written over."""
+        parts = self._parts.get(value)
+        return parts is not None and not any(overlap(part, other) for other in parts)
