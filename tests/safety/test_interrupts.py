@@ -188,7 +188,7 @@ class Lines:
             self.counts[line] += 1
             time, kind = self._targets.get(line, (0, Injected))
             if time == self.counts[line]:
-                if _is_asked_by_torch(frame) or _begins_to_handle(frame):
+                if _is_asked_by_torch(frame) or _begins_or_ends_to_handle(frame):
                     self._targets[line] = (time + 1, kind)
                 else:
                     self._fork(line, time, kind)
@@ -232,13 +232,13 @@ def _is_asked_by_torch(frame: Any) -> bool:
     return False
 
 
-def _begins_to_handle(frame: Any) -> bool:
-    """Whether an exception is about to be noted as the one that is handled.
+def _begins_or_ends_to_handle(frame: Any) -> bool:
+    """Whether an exception is about to be noted as the one that is handled, or as handled.
 
-    A tracer can raise there; what is undone then was not yet done, and the thread handles the first one for good: with
-    its frames it holds all their tensors. Python lets no signal in there.
+    A tracer can raise there; what is undone then was not yet done, or is not undone any more, and the thread handles
+    the first one for good: with its frames it holds all their tensors. Python lets no signal in there.
     """
-    return bool(frame.f_code.co_code[frame.f_lasti] == dis.opmap["PUSH_EXC_INFO"])
+    return frame.f_code.co_code[frame.f_lasti] in (dis.opmap["PUSH_EXC_INFO"], dis.opmap["POP_EXCEPT"])
 
 
 @pytest.fixture(scope="module")
