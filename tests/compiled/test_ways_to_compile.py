@@ -70,15 +70,19 @@ class Broken(Residual):
         return super().forward(y)
 
 
+def way(name: str, num_blocks: int) -> tuple[Residual, dict[str, Any], dict[str, Any]]:
+    """Returns a model with dropout, options of `torch.compile`, and what else `fit` is told."""
+    torch.manual_seed(0)
+    model = (Broken if name == "graph breaks" else Residual)(num_blocks=num_blocks, dropout=0.1)
+    compiled = {"dynamic": {"dynamic": True}, "mode": {"mode": "max-autotune-no-cudagraphs"}}
+    step = {"autocast": {"autocast": torch.bfloat16}, "accumulate": {"accumulate": 2}}
+    return model, dict(compiled.get(name, {})), dict(step.get(name, {}))
+
+
 @pytest.mark.parametrize("name", ["dynamic", "autocast", "accumulate", "graph breaks"])
 def test_ways_to_run_a_step(name: str) -> None:
-    torch.manual_seed(0)
-    model, batch = Residual(num_blocks=3, dropout=0.1), torch.randn(256, 32)
-    options: dict[str, Any] = {"dynamic": True} if name == "dynamic" else {}
-    step: dict[str, Any] = {"autocast": {"autocast": torch.bfloat16}, "accumulate": {"accumulate": 2}}.get(name, {})
-    if name == "graph breaks":
-        model = Broken(num_blocks=3, dropout=0.1)
-    found = recoup.fit(model, batch, budget="80%", compiled={**AOT, **options}, timed=False, **step)
+    model, options, step = way(name, num_blocks=3)
+    found = recoup.fit(model, torch.randn(256, 32), budget="80%", compiled={**AOT, **options}, timed=False, **step)
     evidence = found.evidence
     assert evidence.ok and evidence.gradients_equal and evidence.peak_bytes <= evidence.budget_bytes
     if name == "dynamic":
@@ -88,10 +92,10 @@ def test_ways_to_run_a_step(name: str) -> None:
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_inductor_by_a_mode() -> None:
-    torch.manual_seed(0)
-    model, batch = Residual(num_blocks=2, dropout=0.1), torch.randn(256, 32)
-    found = recoup.fit(model, batch, budget="85%", compiled={"mode": "max-autotune-no-cudagraphs"}, timed=False)
+@pytest.mark.parametrize("name", ["mode", "dynamic", "accumulate", "graph breaks"])
+def test_ways_to_run_a_step_by_inductor(name: str) -> None:
+    model, options, step = way(name, num_blocks=2)
+    found = recoup.fit(model, torch.randn(256, 32), budget="85%", compiled=options or True, timed=False, **step)
     evidence = found.evidence
     assert evidence.ok and evidence.peak_bytes <= evidence.budget_bytes
     assert abs(evidence.predicted_peak_bytes / evidence.peak_bytes - 1) < 0.005  # by the compiler's own plan
