@@ -172,7 +172,7 @@ def _subject(model: nn.Module, batch: torch.Tensor) -> Subject:
 @pytest.mark.filterwarnings("ignore")
 class TestWhole:
     def test_quick_benchmark_holds(self) -> None:
-        assert quick.main(["mlp-chain", "--method", "every layer"]) == 0
+        assert quick.main(["conv3d", "--method", "every layer"]) == 0
 
     @thorough
     def test_gpu_benchmark_rehearses(self, tmp_path: Path) -> None:

@@ -50,6 +50,7 @@ def _plans(seed: int, addresses: list[OpMark]) -> Iterator[tuple[Decision, ...]]
         yield (Rebuild(path="", marks=tuple(marks)),)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("seed", SEEDS)
 def test_no_step_passes_its_predicted_peak(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
