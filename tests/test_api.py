@@ -110,25 +110,12 @@ def test_profile_and_frontier_print() -> None:
     assert profile.rows[0].saved_bytes <= profile.saved_bytes
     text = str(profile)
     assert all(len(line) <= 100 for line in text.splitlines())
+    model, batch, _ = make("stack")
     curve = recoup.frontier(model, batch, cost=FlopsCost(), num_points=5)
     assert [p.peak_bytes for p in curve.points] == sorted(p.peak_bytes for p in curve.points)
     seconds = [p.step_seconds for p in curve.points]
     assert seconds == sorted(seconds, reverse=True)
     assert str(curve)
-
-
-@pytest.mark.slow
-def test_max_batch_is_tight() -> None:
-    model, _, _ = make("stack")
-
-    def make_batch(size: int) -> torch.Tensor:
-        return torch.zeros(size, 32)
-
-    budget = 400_000
-    size = recoup.max_batch(model, make_batch, budget=budget)
-    assert recoup.plan(model, make_batch(size), budget=budget).predicted.peak_bytes <= budget
-    with pytest.raises(recoup.InfeasibleBudget):
-        recoup.plan(model, make_batch(size + 1), budget=budget)
 
 
 def test_the_optimizer_counts() -> None:
