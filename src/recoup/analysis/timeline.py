@@ -44,7 +44,7 @@ def _shown_category(storage: Storage, trace: Trace, is_read_again: bool) -> str:
     and is there after them.
     """
     if storage.category != "temporary" or storage.alloc_op < 0:
-        return storage.category
+        return "buffer" if storage.category == "outside" else storage.category
     if storage.alloc_op < trace.num_forward_ops:
         return "kept" if is_read_again and storage.free_op > trace.num_forward_ops else "temporary"
     ends_in_replay = storage.free_op < len(trace.ops) and trace.ops[storage.free_op].replayed

@@ -32,7 +32,7 @@ from recoup.capture.op_cache import FakeResults, KeptAnswers, answers_for
 from recoup.capture.optimizer import OptimizerLike, OptimizerStep, ScalarsOfFakes, prepare_optimizer
 from recoup.capture.snapshot import KnownState, Snapshot, parameters_outside, untouched
 from recoup.capture.step import Objective
-from recoup.capture.trace import build_trace
+from recoup.capture.trace import build_trace, runs_alike
 from recoup.capture.tracker import Tracker
 from recoup.capture.watched_step import (
     Failed,
@@ -47,6 +47,19 @@ from recoup.errors import RealStepWarning, RecoupError, StepError
 from recoup.ir.trace import Trace
 
 
+@dataclasses.dataclass(kw_only=True)
+class Carried:
+    """What a forward was found to leave for the next one: then the step that is captured is not the first.
+
+    Attributes:
+        keepers: sentences about code outside of the model that keeps its tensors.
+        differs: whether a second forward runs other ops.
+    """
+
+    keepers: list[str] = dataclasses.field(default_factory=list)
+    differs: bool = False
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepSpec:
     """One training step, as the user gave it.
@@ -59,7 +72,7 @@ class StepSpec:
         round_bytes: the allocator's granularity.
         keep: paths of modules whose forward runs once: no region and no tile contains them or lies around them.
         folding: facts about the step's loops that captures share; None: loops are captured in full.
-        keepers: sentences about code outside of the model that was found to keep tensors of a forward.
+        carried: what captures found that a forward leaves for the next.
         draw: state of python's and numpy's random streams, see `draws`.
         known_state: the snapshot of a series of captures between which no other code runs.
     """
@@ -74,7 +87,7 @@ class StepSpec:
     keep: frozenset[str] = frozenset()
     folding: FoldingMemory | None = dataclasses.field(default_factory=FoldingMemory, compare=False)
     draw: int = Draw.AS_IT_IS
-    keepers: list[str] = dataclasses.field(default_factory=list, compare=False)
+    carried: Carried = dataclasses.field(default_factory=Carried, compare=False)
     known_state: KnownState = dataclasses.field(default_factory=KnownState, compare=False)
 
 
@@ -167,23 +180,26 @@ def _capture_fake(spec: StepSpec, known: Trace | None) -> Trace:
 def _capture_folded(spec: StepSpec, known: Trace | None, memory: FoldingMemory | None) -> Trace:
     """Captures with fake tensors and leaves none behind.
 
-    A forward that caches tensors (masks) finds them there in training. So if a capture finds such a cache, the forward
-    is run for real once, without gradients, and then captured again.
+    A forward that caches tensors (masks) finds them there in training. So if a capture finds that a second forward runs
+    other ops, one runs before the step that is captured. Where tensors are kept out of the snapshot's reach, that first
+    forward is a real one.
     """
 
     def body(mode: Any, trackers: list[Tracker]) -> Trace:
         return _capture_on(mode, trackers, spec, known, memory)
 
+    began_second = spec.carried.differs
     trace, keepers = run_on_fakes(body, is_thorough=known is None)
     is_on_host = next(spec.model.parameters()).device.type == "cpu"  # on a device nothing runs unasked
-    if not keepers or spec.keepers or not is_on_host:
+    if keepers and not spec.carried.keepers and is_on_host:
+        spec.carried.keepers.extend(keepers)
+    elif began_second == spec.carried.differs:
         return trace
-    spec.keepers.extend(keepers)
     return run_on_fakes(body, is_thorough=True)[0]
 
 
 def _fill_caches(spec: StepSpec, before: Snapshot) -> None:
-    progress.advance(f"one forward for real: tensors are kept in {spec.keepers[0]}")
+    progress.advance(f"one forward for real: tensors are kept in {spec.carried.keepers[0]}")
     with torch.no_grad(), before.watching(), contextlib.suppress(Exception):  # where it fails, the capture says why
         spec.objective.forward(spec.model, real_batch(spec.batch))
 
@@ -193,7 +209,7 @@ def _capture_on(
 ) -> Trace:
     device = device_of(spec.model)
     with untouched_step(spec) as before, _torch.quiet_fake_errors(), dialect_of(spec, device):
-        if spec.keepers:
+        if spec.carried.keepers:
             _fill_caches(spec, before)
         island = Island(device)
         outside = parameters_outside(spec.model, before)
@@ -216,6 +232,10 @@ def _capture_on(
             batch = fake_batch(spec.batch, device, island)
             for tensor in iterate_tensors(batch):
                 tracker.add(tensor, "batch", "batch")
+            if spec.carried.differs:
+                with torch.no_grad():
+                    _run_forward(spec, before, device, island, mode, None)
+                draw_from(spec.draw)
             recorder = CallRecorder(spec.model, tracker)
             folding = None
             if memory is not None:
@@ -231,15 +251,17 @@ def _capture_on(
                 with tracker, ScalarsOfFakes():
                     step_optimizer(stepper, parameters, tracker)
                 stepper.forget()
-            calls_released = _release_run(spec, before, device, island, mode, memory) if known is None else None
+            again = _run_forward(spec, before, device, island, mode, memory) if known is None else None
             del gradients
         with without_collector():
             if folding is not None:
                 unfold(folding)
+            if again is not None and not runs_alike(tracker, again):
+                spec.carried.differs = True
             return build_trace(
                 tracker=tracker,
                 recorder=recorder,
-                released=calls_released,
+                released=again,
                 model=spec.model,
                 keep=spec.keep,
                 fingerprint=fingerprint(spec.model),
@@ -256,10 +278,10 @@ def _longest(batch: Any) -> int:
     return max((max(t.shape, default=0) for t in iterate_tensors(batch)), default=0)
 
 
-def _release_run(
+def _run_forward(
     spec: StepSpec, before: Snapshot, device: str, island: Island, mode: Any, memory: FoldingMemory | None
 ) -> Tracker | None:
-    """Runs the forward once more with autograd keeping nothing; None if it does not run the same ops."""
+    """Runs the forward with autograd keeping nothing; returns what ran, None if it fails."""
     tracker = tracker_of(spec, device, island, mode)
     for name, parameter in spec.model.named_parameters():
         tracker.add(parameter, "parameter", name)

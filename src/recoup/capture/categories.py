@@ -16,7 +16,7 @@ def categories_of(before: Snapshot) -> dict[int, tuple[Category, str]]:
     found: dict[int, tuple[Category, str]] = {}
     for name, tensor in before.tensors.named().items():
         if tensor.layout is torch.strided:
-            found[tensor.untyped_storage()._cdata] = ("parameter" if tensor.requires_grad else "buffer", name)
+            found[tensor.untyped_storage()._cdata] = ("parameter" if tensor.requires_grad else "outside", name)
     return found
 
 

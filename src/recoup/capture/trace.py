@@ -47,7 +47,7 @@ def build_trace(
     for op, storage in tracker.writes:
         if tracker.ops[op].phase in ("forward", "loss"):
             writes_by_storage[storage] = max(op, writes_by_storage.get(storage, -1))
-    buffer_names = {i: r.label for i, r in enumerate(tracker.storages) if r.category == "buffer"}
+    buffer_names = {i: r.label for i, r in enumerate(tracker.storages) if r.category in ("buffer", "outside")}
     buffer_writes = sorted(write for write in tracker.writes if write[1] in buffer_names)
     parameter_writes = {
         tracker.storages[i].label: op
@@ -171,13 +171,22 @@ def _call(
     )
 
 
+def runs_alike(tracker: Tracker, again: Tracker) -> bool:
+    """Whether a second forward ran as many ops as the first."""
+    return len(again.ops) == _num_forward(tracker)
+
+
+def _num_forward(tracker: Tracker) -> int:
+    return sum(1 for o in tracker.ops if o.phase in ("forward", "loss"))
+
+
 def _set_released(tracker: Tracker, released: Tracker | None, calls: list[CallRecord]) -> None:
     """Fills in when each storage would be let go if autograd kept nothing.
 
     The second run makes the same storages in the same order, as long as it runs the same ops.
     """
     records = tracker.storages
-    forward = sum(1 for o in tracker.ops if o.phase in ("forward", "loss"))
+    forward = _num_forward(tracker)
     for record in records:
         record.released_op = record.free_op
     if released is not None and len(released.ops) == forward:

@@ -193,7 +193,7 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
                 self.saved(part)
             return
         index = self.find(tensor)
-        if index is None and _torch.is_fake(tensor):  # the op that saves it is the first to read it
+        if index is None:  # the op that saves it is the first to read it
             index = self._index(tensor, "temporary", -1, "")
         if index is not None and self.phase in ("forward", "loss"):
             record = self._storages[index]

@@ -39,7 +39,8 @@ class Prediction:
         plain_num_collectives: the same without a plan.
         num_scan_evaluations: step evaluations of the scans whose bytes the plan decides, forward and backward together.
         num_all_gathers: of the step on each rank, where it is sharded (`plan --fsdp`); with the plan as without.
-        forward_saved_bytes: of saved_bytes, those of the model's own forward, without a loss outside of it.
+        forward_saved_bytes: of saved_bytes, those of the model's own forward, without a loss outside of it, and what
+            an earlier step left for it (a mask) and it saves.
         batch_bytes: of the batch in the step that was planned, 0 if its model was called with something else.
         optimizer_bytes: of the optimizer's state there.
         gradient_bytes: of gradients that are there when forward begins (accumulation).

@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar
 
 Phase = Literal["forward", "loss", "backward", "optimizer"]
 Number = TypeVar("Number", int, float)
-Category = Literal["parameter", "buffer", "gradient", "optimizer", "batch", "saved", "temporary"]
+Category = Literal["parameter", "buffer", "outside", "gradient", "optimizer", "batch", "saved", "temporary"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +78,7 @@ class Storage:
     """One block of memory and when it lives.
 
     Attributes:
+        category: "outside" is what is there before the step and is neither the model's own nor the batch's.
         released_op: the last op during which it would live if autograd kept nothing (forward storages only; equals
             `free_op` elsewhere).
         saved_ops: the forward ops with which autograd keeps it, in order.

@@ -169,7 +169,9 @@ class Simulator:
         held = trace.held_storages()
         products = product_flops(trace.signatures)
         begin = trace.num_forward_ops  # a tiled head saves its weight's gradient, which is no "saved" storage
-        saved = [s for s in trace.storages if 0 <= s.saved_op < model_end and 0 <= s.alloc_op < begin <= s.free_op]
+        in_forward = (s for s in trace.storages if s.saved_ops and min(s.saved_ops) < model_end)
+        of_model = (s for s in in_forward if s.alloc_op < begin <= s.free_op)
+        saved = [s for s in of_model if s.alloc_op >= 0 or s.category in ("saved", "outside")]
         return Candidate(
             decisions=chosen,
             peak_bytes=peak_bytes,

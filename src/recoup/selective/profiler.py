@@ -250,7 +250,7 @@ def _report(
         activation_spread=(max(totals) - min(totals)) / max(1, statistics.mean(totals)) if totals else 0.0,
         parameter_bytes=sum(s.nbytes for s in trace.storages if s.category == "parameter"),
         gradient_bytes=sum(s.nbytes for s in trace.storages if s.category == "gradient"),
-        buffer_bytes=sum(s.nbytes for s in trace.storages if s.category == "buffer"),
+        buffer_bytes=sum(s.nbytes for s in trace.storages if s.category in ("buffer", "outside")),
         peak_bytes=peak,
         forward_peak_bytes=max(levels[i] for i in forward),
         backward_peak_bytes=max(levels[i] for i in backward),
