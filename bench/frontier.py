@@ -27,7 +27,7 @@ import torch
 import recoup
 from bench.by_hand import Method, by_engine, by_torch
 from bench.frontier_report import markdown, violations
-from recoup.capture.capture import StepSpec
+from recoup.capture.spec import StepSpec
 from recoup.capture.step import Objective
 from recoup.cost.devices import get_device
 from recoup.cost.roofline import RooflineCost

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import recoup
-from recoup.capture.capture import StepSpec, capture
+from recoup.capture.capture import capture
+from recoup.capture.spec import StepSpec
 from recoup.capture.step import Objective
 from recoup.cost.devices import get_device
 from recoup.cost.roofline import RooflineCost

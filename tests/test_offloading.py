@@ -11,7 +11,8 @@ import transformers as hf
 from torch import nn
 
 import recoup
-from recoup.capture.capture import StepSpec, capture
+from recoup.capture.capture import capture
+from recoup.capture.spec import StepSpec
 from recoup.cost.host_link import MAX_BLOCKS_ON_THEIR_WAY, Link, with_copies
 from recoup.cost.model import FlopsCost
 from recoup.errors import InfeasibleBudget, UsageError

@@ -10,7 +10,8 @@ import transformers as hf
 from torch import nn
 
 import recoup
-from recoup.capture.capture import StepSpec, capture
+from recoup.capture.capture import capture
+from recoup.capture.spec import StepSpec
 from recoup.cost.devices import get_device
 from recoup.cost.measured import MeasuredCost
 from recoup.cost.model import CostModel

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from recoup.capture.capture import StepSpec, capture
+from recoup.capture.capture import capture
+from recoup.capture.spec import StepSpec
 from recoup.capture.step import Objective
 from recoup.errors import StepError
 from recoup.evidence.memory import measure_peak, storage_bytes

@@ -8,8 +8,9 @@ from torch import nn
 from recoup import _torch
 from recoup.capture.attention_choice import attention_kernel
 from recoup.capture.autocast_lists import kernels as autocast_kernels
-from recoup.capture.capture import StepSpec, capture
+from recoup.capture.capture import capture
 from recoup.capture.dialect import cuda_dialect
+from recoup.capture.spec import StepSpec
 from recoup.capture.step import Objective
 from recoup.ir.decision import Rederive
 from recoup.ir.trace import Trace

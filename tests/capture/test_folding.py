@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from recoup.capture.capture import StepSpec, capture
+from recoup.capture.capture import capture
 from recoup.capture.folding import FoldingMemory
 from recoup.capture.op_cache import FakeResults
+from recoup.capture.spec import StepSpec
 from recoup.capture.step import Objective
 from recoup.cost.devices import get_device
 from recoup.cost.roofline import RooflineCost

@@ -6,8 +6,9 @@ import torch
 from torch import nn
 
 from recoup import _torch
-from recoup.capture.capture import StepSpec, capture
+from recoup.capture.capture import capture
 from recoup.capture.island import UNKNOWN, Island
+from recoup.capture.spec import StepSpec
 
 
 class _Looks(nn.Module):

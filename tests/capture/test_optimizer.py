@@ -12,8 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import recoup
 from recoup import _torch
-from recoup.capture.capture import StepSpec, capture
+from recoup.capture.capture import capture
 from recoup.capture.optimizer import prepare_optimizer, unwrapped
+from recoup.capture.spec import StepSpec
 
 
 class Sam(torch.optim.Optimizer):

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from recoup.capture import repeats
-from recoup.capture.capture import StepSpec, capture
+from recoup.capture.capture import capture
+from recoup.capture.spec import StepSpec
 from recoup.capture.step import Objective
 from recoup.ir.decision import Decision, Recompute, Rederive, TileLoss, TileModule
 from recoup.ir.trace import Trace

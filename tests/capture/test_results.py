@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from recoup import _torch
-from recoup.capture.capture import StepSpec, capture
+from recoup.capture.capture import capture
 from recoup.capture.op_cache import FakeResults
+from recoup.capture.spec import StepSpec
 from recoup.capture.step import Objective
 from tests.models import KINDS, make
 

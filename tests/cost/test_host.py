@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from recoup.capture.capture import StepSpec, capture
+from recoup.capture.capture import capture
+from recoup.capture.spec import StepSpec
 from recoup.capture.step import Objective
 from recoup.cost.host_costs import TYPICAL, HostCosts, load_host_costs
 from recoup.cost.host_overhead import host_seconds, step_seconds

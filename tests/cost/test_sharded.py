@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import recoup
-from recoup.capture.capture import StepSpec, capture
+from recoup.capture.capture import capture
+from recoup.capture.spec import StepSpec
 from recoup.cli.options import check_request
 from recoup.cost.model import FlopsCost
 from recoup.cost.sharding import ShardedCost, num_all_gathers

@@ -23,8 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import recoup
 from recoup._pytree import iterate_tensors
-from recoup.capture.capture import StepSpec
 from recoup.capture.fingerprint import fingerprint, structure_of
+from recoup.capture.spec import StepSpec
 from recoup.cost.model import FlopsCost
 from recoup.cost.sharding import ShardedCost
 from recoup.errors import ConflictError, PlanMismatch

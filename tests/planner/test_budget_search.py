@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from recoup.capture.capture import StepSpec
+from recoup.capture.spec import StepSpec
 from recoup.cost.model import FlopsCost
 from recoup.planner.budget_search import BudgetSearch
 from recoup.planner.driver import Planner

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import recoup
-from recoup.capture.capture import StepSpec
+from recoup.capture.spec import StepSpec
 from recoup.cost.model import FlopsCost
 from recoup.planner.driver import Planner
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from recoup.capture.capture import StepSpec
+from recoup.capture.spec import StepSpec
 from recoup.cost.model import FlopsCost
 from recoup.ir.decision import DECISIONS, Decision, Recompute, describe_decisions
 from recoup.ir.plan import Plan

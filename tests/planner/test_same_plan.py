@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from recoup.capture.capture import StepSpec
+from recoup.capture.spec import StepSpec
 from recoup.cost.model import FlopsCost
 from recoup.planner.driver import Planner, plan_for_budget
 from tests.thorough import thorough

@@ -13,7 +13,7 @@ from torch import nn
 
 import recoup
 from recoup.analysis.module_table import module_rows
-from recoup.capture.capture import StepSpec
+from recoup.capture.spec import StepSpec
 from recoup.capture.step import Objective
 from recoup.cost.model import PricedTrace, price_by_signature
 from recoup.errors import InfeasibleBudget, UsageError

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from recoup.capture.capture import StepSpec
+from recoup.capture.spec import StepSpec
 from recoup.capture.step import Objective
 from recoup.cost.model import FlopsCost
 from recoup.evidence.memory import measure_peak

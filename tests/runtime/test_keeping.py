@@ -8,7 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from recoup.capture.capture import StepSpec, capture
+from recoup.capture.capture import capture
+from recoup.capture.spec import StepSpec
 from recoup.ir.decision import Decision, Recompute
 from recoup.runtime.apply import apply_decisions
 from tests.collector import live_tensors, resting

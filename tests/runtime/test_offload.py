@@ -17,7 +17,8 @@ from torch import nn
 
 import recoup
 from recoup import _allocation
-from recoup.capture.capture import StepSpec, capture
+from recoup.capture.capture import capture
+from recoup.capture.spec import StepSpec
 from recoup.capture.step import Objective
 from recoup.errors import InternalError, UsageError
 from recoup.ir.decision import Recompute

@@ -8,7 +8,6 @@ the model (data-dependent shapes, `.item()` on an activation) the step is run fo
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -21,7 +20,7 @@ from recoup._allocation import is_allocation_failure
 from recoup._pytree import iterate_tensors
 from recoup.capture.categories import categories_of, note_gradients, step_optimizer
 from recoup.capture.dialect import cuda_dialect, cuda_results
-from recoup.capture.draws import Draw, draw_from
+from recoup.capture.draws import draw_from
 from recoup.capture.fakify import fake_batch, fake_like, fake_parameters, real_batch
 from recoup.capture.fingerprint import fingerprint
 from recoup.capture.folding import Counted, Folding, FoldingMemory, Irregular, unfold
@@ -29,9 +28,9 @@ from recoup.capture.island import Island
 from recoup.capture.leaks import run_on_fakes
 from recoup.capture.module_calls import CallRecorder
 from recoup.capture.op_cache import FakeResults, KeptAnswers, answers_for
-from recoup.capture.optimizer import OptimizerLike, OptimizerStep, ScalarsOfFakes, prepare_optimizer
-from recoup.capture.snapshot import KnownState, Snapshot, parameters_outside, untouched
-from recoup.capture.step import Objective
+from recoup.capture.optimizer import OptimizerStep, ScalarsOfFakes, prepare_optimizer
+from recoup.capture.snapshot import Snapshot, parameters_outside, untouched
+from recoup.capture.spec import StepSpec
 from recoup.capture.trace import build_trace, runs_alike
 from recoup.capture.tracker import Tracker
 from recoup.capture.watched_step import (
@@ -45,50 +44,6 @@ from recoup.capture.watched_step import (
 )
 from recoup.errors import RealStepWarning, RecoupError, StepError
 from recoup.ir.trace import Trace
-
-
-@dataclasses.dataclass(kw_only=True)
-class Carried:
-    """What a forward was found to leave for the next one: then the step that is captured is not the first.
-
-    Attributes:
-        keepers: sentences about code outside of the model that keeps its tensors.
-        differs: whether a second forward runs other ops.
-    """
-
-    keepers: list[str] = dataclasses.field(default_factory=list)
-    differs: bool = False
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StepSpec:
-    """One training step, as the user gave it.
-
-    Attributes:
-        objective: what it computes of the batch.
-        dialect: "cpu" or "cuda": the device type whose side outputs, optimizer implementation and allocator count.
-        capability: compute capability of the planned card if it is not in this machine: ops are chosen as it would;
-            None: the ops are those of the model's own device.
-        round_bytes: the allocator's granularity.
-        keep: paths of modules whose forward runs once: no region and no tile contains them or lies around them.
-        folding: facts about the step's loops that captures share; None: loops are captured in full.
-        carried: what captures found that a forward leaves for the next.
-        draw: state of python's and numpy's random streams, see `draws`.
-        known_state: the snapshot of a series of captures between which no other code runs.
-    """
-
-    model: nn.Module
-    batch: Any
-    objective: Objective = dataclasses.field(default_factory=Objective)
-    optimizer: OptimizerLike | None = None
-    dialect: str = "cpu"
-    capability: tuple[int, int] | None = None
-    round_bytes: int = 1
-    keep: frozenset[str] = frozenset()
-    folding: FoldingMemory | None = dataclasses.field(default_factory=FoldingMemory, compare=False)
-    draw: int = Draw.AS_IT_IS
-    carried: Carried = dataclasses.field(default_factory=Carried, compare=False)
-    known_state: KnownState = dataclasses.field(default_factory=KnownState, compare=False)
 
 
 def capture(spec: StepSpec, *, known: Trace | None = None) -> Trace:

@@ -6,11 +6,12 @@ from typing import Any
 
 from recoup import _torch
 from recoup._pytree import iterate_tensors
-from recoup.capture.capture import StepSpec, dialect_of, tracker_of, untouched_step
+from recoup.capture.capture import dialect_of, tracker_of, untouched_step
 from recoup.capture.fakify import fake_batch, fake_parameters
 from recoup.capture.island import Island
 from recoup.capture.leaks import run_on_fakes
 from recoup.capture.module_calls import CallRecorder
+from recoup.capture.spec import StepSpec
 from recoup.capture.watched_step import Failed, Unfollowable, device_of, register, run_step, saving
 from recoup.errors import StepError
 

@@ -26,8 +26,9 @@ from torch import nn
 
 from recoup import api
 from recoup._pytree import iterate_tensors
-from recoup.capture.capture import StepSpec, capture
+from recoup.capture.capture import capture
 from recoup.capture.optimizer import OptimizerLike
+from recoup.capture.spec import StepSpec
 from recoup.capture.step import Loss, Objective
 from recoup.errors import InfeasibleBudget, UsageError
 from recoup.integrations.distributed import unwrap

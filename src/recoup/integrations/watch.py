@@ -19,8 +19,9 @@ from recoup import api
 from recoup._allocation import is_allocation_failure
 from recoup._pytree import iterate_tensors, map_tensors
 from recoup.analysis.profile import make_profile
-from recoup.capture.capture import StepSpec, capture
+from recoup.capture.capture import capture
 from recoup.capture.optimizer import OptimizerLike
+from recoup.capture.spec import StepSpec
 from recoup.capture.step import Loss, Objective
 from recoup.cost.caching_allocator import MIN_BLOCK_BYTES
 from recoup.cost.devices import get_device

@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from recoup.capture.capture import StepSpec
+from recoup.capture.spec import StepSpec
 from recoup.cost.card_memory import CardSize
 from recoup.cost.host_link import Link
 from recoup.cost.model import CostModel

@@ -28,7 +28,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from recoup import _torch, progress
-from recoup.capture.capture import StepSpec, capture
+from recoup.capture.capture import capture
+from recoup.capture.spec import StepSpec
 from recoup.capture.step import Objective
 from recoup.cost.cache import host_path
 from recoup.cost.host_costs import TYPICAL, HostCosts, load_host_costs, store_host_costs

@@ -11,8 +11,8 @@ from torch import nn
 
 from recoup import _torch
 from recoup._allocation import available_bytes, available_host_bytes
-from recoup.capture.capture import StepSpec
 from recoup.capture.optimizer import OptimizerLike, check_optimizer
+from recoup.capture.spec import StepSpec
 from recoup.capture.step import Objective
 from recoup.cost.caching_allocator import MIN_BLOCK_BYTES
 from recoup.cost.devices import Device, get_device

@@ -9,8 +9,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from recoup import progress
-from recoup.capture.capture import StepSpec, capture
+from recoup.capture.capture import capture
 from recoup.capture.draws import EXTREMES, SEEDED, Draw
+from recoup.capture.spec import StepSpec
 from recoup.cost.card_memory import CardEvents, CardMemory, CardSize, uses_cublas
 from recoup.cost.devices import CUBLASLT_BYTES
 from recoup.cost.flops import product_flops

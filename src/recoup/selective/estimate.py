@@ -21,7 +21,8 @@ from typing import Any
 from torch import nn
 
 from recoup import progress
-from recoup.capture.capture import StepSpec, capture
+from recoup.capture.capture import capture
+from recoup.capture.spec import StepSpec
 from recoup.errors import InternalError, UsageError
 from recoup.ir.decision import Decision, Recompute, Rederive
 from recoup.ir.trace import Trace

@@ -18,8 +18,9 @@ from torch import nn
 
 from recoup import _torch
 from recoup._pytree import iterate_tensors, map_tensors
-from recoup.capture.capture import StepSpec, capture
+from recoup.capture.capture import capture
 from recoup.capture.snapshot import untouched
+from recoup.capture.spec import StepSpec
 from recoup.capture.step import Loss, Objective
 from recoup.cost.caching_allocator import MIN_BLOCK_BYTES
 from recoup.errors import UsageError

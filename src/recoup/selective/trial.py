@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from recoup import progress
-from recoup.capture.capture import StepSpec
 from recoup.capture.optimizer import OptimizerLike
+from recoup.capture.spec import StepSpec
 from recoup.capture.step import Objective
 from recoup.cost.caching_allocator import MIN_BLOCK_BYTES
 from recoup.cost.measured import MeasuredCost

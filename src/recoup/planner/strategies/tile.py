@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from recoup.capture.capture import StepSpec, capture
+from recoup.capture.capture import capture
+from recoup.capture.spec import StepSpec
 from recoup.errors import UsageError
 from recoup.ir.decision import Decision, TileLoss, TileModule
 from recoup.ir.trace import Trace
