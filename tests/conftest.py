@@ -1,7 +1,11 @@
-"""What ops and the host take is measured once a run, not by every test; and no test leaves one of torch's modes on."""
+"""What ops and the host take is measured once a run, not by every test; and no test leaves one of torch's modes on.
+
+Full garbage collections look at the objects of the test module that runs, not at those of a million that were imported.
+"""
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -14,6 +18,22 @@ def _measurements(tmp_path_factory: pytest.TempPathFactory) -> None:
     root = tmp_path_factory.getbasetemp()
     shared = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root  # those of all workers lie in one directory
     os.environ.setdefault("RECOUP_CACHE_DIR", str(shared / "measurements"))  # for the processes that tests start, too
+
+
+def _freeze() -> None:
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_collection_finish() -> None:
+    _freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    yield
+    if nextitem is None or nextitem.path != item.path:
+        _freeze()
 
 
 def _modes() -> list[str]:

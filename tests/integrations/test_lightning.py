@@ -61,6 +61,7 @@ def _train(module: nn.Module, folder: Path, *callbacks: Any, **options: Any) -> 
 
 
 _OPTIONS: list[dict[str, Any]] = [{}, {"precision": "bf16-mixed"}, {"accumulate_grad_batches": 3}]
+_OPTIONS.append({**_OPTIONS[1], **_OPTIONS[2]})
 
 
 class _Measure(RecoupCallback):
@@ -71,7 +72,7 @@ class _Measure(RecoupCallback):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", cases(_OPTIONS, _OPTIONS[1:]), ids=str)
+@pytest.mark.parametrize("options", cases(_OPTIONS, _OPTIONS[3:]), ids=str)
 def test_training_is_the_same_and_fits(tmp_path: Path, options: dict[str, Any]) -> None:
     torch.manual_seed(1)
     module = Module()

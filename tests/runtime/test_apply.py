@@ -16,6 +16,7 @@ from recoup.ir.decision import Recompute, Rederive, Save
 from recoup.runtime import execution_context
 from recoup.runtime.apply import apply_decisions
 from tests.models import KINDS, make, same, step
+from tests.thorough import thorough
 
 STACK = {
     "every block": [Recompute(path=f"layers.{i}") for i in range(4)],
@@ -68,7 +69,10 @@ def test_bit_equal(name: str, batch_norm: bool) -> None:
     assert not any("forward" in m.__dict__ for m in model.modules())
 
 
-@pytest.mark.parametrize("kind", [*KINDS[:3], *(pytest.param(k, marks=pytest.mark.slow) for k in KINDS[3:])])
+_SLOW = [pytest.param("gpt2", marks=pytest.mark.slow), pytest.param("llama", marks=(pytest.mark.slow, thorough))]
+
+
+@pytest.mark.parametrize("kind", [*KINDS[:3], *_SLOW])
 def test_plans_are_bit_equal_at_every_budget(kind: str) -> None:
     model, batch, loss = make(kind)
     expected = step(make(kind)[0], batch, loss)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from typing import Any
 
 import pytest
@@ -236,3 +237,15 @@ def test_a_model_may_catch_everything(block: Any) -> None:
     assert fitted.evidence.exact, fitted.evidence.differences
     assert fitted.plan.predicted.plain_peak_bytes == pytest.approx(fitted.evidence.baseline_peak_bytes, rel=0.05)
     assert_trains_like(model, make(), batch)
+
+
+def test_what_is_frozen_for_the_collector_is_searched_too() -> None:
+    Attention.how = "lru_cache"
+    forget()
+    model, batch = build(), (torch.randn(4, 24, 8),)
+    gc.collect()
+    gc.freeze()
+    recoup.plan(model, batch, loss=square, budget="95%")
+    assert gc.get_freeze_count() > 0
+    assert type(square(model(*batch), batch)) is torch.Tensor
+    forget()

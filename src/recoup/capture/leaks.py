@@ -102,19 +102,34 @@ def _take_back(held: weakref.ref[Any], *, is_strict: bool) -> list[str]:
     if mode is None or not _fakes_of(mode):
         return found
     gc.collect()
-    for _ in range(MOST_TRIES):  # an object that held the first may itself have been held by others
-        left = _fakes_of(mode)
-        if not left:
-            return found
-        found += _release(left)
-        del left
-        gc.collect()
+    with _thawed():
+        for _ in range(MOST_TRIES):  # an object that held the first may itself have been held by others
+            left = _fakes_of(mode)
+            if not left:
+                return found
+            found += _release(left)
+            del left
+            gc.collect()
     if is_strict and _fakes_of(mode):
         raise InternalError(
             f"{len(_fakes_of(mode))} fake tensors of a capture are still held, and not by anything they can be taken "
             "from. Please report the model; restart Python before training on. (recoup.capture.leaks)"
         )
     return found
+
+
+@contextlib.contextmanager
+def _thawed() -> Iterator[None]:
+    """Makes what the user has hidden from the collector (`gc.freeze`) visible inside the block; it is hidden after."""
+    was_frozen = gc.get_freeze_count() > 0
+    if was_frozen:
+        gc.unfreeze()
+    try:
+        yield
+    finally:
+        if was_frozen:
+            gc.collect()
+            gc.freeze()
 
 
 def _fakes_of(mode: Any) -> list[torch.Tensor]:
