@@ -165,6 +165,8 @@ def _floors(results: dict[str, Any]) -> Iterator[str]:
 
 def _curves(results: dict[str, Any]) -> Iterator[str]:
     curves = {n: r["curve"] for n, r in results.items() if "curve" in r}
+    if not curves:
+        return
     yield from (
         "## Monotone",
         "",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from torch import nn
 import recoup
 from recoup.cli.main import run
 from recoup.errors import InfeasibleBudget, UsageError
+from tests.thorough import cases
 
 _VOCABULARY = 64
 _SMALL = {"vocab_size": _VOCABULARY, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -60,7 +60,7 @@ def _make_batch(name: str) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["words", "llama", *(["gru", "gpt2", "bert"] if "RECOUP_CASES" in os.environ else [])])
+@pytest.mark.parametrize("name", cases(["words", "llama", "gru", "gpt2", "bert"], ["words"]))
 def test_the_answer_fits_and_the_next_size_does_not(name: str) -> None:
     model, make_batch = _model(name), _make_batch(name)
     optimizer = torch.optim.SGD(model.parameters())
