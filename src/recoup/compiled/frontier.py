@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from recoup.compiled.schedule import JointStep, Timeline, read_at_peak, rebuilt_for, timeline
 from recoup.cost.caching_allocator import MIN_BLOCK_BYTES
 from recoup.solver.held import Op, Segment, trade_offs
-from recoup.solver.segment_labels import HeldProblem
+from recoup.solver.held_problem import HeldProblem
 from recoup.solver.segments import Choice, SegmentSolver
 from recoup.solver.waists import waists
 from recoup.thresholds import ESTIMATE_SHARE, MOST_POINTS, MOST_TRIES

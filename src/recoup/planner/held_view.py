@@ -23,8 +23,8 @@ from recoup.runtime.rebuild.cheap_ops import DETACH, HOLD, VIEW, OpFacts, op_fac
 from recoup.runtime.rebuild.saved_tensor import MIN_BYTES
 from recoup.solver.build import measure
 from recoup.solver.held import Op
+from recoup.solver.held_problem import HeldProblem
 from recoup.solver.intervals import Interval
-from recoup.solver.segment_labels import HeldProblem
 from recoup.solver.segments import MOST_PLACES, Choice
 from recoup.solver.waists import waists
 

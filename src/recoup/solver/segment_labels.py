@@ -11,75 +11,15 @@ there, and every op before the last piece runs twice again.
 from __future__ import annotations
 
 import bisect
-import dataclasses
 import itertools
 from collections.abc import Collection, Iterable
 
+from recoup.solver.alive_in_code import AliveInCode
 from recoup.solver.held import Held, Op, Segment, hull
+from recoup.solver.held_problem import HeldProblem, Label
 from recoup.thresholds import MOST_TRIES
 
 _MOST_OPS = 800  # of a segment that is run again: longer ones would have to hold all of it at once
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class HeldProblem:
-    """A forward by its ops, and what the plain step says of its intervals.
-
-    Attributes:
-        ops: in forward order.
-        value_bytes: of each value; 0: held anyway.
-        saves: for each op the values that autograd saves with it.
-        self_saved: values that are saved with the op that made them, besides with others, which `saves` has.
-        places: the ops that intervals begin with, the first op included.
-        saved_bytes, forward_bytes, backward_bytes, gradient_bytes: of each interval: what it leaves saved, its peaks in
-            forward and backward above the level before it, and the gradients that exist while its backward runs.
-        fixed_bytes: there all the time.
-        entering_bytes: of each interval, the gradients of activations that are there when its backward begins.
-        after_bytes: peak of what follows the model (the loss), above `fixed + held`.
-        bare_bytes: for each op the bytes alive above `fixed_bytes` if autograd kept nothing, its workspace included.
-        released: for each value the last op at which its storage would be alive then: the model's own code has it until
-            there. Without these two forward's peak is bounded by what a segment holds and its ops need besides.
-    """
-
-    ops: tuple[Op, ...]
-    value_bytes: tuple[int, ...]
-    saves: tuple[tuple[int, ...], ...]
-    places: tuple[int, ...]
-    saved_bytes: tuple[int, ...]
-    forward_bytes: tuple[int, ...]
-    backward_bytes: tuple[int, ...]
-    gradient_bytes: tuple[int, ...]
-    fixed_bytes: int
-    self_saved: frozenset[int] = frozenset()
-    entering_bytes: tuple[int, ...] = ()
-    after_bytes: int = 0
-    bare_bytes: tuple[int, ...] = ()
-    released: tuple[int, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Label:
-    """One way to run a segment.
-
-    Attributes:
-        held: values held (None: what autograd saves, nothing is run again).
-        held_bytes: theirs, with those of earlier segments that this one needs.
-        forward_bytes, backward_bytes: peaks above what segments before it hold.
-        seconds: run again.
-        shared_bytes: of earlier segments' values, that the segment before it may hold already: more than `held_bytes`
-            by where that begins, empty for nothing.
-        after_saved_bytes: the same if that one holds what autograd saves.
-        pieces: if it is nested, the first op of each piece and the values held for it once the first rebuild has run.
-    """
-
-    held: tuple[int, ...] | None
-    held_bytes: int
-    forward_bytes: int
-    backward_bytes: int
-    seconds: float
-    shared_bytes: tuple[int, ...] = ()
-    after_saved_bytes: int = 0
-    pieces: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
 
 class LabelMaker:
@@ -106,7 +46,7 @@ class LabelMaker:
             (max(range(first, end), key=bare.__getitem__) if bare else first, end - 1)
             for first, end in zip(problem.places, self._ends, strict=True)
         ]
-        self._earlier: dict[int, list[int]] = {}
+        self.alive = AliveInCode(problem, self._first_saved, self._maker, self._readers)
         self._hulls: dict[Segment, list[Held]] = {}
         self._labels: dict[tuple[int, int], list[Label]] = {}
         self._nested: dict[tuple[int, int], list[Label]] = {}
@@ -140,36 +80,26 @@ class LabelMaker:
             saved += problem.saved_bytes[r]
         return most
 
-    def _forward_bytes(self, i: int, j: int, charged: list[int]) -> int:
-        """Returns the peak of forward through intervals [i, j) above what earlier segments hold.
+    def _forward(self, i: int, j: int, charged: list[int]) -> tuple[tuple[int, tuple[tuple[int, int], ...]], ...]:
+        """Returns `Label.forward` of intervals [i, j).
 
         Args:
-            charged: values that this segment holds. What autograd would have saved before it and is alive anyway counts
-                as held by those.
+            charged: values that this segment holds.
         """
         problem = self.problem
         if not problem.bare_bytes:
             inside = zip(problem.forward_bytes[i:j], problem.saved_bytes[i:j], strict=True)
-            return sum(problem.value_bytes[v] for v in charged) + max(0, *(f - s for f, s in inside))
-        sizes, released, own = problem.value_bytes, problem.released, set(charged)
-        earlier = [v for v in self._alive_anyway(i) if v not in own]
-        most = 0
+            return ((sum(problem.value_bytes[v] for v in charged) + max(0, *(f - s for f, s in inside)), ()),)
+        sizes, released, own, bits = problem.value_bytes, problem.released, set(charged), self.alive.bits
+        earlier = [v for v in self.alive.at(i) if v not in own]
+        found: dict[tuple[tuple[int, int], ...], int] = {}
         for at in itertools.chain.from_iterable(self._watched[i:j]):
-            bare = problem.bare_bytes[at] - sum(sizes[v] for v in earlier if released[v] >= at)
-            most = max(most, bare + sum(sizes[v] for v in charged if self._maker[v] <= at and released[v] < at))
-        return most
-
-    def _alive_anyway(self, i: int) -> list[int]:
-        """Returns the values that autograd saves before interval `i` and that the model's own code has alive there."""
-        found = self._earlier.get(i)
-        if found is None:
-            released, begin = self.problem.released, self.problem.places[i]
-            found = self._earlier[i] = [
-                v
-                for v, at in self._first_saved.items()
-                if at < begin <= released[v] and self._readers.get(v, [-1])[-1] > self._interval(self._maker[v])
-            ]
-        return found
+            there = [v for v in earlier if released[v] >= at]
+            bare = problem.bare_bytes[at] - sum(sizes[v] for v in there if v not in bits)
+            bare += sum(sizes[v] for v in charged if self._maker[v] <= at and released[v] < at)
+            alive = tuple((bits[v], sizes[v]) for v in there if v in bits)
+            found[alive] = max(found.get(alive, 0), bare)
+        return tuple((most, alive) for alive, most in found.items())
 
     def _make_labels(self, i: int, j: int) -> list[Label]:
         problem = self.problem
@@ -177,13 +107,13 @@ class LabelMaker:
         backward = self.backward_bytes(i, j)
         labels = []
         if j == i + 1:
+            own = [v for v in self._saved_in(i) if self._first_saved_in(v) == i]
             labels.append(
                 Label(
                     held=None,
                     held_bytes=problem.saved_bytes[i],
-                    forward_bytes=self._forward_bytes(
-                        i, j, [v for v in self._saved_in(i) if self._first_saved_in(v) == i]
-                    ),
+                    forward=self._forward(i, j, own),
+                    holds=self.alive.mask(self._saved_in(i)),
                     backward_bytes=backward,
                     seconds=0.0,
                     shared_bytes=self._dropped_bytes(i),
@@ -226,7 +156,8 @@ class LabelMaker:
                 Label(
                     held=tuple(sorted({*values, *needed})),
                     held_bytes=held_bytes,
-                    forward_bytes=self._forward_bytes(i, j, charged),
+                    forward=self._forward(i, j, charged),
+                    holds=self.alive.mask([*values, *needed]),
                     backward_bytes=max(
                         backward + self._beside_bytes(charged, i),
                         held_bytes + self._rebuild_bytes(rerun, saved.keys(), j),
@@ -277,7 +208,8 @@ class LabelMaker:
         return Label(
             held=tuple(sorted(held)),
             held_bytes=sum(sizes[v] for v in charged),
-            forward_bytes=self._forward_bytes(i, j, charged),
+            forward=self._forward(i, j, charged),
+            holds=self.alive.mask(held),
             backward_bytes=backward,
             seconds=sum(problem.ops[at].seconds for at in rerun) + sum(label.seconds for _, label in pieces),
             shared_bytes=self._shared_bytes(before, i),

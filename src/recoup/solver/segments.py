@@ -7,7 +7,7 @@ hold. While backward runs segment `i..j` all that autograd would save inside is 
     peak = fixed + held before i + max over r in i..j of (saved by i..r-1 + backward of r + gradients after r) + extra
 
 where the second term comes from the plain step's timeline, and `extra` is what the label holds that autograd would
-not. Forward's peak is what the model's own code has alive plus what is held. For one budget the fastest
+not. Forward's peak is what the model's own code has alive and what is held besides. For one budget the fastest
 sequence of segments and labels is a shortest path over (place, held bytes): a dynamic program with dominated states
 dropped. What the sum does not know (transients of a rebuild, views) the simulation corrects.
 """
@@ -19,7 +19,8 @@ import dataclasses
 import numpy as np
 import numpy.typing as npt
 
-from recoup.solver.segment_labels import HeldProblem, Label, LabelMaker
+from recoup.solver.held_problem import HeldProblem, Label
+from recoup.solver.segment_labels import LabelMaker
 from recoup.thresholds import NEGLIGIBLE_SHARE
 
 _LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # of segments, in intervals
@@ -50,6 +51,7 @@ class _States:
         seconds: run again.
         place, column: which state it came from.
         label: how, by number.
+        holds: bits of what is held and alive in code, see `AliveInCode`.
     """
 
     held: npt.NDArray[np.int64]
@@ -58,11 +60,12 @@ class _States:
     place: npt.NDArray[np.int64]
     column: npt.NDArray[np.int64]
     label: npt.NDArray[np.int64]
+    holds: npt.NDArray[np.int64]
 
     @classmethod
     def start(cls) -> _States:
         nothing = np.zeros(1, dtype=np.int64)
-        return cls(nothing, np.zeros(1), nothing, nothing - 1, nothing, nothing)
+        return cls(nothing, np.zeros(1), nothing, nothing - 1, nothing, nothing, nothing)
 
     @classmethod
     def joined(cls, several: list[_States]) -> _States | None:
@@ -136,13 +139,17 @@ class SegmentSolver:
             if states is None or i == num:
                 continue
             after_saved = np.array([i > 0 and labels[k].held is None for k in states.label.tolist()])
+            alive = self._maker.alive
+            masks, which = np.unique(states.holds & alive.mask(alive.at(i)), return_inverse=True)
             for j in self._next_places(i):
+                kept = states.holds & ~alive.made_in(i, j)
                 fits_at_once = self._maker.backward_bytes(i, j) <= room
                 if not (fits_at_once or nested) or problem.backward_bytes[j - 1] > room:
                     break
                 options = self._maker.labels(i, j) if fits_at_once else []
                 for label in [*options, *(self._maker.nested(i, j) if nested else ())]:
-                    peak = states.held + max(label.backward_bytes, label.forward_bytes)
+                    forward = label.forward_bytes(masks)[which]
+                    peak = states.held + np.maximum(forward, label.backward_bytes)
                     held = states.held + label.held_bytes
                     if label.shared_bytes or label.after_saved_bytes:
                         shared = np.asarray(label.shared_bytes or [0] * i)[states.place]
@@ -153,7 +160,8 @@ class SegmentSolver:
                         continue
                     same = np.full(len(fits), i), fits, np.full(len(fits), len(labels))
                     most = np.maximum(peak, states.peak)[fits]
-                    arriving[j].append(_States(held[fits], states.seconds[fits] + label.seconds, most, *same))
+                    seconds, holds = states.seconds[fits] + label.seconds, kept[fits] | label.holds
+                    arriving[j].append(_States(held[fits], seconds, most, *same, holds))
                     labels.append(label)
         last = reached[num]
         if last is None:
@@ -163,7 +171,7 @@ class SegmentSolver:
             return None
         column = min(fits.tolist(), key=lambda c: (last.seconds[c], last.held[c]))
         peak_bytes = max(int(last.peak[column]), int(last.held[column]) + problem.after_bytes)
-        seconds = float(last.seconds[column])
+        took = float(last.seconds[column])
         segments: list[tuple[int, Label]] = []
         at = last
         while (place := int(at.place[column])) >= 0:
@@ -172,7 +180,7 @@ class SegmentSolver:
             assert before is not None
             at = before
         segments.reverse()
-        return Choice(segments=tuple(segments), peak_bytes=peak_bytes + problem.fixed_bytes, extra_seconds=seconds)
+        return Choice(segments=tuple(segments), peak_bytes=peak_bytes + problem.fixed_bytes, extra_seconds=took)
 
     def _next_places(self, i: int) -> list[int]:
         num = len(self.problem.places)

@@ -1,0 +1,82 @@
+"""Values that the model's own code has alive in forward after the interval that made them: in variables, in lists.
+
+They are there in forward whoever holds them: a plan that holds one for backward has it once.
+1. One that a later interval reads counts as held: most segments start from what they read.
+2. Of one that nothing later reads a search over segments keeps in each state whether it is held, as a bit of a number.
+   A bit is used again once its value is gone.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from recoup.solver.held_problem import HeldProblem
+
+
+class AliveInCode:
+    """The values of one problem that autograd saves and code has alive longer.
+
+    Attributes:
+        bits: of each value that nothing later reads, 0 for one that found none.
+
+    Args:
+        problem: of a forward.
+        first_saved: op that saves a value first, by value.
+        maker: op that makes a value, by value.
+        readers: intervals that read a value, by value, in order.
+    """
+
+    def __init__(
+        self,
+        problem: HeldProblem,
+        first_saved: Mapping[int, int],
+        maker: Mapping[int, int],
+        readers: Mapping[int, Sequence[int]],
+    ) -> None:
+        self._places = problem.places
+        self._released = problem.released
+        self.bits: dict[int, int] = {}
+        free_from = [-1] * (np.iinfo(np.int64).bits - 1)  # the last interval in which a bit's value is alive
+        self._at: list[list[int]] = [[] for _ in problem.places]
+        self._made = [0] * len(problem.places)
+        for value in sorted(first_saved, key=lambda v: maker[v]):
+            if not problem.bare_bytes:
+                break
+            begin, end = self._interval(maker[value]), self._interval(self._released[value])
+            if end <= begin or first_saved[value] >= self._released[value]:
+                continue
+            for i in range(begin + 1, end + 1):
+                if self._released[value] >= problem.places[i] > first_saved[value]:
+                    self._at[i].append(value)
+            if readers.get(value, (-1,))[-1] > begin:
+                continue
+            outlives = self._released[value] >= len(problem.ops)  # there in backward, too: beside what is held
+            bit = None if outlives else next((b for b, last in enumerate(free_from) if last < begin), None)
+            if bit is not None:
+                free_from[bit] = end
+            self.bits[value] = 0 if bit is None else 1 << bit
+            self._made[begin] |= self.bits[value]
+
+    def at(self, i: int) -> list[int]:
+        """Returns the values that autograd has saved before interval `i` and that code has alive as it begins."""
+        return self._at[i]
+
+    def mask(self, values: Iterable[int]) -> int:
+        """Returns the bits of those of the values that have one."""
+        found = 0
+        for value in values:
+            found |= self.bits.get(value, 0)
+        return found
+
+    def made_in(self, i: int, j: int) -> int:
+        """Returns the bits of the values that intervals [i, j) make."""
+        found = 0
+        for bits in self._made[i:j]:
+            found |= bits
+        return found
+
+    def _interval(self, op: int) -> int:
+        return bisect.bisect_right(self._places, op) - 1
