@@ -26,7 +26,11 @@ _OWN_SEGMENT_BYTES = 10 << 20  # kMinLargeAlloc: from here on a block has a segm
 
 
 class OutOfCard(Exception):
-    """The limit is too small for the next allocation."""
+    """The limit is too small for the next allocation, by `missing_bytes`."""
+
+    def __init__(self, missing_bytes: int) -> None:
+        super().__init__(missing_bytes)
+        self.missing_bytes = missing_bytes
 
 
 class Block:
@@ -95,6 +99,7 @@ class CachingAllocator:
         self.reserved_bytes = self.peak_reserved_bytes = 0
         self._pools = tuple(_Pool(is_small=is_small, expandable=expandable) for is_small in (True, False))
         self._next_address = 1 << 60
+        self._missing_bytes = 0
 
     def free_places(self) -> list[list[int]]:
         """Returns size and address of each free block: with the blocks in use, the allocator's whole state."""
@@ -117,7 +122,7 @@ class CachingAllocator:
                 self.empty_cache()
                 block = self._grow(pool, size)
         if block is None:
-            raise OutOfCard
+            raise OutOfCard(self._missing_bytes)
         if block.size - size >= pool.least_rest_bytes:
             pool.add(self._cut(block, size))
         block.is_free = False
@@ -203,12 +208,17 @@ class CachingAllocator:
         else:
             own = -(-size // SMALL_SEGMENT_BYTES) * SMALL_SEGMENT_BYTES
             wanted = _LARGE_SEGMENT_BYTES if size < _OWN_SEGMENT_BYTES else own
-        if self.limit_bytes is not None and self.reserved_bytes + wanted > self.limit_bytes:
+        if self._is_beyond(wanted):
             return None
         if self.expandable:
             return self._expand(pool, size)
         self._take(wanted)
         return Block(self._place(wanted), wanted, pool)
+
+    def _is_beyond(self, nbytes: int) -> bool:
+        """Whether so many bytes more are above the limit; then it is known how many are missing."""
+        self._missing_bytes = 0 if self.limit_bytes is None else self.reserved_bytes + nbytes - self.limit_bytes
+        return self._missing_bytes > 0
 
     def _place(self, nbytes: int) -> int:
         """Returns the address of a new segment."""
@@ -248,7 +258,7 @@ class CachingAllocator:
             else:
                 have = 0 if page is start else start.size
                 wanted = min(-(-(size - have) // pool.page) * pool.page, page.size)
-                if self.limit_bytes is not None and self.reserved_bytes + wanted > self.limit_bytes:
+                if self._is_beyond(wanted):
                     if start.is_mapped:
                         self._pool_up(start)
                     return None

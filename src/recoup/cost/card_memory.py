@@ -134,24 +134,24 @@ class CardMemory:
         worst, most = plenty.allocated_bytes, 2 * plenty.reserved_bytes
         precision = max(2 * SMALL_SEGMENT_BYTES, int(worst * NEGLIGIBLE_SHARE))
 
-        def runs(limit_bytes: int, cached_bytes: int, ascending: bool) -> bool:
+        def missing(limit_bytes: int, cached_bytes: int, ascending: bool) -> int:
             allocator = CachingAllocator(limit_bytes=limit_bytes, expandable=expandable, ascending=ascending)
             try:
                 self._begin(allocator, cached_bytes, resumes=resumes)
                 self._run(allocator, step, resumes=resumes)
-            except OutOfCard:
-                return False
-            return True
+            except OutOfCard as error:
+                return error.missing_bytes
+            return 0
 
         cached = (0,) if resumes else (0, max(self._there, default=0))
         for history in itertools.product(dict.fromkeys(cached), (False,) if expandable else (False, True)):
             low, high, gap = worst, worst, precision
-            while high < most and not runs(high, *history):  # what is missing is mostly little
-                low, gap = high, 4 * gap
-                high = min(low + gap, most)
-            while high > worst and high - low > precision:
+            while high < most and (short := missing(high, *history)):  # what is missing at first is mostly all
+                low, high, gap = high + short, min(high + max(short, gap), most), 4 * gap
+            while high - low > precision:
                 middle = (low + high) // 2
-                low, high = (low, middle) if runs(middle, *history) else (middle, high)
+                short = missing(middle, *history)
+                low, high = (middle + short, high) if short else (low, middle)
             worst = high
         return int(worst * (1 + SAME_SHARE))
 
@@ -172,7 +172,8 @@ class CardMemory:
             found = []
             for history in histories:
                 less, resumes, ascending = history
-                allocator = CachingAllocator(limit_bytes=best[1] - 1, ascending=ascending)
+                limit_bytes = int(best[1] * (1 - NEGLIGIBLE_SHARE))  # what is hardly better is not looked for
+                allocator = CachingAllocator(limit_bytes=limit_bytes, ascending=ascending)
                 try:
                     self._begin(allocator, resumes=resumes)
                     missing = room_bytes - less - allocator.reserved_bytes
