@@ -31,8 +31,9 @@ _NEVER = object()
 # They say they return something new and return the old.
 _UNDECLARED = frozenset({"aten::lift", "aten::lift_fresh", "aten::lift_fresh_copy"})
 _UNDECLARED_VIEW = torch.ops.aten._unsafe_view.default
-# They ask how large the memory behind a tensor is, which is no part of the key.
-_READ_STORAGE = frozenset({"aten::as_strided", "aten::as_strided_", "aten::resize_", "aten::set_", "aten::resize_as_"})
+# They change the memory behind a tensor, or ask how large it is, which is no part of the key.
+_READ_STORAGE = frozenset({"aten::as_strided_", "aten::resize_", "aten::set_", "aten::resize_as_"})
+_AS_STRIDED = torch.ops.aten.as_strided.default  # asks, too: for it, that is part of the key
 
 
 # Ops that take one step of many, and the position of its number.
@@ -126,7 +127,7 @@ class FakeResults:
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns the result of `func(*args, **kwargs)` under fake tensors."""
         try:
-            key = func, torch.get_default_dtype(), _key(args), _key(kwargs.items()) if kwargs else None
+            key = _op_key(func, args, kwargs)
         except _NotKept:
             key = None
         self.key = key
@@ -170,6 +171,16 @@ class FakeResults:
         return made
 
 
+def _op_key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Returns everything that the metadata of an op's result depends on.
+
+    Raises:
+        _NotKept: as `_key` does.
+    """
+    key = func, torch.get_default_dtype(), _key(args), _key(kwargs.items()) if kwargs else None
+    return (*key, args[0].storage_offset(), args[0].untyped_storage().nbytes()) if func is _AS_STRIDED else key
+
+
 def _key(items: Any) -> tuple[Any, ...]:
     """Returns everything about arguments that a result's metadata can depend on.
 
@@ -211,7 +222,7 @@ def _recipe(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, 
     """Returns how to make `out` again, or `_NEVER`."""
     if not _is_keepable(func, args, kwargs):
         return _NEVER
-    if func._schema.is_mutable and (func, key[1], _key(args), _key(kwargs.items()) if kwargs else None) != key:
+    if func._schema.is_mutable and _op_key(func, args, kwargs) != key:
         return _NEVER
     recipe = _of(func, args, out, set())
     if recipe is _NEVER:
@@ -232,9 +243,9 @@ def _is_keepable(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
 
 
 def _of(func: Any, args: tuple[Any, ...], out: Any, seen: set[int]) -> Any:
-    """Returns the recipe of one result: ("none",), ("argument", i), ("new", ...), ("view", i, ...) or a nest."""
-    if out is None:
-        return ("none",)
+    """Returns the recipe of one result: ("plain", value), ("argument", i), ("new", ...), ("view", i, ...) or a nest."""
+    if out is None or type(out) is int:  # longest sequences of attention, by the shapes
+        return ("plain", out)
     if isinstance(out, (tuple, list)):
         parts = [_of(func, args, item, seen) for item in out]
         return _NEVER if any(p is _NEVER for p in parts) else ("nest", type(out), parts)
@@ -274,8 +285,8 @@ def _make(recipe: Any, args: tuple[Any, ...], mode: Any) -> Any:
         return recipe[2].view_of(mode, args[recipe[1]])
     if kind == "argument":
         return args[recipe[1]]
-    if kind == "none":
-        return None
+    if kind == "plain":
+        return recipe[1]
     return recipe[1](_make(part, args, mode) for part in recipe[2])
 
 
@@ -283,8 +294,8 @@ def _is_same(made: Any, out: Any) -> bool:
     """Whether a copy equals the result that it was made from: metadata, dispatch keys, storage bytes, device."""
     if isinstance(out, (tuple, list)):
         return len(made) == len(out) and all(_is_same(a, b) for a, b in zip(made, out, strict=True))
-    if out is None:
-        return made is None
+    if out is None or type(out) is int:
+        return type(made) is type(out) and made == out
     return (
         made.storage_offset() == out.storage_offset()
         and _torch.fake_traits(made) == _torch.fake_traits(out)
@@ -301,6 +312,8 @@ class KeptAnswers(_torch.dispatch_mode_class()):  # type: ignore[misc]
         self._results = results
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default and _torch.is_fake(args[0]):
+            return _torch.fake_device(args[0])
         if not _torch.is_higher_order(func) and _has_fake((*args, *(kwargs or {}).values())):
             return self._results.run(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from pathlib import Path
 from types import FrameType
@@ -23,14 +24,22 @@ def user_line() -> str:
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        name = frame.f_code.co_filename
-        if name in _BEGINNINGS:
-            return ""
-        if not name.startswith((_TORCH, _OURS, "<")):
-            _, installed, below = name.rpartition("site-packages/")
-            return f"{below if installed else '/'.join(Path(name).parts[-3:]).removeprefix('//')}:{frame.f_lineno}"
+        place = _place(frame.f_code.co_filename)
+        if place is not None:
+            return f"{place}:{frame.f_lineno}" if place else ""
         frame = frame.f_back
     return ""
+
+
+@functools.lru_cache(maxsize=4096)
+def _place(name: str) -> str | None:
+    """Returns what a file is called; "" for one that begins the step, None for one that is torch's or ours."""
+    if name in _BEGINNINGS:
+        return ""
+    if name.startswith((_TORCH, _OURS, "<")):
+        return None
+    _, installed, below = name.rpartition("site-packages/")
+    return below if installed else "/".join(Path(name).parts[-3:]).removeprefix("//")
 
 
 class StorageRecord:

@@ -30,6 +30,7 @@ from recoup.runtime import execution_context
 from recoup.runtime.rebuild.cheap_ops import SILENT_WRITERS, op_facts
 
 _UNANSWERED = _torch.fake_tensor_errors()
+_DEVICE = torch.ops.prim.device.default
 
 
 class Bridge(Protocol):
@@ -233,6 +234,8 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is _DEVICE and _torch.is_fake(args[0]):
+            return _torch.fake_device(args[0])  # asked about twice an op
         if any(map(_torch.is_wrapper_type, types)):
             return NotImplemented  # its own ops come next, on what it is made of
         kwargs = kwargs or {}
@@ -243,8 +246,6 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
             for tensor in filter(_is_plain, results):
                 self._index(tensor, "temporary", len(self.ops) - 1, str(func))
             return out
-        if func is torch.ops.prim.device.default and _torch.is_fake(args[0]):
-            return _torch.fake_device(args[0])  # asked about twice an op
         if not self.recording:
             return func(*args, **kwargs)
         tensors: list[torch.Tensor] = []

@@ -166,9 +166,15 @@ class CardMemory:
         """
         short = int(allocated * SAME_SHARE)
         best = allocated, most_bytes
-        room_bytes = int(allocated * (1 - ESTIMATE_SHARE))
         histories = list(itertools.product((0, short), (False, True), (False, True)))
-        while room_bytes < best[1]:
+        # What is allocated first: it takes little, so that most others fail early.
+        sizes = sorted(
+            range(int(allocated * (1 - ESTIMATE_SHARE)), most_bytes, max(short // 2, 1)),
+            key=lambda b: abs(b - allocated),
+        )
+        for room_bytes in sizes:
+            if room_bytes >= best[1]:
+                continue
             found = []
             for history in histories:
                 less, resumes, ascending = history
@@ -186,7 +192,6 @@ class CardMemory:
                 found.append(allocator.peak_reserved_bytes)
             else:
                 best = room_bytes, max(found)
-            room_bytes += short // 2
         return best[0], int(best[1] * (1 + SAME_SHARE))
 
     def _events(self, trace: Trace, workspace: Sequence[int], first: int, last: int) -> CardEvents:

@@ -233,6 +233,8 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
             return NotImplemented  # its own ops come next, on what it is made of
         facts = known_facts(id(func))
         if facts is None:
+            if func is torch.ops.prim.device.default and _torch.is_fake(args[0]):
+                return _torch.fake_device(args[0])  # while a step is captured, twice an op
             if _torch.is_higher_order(func):
                 return func(*args, **(kwargs or {}))
             facts = op_facts(func)
