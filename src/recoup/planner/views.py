@@ -165,9 +165,10 @@ class ViewMaker:
             if pinned != problem:
                 free = make("inputs kept", pinned, actions=actions, records=True)
                 rederived = only(pinned, "rederive")
-                views += [
+                views = [
                     free,
                     make("inputs kept, all rederived", rederived, actions=actions, records=True, richer=free),
+                    *views,
                 ]
             regions = only(pinned, "save")
             views.append(make("regions", regions, actions=("recompute",), records=False, richer=free))
