@@ -23,6 +23,7 @@ ORDER = (
     "_reachable",
     "_storages",
     "_interrupts",
+    "_collector",
     "_allocation",
     "cost",
     "solver",

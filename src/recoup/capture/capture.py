@@ -17,6 +17,7 @@ from torch import nn
 
 from recoup import _torch, progress
 from recoup._allocation import is_allocation_failure
+from recoup._collector import without_collector
 from recoup._pytree import iterate_tensors
 from recoup.capture.categories import categories_of, note_gradients, step_optimizer
 from recoup.capture.dialect import cuda_dialect, cuda_results
@@ -40,7 +41,6 @@ from recoup.capture.watched_step import (
     register,
     run_step,
     saving,
-    without_collector,
 )
 from recoup.errors import RealStepWarning, RecoupError, StepError
 from recoup.ir.trace import Trace

@@ -20,9 +20,9 @@ from typing import Any, TypeVar
 import torch
 
 from recoup import _torch
+from recoup._collector import few_full_collections
 from recoup._interrupts import heard, under_modes
 from recoup.capture.tracker import Tracker
-from recoup.capture.watched_step import few_full_collections
 from recoup.errors import InternalError
 from recoup.thresholds import MOST_TRIES
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import random
 import sys
 from collections.abc import Iterator
@@ -114,32 +113,6 @@ def saving(tracker: Tracker) -> Iterator[None]:
     moving = execution_context.moving_with(SimulatedTransport(tracker, prefetches=tracker.dialect == "cuda"))
     with moving, execution_context.observing(tracker), _torch.saved_tensors_hooks(pack, lambda t: t):
         yield
-
-
-@contextlib.contextmanager
-def few_full_collections() -> Iterator[None]:
-    """Delays full garbage collections inside the block; the capture's own records are in no reference cycle.
-
-    So objects made in the block are still in the two young generations at its end, where `gc.collect(1)` finds them.
-    """
-    young, middle, old = gc.get_threshold()
-    gc.set_threshold(young, (1 << 31) - 1, old)  # the most there is: never
-    try:
-        yield
-    finally:
-        gc.set_threshold(young, middle, old)
-
-
-@contextlib.contextmanager
-def without_collector() -> Iterator[None]:
-    """Disables the garbage collector while many small objects are made, none of them in a reference cycle."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def device_of(model: nn.Module) -> str:

@@ -14,6 +14,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from recoup._collector import few_full_collections
 from recoup.capture.spec import StepSpec
 from recoup.cost.card_memory import CardSize
 from recoup.cost.host_link import Link
@@ -221,6 +222,7 @@ class Planner(Simulator):
         )
 
 
+@few_full_collections()
 def plan_for_budget(
     planner: Planner, *, budget: int | str, free_bytes: int | None, device: str
 ) -> tuple[Plan, Candidate]:

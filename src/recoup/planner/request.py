@@ -11,6 +11,7 @@ from torch import nn
 
 from recoup import _torch
 from recoup._allocation import available_bytes, available_host_bytes
+from recoup._collector import few_full_collections
 from recoup.capture.optimizer import OptimizerLike, check_optimizer
 from recoup.capture.spec import StepSpec
 from recoup.capture.step import Objective
@@ -51,6 +52,7 @@ def _target(model: nn.Module, device: str | torch.device | None) -> tuple[str, D
     return entry.name, entry, None
 
 
+@few_full_collections()
 def planner_for(
     model: nn.Module,
     batch: Any,
