@@ -10,7 +10,7 @@ from torch import nn
 
 from recoup import _torch
 from recoup.capture.capture import capture
-from recoup.capture.op_cache import FakeResults
+from recoup.capture.op_cache import Answers, FakeResults
 from recoup.capture.spec import StepSpec
 from recoup.capture.step import Objective
 from tests.models import KINDS, make
@@ -126,3 +126,36 @@ def test_each_distinct_op_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
         made.append(0)
         capture(StepSpec(model=Loop(), batch=torch.randn(num_steps, 3, 4)))
     assert 0 < made[1] <= made[0] + 200  # one `as_strided` a step, whose arguments differ
+
+
+def test_strided_views_and_attention_are_answered_from_what_is_kept() -> None:
+    mode, aten = _torch.fake_tensor_mode(), torch.ops.aten
+    results = FakeResults(mode)
+    flash = aten._scaled_dot_product_flash_attention_for_cpu.default
+    with mode:
+        large = torch.empty(10, 4)
+        query = torch.empty(1, 2, 8, 4)
+        first = results.run(flash, (query, query, query), {})
+        strided = results.run(aten.as_strided.default, (large, (2, 2), (4, 1), 8), {})
+        again = results.run(aten.as_strided.default, (large, (2, 2), (4, 1), 8), {})
+        wide = torch.empty(20, 4)[::2].t().t()
+        other = results.run(aten.as_strided.default, (wide, (2, 2), (4, 1), 8), {})
+        behind = results.run(aten.as_strided.default, (large[1:], (2, 2), (4, 1), 8), {})
+    for view in (strided, again, behind):
+        assert view.storage_offset() == 8
+        assert view.untyped_storage() is large.untyped_storage()
+    assert other.untyped_storage() is wide.untyped_storage()
+    assert [t.shape for t in first] == [t.shape for t in results.run(flash, (query, query, query), {})]
+
+
+def test_plain_numbers_among_results_are_kept() -> None:
+    mode = _torch.fake_tensor_mode()
+    kept = Answers()
+    results = FakeResults(mode, kernels={torch.ops.aten.var_mean.correction: lambda x: (x.sum(), 7)}, kept=kept)
+    with mode:
+        x = torch.empty(3)
+    for _ in range(2):
+        total, number = results.run(torch.ops.aten.var_mean.correction, (x,), {})
+        assert number == 7
+        assert total.shape == ()
+    assert all(type(recipe) is tuple for recipe in kept.recipes.values())

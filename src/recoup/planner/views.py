@@ -70,7 +70,7 @@ class ViewSet:
 
     Attributes:
         problem: in which actions mix freely.
-        views: the richest first.
+        views: in the order they are asked, the one whose estimates hold best first.
         saving: the view in which what is in no region is saved.
     """
 
@@ -165,11 +165,8 @@ class ViewMaker:
             if pinned != problem:
                 free = make("inputs kept", pinned, actions=actions, records=True)
                 rederived = only(pinned, "rederive")
-                views = [
-                    free,
-                    make("inputs kept, all rederived", rederived, actions=actions, records=True, richer=free),
-                    *views,
-                ]
+                closest = make("inputs kept, all rederived", rederived, actions=actions, records=True, richer=free)
+                views = [free, closest, *views]
             regions = only(pinned, "save")
             views.append(make("regions", regions, actions=("recompute",), records=False, richer=free))
         return ViewSet(tiles=tiles, problem=problem, views=tuple(views), saving=views[-1])
