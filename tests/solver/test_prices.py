@@ -95,7 +95,7 @@ def _calls(call: Call) -> Iterator[Call]:
 def test_what_a_decision_frees(name: str, device: str) -> None:
     step = _step(name, device)
     simulator = step.simulator
-    view = step.views.plain.views[0]
+    view = next(v for v in step.views.plain.views if v.name == "all")
     line = view.solver.line
     num = len(line.leaves)
     units = [set(unit) for unit in line.units]
@@ -112,7 +112,7 @@ def test_inputs_of_regions_are_rebuilt() -> None:
     # What the call before them computes again in a cheap op is not kept for a region.
     step = _step("gelu", "cpu-generic")
     simulator = step.simulator
-    view = step.views.plain.views[0]
+    view = next(v for v in step.views.plain.views if v.name == "all")
     line = view.solver.line
     num = len(line.leaves)
     found = 0
