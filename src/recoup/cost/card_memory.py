@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from recoup.cost.caching_allocator import SMALL_SEGMENT_BYTES, Block, CachingAllocator, OutOfCard
 from recoup.cost.devices import CUBLASLT_BYTES
@@ -59,6 +60,15 @@ class CardSize:
     def worst_bytes(self, *, expandable: bool) -> int:
         """Returns the bytes that are enough in either case: a fresh process and one that resumes."""
         return self.expandable_bytes if expandable else self.resumed_bytes
+
+
+class _History(NamedTuple):
+    """What a process did before its first step, and how its driver places segments."""
+
+    cached_bytes: int
+    ascending: bool
+    resumes: bool
+    expandable: bool
 
 
 class CardMemory:
@@ -120,52 +130,77 @@ class CardMemory:
         `SAME_SHARE` more for others.
         """
         plenty = self.need(step, expandable=True)
-        expandable_bytes = max(self._smallest(step, plenty, resumes=b, expandable=True) for b in (False, True))
+        expandable_bytes = _with_margin(self._smallest(step, plenty, expandable=True))
         plenty = self.need(step)
-        fresh_bytes = self._smallest(step, plenty, resumes=False)
-        if reserves:
-            room_bytes, needed_bytes = self._room(step, plenty.allocated_bytes, fresh_bytes)
-            if needed_bytes < fresh_bytes:
-                return CardSize(needed_bytes, needed_bytes, expandable_bytes, room_bytes)
-        return CardSize(fresh_bytes, max(fresh_bytes, self._smallest(step, plenty, resumes=True)), expandable_bytes)
+        room = self._room(step, plenty) if reserves else None
+        if room is not None and not self._is_enough(step, room[1], resumes=False):
+            needed_bytes = _with_margin(room[1])
+            return CardSize(needed_bytes, needed_bytes, expandable_bytes, room[0])
+        fresh_bytes = self._smallest(step, plenty, resumes=(False,))
+        resumed_bytes = self._smallest(step, plenty, fresh_bytes, resumes=(True,))
+        return CardSize(_with_margin(fresh_bytes), _with_margin(resumed_bytes), expandable_bytes)
 
-    def _smallest(self, step: CardEvents, plenty: CardNeed, *, resumes: bool, expandable: bool = False) -> int:
-        """Returns the smallest limit that the step runs under; `resumes`: the optimizer's state is there before it."""
-        worst, most = plenty.allocated_bytes, 2 * plenty.reserved_bytes
+    def _smallest(
+        self,
+        step: CardEvents,
+        plenty: CardNeed,
+        least_bytes: int = 0,
+        *,
+        resumes: tuple[bool, ...] = (False, True),
+        expandable: bool = False,
+    ) -> int:
+        """Returns the smallest limit of at least `least_bytes` that the step runs under, whatever its history.
+
+        Args:
+            resumes: whether the optimizer's state is there before the step: histories to try.
+        """
+        worst, most = max(plenty.allocated_bytes, least_bytes), 2 * plenty.reserved_bytes
         precision = max(2 * SMALL_SEGMENT_BYTES, int(worst * NEGLIGIBLE_SHARE))
-
-        def missing(limit_bytes: int, cached_bytes: int, ascending: bool) -> int:
-            allocator = CachingAllocator(limit_bytes=limit_bytes, expandable=expandable, ascending=ascending)
-            try:
-                self._begin(allocator, cached_bytes, resumes=resumes)
-                self._run(allocator, step, resumes=resumes)
-            except OutOfCard as error:
-                return error.missing_bytes
-            return 0
-
-        cached = (0,) if resumes else (0, max(self._there, default=0))
-        for history in itertools.product(dict.fromkeys(cached), (False,) if expandable else (False, True)):
+        for history in itertools.chain.from_iterable(self._histories(r, expandable=expandable) for r in resumes):
             low, high, gap = worst, worst, precision
-            while high < most and (short := missing(high, *history)):  # what is missing at first is mostly all
+            while high < most and (short := self._missing(step, high, history)):  # what is missing first is mostly all
                 low, high, gap = high + short, min(high + max(short, gap), most), 4 * gap
             while high - low > precision:
                 middle = (low + high) // 2
-                short = missing(middle, *history)
+                short = self._missing(step, middle, history)
                 low, high = (middle + short, high) if short else (low, middle)
             worst = high
-        return int(worst * (1 + SAME_SHARE))
+        return worst
 
-    def _room(self, step: CardEvents, allocated: int, most_bytes: int) -> tuple[int, int]:
+    def _is_enough(self, step: CardEvents, limit_bytes: int, *, resumes: bool) -> bool:
+        """Whether the step runs under a limit, whatever its history."""
+        return not any(self._missing(step, limit_bytes, history) for history in self._histories(resumes))
+
+    def _histories(self, resumes: bool, *, expandable: bool = False) -> Iterator[_History]:
+        """Returns what may have been before the step; the order of segments says nothing where they are expandable."""
+        for cached_bytes in dict.fromkeys((0,) if resumes else (0, max(self._there, default=0))):
+            for ascending in (False,) if expandable else (False, True):
+                yield _History(cached_bytes, ascending=ascending, resumes=resumes, expandable=expandable)
+
+    def _missing(self, step: CardEvents, limit_bytes: int, history: _History) -> int:
+        """Returns what a limit lacks where the step fails first under it, 0 if it runs."""
+        allocator = CachingAllocator(
+            limit_bytes=limit_bytes, expandable=history.expandable, ascending=history.ascending
+        )
+        try:
+            self._begin(allocator, history.cached_bytes, resumes=history.resumes)
+            self._run(allocator, step, resumes=history.resumes)
+        except OutOfCard as error:
+            return error.missing_bytes
+        return 0
+
+    def _room(self, step: CardEvents, plenty: CardNeed) -> tuple[int, int] | None:
         """Returns the bytes that torch has best reserved when the first step begins, and the card that this takes.
 
-        Not less than `most_bytes` if no size takes less.
+        None if no size takes less than torch does by itself where there is plenty.
 
         A large block that is not to be had in what was reserved takes a segment of its own, so a little more can be
         much less. Sizes around what the step allocates are tried, each also `SAME_SHARE` short: what is there is not
         known to the byte, nor the order of all that is freed, nor where the driver puts segments.
         """
+        allocated, most_bytes = plenty.allocated_bytes, plenty.reserved_bytes
         short = int(allocated * SAME_SHARE)
-        best = allocated, most_bytes
+        best = 0, most_bytes
         histories = list(itertools.product((0, short), (False, True), (False, True)))
         # What is allocated first: it takes little, so that most others fail early.
         sizes = sorted(
@@ -192,7 +227,7 @@ class CardMemory:
                 found.append(allocator.peak_reserved_bytes)
             else:
                 best = room_bytes, max(found)
-        return best[0], int(best[1] * (1 + SAME_SHARE))
+        return best if best[0] else None
 
     def _events(self, trace: Trace, workspace: Sequence[int], first: int, last: int) -> CardEvents:
         """Returns (storage, bytes) as allocated, (storage, 0) as freed, (-1, bytes) for blocks of an op held together
@@ -313,6 +348,11 @@ def _workspaces(signature: Signature) -> tuple[bool, ...]:
         return ()
     bias = signature.args[0] if op_name(signature.name) == "addmm" and signature.args else None
     return (False, True) if isinstance(bias, TensorSpec) and len(bias.shape) == 1 else (False,)
+
+
+def _with_margin(num_bytes: int) -> int:
+    """Returns the bytes of a card for a process whose history was not tried."""
+    return int(num_bytes * (1 + SAME_SHARE))
 
 
 def _sums_in_place(trace: Trace) -> dict[int, int]:

@@ -197,8 +197,9 @@ def measure_ops(signatures: Sequence[Signature], arena: Arena, deadline: float) 
                 if call is None:
                     refused[_key(signature)] = None
                     continue
-                number = meter.run(call)
-                runs.append((signature, time_call(call, device, limit_seconds=_SECONDS_EACH), number))
+                run = meter.run(call)
+                timed = time_call(call, device, limit_seconds=_SECONDS_EACH, earlier=run.seconds)
+                runs.append((signature, timed, run.number))
             except (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError, MemoryError) as error:
                 if is_allocation_failure(error):
                     continue  # there may be room for it another time

@@ -16,13 +16,20 @@ from __future__ import annotations
 import statistics
 import time
 import warnings
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from recoup import _torch
 from recoup.thresholds import SAME_SHARE
+
+
+class Run(NamedTuple):
+    """A metered run: its number and, where a clock says anything (not on CUDA), its time as a first one."""
+
+    number: int
+    seconds: tuple[float, ...] = ()
 
 
 class Meter(Protocol):
@@ -32,8 +39,8 @@ class Meter(Protocol):
 
     def __exit__(self, *exc: Any) -> None: ...
 
-    def run(self, call: Callable[[], Any]) -> int:
-        """Runs `call` and returns the run's number."""
+    def run(self, call: Callable[[], Any]) -> Run:
+        """Runs `call`, whose memory is known after the block."""
         ...
 
     def metered_bytes(self) -> list[tuple[int, int]]:
@@ -67,15 +74,18 @@ class _CpuMeter:
     def _mark(self) -> None:
         torch.empty(self._MARK_BYTES, dtype=torch.uint8)
 
-    def run(self, call: Callable[[], Any]) -> int:
+    def run(self, call: Callable[[], Any]) -> Run:
+        clock = _cpu_clock()
         self._num_runs += 1
         self._mark()
         try:
+            began = clock()
             out = call()
+            seconds = clock() - began
         finally:
             self._mark()
         del out
-        return self._num_runs - 1
+        return Run(self._num_runs - 1, (seconds,))
 
     def metered_bytes(self) -> list[tuple[int, int]]:
         changes = _torch.cpu_memory_events(self._profiler)
@@ -110,7 +120,7 @@ class _CudaMeter:
     def __exit__(self, *exc: Any) -> None:
         return None
 
-    def run(self, call: Callable[[], Any]) -> int:
+    def run(self, call: Callable[[], Any]) -> Run:
         call()  # loads kernels, picks algorithms
         torch.cuda.synchronize(self._device)
         before = torch.cuda.memory_allocated(self._device)
@@ -121,7 +131,7 @@ class _CudaMeter:
         peak = int(torch.cuda.max_memory_allocated(self._device)) - before
         self._found.append((max(peak - remains, 0), remains))
         del out
-        return len(self._found) - 1
+        return Run(len(self._found) - 1)
 
     def metered_bytes(self) -> list[tuple[int, int]]:
         return self._found
@@ -135,16 +145,24 @@ def work_clock(device: torch.device) -> Callable[[], float]:
     return time.perf_counter if device.type == "cuda" else time.thread_time
 
 
-def time_call(call: Callable[[], Any], device: torch.device, *, limit_seconds: float) -> tuple[float, float]:
+def _cpu_clock() -> Callable[[], float]:
+    return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+
+
+def time_call(
+    call: Callable[[], Any], device: torch.device, *, limit_seconds: float, earlier: Sequence[float] = ()
+) -> tuple[float, float]:
     """Returns (least seconds, median minus least) of 2 to 9 runs that together take about `limit_seconds`.
 
     One run has to be enough where it takes eight times the limit. The caller has run it once, to warm up.
+
+    Args:
+        earlier: seconds of runs before, which count with them; the clock of a CPU alone goes on from there.
     """
     if device.type == "cuda":
         return _time_on_cuda(call, device, limit_seconds)
-    works = work_clock(device)
-    clock = works if torch.get_num_threads() == 1 else time.perf_counter
-    times: list[float] = []
+    works, clock = work_clock(device), _cpu_clock()
+    times = list(earlier)
     began = works()
     while _goes_on(times, works() - began, limit_seconds):
         start = clock()
