@@ -9,11 +9,15 @@ Built from the end to the front, one step at a time, nothing else of the past or
 with `gradients` those of everything after the step. This is Rotor's recurrence (Herrmann et al., arXiv 1911.13214,
 C_BP) over exact bytes instead of memory slots, for all budgets at once. A front that outgrows its limit is thinned;
 what is left stays exact, and the leanest point is always left, so the smallest reachable peak is exact.
+
+A search makes fronts by the ten thousand, most of a few points: so its data classes are not frozen, which would be most
+of the time that they take, and what numpy does in Python (`all`, `cumsum`) is written by its C functions.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -32,7 +36,7 @@ _Ints = npt.NDArray[np.int64]
 _Floats = npt.NDArray[np.float64]
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclasses.dataclass(slots=True, kw_only=True, eq=False)
 class LeafStep:
     """Points that begin with a leaf: point i goes on with point `skip + i` of `after`."""
 
@@ -41,7 +45,7 @@ class LeafStep:
     skip: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclasses.dataclass(slots=True, kw_only=True, eq=False)
 class RegionStep:
     """Points that begin with a region.
 
@@ -59,7 +63,7 @@ class RegionStep:
     way: Replay | Move
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclasses.dataclass(slots=True, kw_only=True, eq=False)
 class Pool:
     """Points of several fronts: point i was point index[i] of the front with origin origins[which[i]]."""
 
@@ -71,7 +75,7 @@ class Pool:
 Origin = LeafStep | RegionStep | Pool | None
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclasses.dataclass(slots=True, kw_only=True, eq=False)
 class Front:
     """Points in order of peak, each faster than all before it.
 
@@ -191,13 +195,13 @@ def best_of(fronts: Sequence[Front], max_points: int) -> Front:
     is_last[-1] = True
     np.not_equal(peaks[1:], peaks[:-1], out=is_last[:-1])
     num_thinned = 0
-    if not is_last.all():
+    if np.count_nonzero(is_last) < len(is_last):
         order, peaks, seconds = order[is_last], peaks[is_last], seconds[is_last]
     if len(peaks) > max_points:
         left = _spread(seconds, max_points)
         num_thinned = len(peaks) - len(left)
         order, seconds, peaks = order[left], seconds[left], peaks[left]
-    offsets = np.cumsum([0] + [len(f.peaks) for f in fronts])
+    offsets = np.array([0, *itertools.accumulate(len(f.peaks) for f in fronts)])
     which = offsets.searchsorted(order, side="right") - 1
     return Front(
         peaks=peaks,
