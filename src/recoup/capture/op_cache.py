@@ -139,7 +139,7 @@ class FakeResults:
             return self._run_step(func, args, step)
         kept = self._kept.get(key)
         if kept is None:
-            out = kernel(*args, **kwargs)
+            out = None if _only_writes_lists(func) else kernel(*args, **kwargs)
             self._kept[key] = _recipe(func, args, kwargs, out, key, self.mode)
             return out
         if kept is _NEVER:
@@ -205,6 +205,14 @@ def _key(items: Any) -> tuple[Any, ...]:
         else:
             raise _NotKept
     return tuple(found)
+
+
+def _only_writes_lists(func: Any) -> bool:
+    """Whether an op writes numbers into lists of tensors and returns nothing, as steps of optimizers do.
+
+    Its fake kernel would work its way through every tensor of a model and change none of them.
+    """
+    return func._schema.name.startswith("aten::_foreach_") and not func._schema.returns
 
 
 def _real_traits(item: torch.Tensor) -> tuple[Any, ...]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 from recoup.solver.alive_in_code import AliveInCode
 from recoup.solver.held import Held, Op, Segment, hull
@@ -47,7 +47,7 @@ class LabelMaker:
             for first, end in zip(problem.places, self._ends, strict=True)
         ]
         self.alive = AliveInCode(problem, self._first_saved, self._maker, self._readers)
-        self._hulls: dict[Segment, list[Held]] = {}
+        self._hulls: dict[Segment, list[tuple[Held, int]]] = {}
         self._labels: dict[tuple[int, int], list[Label]] = {}
         self._nested: dict[tuple[int, int], list[Label]] = {}
 
@@ -92,11 +92,14 @@ class LabelMaker:
             return ((sum(problem.value_bytes[v] for v in charged) + max(0, *(f - s for f, s in inside)), ()),)
         sizes, released, own, bits = problem.value_bytes, problem.released, set(charged), self.alive.bits
         earlier = [v for v in self.alive.at(i) if v not in own]
+        # A held value that nothing else would keep is there from its maker on, beside what plain forward counts.
+        kept = sorted((max(self._maker[v], released[v] + 1), sizes[v]) for v in charged)
+        begins, kept_bytes = [at for at, _ in kept], [0, *itertools.accumulate(nbytes for _, nbytes in kept)]
         found: dict[tuple[tuple[int, int], ...], int] = {}
         for at in itertools.chain.from_iterable(self._watched[i:j]):
             there = [v for v in earlier if released[v] >= at]
             bare = problem.bare_bytes[at] - sum(sizes[v] for v in there if v not in bits)
-            bare += sum(sizes[v] for v in charged if self._maker[v] <= at and released[v] < at)
+            bare += kept_bytes[bisect.bisect_right(begins, at)]
             alive = tuple((bits[v], sizes[v]) for v in there if v in bits)
             found[alive] = max(found.get(alive, 0), bare)
         return tuple((most, alive) for alive, most in found.items())
@@ -147,7 +150,8 @@ class LabelMaker:
             ),
             reads=frozenset(local[v] for v in saved if v in made),
         )
-        for held in self._hull(segment):
+        after = problem.gradient_bytes[j - 1] + (problem.entering_bytes[j - 1] if problem.entering_bytes else 0)
+        for held, rebuild_bytes in self._hull(segment):
             values, rerun = [names[v] for v in held.values], [first + at for at in held.rerun]
             needed = dict.fromkeys([*outside, *self._read_from_before(rerun, made)])
             charged = [*values, *(v for v in needed if self._reader_before(v, i) is None)]
@@ -160,7 +164,7 @@ class LabelMaker:
                     holds=self.alive.mask([*values, *needed]),
                     backward_bytes=max(
                         backward + self._beside_bytes(charged, i),
-                        held_bytes + self._rebuild_bytes(rerun, saved.keys(), j),
+                        held_bytes + rebuild_bytes + after,
                     ),
                     seconds=held.seconds,
                     shared_bytes=self._shared_bytes(needed, i),
@@ -201,7 +205,8 @@ class LabelMaker:
         before = [v for v in held if v not in made]
         charged = [v for v in held if v in made or self._reader_before(v, i) is None]
         there = set(charged)
-        backward = sum(sizes[v] for v in charged) + self._rebuild_bytes(sorted(rerun), set(inside), j)
+        backward = sum(sizes[v] for v in charged) + _rebuild_bytes(problem.ops, sizes, sorted(rerun), set(inside))
+        backward += problem.gradient_bytes[j - 1] + (problem.entering_bytes[j - 1] if problem.entering_bytes else 0)
         for (start, label), end in zip(pieces, places[1:], strict=True):
             there.update(v for v in label.held or () if v in made)  # what later pieces start from is gone by then
             backward = max(backward, self.backward_bytes(start, end) + self._beside_bytes(there, start))
@@ -218,28 +223,6 @@ class LabelMaker:
                 (problem.places[start], tuple(v for v in label.held or () if v not in held)) for start, label in pieces
             ),
         )
-
-    def _rebuild_bytes(self, rerun: list[int], wanted: Collection[int], j: int) -> int:
-        """Returns the most that is there while ops before interval `j` run again, above what is held; as it runs them.
-
-        Args:
-            wanted: values that stay: the others go after their last reader.
-        """
-        problem = self.problem
-        sizes = problem.value_bytes
-        last = {v: at for at in rerun for v in problem.ops[at].inputs}
-        made: set[int] = set()
-        alive, most = 0, 0
-        for at in rerun:
-            outputs = problem.ops[at].outputs
-            made.update(outputs)
-            alive += sum(sizes[v] for v in outputs)
-            most = max(most, alive)
-            gone = [v for v in outputs if v not in last]
-            gone += [v for v in problem.ops[at].inputs if last[v] == at and v in made]
-            alive -= sum(sizes[v] for v in gone if v not in wanted)
-        entering = problem.entering_bytes[j - 1] if problem.entering_bytes else 0
-        return most + entering + problem.gradient_bytes[j - 1]
 
     def _read_from_before(self, ops: list[int], made: set[int]) -> list[int]:
         """Returns the values that these ops read and earlier segments made."""
@@ -307,8 +290,36 @@ class LabelMaker:
     def _interval(self, op: int) -> int:
         return bisect.bisect_right(self.problem.places, op) - 1
 
-    def _hull(self, segment: Segment) -> list[Held]:
+    def _hull(self, segment: Segment) -> list[tuple[Held, int]]:
+        """Returns the corners of a segment's hull, each with the bytes of `_rebuild_bytes`."""
         found = self._hulls.get(segment)
         if found is None:
-            found = self._hulls[segment] = hull(segment, most=MOST_TRIES)
+            found = self._hulls[segment] = [
+                (held, _rebuild_bytes(segment.ops, segment.value_bytes, held.rerun, segment.reads))
+                for held in hull(segment, most=MOST_TRIES)
+            ]
         return found
+
+
+def _rebuild_bytes(
+    ops: Sequence[Op], sizes: Sequence[int | None], rerun: Sequence[int], wanted: Collection[int]
+) -> int:
+    """Returns the most that is there while ops run again, above what is held; as it runs them.
+
+    Args:
+        sizes: bytes of each value.
+        rerun: positions of the ops, in order.
+        wanted: values that stay: the others go after their last reader.
+    """
+    last = {v: at for at in rerun for v in ops[at].inputs}
+    made: set[int] = set()
+    alive, most = 0, 0
+    for at in rerun:
+        outputs = ops[at].outputs
+        made.update(outputs)
+        alive += sum(sizes[v] or 0 for v in outputs)
+        most = max(most, alive)
+        gone = [v for v in outputs if v not in last]
+        gone += [v for v in ops[at].inputs if last[v] == at and v in made]
+        alive -= sum(sizes[v] or 0 for v in gone if v not in wanted)
+    return most
