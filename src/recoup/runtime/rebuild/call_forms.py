@@ -31,11 +31,13 @@ class CallLog:
         ops: form, values read and values made of each recorded op; None once there was one that has no form.
         counted: label of each counted op, how many tensors autograd had saved before it, and the values made.
         saved: value (None: unknown) and geometry of each tensor that autograd saved.
+        state: what else decides about its ops, before it runs: the call may turn gradients on or off.
     """
 
-    __slots__ = ("counted", "made", "ops", "saved")
+    __slots__ = ("counted", "made", "ops", "saved", "state")
 
     def __init__(self) -> None:
+        self.state = _torch.call_state()
         self.ops: list[tuple[OpForm, tuple[Value, ...], list[Value]]] | None = []
         self.counted: list[tuple[str, int, list[Value]]] = []
         self.made: list[Value] = []  # by the op that runs now, if it is counted
@@ -109,6 +111,7 @@ class CallForm:
         matches: Callable[..., bool],
         *,
         is_nested: bool,
+        state: tuple[Any, ...],
         attention_flags: tuple[Any, ...] | None,
     ) -> None:
         self.kinds = tuple(map(type, flat))
@@ -124,7 +127,7 @@ class CallForm:
         self._rest = picker(scalars)
         self._scalars = self._rest(flat)
         self._exact = repr(self._scalars) if any(type(s) is float and s == 0 for s in self._scalars) else ""
-        self.state = _torch.call_state()
+        self.state = state
         self.attention_flags = attention_flags
         self.ops: tuple[tuple[OpForm, tuple[int, ...]], ...] = ()
         self.aliases: tuple[tuple[int, int], ...] = ()
@@ -221,7 +224,8 @@ def form_of_call(
     if matches is None or not matches(*tensors):
         return None
     flags = _torch.attention_flags() if func is F.scaled_dot_product_attention else None
-    form = CallForm(flat, tuple(kwargs or ()), first, same, matches, is_nested=is_nested, attention_flags=flags)
+    settings: dict[str, Any] = {"state": log.state, "attention_flags": flags}
+    form = CallForm(flat, tuple(kwargs or ()), first, same, matches, is_nested=is_nested, **settings)
     return form if _knows(form, tensors, out, log, value_of) else None
 
 
