@@ -18,6 +18,7 @@ from torch import nn
 from recoup import _torch
 from recoup.runtime.rebuild.lineage import PLAIN, Geometry, Value, geometry_of
 from recoup.runtime.rebuild.op_forms import OpForm
+from recoup.runtime.rebuild.shortcuts import shown_mask
 
 SEQUENCES = frozenset([list, tuple, torch.Size])
 _NESTS = SEQUENCES | {slice}
@@ -31,13 +32,15 @@ class CallLog:
         ops: form, values read and values made of each recorded op; None once there was one that has no form.
         counted: label of each counted op, how many tensors autograd had saved before it, and the values made.
         saved: value (None: unknown) and geometry of each tensor that autograd saved.
+        writes: of each write to a storage: its address, the values before (None: unknown) and after it.
         state: what else decides about its ops, before it runs: the call may turn gradients on or off.
     """
 
-    __slots__ = ("counted", "made", "ops", "saved", "state")
+    __slots__ = ("counted", "made", "ops", "saved", "state", "writes")
 
     def __init__(self) -> None:
         self.state = _torch.call_state()
+        self.writes: list[tuple[int, Value | None, Value]] = []
         self.ops: list[tuple[OpForm, tuple[Value, ...], list[Value]]] | None = []
         self.counted: list[tuple[str, int, list[Value]]] = []
         self.made: list[Value] = []  # by the op that runs now, if it is counted
@@ -72,6 +75,9 @@ class CallForm:
             earlier call made it.
         results: position, number of the value and storage offset of each result that an op of the call made; position
             -1: the result.
+        draws: geometries of the random masks that it draws; their numbers come after those of its tensors.
+        shows: by its place, the number of the mask that a saved tensor tells by being zero or not.
+        written: position of each tensor that it writes to, number of the value that is there then, None if unknown.
         counted: label of each counted op, how many tensors autograd has saved before it, numbers of the values made;
             None instead of these if one of them is neither saved nor a result.
         then: the form of the call that followed it in the last step, the first guess for the next one.
@@ -89,6 +95,7 @@ class CallForm:
         "aliases",
         "attention_flags",
         "counted",
+        "draws",
         "dtypes",
         "gives",
         "kinds",
@@ -98,8 +105,10 @@ class CallForm:
         "picked",
         "results",
         "saves",
+        "shows",
         "state",
         "then",
+        "written",
     )
 
     def __init__(
@@ -136,6 +145,9 @@ class CallForm:
         self.gives: Callable[..., bool] = _is_alike
         self.counted: tuple[tuple[str, int, tuple[int, ...] | None], ...] = ()
         self.num_ops = 0
+        self.draws: tuple[Geometry, ...] = ()
+        self.shows: dict[int, int] = {}
+        self.written: tuple[tuple[int, int | None], ...] = ()
         self.then: Any = None
 
     def tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Sequence[torch.Tensor] | None:
@@ -245,14 +257,24 @@ def _knows(
     assert log.ops is not None
     numbers: dict[int, int] = {}
     aliases = []
+    last = {address: value for address, _, value in log.writes}
+    addresses = [tensor.untyped_storage()._cdata for tensor in tensors]
+    first = {address: value for address, value, _ in reversed(log.writes)}
+    if any(addresses.count(address) > 1 for address in last):
+        return False  # it reads through another tensor what it writes
     for i, tensor in enumerate(tensors):
-        value = value_of(tensor)
+        value = first.get(addresses[i], value_of(tensor))
         if value is None:
             continue
         if id(value) in numbers:
             aliases.append((numbers[id(value)], i))
         numbers.setdefault(id(value), i)
-    ops, made, num = [], set(), len(tensors)
+    num = len(tensors)
+    drawn = [value for _, _, value in log.writes if value.random_mask]
+    for value in drawn:
+        numbers[id(value)] = num
+        num += 1
+    ops, made = [], set()
     autocasts = _torch.is_autocast()
     for op, read, values in log.ops:
         if autocasts and any(value.constant is not None for value in read) and op.is_cast:
@@ -265,6 +287,20 @@ def _knows(
             numbers[id(value)] = num
             made.add(id(value))
             num += 1
+    for position, (value, geometry) in enumerate(log.saved):
+        mask = None if value is None else shown_mask(value, geometry)
+        if mask is not None and any(mask is each for each in drawn):
+            form.shows.setdefault(position, numbers[id(mask)])
+    if len(set(form.shows.values())) < len(drawn):
+        return False  # its contents would not be seen from outside
+    form.draws = tuple([value.base for value in drawn if value.base is not None])
+    form.written = tuple(
+        [
+            (i, numbers.get(id(last[address])) if last[address].made is not None else None)
+            for i, address in enumerate(addresses)
+            if address in last
+        ]
+    )
     form.ops, form.num_ops = tuple(ops), len(log.counted)
     form.aliases = tuple(aliases)
     found = [(numbers[id(v)] if v is not None and id(v) in made else None, geometry) for v, geometry in log.saved]
@@ -277,7 +313,7 @@ def _knows(
         if value is not None and id(value) in made:
             results.append((position, numbers[id(value)], int(item.storage_offset())))
             given.append(item)
-    seen = {number for number, _ in form.saves} | {number for _, number, _ in results}
+    seen = {number for number, _ in form.saves} | {number for _, number, _ in results} | set(form.shows.values())
     form.counted = tuple(
         [
             (

@@ -159,7 +159,7 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
     def _writes(self, tensors: list[torch.Tensor]) -> None:
         """Called before an op writes to tensors; in a program only calls without a form may write."""
         if self._learning is not None:
-            self._learning.writes(tensors)
+            self._learning.is_written(tensors)
         elif not self._is_other:
             self._stop()
 
@@ -306,11 +306,19 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
         if learning is not None:
             learning.begin(func, form, tensors)
             learning.note_items(args, kwargs, tensors)
+        if form.written:
+            handed = [tensors[position] for position, _ in form.written]
+            for tensor in handed:
+                recorder.rescue(tensor)
+            if learning is not None:
+                learning.writes(handed)
         try:
             with _torch.past_dispatch_modes():
                 out = func(*args, **kwargs) if kwargs else func(*args)
         finally:
             running, recorder.call = recorder.call, None
+        for position, number in form.written:
+            recorder.note_written(tensors[position], None if number is None else values[number])
         if form.results:
             recorder.note_results(form, values, out)
         if marks:

@@ -141,6 +141,7 @@ class OpFacts:
         pooled_dims: how many dimensions a max-pooling with indices pools, 0 for other ops.
         can_rerun: it computes new tensors from its arguments alone, dear or cheap: run again it gives the same bits.
         can_rewrite: it changes its first argument alone, and does so again on a copy.
+        changes_size: it changes how its first argument lies.
         has_dynamic_shape: how large its result is may depend on contents.
         gathers: it does only where it is handed a mask.
         is_counted: it has a number among the ops of a module's call.
@@ -151,6 +152,7 @@ class OpFacts:
     __slots__ = (
         "can_rerun",
         "can_rewrite",
+        "changes_size",
         "commutes",
         "function",
         "gathers",
@@ -187,6 +189,7 @@ class OpFacts:
         self.pooled_dims = _MAX_POOLS.get(name, 0)
         self.is_random_mask = name == "bernoulli_"
         self.gathers = name in _GATHERS
+        self.changes_size = name in _CHANGES_SIZE
         self.has_dynamic_shape = torch.Tag.dynamic_output_shape in overload.tags
         self.label = f"{schema.name.replace('::', '.')}.{overload._overloadname}"
         self.is_counted = self.label != DETACH and namespace != "prim"
@@ -212,10 +215,22 @@ class OpFacts:
             self.kind in (IN_PLACE, WRITES)
             and self.written == (0,)
             and not self.written_names
-            and name not in _CHANGES_SIZE
+            and not self.changes_size
             and _can_rerun(name, namespace, overload)
         )
         self.can_rerun = self.kind == CHEAP or (self.kind == OPAQUE and _can_rerun(name, namespace, overload))
+
+    def updates(self, args: tuple[Any, ...]) -> bool:
+        """Whether it is a BatchNorm in training, which writes to its running statistics."""
+        return self.is_batch_norm and len(args) > 5 and bool(args[5])
+
+    def written_tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        """Returns the tensors that a call of the op changes, said by its schema or not."""
+        found = list(args[3:5]) if self.updates(args) else []
+        if self.written or self.written_names:
+            for item in self.written_arguments(args, kwargs):
+                found += item if isinstance(item, (list, tuple)) else (item,)
+        return [item for item in found if isinstance(item, torch.Tensor)]
 
     def written_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """Returns those arguments of a call that the op changes: tensors, or lists of tensors."""
@@ -269,6 +284,13 @@ def op_facts(overload: Any) -> OpFacts:
     if facts is None:
         facts = _facts[id(overload)] = OpFacts(overload)
     return facts
+
+
+def written_by(facts: OpFacts | None, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> list[torch.Tensor]:
+    """Returns the tensors that a call of an op may change: any, where there are no facts about it."""
+    if facts is not None:
+        return facts.written_tensors(args, kwargs or {})
+    return [item for item in (*args, *(kwargs or {}).values()) if isinstance(item, torch.Tensor)]
 
 
 def has_history(tensor: torch.Tensor) -> bool:

@@ -15,6 +15,7 @@ import torch
 
 from recoup import _torch
 from recoup.runtime import execution_context
+from recoup.runtime.rebuild import shortcuts
 from recoup.runtime.rebuild.cheap_ops import op_facts
 from recoup.runtime.rebuild.constant import Constant
 from recoup.runtime.rebuild.kept import Kept, changed_since, is_overwritten, laid
@@ -29,11 +30,24 @@ class FlatOp:
     """One op on numbered values.
 
     Attributes:
-        order: its place in the step. reads: number and geometry of each tensor that it reads, in order. output: which
-            of its results is the value's, -1 for its only one. base: how that lay.
+        order: its place in the step. reads: number and geometry of each tensor that it reads, in order, then of those
+            of its other results that help (`shortcuts.from_side_results`). output: which of its results is the value's,
+            -1 for its only one. base: how that lay.
     """
 
-    __slots__ = ("_args", "_at", "_call", "_facts", "_kwargs", "_rest", "base", "order", "output", "reads")
+    __slots__ = (
+        "_args",
+        "_at",
+        "_call",
+        "_facts",
+        "_kwargs",
+        "_rest",
+        "_sides",
+        "base",
+        "order",
+        "output",
+        "reads",
+    )
 
     def __init__(self, made: Made, value: Value, numbers: dict[Value, int]) -> None:
         assert value.base is not None
@@ -50,9 +64,19 @@ class FlatOp:
         self._args, self._kwargs = _numbered(made.args, places), _numbered(made.kwargs, places)
         at = tuple([i for i, item in enumerate(made.args) if type(item) is Read])
         self._at = at if len(at) == num and not lead else None
+        sides = [ref() for ref in made.outputs[1:]] if made.side_results and value.output == 0 else []
+        self._sides = len(sides)
+        self.reads += tuple(
+            [(numbers[side], side.base) for side in sides if side is not None and side.base is not None]
+        )
 
     def run(self, tensors: list[torch.Tensor]) -> torch.Tensor:
         """Returns the value's contents, made from what the op reads."""
+        if self._sides:
+            tensors, sides = tensors[: -self._sides], tensors[-self._sides :]
+            results = shortcuts.from_side_results(self._facts, _filled(self._args, tensors), sides)
+            if results is not None:
+                return results[0]  # type: ignore[no-any-return]
         if self._rest is not None:
             out = self._call(*tensors, *self._rest, **self._kwargs)
         elif self._at is not None:
@@ -71,7 +95,7 @@ class FlatOp:
             spare: of each tensor read, whether nobody reads it after this op.
         """
         facts, rest = self._facts, self._rest
-        if facts.over is None or rest is None or not 1 <= len(self.reads) <= 2 or self.output >= 0:
+        if facts.over is None or rest is None or not 1 <= len(self.reads) <= 2 or self.output >= 0 or self._sides:
             return None
         if any(geometry != self.base for _, geometry in self.reads[:1]):
             return None
@@ -131,7 +155,7 @@ class _Recipe:
     __slots__ = ("constants", "starts", "steps")
 
     def __init__(self) -> None:
-        self.starts: list[tuple[int, int]] = []
+        self.starts: dict[int, int] = {}
         self.constants: list[int] = []
         self.steps: list[tuple[FlatOp, int, Any, tuple[Any, int] | None, tuple[int, ...], bool]] = []
 
@@ -162,6 +186,8 @@ class Rebuilding:
     def _chain(self, number: int, ends: Sequence[int]) -> list[int]:
         """Returns the numbers of the values that lead from `ends` to a value, that one first."""
         found, stack = dict.fromkeys([number]), [number]
+        if number in ends:  # kept in fewer bytes
+            return []
         while stack:
             for read, _ in self._ops[stack.pop()].reads:
                 if read not in found and read not in ends and read in self._ops:
@@ -197,14 +223,16 @@ class Rebuilding:
                 lies_so = is_made and geometry == self._ops[n].base
                 spare.append(is_last and lies_so and numbers.count(n) == 1 and not state_of.get(n))
                 reads.append((n, None if lies_so else geometry))
-                if is_last:
+                if is_last or (n in sources and n not in last):
                     drops.append(n)
             last.update(numbers)
             recipe.steps.append(
                 (op, made, tuple(reads), op.over(spare), tuple(dict.fromkeys(drops)), bool(state_of.get(made)))
             )
         recipe.steps.reverse()
-        recipe.starts = [(n, sources.index(n)) for n in last if n in sources]
+        if not chain:
+            last.add(number)
+        recipe.starts = {n: sources.index(n) for n in last if n in sources}
         recipe.constants = [n for n in last if n not in sources and n not in held and n not in chain]
         return recipe
 
@@ -253,11 +281,13 @@ class Derivation:
         recipe = self.rebuilding.recipe(asked.index, tuple(states))
         number = asked.number
         with _torch.below_autocast_and_autograd(), execution_context.recomputing(), paused():
-            for start, place in recipe.starts:
-                here[start] = asked.sources[place].contents().detach()
+            starts = recipe.starts
             for constant in recipe.constants:
                 here[constant] = constant_of(self.constants[constant])
             for op, made, reads, over, drops, is_awaited in recipe.steps:
+                for n, _ in reads:
+                    if n in starts and n not in here:  # now, since what is kept in fewer bytes is made anew
+                        here[n] = asked.sources[starts[n]].contents().detach()
                 tensors = [here[n] if geometry is None else laid(here[n], geometry) for n, geometry in reads]
                 for n in drops:
                     del here[n]
@@ -271,6 +301,8 @@ class Derivation:
             for other in waiting.get(number, ()):
                 other.held = here[number]
             execution_context.count("num_rederived", self._counts)
+            if not recipe.steps and number in starts:
+                here[number] = asked.sources[starts[number]].contents().detach()
             return laid(here[number], asked.geometry)
 
     def give(self, asked: Derived, held: torch.Tensor) -> None:

@@ -12,13 +12,13 @@ from recoup import _torch
 from recoup.ir.decision import OpMark
 from recoup.runtime import execution_context
 from recoup.runtime.rebuild.call_forms import CallForm, CallLog
-from recoup.runtime.rebuild.cheap_ops import HOLD, OPAQUE, VIEW, OpFacts, has_history, known_facts, op_facts
+from recoup.runtime.rebuild.cheap_ops import HOLD, OPAQUE, VIEW, OpFacts, has_history, known_facts, op_facts, written_by
 from recoup.runtime.rebuild.kept import Kept, Source, on_device
 from recoup.runtime.rebuild.lineage import Geometry, Made, Recorder, Value, geometry_of
 from recoup.runtime.rebuild.marks import Frame, reads_masks, reads_numbers
 from recoup.runtime.rebuild.op_forms import Noted, OpForm, form_of
 from recoup.runtime.rebuild.rewriting import Rewriting
-from recoup.runtime.rebuild.saved_tensor import MIN_BYTES, compact_mask
+from recoup.runtime.rebuild.saved_tensor import MIN_BYTES, compact
 from recoup.runtime.rebuild.segments import Rebuilt, Segment
 
 
@@ -94,10 +94,8 @@ class HeldRecorder(Recorder):
             facts = op_facts(func)
         if self.learning is not None and not self.learning.is_open and (facts is None or facts.kind != VIEW):
             self.learning.failed = True  # by code that is no call: what it does in another step nobody would see
-        if self.on_write is not None and (
-            facts is None or not (facts.is_inert or facts.can_rerun) or facts.is_batch_norm
-        ):
-            self.on_write([a for a in args if isinstance(a, torch.Tensor)])
+        if self.on_write is not None and (written := written_by(facts, args, kwargs)):
+            self.on_write(written)
         if self.paused or facts is None:
             self.log_other()
             return super().__torch_dispatch__(func, (), args, kwargs)
@@ -145,6 +143,14 @@ class HeldRecorder(Recorder):
         for one, other in form.aliases:
             if values[one] is not values[other]:
                 return None
+        for position, _ in form.written:
+            if sum([value is values[position] for value in values]) > 1:
+                return None
+        for base in form.draws:
+            mask = Value()
+            mask.random_mask = True
+            mask.base = base
+            values.append(mask)
         for op, picks in form.ops:
             self._num_made += 1
             made = Noted(op, tuple([values[i] for i in picks]), self._num_made)
@@ -160,6 +166,24 @@ class HeldRecorder(Recorder):
     def note_value(self, tensor: torch.Tensor, value: Value) -> None:
         """Sets the value of a tensor's storage, unless it has one."""
         self._values.setdefault(weakref.ref(tensor.untyped_storage(), self._values.pop), value)
+
+    def note_written(self, tensor: torch.Tensor, value: Value | None) -> None:
+        """Notes what is in a storage that a call wrote to past this recorder, None if that has no history."""
+        known = self.existing(tensor)
+        if known is None and value is not None:
+            self._set(tensor.untyped_storage(), value)
+        elif value is None or known is not value:
+            self._replace(tensor, value or Value())
+
+    def show_mask(self, value: Value, tensor: torch.Tensor) -> Source:
+        """Keeps a random mask as bytes, from what shows it (`CallForm.shows`), to the end of the segment at least."""
+        kept: Source | None = value.alive()
+        if kept is None:
+            assert value.base is not None
+            kept = compact(tensor, torch.bool, value.base)
+            value.kept = weakref.ref(kept)
+        self._leaves[value] = kept
+        return kept
 
     def note_results(self, form: CallForm, values: list[Value], out: Any) -> None:
         """Notes what made the results of a call that ran past this recorder, if they are like those of its form."""
@@ -178,6 +202,29 @@ class HeldRecorder(Recorder):
         if self.log is not None:
             self.log.ops = None
 
+    def log_write(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], olds: list[Any]) -> None:
+        """Notes an op of the call that is looked into that wrote to storages.
+
+        Args:
+            olds: the tensors, each with the value that its storage had before.
+        """
+        log = self.log
+        if log is None or log.ops is None:
+            return
+        for tensor, old in olds:
+            new = self.existing(tensor)
+            if new is None:  # a parameter
+                log.ops = None
+                return
+            log.writes.append((tensor.untyped_storage()._cdata, old, new))
+            if new.made is not None:
+                function = new.made.function  # that of new tensors
+                is_known = type(function) is not Rewriting
+                form = form_of(op_facts(function), args, kwargs, tensor, [(0, tensor)]) if is_known else None
+                self.log_op(form, new.made, [(0, tensor)])
+            elif not (new.random_mask or facts.is_batch_norm):
+                log.ops = None
+
     def log_op(self, form: OpForm | None, made: Made | None, results: list[tuple[int, torch.Tensor]]) -> None:
         """Notes an op of the call that is looked into; without a form there is none of the call."""
         log = self.log
@@ -193,7 +240,7 @@ class HeldRecorder(Recorder):
 
     def _run(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs and records an op."""
-        if facts.can_rerun and not facts.is_batch_norm:
+        if facts.can_rerun and not facts.updates(args):
             made = self._made(facts, args, kwargs)
             out = facts.overload(*args, **kwargs)
             results = self._attach_results(facts, made, out)
@@ -202,13 +249,29 @@ class HeldRecorder(Recorder):
                 self.log_op(form_of(facts, args, kwargs, out, results), made, results)
             return out
         if not facts.is_inert:
-            self.log_other()
-            return super().__torch_dispatch__(facts.overload, (), args, kwargs)
+            return self._run_writing(facts, args, kwargs)
         out = facts.overload(*args, **kwargs)
         if facts.label == HOLD:
             self.log_other()
             if self.deriving:
                 self.hold(out)
+        return out
+
+    def _run_writing(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs and records an op that writes to what it is handed."""
+        if self.log is None:
+            return super().__torch_dispatch__(facts.overload, (), args, kwargs)
+        handed = facts.written_tensors(args, kwargs)
+        if not all(map(has_history, handed)):
+            self.log_other()
+        olds = [(t, self.value_of(t)) for t in handed if has_history(t)]
+        out = super().__torch_dispatch__(facts.overload, (), args, kwargs)
+        if facts.is_batch_norm:
+            made = next((v.made for v in map(self.existing, out) if v is not None), None)
+            results = [(i, t) for i, t in enumerate(out) if (v := self.existing(t)) is not None and v.made is made]
+            args = (*args[:3], None, None, *args[5:])  # as it runs again
+            self.log_op(form_of(facts, args, kwargs, out, results), made, results)
+        self.log_write(facts, args, kwargs, olds)
         return out
 
     def obey(self, mark: OpMark, out: Any, *, writes: bool = False) -> None:
@@ -330,6 +393,13 @@ class HeldRecorder(Recorder):
         """Returns how many saved tensors autograd still holds; those of freed graphs (a logged value) are gone."""
         return sum(ref() is not None for ref in self.packed)
 
+    def obey_for(self, mark: OpMark, value: Value, kept: Source) -> None:
+        """As `obey`, for a value whose contents are kept already."""
+        if mark.holds:
+            self._held.append(kept)
+        elif mark.is_joint and self._around is not None:
+            self._around.joints.add(value)
+
     def hold(self, out: Any, *, writes: bool = False) -> None:
         """Holds the results of an op.
 
@@ -364,7 +434,8 @@ class HeldRecorder(Recorder):
 def keep(value: Value, tensor: torch.Tensor) -> Source:
     """Keeps a tensor's contents for who rebuilds from them; a random mask of zeros and ones as bytes."""
     if value.random_mask:
-        kept: Source = compact_mask(value, tensor)
+        assert value.base is not None
+        kept: Source = compact(tensor, torch.bool, value.base)
     else:
         # Never a result itself: autograd gives it a node once the op has returned, and that node saves what is rebuilt
         # from here, a cycle that no collector sees. Below autograd a plain `detach` would count changes in place apart.

@@ -168,11 +168,12 @@ class KeptView:
 class KeptCompact:
     """A tensor whose values fit a smaller dtype: a random mask of zeros and ones, the indices of a max-pooling."""
 
-    __slots__ = ("__weakref__", "base", "narrow")
+    __slots__ = ("__weakref__", "base", "is_source", "narrow")
 
     def __init__(self, narrow: torch.Tensor, base: Geometry) -> None:
         self.narrow = narrow
         self.base = base
+        self.is_source = True
         execution_context.kept(narrow)
 
     def contents(self) -> torch.Tensor:

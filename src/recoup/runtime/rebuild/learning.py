@@ -50,6 +50,7 @@ class Learning:
         self._written: list[Value] = []
         self._of_others: set[Value] = set()  # results of calls without form
         self._handed_now: Sequence[Any] = ()  # to the call that runs
+        self._shown: dict[Value, int] = {}  # random masks, by which saved tensor
 
     # -- notes --------------------------------------------------------------------------------------------------
 
@@ -129,11 +130,19 @@ class Learning:
         """Called when a call without form turned out to have one."""
         self.failed = True
 
-    def writes(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Called before an op writes to tensors."""
+    def is_written(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Called before an op that is seen writes to tensors."""
         if self._is_inside or not self.is_open:
             self.failed = True
+        self.writes(tensors)
+
+    def writes(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Called before tensors are written to."""
         self._written += [v for v in map(self._recorder.existing, tensors) if v is not None]
+
+    def shows(self, mask: Value) -> None:
+        """Called before a tensor is packed that shows a random mask."""
+        self._shown[mask] = len(self._saves)
 
     def saved(self, tensor: torch.Tensor, value: Value | None, packed: Any) -> None:
         """Called when a tensor was packed."""
@@ -213,18 +222,20 @@ class Learning:
             return None
         found = [p for p in programs if p is not None]
         starts = {n for p in found for n in p.sources | p.constants}
-        if any(self._numbers.get(value, -1) in starts for value in self._written):
+        rebuilt = {number for kind, _, number, _ in saves if kind == REBUILD}  # raises in backward, as plain would
+        if any(self._numbers.get(value, -1) in starts | rebuilt for value in self._written):
             return None
-        if not self._place(found):
+        if not self._place(found, {number for kind, _, number, _ in saves if kind == KEEP}):
             return None
         self._let_go()
         self._let_held_go(_last_uses(saves, found))
+        masks = {at: self._numbers[mask] for mask, at in self._shown.items() if self._numbers.get(mask) in starts}
         values = []
         for value in self._numbers:
             again = Value()
             again.base = value.base
             values.append(again)
-        return StepProgram(self._calls, saves, found, values, self._num_slots, self._constants)
+        return StepProgram(self._calls, saves, found, values, self._num_slots, self._constants, masks)
 
     def _segment(
         self, segment: Segment, wanted: set[Value], kept: set[int], indices: dict[Segment, int]
@@ -247,7 +258,7 @@ class Learning:
                 program.bases[number] = value.base
             alive = value.alive()
             if alive is not None and id(alive) in kept:
-                if type(alive) is not Kept:
+                if type(alive) is not Kept and value not in self._shown:
                     return None
                 program.sources.add(number)
                 continue
@@ -274,8 +285,12 @@ class Learning:
             program.ops.append((made.form, tuple([self._number(read) for read in made.values]), gives))
         return program
 
-    def _place(self, segments: list[SegmentProgram]) -> bool:
-        """Has what segments start from held at the call where it is first met; whether each is met."""
+    def _place(self, segments: list[SegmentProgram], kept: set[int]) -> bool:
+        """Has what segments start from held at the call where it is first met; whether each is met.
+
+        Args:
+            kept: numbers of what is kept where autograd saves it, which is early enough for what no call returns.
+        """
         by_number = {number: value for value, number in self._numbers.items()}
         for attribute, numbers in (
             ("sources", {n for s in segments for n in s.sources}),
@@ -284,6 +299,8 @@ class Learning:
             for number in sorted(numbers):
                 value = by_number[number]
                 where = self._seen.get(value)
+                if where is None and (value in self._shown or (number in kept and attribute == "sources")):
+                    continue
                 if where is None:
                     return False
                 index, is_result, position = where

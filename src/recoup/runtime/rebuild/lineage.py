@@ -247,7 +247,7 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
             if facts.is_batch_norm and len(args) > 5 and args[5]:  # it updates them, though its schema does not say so
                 statistics = [a for a in args[3:5] if isinstance(a, torch.Tensor) and self.existing(a) is not None]
             for tensor in statistics:
-                self._rescue(tensor)
+                self.rescue(tensor)
             out = func(*args, **kwargs)
             for tensor in statistics:
                 self._replace(tensor, Value())
@@ -344,7 +344,7 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
         items = [t for target in targets for t in (target if isinstance(target, (list, tuple)) else (target,))]
         written = [p for t in items if isinstance(t, torch.Tensor) for p in (_torch.sparse_parts(t) or (t,))]
         for tensor in written:
-            self._rescue(tensor)
+            self.rescue(tensor)
         out = func(*args, **kwargs)
         for tensor in written:
             value = Value()
@@ -372,7 +372,7 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
             return self._made(facts, args, kwargs), geometry_of(target)
         return None, None
 
-    def _rescue(self, tensor: torch.Tensor) -> None:
+    def rescue(self, tensor: torch.Tensor) -> None:
         """Copies what is about to be overwritten, if something is to be rebuilt from it: plain would have kept that."""
         old = self.existing(tensor)
         for holder in () if old is None else (old.constant, old.alive()):

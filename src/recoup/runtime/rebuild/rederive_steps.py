@@ -2,8 +2,7 @@
 
 The rules are those of [Note: step programs], with flat lists of ops (`derived.py`) in the place of segments.
 
-What has no program: steps in which an op writes to what something is rebuilt from (BatchNorm in training, activations
-in place), random masks and max-pooling's indices in fewer bytes, autocast.
+What has no program: steps in which an op writes to what something is rebuilt from.
 """
 
 from __future__ import annotations
@@ -21,18 +20,19 @@ from torch import nn
 from recoup import _torch
 from recoup.runtime.rebuild.call_forms import CallForm, CallLog, form_of_call
 from recoup.runtime.rebuild.calls import Calls, CallWatch
-from recoup.runtime.rebuild.cheap_ops import VIEW, OpFacts, known_facts, op_facts
+from recoup.runtime.rebuild.cheap_ops import VIEW, OpFacts, known_facts, op_facts, written_by
 from recoup.runtime.rebuild.derived import Derivation, Derived, FlatOp, Rebuilding
-from recoup.runtime.rebuild.kept import Kept, KeptConstant, KeptView, kept_simply
+from recoup.runtime.rebuild.kept import Kept, KeptCompact, KeptConstant, KeptView, Source, kept_simply
 from recoup.runtime.rebuild.learning import Learning
 from recoup.runtime.rebuild.lineage import Geometry, Recorder, Value, geometry_of
 from recoup.runtime.rebuild.marks import Frame, reads_masks
 from recoup.runtime.rebuild.rederived import Rederived
-from recoup.runtime.rebuild.saved_tensor import pack, rederive, unpack
+from recoup.runtime.rebuild.saved_tensor import compact, pack, rederive, unpack
 from recoup.runtime.rebuild.segments import has_memory
 from recoup.runtime.rebuild.step_program import CONSTANT, KEEP, REBUILD, ProgramCall, StepProgram, parts_of
 from recoup.runtime.rebuild.step_run import StepRun
 
+_Compact = tuple[int, torch.dtype, Geometry]
 _Save = tuple[int, int, Geometry, tuple[int, ...]]  # what becomes of it, number of the value, geometry, sources
 
 
@@ -59,19 +59,14 @@ class WatchedRecorder(Recorder):
             self.log.ops = None
         if self.learning is not None and not self.learning.is_open and (facts is None or facts.kind != VIEW):
             self.learning.failed = True  # by code that is no call: what it does in another step nobody would see
-        if self.on_write is not None and not is_wrapped and _may_write(facts):
-            handed = (*args, *(kwargs or {}).values())
-            self.on_write([a for a in handed if isinstance(a, torch.Tensor)])
+        if self.on_write is not None and not is_wrapped and (written := written_by(facts, args, kwargs)):
+            self.on_write(written)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def _may_write(facts: OpFacts | None) -> bool:
-    return facts is None or facts.is_batch_norm or not (facts.is_inert or facts.can_rerun)
-
-
 def _follows(facts: OpFacts | None, args: tuple[Any, ...]) -> bool:
-    """Whether the metadata of an op's results follow from its arguments' metadata, and it writes to no argument."""
-    if facts is None or _may_write(facts) or (facts.has_dynamic_shape and (not facts.gathers or reads_masks(args))):
+    """Whether the metadata of an op's results follow from its arguments' metadata."""
+    if facts is None or facts.changes_size or (facts.has_dynamic_shape and (not facts.gathers or reads_masks(args))):
         return False
     return facts.label != "aten._to_copy.default" or not _torch.is_autocast()  # casts a parameter once for all
 
@@ -85,6 +80,7 @@ class RederiveProgram(StepProgram):
 
     Attributes:
         kept: what became of each saved tensor. bases: how values lay, by number. rebuilding: how they are rebuilt.
+        compacts: what is kept in fewer bytes, by the place of the saved tensor that has it: number, dtype and base.
     """
 
     def __init__(
@@ -93,10 +89,12 @@ class RederiveProgram(StepProgram):
         kept: list[_Save],
         values: dict[Value, int],
         chained: set[Value],
+        compacts: dict[int, _Compact],
         num_slots: int,
         constants: list[tuple[nn.Parameter, int]],
     ) -> None:
         super().__init__(calls, [], [], [], num_slots, constants)
+        self.compacts = compacts
         self.bases = {number: value.base for value, number in values.items()}
         ops = {values[v]: FlatOp(v.made, v, values) for v in chained if v.made is not None}
         turns = list(itertools.accumulate([kind != CONSTANT for kind, *_ in kept]))
@@ -117,7 +115,9 @@ class RederiveLearning(Learning):
     def __init__(self, recorder: Any) -> None:
         super().__init__(recorder)
         self._kept: list[_Save] = []
-        self._of: weakref.WeakKeyDictionary[Kept, Value] = weakref.WeakKeyDictionary()
+        self._of: weakref.WeakKeyDictionary[Source, Value] = weakref.WeakKeyDictionary()
+        self._compacts: dict[int, _Compact] = {}
+        self._sources: set[Value] = set()  # that may not be written over: rebuilt, or what something is rebuilt from
         self._chained: set[Value] = set()
         self._orders: set[int] = set()  # of ops in calls that have a form
         self._first = 0
@@ -180,13 +180,26 @@ class RederiveLearning(Learning):
                 self._of[packed.kept if isinstance(packed, KeptView) else packed] = value
         elif type(packed) is Rederived and value is not None:
             kind = REBUILD
-            sources = [self._of[s] for s in packed.sources if type(s) is Kept and s in self._of]
+            self._sources.add(value)
+            for source in packed.sources:
+                if type(source) is KeptCompact and source not in self._of:
+                    self._note_compact(value, source)
+            sources = [self._of[s] for s in packed.sources if s in self._of]
+            self._sources.update([v for s, v in zip(packed.sources, sources, strict=False) if type(s) is Kept])
             self.failed = len(sources) < len(packed.sources) or not self._chain(value, set(sources))
         else:
             self.failed = True
         self.failed = self.failed or (kind == REBUILD and not self.is_open)
         number = -1 if value is None else self._number(value)
         self._kept.append((kind, number, geometry_of(tensor), tuple(map(self._number, sources))))
+
+    def _note_compact(self, value: Value, kept: KeptCompact) -> None:
+        """Notes what is kept in fewer bytes: a value that is saved, or the random mask that it shows."""
+        if value.alive() is not kept and value.made is not None and len(value.made.reads) == 1:
+            value = value.made.reads[0].value
+        if value.alive() is kept:
+            self._of[kept] = value
+            self._compacts[len(self._kept)] = self._number(value), kept.narrow.dtype, kept.base
 
     def _chain(self, value: Value, sources: set[Value]) -> bool:
         """Notes the ops that lead from its sources to a value; whether a program can have them."""
@@ -198,9 +211,12 @@ class RederiveLearning(Learning):
             seen.add(current)
             self._number(current)
             if current.constant is not None:
+                self._sources.add(current)
                 continue
             made = current.made
-            if made is None or made.outputs or made.side_results:
+            if made is None:
+                return False
+            if made.outputs and not all([ref() in sources for ref in made.outputs[1:]]):
                 return False
             self._chained.add(current)
             stack += [read.value for read in made.reads]
@@ -210,10 +226,12 @@ class RederiveLearning(Learning):
         """Returns the program of the step that was noted, None if it has none."""
         if self.failed or any(v.made is None or v.made.order not in self._orders for v in self._chained):
             return None
-        if any(value in self._numbers for value in self._written) or not self._place_constants():
+        if not self._sources.isdisjoint(self._written) or not self._place_constants():
             return None
         self._let_go()
-        return RederiveProgram(self._calls, self._kept, self._numbers, self._chained, self._num_slots, self._constants)
+        numbers, calls = self._numbers, self._calls
+        compacts, slots = self._compacts, self._num_slots
+        return RederiveProgram(calls, self._kept, numbers, self._chained, compacts, slots, self._constants)
 
     def _place_constants(self) -> bool:
         """Has parameters that something is rebuilt from noted by the call that reads them first."""
@@ -240,12 +258,13 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 class RederiveRun(StepRun):
     """Follows a program through a step."""
 
-    __slots__ = ("_bases", "_derivation", "_saves", "_values")
+    __slots__ = ("_bases", "_compacts", "_derivation", "_saves", "_values")
 
     def __init__(self, program: RederiveProgram, slots: list[Any], recorder: Any) -> None:
         super().__init__(program, slots, recorder)
         self._values: dict[int, _Known] = {}
         self._saves = program.kept
+        self._compacts = program.compacts
         self._bases = program.bases
         self._derivation = Derivation(program.rebuilding, self._constants, self._under)
 
@@ -286,10 +305,13 @@ class RederiveRun(StepRun):
             return tensor, tensor._version
         if number < 0:
             return kept_simply(tensor)
+        compact_one = self._compacts.get(at)
+        if compact_one is not None:
+            source = compact(tensor, *compact_one[1:])
+            self._known(compact_one[0]).kept = weakref.ref(source)
         value = self._values.get(number)
-        if value is None:
-            value = self._values[number] = _Known()
-            value.base = self._bases[number]
+        if value is None or compact_one is not None:
+            value = self._known(number)
             recorder.set_value(tensor, value)
         elif value.kept is not None and (kept := value.alive()) is not None:
             return kept.saved_as(geometry)
@@ -300,6 +322,13 @@ class RederiveRun(StepRun):
         kept = Kept(tensor)
         value.kept = weakref.ref(kept)
         return kept
+
+    def _known(self, number: int) -> _Known:
+        value = self._values.get(number)
+        if value is None:
+            value = self._values[number] = _Known()
+            value.base = self._bases[number]
+        return value
 
     def _alive(self, number: int) -> Kept | None:
         """Returns what keeps a value, if it is still there."""

@@ -58,13 +58,29 @@ class Running:
         position = self._num_saved
         self._num_saved = position + 1
         expected = self._form.saves[position] if position < len(self._form.saves) else None
+        shown = self._form.shows.get(position)
         if expected is not None and expected[0] is not None:
             size, stride, _, dtype = expected[1]
             if tensor.dtype is dtype and tensor.size() == size and tensor.stride() == stride:
-                recorder.note_value(tensor, self._values[expected[0]])
+                if self._form.written:
+                    recorder.note_written(tensor, self._values[expected[0]])
+                else:
+                    recorder.note_value(tensor, self._values[expected[0]])
                 for mark, numbers in self._marks.values():
                     if expected[0] in numbers:
                         recorder.obey(mark, tensor)
+                if shown is not None:
+                    self._shows(recorder, shown, tensor)
+
+    def _shows(self, recorder: HeldRecorder, number: int, tensor: torch.Tensor) -> None:
+        """Called when autograd saves what tells a random mask that the call drew."""
+        value = self._values[number]
+        kept = recorder.show_mask(value, tensor)
+        if recorder.learning is not None:
+            recorder.learning.shows(value)
+        for mark, numbers in self._marks.values():
+            if number in numbers:
+                recorder.obey_for(mark, value, kept)
 
     def end(self, recorder: HeldRecorder, out: Any) -> None:
         """Called after the call: does what the plan says of its results."""

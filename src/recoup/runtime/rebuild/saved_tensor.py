@@ -27,7 +27,7 @@ from recoup.runtime.rebuild import shortcuts
 from recoup.runtime.rebuild.chain_search import find_sources
 from recoup.runtime.rebuild.cheap_ops import op_facts
 from recoup.runtime.rebuild.kept import Kept, KeptCompact, KeptConstant, Source, on_device, unpacked
-from recoup.runtime.rebuild.lineage import Made, Recorder, Value, current_recorder, geometry_of
+from recoup.runtime.rebuild.lineage import Geometry, Recorder, Value, current_recorder, geometry_of
 from recoup.runtime.rebuild.rederived import Rederived, paused
 
 MIN_BYTES = 4096  # smaller saved tensors are kept: a rebuild takes some 100 us whatever its size
@@ -108,12 +108,17 @@ def _pack_value(recorder: Recorder, tensor: torch.Tensor, value: Value) -> Any:
     ):
         sources: list[Source] | None
         if shortcuts.keeps_indices(op_facts(made.function), made.args, value.output, tensor):
-            sources = [_compact_indices(value, tensor)]
+            indices = compact(tensor, torch.int32, geometry_of(tensor))
+            value.kept = weakref.ref(indices)
+            sources = [indices]
         else:
             sources = find_sources(value, num_bytes)
         if sources is None:
-            mask = _compact_mask(value, made, tensor)  # only weakly held until it is among the sources
-            if mask is not None:
+            with paused(), execution_context.recomputing(), _torch.below_autocast_and_autograd():
+                shown = shortcuts.shown_mask(value, geometry_of(tensor))
+            if shown is not None and shown.base is not None:
+                mask = compact(tensor, torch.bool, shown.base)
+                shown.kept = weakref.ref(mask)  # only weakly held until it is among the sources
                 sources = find_sources(value, num_bytes)
         if sources is not None:
             if execution_context.observer() is not None:
@@ -130,39 +135,15 @@ def _pack_value(recorder: Recorder, tensor: torch.Tensor, value: Value) -> Any:
     return kept
 
 
-def _compact_mask(value: Value, made: Made, tensor: torch.Tensor) -> KeptCompact | None:
-    """Returns the random mask that `tensor` was scaled from, as bytes, and makes it the mask's kept contents."""
-    if len(made.reads) != 1 or not made.reads[0].value.random_mask or tensor.dtype == torch.bool:
-        return None
-    read = made.reads[0]
-    source, base = read.value, read.value.base
-    if base is None or read.geometry != base or base[0] != tensor.size() or value.base != geometry_of(tensor):
-        return None
-    with paused(), execution_context.recomputing(), _torch.below_autocast_and_autograd():
-        if not shortcuts.shows_mask(made, tensor.dtype):
-            return None
-        mask = KeptCompact(tensor.detach() != 0, base)
-    source.kept = weakref.ref(mask)
-    return mask
-
-
-def compact_mask(value: Value, tensor: torch.Tensor) -> KeptCompact:
-    """Returns a random mask of zeros and ones as bytes.
+def compact(tensor: torch.Tensor, dtype: torch.dtype, base: Geometry) -> KeptCompact:
+    """Returns a tensor kept in a smaller dtype; what is not zero becomes True.
 
     Args:
-        value: the mask's, whose base is known. tensor: the mask itself.
+        tensor: itself, or what shows a random mask (`shortcuts.shown_mask`). base: how what is kept lies.
     """
-    assert value.base is not None
     with paused(), execution_context.recomputing(), _torch.below_autocast_and_autograd():
-        return KeptCompact(tensor.detach().to(torch.bool), value.base)
-
-
-def _compact_indices(value: Value, tensor: torch.Tensor) -> KeptCompact:
-    """Returns the indices of a max-pooling in four bytes each, and makes that their kept contents."""
-    with paused(), execution_context.recomputing(), _torch.below_autocast_and_autograd():
-        compact = KeptCompact(tensor.detach().to(torch.int32), geometry_of(tensor))
-    value.kept = weakref.ref(compact)
-    return compact
+        tensor = tensor.detach()
+        return KeptCompact(tensor != 0 if dtype is torch.bool else tensor.to(dtype), base)
 
 
 def unpack(packed: Any) -> torch.Tensor:

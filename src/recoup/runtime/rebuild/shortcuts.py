@@ -20,7 +20,7 @@ import torch
 from recoup import _torch
 from recoup.runtime import execution_context
 from recoup.runtime.rebuild.cheap_ops import OpFacts
-from recoup.runtime.rebuild.lineage import Geometry, Made, Read, geometry_of
+from recoup.runtime.rebuild.lineage import Geometry, Made, Read, Value, geometry_of
 
 
 def call_over(
@@ -89,21 +89,37 @@ def keeps_indices(facts: OpFacts, args: Sequence[Any], output: int, tensor: torc
     )
 
 
-def shows_mask(made: Made, dtype: torch.dtype) -> bool:
-    """Whether the op, of a random mask and numbers, tells the mask's ones from its zeros by `result != 0`.
+def shown_mask(value: Value, geometry: Geometry) -> Value | None:
+    """Returns the random mask of which a value tells the ones from the zeros by `!= 0`, None if it does not.
 
-    Found by running it on a zero and a one: with a scale of zero, or one that underflows in `dtype`, it does not.
+    It is the result of one op of the mask and numbers, which is tried on a zero and a one: with a scale of zero, or one
+    that underflows, it does not.
+
+    Args:
+        geometry: of the tensor that is saved, which has to be the whole value.
     """
+    made = value.made
+    if (
+        type(made) is not Made
+        or len(made.reads) != 1
+        or not made.reads[0].value.random_mask
+        or geometry[3] == torch.bool
+    ):
+        return None
+    read, dtype = made.reads[0], geometry[3]
+    mask, base = read.value, read.value.base
+    if base is None or read.geometry != base or base[0] != geometry[0] or value.base != geometry:
+        return None
     if made.function._schema.name not in ("aten::div", "aten::mul") or not made.is_flat:
-        return False
+        return None
     with _torch.without_dispatch_modes():
-        zero_and_one = torch.tensor([0.0, 1.0]).to(made.reads[0].geometry[3])
+        zero_and_one = torch.tensor([0.0, 1.0]).to(base[3])
         out = made.function(*(zero_and_one if type(a) is Read else a for a in made.args))
         if out.dtype != dtype:
-            return False
+            return None
         zero, one = out.double().tolist()
     least = torch.finfo(dtype).tiny if dtype.is_floating_point else 1
-    return bool(zero == 0 and not abs(one) < least)  # a denormal may be flushed to zero on another device
+    return mask if zero == 0 and not abs(one) < least else None  # a denormal may be flushed to zero on another device
 
 
 def max_pool_gathered(x: torch.Tensor, indices: torch.Tensor, pooled_dims: int) -> torch.Tensor | None:

@@ -253,7 +253,8 @@ class StepProgram:
     Attributes:
         calls: in order. saves: what becomes of each tensor that autograd saves. segments: how each is rebuilt.
         values: one for each number, with the geometry of what fills its storage. end: stands behind the last call.
-        num_slots: of tensors; those of held values come after them.
+        num_slots: of tensors; those of held values come after them. masks: by its place among the saved tensors, the
+            number of the random mask that one shows, which something is rebuilt from.
 
     Args:
         constants: parameters and the slots they lie in.
@@ -267,8 +268,10 @@ class StepProgram:
         values: list[Value],
         num_slots: int,
         constants: list[tuple[nn.Parameter, int]],
+        masks: dict[int, int] | None = None,
     ) -> None:
         self.calls = calls
+        self.masks = masks or {}
         self.end = ProgramCall(None, None, [])
         for i, call in enumerate([*calls, self.end]):
             call.index = i

@@ -11,9 +11,10 @@ import torch
 from recoup import _torch
 from recoup.runtime import execution_context
 from recoup.runtime.rebuild.constant import Constant
-from recoup.runtime.rebuild.kept import Kept, Source, kept_simply, laid
+from recoup.runtime.rebuild.kept import Kept, KeptCompact, Source, kept_simply, laid
 from recoup.runtime.rebuild.lineage import Value, geometry_of
 from recoup.runtime.rebuild.rederived import fitted, paused
+from recoup.runtime.rebuild.saved_tensor import compact
 from recoup.runtime.rebuild.segments import Rebuilt, Segment, Wanted, has_memory, parameter_of
 from recoup.runtime.rebuild.step_program import CONSTANT, REBUILD, ProgramCall, SegmentProgram, StepProgram, parts_of
 
@@ -37,7 +38,7 @@ class SegmentRun:
         self._program = program
         self._constants = constants
         self.pending: set[weakref.ref[Wanted]] = set()
-        self._sources: dict[int, weakref.ref[Kept]] = {}
+        self._sources: dict[int, weakref.ref[Kept | KeptCompact]] = {}
         self._late: dict[int, list[list[Source]]] = {}
         self._starts: dict[int, Wanted] = {}
         if around is not None:
@@ -55,14 +56,14 @@ class SegmentRun:
                 found.append(kept)
         return found
 
-    def keep(self, number: int, kept: Kept) -> None:
+    def keep(self, number: int, kept: Kept | KeptCompact) -> None:
         """Notes what keeps a held value that something is rebuilt from."""
         kept.is_source = True
         self._sources[number] = weakref.ref(kept)
         for sources in self._late.pop(number, ()):
             sources.append(kept)
 
-    def _kept(self, number: int) -> Kept | None:
+    def _kept(self, number: int) -> Kept | KeptCompact | None:
         ref = self._sources.get(number)
         return None if ref is None else ref()
 
@@ -126,6 +127,7 @@ class StepRun:
         "_constants",
         "_handed",
         "_kept",
+        "_masks",
         "_program",
         "_recorder",
         "_segments",
@@ -139,6 +141,7 @@ class StepRun:
 
     def __init__(self, program: StepProgram, slots: list[Any], recorder: Any) -> None:
         self._program = program
+        self._masks = program.masks
         self.slots = slots
         self._under = recorder.surroundings()
         self.call = program.calls[0] if program.calls else program.end
@@ -146,7 +149,7 @@ class StepRun:
         self.end = self.call.first_save
         self._recorder = recorder
         self._handed: Sequence[torch.Tensor] = ()
-        self._kept: dict[int, weakref.ref[Kept]] = {}
+        self._kept: dict[int, weakref.ref[Any]] = {}
         self._constants: dict[int, Constant] = {}
         self._segments: dict[int, SegmentRun] = {}
         self.is_on = True
@@ -247,6 +250,11 @@ class StepRun:
         if kind == CONSTANT:
             return tensor, tensor._version
         recorder.turn += 1
+        mask = self._masks.get(at)
+        if mask is not None:
+            base = self._program.values[mask].base
+            assert base is not None
+            self._own(mask, compact(tensor, torch.bool, base))
         if kind == REBUILD:
             value = self._program.values[number]
             wanted = geometry or value.base
@@ -278,7 +286,7 @@ class StepRun:
             with _torch.past_dispatch_modes():
                 self._own(number, Kept(_torch.alias_below_autograd(tensor), is_saved=False))
 
-    def _own(self, number: int, kept: Kept) -> None:
+    def _own(self, number: int, kept: Kept | KeptCompact) -> None:
         self._kept[number] = weakref.ref(kept)
         holders = self._program.holders.get(number)
         if holders is not None:
@@ -291,7 +299,7 @@ class StepRun:
         self.is_on = False
         for ref in self._kept.values():
             kept = ref()
-            if kept is None:
+            if type(kept) is not Kept:
                 continue
             value = Value()
             value.kept = weakref.ref(kept)
