@@ -16,50 +16,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from recoup import _torch
-from recoup.runtime.rebuild.lineage import PLAIN, Geometry, Value, geometry_of
+from recoup.runtime.rebuild.call_log import CallLog
+from recoup.runtime.rebuild.lineage import PLAIN, Geometry, Value
 from recoup.runtime.rebuild.op_forms import OpForm
 from recoup.runtime.rebuild.shortcuts import shown_mask
 
 SEQUENCES = frozenset([list, tuple, torch.Size])
 _NESTS = SEQUENCES | {slice}
 SCALARS = PLAIN | {type(Ellipsis)}
-
-
-class CallLog:
-    """Ops and saved tensors of one call, collected while it is recorded op by op.
-
-    Attributes:
-        ops: form, values read and values made of each recorded op; None once there was one that has no form.
-        counted: label of each counted op, how many tensors autograd had saved before it, and the values made.
-        saved: value (None: unknown) and geometry of each tensor that autograd saved.
-        writes: of each write to a storage: its address, the values before (None: unknown) and after it.
-        state: what else decides about its ops, before it runs: the call may turn gradients on or off.
-    """
-
-    __slots__ = ("counted", "made", "ops", "saved", "state", "writes")
-
-    def __init__(self) -> None:
-        self.state = _torch.call_state()
-        self.writes: list[tuple[int, Value | None, Value]] = []
-        self.ops: list[tuple[OpForm, tuple[Value, ...], list[Value]]] | None = []
-        self.counted: list[tuple[str, int, list[Value]]] = []
-        self.made: list[Value] = []  # by the op that runs now, if it is counted
-        self.saved: list[tuple[Value | None, Geometry]] = []
-
-    def count(self, label: str) -> None:
-        """Notes an op that is about to run and has a number."""
-        self.made = []
-        self.counted.append((label, len(self.saved), self.made))
-
-    def saves(self, recorder: Any, tensor: torch.Tensor) -> None:
-        """Called before a tensor is packed."""
-        if tensor.layout is not torch.strided:
-            self.ops = None
-            return
-        self.saved.append((recorder.existing(tensor), geometry_of(tensor)))
-
-    def begin(self, recorder: Any) -> None:
-        """Called when it was packed: ops are seen themselves."""
 
 
 class CallForm:

@@ -19,10 +19,11 @@ import torch
 
 from recoup import _torch
 from recoup.runtime import execution_context
-from recoup.runtime.rebuild.call_forms import CallForm, CallLog, form_of_call, scalars_of
+from recoup.runtime.rebuild.call_forms import CallForm, form_of_call, scalars_of
+from recoup.runtime.rebuild.call_log import CallLog
 from recoup.runtime.rebuild.learning import Learning
 from recoup.runtime.rebuild.lineage import Value
-from recoup.runtime.rebuild.running_call import Running, marked
+from recoup.runtime.rebuild.running_call import Running, marked, note_ops
 from recoup.runtime.rebuild.step_program import StepProgram
 from recoup.runtime.rebuild.step_run import StepRun
 from recoup.thresholds import MOST_REMEMBERED_ANSWERS, MOST_TRIES
@@ -285,7 +286,7 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
         self._last = form
         frame = recorder.frame
         ordinal, num_ops = frame.ordinal, form.num_ops
-        values = recorder.note_ops(form, tensors) if form.ops else _NO_VALUES
+        values = note_ops(recorder, form, tensors) if form.ops else _NO_VALUES
         if values is None:
             self._stop()
             return func(*args, **kwargs) if kwargs else func(*args)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -11,12 +11,13 @@ import torch
 from recoup import _torch
 from recoup.ir.decision import OpMark
 from recoup.runtime import execution_context
-from recoup.runtime.rebuild.call_forms import CallForm, CallLog
+from recoup.runtime.rebuild.call_forms import CallForm
+from recoup.runtime.rebuild.call_log import CallLog
 from recoup.runtime.rebuild.cheap_ops import HOLD, OPAQUE, VIEW, OpFacts, has_history, known_facts, op_facts, written_by
 from recoup.runtime.rebuild.kept import Kept, Source, on_device
 from recoup.runtime.rebuild.lineage import Geometry, Made, Recorder, Value, geometry_of
 from recoup.runtime.rebuild.marks import Frame, reads_masks, reads_numbers
-from recoup.runtime.rebuild.op_forms import Noted, OpForm, form_of
+from recoup.runtime.rebuild.op_forms import form_of
 from recoup.runtime.rebuild.rewriting import Rewriting
 from recoup.runtime.rebuild.saved_tensor import MIN_BYTES, compact
 from recoup.runtime.rebuild.segments import Rebuilt, Segment
@@ -123,46 +124,6 @@ class HeldRecorder(Recorder):
         tensors = [(i, t) for i, t in results if isinstance(t, torch.Tensor) and has_history(t)]
         return [(i, t) for i, t in tensors if (value := self.existing(t)) is not None and value.made is made]
 
-    def note_ops(self, form: CallForm, tensors: Sequence[torch.Tensor]) -> list[Value] | None:
-        """Notes the ops of a call that is about to run past this recorder; returns what they read and make.
-
-        None if the call is not as its form has it: what its tensors lie over is read otherwise.
-        """
-        values = []
-        known, ref = self._values.get, weakref.ref
-        for tensor, dtype in zip(tensors, form.dtypes, strict=True):
-            value = known(ref(tensor.untyped_storage()))
-            if value is None:
-                value = self.value_of(tensor)
-            if value.made is None and value.constant is None:
-                with _torch.past_dispatch_modes():
-                    self.read_leaf(value, tensor)
-            if value.base is not None and value.base[3] is not dtype:
-                return None
-            values.append(value)
-        for one, other in form.aliases:
-            if values[one] is not values[other]:
-                return None
-        for position, _ in form.written:
-            if sum([value is values[position] for value in values]) > 1:
-                return None
-        for base in form.draws:
-            mask = Value()
-            mask.random_mask = True
-            mask.base = base
-            values.append(mask)
-        for op, picks in form.ops:
-            self._num_made += 1
-            made = Noted(op, tuple([values[i] for i in picks]), self._num_made)
-            for position, base in op.bases:
-                value = Value()
-                value.made = made
-                value.base = base
-                if position:
-                    value.output = position
-                values.append(value)
-        return values
-
     def note_value(self, tensor: torch.Tensor, value: Value) -> None:
         """Sets the value of a tensor's storage, unless it has one."""
         self._values.setdefault(weakref.ref(tensor.untyped_storage(), self._values.pop), value)
@@ -200,43 +161,7 @@ class HeldRecorder(Recorder):
     def log_other(self) -> None:
         """Notes that the call that is looked into runs an op that has no form."""
         if self.log is not None:
-            self.log.ops = None
-
-    def log_write(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], olds: list[Any]) -> None:
-        """Notes an op of the call that is looked into that wrote to storages.
-
-        Args:
-            olds: the tensors, each with the value that its storage had before.
-        """
-        log = self.log
-        if log is None or log.ops is None:
-            return
-        for tensor, old in olds:
-            new = self.existing(tensor)
-            if new is None:  # a parameter
-                log.ops = None
-                return
-            log.writes.append((tensor.untyped_storage()._cdata, old, new))
-            if new.made is not None:
-                function = new.made.function  # that of new tensors
-                is_known = type(function) is not Rewriting
-                form = form_of(op_facts(function), args, kwargs, tensor, [(0, tensor)]) if is_known else None
-                self.log_op(form, new.made, [(0, tensor)])
-            elif not (new.random_mask or facts.is_batch_norm):
-                log.ops = None
-
-    def log_op(self, form: OpForm | None, made: Made | None, results: list[tuple[int, torch.Tensor]]) -> None:
-        """Notes an op of the call that is looked into; without a form there is none of the call."""
-        log = self.log
-        if log is None or log.ops is None:
-            return
-        values = [value for value in [self.existing(tensor) for _, tensor in results] if value is not None]
-        if form is None or made is None:
-            log.ops = None
-        else:
-            log.ops.append((form, made.values, values))
-            log.made.extend(values)
-            log.made = []
+            self.log.add_other()
 
     def _run(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs and records an op."""
@@ -246,7 +171,7 @@ class HeldRecorder(Recorder):
             results = self._attach_results(facts, made, out)
             if self.log is not None and (results or not isinstance(out, torch.Tensor) or self.existing(out) is None):
                 # else it is a view, though its schema does not say so
-                self.log_op(form_of(facts, args, kwargs, out, results), made, results)
+                self.log.add_op(form_of(facts, args, kwargs, out, results), made, self._values_of(results))
             return out
         if not facts.is_inert:
             return self._run_writing(facts, args, kwargs)
@@ -261,18 +186,23 @@ class HeldRecorder(Recorder):
         """Runs and records an op that writes to what it is handed."""
         if self.log is None:
             return super().__torch_dispatch__(facts.overload, (), args, kwargs)
-        handed = facts.written_tensors(args, kwargs)
-        if not all(map(has_history, handed)):
+        written = facts.written_tensors(args, kwargs)
+        if not all(map(has_history, written)):
             self.log_other()
-        olds = [(t, self.value_of(t)) for t in handed if has_history(t)]
+            return super().__torch_dispatch__(facts.overload, (), args, kwargs)
+        olds = [(tensor, self.value_of(tensor)) for tensor in written]
         out = super().__torch_dispatch__(facts.overload, (), args, kwargs)
         if facts.is_batch_norm:
             made = next((v.made for v in map(self.existing, out) if v is not None), None)
             results = [(i, t) for i, t in enumerate(out) if (v := self.existing(t)) is not None and v.made is made]
             args = (*args[:3], None, None, *args[5:])  # as it runs again
-            self.log_op(form_of(facts, args, kwargs, out, results), made, results)
-        self.log_write(facts, args, kwargs, olds)
+            self.log.add_op(form_of(facts, args, kwargs, out, results), made, self._values_of(results))
+        for tensor, old in olds:
+            self.log.add_write(facts, args, kwargs, tensor, old, self.existing(tensor))
         return out
+
+    def _values_of(self, results: list[tuple[int, torch.Tensor]]) -> list[Value]:
+        return [value for value in [self.existing(tensor) for _, tensor in results] if value is not None]
 
     def obey(self, mark: OpMark, out: Any, *, writes: bool = False) -> None:
         """Carries out an op's mark: holds its results, or joins them to the segment's pieces."""

@@ -151,7 +151,7 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
         self.call: Any = None
         self.program: Any = None
         self.learning: Any = None
-        self._num_made = 0
+        self.num_made = 0
         self.packed: list[weakref.ref[Any]] = []  # what autograd got for each saved tensor, unless `is_cheap`
         self.turn = 0  # counts saved tensors: backward asks about in reverse
         self._values: dict[weakref.ref[torch.UntypedStorage], Value] = {}  # of live storages; see `waiting.py`
@@ -264,14 +264,14 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
         recorded = self._encode(args, reads)
         if recorded is None:
             return None
-        self._num_made += 1
+        self.num_made += 1
         if not kwargs:
             is_flat = len([a for a in recorded if type(a) is Read]) == len(reads)
-            return Made(facts.function, recorded, kwargs, reads, is_flat, self._num_made)
+            return Made(facts.function, recorded, kwargs, reads, is_flat, self.num_made)
         values = self._encode(kwargs.values(), reads)
         if values is None:
             return None
-        return Made(facts.function, recorded, dict(zip(kwargs, values, strict=True)), reads, False, self._num_made)
+        return Made(facts.function, recorded, dict(zip(kwargs, values, strict=True)), reads, False, self.num_made)
 
     def _encode(self, items: Iterable[Any], reads: list[Read]) -> tuple[Any, ...] | None:
         """Returns `items` with tensors replaced by reads, or None if one of them cannot be recorded."""

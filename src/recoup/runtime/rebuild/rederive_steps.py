@@ -18,7 +18,8 @@ import torch
 from torch import nn
 
 from recoup import _torch
-from recoup.runtime.rebuild.call_forms import CallForm, CallLog, form_of_call
+from recoup.runtime.rebuild.call_forms import CallForm, form_of_call
+from recoup.runtime.rebuild.call_log import CallLog
 from recoup.runtime.rebuild.calls import Calls, CallWatch
 from recoup.runtime.rebuild.cheap_ops import VIEW, OpFacts, known_facts, op_facts, written_by
 from recoup.runtime.rebuild.derived import Derivation, Derived, FlatOp, Rebuilding
@@ -138,7 +139,7 @@ class RederiveLearning(Learning):
         self.begin(func, None, tensors)
         self._calls[-1].scalars = scalars
         self._calls[-1].note_items(args, kwargs, tensors)
-        self._first = self._recorder._num_made
+        self._first = self._recorder.num_made
 
     def end_call(self, form: CallForm | None, out: Any) -> None:
         """Called when it has returned."""
@@ -148,7 +149,7 @@ class RederiveLearning(Learning):
         call = self._calls[-1]
         call.form = form
         if form is not None:
-            self._orders.update(range(self._first + 1, self._recorder._num_made + 1))
+            self._orders.update(range(self._first + 1, self._recorder.num_made + 1))
         else:  # what it is handed twice counts twice
             places: dict[int, int] = {}
             for tensor in handed:

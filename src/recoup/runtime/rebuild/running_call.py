@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from recoup import _torch
 from recoup.ir.decision import OpMark
 from recoup.runtime.rebuild.call_forms import CallForm
 from recoup.runtime.rebuild.held_recorder import HeldRecorder
 from recoup.runtime.rebuild.lineage import Value
+from recoup.runtime.rebuild.op_forms import Noted
 
 _Marked = tuple[OpMark, tuple[int, ...]]
 
@@ -26,6 +29,44 @@ def marked(marks: dict[int, OpMark], begin: int, form: CallForm) -> dict[int, _M
                 return None
             found[i] = mark, numbers or ()
     return found
+
+
+def note_ops(recorder: HeldRecorder, form: CallForm, tensors: Sequence[torch.Tensor]) -> list[Value] | None:
+    """Notes the ops of a call that is about to run past this recorder; returns what they read and make.
+
+    None if the call is not as its form has it: what its tensors lie over is read otherwise.
+    """
+    values = []
+    for tensor, dtype in zip(tensors, form.dtypes, strict=True):
+        value = recorder.value_of(tensor)
+        if value.made is None and value.constant is None:
+            with _torch.past_dispatch_modes():
+                recorder.read_leaf(value, tensor)
+        if value.base is not None and value.base[3] is not dtype:
+            return None
+        values.append(value)
+    for one, other in form.aliases:
+        if values[one] is not values[other]:
+            return None
+    for position, _ in form.written:
+        if sum([value is values[position] for value in values]) > 1:
+            return None
+    for base in form.draws:
+        mask = Value()
+        mask.random_mask = True
+        mask.base = base
+        values.append(mask)
+    for op, picks in form.ops:
+        recorder.num_made += 1
+        made = Noted(op, tuple([values[i] for i in picks]), recorder.num_made)
+        for position, base in op.bases:
+            value = Value()
+            value.made = made
+            value.base = base
+            if position:
+                value.output = position
+            values.append(value)
+    return values
 
 
 class Running:

@@ -1,0 +1,85 @@
+"""What one call of a torch function does, noted while its ops are recorded one by one: a form is made from it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from recoup import _torch
+from recoup.runtime.rebuild.cheap_ops import OpFacts, op_facts
+from recoup.runtime.rebuild.lineage import Geometry, Made, Value, geometry_of
+from recoup.runtime.rebuild.op_forms import OpForm, form_of
+from recoup.runtime.rebuild.rewriting import Rewriting
+
+
+class CallLog:
+    """Ops and saved tensors of one call, collected while it is recorded op by op.
+
+    Attributes:
+        ops: form, values read and values made of each recorded op; None once there was one that has no form.
+        counted: label of each counted op, how many tensors autograd had saved before it, and the values made.
+        saved: value (None: unknown) and geometry of each tensor that autograd saved.
+        writes: of each write to a storage: its address, the values before (None: unknown) and after it.
+        state: what else decides about its ops, before it runs: the call may turn gradients on or off.
+    """
+
+    __slots__ = ("counted", "made", "ops", "saved", "state", "writes")
+
+    def __init__(self) -> None:
+        self.state = _torch.call_state()
+        self.writes: list[tuple[int, Value | None, Value]] = []
+        self.ops: list[tuple[OpForm, tuple[Value, ...], list[Value]]] | None = []
+        self.counted: list[tuple[str, int, list[Value]]] = []
+        self.made: list[Value] = []  # by the op that runs now, if it is counted
+        self.saved: list[tuple[Value | None, Geometry]] = []
+
+    def count(self, label: str) -> None:
+        """Notes an op that is about to run and has a number."""
+        self.made = []
+        self.counted.append((label, len(self.saved), self.made))
+
+    def saves(self, recorder: Any, tensor: torch.Tensor) -> None:
+        """Called before a tensor is packed."""
+        if tensor.layout is not torch.strided:
+            self.ops = None
+            return
+        self.saved.append((recorder.existing(tensor), geometry_of(tensor)))
+
+    def begin(self, recorder: Any) -> None:
+        """Called when it was packed: ops are seen themselves."""
+
+    def add_other(self) -> None:
+        """Notes an op that has no form."""
+        self.ops = None
+
+    def add_op(self, form: OpForm | None, made: Made | None, values: list[Value]) -> None:
+        """Notes a recorded op and what it made; without a form there is none of the call."""
+        if self.ops is None:
+            return
+        if form is None or made is None:
+            self.ops = None
+        else:
+            self.ops.append((form, made.values, values))
+            self.made.extend(values)
+            self.made = []
+
+    def add_write(
+        self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], tensor: torch.Tensor, old: Value, new: Any
+    ) -> None:
+        """Notes that an op wrote to a tensor.
+
+        Args:
+            old, new: values of its storage before and after, None for a parameter's.
+        """
+        if new is None:
+            self.ops = None
+            return
+        self.writes.append((tensor.untyped_storage()._cdata, old, new))
+        if new.made is not None:
+            function = new.made.function  # that of new tensors
+            is_known = type(function) is not Rewriting
+            form = form_of(op_facts(function), args, kwargs, tensor, [(0, tensor)]) if is_known else None
+            self.add_op(form, new.made, [new])
+        elif not (new.random_mask or facts.is_batch_norm):
+            self.ops = None
