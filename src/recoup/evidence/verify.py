@@ -292,7 +292,8 @@ class _Verification:
         plain_result = self._plain_result()
         noise = 0.0
         if self._tiles:
-            noise = rounding_noise(plain_result, self._result(planned=False, times=NOISE_FACTOR))
+            # One draw of how far two roundings lie apart, as the plan's error is another: half of the time the larger.
+            noise = 2 * rounding_noise(plain_result, self._result(planned=False, times=NOISE_FACTOR))
         before = execution_context.thread_log()
         planned_result = self._result(planned=True)
         ran = execution_context.thread_log() - before
