@@ -6,15 +6,18 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from recoup.api import plan, verify
 from recoup.evidence.gradients import equal_values
 from recoup.evidence.memory import measure_peak
 from recoup.ir.decision import Decision, Rebuild, Rederive
 from recoup.runtime.apply import apply_decisions
+from recoup.runtime.rebuild import dropout
 from recoup.runtime.rebuild.calls import Calls
 from recoup.runtime.rebuild.step_run import StepRun
 
@@ -41,6 +44,10 @@ class Net(nn.Module):
 
 def _dropout(net: Net, i: int, x: Tensor) -> Tensor:
     return F.dropout(F.gelu(net.linears[i](x)), 0.3 if net.is_other else 0.1)
+
+
+def _fused_dropout(net: Net, i: int, x: Tensor) -> Tensor:
+    return torch.native_dropout(F.gelu(net.linears[i](x)), 0.3 if net.is_other else 0.1, True)[0]  # as on a GPU
 
 
 def _dropout_in_place(net: Net, i: int, x: Tensor) -> Tensor:
@@ -97,7 +104,7 @@ def _accumulated(net: Net, i: int, x: Tensor) -> Tensor:
     return torch.tanh(total)
 
 
-FOLLOWED = [_dropout, _by_channel, _attention, _batch_norm, _batch_norm_in_place, _pooled]
+FOLLOWED = [_dropout, _fused_dropout, _by_channel, _attention, _batch_norm, _batch_norm_in_place, _pooled]
 OTHERS = [_dropout_in_place, _mask_of_ones_own, _written_later, _accumulated]
 PLANS: list[Decision] = [Rederive(path=""), Rebuild(path="")]
 
@@ -166,3 +173,41 @@ def test_a_program_takes_the_bytes_of_the_record(layer: Any, plan: Decision, pro
             net.zero_grad()
     assert max(peaks[1:], default=0) <= max(peaks[:1], default=0)  # of a program's steps and of the record's
     assert programs[-1:] == [True] or layer in OTHERS
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("probability", [0.1, 0.123, 0.5, 0.9])
+def test_a_fused_dropouts_result_follows_from_its_mask(dtype: torch.dtype, probability: float) -> None:
+    x = torch.randn(4096, dtype=dtype)
+    out, mask = torch.native_dropout(x, probability, True)
+    scale = dropout.scale_of(dtype, "cpu", (probability, True))
+    assert (scale is None) == (dtype is torch.bfloat16)  # whose kernel on the CPU rounds in between
+    assert scale is None or torch.equal(dropout.MADE_BY(x, mask, scale), out)
+
+
+def test_scales_are_those_of_the_kernels() -> None:
+    assert dropout.scale_of(torch.bfloat16, "cuda", (0.1, True)) == float(np.float32(1) / np.float32(0.9))
+    assert dropout.scale_of(torch.float64, "cuda", (0.1, True)) == 1 / 0.9
+    assert dropout.scale_of(torch.float32, "xpu", (0.1, True)) is None
+    assert dropout.scale_of(torch.float32, "cuda", (0.0, True)) is None
+    assert dropout.scale_of(torch.float32, "cuda", (0.1, False)) is None
+
+
+def test_a_plan_by_tensor_holds_a_fused_dropouts_mask() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x * self.scale
+            for _ in range(4):
+                x = torch.tanh(torch.native_dropout(torch.sin(x) * 2, 0.5, True)[0] + 1)
+            return x.sum()
+
+    x = torch.randn(1 << 16)
+    made = plan(Model(), x, budget="min", actions=("rebuild",))
+    evidence = verify(Model(), made, x)
+    assert evidence.exact
+    assert evidence.peak_bytes == pytest.approx(made.predicted.peak_bytes, rel=1e-4)
+    assert evidence.peak_bytes < 0.75 * evidence.baseline_peak_bytes  # with results held there was nothing to gain

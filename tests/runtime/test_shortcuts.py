@@ -12,7 +12,7 @@ from torch import nn
 import recoup
 from recoup.runtime.rebuild import shortcuts
 from recoup.runtime.rebuild.cheap_ops import op_facts
-from recoup.runtime.rebuild.lineage import geometry_of
+from recoup.runtime.rebuild.values import geometry_of
 
 aten = torch.ops.aten
 

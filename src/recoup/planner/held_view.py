@@ -19,6 +19,7 @@ from recoup.cost.flops import product_flops
 from recoup.cost.model import PricedTrace
 from recoup.ir.decision import OpMark, Rebuild
 from recoup.ir.trace import Signature, TensorSpec, Trace
+from recoup.runtime.rebuild import dropout
 from recoup.runtime.rebuild.cheap_ops import DETACH, HOLD, VIEW, OpFacts, op_facts
 from recoup.runtime.rebuild.saved_tensor import MIN_BYTES
 from recoup.solver.build import measure
@@ -53,10 +54,13 @@ class HeldView:
                 saves = label.held is None
                 marks.setdefault(first, {}).update(begins_segment=True, saves=saves)
             for value in label.held or ():
-                marks.setdefault(self.maker[value], {})["holds"] = True
+                if value not in self.problem.ops[self.maker[value]].draws:  # which are held anyway
+                    marks.setdefault(self.maker[value], {})["holds"] = True
             for begin, joints in label.pieces:
                 marks.setdefault(begin, {})["begins_piece"] = True
                 for value in joints:
+                    if value in self.problem.ops[self.maker[value]].draws:
+                        continue
                     marks.setdefault(self.maker[value], {})["is_joint"] = True
         found: dict[OpMark, dict[str, Any]] = {}
         for at, says in sorted(marks.items()):
@@ -117,10 +121,13 @@ def held_view(priced: PricedTrace, *, kept_paths: frozenset[str] = frozenset()) 
             dear.update(inputs)
         is_mask = facts is not None and facts.is_random_mask
         outputs = tuple(new_value(s, at, is_mask=is_mask) for s in (*fresh, *written))
+        draws: tuple[int, ...] = ()
+        if facts is not None and facts.is_dropout and len(fresh) == 2 and _draws_again(trace, signature):
+            draws = (min(outputs, key=value_bytes.__getitem__),)
         can_rerun = (
             facts is not None
             and trace.calls[op.call].path not in kept_paths
-            and (facts.can_rerun or (facts.can_rewrite and writes_known))
+            and (facts.can_rerun or bool(draws) or (facts.can_rewrite and writes_known))
         )
         ops.append(
             Op(
@@ -130,6 +137,7 @@ def held_view(priced: PricedTrace, *, kept_paths: frozenset[str] = frozenset()) 
                 + (0.0 if signature.is_view else overheads)
                 + flop_seconds * products[op.signature],
                 can_rerun=can_rerun,
+                draws=draws if can_rerun else (),
             )
         )
     if dear:
@@ -223,6 +231,15 @@ def _item_bytes(signature: Signature) -> int:
     """Returns the bytes of one element of an op's first argument."""
     first = next((a for a in signature.args if isinstance(a, TensorSpec)), None)
     return 1 if first is None else getattr(torch, first.dtype.removeprefix("torch.")).itemsize
+
+
+def _draws_again(trace: Trace, signature: Signature) -> bool:
+    """Whether a dropout's result follows from its input and its mask."""
+    first, *rest = signature.args
+    if not isinstance(first, TensorSpec):
+        return False
+    device_type = trace.device if trace.device == "cpu" else "cuda"
+    return dropout.scale_of(getattr(torch, first.dtype.removeprefix("torch.")), device_type, rest) is not None
 
 
 def _facts(name: str) -> OpFacts | None:

@@ -32,12 +32,19 @@ class Op:
         inputs, outputs: values, as indices into `Segment.value_bytes`. Each value has at most one maker.
         seconds: what running it again takes (any unit, the same for all).
         can_rerun: whether it may run again at all.
+        draws: of its outputs those that it reads when it runs again, a dropout's mask: nothing makes them again.
     """
 
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     seconds: float
     can_rerun: bool = True
+    draws: tuple[int, ...] = ()
+
+    @property
+    def rerun_reads(self) -> tuple[int, ...]:
+        """What it reads when it runs again."""
+        return self.inputs + self.draws
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,18 +80,19 @@ class Cuts:
         num_values, num_ops = len(segment.value_bytes), len(segment.ops)
         self._source, self._sink = num_values + num_ops, num_values + num_ops + 1
         self._maker = {v: i for i, op in enumerate(segment.ops) for v in op.outputs}
+        self._drawn = {v for op in segment.ops for v in op.draws}
         self._network = FlowNetwork(num_values + num_ops + 2)
         self._priced: list[tuple[int, int]] = []  # edges that a price is for, and its bytes
         for edge, (value, made_by) in enumerate(self._maker.items()):
             nbytes = segment.value_bytes[value]
             if nbytes is not None:
                 self._priced.append((edge, nbytes))
-            self._network.add_edge(value, num_values + made_by, math.inf)
+            self._network.add_edge(value, self._sink if value in self._drawn else num_values + made_by, math.inf)
         for value in sorted(segment.reads & self._maker.keys()):
             self._network.add_edge(self._source, value, math.inf)
         for i, op in enumerate(segment.ops):
             self._network.add_edge(num_values + i, self._sink, op.seconds if op.can_rerun else math.inf)
-            for value in dict.fromkeys(op.inputs):
+            for value in dict.fromkeys(op.rerun_reads):
                 if value in self._maker:
                     self._network.add_edge(num_values + i, value, math.inf)
 
@@ -99,7 +107,9 @@ class Cuts:
         if side is None:
             return None
         num_values = len(segment.value_bytes)
-        values = tuple(v for v in sorted(self._maker) if side[v] and not side[num_values + self._maker[v]])
+        values = tuple(
+            v for v in sorted(self._maker) if side[v] and (v in self._drawn or not side[num_values + self._maker[v]])
+        )
         rerun = tuple(i for i in range(len(segment.ops)) if side[num_values + i])
         return Held(
             values=values,
@@ -196,7 +206,8 @@ class _Evaluation:
     def __init__(self, segment: Segment) -> None:
         self._segment = segment
         self._maker = maker = {v: i for i, op in enumerate(segment.ops) for v in op.outputs}
-        self._made_inputs = [[v for v in op.inputs if v in maker] for op in segment.ops]
+        self._drawn = {v for op in segment.ops for v in op.draws}
+        self._made_inputs = [[v for v in op.rerun_reads if v in maker] for op in segment.ops]
         self._made_reads = [v for v in segment.reads if v in maker]
 
     def of(self, values: Collection[int]) -> Held:
@@ -207,7 +218,7 @@ class _Evaluation:
         waiting = self._made_reads.copy()
         while waiting:
             value = waiting.pop()
-            if value in values:
+            if value in values or value in self._drawn:
                 read.add(value)
             elif (made_by := maker[value]) not in rerun:
                 rerun.add(made_by)

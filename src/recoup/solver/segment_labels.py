@@ -145,6 +145,7 @@ class LabelMaker:
                     outputs=tuple(map(local.__getitem__, op.outputs)),
                     seconds=op.seconds,
                     can_rerun=op.can_rerun,
+                    draws=tuple(map(local.__getitem__, op.draws)),
                 )
                 for op in problem.ops[first:last]
             ),
@@ -197,11 +198,11 @@ class LabelMaker:
             at = self._maker.get(value)
             if at is None or at in rerun or value in held:
                 continue
-            if value not in made or not problem.ops[at].can_rerun:
+            if value not in made or not problem.ops[at].can_rerun or value in problem.ops[at].draws:
                 held.add(value)
                 continue
             rerun.add(at)
-            stack.extend(problem.ops[at].inputs)
+            stack.extend(problem.ops[at].rerun_reads)
         before = [v for v in held if v not in made]
         charged = [v for v in held if v in made or self._reader_before(v, i) is None]
         there = set(charged)
@@ -315,7 +316,7 @@ def _rebuild_bytes(
     made: set[int] = set()
     alive, most = 0, 0
     for at in rerun:
-        outputs = ops[at].outputs
+        outputs = [v for v in ops[at].outputs if v not in ops[at].draws]
         made.update(outputs)
         alive += sum(sizes[v] or 0 for v in outputs)
         most = max(most, alive)

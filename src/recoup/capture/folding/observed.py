@@ -25,7 +25,8 @@ from recoup.capture.folding.surface import (
     traits_of,
 )
 from recoup.capture.folding.zones import Irregular
-from recoup.runtime.rebuild.lineage import Value, current_recorder
+from recoup.runtime.rebuild.lineage import current_recorder
+from recoup.runtime.rebuild.values import Value
 
 if TYPE_CHECKING:
     from recoup.capture.folding.fold import Folding

@@ -16,7 +16,7 @@ from torch import nn
 from recoup._allocation import LARGE_BLOCK_BYTES
 from recoup.runtime import execution_context
 from recoup.runtime.offload.transport import Transport, make_transport
-from recoup.runtime.rebuild.lineage import Geometry, Value, geometry_of
+from recoup.runtime.rebuild.values import Geometry, Value, geometry_of
 from recoup.runtime.waiting import Waiting
 
 MIN_BYTES = LARGE_BLOCK_BYTES

@@ -30,7 +30,7 @@ from recoup.runtime.offload.offloaded_saved_tensor import (
     flat_bytes,
 )
 from recoup.runtime.offload.transport import Transport, make_transport
-from recoup.runtime.rebuild.lineage import geometry_of
+from recoup.runtime.rebuild.values import geometry_of
 
 _WHOLE_SHARE = 0.5  # of a storage that a tensor must cover to have it moved whole: `unsafe_chunk`'s parts change unseen
 

@@ -17,9 +17,9 @@ from torch import nn
 
 from recoup import _torch
 from recoup.runtime.rebuild.call_log import CallLog
-from recoup.runtime.rebuild.lineage import PLAIN, Geometry, Value
 from recoup.runtime.rebuild.op_forms import OpForm
 from recoup.runtime.rebuild.shortcuts import shown_mask
+from recoup.runtime.rebuild.values import PLAIN, Geometry, Value
 
 SEQUENCES = frozenset([list, tuple, torch.Size])
 _NESTS = SEQUENCES | {slice}
@@ -234,7 +234,7 @@ def _knows(
             aliases.append((numbers[id(value)], i))
         numbers.setdefault(id(value), i)
     num = len(tensors)
-    drawn = [value for _, _, value in log.writes if value.random_mask]
+    drawn = [*log.drawn, *[value for _, _, value in log.writes if value.random_mask]]
     for value in drawn:
         numbers[id(value)] = num
         num += 1
@@ -252,8 +252,8 @@ def _knows(
             made.add(id(value))
             num += 1
     for position, (value, geometry) in enumerate(log.saved):
-        mask = None if value is None else shown_mask(value, geometry)
-        if mask is not None and any(mask is each for each in drawn):
+        mask = None if value is None else shown_mask(value, geometry) or value
+        if any(mask is each for each in drawn):
             form.shows.setdefault(position, numbers[id(mask)])
     if len(set(form.shows.values())) < len(drawn):
         return False  # its contents would not be seen from outside
@@ -268,7 +268,7 @@ def _knows(
     form.ops, form.num_ops = tuple(ops), len(log.counted)
     form.aliases = tuple(aliases)
     found = [(numbers[id(v)] if v is not None and id(v) in made else None, geometry) for v, geometry in log.saved]
-    form.saves = tuple(found) if any(number is not None for number, _ in found) else ()
+    form.saves = tuple(found) if form.shows or any(number is not None for number, _ in found) else ()
     outs = [(-1, out)] if type(out) is torch.Tensor else list(enumerate(out)) if isinstance(out, (tuple, list)) else []
     results: list[tuple[int, int, int]] = []
     given = []

@@ -8,9 +8,9 @@ import torch
 
 from recoup import _torch
 from recoup.runtime.rebuild.cheap_ops import OpFacts, op_facts
-from recoup.runtime.rebuild.lineage import Geometry, Made, Value, geometry_of
 from recoup.runtime.rebuild.op_forms import OpForm, form_of
 from recoup.runtime.rebuild.rewriting import Rewriting
+from recoup.runtime.rebuild.values import Geometry, Made, Value, geometry_of
 
 
 class CallLog:
@@ -20,14 +20,16 @@ class CallLog:
         ops: form, values read and values made of each recorded op; None once there was one that has no form.
         counted: label of each counted op, how many tensors autograd had saved before it, and the values made.
         saved: value (None: unknown) and geometry of each tensor that autograd saved.
-        writes: of each write to a storage: its address, the values before (None: unknown) and after it.
+        drawn: random masks that a kernel returned.
+        writes: of each write to a storage: its address, the values before and after it.
         state: what else decides about its ops, before it runs: the call may turn gradients on or off.
     """
 
-    __slots__ = ("counted", "made", "ops", "saved", "state", "writes")
+    __slots__ = ("counted", "drawn", "made", "ops", "saved", "state", "writes")
 
     def __init__(self) -> None:
         self.state = _torch.call_state()
+        self.drawn: list[Value] = []
         self.writes: list[tuple[int, Value | None, Value]] = []
         self.ops: list[tuple[OpForm, tuple[Value, ...], list[Value]]] | None = []
         self.counted: list[tuple[str, int, list[Value]]] = []

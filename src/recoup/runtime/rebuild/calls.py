@@ -22,10 +22,10 @@ from recoup.runtime import execution_context
 from recoup.runtime.rebuild.call_forms import CallForm, form_of_call, scalars_of
 from recoup.runtime.rebuild.call_log import CallLog
 from recoup.runtime.rebuild.learning import Learning
-from recoup.runtime.rebuild.lineage import Value
 from recoup.runtime.rebuild.running_call import Running, marked, note_ops
 from recoup.runtime.rebuild.step_program import StepProgram
 from recoup.runtime.rebuild.step_run import StepRun
+from recoup.runtime.rebuild.values import Value
 from recoup.thresholds import MOST_REMEMBERED_ANSWERS, MOST_TRIES
 
 _TORCHS = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)

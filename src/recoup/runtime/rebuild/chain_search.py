@@ -9,7 +9,7 @@ import torch
 from recoup.runtime.rebuild import shortcuts
 from recoup.runtime.rebuild.cheap_ops import op_facts
 from recoup.runtime.rebuild.kept import Kept, Source
-from recoup.runtime.rebuild.lineage import Made, Value
+from recoup.runtime.rebuild.values import Made, Value
 
 MAX_OPS = 14  # of one chain: more than any block's cheap ops, so that a search ends
 _MAX_TRAFFIC_RATIO = 3 * MAX_OPS  # bytes that a chain may move for each byte it rebuilds: as ops of two inputs do

@@ -144,6 +144,7 @@ class OpFacts:
         changes_size: it changes how its first argument lies.
         has_dynamic_shape: how large its result is may depend on contents.
         gathers: it does only where it is handed a mask.
+        is_dropout: its first result follows from its input and its second, the mask (`dropout.py`).
         is_counted: it has a number among the ops of a module's call.
         written: positions of positional arguments that are changed.
         written_names: of keyword ones.
@@ -159,6 +160,7 @@ class OpFacts:
         "has_dynamic_shape",
         "is_batch_norm",
         "is_counted",
+        "is_dropout",
         "is_inert",
         "is_random_mask",
         "kind",
@@ -192,6 +194,7 @@ class OpFacts:
         self.changes_size = name in _CHANGES_SIZE
         self.has_dynamic_shape = torch.Tag.dynamic_output_shape in overload.tags
         self.label = f"{schema.name.replace('::', '.')}.{overload._overloadname}"
+        self.is_dropout = self.label == "aten.native_dropout.default"
         self.is_counted = self.label != DETACH and namespace != "prim"
         self.function = self.overload = overload
         self.over = _in_place(name, overload) if namespace == "aten" and name in _OVER else None

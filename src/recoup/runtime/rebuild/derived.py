@@ -19,9 +19,9 @@ from recoup.runtime.rebuild import shortcuts
 from recoup.runtime.rebuild.cheap_ops import op_facts
 from recoup.runtime.rebuild.constant import Constant
 from recoup.runtime.rebuild.kept import Kept, changed_since, is_overwritten, laid
-from recoup.runtime.rebuild.lineage import Geometry, Made, Read, Value
 from recoup.runtime.rebuild.rederived import SOON_TURNS, constant_of, fitted, paused
 from recoup.runtime.rebuild.surroundings import Surroundings
+from recoup.runtime.rebuild.values import Geometry, Made, Read, Value
 
 _ABSENT, _AWAITED, _HELD = range(3)  # what others do with a value: nothing, wait for it soon, hold it
 

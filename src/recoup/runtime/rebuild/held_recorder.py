@@ -11,16 +11,18 @@ import torch
 from recoup import _torch
 from recoup.ir.decision import OpMark
 from recoup.runtime import execution_context
+from recoup.runtime.rebuild import dropout
 from recoup.runtime.rebuild.call_forms import CallForm
 from recoup.runtime.rebuild.call_log import CallLog
 from recoup.runtime.rebuild.cheap_ops import HOLD, OPAQUE, VIEW, OpFacts, has_history, known_facts, op_facts, written_by
 from recoup.runtime.rebuild.kept import Kept, Source, on_device
-from recoup.runtime.rebuild.lineage import Geometry, Made, Recorder, Value, geometry_of
+from recoup.runtime.rebuild.lineage import Recorder
 from recoup.runtime.rebuild.marks import Frame, reads_masks, reads_numbers
 from recoup.runtime.rebuild.op_forms import form_of
 from recoup.runtime.rebuild.rewriting import Rewriting
 from recoup.runtime.rebuild.saved_tensor import MIN_BYTES, compact
 from recoup.runtime.rebuild.segments import Rebuilt, Segment
+from recoup.runtime.rebuild.values import Geometry, Made, Value, geometry_of
 
 
 @_torch.without_dynamo_wrapper
@@ -139,7 +141,10 @@ class HeldRecorder(Recorder):
     def show_mask(self, value: Value, tensor: torch.Tensor) -> Source:
         """Keeps a random mask as bytes, from what shows it (`CallForm.shows`), to the end of the segment at least."""
         kept: Source | None = value.alive()
-        if kept is None:
+        if kept is None and not value.random_mask:  # itself, that of a kernel
+            self.note_value(tensor, value)
+            kept = keep(value, tensor)
+        elif kept is None:
             assert value.base is not None
             kept = compact(tensor, torch.bool, value.base)
             value.kept = weakref.ref(kept)
@@ -176,11 +181,23 @@ class HeldRecorder(Recorder):
         if not facts.is_inert:
             return self._run_writing(facts, args, kwargs)
         out = facts.overload(*args, **kwargs)
+        if facts.is_dropout:
+            self._note_dropout(args, out)
         if facts.label == HOLD:
             self.log_other()
             if self.deriving:
                 self.hold(out)
         return out
+
+    def _note_dropout(self, args: tuple[Any, ...], out: Any) -> None:
+        made = self.note_dropout(args, out)
+        if self.log is None or made is None:
+            return
+        values = self._values_of([(0, out[0])])
+        scale = made.args[2]
+        self.log.drawn.append(made.reads[1].value)
+        form = form_of(op_facts(dropout.MADE_BY), (args[0], out[1], scale), {}, out[0], [(0, out[0])])
+        self.log.add_op(form, made, values)
 
     def _run_writing(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs and records an op that writes to what it is handed."""

@@ -10,7 +10,7 @@ import torch
 from recoup import _torch
 from recoup.runtime import execution_context
 from recoup.runtime.offload.offloaded_saved_tensor import KeptElsewhere
-from recoup.runtime.rebuild.lineage import Geometry, Value, geometry_of
+from recoup.runtime.rebuild.values import Geometry, Value, geometry_of
 
 CHANGED = (
     "one of the variables needed for gradient computation has been modified by an inplace operation: "

@@ -12,7 +12,6 @@ from torch import nn
 
 from recoup.runtime.rebuild.call_forms import CallForm
 from recoup.runtime.rebuild.kept import Kept, KeptConstant, KeptView
-from recoup.runtime.rebuild.lineage import Geometry, Value, geometry_of
 from recoup.runtime.rebuild.op_forms import Noted
 from recoup.runtime.rebuild.saved_tensor import MIN_BYTES
 from recoup.runtime.rebuild.segments import Rebuilt, Segment
@@ -26,6 +25,7 @@ from recoup.runtime.rebuild.step_program import (
     StepProgram,
     parts_of,
 )
+from recoup.runtime.rebuild.values import Geometry, Value, geometry_of
 
 
 class Learning:
@@ -229,7 +229,8 @@ class Learning:
             return None
         self._let_go()
         self._let_held_go(_last_uses(saves, found))
-        masks = {at: self._numbers[mask] for mask, at in self._shown.items() if self._numbers.get(mask) in starts}
+        shown = {at: self._numbers.get(mask, -1) for mask, at in self._shown.items()}
+        masks = {at: n for at, n in shown.items() if n in starts and saves[at][2] != n}
         values = []
         for value in self._numbers:
             again = Value()

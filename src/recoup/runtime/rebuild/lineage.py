@@ -27,95 +27,12 @@ import torch
 from torch import nn
 
 from recoup import _torch
+from recoup.runtime import execution_context
+from recoup.runtime.rebuild import dropout
 from recoup.runtime.rebuild.cheap_ops import CHEAP, IN_PLACE, OpFacts, has_history, known_facts, op_facts
 from recoup.runtime.rebuild.constant import Constant
 from recoup.runtime.rebuild.surroundings import Surroundings
-from recoup.runtime.waiting import Waiting
-
-Geometry = tuple[Any, Any, Any, torch.dtype]  # size, stride, storage offset, dtype
-PLAIN = frozenset([int, float, bool, type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format])
-
-
-def geometry_of(tensor: torch.Tensor) -> Geometry:
-    """Returns how the tensor lies over its storage."""
-    return tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype
-
-
-class Value:
-    """The contents of one storage at one moment.
-
-    Attributes:
-        made: how a cheap op made it, None if something else did. output: which of that op's results it is.
-        base: geometry of the tensor that fills the storage, None while unknown.
-        kept: the `Kept` that holds these contents now, if any (weak).
-        constant: a parameter that holds these contents, if one does.
-        random_mask: these are zeros and ones drawn by `bernoulli_`.
-        waiting: the rederived tensors of this value that will still be asked for, by the turn at which they were
-            saved; holds the contents once they were rebuilt for another, if they are wanted soon.
-        overwritten: parts of the storage that hold something else by now: what autograd saved of them before may not
-            be used.
-    """
-
-    # Most stay as they are: one is made for each op, and setting them all took longer than the op's record.
-    made: Made | None = None
-    output = 0
-    base: Geometry | None = None
-    kept: weakref.ref[Any] | None = None
-    constant: Constant | None = None
-    random_mask = False
-    overwritten: tuple[Geometry, ...] = ()
-    waiting: Waiting | None = None
-
-    def rebuilt(self) -> torch.Tensor | None:
-        """Returns the contents if they were rebuilt and are held for somebody else."""
-        return None if self.waiting is None else self.waiting.result()
-
-    def alive(self) -> Any | None:
-        """Returns the object that keeps these contents now; None if there is none or it was overwritten."""
-        kept = self.kept() if self.kept is not None else None
-        return kept if kept is not None and kept.is_current() else None
-
-
-class Read:
-    """A tensor argument: a value and the geometry it was read with."""
-
-    __slots__ = ("geometry", "value")
-
-    def __init__(self, value: Value, geometry: Geometry) -> None:
-        self.value = value
-        self.geometry = geometry
-
-
-class Made:
-    """One cheap op: what to call again, on what.
-
-    `args` and `kwargs` are the op's own with tensors replaced by `Read`s. `written`: geometries of what it writes.
-    `outputs`: the values of all its results, where there are several. `side_results`: what keeps all but the first of
-    them, if that helps to rebuild the first (`shortcuts.py`). `is_flat`: reads are among `args` themselves, none in a
-    list or in `kwargs`. `order`: how many ops were recorded before it, `traffic_bytes`: that it reads and writes.
-    """
-
-    outputs: tuple[weakref.ref[Value], ...] = ()
-    side_results: tuple[weakref.ref[Any], ...] = ()
-    values: tuple[Value, ...] = ()  # those of `reads`, in a plan by tensor
-    _traffic_bytes = -1
-
-    def __init__(self, function: Any, args: Any, kwargs: Any, reads: list[Read], is_flat: bool, order: int) -> None:
-        self.function = function
-        self.args = args
-        self.kwargs = kwargs
-        self.reads = reads
-        self.is_flat = is_flat
-        self.order = order
-        self.written: list[Geometry] = []
-
-    @property
-    def traffic_bytes(self) -> int:
-        """Once it has returned."""
-        if self._traffic_bytes < 0:
-            laid = [read.geometry for read in self.reads] + self.written
-            self._traffic_bytes = sum(size.numel() * dtype.itemsize for size, _, _, dtype in laid)
-        return self._traffic_bytes
+from recoup.runtime.rebuild.values import PLAIN, Geometry, Made, Read, Value, geometry_of
 
 
 class _Current(threading.local):
@@ -240,7 +157,10 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
             facts = op_facts(func)
         kwargs = kwargs or {}
         if facts.is_inert or (self.paused and facts.kind == CHEAP):
-            return func(*args, **kwargs)
+            out = func(*args, **kwargs)
+            if facts.is_dropout and not self.paused:
+                self.note_dropout(args, out)
+            return out
         if facts.kind == CHEAP:
             made = self._made(facts, args, kwargs)
             statistics: list[torch.Tensor] = []
@@ -272,6 +192,18 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
         if values is None:
             return None
         return Made(facts.function, recorded, dict(zip(kwargs, values, strict=True)), reads, False, self.num_made)
+
+    def note_dropout(self, args: tuple[Any, ...], out: Any) -> Made | None:
+        """Notes that a dropout's result follows from what it reads and its mask; returns how, None if it does not."""
+        x = args[0]
+        scale = dropout.scale_of(x.dtype, execution_context.device_type(x), args[1:])
+        if scale is None or not all(map(has_history, out)):
+            return None
+        self.value_of(out[1]).base = geometry_of(out[1])
+        made = self._made(op_facts(dropout.MADE_BY), (x, out[1], scale), {})
+        if made is not None:
+            self._attach_one(made, out[0], 0)
+        return made
 
     def _encode(self, items: Iterable[Any], reads: list[Read]) -> tuple[Any, ...] | None:
         """Returns `items` with tensors replaced by reads, or None if one of them cannot be recorded."""

@@ -10,7 +10,7 @@ from torch import nn
 
 from recoup import _torch
 from recoup.runtime.rebuild.cheap_ops import OpFacts
-from recoup.runtime.rebuild.lineage import PLAIN, Made, Value, geometry_of
+from recoup.runtime.rebuild.values import PLAIN, Made, Value, geometry_of
 
 
 class OpForm:

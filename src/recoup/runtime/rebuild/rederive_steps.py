@@ -25,13 +25,14 @@ from recoup.runtime.rebuild.cheap_ops import VIEW, OpFacts, known_facts, op_fact
 from recoup.runtime.rebuild.derived import Derivation, Derived, FlatOp, Rebuilding
 from recoup.runtime.rebuild.kept import Kept, KeptCompact, KeptConstant, KeptView, Source, kept_simply
 from recoup.runtime.rebuild.learning import Learning
-from recoup.runtime.rebuild.lineage import Geometry, Recorder, Value, geometry_of
+from recoup.runtime.rebuild.lineage import Recorder
 from recoup.runtime.rebuild.marks import Frame, reads_masks
 from recoup.runtime.rebuild.rederived import Rederived
 from recoup.runtime.rebuild.saved_tensor import compact, pack, rederive, unpack
 from recoup.runtime.rebuild.segments import has_memory
 from recoup.runtime.rebuild.step_program import CONSTANT, KEEP, REBUILD, ProgramCall, StepProgram, parts_of
 from recoup.runtime.rebuild.step_run import StepRun
+from recoup.runtime.rebuild.values import Geometry, Value, geometry_of
 
 _Compact = tuple[int, torch.dtype, Geometry]
 _Save = tuple[int, int, Geometry, tuple[int, ...]]  # what becomes of it, number of the value, geometry, sources

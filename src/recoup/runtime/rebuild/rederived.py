@@ -14,7 +14,8 @@ from recoup.runtime.rebuild import shortcuts
 from recoup.runtime.rebuild.cheap_ops import op_facts
 from recoup.runtime.rebuild.constant import Constant
 from recoup.runtime.rebuild.kept import CHANGED, Kept, Source, changed_since, check_version, is_overwritten, laid
-from recoup.runtime.rebuild.lineage import Geometry, Made, Read, Recorder, Value, current_recorder
+from recoup.runtime.rebuild.lineage import Recorder, current_recorder
+from recoup.runtime.rebuild.values import Geometry, Made, Read, Value
 from recoup.runtime.recompute.spot_check import read_bytes
 from recoup.runtime.waiting import Waiting
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from recoup.runtime.rebuild.kept import laid, overlap
-from recoup.runtime.rebuild.lineage import Geometry, Value
+from recoup.runtime.rebuild.values import Geometry, Value
 
 
 class Rewriting:

@@ -11,8 +11,8 @@ from recoup import _torch
 from recoup.ir.decision import OpMark
 from recoup.runtime.rebuild.call_forms import CallForm
 from recoup.runtime.rebuild.held_recorder import HeldRecorder
-from recoup.runtime.rebuild.lineage import Value
 from recoup.runtime.rebuild.op_forms import Noted
+from recoup.runtime.rebuild.values import Value
 
 _Marked = tuple[OpMark, tuple[int, ...]]
 
@@ -53,7 +53,7 @@ def note_ops(recorder: HeldRecorder, form: CallForm, tensors: Sequence[torch.Ten
             return None
     for base in form.draws:
         mask = Value()
-        mask.random_mask = True
+        mask.random_mask = base[3] is not torch.bool
         mask.base = base
         values.append(mask)
     for op, picks in form.ops:
@@ -98,20 +98,22 @@ class Running:
         """Called before a tensor is packed."""
         position = self._num_saved
         self._num_saved = position + 1
-        expected = self._form.saves[position] if position < len(self._form.saves) else None
+        if position >= len(self._form.saves):
+            return
+        number, (size, stride, _, dtype) = self._form.saves[position]
         shown = self._form.shows.get(position)
-        if expected is not None and expected[0] is not None:
-            size, stride, _, dtype = expected[1]
-            if tensor.dtype is dtype and tensor.size() == size and tensor.stride() == stride:
-                if self._form.written:
-                    recorder.note_written(tensor, self._values[expected[0]])
-                else:
-                    recorder.note_value(tensor, self._values[expected[0]])
-                for mark, numbers in self._marks.values():
-                    if expected[0] in numbers:
-                        recorder.obey(mark, tensor)
-                if shown is not None:
-                    self._shows(recorder, shown, tensor)
+        if tensor.dtype is not dtype or tensor.size() != size or tensor.stride() != stride:
+            return
+        if number is not None:
+            if self._form.written:
+                recorder.note_written(tensor, self._values[number])
+            else:
+                recorder.note_value(tensor, self._values[number])
+            for mark, numbers in self._marks.values():
+                if number in numbers:
+                    recorder.obey(mark, tensor)
+        if shown is not None:
+            self._shows(recorder, shown, tensor)
 
     def _shows(self, recorder: HeldRecorder, number: int, tensor: torch.Tensor) -> None:
         """Called when autograd saves what tells a random mask that the call drew."""

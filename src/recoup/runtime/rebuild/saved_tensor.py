@@ -27,8 +27,9 @@ from recoup.runtime.rebuild import shortcuts
 from recoup.runtime.rebuild.chain_search import find_sources
 from recoup.runtime.rebuild.cheap_ops import op_facts
 from recoup.runtime.rebuild.kept import Kept, KeptCompact, KeptConstant, Source, on_device, unpacked
-from recoup.runtime.rebuild.lineage import Geometry, Recorder, Value, current_recorder, geometry_of
+from recoup.runtime.rebuild.lineage import Recorder, current_recorder
 from recoup.runtime.rebuild.rederived import Rederived, paused
+from recoup.runtime.rebuild.values import Geometry, Value, geometry_of
 
 MIN_BYTES = 4096  # smaller saved tensors are kept: a rebuild takes some 100 us whatever its size
 

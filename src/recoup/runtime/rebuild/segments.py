@@ -27,11 +27,11 @@ from recoup.errors import ReplayError
 from recoup.runtime import execution_context
 from recoup.runtime.rebuild.constant import Constant
 from recoup.runtime.rebuild.kept import Kept, Source, changed_since, is_overwritten, laid
-from recoup.runtime.rebuild.lineage import Geometry, Made, Read, Value
 from recoup.runtime.rebuild.op_forms import Noted
 from recoup.runtime.rebuild.rederived import constant_of, fitted, paused
 from recoup.runtime.rebuild.rewriting import Rewriting, Versions
 from recoup.runtime.rebuild.surroundings import Surroundings
+from recoup.runtime.rebuild.values import Geometry, Made, Read, Value
 
 
 class Rebuilds(Protocol):

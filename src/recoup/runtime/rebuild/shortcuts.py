@@ -20,7 +20,7 @@ import torch
 from recoup import _torch
 from recoup.runtime import execution_context
 from recoup.runtime.rebuild.cheap_ops import OpFacts
-from recoup.runtime.rebuild.lineage import Geometry, Made, Read, Value, geometry_of
+from recoup.runtime.rebuild.values import Geometry, Made, Read, Value, geometry_of
 
 
 def call_over(

@@ -27,8 +27,8 @@ from torch import nn
 
 from recoup import _torch
 from recoup.runtime.rebuild.call_forms import SCALARS, SEQUENCES, CallForm, flattened, picker
-from recoup.runtime.rebuild.lineage import PLAIN, Geometry, Value
 from recoup.runtime.rebuild.op_forms import OpForm
+from recoup.runtime.rebuild.values import PLAIN, Geometry, Value
 
 KEEP, CONSTANT, REBUILD = range(3)
 

@@ -12,11 +12,11 @@ from recoup import _torch
 from recoup.runtime import execution_context
 from recoup.runtime.rebuild.constant import Constant
 from recoup.runtime.rebuild.kept import Kept, KeptCompact, Source, kept_simply, laid
-from recoup.runtime.rebuild.lineage import Value, geometry_of
 from recoup.runtime.rebuild.rederived import fitted, paused
 from recoup.runtime.rebuild.saved_tensor import compact
 from recoup.runtime.rebuild.segments import Rebuilt, Segment, Wanted, has_memory, parameter_of
 from recoup.runtime.rebuild.step_program import CONSTANT, REBUILD, ProgramCall, SegmentProgram, StepProgram, parts_of
+from recoup.runtime.rebuild.values import Value, geometry_of
 
 
 class SegmentRun:
