@@ -614,11 +614,35 @@ def call_state() -> tuple[torch.dtype, bool, tuple[Any, ...] | None]:
 
     Freed by: as `is_autocast`.
     """
-    autocast: tuple[Any, ...] | None = None
-    if is_autocast():
-        states = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
-        autocast = (*states, torch.is_autocast_cache_enabled())
-    return torch.get_default_dtype(), torch.is_grad_enabled(), autocast
+    return torch.get_default_dtype(), torch.is_grad_enabled(), autocast_state()
+
+
+sequence_number = torch._C._autograd._get_sequence_nr
+"""Returns the number that this thread's next autograd node gets (torch 2.11, 2.13). Freed by: a public one."""
+
+
+def made_since(tensor: torch.Tensor, number: int) -> bool:
+    """Whether the op that made a tensor of a leaf ran since `sequence_number` was `number`; True without gradients.
+
+    Views are looked through (torch 2.11, 2.13). Freed by: a public number of nodes.
+    """
+    node: Any = tensor.grad_fn
+    if node is None:
+        return True
+    while (ahead := node.next_functions[0][0]) is not None and ahead.next_functions:
+        node = ahead
+    return int(node._sequence_nr()) >= number
+
+
+def autocast_state() -> tuple[Any, ...] | None:
+    """Returns autocast's settings in this thread, None where it is off (torch 2.11, 2.13).
+
+    Freed by: as `is_autocast`.
+    """
+    if not is_autocast():
+        return None
+    states = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
+    return *states, torch.is_autocast_cache_enabled()
 
 
 is_autocast = torch._C._is_any_autocast_enabled

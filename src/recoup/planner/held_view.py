@@ -129,13 +129,16 @@ def held_view(priced: PricedTrace, *, kept_paths: frozenset[str] = frozenset()) 
             and trace.calls[op.call].path not in kept_paths
             and (facts.can_rerun or bool(draws) or (facts.can_rewrite and writes_known))
         )
+        seconds = (
+            priced.op_seconds[at] + (0.0 if signature.is_view else overheads) + flop_seconds * products[op.signature]
+        )
+        if not inputs and all(value_bytes[v] < MIN_BYTES for v in outputs):
+            seconds = 0.0  # of parameters alone, as autocast's cast of a bias: inside of a call that cannot be held
         ops.append(
             Op(
                 inputs=tuple(dict.fromkeys(inputs)),
                 outputs=outputs,
-                seconds=priced.op_seconds[at]
-                + (0.0 if signature.is_view else overheads)
-                + flop_seconds * products[op.signature],
+                seconds=seconds,
                 can_rerun=can_rerun,
                 draws=draws if can_rerun else (),
             )

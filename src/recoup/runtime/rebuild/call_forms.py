@@ -40,6 +40,7 @@ class CallForm:
         results: position, number of the value and storage offset of each result that an op of the call made; position
             -1: the result.
         draws: geometries of the random masks that it draws; their numbers come after those of its tensors.
+        casts: places of saved tensors that autocast made of a parameter, which it keeps for later calls.
         shows: by its place, the number of the mask that a saved tensor tells by being zero or not.
         written: position of each tensor that it writes to, number of the value that is there then, None if unknown.
         counted: label of each counted op, how many tensors autograd has saved before it, numbers of the values made;
@@ -58,6 +59,7 @@ class CallForm:
         "_scalars",
         "aliases",
         "attention_flags",
+        "casts",
         "counted",
         "draws",
         "dtypes",
@@ -110,6 +112,7 @@ class CallForm:
         self.counted: tuple[tuple[str, int, tuple[int, ...] | None], ...] = ()
         self.num_ops = 0
         self.draws: tuple[Geometry, ...] = ()
+        self.casts: tuple[int, ...] = ()
         self.shows: dict[int, int] = {}
         self.written: tuple[tuple[int, int | None], ...] = ()
         self.then: Any = None
@@ -239,10 +242,10 @@ def _knows(
         numbers[id(value)] = num
         num += 1
     ops, made = [], set()
-    autocasts = _torch.is_autocast()
+    cast: set[int] = set()
     for op, read, values in log.ops:
-        if autocasts and any(value.constant is not None for value in read) and op.is_cast:
-            return False  # autocast casts a parameter once a step
+        if log.state[2] is not None and op.is_cast and any(value.constant is not None for value in read):
+            cast.update(map(id, values))
         picks = [numbers.get(id(value), -1) for value in read]
         if -1 in picks:
             return False
@@ -253,6 +256,8 @@ def _knows(
             num += 1
     for position, (value, geometry) in enumerate(log.saved):
         mask = None if value is None else shown_mask(value, geometry) or value
+        if value is not None and id(value) in cast:
+            form.casts += (position,)
         if any(mask is each for each in drawn):
             form.shows.setdefault(position, numbers[id(mask)])
     if len(set(form.shows.values())) < len(drawn):

@@ -33,6 +33,7 @@ _TORCHS = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperD
 _ASKED = ("size", "dim", "numel", "stride", "storage_offset", "is_contiguous", "is_floating_point")
 _ASKS = frozenset([id(getattr(torch.Tensor, name)) for name in _ASKED])
 _num_dispatch_modes, _is_autocast = _torch.num_dispatch_modes, _torch.is_autocast  # asked at every call
+_autocast_state = _torch.autocast_state
 _default_dtype = torch.get_default_dtype
 _MODULES = frozenset(["torch.nn.functional", "torch.functional", "torch._tensor"])
 
@@ -197,7 +198,7 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
             or not (all(map(operator.is_, items, wanted)) or call.is_like(items, wanted))
             or run.num_saved != call.first_save
             or _num_dispatch_modes()
-            or _is_autocast()
+            or (_is_autocast() if call.autocast is None else _autocast_state() != call.autocast)
             or _default_dtype() is not call.dtype
             or (call.flags is not None and _torch.attention_flags() != call.flags)
             or self._recorder.paused

@@ -50,6 +50,7 @@ class Learning:
         self._written: list[Value] = []
         self._of_others: set[Value] = set()  # results of calls without form
         self._handed_now: Sequence[Any] = ()  # to the call that runs
+        self._casts: set[int] = set()
         self._shown: dict[Value, int] = {}  # random masks, by which saved tensor
 
     # -- notes --------------------------------------------------------------------------------------------------
@@ -139,6 +140,10 @@ class Learning:
     def writes(self, tensors: Sequence[torch.Tensor]) -> None:
         """Called before tensors are written to."""
         self._written += [v for v in map(self._recorder.existing, tensors) if v is not None]
+
+    def casts(self) -> None:
+        """Called before a tensor is packed that autocast made of a parameter."""
+        self._casts.add(len(self._saves))
 
     def shows(self, mask: Value) -> None:
         """Called before a tensor is packed that shows a random mask."""
@@ -236,7 +241,8 @@ class Learning:
             again = Value()
             again.base = value.base
             values.append(again)
-        return StepProgram(self._calls, saves, found, values, self._num_slots, self._constants, masks)
+        parts = values, self._num_slots, self._constants, masks, frozenset(self._casts)
+        return StepProgram(self._calls, saves, found, *parts)
 
     def _segment(
         self, segment: Segment, wanted: set[Value], kept: set[int], indices: dict[Segment, int]

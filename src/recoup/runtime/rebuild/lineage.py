@@ -71,6 +71,7 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
         self.num_made = 0
         self.packed: list[weakref.ref[Any]] = []  # what autograd got for each saved tensor, unless `is_cheap`
         self.turn = 0  # counts saved tensors: backward asks about in reverse
+        self._first_node = 0
         self._values: dict[weakref.ref[torch.UntypedStorage], Value] = {}  # of live storages; see `waiting.py`
         self._outer: Recorder | None = None
         self._surroundings = Surroundings((), is_cheap=self.is_cheap)
@@ -80,6 +81,7 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
 
     def __enter__(self) -> Recorder:
         self._outer = _current.recorder
+        self._first_node = _torch.sequence_number()
         _current.recorder = self
         if not self.is_aside:
             super().__enter__()
@@ -129,6 +131,10 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
             value.constant = Constant(base)
         self._set(storage, value)
         return value
+
+    def is_new(self, tensor: torch.Tensor) -> bool:
+        """Whether what autocast made of a parameter was made in this step; it keeps it as long as it is on."""
+        return _torch.made_since(tensor, self._first_node)
 
     def set_value(self, tensor: torch.Tensor, value: Value) -> None:
         """Sets the value of the tensor's storage, for one that no op was seen to make."""

@@ -68,9 +68,15 @@ class WatchedRecorder(Recorder):
 
 def _follows(facts: OpFacts | None, args: tuple[Any, ...]) -> bool:
     """Whether the metadata of an op's results follow from its arguments' metadata."""
-    if facts is None or facts.changes_size or (facts.has_dynamic_shape and (not facts.gathers or reads_masks(args))):
+    if facts is None or facts.changes_size:
         return False
-    return facts.label != "aten._to_copy.default" or not _torch.is_autocast()  # casts a parameter once for all
+    return not facts.has_dynamic_shape or (facts.gathers and not reads_masks(args))
+
+
+def _is_cast(value: Value) -> bool:
+    """Whether an op made it of a parameter alone."""
+    made = value.made
+    return made is not None and len(made.reads) == 1 and made.reads[0].value.constant is not None
 
 
 class _Known(Value):
@@ -94,8 +100,9 @@ class RederiveProgram(StepProgram):
         compacts: dict[int, _Compact],
         num_slots: int,
         constants: list[tuple[nn.Parameter, int]],
+        casts: frozenset[int],
     ) -> None:
-        super().__init__(calls, [], [], [], num_slots, constants)
+        super().__init__(calls, [], [], [], num_slots, constants, casts=casts)
         self.compacts = compacts
         self.bases = {number: value.base for value, number in values.items()}
         ops = {values[v]: FlatOp(v.made, v, values) for v in chained if v.made is not None}
@@ -183,6 +190,9 @@ class RederiveLearning(Learning):
         elif type(packed) is Rederived and value is not None:
             kind = REBUILD
             self._sources.add(value)
+            if _is_cast(value) and value not in self._numbers:
+                self._casts.add(len(self._kept))
+                self.failed = not self._recorder.is_new(tensor)
             for source in packed.sources:
                 if type(source) is KeptCompact and source not in self._of:
                     self._note_compact(value, source)
@@ -232,8 +242,8 @@ class RederiveLearning(Learning):
             return None
         self._let_go()
         numbers, calls = self._numbers, self._calls
-        compacts, slots = self._compacts, self._num_slots
-        return RederiveProgram(calls, self._kept, numbers, self._chained, compacts, slots, self._constants)
+        parts = self._compacts, self._num_slots, self._constants, frozenset(self._casts)
+        return RederiveProgram(calls, self._kept, numbers, self._chained, *parts)
 
     def _place_constants(self) -> bool:
         """Has parameters that something is rebuilt from noted by the call that reads them first."""
@@ -298,7 +308,7 @@ class RederiveRun(StepRun):
     def pack(self, recorder: Any, tensor: torch.Tensor) -> Any | None:
         """Returns what autograd gets instead of a tensor; None if the program has nothing saved here."""
         at = self.num_saved
-        if at >= self.end:
+        if at >= self.end or (at in self._casts and not recorder.is_new(tensor)):
             recorder.stop_program()
             return None
         self.num_saved = at + 1

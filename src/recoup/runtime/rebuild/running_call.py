@@ -105,6 +105,11 @@ class Running:
         if tensor.dtype is not dtype or tensor.size() != size or tensor.stride() != stride:
             return
         if number is not None:
+            if position in self._form.casts and not recorder.is_new(tensor):
+                self._forget_casts()
+                recorder.read_leaf(self._values[number], tensor)
+                if recorder.learning is not None:
+                    recorder.learning.failed = True
             if self._form.written:
                 recorder.note_written(tensor, self._values[number])
             else:
@@ -114,6 +119,15 @@ class Running:
                     recorder.obey(mark, tensor)
         if shown is not None:
             self._shows(recorder, shown, tensor)
+        if position in self._form.casts and recorder.learning is not None:
+            recorder.learning.casts()
+
+    def _forget_casts(self) -> None:
+        """Called when autocast has a parameter's cast from before the step: the parameter may have changed since."""
+        for value in self._values:
+            made = value.made
+            if type(made) is Noted and made.form.is_cast and any(read.constant is not None for read in made.values):
+                value.made = None
 
     def _shows(self, recorder: HeldRecorder, number: int, tensor: torch.Tensor) -> None:
         """Called when autograd saves what tells a random mask that the call drew."""

@@ -47,13 +47,15 @@ class ProgramCall:
             before the next call.
         deriving: whether saved tensors were rebuilt after it.
         num, names: of its arguments, of those with a name. pick: returns from the slots what a call like this one is
-            handed, None where that takes a closer look. flags, dtype: what else decides about its ops; see `CallForm`.
+            handed, None where that takes a closer look. flags, dtype, autocast: what else decides about its ops; see
+            `CallForm`.
         takes: whether `StepRun.takes` is to be told of its tensors. index: its place. then: the call after it.
         views: of a call without form, results that are views of what it was handed: position, slot, place of the tensor
             under it, geometry.
     """
 
     __slots__ = (
+        "autocast",
         "binds",
         "deriving",
         "dtype",
@@ -100,6 +102,7 @@ class ProgramCall:
         self.pick: Callable[[list[Any]], Sequence[Any]] | None = None
         self.flags: tuple[Any, ...] | None = None
         self.dtype: torch.dtype | None = None
+        self.autocast: tuple[Any, ...] | None = None
         self.takes = False
         self.views: Sequence[tuple[int, int, int, Geometry]] = ()
         self.then: ProgramCall | None = None
@@ -123,8 +126,8 @@ class ProgramCall:
     def prepare(self, slots: list[Any]) -> None:
         """Adds its scalars to the slots of a program, so that a call like it is handed what is in some slots."""
         assert self.form is not None
-        self.dtype, _, autocast = self.form.state  # gradients show in what is saved
-        if self.items is None or self.binds or autocast is not None:
+        self.dtype, _, self.autocast = self.form.state  # gradients show in what is saved
+        if self.items is None or self.binds:
             return
         places = []
         for item in self.items:
@@ -254,7 +257,8 @@ class StepProgram:
         calls: in order. saves: what becomes of each tensor that autograd saves. segments: how each is rebuilt.
         values: one for each number, with the geometry of what fills its storage. end: stands behind the last call.
         num_slots: of tensors; those of held values come after them. masks: by its place among the saved tensors, the
-            number of the random mask that one shows, which something is rebuilt from.
+            number of the random mask that one shows, which something is rebuilt from. casts: places of those that
+            autocast made of a parameter.
 
     Args:
         constants: parameters and the slots they lie in.
@@ -269,8 +273,10 @@ class StepProgram:
         num_slots: int,
         constants: list[tuple[nn.Parameter, int]],
         masks: dict[int, int] | None = None,
+        casts: frozenset[int] = frozenset(),
     ) -> None:
         self.calls = calls
+        self.casts = casts
         self.masks = masks or {}
         self.end = ProgramCall(None, None, [])
         for i, call in enumerate([*calls, self.end]):

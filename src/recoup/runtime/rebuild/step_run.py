@@ -124,6 +124,7 @@ class StepRun:
     """
 
     __slots__ = (
+        "_casts",
         "_constants",
         "_handed",
         "_kept",
@@ -142,6 +143,7 @@ class StepRun:
     def __init__(self, program: StepProgram, slots: list[Any], recorder: Any) -> None:
         self._program = program
         self._masks = program.masks
+        self._casts = program.casts
         self.slots = slots
         self._under = recorder.surroundings()
         self.call = program.calls[0] if program.calls else program.end
@@ -242,7 +244,7 @@ class StepRun:
     def pack(self, recorder: Any, tensor: torch.Tensor) -> Any | None:
         """Returns what autograd gets instead of a tensor; None if the program has nothing saved here."""
         at = self.num_saved
-        if at >= self.end:
+        if at >= self.end or (at in self._casts and not recorder.is_new(tensor)):
             recorder.stop_program()
             return None
         self.num_saved = at + 1
