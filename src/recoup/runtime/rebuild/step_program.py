@@ -213,11 +213,13 @@ class SegmentProgram:
         self._led: dict[int, tuple[int, ...]] = {}
 
     def sources_of(self, wanted: int) -> tuple[int, ...]:
-        """Returns the numbers of the sources that lead to a value."""
+        """Returns the numbers of the sources that lead to a value; where they are the same, the very same tuple."""
         if not self._led:
             self._led.update((number, (number,)) for number in self.sources)
+            known: dict[tuple[int, ...], tuple[int, ...]] = {}
             for _, reads, results in self.ops:
                 below = tuple(dict.fromkeys(source for read in reads for source in self._led.get(read, ())))
+                below = known.setdefault(tuple(sorted(below)), below)
                 self._led.update((number, below) for _, number in results)
         return self._led.get(wanted, ())
 

@@ -19,6 +19,12 @@ from recoup.runtime.rebuild.step_program import CONSTANT, REBUILD, ProgramCall, 
 from recoup.runtime.rebuild.values import Value, geometry_of
 
 
+class _Sources(list[Source]):
+    """A list that can be referred to weakly."""
+
+    __slots__ = ("__weakref__",)
+
+
 class SegmentRun:
     """A segment of a step that follows a program, in the place of a recorded step's `Segment`.
 
@@ -29,7 +35,17 @@ class SegmentRun:
         around: the run of the segment that this is a piece of. values: by number.
     """
 
-    __slots__ = ("__weakref__", "_constants", "_counts", "_late", "_program", "_sources", "_starts", "pending")
+    __slots__ = (
+        "__weakref__",
+        "_constants",
+        "_counts",
+        "_late",
+        "_lists",
+        "_program",
+        "_sources",
+        "_starts",
+        "pending",
+    )
 
     def __init__(
         self, program: SegmentProgram, constants: dict[int, Constant], around: SegmentRun | None, values: list[Value]
@@ -40,20 +56,29 @@ class SegmentRun:
         self.pending: set[weakref.ref[Wanted]] = set()
         self._sources: dict[int, weakref.ref[Kept | KeptCompact]] = {}
         self._late: dict[int, list[list[Source]]] = {}
+        self._lists: dict[int, weakref.ref[_Sources]] = {}  # whoever is rebuilt from them has the list
         self._starts: dict[int, Wanted] = {}
         if around is not None:
             starts = {n: Wanted(values[n], around, around.sources_of(n), n) for n in program.starts}
             self._starts = starts
 
     def sources_of(self, number: int) -> list[Source]:
-        """Returns what keeps the held values that lead to a value; those that are kept later join the list then."""
-        found: list[Source] = []
-        for source in self._program.sources_of(number):
-            kept = self._kept(source)
-            if kept is None:
-                self._late.setdefault(source, []).append(found)
-            else:
-                found.append(kept)
+        """Returns what keeps the held values that lead to a value; those that are kept later join the list then.
+
+        Values that the same lead to have one list.
+        """
+        numbers = self._program.sources_of(number)
+        ref = self._lists.get(id(numbers))
+        found = None if ref is None else ref()
+        if found is None:
+            found = _Sources()
+            self._lists[id(numbers)] = weakref.ref(found)
+            for source in numbers:
+                kept = self._kept(source)
+                if kept is None:
+                    self._late.setdefault(source, []).append(found)
+                else:
+                    found.append(kept)
         return found
 
     def keep(self, number: int, kept: Kept | KeptCompact) -> None:
