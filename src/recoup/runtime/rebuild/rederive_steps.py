@@ -228,7 +228,7 @@ class RederiveLearning(Learning):
             made = current.made
             if made is None:
                 return False
-            if made.outputs and not all([ref() in sources for ref in made.outputs[1:]]):
+            if made.side_results and not all([ref() in sources for ref in made.outputs[1:]]):
                 return False
             self._chained.add(current)
             stack += [read.value for read in made.reads]
