@@ -16,7 +16,7 @@ import functools
 import operator
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -86,6 +86,7 @@ class _Owner:
         "_order",
         "_pick",
         "_slots",
+        "_values",
         "buffers",
         "containers",
         "empty",
@@ -103,6 +104,7 @@ class _Owner:
         self._order = tuple(names)
         self.names = frozenset(self._order)
         self.kept = kept
+        self._values = tuple(kept.values())
         # One call into C instead of one for each attribute: a region asks several times a step.
         self._pick = operator.itemgetter(*kept) if len(kept) > 1 else lambda at: tuple([at[k] for k in kept])
         self.containers: list[tuple[str, Any, Any]] = []
@@ -123,7 +125,7 @@ class _Owner:
         """Whether every attribute is the noted object and every container has the noted items."""
         if tuple(attributes) != self._order and attributes.keys() != self.names:
             return False
-        if not all(map(operator.is_, self._pick(attributes), self.kept.values())) or any(self.empty):
+        if not all(map(operator.is_, self._pick(attributes), self._values)) or any(self.empty):
             return False
         return not self.filled or all([_holds_same(now, copy) for now, copy in self.filled])
 
@@ -249,17 +251,38 @@ class AttributeState:
                     return held.name
         return ""
 
+    def may_outlive(self) -> bool:
+        """Whether the snapshot may be taken again in a later step: nothing in it is of one step alone."""
+        return all([owner.may_stand() for owner in self._owners])
+
+    def is_of(self, modules: Sequence[tuple[str, nn.Module]]) -> bool:
+        """Whether it is a snapshot of these modules, and all their attributes are as noted."""
+        if len(modules) != len(self._owners):
+            return False
+        for (_, module), owner in zip(modules, self._owners, strict=True):
+            if owner.get() is not module or not owner.is_as_noted(module.__dict__):
+                return False
+        return True
+
+    def stands(self) -> bool:
+        """Whether a replay can use the current attributes as they are."""
+        return all([owner.stands() for owner in self._owners])
+
+    def put_back(self) -> None:
+        """Restores what a replay has changed since the snapshot stood."""
+        for owner in self._owners:
+            attributes = owner.attributes()
+            if attributes is not None and not owner.is_as_noted(attributes):
+                owner.put_back(attributes)
+
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:
         """Restores the noted attributes inside of the block, and the current ones at its end."""
-        if all([owner.stands() for owner in self._owners]):
+        if self.stands():
             try:
                 yield
             finally:
-                for owner in self._owners:
-                    attributes = owner.attributes()
-                    if attributes is not None and not owner.is_as_noted(attributes):
-                        owner.put_back(attributes)
+                self.put_back()
             return
         entries = self._entries()  # copies are made before anything is changed: allocation may fail
         present = [(at, {k: v for k, v in at.items() if k not in _SKIPPED}) for at, _ in entries]

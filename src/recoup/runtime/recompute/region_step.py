@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from recoup.errors import ReplayError
 from recoup.runtime.recompute.ambient import Ambient
-from recoup.runtime.recompute.bindings import Bindings, storage_of
+from recoup.runtime.recompute.bindings import Bindings
 from recoup.runtime.recompute.inputs import Inputs
 from recoup.runtime.recompute.module_state import AttributeState, walk
 from recoup.runtime.recompute.object_state import Places
 from recoup.runtime.recompute.rng_state import AutocastState, RandomState, StreamState, statistics_buffers
 from recoup.runtime.recompute.saved_outputs import Kept
+from recoup.runtime.recompute.spot_check import storage_of
 from recoup.thresholds import SMALL_BYTES
 
 _nothing = contextlib.nullcontext()
@@ -41,26 +43,39 @@ class Step:
     def __init__(
         self,
         member: Member,
-        args: Any,
-        kwargs: Any,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
         previous: list[torch.Tensor | None],
         *,
         has_attributes: bool = True,
     ) -> None:
-        self.forward = member.forward
+        self.forward = forward
         self.kept = Kept(member.keep)
+        places = member.places
         modules = walk(member.module()) if has_attributes else []
-        self.inputs = Inputs(member.path, args, kwargs, previous, offloads=member.offloads)
-        self.random = RandomState(self.inputs.tensors)
-        self.autocast = AutocastState(t.device.type for t in self.inputs.tensors)
-        written = (*member.buffers, *statistics_buffers(modules)) if has_attributes else ()
-        self.attributes = AttributeState(modules, self.inputs.others, written, member.places.notes)
-        self.streams = StreamState([*self.inputs.others, *self.attributes.others])
-        self.objects = member.places.note(modules, self.attributes.others) if has_attributes else None
-        self.bindings = Bindings(modules, member.places)
-        self.given = {storage_of(t) for t in self.inputs.tensors}
+        self.inputs = inputs = Inputs(member.path, args, kwargs, previous, offloads=member.offloads)
+        self.random = RandomState(inputs.tensors)
+        self.autocast = AutocastState([t.device.type for t in inputs.tensors if not t.is_cpu])
+        self.attributes = self._attributes(member, modules)
+        self.streams = StreamState([*inputs.others, *self.attributes.others])
+        self.objects = places.note(modules, self.attributes.others) if has_attributes else None
+        self.bindings = Bindings(modules, places)
+        self.given = {storage_of(t) for t in inputs.tensors}
         self.ambient = Ambient()
-        self.inputs.forget()
+        inputs.forget()
+
+    def _attributes(self, member: Member, modules: Sequence[tuple[str, nn.Module]]) -> AttributeState:
+        """Returns a snapshot of attributes and of objects among the arguments; the last one if it still holds."""
+        places, others = member.places, self.inputs.others
+        known: AttributeState | None = places.attributes
+        if known is not None and modules and not others and known.is_of(modules):
+            return known
+        written = (*member.buffers, *statistics_buffers(modules))
+        found = AttributeState(modules, others, written, places.notes)
+        if modules:
+            places.attributes = found if not others and found.may_outlive() else None
+        return found
 
     def settle(self) -> None:
         """Drops noted state that the forward did not change; call it after the forward."""
@@ -85,17 +100,36 @@ class Step:
 
     def run_again(self, args: Any, kwargs: Any, *, with_attributes: bool) -> Any:
         """Runs the forward again from the noted state; afterwards the current state is restored."""
+        if not with_attributes:
+            return self._run(args, kwargs)
+        if not self._stands():
+            with self.attributes_again():
+                return self._run(args, kwargs)
+        try:
+            return self._run(args, kwargs)
+        finally:  # what the replay itself has changed
+            self.attributes.put_back()
+            if self.objects is not None:
+                self.objects.put_back()
+
+    def _stands(self) -> bool:
+        """Whether parameters, children, attributes and objects are as the forward found them."""
+        objects = self.objects
+        return self.bindings.stand() and self.attributes.stands() and (objects is None or objects.stands())
+
+    def _run(self, args: Any, kwargs: Any) -> Any:
+        """Runs the forward under the streams, autocast and ambient state of the note."""
+        is_here = self.ambient.is_here()
         changes = self._changes()
-        with self.attributes_again() if with_attributes else _nothing:
-            if not changes and self.ambient.is_here() and not self.kept.results:
-                return self.ambient.run(self.forward, args, kwargs)
-            with contextlib.ExitStack() as stack:
-                for change in changes:
-                    stack.enter_context(change)
-                if not self.ambient.is_here():
-                    stack.enter_context(self.ambient.replayed())
-                stack.enter_context(self.kept.taking())
-                return self.ambient.run(self.forward, args, kwargs)
+        if is_here and not changes and not self.kept.results:
+            return self.ambient.run(self.forward, args, kwargs)
+        with contextlib.ExitStack() as stack:
+            for change in changes:
+                stack.enter_context(change)
+            if not is_here:
+                stack.enter_context(self.ambient.replayed())
+            stack.enter_context(self.kept.taking())
+            return self.ambient.run(self.forward, args, kwargs)
 
     def _changes(self) -> list[contextlib.AbstractContextManager[None]]:
         """Returns contexts that restore streams and autocast where they differ from the note."""
@@ -125,7 +159,6 @@ class Member:
     Attributes:
         path: module path, for messages.
         module: weak reference to the module.
-        forward: the forward to run.
         buffers: names of the buffers that the forward changes.
         derives: whether the replay may rederive.
         derives_by_default: the same outside of deeper decisions.
@@ -140,7 +173,6 @@ class Member:
         *,
         path: str,
         module: Callable[[], torch.nn.Module],
-        forward: Callable[..., Any],
         buffers: tuple[str, ...],
         derives: bool,
         derives_by_default: bool,
@@ -153,7 +185,6 @@ class Member:
         self.places = Places() if places is None else places
         self.unwritten = set() if unwritten is None else unwritten
         self.module = module
-        self.forward = forward
         self.buffers = buffers
         self.derives = derives
         self.derives_by_default = derives_by_default
