@@ -1013,6 +1013,18 @@ def are_sharded(parameters: Sequence[torch.Tensor]) -> list[bool] | None:
 _PLAIN = frozenset([torch.Tensor, torch.nn.Parameter])
 
 
+@functools.cache
+def dict_version() -> Callable[[dict[Any, Any]], int] | None:
+    """Returns a function that gives a dictionary a new number whenever it was changed; None without it (torch 2.13).
+
+    By it Dynamo sees that what it compiled for has changed. No two states of dictionaries have one number. Freed by: a
+    public count of a dictionary's changes (PEP 509 was withdrawn).
+    """
+    from torch._C._dynamo import guards
+
+    return getattr(guards, "dict_version", None)
+
+
 def is_fsdp_unit(module: Any) -> bool:
     """Whether `fully_shard` was called on the module itself; by name, for importing FSDP is slow (torch 2.11, 2.13)."""
     return is_fsdp_unit_type(type(module))

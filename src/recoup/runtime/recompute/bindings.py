@@ -115,20 +115,21 @@ class Bindings:
         path, name = next((path, name) for path, names in self._names for name, t in names.items() if t is tensor)
         return ".".join(filter(None, (path, name)))
 
-    def stand(self) -> bool:
-        """Whether all bindings and `requires_grad` flags are those of the snapshot."""
-        for ref, names in self._parameters:
-            module = ref()
-            if module is not None and not _is_same(module._parameters, names):
-                return False
-        for ref, names in self._children:
-            module = ref()
-            if module is not None and not _is_same(module._modules, names):
-                return False
-        tensors = self._tensors
+    def are_same(self) -> bool:
+        """Whether every name is bound to what it was bound to."""
+        for tables, kind in ((self._parameters, "_parameters"), (self._children, "_modules")):
+            for ref, names in tables:
+                module = ref()
+                if module is not None and not _is_same(module.__dict__[kind], names):
+                    return False
+        return True
+
+    def have_same_flags(self) -> bool:
+        """Whether a replay may use the parameters themselves: leaves with the noted `requires_grad`."""
         if self._are_sharded is not None:
-            return all(map(self._stands, range(len(tensors))))
-        return [t.requires_grad for t in tensors] == self._requires_grad and all([t.is_leaf for t in tensors])
+            return all(map(self._stands, range(len(self._tensors))))
+        is_same = [t.requires_grad for t in self._tensors] == self._requires_grad
+        return is_same and all([t.is_leaf for t in self._tensors])
 
     def _stands(self, i: int) -> bool:
         """Whether a replay may use the i-th parameter itself: a leaf with the noted `requires_grad`."""

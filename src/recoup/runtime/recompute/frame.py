@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 from recoup import _torch
 from recoup._pytree import iterate_tensors
@@ -17,7 +18,7 @@ from recoup.runtime.rebuild.lineage import current_recorder
 from recoup.runtime.recompute.region_step import Member, Step
 from recoup.runtime.recompute.replay import Replay
 from recoup.runtime.recompute.scope import scope
-from recoup.runtime.recompute.spot_check import Facts, sample, storage_of
+from recoup.runtime.recompute.spot_check import Facts, read_bytes, storage_of
 
 
 class Slot:
@@ -99,15 +100,20 @@ class Frame:
     def facts_of(self, tensor: torch.Tensor) -> Facts:
         """Returns what tells a saved tensor: shape, dtype, the weight that it is or is a view of, sampled bytes.
 
-        The weight, None for any other tensor, is its storage and how the tensor lies in it.
+        The weight, None for any other tensor, is its storage and how the tensor lies in it. No bytes are sampled of
+        `nn.Parameter`s and their views: they are known by what they are.
         """
         storage, base = storage_of(tensor), tensor._base
+        whole = tensor if base is None else base
         weight = None
-        if storage not in self.given:
-            whole = tensor if base is None else base
-            if storage in self.weights or (type(whole) is not torch.Tensor and isinstance(whole, torch.nn.Parameter)):
-                weight = storage, tensor.stride(), tensor.storage_offset()
-        return tensor.shape, tensor.dtype, weight, sample(tensor, base)
+        if type(whole) is torch.Tensor:
+            is_weight = storage in self.weights and storage not in self.given
+        else:
+            is_weight = storage not in self.given and (storage in self.weights or isinstance(whole, nn.Parameter))
+        if is_weight:
+            weight = storage, tensor.stride(), tensor.storage_offset()
+        is_known = type(whole) is nn.Parameter or type(tensor) is nn.Parameter
+        return tensor.shape, tensor.dtype, weight, b"" if is_known else read_bytes(tensor)
 
     def _pack(self, tensor: torch.Tensor) -> Slot:
         if _torch.function_modes_are_on():

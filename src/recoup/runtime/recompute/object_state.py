@@ -24,6 +24,7 @@ from recoup._reachable import Reached, slots_of
 from recoup.errors import ReplayError
 from recoup.runtime.recompute.rng_state import StreamState, version_of
 from recoup.runtime.recompute.spot_check import Samples
+from recoup.runtime.recompute.tables import Standing
 from recoup.thresholds import SMALL_BYTES
 
 _ABSENT = object()
@@ -68,7 +69,7 @@ class Places:
         self._streams: list[Any] = []
         self._key: list[int] | None = None
         self.notes: dict[str, Any] = {}  # by module path, see `AttributeState`
-        self.attributes: Any = None  # the last `AttributeState`, if it may be taken again
+        self.standing: Standing | None = None
         self._samples = Samples(())
 
     def samples_of(self, weights: Sequence[torch.Tensor]) -> Samples:
@@ -88,6 +89,12 @@ class Places:
         if key != self._key:
             self._look(dict(modules))
             self._key = key
+        return ObjectState(self._found, self._tensors, self._streams, self._forget)
+
+    def note_again(self) -> ObjectState | None:
+        """Returns a snapshot for the modules of the last one; None if they have to be searched again."""
+        if self._key is None:
+            return None
         return ObjectState(self._found, self._tensors, self._streams, self._forget)
 
     def _forget(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,10 +14,11 @@ from recoup.runtime.recompute.ambient import Ambient
 from recoup.runtime.recompute.bindings import Bindings
 from recoup.runtime.recompute.inputs import Inputs
 from recoup.runtime.recompute.module_state import AttributeState, walk
-from recoup.runtime.recompute.object_state import Places
+from recoup.runtime.recompute.object_state import ObjectState, Places
 from recoup.runtime.recompute.rng_state import AutocastState, RandomState, StreamState, statistics_buffers
 from recoup.runtime.recompute.saved_outputs import Kept
 from recoup.runtime.recompute.spot_check import storage_of
+from recoup.runtime.recompute.tables import Standing, Tables, Versions
 from recoup.thresholds import SMALL_BYTES
 
 _nothing = contextlib.nullcontext()
@@ -38,6 +39,8 @@ class Step:
         "objects",
         "random",
         "streams",
+        "tables",
+        "versions",
     )
 
     def __init__(
@@ -52,30 +55,44 @@ class Step:
     ) -> None:
         self.forward = forward
         self.kept = Kept(member.keep)
-        places = member.places
-        modules = walk(member.module()) if has_attributes else []
+        self.objects: ObjectState | None = None
+        self.tables: Tables | None = None
+        self.versions: Versions | None = None
         self.inputs = inputs = Inputs(member.path, args, kwargs, previous, offloads=member.offloads)
         self.random = RandomState(inputs.tensors)
         self.autocast = AutocastState([t.device.type for t in inputs.tensors if not t.is_cpu])
-        self.attributes = self._attributes(member, modules)
+        modules = self._note_attributes(member) if has_attributes else self._note_objects()
         self.streams = StreamState([*inputs.others, *self.attributes.others])
-        self.objects = places.note(modules, self.attributes.others) if has_attributes else None
-        self.bindings = Bindings(modules, places)
+        self.bindings = Bindings(modules, member.places)
         self.given = {storage_of(t) for t in inputs.tensors}
         self.ambient = Ambient()
         inputs.forget()
 
-    def _attributes(self, member: Member, modules: Sequence[tuple[str, nn.Module]]) -> AttributeState:
-        """Returns a snapshot of attributes and of objects among the arguments; the last one if it still holds."""
-        places, others = member.places, self.inputs.others
-        known: AttributeState | None = places.attributes
-        if known is not None and modules and not others and known.is_of(modules):
-            return known
+    def _note_objects(self) -> list[tuple[str, nn.Module]]:
+        """Notes the objects among the arguments alone, for a call whose modules' attributes are noted elsewhere."""
+        self.attributes = AttributeState((), self.inputs.others)
+        return []
+
+    def _note_attributes(self, member: Member) -> list[tuple[str, nn.Module]]:
+        """Notes attributes and objects, what was noted in an earlier step where it still holds; returns the modules."""
+        places, others, module = member.places, self.inputs.others, member.module()
+        standing = places.standing
+        if standing is not None and not others and standing.tables.are_of(module):
+            versions = standing.tables.versions()
+            if versions is not None and versions == standing.versions:
+                modules = standing.tables.modules()
+                self.attributes, self.tables, self.versions = standing.attributes, standing.tables, versions
+                self.objects = places.note_again() or places.note(modules, self.attributes.others)
+                return modules
+        modules = walk(module)
         written = (*member.buffers, *statistics_buffers(modules))
-        found = AttributeState(modules, others, written, places.notes)
-        if modules:
-            places.attributes = found if not others and found.may_outlive() else None
-        return found
+        self.attributes = AttributeState(modules, others, written, places.notes)
+        self.objects = places.note(modules, self.attributes.others)
+        self.tables = None if others else self.attributes.tables(modules)
+        if self.tables is not None:
+            self.versions = self.tables.versions()
+            places.standing = Standing(self.tables, self.versions, self.attributes)
+        return modules
 
     def settle(self) -> None:
         """Drops noted state that the forward did not change; call it after the forward."""
@@ -108,14 +125,20 @@ class Step:
         try:
             return self._run(args, kwargs)
         finally:  # what the replay itself has changed
-            self.attributes.put_back()
+            if not self._has_same_tables():
+                self.attributes.put_back()
             if self.objects is not None:
                 self.objects.put_back()
 
+    def _has_same_tables(self) -> bool:
+        """Whether no table of the modules has changed since the note, as far as that can be told at once."""
+        return self.tables is not None and self.versions is not None and self.tables.versions() == self.versions
+
     def _stands(self) -> bool:
         """Whether parameters, children, attributes and objects are as the forward found them."""
-        objects = self.objects
-        return self.bindings.stand() and self.attributes.stands() and (objects is None or objects.stands())
+        if not self.bindings.have_same_flags() or (self.objects is not None and not self.objects.stands()):
+            return False
+        return self._has_same_tables() or (self.bindings.are_same() and self.attributes.stands())
 
     def _run(self, args: Any, kwargs: Any) -> Any:
         """Runs the forward under the streams, autocast and ambient state of the note."""
@@ -146,7 +169,7 @@ class Step:
     def attributes_again(self) -> Iterator[None]:
         """Restores parameters, children, attributes and objects inside of the block, the current ones at its end."""
         with (
-            _nothing if self.bindings.stand() else self.bindings.replayed(),
+            _nothing if self.bindings.are_same() and self.bindings.have_same_flags() else self.bindings.replayed(),
             self.attributes.replayed(),
             _nothing if self.objects is None else self.objects.replayed(),
         ):

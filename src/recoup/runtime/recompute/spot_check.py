@@ -24,16 +24,6 @@ Facts = tuple[torch.Size, torch.dtype, tuple[Any, ...] | None, bytes]
 """What tells a saved tensor: shape, dtype, the weight that it lies in, a sample."""
 
 
-def sample(tensor: torch.Tensor, base: torch.Tensor | None) -> bytes:
-    """Returns bytes of a tensor, read from its memory without any op; `base` is what it is a view of.
-
-    None on a device, which would wait; none of weights and views of weights, which are known by what they are.
-    """
-    if type(tensor) is nn.Parameter or type(base) is nn.Parameter:
-        return b""
-    return read_bytes(tensor)
-
-
 def matches(first: Facts, again: Facts) -> bool:
     """Whether two samples of tensors of one dtype are equal, floats up to what a different order of summation does."""
     sampled, found, dtype = first[3], again[3], first[1]
@@ -48,17 +38,18 @@ def matches(first: Facts, again: Facts) -> bool:
 
 
 def read_bytes(tensor: torch.Tensor) -> bytes:
-    """Returns bytes from the start, the middle and the end; none of what is not plain host memory."""
+    """Returns bytes from the start, the middle and the end, read from memory without any op.
+
+    None of what is not plain host memory: on a device, which would wait, or of a wrapper.
+    """
     kind = type(tensor)
-    if (kind is not torch.Tensor and kind is not nn.Parameter) or not tensor.is_cpu:
-        return b""
-    if tensor.dtype not in _SAMPLED or tensor.layout is not torch.strided:
+    if (kind is not torch.Tensor and kind is not nn.Parameter) or not tensor.is_cpu or tensor.dtype not in _SAMPLED:
         return b""
     try:
         start, size = tensor.data_ptr(), tensor.nbytes
-    except RuntimeError:  # inside `torch.func` transforms: no memory of its own
-        return b""
-    if not start or not size or not tensor.untyped_storage().nbytes():  # FSDP takes a unit's memory away
+        if not start or not size or not tensor.untyped_storage().nbytes():  # FSDP takes a unit's memory away
+            return b""
+    except RuntimeError:  # inside `torch.func` transforms, or sparse: no memory of its own
         return b""
     if tensor.is_contiguous():
         at, middle, end = _window(size)
