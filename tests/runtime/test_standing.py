@@ -35,6 +35,18 @@ def _net() -> nn.Sequential:
     return nn.Sequential(*(Block() for _ in range(2)))
 
 
+GAIN = 1.0
+
+
+class Reads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.inner(x)) * GAIN
+
+
 PLAN: list[Decision] = [Recompute(path="0"), Recompute(path="1")]
 
 
@@ -83,6 +95,7 @@ def test_tables_show_a_change(change: str) -> None:
     assert tables.versions() != before
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_what_tables_cannot_tell_is_looked_at_in_each_step() -> None:
     for module in (nn.BatchNorm1d(4), nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))):
         modules = walk(module)
@@ -91,6 +104,32 @@ def test_what_tables_cannot_tell_is_looked_at_in_each_step() -> None:
     block.seen = [1]
     modules = walk(block)
     assert AttributeState(modules).tables(modules) is None  # so do lists
+    traced: Any = torch.jit.trace(nn.Linear(2, 2), torch.randn(1, 2))  # its tables are windows on TorchScript's
+    modules = walk(traced)
+    tables = AttributeState(modules).tables(modules)
+    assert tables is None or tables.versions() is None
+
+
+@pytest.mark.parametrize("when", ["before forward", "before backward"])
+def test_a_global_that_a_forward_reads(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+    found = []
+    for plan in ([], [Recompute(path="0")]):
+        torch.manual_seed(0)
+        net = nn.Sequential(Reads(), nn.Linear(8, 1))
+        with apply_decisions(net, plan):
+            for step in range(4):
+                if when == "before forward":
+                    monkeypatch.setitem(globals(), "GAIN", 2.0 + step)
+                loss = net(x).square().sum()
+                if when == "before backward":
+                    monkeypatch.setitem(globals(), "GAIN", 2.0 + step)
+                loss.backward()
+                assert 2.0 + step == GAIN
+                found.append(_gradients(net))
+        monkeypatch.setitem(globals(), "GAIN", 1.0)
+    for plain, planned in zip(found[:4], found[4:], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(plain, planned, strict=True))
 
 
 def _gradients(net: nn.Module) -> list[Tensor]:

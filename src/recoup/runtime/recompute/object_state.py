@@ -307,8 +307,17 @@ def _bindings(scope: dict[str, Any], names: list[str]) -> _Place:
             elif value is not now:
                 scope[name] = value
 
+    count = _torch.dict_version()
+    last: tuple[list[Any] | None, int] = None, 0  # a copy that held, and the count of changes then
+
     def holds(copy: list[Any]) -> bool:
-        return all(map(operator.is_, map(scope.get, names, itertools.repeat(_ABSENT)), copy))
+        nonlocal last
+        version = -1 if count is None else count(scope)
+        if last[0] is copy and last[1] == version >= 0:
+            return True
+        is_held = all(map(operator.is_, map(scope.get, names, itertools.repeat(_ABSENT)), copy))
+        last = copy if is_held else None, version
+        return is_held
 
     return _Place("globals", read, put, holds)
 

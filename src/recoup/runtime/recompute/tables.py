@@ -52,7 +52,7 @@ class Tables:
             if module is None:
                 return None
             table = module.__dict__
-            parameters, children = table["_parameters"], table["_modules"]
+            parameters, children = table.get("_parameters"), table.get("_modules")
             if type(parameters) is not dict or type(children) is not dict:  # of a ScriptModule
                 return None
             found += (count(table), count(parameters), count(children))
