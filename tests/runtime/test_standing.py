@@ -243,3 +243,22 @@ def test_torch_stream_is_read_again_only_once_it_was_drawn_from() -> None:
         draw()
         now = bytes(torch.get_rng_state().tolist())
         assert _cpu_stream.state() == now and now != first
+
+
+class Differentiates(nn.Module):
+    """Its forward asks for the gradient of what it has computed so far."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.inner(x))
+        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return y + slope
+
+
+def test_a_gradient_inside_a_forward_is_refused_by_name() -> None:
+    net = nn.Sequential(nn.Linear(8, 8), Differentiates())
+    with apply_decisions(net, [Recompute(path="1")]), pytest.raises(recoup.ReplayError, match="Region `1`"):
+        net(torch.randn(2, 8))

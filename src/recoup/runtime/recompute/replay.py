@@ -70,9 +70,9 @@ class Replay:
 
     def _run_steps(self) -> None:
         frame = self._frame
-        step = frame.steps[0]
+        step: Step | None = None  # there is none yet where a forward differentiates what it has made so far
         try:
-            with step.attributes_again() if frame.is_chunk else _nothing:
+            with frame.steps[0].attributes_again() if frame.is_chunk else _nothing:
                 previous: list[torch.Tensor] = []
                 for step in frame.steps:
                     args, kwargs = step.inputs.rebuild(previous)
@@ -153,14 +153,14 @@ class Replay:
         kinds = ["an activation" if w is None else "a weight" for w in weights]
         return self._frame.drift(f"saved {kinds[0]} where the first one saved {kinds[1]}, or another one", "E205")
 
-    def _explain(self, error: Exception, step: Step) -> NoReturn:
+    def _explain(self, error: Exception, step: Step | None) -> NoReturn:
         """Raises a ReplayError for an exception of a replay's forward, with the region's path."""
         if isinstance(error, ReplayError):
             raise error
         if is_allocation_failure(error):
             error.add_note(f"while region `{self._frame.path}` ran its forward a second time")
             raise error
-        if "a leaf Variable that requires grad is being used in an in-place" in str(error):
+        if step is not None and "a leaf Variable that requires grad is being used in an in-place" in str(error):
             raise step.inputs.refusal("one of its arguments") from error
         raise self._frame.drift(f"failed: {type(error).__name__}: {error}", "E207") from error
 
