@@ -245,14 +245,28 @@ class Span:
         )
 
 
-def spans_over(calls: Sequence[Call]) -> list[tuple[Region, int]]:
-    """Returns the prices of regions over the first, the first two, ... of some calls, and their leaves."""
+@dataclasses.dataclass(slots=True, kw_only=True, eq=False)
+class PricedSpan:
+    """A region over consecutive calls: how many leaves they have, and its price for each way to run it, plain first."""
+
+    num_leaves: int
+    prices: tuple[tuple[Replay, Region], ...]
+
+
+def spans_over(calls: Sequence[Call]) -> list[PricedSpan]:
+    """Returns the prices of regions over the first, the first two, ... of some calls; none where it may not be one."""
     span, found = Span(), []
     for call in calls:
         if call.block.region is None:
             break
         span.add(call.block.region)
-        found.append((span.region(), call.last - calls[0].first))
+        region = span.region()
+        ways = [Replay()]
+        if region.offload_seconds is not None:
+            ways.append(Replay(offload=True))
+        ways += [Replay(keep=keep.labels) for keep in region.keeps]
+        prices = tuple((way, region_in(region, way)) for way in ways) if region.is_alone else ()
+        found.append(PricedSpan(num_leaves=call.last - calls[0].first, prices=prices))
     return found
 
 
