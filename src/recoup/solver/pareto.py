@@ -18,6 +18,7 @@ of the time that they take, and what numpy does in Python (`all`, `cumsum`) is w
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import itertools
 import math
@@ -33,7 +34,6 @@ from recoup.solver.ways import Move, Replay, Run
 # Added to each step that is not plain, so that of equally fast choices the one that changes least is taken.
 TIE_SECONDS = 1e-10
 
-_REGION = Replay()
 _MOST_BYTES = np.iinfo(np.int64).max // 2  # more than any peak, and bytes can be added
 
 _Ints = npt.NDArray[np.int64]
@@ -92,11 +92,11 @@ class RegionStep:
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
 class Pool:
-    """Points of several fronts: point i was point index[i] of the front with origin origins[which[i]]."""
+    """Points of several fronts: point i was point order[i] of them all, those of origins[k] from first[k] on."""
 
     origins: tuple[Origin, ...]
-    which: _Ints
-    index: _Ints
+    first: tuple[int, ...]
+    order: _Ints
 
 
 Origin = LeafStep | RegionStep | Pool | None
@@ -177,7 +177,7 @@ def region_step(
     num_leaves: int,
     rank: int,
     num_calls: int,
-    way: Replay | Move = _REGION,
+    way: Replay | Move,
 ) -> RegionStep:
     """Returns the step that is a region, whose inside has the front `inner`, followed by `after`."""
     inner_bytes = region.saved_bytes + region.replay_bytes + after.gradient_bytes
@@ -294,13 +294,15 @@ def best_of(fronts: Sequence[Front], max_points: int) -> Front:
         left = _spread(seconds, max_points)
         num_thinned = len(peaks) - len(left)
         order, seconds, peaks = order[left], seconds[left], peaks[left]
-    offsets = np.array([0, *itertools.accumulate([len(f.peaks) for f in fronts])])
-    which = offsets.searchsorted(order, side="right") - 1
     return Front(
         peaks=peaks,
         seconds=seconds,
         gradient_bytes=fronts[0].gradient_bytes,
-        origin=Pool(origins=tuple([f.origin for f in fronts]), which=which, index=order - offsets[which]),
+        origin=Pool(
+            origins=tuple([f.origin for f in fronts]),
+            first=tuple(itertools.accumulate([len(f.peaks) for f in fronts], initial=0)),
+            order=order,
+        ),
         num_thinned=num_thinned,
     )
 
@@ -328,8 +330,9 @@ def choice_at(front: Front, point: int) -> Choice:
         peak = int(front.peaks[point])
         origin: Origin = front.origin
         while isinstance(origin, Pool):
-            which = int(origin.which[point])
-            point = int(origin.index[point])
+            point = int(origin.order[point])
+            which = bisect.bisect_right(origin.first, point) - 1
+            point -= origin.first[which]
             origin = origin.origins[which]
         if isinstance(origin, LeafStep):
             picks += [Pick(first=i, last=i + 1, way=way) for i, way in enumerate(origin.ways, start=at)]

@@ -24,13 +24,14 @@ from recoup.solver.pareto import (
 )
 from recoup.solver.rederive_coupling import Linked, Links, forks
 from recoup.solver.reference import option_of
-from recoup.solver.sequence import Call, Line, PricedSpan, saves_moved, spans_over
+from recoup.solver.sequence import Call, Line, PricedSpan, saves_moved, span_over
 from recoup.solver.stages import Stages, Stop, Stretch
-from recoup.solver.ways import Move, Run
+from recoup.solver.ways import Move, Replay, Run
 
 # at least; in long steps three times the square root of all, where the optimum of equal layers is one
 _LONGEST_SPAN_LEAVES = 64
 _MOST_POINTS = 4096  # of the front of a step
+_PLAIN = Replay()
 _Units = frozenset[int]
 
 
@@ -106,9 +107,10 @@ class Search:
         self._linked: dict[tuple[int, int], Front] = {}
         self._known_links: dict[Hashable, Linked] = {}
         self._links_of: dict[int, Links | None] = {}
-        self._spans_of_call: dict[int, list[PricedSpan]] = {}  # by identity of the first call
-        self._spans_before: dict[tuple[int, int], list[PricedSpan]] = {}  # by identity of the next call's
-        self._known_spans: dict[tuple[int, ...], list[PricedSpan]] = {}  # by structures of the calls
+        self._spans_of_call: dict[int, list[PricedSpan | None]] = {}  # by identity of the first call
+        self._spans_before: dict[tuple[int, int], list[PricedSpan | None]] = {}  # by identity of the next call's
+        self._known_spans: dict[tuple[int, ...], list[PricedSpan | None]] = {}  # by structures of all calls
+        self._priced_spans: dict[tuple[int, ...], PricedSpan | None] = {}
         self._nothing = empty()
         calls = list(_calls(line.root))
         self._stages = Stages(
@@ -240,16 +242,17 @@ class Search:
         steps = []
         spans = self._spans_from(call, len(inner))
         for length, (inside, rest) in enumerate(zip(inner, after, strict=True), start=1):
-            if not tried(length):
-                continue
             span = spans[length - 1]
+            if span is None or not tried(length):
+                continue
+            prices = span.prices if outermost else ((_PLAIN, span.plain),)
             steps += [
                 region_step(rest, region, inside, num_leaves=span.num_leaves, rank=call.rank, num_calls=length, way=way)
-                for way, region in (span.prices if outermost else span.prices[:1])
+                for way, region in prices
             ]
         return regions_within(steps, rival)
 
-    def _spans_from(self, call: Call, longest: int) -> list[PricedSpan]:
+    def _spans_from(self, call: Call, longest: int) -> list[PricedSpan | None]:
         """Returns the prices of regions over 1, 2, ... calls from `call` on, `longest` at least, and their leaves."""
         known = self._spans_of_call.get(id(call))
         if known is None or len(known) < longest:
@@ -268,11 +271,18 @@ class Search:
             key = tuple(c.structure for c in calls)
             known = self._known_spans.get(key)
             if known is None:
-                known = self._known_spans[key] = spans_over(calls)
+                known = self._known_spans[key] = [self._span(calls[:n], key[:n]) for n in range(1, len(calls) + 1)]
             self._spans_of_call[id(call)] = known
             if behind:
                 self._spans_before[call.structure, id(behind)] = known
         return known
+
+    def _span(self, calls: Sequence[Call], structures: tuple[int, ...]) -> PricedSpan | None:
+        if not is_tried(len(calls)):
+            return None
+        if structures not in self._priced_spans:
+            self._priced_spans[structures] = span_over(calls)
+        return self._priced_spans[structures]
 
     def _offloads(self, call: Call, after: Front, rederived: _Units) -> list[Front]:
         """Returns the fronts of a call whose saved tensors go to the host, all its leaves running alike."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 from collections.abc import Hashable, Iterator, Sequence
 
 from recoup.solver.disjoint_sets import DisjointSets
@@ -245,29 +246,30 @@ class Span:
         )
 
 
-@dataclasses.dataclass(slots=True, kw_only=True, eq=False)
+@dataclasses.dataclass(kw_only=True, eq=False)
 class PricedSpan:
-    """A region over consecutive calls: how many leaves they have, and its price for each way to run it, plain first."""
+    """A region over consecutive calls: how many leaves they have, and its price with nothing kept or moved."""
 
     num_leaves: int
-    prices: tuple[tuple[Replay, Region], ...]
+    plain: Region
 
-
-def spans_over(calls: Sequence[Call]) -> list[PricedSpan]:
-    """Returns the prices of regions over the first, the first two, ... of some calls; none where it may not be one."""
-    span, found = Span(), []
-    for call in calls:
-        if call.block.region is None:
-            break
-        span.add(call.block.region)
-        region = span.region()
+    @functools.cached_property
+    def prices(self) -> tuple[tuple[Replay, Region], ...]:
+        """Its price for each way to run it, the plain one first."""
         ways = [Replay()]
-        if region.offload_seconds is not None:
+        if self.plain.offload_seconds is not None:
             ways.append(Replay(offload=True))
-        ways += [Replay(keep=keep.labels) for keep in region.keeps]
-        prices = tuple((way, region_in(region, way)) for way in ways) if region.is_alone else ()
-        found.append(PricedSpan(num_leaves=call.last - calls[0].first, prices=prices))
-    return found
+        ways += [Replay(keep=keep.labels) for keep in self.plain.keeps]
+        return tuple((way, region_in(self.plain, way)) for way in ways)
+
+
+def span_over(calls: Sequence[Call]) -> PricedSpan | None:
+    """Returns the region over consecutive calls, which all have a price as one; None where it may not be one."""
+    span = Span()
+    for call in calls:
+        assert call.block.region is not None, "a span runs over calls that may be regions"
+        span.add(call.block.region)
+    return PricedSpan(num_leaves=calls[-1].last - calls[0].first, plain=span.region()) if span.is_allowed else None
 
 
 def _named(keeps: Sequence[Keep]) -> dict[tuple[str, ...], Keep]:
