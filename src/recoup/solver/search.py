@@ -24,7 +24,7 @@ from recoup.solver.pareto import (
 )
 from recoup.solver.rederive_coupling import Linked, Links, forks
 from recoup.solver.reference import option_of
-from recoup.solver.sequence import Call, Line, PricedSpan, saves_moved, span_over
+from recoup.solver.sequence import Call, Line, PricedSpan, saves_moved, spans_over
 from recoup.solver.stages import Stages, Stop, Stretch
 from recoup.solver.ways import Move, Replay, Run
 
@@ -271,18 +271,22 @@ class Search:
             key = tuple(c.structure for c in calls)
             known = self._known_spans.get(key)
             if known is None:
-                known = self._known_spans[key] = [self._span(calls[:n], key[:n]) for n in range(1, len(calls) + 1)]
+                known = self._known_spans[key] = self._spans_over(calls, key)
             self._spans_of_call[id(call)] = known
             if behind:
                 self._spans_before[call.structure, id(behind)] = known
         return known
 
-    def _span(self, calls: Sequence[Call], structures: tuple[int, ...]) -> PricedSpan | None:
-        if not is_tried(len(calls)):
-            return None
-        if structures not in self._priced_spans:
-            self._priced_spans[structures] = span_over(calls)
-        return self._priced_spans[structures]
+    def _spans_over(self, calls: Sequence[Call], structures: tuple[int, ...]) -> list[PricedSpan | None]:
+        """Returns the regions over the first, the first two, ... calls; None where they are not tried."""
+        tried = [length for length in range(1, len(calls) + 1) if is_tried(length)]
+        new = [length for length in tried if structures[:length] not in self._priced_spans]
+        for length, span in spans_over(calls, new).items():
+            self._priced_spans[structures[:length]] = span
+        found: list[PricedSpan | None] = [None] * len(calls)
+        for length in tried:
+            found[length - 1] = self._priced_spans[structures[:length]]
+        return found
 
     def _offloads(self, call: Call, after: Front, rederived: _Units) -> list[Front]:
         """Returns the fronts of a call whose saved tensors go to the host, all its leaves running alike."""

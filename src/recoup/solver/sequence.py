@@ -263,13 +263,22 @@ class PricedSpan:
         return tuple((way, region_in(self.plain, way)) for way in ways)
 
 
-def span_over(calls: Sequence[Call]) -> PricedSpan | None:
-    """Returns the region over consecutive calls, which all have a price as one; None where it may not be one."""
-    span = Span()
-    for call in calls:
-        assert call.block.region is not None, "a span runs over calls that may be regions"
-        span.add(call.block.region)
-    return PricedSpan(num_leaves=calls[-1].last - calls[0].first, plain=span.region()) if span.is_allowed else None
+def spans_over(calls: Sequence[Call], lengths: Sequence[int]) -> dict[int, PricedSpan | None]:
+    """Returns the regions over the first calls of some, which all have a price as one, by their number.
+
+    Args:
+        lengths: how many calls, in order; None where those may not be one region.
+    """
+    span, at = Span(), 0
+    found: dict[int, PricedSpan | None] = {}
+    for length in lengths:
+        for call in calls[at:length]:
+            assert call.block.region is not None, "a span runs over calls that may be regions"
+            span.add(call.block.region)
+        at = length
+        num_leaves = calls[length - 1].last - calls[0].first
+        found[length] = PricedSpan(num_leaves=num_leaves, plain=span.region()) if span.is_allowed else None
+    return found
 
 
 def _named(keeps: Sequence[Keep]) -> dict[tuple[str, ...], Keep]:
