@@ -228,10 +228,8 @@ def regions_within(steps: Sequence[RegionStep], rival: Front) -> list[Front]:
     steps = [step for step in steps if not _is_dominated(step, rival)]
     if not steps:
         return []
-    samples = [_sample(rival.peaks)]
-    for step in (steps[0], steps[-1]):
-        samples += [_sample(step.after.peaks) + step.after_bytes, _sample(step.inner.peaks) + step.inner_bytes]
-    grid = np.concatenate([*samples, [_MOST_BYTES]])
+    samples = [_sample(step.after.peaks) + step.after_bytes for step in (steps[0], steps[-1])]
+    grid = np.concatenate([_sample(rival.peaks), *samples, [_MOST_BYTES]])
     if sum([len(step.after.peaks) + len(step.inner.peaks) for step in steps]) <= 4 * len(grid) * len(steps):
         return [before_region(step) for step in steps]  # so few points are made as fast as they are compared
     grid.sort()
