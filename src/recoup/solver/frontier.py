@@ -12,6 +12,7 @@ import functools
 from collections.abc import Sequence
 from typing import Literal
 
+from recoup._collector import without_collector
 from recoup.solver.baselines import Pricer, Segments, choice_of, named_segments
 from recoup.solver.pareto import Front, choice_at
 from recoup.solver.problem import Problem
@@ -82,7 +83,8 @@ class Solver:
     @functools.cached_property
     def _front(self) -> Front:
         """The front of the whole step, computed when first needed (the baselines alone do not need it)."""
-        return self._make_search().front()
+        with without_collector():
+            return self._make_search().front()
 
     def solve(self, budget_bytes: int) -> Solution:
         """Returns the fastest choice whose peak is at most `budget_bytes`, or the leanest, with status "infeasible"."""

@@ -8,7 +8,9 @@ Built from the end to the front, one step at a time, nothing else of the past or
 
 with `gradients` those of everything after the step. This is Rotor's recurrence (Herrmann et al., arXiv 1911.13214,
 C_BP) over exact bytes instead of memory slots, for all budgets at once. A front that outgrows its limit is thinned;
-what is left stays exact, and the leanest point is always left, so the smallest reachable peak is exact.
+what is left stays exact, and the leanest point is always left, so the smallest reachable peak is exact. Of equal layers
+nine regions in ten are dominated wherever they fit: `regions_within` bounds them all on a grid of peaks, and makes only
+the points that may be left.
 
 A search makes fronts by the ten thousand, most of a few points: so its data classes are not frozen, which would be most
 of the time that they take, and what numpy does in Python (`all`, `cumsum`) is written by its C functions.
@@ -16,8 +18,10 @@ of the time that they take, and what numpy does in Python (`all`, `cumsum`) is w
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import itertools
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -30,17 +34,34 @@ from recoup.solver.ways import Move, Replay, Run
 # Added to each step that is not plain, so that of equally fast choices the one that changes least is taken.
 TIE_SECONDS = 1e-10
 
-_REGION = Replay()
+_MOST_BYTES = np.iinfo(np.int64).max // 2  # more than any peak, and bytes can be added
 
 _Ints = npt.NDArray[np.int64]
 _Floats = npt.NDArray[np.float64]
 
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
-class LeafStep:
-    """Points that begin with a leaf: point i goes on with point `skip + i` of `after`."""
+class Leaves:
+    """Leaves in a row, each under one option: what they cost together, see `problem.Option`.
 
-    way: Run
+    Attributes:
+        ways: of each, the first leaf first.
+        extra_seconds: of those that are not plain, the last leaf first, so that sums are rounded as leaf by leaf.
+    """
+
+    ways: tuple[Run, ...]
+    saved_bytes: int
+    forward_bytes: int
+    backward_bytes: int
+    gradient_bytes: int
+    extra_seconds: tuple[float, ...]
+
+
+@dataclasses.dataclass(slots=True, kw_only=True, eq=False)
+class LeafStep:
+    """Points that begin with some leaves: point i goes on with point `skip + i` of `after`."""
+
+    ways: tuple[Run, ...]
     after: Front
     skip: int
 
@@ -51,6 +72,10 @@ class RegionStep:
 
     One of peak p goes on with the fastest points of `after` and `inner` that fit into `p - after_bytes` and
     `p - inner_bytes`.
+
+    Attributes:
+        least_bytes: the smallest peak.
+        seconds: of the region, without what goes on inside.
     """
 
     num_leaves: int
@@ -60,16 +85,18 @@ class RegionStep:
     after_bytes: int
     inner: Front
     inner_bytes: int
+    least_bytes: int
+    seconds: float
     way: Replay | Move
 
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
 class Pool:
-    """Points of several fronts: point i was point index[i] of the front with origin origins[which[i]]."""
+    """Points of several fronts: point i was point order[i] of them all, those of origins[k] from first[k] on."""
 
     origins: tuple[Origin, ...]
-    which: _Ints
-    index: _Ints
+    first: tuple[int, ...]
+    order: _Ints
 
 
 Origin = LeafStep | RegionStep | Pool | None
@@ -98,26 +125,51 @@ def empty() -> Front:
     return Front(peaks=np.zeros(1, dtype=np.int64), seconds=np.zeros(1), gradient_bytes=0, origin=None)
 
 
-def before_leaf(after: Front, option: Option, gradient_bytes: int, *, is_plain: bool) -> Front:
-    """Returns the front of a leaf under one option, followed by `after`."""
-    floor = max(option.forward_bytes, option.backward_bytes + after.gradient_bytes)
-    # Of the points that the leaf's own peak hides, only the fastest is left.
-    skip = max(int(after.peaks.searchsorted(floor - option.saved_bytes, side="right")) - 1, 0)
-    peaks = after.peaks[skip:] + option.saved_bytes
+def composed(options: Sequence[tuple[Option, int]], *, ties: bool = True) -> Leaves:
+    """Returns leaves in a row as one.
+
+    Args:
+        options: of each leaf, in forward order, with its gradient bytes.
+        ties: whether an option that is not plain costs `TIE_SECONDS`.
+    """
+    saved_bytes = forward_bytes = backward_bytes = gradient_bytes = 0
+    seconds = []
+    for option, own_gradient_bytes in reversed(options):
+        forward_bytes = max(option.forward_bytes, option.saved_bytes + forward_bytes)
+        backward_bytes = max(option.backward_bytes + gradient_bytes, option.saved_bytes + backward_bytes)
+        saved_bytes += option.saved_bytes
+        gradient_bytes += own_gradient_bytes
+        is_plain = not ties or (option.ambient == "save" and option.rung is None)
+        seconds.append(option.extra_seconds + (0.0 if is_plain else TIE_SECONDS))
+    return Leaves(
+        ways=tuple([Run(option.ambient, option.rung) for option, _ in options]),
+        saved_bytes=saved_bytes,
+        forward_bytes=forward_bytes,
+        backward_bytes=backward_bytes,
+        gradient_bytes=gradient_bytes,
+        extra_seconds=tuple(filter(None, seconds)),
+    )
+
+
+def before_leaves(after: Front, leaves: Leaves) -> Front:
+    """Returns the front of some leaves followed by `after`."""
+    floor = max(leaves.forward_bytes, leaves.backward_bytes + after.gradient_bytes)
+    # Of the points that the leaves' own peaks hide, only the fastest is left.
+    skip = max(int(after.peaks.searchsorted(floor - leaves.saved_bytes, side="right")) - 1, 0)
+    peaks = after.peaks[skip:] + leaves.saved_bytes
     peaks[0] = max(peaks[0], floor)
-    extra = option.extra_seconds + (0.0 if is_plain else TIE_SECONDS)
     seconds = after.seconds[skip:]
-    if extra:
+    for extra in leaves.extra_seconds:
         seconds = seconds + extra
     return Front(
         peaks=peaks,
         seconds=seconds,
-        gradient_bytes=after.gradient_bytes + gradient_bytes,
-        origin=LeafStep(way=Run(option.ambient, option.rung), after=after, skip=skip),
+        gradient_bytes=after.gradient_bytes + leaves.gradient_bytes,
+        origin=LeafStep(ways=leaves.ways, after=after, skip=skip),
     )
 
 
-def before_region(
+def region_step(
     after: Front,
     region: Region,
     inner: Front,
@@ -125,54 +177,93 @@ def before_region(
     num_leaves: int,
     rank: int,
     num_calls: int,
-    way: Replay | Move = _REGION,
-) -> Front:
-    """Returns the front of a region, whose inside has the front `inner`, followed by `after`."""
+    way: Replay | Move,
+) -> RegionStep:
+    """Returns the step that is a region, whose inside has the front `inner`, followed by `after`."""
     inner_bytes = region.saved_bytes + region.replay_bytes + after.gradient_bytes
-    outer_peaks = after.peaks + region.saved_bytes
-    inner_peaks = inner.peaks + inner_bytes
-    start = max(int(outer_peaks[0]), int(inner_peaks[0]), region.forward_bytes)
-    outer_first = int(outer_peaks.searchsorted(start, side="right"))
-    inner_first = int(inner_peaks.searchsorted(start, side="right"))
-    peaks = np.concatenate(([start], outer_peaks[outer_first:], inner_peaks[inner_first:]))
-    extra = region.seconds + TIE_SECONDS
-    if inner_first == len(inner_peaks):  # the rest sets every peak
-        seconds = after.seconds[outer_first - 1 :] + (float(inner.seconds[-1]) + extra)
-    elif outer_first == len(outer_peaks):
-        seconds = inner.seconds[inner_first - 1 :] + (float(after.seconds[-1]) + extra)
+    return RegionStep(
+        num_leaves=num_leaves,
+        rank=rank,
+        num_calls=num_calls,
+        after=after,
+        after_bytes=region.saved_bytes,
+        inner=inner,
+        inner_bytes=inner_bytes,
+        least_bytes=max(
+            after.peaks.item(0) + region.saved_bytes, inner.peaks.item(0) + inner_bytes, region.forward_bytes
+        ),
+        seconds=region.seconds + TIE_SECONDS,
+        way=way,
+    )
+
+
+def before_region(step: RegionStep, above_bytes: int = -1, most_bytes: int = _MOST_BYTES) -> Front:
+    """Returns the front of a region and what follows: its points of peaks above `above_bytes`, up to `most_bytes`."""
+    after, inner, least = step.after, step.inner, step.least_bytes
+    outer_peaks = after.peaks + step.after_bytes
+    inner_peaks = inner.peaks + step.inner_bytes
+    ends = (max(least, above_bytes), most_bytes)
+    outer_first, outer_last = outer_peaks.searchsorted(ends, side="right").tolist()
+    inner_first, inner_last = inner_peaks.searchsorted(ends, side="right").tolist()
+    begin = np.array([least] if least > above_bytes else [], dtype=np.int64)
+    peaks = np.concatenate((begin, outer_peaks[outer_first:outer_last], inner_peaks[inner_first:inner_last]))
+    if inner_peaks[-1] <= least:  # the rest sets every peak
+        seconds = after.seconds[outer_first - len(begin) : outer_last] + (float(inner.seconds[-1]) + step.seconds)
+    elif outer_peaks[-1] <= least:
+        seconds = inner.seconds[inner_first - len(begin) : inner_last] + (float(after.seconds[-1]) + step.seconds)
     else:
         peaks.sort(kind="stable")  # two sorted runs: merged in linear time
-        seconds = after.seconds[outer_peaks.searchsorted(peaks, side="right") - 1]
-        seconds = seconds + inner.seconds[inner_peaks.searchsorted(peaks, side="right") - 1] + extra
-    return Front(
-        peaks=peaks,
-        seconds=seconds,
-        gradient_bytes=after.gradient_bytes + inner.gradient_bytes,
-        origin=RegionStep(
-            num_leaves=num_leaves,
-            rank=rank,
-            num_calls=num_calls,
-            after=after,
-            after_bytes=region.saved_bytes,
-            inner=inner,
-            inner_bytes=inner_bytes,
-            way=way,
-        ),
-    )
+        seconds = _seconds_at(after, peaks - step.after_bytes) + _seconds_at(inner, peaks - step.inner_bytes)
+        seconds += step.seconds
+    gradient_bytes = after.gradient_bytes + inner.gradient_bytes
+    return Front(peaks=peaks, seconds=seconds, gradient_bytes=gradient_bytes, origin=step)
 
 
-def is_dominated(after: Front, region: Region, inner: Front, rival: Front) -> bool:
-    """Whether one point of `rival` is as fast as the fastest point of a region, within the bytes of its leanest.
+def regions_within(steps: Sequence[RegionStep], rival: Front) -> list[Front]:
+    """Returns the fronts of regions, without most of the points that other regions or `rival` dominate.
 
-    Then `best_of` takes no point of `before_region(after, region, inner)`, and it need not be made.
+    Branch and bound over a grid of peaks: between two of them a front is nowhere faster than at the larger, so it is
+    dominated there if any other is faster at the smaller one already.
     """
-    least = max(
-        after.peaks.item(0) + region.saved_bytes,
-        inner.peaks.item(0) + region.saved_bytes + region.replay_bytes + after.gradient_bytes,
-        region.forward_bytes,
-    )
-    point = int(rival.peaks.searchsorted(least, side="right")) - 1
-    fastest = after.seconds.item(-1) + inner.seconds.item(-1) + region.seconds + TIE_SECONDS
+    steps = [step for step in steps if not _is_dominated(step, rival)]
+    if not steps:
+        return []
+    samples = [_sample(step.after.peaks) + step.after_bytes for step in (steps[0], steps[-1])]
+    grid = np.concatenate([_sample(rival.peaks), *samples, [_MOST_BYTES]])
+    if sum([len(step.after.peaks) + len(step.inner.peaks) for step in steps]) <= 4 * len(grid) * len(steps):
+        return [before_region(step) for step in steps]  # so few points are made as fast as they are compared
+    grid.sort()
+    seconds = np.empty((len(steps) + 1, len(grid)))
+    for row, step in zip(seconds, steps, strict=False):
+        row[:] = _seconds_at(step.after, grid - step.after_bytes)
+        row += _seconds_at(step.inner, grid - step.inner_bytes)
+        row += step.seconds
+    seconds[-1] = _seconds_at(rival, grid)
+    least = np.array([step.least_bytes for step in steps] + [rival.peaks.item(0)])
+    seconds[grid < least[:, None]] = np.inf
+    best = seconds.min(axis=0)
+    may = seconds[:-1] < np.inf
+    may[:, 1:] &= seconds[:-1, 1:] <= best[:-1] + TIE_SECONDS
+    first = may.argmax(axis=1).tolist()
+    last = (len(grid) - may[:, ::-1].argmax(axis=1)).tolist()
+    edges = [-1, *grid.tolist()]
+    return [before_region(steps[i], edges[first[i]], edges[last[i]]) for i in np.flatnonzero(may.any(axis=1)).tolist()]
+
+
+def _sample(peaks: _Ints) -> _Ints:
+    """Returns about the square root of a front's peaks, evenly spaced."""
+    return peaks[:: math.isqrt(len(peaks))]
+
+
+def _seconds_at(front: Front, nbytes: _Ints) -> _Floats:
+    """Returns the fastest seconds within some bytes each, at least those of the leanest point."""
+    return front.seconds[front.peaks.searchsorted(nbytes, side="right") - 1]
+
+
+def _is_dominated(step: RegionStep, rival: Front) -> bool:
+    """Whether one point of `rival` is as fast as the fastest point of a region, within the bytes of its leanest."""
+    point = int(rival.peaks.searchsorted(step.least_bytes, side="right")) - 1
+    fastest = step.after.seconds.item(-1) + step.inner.seconds.item(-1) + step.seconds
     return point >= 0 and rival.seconds.item(point) <= fastest
 
 
@@ -201,13 +292,15 @@ def best_of(fronts: Sequence[Front], max_points: int) -> Front:
         left = _spread(seconds, max_points)
         num_thinned = len(peaks) - len(left)
         order, seconds, peaks = order[left], seconds[left], peaks[left]
-    offsets = np.array([0, *itertools.accumulate(len(f.peaks) for f in fronts)])
-    which = offsets.searchsorted(order, side="right") - 1
     return Front(
         peaks=peaks,
         seconds=seconds,
         gradient_bytes=fronts[0].gradient_bytes,
-        origin=Pool(origins=tuple(f.origin for f in fronts), which=which, index=order - offsets[which]),
+        origin=Pool(
+            origins=tuple([f.origin for f in fronts]),
+            first=tuple(itertools.accumulate([len(f.peaks) for f in fronts], initial=0)),
+            order=order,
+        ),
         num_thinned=num_thinned,
     )
 
@@ -235,12 +328,13 @@ def choice_at(front: Front, point: int) -> Choice:
         peak = int(front.peaks[point])
         origin: Origin = front.origin
         while isinstance(origin, Pool):
-            which = int(origin.which[point])
-            point = int(origin.index[point])
+            point = int(origin.order[point])
+            which = bisect.bisect_right(origin.first, point) - 1
+            point -= origin.first[which]
             origin = origin.origins[which]
         if isinstance(origin, LeafStep):
-            picks.append(Pick(first=at, last=at + 1, way=origin.way))
-            at += 1
+            picks += [Pick(first=i, last=i + 1, way=way) for i, way in enumerate(origin.ways, start=at)]
+            at += len(origin.ways)
             point += origin.skip
         else:
             assert origin is not None, "only the end of a sequence has no origin"

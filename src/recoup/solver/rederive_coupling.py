@@ -38,7 +38,7 @@ class Links:
     Args:
         parts: of the call.
         reaches: the first and the last part that a unit touches.
-        walk: returns the front of a call followed by another front, given the units that rederive.
+        walk: returns the fronts of a call followed by others, by the units that rederive and begin before it.
         structure: returns a small number, the same for equal values.
         known: what was found before, by structure.
     """
@@ -48,15 +48,13 @@ class Links:
         parts: Sequence[Leaf | Call],
         reaches: Mapping[int, tuple[int, int]],
         *,
-        walk: Callable[[Call, Front, frozenset[int]], Front],
-        best_of: Callable[[Sequence[Front]], Front],
+        walk: Callable[[Call, Mapping[frozenset[int], Front]], Mapping[frozenset[int], Front]],
         structure: Callable[[Hashable], int],
         known: MutableMapping[Hashable, Linked],
     ) -> None:
         self._parts = parts
         self._reaches = reaches
         self._walk = walk
-        self._best_of = best_of
         self._structure = structure
         self._known = known
         self._nothing = empty()
@@ -87,13 +85,12 @@ class Links:
         if found is not None:
             return found
         before = {frozenset[_Name](): self._nothing} if rest is None else rest.fronts
-        candidates: dict[frozenset[_Name], list[Front]] = {}
+        active: dict[frozenset[int], Front] = {}
         for state, after in before.items():
             units = frozenset(self._unit(name, end) for name in state)
-            for active in forks(units, self._opening.get(first, ())):
-                reaching = frozenset(self._name(u, end) for u in active if self._reaches[u][0] < first)
-                candidates.setdefault(reaching, []).append(self._walk(call, after, active))
-        fronts = {state: self._best_of(found) for state, found in candidates.items()}
+            active |= dict.fromkeys(forks(units, self._opening.get(first, ())), after)
+        walked = self._walk(call, active)
+        fronts = {frozenset(self._name(unit, end) for unit in state): front for state, front in walked.items()}
         linked = self._known[key] = Linked(structure=self._structure(key), fronts=fronts)
         return linked
 

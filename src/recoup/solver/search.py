@@ -10,24 +10,28 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 
-from recoup.solver.pareto import Front, before_leaf, before_region, best_of, empty, is_dominated
-from recoup.solver.problem import Leaf, Region
+from recoup.solver.pareto import (
+    Front,
+    before_leaves,
+    before_region,
+    best_of,
+    composed,
+    empty,
+    region_step,
+    regions_within,
+)
 from recoup.solver.rederive_coupling import Linked, Links, forks
 from recoup.solver.reference import option_of
-from recoup.solver.sequence import (
-    Call,
-    Line,
-    region_in,
-    saves_moved,
-    spans_over,
-)
+from recoup.solver.sequence import Call, Line, PricedSpan, saves_moved, spans_over
+from recoup.solver.stages import Stages, Stop, Stretch
 from recoup.solver.ways import Move, Replay, Run
 
 # at least; in long steps three times the square root of all, where the optimum of equal layers is one
 _LONGEST_SPAN_LEAVES = 64
 _MOST_POINTS = 4096  # of the front of a step
+_PLAIN = Replay()
 _Units = frozenset[int]
 
 
@@ -54,6 +58,13 @@ class _Inside:
     structure: int
     front: Front
     sequence: Front
+
+
+def _calls(call: Call) -> Iterator[Call]:
+    yield call
+    for part in call.parts:
+        if isinstance(part, Call):
+            yield from _calls(part)
 
 
 class Search:
@@ -95,17 +106,25 @@ class Search:
         self._same_insides: dict[tuple[int, int], list[_Inside]] = {}
         self._linked: dict[tuple[int, int], Front] = {}
         self._known_links: dict[Hashable, Linked] = {}
-        self._known_forks: dict[int, tuple[dict[int, list[int]], dict[int, list[int]]]] = {}  # by identity of the call
         self._links_of: dict[int, Links | None] = {}
-        self._spans_of_call: dict[int, list[tuple[Region, int]]] = {}  # by identity of the first call
-        self._spans_before: dict[tuple[int, int], list[tuple[Region, int]]] = {}  # by identity of the next call's
-        self._known_spans: dict[tuple[int, ...], list[tuple[Region, int]]] = {}  # by structures of the calls
+        self._spans_of_call: dict[int, list[PricedSpan | None]] = {}  # by identity of the first call
+        self._spans_before: dict[tuple[int, int], list[PricedSpan | None]] = {}  # by identity of the next call's
+        self._known_spans: dict[tuple[int, ...], list[PricedSpan | None]] = {}  # by structures of all calls
+        self._priced_spans: dict[tuple[int, ...], PricedSpan | None] = {}
         self._nothing = empty()
+        calls = list(_calls(line.root))
+        self._stages = Stages(
+            line,
+            actions=self._actions,
+            forking={unit for call in calls for unit in self._reaches(call, len(call.parts))},
+            linking={unit for call in calls for unit in self._reaches(call, self._longest_span)},
+        )
         self.num_thinned = 0
 
     def front(self) -> Front:
         """Returns the front of the whole step, above its fixed bytes."""
-        return self._walk(self._line.root, self._nothing, frozenset(), self._max_points, outermost=True)
+        walked = self._walk(self._line.root, {frozenset(): self._nothing}, 0, self._max_points, outermost=True)
+        return walked[frozenset()]
 
     def _best_of(self, fronts: Sequence[Front], max_points: int) -> Front:
         front = best_of(fronts, max_points)
@@ -113,71 +132,53 @@ class Search:
         return front
 
     def _walk(
-        self,
-        call: Call,
-        after: Front,
-        rederived: _Units,
-        max_points: int,
-        *,
-        outermost: bool = False,
-    ) -> Front:
-        """Returns the front of a call's parts followed by `after`.
-
-        A unit (leaves that act together) forks the walk where its last leaf is met and joins it behind its first one:
-        in between there is one front for each set of the call's open units that rederive.
+        self, call: Call, after: Mapping[_Units, Front], first: int, max_points: int, *, outermost: bool = False
+    ) -> Mapping[_Units, Front]:
+        """Returns the fronts of a call followed by `after`, both by the units that rederive and begin before it.
 
         Args:
-            rederived: units that reach out of this call and rederive; those not in it save.
+            first: where the sequence begins that the call is part of; units that begin before it fork no walk.
             outermost: whether no region is around it: what a replay saves does not go to the host.
         """
-        parts = call.parts
-        opening, closing = self._forks(call)
-        # fronts[i] is that of parts i and on; a span jumps from it to one further right.
-        fronts: list[dict[_Units, Front]] = [{}] * len(parts) + [{frozenset(): after}]
+        stages = self._stages.of(call)
+        # fronts[i] are those of stages i and on; a span jumps from one to one further right.
+        fronts: list[Mapping[_Units, Front]] = [{}] * len(stages) + [after]
         insides: dict[int, list[_Inside]] = {}
-        links = self._links(call)
-        for i in reversed(range(len(parts))):
-            part = parts[i]
-            found: dict[_Units, list[Front]] = {}
-            is_region = isinstance(part, Call) and self._may_be_region(part, parts[i - 1] if i else None)
-            if isinstance(part, Call) and is_region:
-                insides[i] = self._insides(call, i, insides, links)
-            for state, rest in fronts[i + 1].items():
-                for forked in forks(state, opening.get(i, ())):
-                    active = rederived | forked
-                    candidates = found.setdefault(forked.difference(closing.get(i, ())), [])
-                    if isinstance(part, Leaf):
-                        candidates += self._leaf(part, call, i, rest, active)
-                        continue
-                    walked = self._walk(part, rest, active, max_points, outermost=outermost)
-                    candidates.append(walked)
-                    if outermost and part.block.offloads:
-                        candidates += self._offloads(part, rest, active)
-                    if is_region:
-                        inner, jumps = [], []
-                        for length, inside in enumerate(insides[i], start=1):
-                            jumped = parts[i + length - 1]
-                            assert isinstance(jumped, Call)
-                            if any(self._line.is_touched(u, part.first, jumped.last) for u in active):
-                                break  # a region would take some of a unit's leaves and leave others
-                            inner.append(inside.front)
-                            jumps.append(fronts[i + length][forked])
-                        candidates += self._regions(part, inner, jumps, walked, outermost=outermost)
+        for i in reversed(range(len(stages))):
+            stage, rest = stages[i], fronts[i + 1]
+            if isinstance(stage, Stretch):
+                found = self._leaves(stage, rest, first)
+            else:
+                if stage.is_region:
+                    insides[i] = self._insides(stage, i, insides)
+                walked = self._walk(stage.call, rest, first, max_points, outermost=outermost)
+                found = {state: [front] for state, front in walked.items()}
+                for state, front in rest.items():
+                    if outermost and stage.call.block.offloads:
+                        found.setdefault(state, []).extend(self._offloads(stage.call, front, state))
+                    inner: list[Front] = []
+                    jumps: list[Front] = []
+                    for inside, behind in zip(insides.get(i, ()), fronts[i + 1 :], strict=False):
+                        last = stages[i + len(inner)]
+                        assert isinstance(last, Stop), "a span runs over calls"
+                        if state and any(self._line.is_touched(u, stage.call.first, last.call.last) for u in state):
+                            break  # a region would take some of a unit's leaves and leave others
+                        inner.append(inside.front)
+                        jumps.append(behind[state])
+                    if inner:
+                        found[state] += self._regions(stage.call, inner, jumps, walked[state], outermost=outermost)
             fronts[i] = {state: self._best_of(candidates, max_points) for state, candidates in found.items()}
-        return fronts[0][frozenset()]
+        return fronts[0]
 
-    def _forks(self, call: Call) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
-        """Returns the units that open and close at each part of a call, walking from the last to the first."""
-        known = self._known_forks.get(id(call))
-        if known is not None:
-            return known
-        opening: dict[int, list[int]] = {}
-        closing: dict[int, list[int]] = {}
-        for unit, (first, last) in self._reaches(call, len(call.parts)).items():
-            opening.setdefault(last, []).append(unit)
-            closing.setdefault(first, []).append(unit)
-        self._known_forks[id(call)] = opening, closing
-        return opening, closing
+    def _leaves(self, stretch: Stretch, after: Mapping[_Units, Front], first: int) -> dict[_Units, list[Front]]:
+        """Returns the fronts of some leaves followed by `after`, by the units that rederive and begin before them."""
+        opening = [unit for begin, unit in stretch.opening if begin >= first]
+        found: dict[_Units, list[Front]] = {}
+        for state, front in after.items():
+            for forked in forks(state, opening) if opening else (state,):
+                candidates = found.setdefault(forked - stretch.closing, [])
+                candidates += [before_leaves(front, leaves) for leaves in self._stages.composed(stretch, forked)]
+        return found
 
     def _links(self, call: Call) -> Links | None:
         """Returns the coupling of a call's parts, None if there is none."""
@@ -188,16 +189,11 @@ class Search:
             self._links_of[id(call)] = None
             return None
 
-        def walk(part: Call, after: Front, rederived: _Units) -> Front:
-            return self._walk(part, after, rederived, self._max_inner_points)
+        def walk(part: Call, after: Mapping[_Units, Front]) -> Mapping[_Units, Front]:
+            return self._walk(part, after, part.first, self._max_inner_points)
 
         found = self._links_of[id(call)] = Links(
-            call.parts,
-            reaches,
-            walk=walk,
-            best_of=lambda fronts: self._best_of(fronts, self._max_inner_points),
-            structure=self._line.structure,
-            known=self._known_links,
+            call.parts, reaches, walk=walk, structure=self._line.structure, known=self._known_links
         )
         return found
 
@@ -228,19 +224,6 @@ class Search:
         leaves = [self._line.leaves[i] for i in self._line.units[unit]]
         return sum(leaf.options[0].saved_bytes - leaf.options[-1].saved_bytes for leaf in leaves)
 
-    def _leaf(self, leaf: Leaf, call: Call, i: int, after: Front, rederived: _Units) -> list[Front]:
-        options = [o for o in leaf.options if o.rung is not None or o.ambient in self._actions] or list(
-            leaf.options[:1]
-        )
-        if len(options) > 1:
-            unit = self._line.unit_of[call.starts[i]]
-            if unit >= 0:
-                action = "rederive" if unit in rederived else "save"
-                options = [o for o in options if o.ambient == action]
-        return [
-            before_leaf(after, o, leaf.gradient_bytes, is_plain=o.ambient == "save" and o.rung is None) for o in options
-        ]
-
     def _regions(
         self,
         call: Call,
@@ -256,34 +239,20 @@ class Search:
         Args:
             rival: of the same calls; a region with no point that it does not dominate is left out.
         """
-        fronts = []
+        steps = []
         spans = self._spans_from(call, len(inner))
         for length, (inside, rest) in enumerate(zip(inner, after, strict=True), start=1):
-            plain, num_leaves = spans[length - 1]
-            if not tried(length) or not plain.is_alone:
+            span = spans[length - 1]
+            if span is None or not tried(length):
                 continue
-            ways = [Replay()]
-            if outermost and plain.offload_seconds is not None:
-                ways.append(Replay(offload=True))
-            ways += [Replay(keep=keep.labels) for keep in plain.keeps] if outermost else []
-            for way in ways:
-                region = region_in(plain, way)
-                if is_dominated(rest, region, inside, rival):
-                    continue
-                fronts.append(
-                    before_region(
-                        rest,
-                        region,
-                        inside,
-                        num_leaves=num_leaves,
-                        rank=call.rank,
-                        num_calls=length,
-                        way=way,
-                    )
-                )
-        return fronts
+            prices = span.prices if outermost else ((_PLAIN, span.plain),)
+            steps += [
+                region_step(rest, region, inside, num_leaves=span.num_leaves, rank=call.rank, num_calls=length, way=way)
+                for way, region in prices
+            ]
+        return regions_within(steps, rival)
 
-    def _spans_from(self, call: Call, longest: int) -> list[tuple[Region, int]]:
+    def _spans_from(self, call: Call, longest: int) -> list[PricedSpan | None]:
         """Returns the prices of regions over 1, 2, ... calls from `call` on, `longest` at least, and their leaves."""
         known = self._spans_of_call.get(id(call))
         if known is None or len(known) < longest:
@@ -302,11 +271,22 @@ class Search:
             key = tuple(c.structure for c in calls)
             known = self._known_spans.get(key)
             if known is None:
-                known = self._known_spans[key] = spans_over(calls)
+                known = self._known_spans[key] = self._spans_over(calls, key)
             self._spans_of_call[id(call)] = known
             if behind:
                 self._spans_before[call.structure, id(behind)] = known
         return known
+
+    def _spans_over(self, calls: Sequence[Call], structures: tuple[int, ...]) -> list[PricedSpan | None]:
+        """Returns the regions over the first, the first two, ... calls; None where they are not tried."""
+        tried = [length for length in range(1, len(calls) + 1) if is_tried(length)]
+        new = [length for length in tried if structures[:length] not in self._priced_spans]
+        for length, span in spans_over(calls, new).items():
+            self._priced_spans[structures[:length]] = span
+        found: list[PricedSpan | None] = [None] * len(calls)
+        for length in tried:
+            found[length - 1] = self._priced_spans[structures[:length]]
+        return found
 
     def _offloads(self, call: Call, after: Front, rederived: _Units) -> list[Front]:
         """Returns the fronts of a call whose saved tensors go to the host, all its leaves running alike."""
@@ -314,39 +294,31 @@ class Search:
             return []
         fronts = []
         for offload in call.block.offloads:
-            inner = self._nothing
-            for leaf in reversed(self._line.leaves[call.first : call.last]):
-                option = option_of(leaf, Run(offload.inside))
-                inner = before_leaf(inner, option, leaf.gradient_bytes, is_plain=True)
+            leaves = self._line.leaves[call.first : call.last]
+            options = [(option_of(leaf, Run(offload.inside)), leaf.gradient_bytes) for leaf in leaves]
+            inner = before_leaves(self._nothing, composed(options, ties=False))
             fronts.append(
                 before_region(
-                    after,
-                    saves_moved(offload),
-                    inner,
-                    num_leaves=call.last - call.first,
-                    rank=call.rank,
-                    num_calls=1,
-                    way=Move(offload.inside),
+                    region_step(
+                        after,
+                        saves_moved(offload),
+                        inner,
+                        num_leaves=call.last - call.first,
+                        rank=call.rank,
+                        num_calls=1,
+                        way=Move(offload.inside),
+                    )
                 )
             )
         return fronts
 
-    def _may_be_region(self, call: Call, before: Leaf | Call | None) -> bool:
-        """Whether a region may begin with the call, or a span that begins before it go through it."""
-        region = call.block.region
-        if region is None or "recompute" not in self._actions:
-            return False
-        return region.is_alone or call.following is not None or (isinstance(before, Call) and before.following is call)
-
-    def _insides(self, around: Call, i: int, known: Mapping[int, list[_Inside]], links: Links | None) -> list[_Inside]:
-        """Returns the insides of regions over 1, 2, ... calls, the first of which is part `i` of `around`.
+    def _insides(self, stop: Stop, i: int, known: Mapping[int, list[_Inside]]) -> list[_Inside]:
+        """Returns the insides of regions over 1, 2, ... calls, the first of which is stage `i` of a walk.
 
         Args:
-            known: the same for the parts behind it.
-            links: what links the parts of `around`, None: nothing does.
+            known: the same for the stages behind it.
         """
-        call = around.parts[i]
-        assert isinstance(call, Call)
+        call, links = stop.call, self._links(stop.around)
         following = known[i + 1] if call.following is not None and self._spans else self._none_following
         if links is None:  # in a long chain of equal calls what follows is mostly the same
             same = self._same_insides.get((call.structure, id(following)))
@@ -358,7 +330,8 @@ class Search:
             inside = self._inside.get(key)
             if inside is None:
                 after = following[length - 2].sequence if length > 1 else self._nothing
-                fronts = [self._walk(call, after, frozenset(), self._max_inner_points)]
+                walked = self._walk(call, {frozenset(): after}, call.first, self._max_inner_points)
+                fronts = [walked[frozenset()]]
                 if self._nested_spans and length > 1:
                     behind = [known[i + k][length - k - 1].sequence for k in range(1, length)]
                     fronts += self._regions(call, [other.front for other in found], behind, fronts[0], is_tried_inside)
@@ -370,7 +343,7 @@ class Search:
                 structure = self._line.structure(("inside", *key))
                 inside = self._inside[key] = _Inside(structure=structure, front=front, sequence=sequence)
             if length > 1 and links is not None:
-                inside = self._with_links(links, i, length, inside)
+                inside = self._with_links(links, stop.index, length, inside)
             found.append(inside)
         if links is None:
             found = self._known_insides.setdefault(tuple(inside.structure for inside in found), found)

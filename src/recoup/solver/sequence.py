@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 from collections.abc import Hashable, Iterator, Sequence
 
 from recoup.solver.disjoint_sets import DisjointSets
@@ -245,14 +246,38 @@ class Span:
         )
 
 
-def spans_over(calls: Sequence[Call]) -> list[tuple[Region, int]]:
-    """Returns the prices of regions over the first, the first two, ... of some calls, and their leaves."""
-    span, found = Span(), []
-    for call in calls:
-        if call.block.region is None:
-            break
-        span.add(call.block.region)
-        found.append((span.region(), call.last - calls[0].first))
+@dataclasses.dataclass(kw_only=True, eq=False)
+class PricedSpan:
+    """A region over consecutive calls: how many leaves they have, and its price with nothing kept or moved."""
+
+    num_leaves: int
+    plain: Region
+
+    @functools.cached_property
+    def prices(self) -> tuple[tuple[Replay, Region], ...]:
+        """Its price for each way to run it, the plain one first."""
+        ways = [Replay()]
+        if self.plain.offload_seconds is not None:
+            ways.append(Replay(offload=True))
+        ways += [Replay(keep=keep.labels) for keep in self.plain.keeps]
+        return tuple((way, region_in(self.plain, way)) for way in ways)
+
+
+def spans_over(calls: Sequence[Call], lengths: Sequence[int]) -> dict[int, PricedSpan | None]:
+    """Returns the regions over the first calls of some, which all have a price as one, by their number.
+
+    Args:
+        lengths: how many calls, in order; None where those may not be one region.
+    """
+    span, at = Span(), 0
+    found: dict[int, PricedSpan | None] = {}
+    for length in lengths:
+        for call in calls[at:length]:
+            assert call.block.region is not None, "a span runs over calls that may be regions"
+            span.add(call.block.region)
+        at = length
+        num_leaves = calls[length - 1].last - calls[0].first
+        found[length] = PricedSpan(num_leaves=num_leaves, plain=span.region()) if span.is_allowed else None
     return found
 
 
