@@ -2,9 +2,10 @@
 
     python -m bench.overhead [MODEL ...] [--json FILE] [--profile MODEL PLAN]
 
-Three models of 24 tiny blocks (of modules, of functions over bare parameters, GPT-2's) under each kind of plan, beside
-`torch.utils.checkpoint` around every block. Processor time of the whole process, so that both of autograd's threads
-count; steps are interleaved, and what is said are medians over rounds of the differences within a round. Microseconds:
+Models of 24 tiny blocks (of modules, of functions over bare parameters, GPT-2's, with dropout, with BatchNorm) under
+each kind of plan, beside `torch.utils.checkpoint` around every block. Processor time of the whole process, so that both
+of autograd's threads count; steps are interleaved, and what is said are medians over rounds of the differences within a
+round. Microseconds:
 
 - *forward, an op*: forward above plain, over the ops that the plain forward dispatches.
 - *backward, a rebuilt tensor*: backward above plain, less the ops that run again (timed by themselves), over the saved
@@ -95,6 +96,30 @@ class Gpt2Block(nn.Module):
         return out
 
 
+class DropoutBlock(ModuleBlock):
+    """The block of modules with dropout, in training."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + F.dropout(self.down(F.dropout(self.act(self.up(self.norm(x))), 0.1)), 0.1)
+        return out
+
+
+class BatchNormBlock(nn.Module):
+    """A residual block with BatchNorm in training and activations in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = (
+            nn.Linear(WIDTH, 2 * WIDTH),
+            nn.BatchNorm1d(COLUMNS),
+            nn.Linear(2 * WIDTH, WIDTH),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.down(F.relu(self.norm(self.up(x)), inplace=True))
+        return out
+
+
 class Model(nn.Module):
     """The blocks in a row; `by_hand` puts `torch.utils.checkpoint` around each."""
 
@@ -117,7 +142,13 @@ class Model(nn.Module):
         return x.pow(2).mean()
 
 
-MODELS: dict[str, type[nn.Module]] = {"modules": ModuleBlock, "functions": FunctionBlock, "gpt2": Gpt2Block}
+MODELS: dict[str, type[nn.Module]] = {
+    "modules": ModuleBlock,
+    "functions": FunctionBlock,
+    "gpt2": Gpt2Block,
+    "dropout": DropoutBlock,
+    "batch norm": BatchNormBlock,
+}
 
 
 class _NoneAnywhere(dict[Any, Any]):
