@@ -12,7 +12,8 @@ import pytest
 from recoup.compiled import frontier
 from recoup.compiled.combine import StepLevels, combinations, combined
 from recoup.compiled.frontier import choices, undominated
-from recoup.compiled.schedule import JointOp, JointStep, Timeline, backward_order, timeline
+from recoup.compiled.joint_step import JointOp, JointStep
+from recoup.compiled.schedule import Timeline, backward_order, timeline
 
 
 def chain(num: int, *, nbytes: int = 1000) -> JointStep:

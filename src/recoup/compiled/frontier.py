@@ -13,7 +13,8 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 
-from recoup.compiled.schedule import JointStep, Timeline, read_at_peak, rebuilt_for, timeline
+from recoup.compiled.joint_step import JointStep
+from recoup.compiled.schedule import Timeline, read_at_peak, rebuilt_for, timeline
 from recoup.cost.caching_allocator import MIN_BLOCK_BYTES
 from recoup.solver.held import Op, Segment, trade_offs
 from recoup.solver.held_problem import HeldProblem
