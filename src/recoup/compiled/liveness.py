@@ -34,7 +34,7 @@ def levels_of(
         reused = 0
         if inputs is not None:
             reused = _reused(step, op, [v for v in going if v in inputs[position]])
-        elif overwrites and any(v in going and v in here and v not in starting for v in op.overwritable):
+        elif overwrites and (over := op.overwritable) and any(v in going and v not in starting for v in over):
             reused = sizes[op.outputs[0]]
         for value in op.outputs:
             if value in here or (reads is not None and value not in keeps and value not in reads):

@@ -183,7 +183,7 @@ def rebuilt_for(step: JointStep, value: int, held: frozenset[int]) -> frozenset[
 
 
 def read_at_peak(step: JointStep, made: Timeline) -> set[int]:
-    """Returns forward's values that are there while backward's level is the highest, for ops that run then or later."""
+    """Returns the ops' values that are there while backward's level is the highest, for ops that run then or later."""
     order, levels = made.order, made.backward_levels
     if not levels:
         return set(made.held)
@@ -194,4 +194,4 @@ def read_at_peak(step: JointStep, made: Timeline) -> set[int]:
     read: set[int] = set()
     for at in order[peak:]:
         read.update(step.ops[at].inputs)
-    return {v for v in here & read if step.makers.get(v, len(step.ops)) < step.num_forward}
+    return here & read
