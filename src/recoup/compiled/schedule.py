@@ -56,13 +56,13 @@ class Timeline:
 
 
 def backward_order(
-    step: JointStep, held: frozenset[int], dropped: frozenset[int] = frozenset(), *, as_recorded: bool = False
+    step: JointStep, held: frozenset[int], dropped: frozenset[int] = frozenset()
 ) -> tuple[frozenset[int], tuple[int, ...]]:
     """Returns what has to be held, and the ops of backward in order with those of forward that run again.
 
     Args:
         held: what is to be held; values that are needed and cannot be rebuilt are added. dropped: values that each of
-            backward's own ops makes anew. as_recorded: leave backward's own ops in the graph's order.
+            backward's own ops makes anew.
     """
     maker, ops, order, all_held = step.makers, step.ops, list[int](), set(held)
     ready = set(range(len(step.value_bytes))) - maker.keys() | held
@@ -82,7 +82,7 @@ def backward_order(
             left += ops[made_by].inputs
         return _early(step, sorted(found), dropped)
 
-    for at in range(step.num_forward, len(ops)) if as_recorded else step.lean_order:
+    for at in step.lean_order:
         if not dropped.isdisjoint(ops[at].outputs):
             continue
         if ready.issuperset(ops[at].inputs):
@@ -122,29 +122,34 @@ def _early(step: JointStep, run: list[int], dropped: frozenset[int]) -> list[int
 
 
 def timeline(
-    step: JointStep, held: frozenset[int], dropped: frozenset[int] = frozenset(), *, as_recorded: bool = False
+    step: JointStep,
+    held: frozenset[int],
+    dropped: frozenset[int] = frozenset(),
+    *,
+    given: tuple[tuple[int, ...], tuple[int, ...]] | None = None,
 ) -> Timeline:
     """Returns the order and the bytes of a step that holds `held` from forward to backward.
 
     Args:
-        dropped: values that each of backward's own ops makes anew. as_recorded: the step as torch runs it, backward's
-            own ops in the graph's order and nothing written over what it reads.
+        dropped: values that each of backward's own ops makes anew. given: the ops of forward and of backward as torch
+            divides the graph, where nothing is written over what is read.
     """
+    forward = range(step.num_forward) if given is None else given[0]
     dropped = frozenset(v for value in dropped for v in step.ops[step.makers[value]].outputs) - held
-    all_held, order = backward_order(step, held, dropped, as_recorded=as_recorded)
-    forward = list(range(step.num_forward))
+    all_held, order = backward_order(step, held, dropped) if given is None else (held, given[1])
     # What nothing reads any more and no one keeps does not run.
-    forward_levels = levels_of(step, forward, start=(), keeps=step.results | all_held, overwrites=not as_recorded)
+    forward_levels = levels_of(step, forward, start=(), keeps=step.results | all_held, overwrites=given is None)
     again = run_again(step, order)
     kept = {at: step.ops[at].state_bytes for at in again if step.ops[at].state_bytes}  # from its run to the one again
     held_bytes = sum(kept.values()) + sum(step.value_bytes[v] for v in all_held if v not in step.results)
     start = tuple(sorted(all_held | step.tangents))
-    backward_levels = levels_of(step, order, start=start, keeps=step.gradients, overwrites=not as_recorded)
+    backward_levels = levels_of(step, order, start=start, keeps=step.gradients, overwrites=given is None)
     if kept:
         made = itertools.accumulate(kept.get(at, 0) for at in forward)
         left = itertools.accumulate((-kept.get(at, 0) for at in order[:-1]), initial=sum(kept.values()))
+        own = (kept.get(at, 0) for at in order)  # the state that such an op finds and puts back
         forward_levels = list(map(operator.add, forward_levels, made))
-        backward_levels = list(map(operator.add, backward_levels, left))
+        backward_levels = list(map(sum, zip(backward_levels, left, own, strict=True)))
     return Timeline(
         held=all_held,
         dropped=dropped,
