@@ -269,9 +269,10 @@ class CompiledFitting:
         fitting = [i for i, peak in enumerate(peaks) if peak <= budget_bytes]
         if fitting:
             return min(fitting, key=lambda i: (found[i].seconds, i))
-        # Predictions may be too high: what misses by little is worth a try, all of that where it is only planned.
-        known = self._planned.keys() | self._measured.keys()
-        left = [i for i, peak in enumerate(peaks) if i not in known and peak * (1 - ESTIMATE_SHARE) <= budget_bytes]
+        # Predictions may be too high: what as simulated misses by little is worth a try, all of it if only planned.
+        known, most = self._planned.keys() | self._measured.keys(), budget_bytes / (1 - ESTIMATE_SHARE)
+        above = self.plain_peak_bytes - self.torch_choice.peak_bytes
+        left = [i for i in range(len(found)) if i not in known and min(peaks[i], found[i].peak_bytes + above) <= most]
         if not self.options.fuses:
             left = [i for i in left if i == len(found) - 1]
         return min(left, key=lambda i: (peaks[i], -i), default=None)
