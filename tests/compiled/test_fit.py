@@ -44,6 +44,7 @@ def test_peaks_are_within_budgets_and_as_predicted(dropout: float) -> None:
     assert model._compiled_call_impl is None
 
 
+@pytest.mark.slow
 def test_the_smallest_peak_is_reached_as_predicted() -> None:
     torch.manual_seed(0)
     found = fitted(Gated(), torch.randn(512, 32), "min")
