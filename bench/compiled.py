@@ -74,8 +74,9 @@ def rows(
     budgets: list[int],
     settings: list[float],
     descents: list[float],
+    floor: bool,
 ) -> Any:
-    """Yields a model's rows: budgets, torch's settings with ours at the peak of each, then falling budgets."""
+    """Yields a model's rows: budgets, torch's settings with ours at the peak of each, falling budgets, the floor."""
     torch.manual_seed(0)
     torch.compiler.reset()
     workload = MODELS[name]
@@ -112,14 +113,18 @@ def rows(
                 yield {"descent": share, "plain_bytes": plain} | found
                 if "least_bytes" in found:
                     break
+            if floor:
+                found = _fitted(fitting, "min", flops)
+                found.pop("calls", None)
+                yield {"floor": "min", "plain_bytes": plain} | found
         finally:
             fitting.bench.restore()
 
 
-def _fitted(fitting: CompiledFitting, budget_bytes: int, plain_flops: int) -> dict[str, Any]:
+def _fitted(fitting: CompiledFitting, budget: int | str, plain_flops: int) -> dict[str, Any]:
     """Returns what a fit within a budget measured; of one below the floor, the floor."""
     try:
-        done = fitting.fit(budget_bytes, free_bytes=None, timed=False)
+        done = fitting.fit(budget, free_bytes=None, timed=False)
     except InfeasibleBudget as error:
         return {"least_bytes": error.minimum_bytes}
     done.applied.remove()
@@ -189,6 +194,20 @@ def table(results: dict[str, Any]) -> str:
             lines.append(f"| {' | '.join(key.split('/'))} | {r['setting']} | {its} | {ours} |")
     lines += [
         "",
+        'Floors (`budget="min"`), in % of the compiled plain step\'s peak and of the lowest that '
+        "`activation_memory_budget` reaches at any setting measured.",
+        "",
+        "| model | backend | graphs | floor | FLOPs | gradients | its lowest | floor, of that |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for key, of in results.items():
+        its = min((r["peak_bytes"] for r in of["rows"] if "setting" in r), default=None)
+        for r in (r for r in of["rows"] if "floor" in r):
+            plain, peak = r["plain_bytes"], r["peak_bytes"]
+            beside = "| " if its is None else f"{its / plain:.1%} | {peak / its:.3f}"
+            lines.append(f"| {' | '.join(key.split('/'))} | {_cell(r)} | {r['flops']:.1%} | {_bits(r)} | {beside} |")
+    lines += [
+        "",
         "Falling budgets: budget and peak, in % of the compiled plain step's.",
         "",
     ]
@@ -241,7 +260,8 @@ def main() -> None:
         fallen = {r["descent"]: "least_bytes" in r for r in found if "descent" in r}
         descents = [100 - 70 * i / given.descents for i in range(given.descents)]
         descents = [] if any(fallen.values()) else [share for share in descents if share not in fallen]
-        if not budgets and not left and not descents:
+        floor = not any("floor" in r for r in found)
+        if not budgets and not left and not descents and not floor:
             continue
         began = time.perf_counter()
         with warnings.catch_warnings():
@@ -254,6 +274,7 @@ def main() -> None:
                 budgets=budgets,
                 settings=left,
                 descents=descents,
+                floor=floor,
             ):
                 found.append(row)
                 print(key, f"{time.perf_counter() - began:.0f} s", json.dumps(row), flush=True)

@@ -1474,7 +1474,14 @@ def split_joint_graph(
         is_impure_node=lambda n: n.op in ("placeholder", "output") or belongs_to_backward(n)
     )
     if rerun_random:
+        before = set(backward.graph.nodes)
         forward, backward = partitioners.functionalize_rng_ops(module, forward, backward, len(symbols))
+        # Each runs from a state that it is given, by another name, where it stood: it gets its own name back.
+        again = [n for n in backward.graph.nodes if n.op == "call_function" and n not in before]
+        gone = before.difference(backward.graph.nodes)
+        names = [n.name for n in module.graph.nodes if n.name in {g.name for g in gone}]
+        for node, name in zip(again, names, strict=True):
+            node._rename(name)
     return forward, backward
 
 

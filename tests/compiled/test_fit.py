@@ -13,7 +13,7 @@ from recoup.compiled.combine import Combination
 from recoup.compiled.fitting import CompiledFitting, Measured
 from recoup.compiled.recording import CompileOptions
 from recoup.ir.compiled_plan import CompiledPlan
-from tests.compiled.models import Residual
+from tests.compiled.models import Gated, Residual
 
 AOT = {"backend": "aot_eager"}
 
@@ -42,6 +42,19 @@ def test_peaks_are_within_budgets_and_as_predicted(dropout: float) -> None:
         found.applied.remove()
     assert peaks[1] < peaks[0]
     assert model._compiled_call_impl is None
+
+
+@pytest.mark.slow
+def test_the_smallest_peak_is_reached_as_predicted() -> None:
+    torch.manual_seed(0)
+    found = fitted(Gated(), torch.randn(512, 32), "min")
+    evidence = found.evidence
+    assert evidence.ok and evidence.gradients_equal
+    assert evidence.peak_bytes == evidence.predicted_peak_bytes == evidence.budget_bytes
+    assert evidence.peak_bytes < 0.4 * evidence.baseline_peak_bytes
+    order = found.plan.graphs[0].choice.order
+    assert len(set(order)) < len(order)
+    found.applied.remove()
 
 
 @pytest.mark.slow

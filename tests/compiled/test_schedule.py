@@ -12,7 +12,8 @@ import pytest
 from recoup.compiled import frontier
 from recoup.compiled.combine import StepLevels, combinations, combined
 from recoup.compiled.frontier import choices, undominated
-from recoup.compiled.schedule import JointOp, JointStep, Timeline, backward_order, timeline
+from recoup.compiled.joint_step import JointOp, JointStep
+from recoup.compiled.schedule import Timeline, backward_order, timeline
 
 
 def chain(num: int, *, nbytes: int = 1000) -> JointStep:
@@ -67,7 +68,8 @@ def test_a_generators_state_is_there_from_an_ops_run_to_the_one_again() -> None:
     # Backward runs 4, 2 again, 5, 6, 0 again, 7.
     assert [a - b for a, b in zip(made.forward_levels, plain.forward_levels, strict=True)] == [100, 100, 200, 200]
     behind = [a - b for a, b in zip(made.backward_levels, plain.backward_levels, strict=True)]
-    assert behind == [200, 200, 100, 100, 100, 0]
+    # While one draws again, the state that it found is there too.
+    assert behind == [200, 300, 100, 100, 200, 0]
     assert made.held_bytes - plain.held_bytes == 200
 
 
@@ -94,6 +96,48 @@ def test_what_is_dropped_is_made_anew_for_each_op_that_needs_it() -> None:
     assert made.seconds == 2 and made.dropped == {1}
 
 
+def test_what_backward_makes_itself_may_come_late_and_run_again() -> None:
+    """Values 0, 1 of forward; backward makes 2 from 1, 3 from 2 and 0, and returns 4, made from 2 and 3."""
+    ops = (
+        JointOp(inputs=(), outputs=(0,)),
+        JointOp(inputs=(0,), outputs=(1,)),
+        JointOp(inputs=(1,), outputs=(2,), seconds=1.0, flops=7),
+        JointOp(inputs=(0, 2), outputs=(3,)),
+        JointOp(inputs=(2, 3), outputs=(4,)),
+    )
+    step = JointStep(value_bytes=(1000,) * 5, ops=ops, num_forward=2, results=frozenset({1}), gradients=frozenset({4}))
+    held = frozenset({0, 1})
+    assert 2 in step.droppable and 4 not in step.droppable
+    assert timeline(step, held).order == (2, 3, 4)
+    made = timeline(step, held, frozenset({2}))
+    assert made.order == (2, 3, 2, 4) and made.seconds == 1
+    # 1 stays for the second run, 2 is let go in between.
+    assert made.backward_levels == (3000, 4000, 3000, 3000)
+    assert timeline(step, held).backward_levels == (3000, 3000, 3000)
+
+
+def test_what_lets_go_of_more_than_it_makes_comes_early_in_a_rebuild() -> None:
+    ops = (
+        JointOp(inputs=(), outputs=(0,)),
+        JointOp(inputs=(0,), outputs=(1,)),
+        JointOp(inputs=(1,), outputs=(2,)),
+        JointOp(inputs=(2,), outputs=(3,)),
+        JointOp(inputs=(1,), outputs=(4,)),
+        JointOp(inputs=(3, 4), outputs=(5,)),
+        JointOp(inputs=(5,), outputs=(6,)),
+        JointOp(inputs=(5,), outputs=(7,)),
+    )
+    step = JointStep(
+        value_bytes=(10, 1000, 100, 100, 100, 10, 10, 10),
+        ops=ops,
+        num_forward=7,
+        results=frozenset({6}),
+        gradients=frozenset({7}),
+    )
+    assert backward_order(step, frozenset({0}), frozenset({1}))[1] == (1, 2, 4, 3, 5, 7)
+    assert backward_order(step, frozenset({0}))[1] == (1, 2, 3, 4, 5, 7)  # 1 might be read later
+
+
 def test_a_parameters_gradient_comes_before_the_next_gradient_and_may_be_written_over() -> None:
     ops = (
         JointOp(inputs=(), outputs=(0,)),
@@ -113,7 +157,7 @@ def test_a_parameters_gradient_comes_before_the_next_gradient_and_may_be_written
     held = frozenset({0})
     assert backward_order(step, held)[1] == (1, 3, 2, 4)
     assert timeline(step, held).backward_levels == (300, 300, 300, 400)  # 2, when nothing reads it any more, becomes 3
-    assert timeline(step, held, as_recorded=True).backward_levels == (300, 300, 400, 400)
+    assert timeline(step, held, given=((0,), (1, 2, 3, 4))).backward_levels == (300, 300, 400, 400)
 
 
 def test_no_choice_beats_another_in_peak_held_bytes_and_seconds() -> None:

@@ -36,7 +36,7 @@ def test_what_torch_does_by_itself_is_not_exported() -> None:
         fingerprint="f",
         num_calls=1,
         num_ops=1,
-        choice=GraphChoice(held=(), rerun=(), dropped=(), order=()),
+        choice=GraphChoice(held=(), rerun=(), order=()),
         held_bytes=0,
         rerun_seconds=0.0,
         is_torch=True,

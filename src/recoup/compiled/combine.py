@@ -11,7 +11,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from recoup.compiled.schedule import JointStep, Timeline
+from recoup.compiled.joint_step import JointStep
+from recoup.compiled.schedule import Timeline
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

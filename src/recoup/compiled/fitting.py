@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -24,10 +25,17 @@ from recoup.capture.step import Objective
 from recoup.compiled.combine import Combination, StepLevels, combinations, combined
 from recoup.compiled.frontier import choices
 from recoup.compiled.in_place import CompiledModel, calling
-from recoup.compiled.joint import divided
 from recoup.compiled.levels import meter_levels
 from recoup.compiled.planned import PlannedLevels, as_planned
-from recoup.compiled.recording import Calls, CompileOptions, Division, Recording, metered, surroundings
+from recoup.compiled.recording import (
+    Calls,
+    CompileOptions,
+    Division,
+    Recording,
+    metered,
+    planned_graphs,
+    surroundings,
+)
 from recoup.compiled.schedule import Timeline, timeline
 from recoup.cost.measured import MeasuredCost
 from recoup.errors import InfeasibleBudget, StepError, UsageError
@@ -35,10 +43,10 @@ from recoup.evidence.gradients import Comparison, StepResult, compare, on_host, 
 from recoup.evidence.memory import measure_peak, meter_name
 from recoup.evidence.speed import time_ratio
 from recoup.evidence.step_bench import StepBench
-from recoup.ir.compiled_plan import CompiledGraph, CompiledPlan
+from recoup.ir.compiled_plan import CompiledPlan
 from recoup.ir.evidence import Evidence
-from recoup.thresholds import MEASURING_SECONDS, MOST_TRIES
-from recoup.units import format_bytes, parse_budget
+from recoup.thresholds import ESTIMATE_SHARE, MEASURING_SECONDS, MOST_TRIES
+from recoup.units import format_bytes, is_minimum, parse_budget
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,27 +177,17 @@ class CompiledFitting:
         """Returns the model compiled in place, with plan and evidence; may be called for one budget after another."""
         plain_peak, model = self.record(), self.model
         self._notes = []
-        budget_bytes = parse_budget(budget, plain_peak_bytes=plain_peak, free_bytes=free_bytes)
+        least = self.least() if is_minimum(budget) else None
+        budget_bytes = parse_budget(budget, plain_peak_bytes=plain_peak, free_bytes=free_bytes, minimum_bytes=least)
         if plain_peak <= budget_bytes:
             self._notes.append("the step as torch compiles it is within the budget")
             return self._prove(self.torch_choice, self._plain, plain_peak, plain_peak, budget_bytes, timed)
+        self._measure_within(budget_bytes)
         found, measured = self.combinations(), self._measured
-        # Until the fastest choice that should fit is one that was measured: a lower budget then finds no faster one.
-        tries = MOST_TRIES
-        for _ in range(2 * MOST_TRIES):
-            at = self._next(found, budget_bytes)
-            if at is None or at in measured or not tries:
-                break
-            progress.advance(f"compiling the step for {format_bytes(self._predicted(at))}")
-            if self.options.fuses and at not in self._planned:
-                self._planned[at] = self._plan_of_compiler(at, budget_bytes)
-            else:
-                measured[at] = self._compiled(at, budget_bytes)
-                tries -= 1
         if fitting := [i for i, made in measured.items() if made.peak_bytes <= budget_bytes]:
             made = measured[at := min(fitting, key=lambda i: (found[i].seconds, i))]
             return self._prove(found[at], made.calls, made.peak_bytes, made.predicted_bytes, budget_bytes, timed)
-        least = min(plain_peak, self._predicted(-1), *(self._predicted(i) for i in (*self._planned, *measured)))
+        least = min(plain_peak, *map(self._predicted, range(len(found))))
         raise InfeasibleBudget(
             f"Budget {format_bytes(budget_bytes)} is below the smallest reachable peak {format_bytes(least)} "
             f"({least} bytes) of {type(model).__name__} compiled by {self.options.backend}: "
@@ -200,12 +198,35 @@ class CompiledFitting:
             tensors=(),
         )
 
-    def _predicted(self, at: int) -> int:
-        """Returns the peak of a choice: as measured, as the compiler planned it, or as simulated.
+    def least(self) -> int:
+        """Returns the smallest peak that is reached: that of a choice which was measured."""
+        found = self.combinations()
+        for _ in range(MOST_TRIES):
+            least = min(self.plain_peak_bytes, *map(self._predicted, range(len(found))))
+            self._measure_within(least)
+            if any(made.peak_bytes <= least for made in self._measured.values()):
+                break
+        return min(self.plain_peak_bytes, *(made.peak_bytes for made in self._measured.values()))
 
-        The last is corrected as those that are nearest to it were.
+    def _measure_within(self, budget_bytes: int) -> None:
+        """Measures until the fastest choice that should fit is a measured one: a lower budget then finds no faster.
+
+        Where kernels are fused, the compiler plans a choice before it is compiled.
         """
-        at %= len(self._found)
+        measured, tries = self._measured, MOST_TRIES
+        for _ in range(2 * MOST_TRIES):
+            at = self._next(budget_bytes)
+            if at is None or at in measured or not tries:
+                break
+            progress.advance(f"compiling the step for {format_bytes(self._predicted(at))}")
+            if self.options.fuses and at not in self._planned:
+                self._planned[at] = self._plan_of_compiler(at, budget_bytes)
+            else:
+                measured[at] = self._compiled(at, budget_bytes)
+                tries -= 1
+
+    def _predicted(self, at: int) -> int:
+        """Returns the peak of a choice: as measured, as the compiler planned it, or simulated, corrected alike."""
         exact = self._planned | {i: made.peak_bytes for i, made in self._measured.items()}
         if at in exact:
             return exact[at]
@@ -241,19 +262,20 @@ class CompiledFitting:
             self._notes.append(f"{len(division.new)} graphs were other ones when compiled again")
         return Measured(calls=call, peak_bytes=peak, predicted_bytes=predicted)
 
-    def _next(self, found: list[Combination], budget_bytes: int) -> int | None:
+    def _next(self, budget_bytes: int) -> int | None:
         """Returns the fastest choice that is measured, or predicted, to fit; None if there is none."""
-        measured = self._measured
+        found = self.combinations()
         peaks = [self._predicted(i) for i in range(len(found))]
         fitting = [i for i, peak in enumerate(peaks) if peak <= budget_bytes]
         if fitting:
             return min(fitting, key=lambda i: (found[i].seconds, i))
-        # Predictions may be too high: the smallest is worth a try, and more of those that the compiler only plans.
-        known = self._planned.keys() | measured.keys()
-        left = [i for i in range(len(found)) if i not in known]
+        # Predictions may be too high: what as simulated misses by little is worth a try, all of it if only planned.
+        known, most = self._planned.keys() | self._measured.keys(), budget_bytes / (1 - ESTIMATE_SHARE)
+        above = self.plain_peak_bytes - self.torch_choice.peak_bytes
+        left = [i for i in range(len(found)) if i not in known and min(peaks[i], found[i].peak_bytes + above) <= most]
         if not self.options.fuses:
             left = [i for i in left if i == len(found) - 1]
-        return min(left, key=lambda i: (self._predicted(i), -i), default=None)
+        return min(left, key=lambda i: (peaks[i], -i), default=None)
 
     def _run(self, call: Calls) -> None:
         self.bench.restore()
@@ -351,38 +373,19 @@ class CompiledFitting:
         return comparison
 
     def _time(self, call: Calls) -> tuple[float, float]:
-        def runner(of: Calls) -> Any:
-            def run() -> None:
-                with calling(of):
-                    self.bench.step()
-
-            return run
+        def run(calls: Calls) -> None:
+            with calling(calls):
+                self.bench.step()
 
         return time_ratio(
-            runner(self._plain),
-            runner(call),
+            functools.partial(run, self._plain),
+            functools.partial(run, call),
             device=self.bench.device,
             max_seconds=MEASURING_SECONDS,
             before=self.bench.restore,
         )
 
     def _plan(self, made: Combination, predicted: int, budget_bytes: int, *, is_torch: bool) -> CompiledPlan:
-        graphs = []
-        for name in dict.fromkeys(self._calls):
-            view, chosen = self.recording.graphs[name].view, made.chosen.get(name)
-            if chosen is None:
-                continue
-            graphs.append(
-                CompiledGraph(
-                    fingerprint=name,
-                    num_calls=self._calls.count(name),
-                    num_ops=view.step.num_forward,
-                    choice=divided(view, chosen),
-                    held_bytes=chosen.held_bytes,
-                    rerun_seconds=chosen.seconds,
-                    is_torch=is_torch,
-                )
-            )
         return CompiledPlan(
             model_class=type(self.model).__name__,
             backend=self.options.backend,
@@ -390,6 +393,6 @@ class CompiledFitting:
             budget_bytes=budget_bytes,
             predicted_peak_bytes=predicted,
             plain_peak_bytes=self.plain_peak_bytes,
-            graphs=tuple(graphs),
+            graphs=planned_graphs(self.recording.graphs, self._calls, made.chosen, is_torch=is_torch),
             notes=tuple(self._notes),
         )

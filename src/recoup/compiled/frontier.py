@@ -13,7 +13,8 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 
-from recoup.compiled.schedule import JointStep, Timeline, read_at_peak, rebuilt_for, timeline
+from recoup.compiled.joint_step import JointStep
+from recoup.compiled.schedule import Timeline, read_at_peak, rebuilt_for, run_again, timeline
 from recoup.cost.caching_allocator import MIN_BLOCK_BYTES
 from recoup.solver.held import Op, Segment, trade_offs
 from recoup.solver.held_problem import HeldProblem
@@ -72,10 +73,10 @@ def choices(step: JointStep, surroundings: Surroundings = ALONE, *, enough_bytes
     most_bytes = max(t.peak_bytes for t in found.values())
     for made in _by_segments(step, surroundings, most_bytes, enough_bytes):
         found.setdefault((made.held, made.dropped), made)
-    # A compiler that fuses kernels merges what is made anew for each reader: all of it is there at once.
-    for drops in (False,) if step.fused_reads else (False, True):
+    for dropped in _dropped_at_first(step):
         made = min(found.values(), key=surroundings.peak_bytes)
-        squeezed = _squeezed(step, made, surroundings, drops=drops)
+        made = made if dropped is None else timeline(step, made.held, dropped)
+        squeezed = _squeezed(step, made, surroundings, drops=dropped != frozenset())
         while surroundings.peak_bytes(made) > enough_bytes and (lower := next(squeezed, None)) is not None:
             made = found.setdefault((lower.held, lower.dropped), lower)
     made = min(found.values(), key=lambda t: (_flops_again(step, t), surroundings.peak_bytes(t)))
@@ -139,16 +140,28 @@ def _whole_forward(step: JointStep, price: float) -> Segment:
     )
 
 
+def _dropped_at_first(step: JointStep) -> list[frozenset[int] | None]:
+    """Returns what is dropped where a search begins that squeezes the leanest choice; None: what that drops.
+
+    From all of forward's values that can be dropped the lowest peaks are reached, from those that take no FLOPs others
+    that run less again.
+    """
+    forward = frozenset(v for v in step.droppable if step.makers[v] < step.num_forward)
+    cheap = frozenset(v for v in forward if not step.ops[step.makers[v]].flops)
+    # A compiler that fuses kernels merges what is made anew for each reader: all of it is there at once.
+    return [frozenset()] if step.fused_reads else [frozenset(), cheap, forward, None]
+
+
 def _squeezed(step: JointStep, made: Timeline, surroundings: Surroundings, *, drops: bool) -> Iterator[Timeline]:
     """Yields choices of lower and lower peak: one value after the other is held no longer, held instead of rebuilt, or,
-    if it `drops`, rebuilt for each op that needs it.
+    if it `drops`, made for each op that needs it, one of backward's own as well.
 
     What is minimised is how far all levels together are above a target somewhat below the peak, so that equal layers,
-    which peak alike, are lowered one by one. Values that are there at the highest level are tried first.
+    which peak alike, are lowered one by one. Values that are there at the highest level are tried first, others once
+    none of these lowers it.
     """
-    able = frozenset(v for op in step.ops[: step.num_forward] for v in op.outputs if op.can_rerun and not op.is_random)
-    cheap = frozenset(v for v in able if not step.ops[step.makers[v]].flops)
-    tries, sizes = _NUM_SQUEEZES, step.value_bytes
+    makers, tries, sizes = step.makers, _NUM_SQUEEZES, step.value_bytes
+    own = frozenset(v for v in step.droppable if drops and makers[v] >= step.num_forward)
 
     def changed(value: int) -> Iterator[Timeline]:
         """Yields what may be done about a value."""
@@ -158,32 +171,30 @@ def _squeezed(step: JointStep, made: Timeline, surroundings: Surroundings, *, dr
             yield timeline(step, held, made.dropped)
             if drops:
                 yield timeline(step, held, made.dropped | rebuilt_for(step, value, held))
-        else:
+            return
+        if value not in own:
             yield timeline(step, made.held | alone, made.dropped - alone)
-            if drops and value in able:
-                yield timeline(step, made.held, made.dropped ^ alone)
+        if drops and value in step.droppable:
+            yield timeline(step, made.held, made.dropped ^ alone)
 
-    if drops:
-        made = min(made, timeline(step, made.held, cheap), key=surroundings.peak_bytes)
     for share in _SQUEEZE_SHARES:
         improved = True
         while improved and tries > 0:
             target = surroundings.peak_bytes(made) * share
             excess = surroundings.excess(made, target)
-            there = read_at_peak(step, made)
-            values = {v for at in made.order if at < step.num_forward for v in step.ops[at].outputs}
-            values |= {v for v in made.held if step.ops[step.makers[v]].can_rerun}
+            values = {v for at in made.order if at < step.num_forward for v in step.ops[at].outputs} | own
+            values |= {v for v in made.held if step.ops[makers[v]].can_rerun}
+            there = read_at_peak(step, made) & values
             improved = False
-            for value in sorted(values, key=lambda v: (v not in there, -sizes[v], v)):
-                if sizes[value] < MIN_BLOCK_BYTES or surroundings.peak_bytes(made) <= target:
-                    continue
-                for tried in changed(value):
-                    tries -= 1
-                    if (lower := surroundings.excess(tried, target)) < excess:
-                        made, excess, improved = tried, lower, True
-                        break
-                if tries <= 0:
-                    break
+            for some in (there, values - there):
+                for value in sorted(some if not improved else (), key=lambda v: (-sizes[v], v)):
+                    if tries <= 0 or sizes[value] < MIN_BLOCK_BYTES or surroundings.peak_bytes(made) <= target:
+                        continue
+                    for tried in changed(value):
+                        tries -= 1
+                        if (lower := surroundings.excess(tried, target)) < excess:
+                            made, excess, improved = tried, lower, True
+                            break
             if improved:
                 yield made
 
@@ -198,7 +209,7 @@ def _lowered(step: JointStep, made: Timeline, surroundings: Surroundings) -> Ite
         target = surroundings.peak_bytes(made) * _SQUEEZE_SHARES[1]
         excess = surroundings.excess(made, target)
         best: tuple[tuple[float, int], Timeline] | None = None
-        for value in sorted(read_at_peak(step, made)):
+        for value in sorted(v for v in read_at_peak(step, made) if step.makers[v] < step.num_forward):
             if step.value_bytes[value] < MIN_BLOCK_BYTES or not step.ops[step.makers[value]].can_rerun:
                 continue
             alone = frozenset((value,))
@@ -215,7 +226,7 @@ def _lowered(step: JointStep, made: Timeline, surroundings: Surroundings) -> Ite
 
 
 def _flops_again(step: JointStep, made: Timeline) -> int:
-    return sum(step.ops[at].flops for at in made.order if at < step.num_forward)
+    return sum(step.ops[at].flops for at in run_again(step, made.order))
 
 
 def _eased(step: JointStep, curve: Sequence[Timeline], surroundings: Surroundings) -> Iterator[Timeline]:
@@ -237,15 +248,16 @@ def _eased(step: JointStep, curve: Sequence[Timeline], surroundings: Surrounding
 
 def _faster(step: JointStep, made: Timeline, surroundings: Surroundings, most_bytes: int) -> Timeline:
     """Returns a choice within a peak that runs less again, by what saves most: more held, or less dropped."""
-    again = {v for at in made.order if at < step.num_forward for v in step.ops[at].outputs}
-    times = collections.Counter(made.order)
+    times = collections.Counter(run_again(step, made.order))
+    again = {v for at in times for v in step.ops[at].outputs}
 
     def seconds(value: int) -> float:
         return step.ops[step.makers[value]].seconds * times[step.makers[value]]
 
     for value in sorted(again, key=lambda v: (-seconds(v), v))[:MOST_POINTS]:
         alone = frozenset((value,))
-        for held, dropped in ((made.held | alone, made.dropped - alone), (made.held, made.dropped - alone)):
+        ways = [(made.held | alone, made.dropped - alone)] if step.makers[value] < step.num_forward else []
+        for held, dropped in (*ways, (made.held, made.dropped - alone)):
             if (held, dropped) == (made.held, made.dropped):
                 continue
             tried = timeline(step, held, dropped)

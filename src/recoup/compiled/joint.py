@@ -9,6 +9,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from recoup import _torch
+from recoup.compiled.joint_step import JointOp, JointStep
 from recoup.compiled.partition import (
     divide_ops,
     graph_fingerprint,
@@ -18,7 +19,7 @@ from recoup.compiled.partition import (
     overwritable,
     tensors,
 )
-from recoup.compiled.schedule import JointOp, JointStep, Timeline
+from recoup.compiled.schedule import Timeline, run_again
 from recoup.cost.flops import kind
 from recoup.cost.model import NOMINAL_FLOPS
 from recoup.cost.signature import make_signature
@@ -153,12 +154,11 @@ def view_joint_graph(module: Any, *, num_forward_results: int, fuses: bool) -> J
 def divided(view: JointView, made: Timeline) -> GraphChoice:
     """Returns a choice by the names of the graph's nodes; views left out."""
     step = view.step
-    again = [at for at in made.order if at < step.num_forward and step.ops[at].outputs]
+    ran = [at for at in made.order if at >= step.num_forward or step.ops[at].outputs]
     return GraphChoice(
         held=tuple(view.holders[v].name for v in sorted(made.held)),
-        rerun=tuple(dict.fromkeys(view.nodes[at].name for at in again)),
-        dropped=tuple(dict.fromkeys(view.nodes[step.makers[v]].name for v in sorted(made.dropped))),
-        order=tuple(view.nodes[at].name for at in made.order if at >= step.num_forward),
+        rerun=tuple(dict.fromkeys(view.nodes[at].name for at in run_again(step, ran))),
+        order=tuple(view.nodes[at].name for at in ran),
     )
 
 

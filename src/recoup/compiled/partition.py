@@ -31,7 +31,6 @@ def partition(
     *,
     held: Sequence[str],
     rerun: Sequence[str],
-    dropped: Sequence[str],
     order: Sequence[str],
     overwrites: bool,
     num_forward_results: int,
@@ -39,16 +38,15 @@ def partition(
     """Returns forward and backward as `GraphModule`s.
 
     Args:
-        module: a tidied joint graph. held: names of nodes that are kept. rerun: of those that run again. dropped: of
-            those that run again for each op of backward's own that needs them. order: of backward's own, in their
-            order. overwrites: whether results are written over what is read for the last time.
+        module: a tidied joint graph. held: names of nodes that are kept. rerun: of those that run again. order: of all
+            that run in backward. overwrites: whether results are written over what is read for the last time.
     """
     nodes = {node.name: node for node in module.graph.nodes}
     random = [nodes[name] for name in rerun if is_random(nodes[name])]
     kept = [nodes[name] for name in held]
     divide_ops(module.graph, *_torch.joint_graph_facts(module.graph, num_forward_results)[::2])
     forward, backward = _torch.split_joint_graph(module, kept, random, num_forward_results=num_forward_results)
-    forward, backward = _torch.finish_split(forward, late(backward, order, set(dropped)))
+    forward, backward = _torch.finish_split(forward, ordered(backward, order))
     if overwrites:
         overwrite(forward)
         overwrite(backward)
@@ -167,21 +165,19 @@ def keep_products(module: Any) -> None:
     module.recompile()
 
 
-def late(module: Any, order: Sequence[str], dropped: set[str]) -> Any:
-    """Returns a backward that runs its own ops in `order`, and every other op right before the first that needs it.
-
-    Args:
-        dropped: names of nodes that run again before each op of `order` that needs them.
-    """
+def ordered(module: Any, order: Sequence[str]) -> Any:
+    """Returns a backward that runs ops in `order`, by name and as often as they are named; views come where needed."""
     nodes = list(module.graph.nodes)
     place = {node: i for i, node in enumerate(nodes)}
-    named = {node.name: node for node in nodes}
+    named = {node.name: node for node in nodes if node.op == "call_function"}
     graph = torch.fx.Graph()
     copies: dict[Any, Any] = {}
-    own = [named[name] for name in order if name in named]
     ends = [node for node in nodes if node.op == "output"]
-    parts = {node for node in nodes if is_view(node)}
-    for node in (*(n for n in nodes if n.op == "placeholder"), *own, *ends):
+    for node in (*(n for n in nodes if n.op == "placeholder"), *(named[n] for n in order if n in named), *ends):
+        old = [node]  # what an op made before is not read any more, nor are views of it
+        while old:
+            if copies.pop(at := old.pop(), None) is not None:
+                old += [user for user in at.users if is_view(user)]
         left, needed = [node], set[Any]()
         while left:
             at = left.pop()
@@ -190,9 +186,4 @@ def late(module: Any, order: Sequence[str], dropped: set[str]) -> Any:
                 left += at.all_input_nodes
         for at in sorted(needed, key=place.__getitem__):
             copies[at] = graph.node_copy(at, copies.__getitem__)
-        again = [named[name] for name in dropped if name in named and named[name] in copies]
-        while again:
-            at = again.pop()
-            if copies.pop(at, None) is not None:
-                again += [user for user in at.users if user in parts]
     return torch.fx.GraphModule(module, graph)

@@ -24,6 +24,7 @@ from recoup.compiled.planned import GraphCode, PlannedLevels, planned_levels
 from recoup.compiled.schedule import Timeline, timeline
 from recoup.cost.measured import MeasuredCost
 from recoup.errors import OverBudgetWarning, UsageError
+from recoup.ir.compiled_plan import CompiledGraph
 from recoup.units import format_bytes
 
 Calls = dict[nn.Module, Any]
@@ -109,10 +110,11 @@ class CompileOptions:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded:
-    """A joint graph. `torch_choice` is what torch's own partitioner holds."""
+    """A joint graph. `torch_choice` is what torch's own partitioner holds, `torch_orders` its forward and backward."""
 
     view: JointView
     torch_choice: Timeline
+    torch_orders: tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def metered(graph: Recorded, cost: MeasuredCost) -> Recorded:
@@ -126,9 +128,10 @@ def metered(graph: Recorded, cost: MeasuredCost) -> Recorded:
             if found.extra_output_bytes and ops[i].outputs:
                 sizes[ops[i].outputs[0]] += found.extra_output_bytes
     step = dataclasses.replace(step, ops=tuple(ops), value_bytes=tuple(sizes))
-    return Recorded(
+    return dataclasses.replace(
+        graph,
         view=dataclasses.replace(graph.view, step=step),
-        torch_choice=timeline(step, graph.torch_choice.held, as_recorded=True),
+        torch_choice=timeline(step, graph.torch_choice.held, given=graph.torch_orders),
     )
 
 
@@ -162,9 +165,14 @@ class Recording:
         saved = {
             view.values[n.name] for n in result.args[0][num_fwd_outputs:] if n is not None and n.name in view.values
         }
-        self.graphs[name] = Recorded(
-            view=view, torch_choice=timeline(view.step, frozenset(saved & made.keys()), as_recorded=True)
-        )
+        places = {node.name: at for at, node in enumerate(view.nodes)}
+
+        def order(of: Any) -> tuple[int, ...]:
+            return tuple(places[n.name] for n in of.graph.nodes if n.name in places and n.op == "call_function")
+
+        orders = order(forward), order(backward)
+        choice = timeline(view.step, frozenset(saved & made.keys()), given=orders)
+        self.graphs[name] = Recorded(view=view, torch_choice=choice, torch_orders=orders)
         return forward, backward, name
 
 
@@ -233,6 +241,29 @@ def surroundings(graphs: Mapping[str, Recorded], calls: Sequence[str], name: str
     returned = sum(step.value_bytes[v] for v in step.results)
     others = [graphs[n].torch_choice.peak_bytes + returned for n in dict.fromkeys(calls) if n != name]
     return Surroundings(num_calls=calls.count(name), beside_bytes=max(others, default=0))
+
+
+def planned_graphs(
+    graphs: Mapping[str, Recorded], calls: Sequence[str], chosen: Mapping[str, Timeline], *, is_torch: bool
+) -> tuple[CompiledGraph, ...]:
+    """Returns what a plan says of each graph of a step.
+
+    Args:
+        is_torch: whether they are divided as torch divides them.
+    """
+    return tuple(
+        CompiledGraph(
+            fingerprint=name,
+            num_calls=calls.count(name),
+            num_ops=graphs[name].view.step.num_forward,
+            choice=divided(graphs[name].view, chosen[name]),
+            held_bytes=chosen[name].held_bytes,
+            rerun_seconds=chosen[name].seconds,
+            is_torch=is_torch,
+        )
+        for name in dict.fromkeys(calls)
+        if name in chosen
+    )
 
 
 def _copy(module: Any) -> Any:

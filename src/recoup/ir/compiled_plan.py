@@ -10,7 +10,7 @@ from typing import Any
 from recoup.errors import UsageError
 from recoup.units import format_bytes
 
-SCHEMA = "recoup-compiled-plan/2"
+SCHEMA = "recoup-compiled-plan/3"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,13 +18,12 @@ class GraphChoice:
     """How a joint graph is divided, by names of its nodes.
 
     Attributes:
-        held: kept for backward. rerun: run again in backward. dropped: those of them that run again for each of
-            backward's own ops that needs them. order: backward's own ops, in the order in which they run.
+        held: kept for backward. rerun: run again in backward. order: of all ops of backward, those that run again as
+            often as they do.
     """
 
     held: tuple[str, ...]
     rerun: tuple[str, ...]
-    dropped: tuple[str, ...]
     order: tuple[str, ...]
 
 
