@@ -14,6 +14,8 @@ from recoup.runtime.apply import apply_decisions
 from recoup.runtime.rebuild.calls import Calls
 from recoup.runtime.rebuild.step_run import StepRun
 
+pytest.importorskip("tests.cuda_stub.kit")
+
 
 class _Dropout(nn.Module):
     def __init__(self) -> None:
