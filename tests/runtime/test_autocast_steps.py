@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from recoup.evidence.gradients import equal_values
 from recoup.ir.decision import Decision, Rebuild, Rederive
 from recoup.runtime.apply import apply_decisions
-from recoup.runtime.rebuild.calls import Calls
-from recoup.runtime.rebuild.step_run import StepRun
 
 PLANS: list[Decision] = [Rederive(path=""), Rebuild(path="")]
 
@@ -36,20 +34,6 @@ class Net(nn.Module):
             for i in (0, 1, 2, 1) if self.is_shared else (0, 1, 2, 3):
                 x = x + F.gelu(self.layers[i](self.norm(x)))
         return x.float().square().mean()
-
-
-@pytest.fixture
-def programs(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """For each step whether it followed a program to its end."""
-    found: list[bool] = []
-    real = Calls.end
-
-    def end(self: Calls, key: Any, followed: Any) -> None:
-        found.append(isinstance(followed, StepRun) and followed.is_done)
-        real(self, key, followed)
-
-    monkeypatch.setattr(Calls, "end", end)
-    return found
 
 
 def _around_each(net: Net, step: Callable[[], None]) -> None:

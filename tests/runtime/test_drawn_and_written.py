@@ -18,8 +18,6 @@ from recoup.evidence.memory import measure_peak
 from recoup.ir.decision import Decision, Rebuild, Rederive
 from recoup.runtime.apply import apply_decisions
 from recoup.runtime.rebuild import dropout
-from recoup.runtime.rebuild.calls import Calls
-from recoup.runtime.rebuild.step_run import StepRun
 
 NUM_STEPS = 9
 OTHER = (5, 7)  # steps that go another way
@@ -107,20 +105,6 @@ def _accumulated(net: Net, i: int, x: Tensor) -> Tensor:
 FOLLOWED = [_dropout, _fused_dropout, _by_channel, _attention, _batch_norm, _batch_norm_in_place, _pooled]
 OTHERS = [_dropout_in_place, _mask_of_ones_own, _written_later, _accumulated]
 PLANS: list[Decision] = [Rederive(path=""), Rebuild(path="")]
-
-
-@pytest.fixture
-def programs(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """For each step whether it followed a program to its end."""
-    found: list[bool] = []
-    real = Calls.end
-
-    def end(self: Calls, key: Any, followed: Any) -> None:
-        found.append(isinstance(followed, StepRun) and followed.is_done)
-        real(self, key, followed)
-
-    monkeypatch.setattr(Calls, "end", end)
-    return found
 
 
 def _steps(net: Net, x: Tensor) -> list[Any]:
