@@ -3,9 +3,10 @@
     python -m bench.quick [workload ...]
 
 Checked: no plan measures over its budget; every plan's step is bit-equal to plain's; predicted peaks are within 2 % of
-measured ones; no plan runs more FLOPs than the every-layer checkpointing whose bytes it was given; and the bytes and
-FLOPs of plain and of the peers are those of the committed results, to the byte, under the same torch. Exit status 1
-names what is broken.
+measured ones; no plan runs more FLOPs than the every-layer checkpointing whose bytes it was given; and the FLOPs of
+plain and of the peers are those of the committed results under the same torch, their bytes within 0.1 %: kernels of
+another processor have other workspaces (a 3-D convolution's differ by 27 KB of 89 MB). Exit status 1 names what is
+broken.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from bench.workloads import WORKLOADS
 METHODS = ("every layer", "every 2nd layer", "SAC, matmuls kept")
 QUICK = ("mlp-chain", "moe", "gru")
 _PREDICTION = 0.02
+_WORKSPACE = 0.001
 Row = dict[str, Any]
 
 
@@ -39,8 +41,8 @@ def check(row: Row, committed: Row | None) -> list[str]:
     if "why_not" in row:
         return [f"{name}: not measured, {row['why_not']}"]
     wrong = []
-    for key in ("plain_bytes", "plain_flops", "peak_bytes", "flops"):
-        if committed is not None and key in committed and row[key] != committed[key]:
+    for key, share in (("plain_bytes", _WORKSPACE), ("plain_flops", 0.0), ("peak_bytes", _WORKSPACE), ("flops", 0.0)):
+        if committed is not None and key in committed and abs(row[key] - committed[key]) > share * committed[key]:
             wrong.append(f"{name}: {key} {row[key]}, committed {committed[key]}")
     ours = row["recoup"]
     if "peak_bytes" not in ours:
