@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, nn
 
 import recoup
+from recoup import _torch
 from recoup.ir.decision import Decision, Recompute
 from recoup.runtime.apply import apply_decisions
 from recoup.runtime.recompute.module_state import AttributeState, walk
+from recoup.runtime.recompute.rng_state import _cpu_stream
 from recoup.runtime.recompute.tables import Tables
 
 
@@ -222,6 +224,25 @@ def test_inputs_are_kept_as_autograd_would(hooks: Any) -> None:
             given.mul_(2.0)
         with pytest.raises(recoup.ReplayError, match="changed in place"):
             out.sum().backward()
+
+
+def test_torch_stream_is_read_again_only_once_it_was_drawn_from() -> None:
+    assert _torch.cpu_stream_memory() is not None  # of this torch
+    draws: list[Callable[[], object]] = [
+        lambda: torch.rand(1),
+        lambda: torch.randn(1, dtype=torch.float64),
+        lambda: torch.randn(1, dtype=torch.float64),  # the number that the one before held back
+        lambda: torch.randn(64),
+        lambda: torch.bernoulli(torch.full((3,), 0.5)),
+        lambda: torch.randperm(5),
+        lambda: torch.manual_seed(3),
+    ]
+    for draw in draws:
+        first = _cpu_stream.state()
+        assert _cpu_stream.state() is first
+        draw()
+        now = bytes(torch.get_rng_state().tolist())
+        assert _cpu_stream.state() == now and now != first
 
 
 class Differentiates(nn.Module):

@@ -30,7 +30,7 @@ class RandomState:
     __slots__ = ("_cpu", "_devices", "_numpy", "_python")
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        self._cpu: bytes | None = _cpu_state()
+        self._cpu: bytes | None = _cpu_stream.state()
         self._devices = [(i, torch.cuda.get_rng_state(i)) for i in _cuda_devices(tensors)]
         self._python: Any = _python_stream.state()
         self._numpy: Any = _numpy_stream.state()
@@ -45,8 +45,10 @@ class RandomState:
             now = _numpy_stream.state()
             if now is self._numpy or _is_same(now, self._numpy):
                 self._numpy = None
-        if self._cpu is not None and self._cpu == _cpu_state():
-            self._cpu = None
+        if self._cpu is not None:
+            bits = _cpu_stream.state()
+            if bits is self._cpu or bits == self._cpu:
+                self._cpu = None
 
     def put(self) -> None:
         """Sets the streams to the snapshot."""
@@ -66,7 +68,7 @@ class RandomState:
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:
         """Sets the streams to the snapshot inside of the block, and to their current states at its end."""
-        cpu = _cpu_state() if self._cpu is not None else None
+        cpu = _cpu_stream.state() if self._cpu is not None else None
         devices = [(i, torch.cuda.get_rng_state(i)) for i, _ in self._devices]
         python = random.getstate() if self._python is not None else None
         numpy = sys.modules["numpy"].random if self._numpy is not None else None
@@ -93,6 +95,29 @@ class RandomState:
 
 
 _STATE_BYTES = 4 * len(random.getstate()[1])  # of MT19937, Python's and NumPy's: 624 words and a position
+
+
+class _CpuStream:
+    """Torch's stream of the CPU. Reading its state takes 3 us, so it is read again only if its memory has changed."""
+
+    def __init__(self) -> None:
+        self._last = b"", b""  # memory and state, set as one: threads share this
+
+    def state(self) -> bytes:
+        """Returns what `torch.get_rng_state()` holds, the same object if the stream did not move."""
+        memory = _torch.cpu_stream_memory()
+        if memory is None:
+            return _cpu_state()
+        raw = memory.raw
+        known, state = self._last
+        if raw != known:
+            state = _cpu_state()
+            if memory.raw == raw:  # nobody drew in between
+                self._last = raw, state
+        return state
+
+
+_cpu_stream = _CpuStream()
 
 
 class _NumpyStream:
