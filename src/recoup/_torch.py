@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import ctypes
 import functools
 import logging
 import operator
 import os
-import struct
 import sys
 import threading
 import warnings
@@ -121,22 +119,6 @@ def inside_transform() -> bool:
     if torch._C._functorch.maybe_current_level() is not None:  # type: ignore[attr-defined]
         return True
     return bool(torch.autograd.forward_ad._current_level >= 0)
-
-
-class grad_enabled:
-    """Context manager: `torch.enable_grad` in a third of its time, for each replay of a region (torch 2.11, 2.13).
-
-    Freed by: an `enable_grad` that is entered without Python.
-    """
-
-    __slots__ = ("_before",)
-
-    def __enter__(self) -> None:
-        self._before = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(True)
-
-    def __exit__(self, *exc: Any) -> None:
-        torch._C._set_grad_enabled(self._before)
 
 
 class below_autocast_and_autograd:
@@ -289,31 +271,19 @@ class saved_tensors_hooks(torch.autograd.graph.saved_tensors_hooks):
     Freed by: transforms that let saved-tensor hooks be.
     """
 
-    def __init__(self, pack_hook: Callable[[torch.Tensor], Any], unpack_hook: Callable[[Any], torch.Tensor]) -> None:
-        self.pack_hook = pack_hook
-        self.unpack_hook = unpack_hook
-
     def __enter__(self) -> None:
         with _hooks_lock:
             _hooks_on.append((threading.get_ident(), self))
             torch.autograd.graph.disable_saved_tensors_hooks = _disable_around_ours
         try:
-            torch._C._autograd._push_saved_tensors_default_hooks(self.pack_hook, self.unpack_hook)
+            super().__enter__()  # type: ignore[no-untyped-call]
         except BaseException:
             _take_off([self])
             raise
 
     def __exit__(self, *args: object) -> None:
-        torch._C._autograd._pop_saved_tensors_default_hooks()
+        super().__exit__(*args)  # type: ignore[no-untyped-call]
         _take_off([self])
-
-
-def saves_plainly() -> bool:
-    """Whether no saved-tensor hooks are on, so that autograd keeps what it saves as it is (torch 2.11, 2.13).
-
-    Freed by: a public question for the hooks that are on.
-    """
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
 def _own_hooks() -> list[Any]:
@@ -482,8 +452,6 @@ def user_modes() -> tuple[tuple[Any, ...], tuple[Any, ...]]:
 
     Torch's own are those it keeps apart: fake tensors, tracing. Freed by: public stacks of modes.
     """
-    if not torch._C._len_torch_function_stack() and not torch._C._len_torch_dispatch_stack():
-        return (), ()
     functions = tuple(m for m in _function_modes() if not isinstance(m, function_mode_class()))
     return functions, tuple(m for m in dispatch_modes() if not isinstance(m, dispatch_mode_class()))
 
@@ -558,8 +526,6 @@ def under_modes(modes: tuple[tuple[Any, ...], tuple[Any, ...]]) -> Iterator[None
 
 num_function_modes = torch._C._len_torch_function_stack
 """How many torch-function modes are on (torch 2.11, 2.13). Freed by: as `user_modes`."""
-function_modes_are_on = torch._C._is_torch_function_mode_enabled
-"""Whether a torch-function mode would see a call made now (torch 2.11, 2.13). Freed by: as `user_modes`."""
 num_dispatch_modes = torch._C._len_torch_dispatch_stack
 """How many dispatch modes are on, torch's own among them (torch 2.11, 2.13). Freed by: as `user_modes`."""
 past_dispatch_modes = torch._C._DisableTorchDispatch  # type: ignore[attr-defined]
@@ -625,11 +591,7 @@ def backend_flags(*, cpu_only: bool = False) -> tuple[Any, ...]:
 
     Freed by: one public snapshot of `torch.backends`.
     """
-    return tuple([get() for get in (_GET_CPU_FLAGS if cpu_only else _GET_FLAGS)])
-
-
-_GET_CPU_FLAGS = tuple([get for get, _ in _CPU_FLAGS])
-_GET_FLAGS = tuple([get for get, _ in _FLAGS])
+    return tuple([get() for get, _ in (_CPU_FLAGS if cpu_only else _FLAGS)])
 
 
 def attention_flags() -> tuple[Any, ...]:
@@ -717,10 +679,7 @@ def global_forward_hooks() -> tuple[dict[int, Any], ...]:
 
     Freed by: a public list of what `register_module_forward_hook` registered.
     """
-    return tuple([hooks.copy() for hooks in _GET_GLOBAL_HOOKS(nn_module)])
-
-
-_GET_GLOBAL_HOOKS = operator.attrgetter(*_GLOBAL_HOOKS)
+    return tuple([getattr(nn_module, name).copy() for name in _GLOBAL_HOOKS])
 
 
 @contextlib.contextmanager
@@ -927,36 +886,6 @@ def compiled_backwards(profiler: Any) -> tuple[list[tuple[int, int]], list[tuple
     return timed_memory_events(profiler, "autograd::engine::evaluate_function: CompiledFunctionBackward")
 
 
-@functools.cache
-def cpu_stream_memory() -> Any | None:
-    """Returns a view of the memory of torch's CPU stream, which differs once the stream was drawn from (torch 2.13).
-
-    None if it is not found. Reading it takes a tenth of `torch.get_rng_state()`. Where it lies is looked for in a
-    generator of our own, and taken only if all of that one's state is there: seed, counters, 624 words, and what normal
-    distributions hold back, a float and a double. Freed by: a generator that tells how often it was asked.
-    """
-    generator = torch.Generator()
-    address, state = getattr(generator, "_cdata", None), generator.get_state()
-    if address is None or state.nbytes != 5056:
-        return None
-    words = range(1, 625)
-    head, numbers = struct.pack("<Qii", 42, 618, 1), struct.pack("<f?3xd?", 2.5, True, 1.25, True)
-    given = head + struct.pack("<Q624Qdddi4xf?3x", 7, *words, 0.0, 1.25, 0.0, 1, 2.5, True)
-    ctypes.memmove(state.data_ptr(), given, len(given))
-    try:
-        generator.set_state(state)
-    except RuntimeError:
-        return None
-    begin = ctypes.string_at(address, 256).find(head[:12])
-    if begin < 0:
-        return None
-    found = ctypes.string_at(address + begin, 2537)
-    is_engine = found[12] == 1 and found[16:2516] == struct.pack("<625I", 7, *words)
-    if not is_engine or found[2520:2525] + found[2528:] != numbers[:5] + numbers[8:]:
-        return None
-    return (ctypes.c_char * 2544).from_address(torch.default_generator._cdata + begin)  # type: ignore[attr-defined]
-
-
 def cuda_is_initialized() -> bool:
     """Whether this process has touched CUDA; `torch.cuda.is_initialized` is public but untyped (torch 2.11, 2.13)."""
     return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
@@ -1025,30 +954,6 @@ def is_sharded_parameter(tensor: torch.Tensor) -> bool:
     return kind is not torch.nn.Parameter and any(base.__name__ == "DTensor" for base in kind.__mro__)
 
 
-def are_sharded(parameters: Sequence[torch.Tensor]) -> list[bool] | None:
-    """Returns `is_sharded_parameter` of each; None if it is True of none, which takes a third as long to see."""
-    marks = {mark for p in parameters if type(p) is not torch.Tensor for mark in p.__dict__}
-    if marks.isdisjoint(("ds_id", "_fsdp_flattened")) and _PLAIN.issuperset(map(type, parameters)):
-        return None
-    found = list(map(is_sharded_parameter, parameters))
-    return found if any(found) else None
-
-
-_PLAIN = frozenset([torch.Tensor, torch.nn.Parameter])
-
-
-@functools.cache
-def dict_version() -> Callable[[dict[Any, Any]], int] | None:
-    """Returns a function that gives a dictionary a new number whenever it was changed; None without it (torch 2.13).
-
-    By it Dynamo sees that what it compiled for has changed. No two states of dictionaries have one number. Freed by: a
-    public count of a dictionary's changes (PEP 509 was withdrawn).
-    """
-    from torch._C._dynamo import guards
-
-    return getattr(guards, "dict_version", None)
-
-
 def is_fsdp_unit(module: Any) -> bool:
     """Whether `fully_shard` was called on the module itself; by name, for importing FSDP is slow (torch 2.11, 2.13)."""
     return is_fsdp_unit_type(type(module))
@@ -1073,11 +978,12 @@ def sparse_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     return []
 
 
-storage_address = torch._C._storage_address  # type: ignore[attr-defined]
-"""Returns `untyped_storage()._cdata`, which names the storage, without an object for it (torch 2.13).
+def storage_address(tensor: torch.Tensor) -> int:
+    """Returns `untyped_storage()._cdata`, which names the storage, without an object for it (torch 2.13).
 
-Freed by: a public name of a storage.
-"""
+    Freed by: a public name of a storage.
+    """
+    return int(torch._C._storage_address(tensor))  # type: ignore[attr-defined]
 
 
 def storage_reference(tensor: torch.Tensor) -> Any:

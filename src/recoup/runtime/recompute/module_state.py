@@ -16,14 +16,13 @@ import functools
 import operator
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from recoup.runtime.recompute.rng_state import version_of
-from recoup.runtime.recompute.tables import Tables
 from recoup.thresholds import MOST_OBJECTS, SMALL_BYTES
 
 _HOOKS = frozenset(k for k in nn.Module().__dict__ if "forward" in k or "backward" in k)
@@ -84,6 +83,8 @@ class _Owner:
     """A module or object, its attributes, and copies of its container attributes (None of an empty one)."""
 
     __slots__ = (
+        "_order",
+        "_pick",
         "_slots",
         "buffers",
         "containers",
@@ -92,22 +93,18 @@ class _Owner:
         "get",
         "kept",
         "names",
-        "order",
         "others",
-        "pick",
         "tensors",
-        "values",
     )
 
     def __init__(self, get: Callable[[], Any], names: Iterable[str], kept: dict[str, Any]) -> None:
         self.get = get
         self._slots = _slots_of(type(get()))
-        self.order = tuple(names)
-        self.names = frozenset(self.order)
+        self._order = tuple(names)
+        self.names = frozenset(self._order)
         self.kept = kept
-        self.values = tuple(kept.values())
         # One call into C instead of one for each attribute: a region asks several times a step.
-        self.pick = operator.itemgetter(*kept) if len(kept) > 1 else lambda at: tuple([at[k] for k in kept])
+        self._pick = operator.itemgetter(*kept) if len(kept) > 1 else lambda at: tuple([at[k] for k in kept])
         self.containers: list[tuple[str, Any, Any]] = []
         self.empty: list[Any] = []  # of the containers
         self.filled: list[tuple[Any, Any]] = []
@@ -124,9 +121,9 @@ class _Owner:
 
     def is_as_noted(self, attributes: MutableMapping[str, Any]) -> bool:
         """Whether every attribute is the noted object and every container has the noted items."""
-        if tuple(attributes) != self.order and attributes.keys() != self.names:
+        if tuple(attributes) != self._order and attributes.keys() != self.names:
             return False
-        if not all(map(operator.is_, self.pick(attributes), self.values)) or any(self.empty):
+        if not all(map(operator.is_, self._pick(attributes), self.kept.values())) or any(self.empty):
             return False
         return not self.filled or all([_holds_same(now, copy) for now, copy in self.filled])
 
@@ -142,7 +139,7 @@ class _Owner:
 
     def may_stand(self) -> bool:
         """Whether the note may outlive its step: it holds no tensor, not even in a container."""
-        return not self.tensors and not self.filled and not self._slots
+        return not self.tensors and not self.filled
 
     def put_back(self, attributes: MutableMapping[str, Any]) -> None:
         """Restores attributes and containers to the note."""
@@ -252,31 +249,17 @@ class AttributeState:
                     return held.name
         return ""
 
-    def tables(self, modules: Sequence[tuple[str, nn.Module]]) -> Tables | None:
-        """Returns what tells whether the snapshot still holds; None if it is of one step alone."""
-        if not all([owner.may_stand() for owner in self._owners]):
-            return None
-        return Tables(modules, [container for owner in self._owners for container in owner.empty])
-
-    def stands(self) -> bool:
-        """Whether a replay can use the current attributes as they are."""
-        return all([owner.stands() for owner in self._owners])
-
-    def put_back(self) -> None:
-        """Restores what a replay has changed since the snapshot stood."""
-        for owner in self._owners:
-            attributes = owner.attributes()
-            if attributes is not None and not owner.is_as_noted(attributes):
-                owner.put_back(attributes)
-
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:
         """Restores the noted attributes inside of the block, and the current ones at its end."""
-        if self.stands():
+        if all([owner.stands() for owner in self._owners]):
             try:
                 yield
             finally:
-                self.put_back()
+                for owner in self._owners:
+                    attributes = owner.attributes()
+                    if attributes is not None and not owner.is_as_noted(attributes):
+                        owner.put_back(attributes)
             return
         entries = self._entries()  # copies are made before anything is changed: allocation may fail
         present = [(at, {k: v for k, v in at.items() if k not in _SKIPPED}) for at, _ in entries]

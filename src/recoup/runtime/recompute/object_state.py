@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import functools
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +23,6 @@ from recoup._reachable import Reached, slots_of
 from recoup.errors import ReplayError
 from recoup.runtime.recompute.rng_state import StreamState, version_of
 from recoup.runtime.recompute.spot_check import Samples
-from recoup.runtime.recompute.tables import Standing
 from recoup.thresholds import SMALL_BYTES
 
 _ABSENT = object()
@@ -33,30 +31,21 @@ _INTERNAL = tuple(k for k, v in nn.Module().__dict__.items() if isinstance(v, (d
 
 
 class _Place:
-    """A place that holds values: how to read and replace them, and how to tell that they are those of an earlier copy.
+    """A place that holds values: how to read and how to replace them."""
 
-    `holds`: for a place that is compared without being read into a copy first.
-    """
+    __slots__ = ("last", "name", "put", "read")
 
-    __slots__ = ("holds", "last", "name", "put", "read")
-
-    def __init__(
-        self,
-        name: str,
-        read: Callable[[], Any],
-        put: Callable[[Any], None],
-        holds: Callable[[Any], bool] | None = None,
-    ) -> None:
+    def __init__(self, name: str, read: Callable[[], Any], put: Callable[[Any], None]) -> None:
         self.name = name
         self.read = read
         self.put = put
-        self.holds: Callable[[Any], bool] = holds or (lambda copy: is_same(read(), copy))
         self.last = read()
 
     def now(self) -> Any:
         """Returns a copy of the contents; the same object as last time if they are unchanged."""
-        if not self.holds(self.last):
-            self.last = self.read()
+        found = self.read()
+        if not is_same(found, self.last):
+            self.last = found
         return self.last
 
 
@@ -69,7 +58,6 @@ class Places:
         self._streams: list[Any] = []
         self._key: list[int] | None = None
         self.notes: dict[str, Any] = {}  # by module path, see `AttributeState`
-        self.standing: Standing | None = None
         self._samples = Samples(())
 
     def samples_of(self, weights: Sequence[torch.Tensor]) -> Samples:
@@ -89,12 +77,6 @@ class Places:
         if key != self._key:
             self._look(dict(modules))
             self._key = key
-        return ObjectState(self._found, self._tensors, self._streams, self._forget)
-
-    def note_again(self) -> ObjectState | None:
-        """Returns a snapshot for the modules of the last one; None if they have to be searched again."""
-        if self._key is None:
-            return None
         return ObjectState(self._found, self._tensors, self._streams, self._forget)
 
     def _forget(self) -> None:
@@ -143,27 +125,13 @@ class ObjectState:
 
     def settle(self) -> None:
         """Schedules another search at the next call if the forward changed a place; call it after the forward."""
-        if not self._is_held():
+        if any(not is_same(place.read(), held) for place, held in self._held):
             self._forget()
-        if self._tensors:
-            self._only_read = [(n, t, v) for n, t, v, _ in self._tensors if version_of(t) == v]
-
-    def _is_held(self) -> bool:
-        return all([place.holds(held) for place, held in self._held])
+        self._only_read = [(n, t, v) for n, t, v, _ in self._tensors if version_of(t) == v]
 
     def changed(self) -> str:
         """Returns the name of a tensor without a copy that was changed in place since; "" if there is none."""
         return next((n for n, t, v, copy in self._tensors if copy is None and version_of(t) != v), "")
-
-    def stands(self) -> bool:
-        """Whether a replay can use the current contents as they are."""
-        return not self._tensors and not self._streams and self._is_held()
-
-    def put_back(self) -> None:
-        """Restores what a replay has changed since the snapshot stood."""
-        for place, held in self._held:
-            if not place.holds(held):
-                place.put(held)
 
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:
@@ -191,7 +159,7 @@ class ObjectState:
                 yield
         finally:
             for place, now in present:
-                if not place.holds(now):
+                if not is_same(place.read(), now):
                     place.put(now)
             for tensor, _, values, version in tensors:
                 _put_values(tensor, values)
@@ -205,15 +173,6 @@ def is_same(one: Any, other: Any) -> bool:
     if type(one) is list:
         return len(one) == len(other) and all(map(operator.is_, one, other))
     return one is other or (type(one) in (set, bytes) and bool(one == other))
-
-
-def _table_holds(table: Mapping[str, Any], copy: dict[str, Any]) -> bool:
-    """Whether a dictionary holds the same objects as a copy, most often in the same order."""
-    if len(table) != len(copy):
-        return False
-    if all(map(operator.is_, table, copy)) and all(map(operator.is_, table.values(), copy.values())):
-        return True
-    return is_same(dict(table), copy)
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -234,9 +193,7 @@ def _put_values(tensor: torch.Tensor, values: torch.Tensor | None) -> None:
 
 def _container(name: str, container: Any) -> _Place:
     if isinstance(container, dict):
-        is_plain = type(container) is dict or type(container) is collections.OrderedDict
-        holds = functools.partial(_table_holds, container) if is_plain else None
-        return _Place(name, lambda: dict(dict.items(container)), lambda v: _fill(container, v), holds)
+        return _Place(name, lambda: dict(dict.items(container)), lambda v: _fill(container, v))
     if isinstance(container, set):
         return _Place(name, lambda: set(container), lambda v: _fill_set(container, v))
     return _Place(name, lambda: list(container), lambda v: _fill(container, v))
@@ -271,15 +228,18 @@ def _slotted(name: str, item: Any) -> _Place:
 
 
 def _class(name: str, kind: type) -> _Place:
+    def read() -> dict[str, Any]:
+        return {k: v for k, v in vars(kind).items() if not k.startswith("__")}
+
     def put(values: dict[str, Any]) -> None:
-        now = vars(kind)
-        for key in [k for k in now if k not in values and not k.startswith("__")]:
+        now = read()
+        for key in now.keys() - values.keys():
             type.__delattr__(kind, key)
         for key, value in values.items():
-            if now.get(key, _ABSENT) is not value and not key.startswith("__"):
+            if now.get(key, _ABSENT) is not value:
                 type.__setattr__(kind, key, value)
 
-    return _Place(name, lambda: dict(vars(kind)), put, functools.partial(_table_holds, vars(kind)))
+    return _Place(name, read, put)
 
 
 def _cell(name: str, cell: Any) -> _Place:
@@ -307,19 +267,7 @@ def _bindings(scope: dict[str, Any], names: list[str]) -> _Place:
             elif value is not now:
                 scope[name] = value
 
-    count = _torch.dict_version()
-    last: tuple[list[Any] | None, int] = None, 0  # a copy that held, and the count of changes then
-
-    def holds(copy: list[Any]) -> bool:
-        nonlocal last
-        version = -1 if count is None else count(scope)
-        if last[0] is copy and last[1] == version >= 0:
-            return True
-        is_held = all(map(operator.is_, map(scope.get, names, itertools.repeat(_ABSENT)), copy))
-        last = copy if is_held else None, version
-        return is_held
-
-    return _Place("globals", read, put, holds)
+    return _Place("globals", read, put)
 
 
 def _array(name: str, array: Any) -> _Place:

@@ -30,7 +30,7 @@ class RandomState:
     __slots__ = ("_cpu", "_devices", "_numpy", "_python")
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        self._cpu: bytes | None = _cpu_stream.state()
+        self._cpu: bytes | None = _cpu_state()
         self._devices = [(i, torch.cuda.get_rng_state(i)) for i in _cuda_devices(tensors)]
         self._python: Any = _python_stream.state()
         self._numpy: Any = _numpy_stream.state()
@@ -45,10 +45,8 @@ class RandomState:
             now = _numpy_stream.state()
             if now is self._numpy or _is_same(now, self._numpy):
                 self._numpy = None
-        if self._cpu is not None:
-            bits = _cpu_stream.state()
-            if bits is self._cpu or bits == self._cpu:
-                self._cpu = None
+        if self._cpu == _cpu_state():
+            self._cpu = None
 
     def put(self) -> None:
         """Sets the streams to the snapshot."""
@@ -68,7 +66,7 @@ class RandomState:
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:
         """Sets the streams to the snapshot inside of the block, and to their current states at its end."""
-        cpu = _cpu_stream.state() if self._cpu is not None else None
+        cpu = _cpu_state() if self._cpu is not None else None
         devices = [(i, torch.cuda.get_rng_state(i)) for i, _ in self._devices]
         python = random.getstate() if self._python is not None else None
         numpy = sys.modules["numpy"].random if self._numpy is not None else None
@@ -97,29 +95,6 @@ class RandomState:
 _STATE_BYTES = 4 * len(random.getstate()[1])  # of MT19937, Python's and NumPy's: 624 words and a position
 
 
-class _CpuStream:
-    """Torch's stream of the CPU. Reading its state takes 3 us, so it is read again only if its memory has changed."""
-
-    def __init__(self) -> None:
-        self._last = b"", b""  # memory and state, set as one: threads share this
-
-    def state(self) -> bytes:
-        """Returns what `torch.get_rng_state()` holds, the same object if the stream did not move."""
-        memory = _torch.cpu_stream_memory()
-        if memory is None:
-            return _cpu_state()
-        raw = memory.raw
-        known, state = self._last
-        if raw != known:
-            state = _cpu_state()
-            if memory.raw == raw:  # nobody drew in between
-                self._last = raw, state
-        return state
-
-
-_cpu_stream = _CpuStream()
-
-
 class _NumpyStream:
     """NumPy's global stream. Reading its state takes 50 us, so it is read again only if the stream has advanced.
 
@@ -130,7 +105,6 @@ class _NumpyStream:
 
     def __init__(self) -> None:
         self._last: tuple[bytes, Any] = b"", None  # memory and state, set as one: threads share this
-        self._memory: tuple[Any, Any] = None, None  # generator, and a view of its words; None: it is another kind
 
     def state(self) -> Any:
         """Returns `numpy.random.get_state()`, the same object if the stream did not move; None without NumPy."""
@@ -138,14 +112,9 @@ class _NumpyStream:
         if numpy is None:
             return None
         generator = numpy.random.get_bit_generator()
-        of, memory = self._memory
-        if of is not generator:
-            is_known = type(generator).__name__ == "MT19937"
-            memory = _words_at(generator.ctypes.state_address) if is_known else None
-            self._memory = generator, memory
-        if memory is None:
+        if type(generator).__name__ != "MT19937":
             return numpy.random.get_state()
-        raw = memory.raw
+        raw = ctypes.string_at(generator.ctypes.state_address, _STATE_BYTES)
         known, state = self._last
         if state is None or state[3] or raw != known:
             state = numpy.random.get_state()
@@ -167,19 +136,13 @@ class _PythonStream:
 
     def __init__(self) -> None:
         self._last: tuple[bytes, Any] = b"", None  # memory and state, set as one: threads share this
-        self._memory: tuple[Any, Any] = None, None  # stream, and a view of its words; None: it is another kind
 
     def state(self) -> Any:
         """Returns `random.getstate()`, the same object if the stream did not move."""
         stream = getattr(random.getstate, "__self__", None)
-        of, memory = self._memory
-        if of is not stream or stream is None:
-            is_known = type(stream) is random.Random and self._is_readable
-            memory = _words_at(id(stream) + self._offset_bytes) if is_known else None
-            self._memory = stream, memory
-        if memory is None:
+        if type(stream) is not random.Random or not self._is_readable:
             return random.getstate()
-        raw = memory.raw
+        raw = ctypes.string_at(id(stream) + self._offset_bytes, _STATE_BYTES)
         held_back = getattr(stream, "gauss_next", None)  # a cached second normal number
         known, state = self._last
         if state is None or raw != known or held_back is not None or state[2] is not None:
@@ -190,10 +153,6 @@ class _PythonStream:
 
 
 _python_stream = _PythonStream()
-
-
-def _words_at(address: int) -> Any:
-    return (ctypes.c_char * _STATE_BYTES).from_address(address)
 
 
 def _is_same(one: Any, other: Any) -> bool:
@@ -223,29 +182,24 @@ def _cuda_devices(tensors: Iterable[torch.Tensor]) -> list[int]:
 class AutocastState:
     """Autocast as it is now, for the CPU, for CUDA where it is in use, and for other device types."""
 
-    __slots__ = ("_others", "_states")
+    __slots__ = ("_states",)
 
     def __init__(self, device_types: Iterable[str]) -> None:
-        self._others = tuple(device_types)
-        self._states = self._now() if _torch.is_autocast() else None  # None: it is off for all
-
-    def _now(self) -> list[tuple[str, bool, torch.dtype, bool]]:
-        return [
+        self._states = [
             (d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d), torch.is_autocast_cache_enabled())
-            for d in dict.fromkeys(["cpu", *(["cuda"] if _torch.cuda_is_initialized() else []), *self._others])
+            for d in dict.fromkeys(["cpu", *(["cuda"] if _torch.cuda_is_initialized() else []), *device_types])
             if torch.amp.is_autocast_available(d)
         ]
 
     def is_off(self) -> bool:
         """Whether it was off and is off now: there is nothing to enter."""
-        return self._states is None and not _torch.is_autocast()
+        return not any([enabled or torch.is_autocast_enabled(device) for device, enabled, _, _ in self._states])
 
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:
         """Enters the same autocast."""
-        states = self._states or [(device, False, dtype, cache) for device, _, dtype, cache in self._now()]
         with contextlib.ExitStack() as stack:
-            for device, enabled, dtype, cache in states:
+            for device, enabled, dtype, cache in self._states:
                 if enabled or torch.is_autocast_enabled(device):
                     stack.enter_context(torch.autocast(device, dtype, enabled, cache))
             yield
