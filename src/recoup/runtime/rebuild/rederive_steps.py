@@ -191,8 +191,7 @@ class RederiveLearning(Learning):
             kind = REBUILD
             self._sources.add(value)
             if _is_cast(value) and value not in self._numbers:
-                self._casts.add(len(self._kept))
-                self.failed = not self._recorder.is_new(tensor)
+                self._casts.add(len(self._kept))  # new here, since its op was recorded
             for source in packed.sources:
                 if type(source) is KeptCompact and source not in self._of:
                     self._note_compact(value, source)
