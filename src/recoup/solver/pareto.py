@@ -225,13 +225,14 @@ def regions_within(steps: Sequence[RegionStep], rival: Front) -> list[Front]:
     Branch and bound over a grid of peaks: between two of them a front is nowhere faster than at the larger, so it is
     dominated there if any other is faster at the smaller one already.
     """
-    steps = [step for step in steps if not _is_dominated(step, rival)]
-    if not steps:
-        return []
+    rival_peaks = rival.peaks.tolist()
+    steps = [step for step in steps if not _is_dominated(step, rival, rival_peaks)]
+    if len(steps) <= 3:  # made as fast as they are compared
+        return [before_region(step) for step in steps]
     samples = [_sample(step.after.peaks) + step.after_bytes for step in (steps[0], steps[-1])]
     grid = np.concatenate([_sample(rival.peaks), *samples, [_MOST_BYTES]])
     if sum([len(step.after.peaks) + len(step.inner.peaks) for step in steps]) <= 4 * len(grid) * len(steps):
-        return [before_region(step) for step in steps]  # so few points are made as fast as they are compared
+        return [before_region(step) for step in steps]  # so are few points
     grid.sort()
     seconds = np.empty((len(steps) + 1, len(grid)))
     for row, step in zip(seconds, steps, strict=False):
@@ -260,9 +261,9 @@ def _seconds_at(front: Front, nbytes: _Ints) -> _Floats:
     return front.seconds[front.peaks.searchsorted(nbytes, side="right") - 1]
 
 
-def _is_dominated(step: RegionStep, rival: Front) -> bool:
+def _is_dominated(step: RegionStep, rival: Front, rival_peaks: list[int]) -> bool:
     """Whether one point of `rival` is as fast as the fastest point of a region, within the bytes of its leanest."""
-    point = int(rival.peaks.searchsorted(step.least_bytes, side="right")) - 1
+    point = bisect.bisect_right(rival_peaks, step.least_bytes) - 1
     fastest = step.after.seconds.item(-1) + step.inner.seconds.item(-1) + step.seconds
     return point >= 0 and rival.seconds.item(point) <= fastest
 

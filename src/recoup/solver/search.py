@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 
@@ -28,8 +29,7 @@ from recoup.solver.sequence import Call, Line, PricedSpan, saves_moved, spans_ov
 from recoup.solver.stages import Stages, Stop, Stretch
 from recoup.solver.ways import Move, Replay, Run
 
-# at least; in long steps three times the square root of all, where the optimum of equal layers is one
-_LONGEST_SPAN_LEAVES = 64
+_LONGEST_SPAN_CALLS = 32  # at least, see `Search`
 _MOST_POINTS = 4096  # of the front of a step
 _PLAIN = Replay()
 _Units = frozenset[int]
@@ -67,6 +67,12 @@ def _calls(call: Call) -> Iterator[Call]:
             yield from _calls(part)
 
 
+def _num_in_a_row(call: Call) -> int:
+    """Returns how many calls among a call's parts follow one another, at most."""
+    groups = itertools.groupby(call.parts, key=lambda part: isinstance(part, Call))
+    return max((len(list(group)) for are_calls, group in groups if are_calls), default=0)
+
+
 class Search:
     """Fronts of a line under a set of actions.
 
@@ -97,8 +103,6 @@ class Search:
         self._max_inner_points = max_inner_points
         # Each open unit doubles the states at a leaf: together as many as a front has points.
         self._most_open = max(_MOST_POINTS // max(len(line.leaves), 1), 1).bit_length() - 1
-        # Segments of a chain of n calls are best at about sqrt(n); three times that leaves room for unequal ones.
-        self._longest_span = max(_LONGEST_SPAN_LEAVES, 3 * math.isqrt(len(line.leaves)))
         self._inside: dict[tuple[int, int], _Inside] = {}
         # Lists of insides are one object if they are equal, so that `id` tells; `_known_insides` holds them.
         self._none_following: list[_Inside] = []
@@ -113,6 +117,8 @@ class Search:
         self._priced_spans: dict[tuple[int, ...], PricedSpan | None] = {}
         self._nothing = empty()
         calls = list(_calls(line.root))
+        # Segments of a chain of n calls are best at about sqrt(n); three times that leaves room for unequal ones.
+        self._longest_span = max(_LONGEST_SPAN_CALLS, 3 * math.isqrt(max(_num_in_a_row(call) for call in calls)))
         self._stages = Stages(
             line,
             actions=self._actions,
