@@ -121,6 +121,22 @@ def inside_transform() -> bool:
     return bool(torch.autograd.forward_ad._current_level >= 0)
 
 
+class grad_enabled:
+    """Context manager: `torch.enable_grad` in a third of its time, for each replay of a region (torch 2.11, 2.13).
+
+    Freed by: an `enable_grad` that is entered without Python.
+    """
+
+    __slots__ = ("_before",)
+
+    def __enter__(self) -> None:
+        self._before = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(True)
+
+    def __exit__(self, *exc: Any) -> None:
+        torch._C._set_grad_enabled(self._before)
+
+
 class below_autocast_and_autograd:
     """Context manager: aten ops run as they ran when they were recorded: no autocast, no graph (torch 2.11, 2.13).
 
@@ -271,19 +287,31 @@ class saved_tensors_hooks(torch.autograd.graph.saved_tensors_hooks):
     Freed by: transforms that let saved-tensor hooks be.
     """
 
+    def __init__(self, pack_hook: Callable[[torch.Tensor], Any], unpack_hook: Callable[[Any], torch.Tensor]) -> None:
+        self.pack_hook = pack_hook
+        self.unpack_hook = unpack_hook
+
     def __enter__(self) -> None:
         with _hooks_lock:
             _hooks_on.append((threading.get_ident(), self))
             torch.autograd.graph.disable_saved_tensors_hooks = _disable_around_ours
         try:
-            super().__enter__()  # type: ignore[no-untyped-call]
+            torch._C._autograd._push_saved_tensors_default_hooks(self.pack_hook, self.unpack_hook)
         except BaseException:
             _take_off([self])
             raise
 
     def __exit__(self, *args: object) -> None:
-        super().__exit__(*args)  # type: ignore[no-untyped-call]
+        torch._C._autograd._pop_saved_tensors_default_hooks()
         _take_off([self])
+
+
+def saves_plainly() -> bool:
+    """Whether no saved-tensor hooks are on, so that autograd keeps what it saves as it is (torch 2.11, 2.13).
+
+    Freed by: a public question for the hooks that are on.
+    """
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
 def _own_hooks() -> list[Any]:
@@ -452,6 +480,8 @@ def user_modes() -> tuple[tuple[Any, ...], tuple[Any, ...]]:
 
     Torch's own are those it keeps apart: fake tensors, tracing. Freed by: public stacks of modes.
     """
+    if not torch._C._len_torch_function_stack() and not torch._C._len_torch_dispatch_stack():
+        return (), ()
     functions = tuple(m for m in _function_modes() if not isinstance(m, function_mode_class()))
     return functions, tuple(m for m in dispatch_modes() if not isinstance(m, dispatch_mode_class()))
 
@@ -526,6 +556,8 @@ def under_modes(modes: tuple[tuple[Any, ...], tuple[Any, ...]]) -> Iterator[None
 
 num_function_modes = torch._C._len_torch_function_stack
 """How many torch-function modes are on (torch 2.11, 2.13). Freed by: as `user_modes`."""
+function_modes_are_on = torch._C._is_torch_function_mode_enabled
+"""Whether a torch-function mode would see a call made now (torch 2.11, 2.13). Freed by: as `user_modes`."""
 num_dispatch_modes = torch._C._len_torch_dispatch_stack
 """How many dispatch modes are on, torch's own among them (torch 2.11, 2.13). Freed by: as `user_modes`."""
 past_dispatch_modes = torch._C._DisableTorchDispatch  # type: ignore[attr-defined]
@@ -591,7 +623,11 @@ def backend_flags(*, cpu_only: bool = False) -> tuple[Any, ...]:
 
     Freed by: one public snapshot of `torch.backends`.
     """
-    return tuple([get() for get, _ in (_CPU_FLAGS if cpu_only else _FLAGS)])
+    return tuple([get() for get in (_GET_CPU_FLAGS if cpu_only else _GET_FLAGS)])
+
+
+_GET_CPU_FLAGS = tuple([get for get, _ in _CPU_FLAGS])
+_GET_FLAGS = tuple([get for get, _ in _FLAGS])
 
 
 def attention_flags() -> tuple[Any, ...]:
@@ -679,7 +715,10 @@ def global_forward_hooks() -> tuple[dict[int, Any], ...]:
 
     Freed by: a public list of what `register_module_forward_hook` registered.
     """
-    return tuple([getattr(nn_module, name).copy() for name in _GLOBAL_HOOKS])
+    return tuple([hooks.copy() for hooks in _GET_GLOBAL_HOOKS(nn_module)])
+
+
+_GET_GLOBAL_HOOKS = operator.attrgetter(*_GLOBAL_HOOKS)
 
 
 @contextlib.contextmanager
@@ -954,6 +993,30 @@ def is_sharded_parameter(tensor: torch.Tensor) -> bool:
     return kind is not torch.nn.Parameter and any(base.__name__ == "DTensor" for base in kind.__mro__)
 
 
+def are_sharded(parameters: Sequence[torch.Tensor]) -> list[bool] | None:
+    """Returns `is_sharded_parameter` of each; None if it is True of none, which takes a third as long to see."""
+    marks = {mark for p in parameters if type(p) is not torch.Tensor for mark in p.__dict__}
+    if marks.isdisjoint(("ds_id", "_fsdp_flattened")) and _PLAIN.issuperset(map(type, parameters)):
+        return None
+    found = list(map(is_sharded_parameter, parameters))
+    return found if any(found) else None
+
+
+_PLAIN = frozenset([torch.Tensor, torch.nn.Parameter])
+
+
+@functools.cache
+def dict_version() -> Callable[[dict[Any, Any]], int] | None:
+    """Returns a function that gives a dictionary a new number whenever it was changed; None without it (torch 2.13).
+
+    By it Dynamo sees that what it compiled for has changed. No two states of dictionaries have one number. Freed by: a
+    public count of a dictionary's changes (PEP 509 was withdrawn).
+    """
+    from torch._C._dynamo import guards
+
+    return getattr(guards, "dict_version", None)
+
+
 def is_fsdp_unit(module: Any) -> bool:
     """Whether `fully_shard` was called on the module itself; by name, for importing FSDP is slow (torch 2.11, 2.13)."""
     return is_fsdp_unit_type(type(module))
@@ -978,12 +1041,11 @@ def sparse_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     return []
 
 
-def storage_address(tensor: torch.Tensor) -> int:
-    """Returns `untyped_storage()._cdata`, which names the storage, without an object for it (torch 2.13).
+storage_address = torch._C._storage_address  # type: ignore[attr-defined]
+"""Returns `untyped_storage()._cdata`, which names the storage, without an object for it (torch 2.13).
 
-    Freed by: a public name of a storage.
-    """
-    return int(torch._C._storage_address(tensor))  # type: ignore[attr-defined]
+Freed by: a public name of a storage.
+"""
 
 
 def storage_reference(tensor: torch.Tensor) -> Any:
@@ -1374,9 +1436,10 @@ def belongs_to_backward(node: Any) -> bool:
 def split_joint_graph(
     module: Any, held: list[Any], rerun_random: list[Any], *, num_forward_results: int
 ) -> tuple[Any, Any]:
-    """Returns forward and backward of a tidied joint graph of which `held` nodes are saved (torch 2.13).
+    """Returns forward and backward of a tidied joint graph of which `held` nodes are saved (torch 2.11, 2.13).
 
-    What backward needs of the rest is in it once more. Sizes are always saved, and so are parameters and inputs.
+    What backward needs of the rest is in it once more. Sizes are always saved, and so are parameters and inputs. torch
+    2.11 has neither opaque values nor symbols that only an assertion reads.
 
     Args:
         rerun_random: nodes that draw random numbers and run again: both runs start from the same state.
@@ -1397,16 +1460,17 @@ def split_joint_graph(
         for n in module.graph.nodes
         if partitioners.is_sym_node(n)
         and not n.meta.get("reads_tangents")
-        and not partitioners._is_assert_only_symbool(n)
+        and not getattr(partitioners, "_is_assert_only_symbool", _never)(n)
     ]
-    opaque = [n for n in placeholders if partitioners.is_opaque_node(n)]
-    tensors = [n for n in placeholders if not partitioners.is_sym_node(n) and not partitioners.is_opaque_node(n)]
+    is_opaque = getattr(partitioners, "is_opaque_node", _never)
+    opaque = {} if is_opaque is _never else {"saved_opaque_nodes": [n for n in placeholders if is_opaque(n)]}
+    tensors = [n for n in placeholders if not partitioners.is_sym_node(n) and not is_opaque(n)]
     forward, backward = partitioners._extract_fwd_bwd_modules(
         module,
         [*tensors, *held],
         saved_sym_nodes=symbols,
-        saved_opaque_nodes=opaque,
         num_fwd_outputs=num_forward_results,
+        **opaque,
     )
     backward.graph.eliminate_dead_code(
         is_impure_node=lambda n: n.op in ("placeholder", "output") or belongs_to_backward(n)
@@ -1421,6 +1485,11 @@ def split_joint_graph(
         for node, name in zip(again, names, strict=True):
             node._rename(name)
     return forward, backward
+
+
+def _never(node: Any) -> bool:
+    """What torch 2.11 cannot ask of a node is not so (torch 2.11, 2.13)."""
+    return False
 
 
 def finish_split(forward: Any, backward: Any) -> tuple[Any, Any]:

@@ -19,15 +19,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def an_empty_cache() -> Iterator[None]:
-    """A test's model does not lie in a segment that a plan before it had cached: it would pin the whole of it.
+    """A test's model is gone with it, and does not lie in a segment that a plan before it had cached.
 
-    Nor do workspaces of cuBLAS, which the first product under a plan takes from what the plan has reserved.
+    It would pin the whole of it. Nor do workspaces of cuBLAS, which the first product under a plan takes from what the
+    plan has reserved.
     """
-    yield
     import torch
 
     from recoup._torch import clear_cublas_workspaces
 
+    before = torch.cuda.memory_allocated()
+    yield
     gc.collect()
     clear_cublas_workspaces()
     torch.cuda.empty_cache()
+    assert torch.cuda.memory_allocated() <= before, "something holds a test's tensors although the test is over"

@@ -178,5 +178,6 @@ def test_the_bound_of_tiles_is_at_least_what_plain_steps_differ_by() -> None:
     assert rounding_bound(plain, None, noise) == max(noise, 1e-6)
     assert rounding_bound(plain, torch.float32, 3e-6) == 3e-6
     assert rounding_bound(plain, torch.float32, 1.0) == pytest.approx(1e-5)
+    assert rounding_bound(plain, torch.float32, 2.6e-5, is_random=False) == 2.6e-5
     assert rounding_bound(plain, torch.bfloat16, 0.0) == 4e-2  # what autocast computes in, and no gradient shows
     assert compare(plain, plain).error_bound == 0.0

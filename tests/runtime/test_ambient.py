@@ -61,7 +61,7 @@ class Rounded(TorchDispatchMode):
         self.calls = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls += 1
+        self.calls += func is not torch.ops.aten.detach.default  # autograd's own, of outputs that it saves
         out = func(*args, **(kwargs or {}))
         if func in (torch.ops.aten.tanh.default, torch.ops.aten.mul.Tensor, torch.ops.aten.silu.default):
             return out.bfloat16().float()
@@ -168,10 +168,7 @@ def test_a_mode_around_the_forward_sees_the_forward_once(mode: Any) -> None:
             loss_of = _step(net, seen, "forward")
         assert loss_of
         counts.append(seen.calls)
-    if mode is Halved:  # what a region itself does to its inputs comes to a dispatch mode too, once
-        assert counts[0] == counts[1]
-    else:
-        assert counts[0] <= counts[1] < 1.5 * counts[0]
+    assert counts[0] == counts[1]
 
 
 class _Compressed:

@@ -149,9 +149,8 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     member = Member(
         path=getattr(function, "__qualname__", type(function).__name__),
         module=lambda: module,
-        forward=function,
         buffers=(),
         derives=False,
         derives_by_default=False,
     )
-    return run_region(member, args, kwargs)
+    return run_region(member, function, args, kwargs)

@@ -75,6 +75,8 @@ class Applied:
             unpatch(self._patches.pop())
         for copied in find_patches(self.model) if is_on else ():  # deep copies of patched modules in this model
             unpatch(copied)
+        if isinstance(self._state, StepState):
+            self._state.places.clear()  # what regions noted of the model's objects
         if self._state.offloading is not None:
             self._state.offloading.close()
 

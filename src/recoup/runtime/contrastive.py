@@ -72,7 +72,7 @@ def contrastive(
         for start in range(0, total, chunk_size):
             wanted = min(chunk_size, total - start)
             args, kwargs = _call(_cut(batch, total, start, wanted))
-            rows = run_region(member, args, kwargs)
+            rows = run_region(member, member.module().forward, args, kwargs)
             if not isinstance(rows, torch.Tensor) or rows.dim() == 0 or len(rows) != wanted:
                 found = list(rows.shape) if isinstance(rows, torch.Tensor) else type(rows).__name__
                 raise UsageError(
@@ -116,9 +116,7 @@ def _checked(number: int, tower: Any) -> Member:
                 "mode: its statistics are over the batch, so chunks would give another loss. Put it in eval mode, or "
                 f"use GroupNorm or LayerNorm. {_WHERE}"
             )
-    return Member(
-        path=path, module=lambda: module, forward=module.forward, buffers=(), derives=False, derives_by_default=False
-    )
+    return Member(path=path, module=lambda: module, buffers=(), derives=False, derives_by_default=False)
 
 
 def _modules_of(function: Callable[..., Any]) -> Iterator[nn.Module]:

@@ -204,9 +204,9 @@ def moving_with(transport: Any) -> Iterator[None]:
         _activity.stand_in = before
 
 
-def original(tensor: torch.Tensor) -> Original | None:
-    """Returns the auditor's handle on a tensor that a region saves now, None if nobody audits."""
-    return None if _activity.auditor is None else _activity.auditor.keep(tensor)
+def auditor() -> Auditor | None:
+    """Returns this thread's auditor of what regions save; None if nobody audits."""
+    return _activity.auditor
 
 
 @contextlib.contextmanager

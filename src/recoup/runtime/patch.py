@@ -31,6 +31,8 @@ class PatchedForward:
         settings: plain data for the runner; copied with the module.
         previous: the instance-level `forward` that was in place before (accelerate's hooks set one), or None.
         removed: whether it was unpatched; a wrapper that somebody put around it may still call it.
+        prepared: what the runner has worked out for all calls, if anything, without a reference to this patch; a copy
+            works it out for itself.
     """
 
     def __init__(self, module: nn.Module, runner: Runner, settings: Any, previous: Any = None) -> None:
@@ -39,6 +41,7 @@ class PatchedForward:
         self.settings = settings
         self.previous = previous
         self.removed = False
+        self.prepared: Any = None
         is_function = isinstance(inspect.getattr_static(type(module), "forward", None), types.FunctionType)
         self._kind = type(module) if is_function else None  # of which a forward is called with the module, as usual
         self._copies: weakref.WeakKeyDictionary[nn.Module, PatchedForward] = weakref.WeakKeyDictionary()

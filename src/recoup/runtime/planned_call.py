@@ -149,15 +149,17 @@ def _run_planned(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[st
     state = settings.state
     if settings.is_root:
         state.calls.clear()
+    prepared: _Prepared | None = patched.prepared
+    if prepared is None or prepared.settings is not settings:
+        prepared = patched.prepared = _Prepared(patched)
     call = 0
     if state.counts_calls:
         call = state.calls.get(settings.path, 0)
         state.calls[settings.path] = call + 1
-    decision = settings.decide(call)
-    inside = settings.regions(call, args)
+    decision, inside = prepared.always or (settings.decide(call), settings.regions(call, args))
     if inside:
         calls = dict(state.calls) if state.counts_calls else None
-        return _Nested(patched, inside, decision, calls, call=call)(*args, **kwargs)
+        return _Nested(patched, [prepared.region(r) for r in inside], decision, calls, call).run(0, *args, **kwargs)
     forward = settings.forward(patched, call)
     hook = None if decision is None else settings.hooks[type(decision)]
     begins_record = settings.records and current_recorder() is None and not inside_region()
@@ -184,47 +186,48 @@ def _begin_offloading(patched: PatchedForward, decision: Decision | None, args: 
     recorder.offloading = isinstance(decision, Offload)
 
 
-class _Nested:
-    """A call inside nested regions, from the `depth`-th region on; the forward and every replay run it alike.
+class _Prepared:
+    """What is the same in all calls of a patched module.
 
     Attributes:
-        member: the `depth`-th region, whose forward runs the inner ones; None for the module itself.
-        span: identifies the span that the call is part of.
-        decision: the call's decision that is no region.
-        calls: number of earlier calls of each path, for decisions about single calls inside; None without these.
+        settings: what it was worked out from; a plan for several shapes has several.
+        always: decision and regions of every call; None where they depend on its number or its arguments.
     """
 
-    __slots__ = ("begins_chunk", "call", "calls", "decision", "member", "patched", "ran", "span")
+    __slots__ = ("_module", "_regions", "always", "settings")
 
-    def __init__(
-        self,
-        patched: PatchedForward,
-        inside: list[Region],
-        decision: Decision | None,
-        calls: dict[str, int] | None,
-        depth: int = 0,
-        call: int = 0,
-    ) -> None:
-        self.patched = patched
-        self.call = call
-        self.decision = decision
-        self.calls = calls
-        self.ran = False
-        self.member: Member | None = None
-        self.span: Region | None = None
-        self.begins_chunk: bool | None = None
-        if depth == len(inside):
-            return
-        settings: Settings = patched.settings
-        region = inside[depth]
+    def __init__(self, patched: PatchedForward) -> None:
+        self.settings: Settings = patched.settings
+        self._module = patched._module
+        self._regions: dict[int, _InRegion] = {}
+        is_same = not self.settings.state.counts_calls and not self.settings.joins
+        self.always = (self.settings.decide(0), self.settings.regions(0, ())) if is_same else None
+
+    def region(self, region: Region) -> _InRegion:
+        """Returns how calls run in a region."""
+        found = self._regions.get(id(region))
+        if found is None:
+            found = self._regions[id(region)] = _InRegion(region, self.settings, self._module)
+        return found
+
+
+class _InRegion:
+    """How calls of a module run in one of its regions.
+
+    Attributes:
+        span: identifies the span that the calls are part of.
+        chunk: how many calls of a loop are one region; None outside of loops.
+    """
+
+    __slots__ = ("chunk", "member", "span")
+
+    def __init__(self, region: Region, settings: Settings, module: Callable[[], Any]) -> None:
         by_default = region.inside == "rederive"
-        chunk = region.chunk if isinstance(region, Loop) else None
-        self.span = region if chunk or len(region.paths) > 1 else None
-        self.begins_chunk = call % chunk == 0 if chunk else None
+        self.chunk = region.chunk if isinstance(region, Loop) else None
+        self.span = region if self.chunk or len(region.paths) > 1 else None
         self.member = Member(
             path=settings.path,
-            module=patched._module,  # type: ignore[arg-type]  # weakly held: called, it returns the module
-            forward=_Nested(patched, inside, decision, calls, depth + 1, call),
+            module=module,  # weakly held: called, it returns the module
             buffers=settings.buffers,
             derives=by_default or settings.derives_below,
             derives_by_default=by_default,
@@ -234,30 +237,65 @@ class _Nested:
             places=settings.state.places.setdefault(settings.path, Places()),
         )
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.member is None:
-            return self.run_call(args, kwargs)
-        return regions.run_region(self.member, args, kwargs, span=self.span, begins_chunk=self.begins_chunk)
 
-    def run_call(self, args: Any, kwargs: Any) -> Any:
-        original = self.patched.settings.forward(self.patched, self.call)
-        forward = functools.partial(self._run_again, original)
+class _Nested:
+    """A call inside nested regions; the first forward and every replay run it alike.
+
+    Attributes:
+        inside: the regions, the outermost first.
+        decision: the call's decision that is no region.
+        calls: number of earlier calls of each path, for decisions about single calls inside; None without these.
+    """
+
+    __slots__ = ("call", "calls", "decision", "inside", "patched", "ran")
+
+    def __init__(
+        self,
+        patched: PatchedForward,
+        inside: list[_InRegion],
+        decision: Decision | None,
+        calls: dict[str, int] | None,
+        call: int,
+    ) -> None:
+        self.patched = patched
+        self.inside = inside
+        self.decision = decision
+        self.calls = calls
+        self.call = call
+        self.ran = False
+
+    def run(self, depth: int, /, *args: Any, **kwargs: Any) -> Any:
+        """Runs the call inside its regions from the `depth`-th on."""
+        region = self.inside[depth]
+        forward: Callable[..., Any] = functools.partial(self.run, depth + 1)
+        if depth + 1 == len(self.inside):
+            is_plain = self.calls is None and self.decision is None
+            forward = self._own_forward() if is_plain else self._run_call
+        begins_chunk = self.call % region.chunk == 0 if region.chunk else None
+        return regions.run_region(region.member, forward, args, kwargs, span=region.span, begins_chunk=begins_chunk)
+
+    def _own_forward(self) -> Callable[..., Any]:
+        settings: Settings = self.patched.settings
+        return settings.forward(self.patched, self.call)
+
+    def _run_call(self, *args: Any, **kwargs: Any) -> Any:
         if self.decision is None:
-            return forward(*args, **kwargs)
+            return self._run_again(*args, **kwargs)
         hook = self.patched.settings.hooks[type(self.decision)]
-        return hook.run(self.decision, self.patched, forward, args, kwargs)
+        return hook.run(self.decision, self.patched, self._run_again, args, kwargs)
 
-    def _run_again(self, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    def _run_again(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's own forward; in a replay, calls inside get the numbers of the first forward."""
+        forward = self._own_forward()
         if self.calls is None or not self.ran:
             self.ran = True
-            return original(*args, **kwargs)
+            return forward(*args, **kwargs)
         calls = self.patched.settings.state.calls
         current = dict(calls)
         calls.clear()
         calls.update(self.calls)
         try:
-            return original(*args, **kwargs)
+            return forward(*args, **kwargs)
         finally:
             calls.clear()
             calls.update(current)

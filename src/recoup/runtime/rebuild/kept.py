@@ -180,7 +180,8 @@ class KeptCompact:
         """Returns it in its own dtype and layout."""
         size, stride, _, dtype = self.base
         wide = torch.empty_strided(size, stride, dtype=dtype, device=self.narrow.device)
-        return wide.copy_(self.narrow)
+        narrow = self.narrow
+        return wide.copy_(narrow.view(torch.uint8) if narrow.dtype == torch.bool else narrow)  # a vectorized copy
 
     def rescue(self) -> None:
         """Nothing to do: nobody else can write to it."""

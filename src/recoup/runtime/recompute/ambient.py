@@ -45,10 +45,11 @@ class Ambient:
 
     def is_here(self) -> bool:
         """Whether the current state equals the snapshot, so that nothing has to be restored."""
-        now = _torch.user_modes()
-        is_same = not any(now) and not any(self._modes) and self._flags == _torch.backend_flags()
-        hooks, cache = _torch.global_forward_hooks(), _torch.parametrization_cache()
-        return is_same and self._hooks == hooks and not any(cache) and not any(self._parametrized)
+        if self._mode_state is not None or any(_torch.user_modes()) or self._flags != _torch.backend_flags():
+            return False
+        if self._hooks != _torch.global_forward_hooks():
+            return False
+        return not self._parametrized[0] and not _torch.parametrization_cache()[0]
 
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:

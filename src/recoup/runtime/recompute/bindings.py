@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ from recoup import _torch
 from recoup.errors import ReplayError
 from recoup.runtime.recompute.object_state import Places
 from recoup.runtime.recompute.rng_state import versions_of
+
+_Table = tuple[weakref.ref[nn.Module], dict[str, Any]]  # a module, and what one of its tables held
 
 
 class Bindings:
@@ -35,9 +37,9 @@ class Bindings:
     """
 
     __slots__ = (
+        "_are_sharded",
         "_children",
         "_contents",
-        "_is_managed",
         "_names",
         "_parameters",
         "_requires_grad",
@@ -48,38 +50,37 @@ class Bindings:
         "storages",
     )
 
-    def __init__(self, modules: Iterable[tuple[str, nn.Module]], places: Places) -> None:
-        weights: dict[int, tuple[str, str, torch.Tensor]] = {}
-        self._parameters: list[tuple[weakref.ref[nn.Module], dict[str, Any]]] = []
-        self._children: list[tuple[weakref.ref[nn.Module], dict[str, Any]]] = []
+    def __init__(self, modules: Sequence[tuple[str, nn.Module]], places: Places) -> None:
+        self._parameters: list[_Table] = []
+        self._children: list[_Table] = []
+        self._names: list[tuple[str, dict[str, Any]]] = []  # path of a module, its parameters
+        held: list[torch.Tensor | None] = []
         for path, module in modules:
+            children, parameters = module._modules, module._parameters
             # A ScriptModule's tables are windows on what TorchScript holds, which nobody binds anew.
-            is_bound_anew = not isinstance(module, torch.jit.ScriptModule)
-            if module._modules and is_bound_anew:
-                self._children.append((weakref.ref(module), dict(module._modules)))
-            if not module._parameters:
-                continue
-            if is_bound_anew:
-                self._parameters.append((weakref.ref(module), dict(module._parameters)))
-            for name, tensor in module._parameters.items():
-                if tensor is not None and id(tensor) not in weights:
-                    weights[id(tensor)] = path, name, tensor
+            if children and not isinstance(module, torch.jit.ScriptModule):
+                self._children.append((weakref.ref(module), dict(children)))
+            if parameters:
+                names = dict(parameters)
+                held += names.values()
+                self._names.append((path, names))
+                if not isinstance(module, torch.jit.ScriptModule):
+                    self._parameters.append((weakref.ref(module), names))
         # Lists side by side, for all parameters at once: what is noted of each is compared at every replay.
-        self._names = [(path, name) for path, name, _ in weights.values()]
-        self._tensors = tensors = [tensor for _, _, tensor in weights.values()]
+        self._tensors = tensors = [t for t in dict(zip(map(id, held), held, strict=True)).values() if t is not None]
         self._versions = versions_of(tensors)
         self._requires_grad = [t.requires_grad for t in tensors]
-        self._is_managed = list(map(_torch.is_sharded_parameter, tensors))
-        self._storages = self._storages_now()
+        self._are_sharded = _torch.are_sharded(tensors)
         self._samples = places.samples_of(tensors)
+        self._storages = self._storages_now()
         self._contents = self._contents_now()
         self.storages = {storage for storage in self._storages if storage is not None}
 
     def _storages_now(self) -> list[int | None]:
         """Returns each parameter's storage; None if FSDP or ZeRO moves it, or it has no storage."""
-        found = list(map(storage_of, self._tensors))
-        if any(self._is_managed):
-            return [None if managed else f for f, managed in zip(found, self._is_managed, strict=True)]
+        found = self._samples.storages(self._tensors)
+        if self._are_sharded is not None:
+            return [None if managed else f for f, managed in zip(found, self._are_sharded, strict=True)]
         return found
 
     def _contents_now(self) -> list[bytes]:
@@ -103,30 +104,38 @@ class Bindings:
                 change = "was changed through `.data`, which autograd does not see,"
             else:
                 continue
-            name = ".".join(filter(None, self._names[i]))
             raise ReplayError(
-                f"Region `{region}`: its parameter `{name}` {list(tensor.shape)} {change} between forward and "
-                "backward, so a second forward would compute other values. Call backward before changing it, or leave "
-                "this module out of the plan.",
+                f"Region `{region}`: its parameter `{self._name_of(tensor)}` {list(tensor.shape)} {change} between "
+                "forward and backward, so a second forward would compute other values. Call backward before changing "
+                "it, or leave this module out of the plan.",
                 code="E201",
             )
 
-    def stand(self) -> bool:
-        """Whether all bindings and `requires_grad` flags are those of the snapshot."""
-        for ref, names in self._parameters:
-            module = ref()
-            if module is not None and not _is_same(module._parameters, names):
-                return False
-        for ref, names in self._children:
-            module = ref()
-            if module is not None and not _is_same(module._modules, names):
-                return False
-        return all(map(self._stands, range(len(self._tensors))))
+    def _name_of(self, tensor: torch.Tensor) -> str:
+        path, name = next((path, name) for path, names in self._names for name, t in names.items() if t is tensor)
+        return ".".join(filter(None, (path, name)))
+
+    def are_same(self) -> bool:
+        """Whether every name is bound to what it was bound to."""
+        for tables, kind in ((self._parameters, "_parameters"), (self._children, "_modules")):
+            for ref, names in tables:
+                module = ref()
+                if module is not None and not _is_same(module.__dict__[kind], names):
+                    return False
+        return True
+
+    def have_same_flags(self) -> bool:
+        """Whether a replay may use the parameters themselves: leaves with the noted `requires_grad`."""
+        if self._are_sharded is not None:
+            return all(map(self._stands, range(len(self._tensors))))
+        is_same = [t.requires_grad for t in self._tensors] == self._requires_grad
+        return is_same and all([t.is_leaf for t in self._tensors])
 
     def _stands(self, i: int) -> bool:
         """Whether a replay may use the i-th parameter itself: a leaf with the noted `requires_grad`."""
         tensor = self._tensors[i]
-        return self._is_managed[i] or (tensor.is_leaf and tensor.requires_grad == self._requires_grad[i])
+        is_sharded = self._are_sharded is not None and self._are_sharded[i]
+        return is_sharded or (tensor.is_leaf and tensor.requires_grad == self._requires_grad[i])
 
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:
@@ -157,7 +166,8 @@ class Bindings:
     def _again(self, tensor: torch.Tensor, now: torch.Tensor | None, made: dict[int, torch.Tensor]) -> Any:
         """Returns a parameter's stand-in for a replay: detached, with the noted `requires_grad`."""
         i = next(i for i, known in enumerate(self._tensors) if known is tensor)
-        if self._is_managed[i] or (now is not None and _torch.is_sharded_parameter(now)):
+        is_sharded = self._are_sharded is not None and self._are_sharded[i]
+        if is_sharded or (now is not None and _torch.is_sharded_parameter(now)):
             return now  # FSDP and ZeRO gather and shard around each module's forward, also in a replay
         if self._stands(i):
             return tensor
@@ -170,16 +180,6 @@ class Bindings:
                 else again.requires_grad_(requires_grad)
             )
         return made[id(tensor)]
-
-
-def storage_of(tensor: torch.Tensor) -> int | None:
-    """Returns an id of the tensor's storage; None if it has none of its own (sparse, wrapper subclasses)."""
-    if tensor.layout is not torch.strided:
-        return None
-    try:
-        return _torch.storage_address(tensor)
-    except (NotImplementedError, RuntimeError):
-        return None
 
 
 def _is_same(now: dict[str, Any], then: dict[str, Any]) -> bool:

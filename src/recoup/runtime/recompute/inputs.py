@@ -1,8 +1,9 @@
 """A region's arguments, kept for its replay.
 
-Tensors are saved through autograd (`_SaveInputs`), so that saved-tensor hooks around the region see them. Lists and
-dicts are copied, so that the replay does not find what the first forward wrote into them. Iterators of lists, tuples
-and ranges are copied; any other iterator can be consumed only once and is refused.
+Where saved-tensor hooks are on around the region, tensors are saved through autograd (`_SaveInputs`), so that those see
+them. Without any, autograd would keep the tensor and its version, and so do we. Lists and dicts are copied, so that the
+replay does not find what the first forward wrote into them. Iterators of lists, tuples and ranges are copied; any other
+iterator can be consumed only once and is refused.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 
+from recoup import _torch
 from recoup._pytree import flatten
 from recoup.errors import ReplayError
 from recoup.runtime.rebuild.lineage import current_recorder
@@ -73,7 +75,18 @@ class Inputs:
         others: other objects among the arguments, until `forget()`.
     """
 
-    __slots__ = ("_leaves", "_path", "_requires_grad", "_saver", "_structure", "_versions", "others", "tensors")
+    __slots__ = (
+        "_kept",
+        "_leaves",
+        "_path",
+        "_references",
+        "_requires_grad",
+        "_saver",
+        "_structure",
+        "_versions",
+        "others",
+        "tensors",
+    )
 
     def __init__(
         self,
@@ -87,37 +100,46 @@ class Inputs:
         self._path = path
         self.tensors: list[torch.Tensor] = []
         self.others: list[Any] = []
-        outputs = {id(t): i for i, t in enumerate(previous) if t is not None}
+        if not kwargs and all([type(a) is torch.Tensor or type(a) in _ATOMS for a in args]):
+            leaves, self._structure = args, None
+        else:
+            leaves, self._structure = flatten((args, kwargs))
+        outputs = {id(t): i for i, t in enumerate(previous) if t is not None} if previous else {}
         indices: dict[int, int] = {}  # one tensor given twice is one tensor again: models ask `query is key`
-
-        def keep(leaf: Any) -> Any:
-            if isinstance(leaf, torch.Tensor):
-                if id(leaf) in outputs:
-                    return _Previous(outputs[id(leaf)])
-                if id(leaf) not in indices:
-                    indices[id(leaf)] = len(self.tensors)
-                    self.tensors.append(leaf)
-                return _Input(indices[id(leaf)])
-            if type(leaf) in _COPYABLE_ITERATORS:
-                return _Iterator(copy.copy(leaf))
-            if isinstance(leaf, Iterator):
-                raise ReplayError(
-                    f"Region `{path}`: its argument of type {type(leaf).__name__} is an iterator, which its second "
-                    "forward would find used up. Pass a list, or leave this module out of the plan.",
-                    code="E204",
-                )
-            if type(leaf) not in _ATOMS:
-                self.others.append(leaf)
-            return leaf
-
-        leaves, self._structure = flatten((args, kwargs))
-        self._leaves = [keep(leaf) for leaf in leaves]
+        self._leaves = [leaf if type(leaf) in _ATOMS else self._keep(leaf, outputs, indices) for leaf in leaves]
+        tensors = self.tensors
+        self._versions = versions_of(tensors)
+        self._references = list(map(weakref.ref, tensors))
+        self._requires_grad = [t.requires_grad for t in tensors]  # a weight among them may be frozen later
+        self._kept: list[torch.Tensor] = []
+        self._saver: torch.Tensor | None = None
+        if _torch.saves_plainly() and not any([t.is_inference() for t in tensors]):
+            self._kept = tensors.copy()  # what autograd would do, in a tenth of the time
+            return
         dummy = torch.empty((0,), requires_grad=True)
         with _deriving(offloads=offloads):  # whatever is decided around: what can be rebuilt need not be kept
             # The (empty) output, not its node: torch 2.11 forgets what a node saved when its output is gone.
-            self._saver = _SaveInputs.apply(dummy, *self.tensors)  # type: ignore[no-untyped-call]
-        self._versions = list(zip(map(weakref.ref, self.tensors), versions_of(self.tensors), strict=True))
-        self._requires_grad = [t.requires_grad for t in self.tensors]  # a weight among them may be frozen later
+            self._saver = _SaveInputs.apply(dummy, *tensors)  # type: ignore[no-untyped-call]
+
+    def _keep(self, leaf: Any, outputs: dict[int, int], indices: dict[int, int]) -> Any:
+        """Returns what stands for a leaf until the replay."""
+        if isinstance(leaf, torch.Tensor):
+            if id(leaf) in outputs:
+                return _Previous(outputs[id(leaf)])
+            if id(leaf) not in indices:
+                indices[id(leaf)] = len(self.tensors)
+                self.tensors.append(leaf)
+            return _Input(indices[id(leaf)])
+        if type(leaf) in _COPYABLE_ITERATORS:
+            return _Iterator(copy.copy(leaf))
+        if isinstance(leaf, Iterator):
+            raise ReplayError(
+                f"Region `{self._path}`: its argument of type {type(leaf).__name__} is an iterator, which its second "
+                "forward would find used up. Pass a list, or leave this module out of the plan.",
+                code="E204",
+            )
+        self.others.append(leaf)
+        return leaf
 
     def forget(self) -> None:
         """Drops the references to tensors that autograd has saved."""
@@ -125,7 +147,7 @@ class Inputs:
 
     def check(self) -> None:
         """Raises ReplayError if an argument that is still alive was changed in place since the call."""
-        for i, (ref, version) in enumerate(self._versions):
+        for i, (ref, version) in enumerate(zip(self._references, self._versions, strict=True)):
             tensor = ref()
             if tensor is not None and version_of(tensor) != version:
                 raise self.refusal(f"tensor {i} of its arguments, {list(tensor.shape)},")
@@ -145,25 +167,36 @@ class Inputs:
         Args:
             previous: outputs of the previous step.
         """
+        saved = self._kept if self._saver is None else self._unpacked()
+        tensors = [
+            t.detach().requires_grad_() if flag else t.detach()
+            for t, flag in zip(saved, self._requires_grad, strict=True)
+        ]
+        leaves = []
+        for leaf in self._leaves:
+            kind = type(leaf)
+            if kind is _Input:
+                leaf = tensors[leaf.index]
+            elif kind is _Previous:
+                leaf = previous[leaf.index]
+            elif kind is _Iterator:
+                leaf = copy.copy(leaf.start)
+            leaves.append(leaf)
+        if self._structure is None:
+            return tuple(leaves), {}
+        args, kwargs = self._structure.unflatten(leaves)
+        return args, kwargs
+
+    def _unpacked(self) -> Sequence[torch.Tensor]:
+        assert self._saver is not None
         try:
-            saved = self._saver.grad_fn.saved_tensors
+            return self._saver.grad_fn.saved_tensors  # type: ignore[union-attr,no-any-return,attr-defined]
         except ReplayError:
             raise  # of a region around this one
         except RuntimeError as error:
             if "inplace operation" not in str(error):
                 raise
             raise self.refusal("a tensor of its arguments, or one it is rebuilt from,") from error
-        tensors = [t.detach().requires_grad_(flag) for t, flag in zip(saved, self._requires_grad, strict=True)]
-
-        def restore(leaf: Any) -> Any:
-            if isinstance(leaf, _Input):
-                return tensors[leaf.index]
-            if isinstance(leaf, _Iterator):
-                return copy.copy(leaf.start)
-            return previous[leaf.index] if isinstance(leaf, _Previous) else leaf
-
-        args, kwargs = self._structure.unflatten([restore(leaf) for leaf in self._leaves])
-        return args, kwargs
 
 
 @contextlib.contextmanager

@@ -16,13 +16,15 @@ import functools
 import operator
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from recoup.runtime.recompute.graphs import cut, whole, without_graph
 from recoup.runtime.recompute.rng_state import version_of
+from recoup.runtime.recompute.tables import Tables
 from recoup.thresholds import MOST_OBJECTS, SMALL_BYTES
 
 _HOOKS = frozenset(k for k in nn.Module().__dict__ if "forward" in k or "backward" in k)
@@ -57,14 +59,20 @@ def walk(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 class _Tensor:
-    """A tensor that an owner holds: its name, its version counter, and its copy if there is one."""
+    """A tensor that an owner holds: its name, its version counter, and its copy if there is one.
 
-    __slots__ = ("copy", "leaf", "name", "requires_grad", "tensor", "version")
+    Attributes:
+        key: tells it from others of its note.
+        tensor: itself, or an alias without its graph.
+    """
+
+    __slots__ = ("copy", "key", "leaf", "name", "requires_grad", "tensor", "version")
 
     def __init__(self, name: str, leaf: str, tensor: torch.Tensor, copied: bool) -> None:
         self.name = name
         self.leaf = leaf
-        self.tensor = tensor
+        self.key = id(tensor)
+        self.tensor = without_graph(tensor)
         self.version = version_of(tensor)
         self.requires_grad = tensor.requires_grad
         self.copy = tensor.detach().clone() if copied else None
@@ -83,8 +91,6 @@ class _Owner:
     """A module or object, its attributes, and copies of its container attributes (None of an empty one)."""
 
     __slots__ = (
-        "_order",
-        "_pick",
         "_slots",
         "buffers",
         "containers",
@@ -93,18 +99,22 @@ class _Owner:
         "get",
         "kept",
         "names",
+        "order",
         "others",
+        "pick",
         "tensors",
+        "values",
     )
 
     def __init__(self, get: Callable[[], Any], names: Iterable[str], kept: dict[str, Any]) -> None:
         self.get = get
         self._slots = _slots_of(type(get()))
-        self._order = tuple(names)
-        self.names = frozenset(self._order)
+        self.order = tuple(names)
+        self.names = frozenset(self.order)
         self.kept = kept
+        self.values = tuple(kept.values())
         # One call into C instead of one for each attribute: a region asks several times a step.
-        self._pick = operator.itemgetter(*kept) if len(kept) > 1 else lambda at: tuple([at[k] for k in kept])
+        self.pick = operator.itemgetter(*kept) if len(kept) > 1 else lambda at: tuple([at[k] for k in kept])
         self.containers: list[tuple[str, Any, Any]] = []
         self.empty: list[Any] = []  # of the containers
         self.filled: list[tuple[Any, Any]] = []
@@ -121,9 +131,9 @@ class _Owner:
 
     def is_as_noted(self, attributes: MutableMapping[str, Any]) -> bool:
         """Whether every attribute is the noted object and every container has the noted items."""
-        if tuple(attributes) != self._order and attributes.keys() != self.names:
+        if tuple(attributes) != self.order and attributes.keys() != self.names:
             return False
-        if not all(map(operator.is_, self._pick(attributes), self.kept.values())) or any(self.empty):
+        if not all(map(operator.is_, self.pick(attributes), self.values)) or any(self.empty):
             return False
         return not self.filled or all([_holds_same(now, copy) for now, copy in self.filled])
 
@@ -139,7 +149,7 @@ class _Owner:
 
     def may_stand(self) -> bool:
         """Whether the note may outlive its step: it holds no tensor, not even in a container."""
-        return not self.tensors and not self.filled
+        return not self.tensors and not self.filled and not self._slots
 
     def put_back(self, attributes: MutableMapping[str, Any]) -> None:
         """Restores attributes and containers to the note."""
@@ -166,7 +176,7 @@ class AttributeState:
         others: objects of unknown type among the modules' attributes.
     """
 
-    __slots__ = ("_owners", "_written", "others")
+    __slots__ = ("_cut", "_owners", "_written", "others")
 
     def __init__(
         self,
@@ -178,6 +188,7 @@ class AttributeState:
         self.others: list[Any] = []
         self._written = frozenset(written)
         self._owners: list[_Owner] = []
+        self._cut: dict[int, Any] = {}  # copies of containers without their graphs, by id
         notes = {} if notes is None else notes
         for path, module in modules:
             attributes = module.__dict__
@@ -194,6 +205,7 @@ class AttributeState:
             self.others += owner.others
         if objects:
             self._add_objects(objects)
+        self._cut = {}
 
     def _add(self, path: str, get: Callable[[], Any], names: Iterable[str], kept: dict[str, Any]) -> _Owner:
         owner = _Owner(get, names, kept)
@@ -202,15 +214,21 @@ class AttributeState:
             if kind in _ATOMS:
                 continue
             if kind in _CONTAINERS:
-                copy = value.copy() if value else None
-                owner.containers.append((key, value, copy))
-                owner.empty.append(value) if copy is None else owner.filled.append((value, copy))
                 if key == "_buffers":
                     owner.buffers += [self._note(path, leaf, b) for leaf, b in value.items() if b is not None]
+                copy = self._cut.get(id(value)) or (value.copy() if value else None)
+                if copy is not None and (id(value) in self._cut or cut(copy)):
+                    self._cut[id(value)] = copy  # nor is the container held, which has the graphs
+                    value = kept[key] = copy
+                owner.containers.append((key, value, copy))
+                owner.empty.append(value) if copy is None else owner.filled.append((value, copy))
             elif isinstance(value, torch.Tensor):
                 owner.tensors.append(self._note(path, key, value))
+                kept[key] = owner.tensors[-1].tensor
             else:
                 owner.others.append(value)
+        if owner.tensors or owner.filled:
+            owner.values = tuple(kept.values())
         self._owners.append(owner)
         return owner
 
@@ -249,17 +267,31 @@ class AttributeState:
                     return held.name
         return ""
 
+    def tables(self, modules: Sequence[tuple[str, nn.Module]]) -> Tables | None:
+        """Returns what tells whether the snapshot still holds; None if it is of one step alone."""
+        if not all([owner.may_stand() for owner in self._owners]):
+            return None
+        return Tables(modules, [container for owner in self._owners for container in owner.empty])
+
+    def stands(self) -> bool:
+        """Whether a replay can use the current attributes as they are."""
+        return all([owner.stands() for owner in self._owners])
+
+    def put_back(self) -> None:
+        """Restores what a replay has changed since the snapshot stood."""
+        for owner in self._owners:
+            attributes = owner.attributes()
+            if attributes is not None and not owner.is_as_noted(attributes):
+                owner.put_back(attributes)
+
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:
         """Restores the noted attributes inside of the block, and the current ones at its end."""
-        if all([owner.stands() for owner in self._owners]):
+        if self.stands():
             try:
                 yield
             finally:
-                for owner in self._owners:
-                    attributes = owner.attributes()
-                    if attributes is not None and not owner.is_as_noted(attributes):
-                        owner.put_back(attributes)
+                self.put_back()
             return
         entries = self._entries()  # copies are made before anything is changed: allocation may fail
         present = [(at, {k: v for k, v in at.items() if k not in _SKIPPED}) for at, _ in entries]
@@ -282,13 +314,13 @@ class AttributeState:
             values = dict(owner.kept)
             for key, container, copy in owner.containers:
                 if id(container) not in shared:
-                    shared[id(container)] = type(container)() if copy is None else copy.copy()
+                    shared[id(container)] = type(container)() if copy is None else whole(copy.copy())
                 values[key] = shared[id(container)]
             for into, tensors in ((values, owner.tensors), (values.get("_buffers", {}), owner.buffers)):
                 for held in tensors:
-                    if id(held.tensor) not in shared:
-                        shared[id(held.tensor)] = held.again()
-                    into[held.leaf] = shared[id(held.tensor)]
+                    if held.key not in shared:
+                        shared[held.key] = held.again()
+                    into[held.leaf] = shared[held.key]
             entries.append((attributes, values))
         return entries
 

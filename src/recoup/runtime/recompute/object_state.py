@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,8 +22,10 @@ from torch import nn
 from recoup import _torch
 from recoup._reachable import Reached, slots_of
 from recoup.errors import ReplayError
+from recoup.runtime.recompute.graphs import cut, whole, without_graph
 from recoup.runtime.recompute.rng_state import StreamState, version_of
 from recoup.runtime.recompute.spot_check import Samples
+from recoup.runtime.recompute.tables import Standing
 from recoup.thresholds import SMALL_BYTES
 
 _ABSENT = object()
@@ -31,21 +34,32 @@ _INTERNAL = tuple(k for k, v in nn.Module().__dict__.items() if isinstance(v, (d
 
 
 class _Place:
-    """A place that holds values: how to read and how to replace them."""
+    """A place that holds values: how to read and replace them, and how to tell that they are those of an earlier copy.
 
-    __slots__ = ("last", "name", "put", "read")
+    `holds`: for a place that is compared without being read into a copy first.
+    """
 
-    def __init__(self, name: str, read: Callable[[], Any], put: Callable[[Any], None]) -> None:
+    __slots__ = ("holds", "last", "name", "put", "read")
+
+    def __init__(
+        self,
+        name: str,
+        read: Callable[[], Any],
+        put: Callable[[Any], None],
+        holds: Callable[[Any], bool] | None = None,
+    ) -> None:
         self.name = name
         self.read = read
         self.put = put
+        self.holds: Callable[[Any], bool] = holds or (lambda copy: is_same(read(), copy))
         self.last = read()
+        cut(self.last)
 
     def now(self) -> Any:
-        """Returns a copy of the contents; the same object as last time if they are unchanged."""
-        found = self.read()
-        if not is_same(found, self.last):
-            self.last = found
+        """Returns a copy of the contents without graphs; the same object as last time if they are unchanged."""
+        if not self.holds(self.last):
+            self.last = self.read()
+            cut(self.last)
         return self.last
 
 
@@ -58,6 +72,7 @@ class Places:
         self._streams: list[Any] = []
         self._key: list[int] | None = None
         self.notes: dict[str, Any] = {}  # by module path, see `AttributeState`
+        self.standing: Standing | None = None
         self._samples = Samples(())
 
     def samples_of(self, weights: Sequence[torch.Tensor]) -> Samples:
@@ -77,6 +92,12 @@ class Places:
         if key != self._key:
             self._look(dict(modules))
             self._key = key
+        return ObjectState(self._found, self._tensors, self._streams, self._forget)
+
+    def note_again(self) -> ObjectState | None:
+        """Returns a snapshot for the modules of the last one; None if they have to be searched again."""
+        if self._key is None:
+            return None
         return ObjectState(self._found, self._tensors, self._streams, self._forget)
 
     def _forget(self) -> None:
@@ -101,7 +122,9 @@ class Places:
         self._found += [_bindings(scope, keys) for scope, keys in names.values()]
         self._found += [_array(n, a) for n, a in found.arrays if a.nbytes <= SMALL_BYTES and a.flags.writeable]
         self._found += [_raw(n, r) for n, r in found.raw]
-        self._tensors = [(n, t) for n, t in found.tensors if id(t) not in own and t.layout is torch.strided]
+        self._tensors = [
+            (n, without_graph(t)) for n, t in found.tensors if id(t) not in own and t.layout is torch.strided
+        ]
         self._streams = [s for _, s in found.streams if id(s) not in own]
 
 
@@ -125,13 +148,27 @@ class ObjectState:
 
     def settle(self) -> None:
         """Schedules another search at the next call if the forward changed a place; call it after the forward."""
-        if any(not is_same(place.read(), held) for place, held in self._held):
+        if not self._is_held():
             self._forget()
-        self._only_read = [(n, t, v) for n, t, v, _ in self._tensors if version_of(t) == v]
+        if self._tensors:
+            self._only_read = [(n, t, v) for n, t, v, _ in self._tensors if version_of(t) == v]
+
+    def _is_held(self) -> bool:
+        return all([place.holds(held) for place, held in self._held])
 
     def changed(self) -> str:
         """Returns the name of a tensor without a copy that was changed in place since; "" if there is none."""
         return next((n for n, t, v, copy in self._tensors if copy is None and version_of(t) != v), "")
+
+    def stands(self) -> bool:
+        """Whether a replay can use the current contents as they are."""
+        return not self._tensors and not self._streams and self._is_held()
+
+    def put_back(self) -> None:
+        """Restores what a replay has changed since the snapshot stood."""
+        for place, held in self._held:
+            if not place.holds(held):
+                place.put(whole(held))
 
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:
@@ -152,14 +189,14 @@ class ObjectState:
         try:
             for (place, held), (_, now) in zip(self._held, present, strict=True):
                 if not is_same(now, held):
-                    place.put(held)
+                    place.put(whole(held))
             for tensor, copy, _, _ in tensors:
                 _put_values(tensor, copy)
             with self._streams.replayed():
                 yield
         finally:
             for place, now in present:
-                if not is_same(place.read(), now):
+                if not place.holds(now):
                     place.put(now)
             for tensor, _, values, version in tensors:
                 _put_values(tensor, values)
@@ -173,6 +210,15 @@ def is_same(one: Any, other: Any) -> bool:
     if type(one) is list:
         return len(one) == len(other) and all(map(operator.is_, one, other))
     return one is other or (type(one) in (set, bytes) and bool(one == other))
+
+
+def _table_holds(table: Mapping[str, Any], copy: dict[str, Any]) -> bool:
+    """Whether a dictionary holds the same objects as a copy, most often in the same order."""
+    if len(table) != len(copy):
+        return False
+    if all(map(operator.is_, table, copy)) and all(map(operator.is_, table.values(), copy.values())):
+        return True
+    return is_same(dict(table), copy)
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -193,7 +239,9 @@ def _put_values(tensor: torch.Tensor, values: torch.Tensor | None) -> None:
 
 def _container(name: str, container: Any) -> _Place:
     if isinstance(container, dict):
-        return _Place(name, lambda: dict(dict.items(container)), lambda v: _fill(container, v))
+        is_plain = type(container) is dict or type(container) is collections.OrderedDict
+        holds = functools.partial(_table_holds, container) if is_plain else None
+        return _Place(name, lambda: dict(dict.items(container)), lambda v: _fill(container, v), holds)
     if isinstance(container, set):
         return _Place(name, lambda: set(container), lambda v: _fill_set(container, v))
     return _Place(name, lambda: list(container), lambda v: _fill(container, v))
@@ -228,18 +276,15 @@ def _slotted(name: str, item: Any) -> _Place:
 
 
 def _class(name: str, kind: type) -> _Place:
-    def read() -> dict[str, Any]:
-        return {k: v for k, v in vars(kind).items() if not k.startswith("__")}
-
     def put(values: dict[str, Any]) -> None:
-        now = read()
-        for key in now.keys() - values.keys():
+        now = vars(kind)
+        for key in [k for k in now if k not in values and not k.startswith("__")]:
             type.__delattr__(kind, key)
         for key, value in values.items():
-            if now.get(key, _ABSENT) is not value:
+            if now.get(key, _ABSENT) is not value and not key.startswith("__"):
                 type.__setattr__(kind, key, value)
 
-    return _Place(name, read, put)
+    return _Place(name, lambda: dict(vars(kind)), put, functools.partial(_table_holds, vars(kind)))
 
 
 def _cell(name: str, cell: Any) -> _Place:
@@ -267,7 +312,19 @@ def _bindings(scope: dict[str, Any], names: list[str]) -> _Place:
             elif value is not now:
                 scope[name] = value
 
-    return _Place("globals", read, put)
+    count = _torch.dict_version()
+    last: tuple[list[Any] | None, int] = None, 0  # a copy that held, and the count of changes then
+
+    def holds(copy: list[Any]) -> bool:
+        nonlocal last
+        version = -1 if count is None else count(scope)
+        if last[0] is copy and last[1] == version >= 0:
+            return True
+        is_held = all(map(operator.is_, map(scope.get, names, itertools.repeat(_ABSENT)), copy))
+        last = copy if is_held else None, version
+        return is_held
+
+    return _Place("globals", read, put, holds)
 
 
 def _array(name: str, array: Any) -> _Place:

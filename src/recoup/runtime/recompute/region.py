@@ -26,7 +26,7 @@ buffers and foreign random streams handled, errors that name the module.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -50,7 +50,7 @@ def continues(span: object, paths: Sequence[str], path: str, args: Any) -> bool:
         path: module path of the call.
         args: positional arguments of the call.
     """
-    frame = scope.spans.get(id(span))
+    frame = scope.open_frame(span)
     if frame is None or not 0 < len(frame.steps) <= len(paths) or paths[len(frame.steps) - 1] != path:
         return False
     previous = frame.previous()
@@ -58,21 +58,28 @@ def continues(span: object, paths: Sequence[str], path: str, args: Any) -> bool:
 
 
 def run_region(
-    member: Member, args: Any, kwargs: Any, *, span: object | None = None, begins_chunk: bool | None = None
+    member: Member,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    span: object | None = None,
+    begins_chunk: bool | None = None,
 ) -> Any:
     """Runs a module's forward as a region.
 
     Args:
+        forward: what to run, now and in each replay.
         span: identifies the span or chunk that the call is part of. In a span, a call joins the open frame if its first
             argument is the tensor that the last call returned, and opens a new frame otherwise.
         begins_chunk: whether the call is the first of its chunk; None if it is in no chunk.
     """
     if not torch.is_grad_enabled() or _torch.inside_transform():
-        return member.forward(*args, **kwargs)
+        return forward(*args, **kwargs)
     frame: Frame | None = None
     previous: list[torch.Tensor | None] = []
     if span is not None and not begins_chunk:
-        frame = scope.spans.get(id(span))
+        frame = scope.open_frame(span)
         previous = frame.previous() if frame is not None else []
         is_handed_on = bool(previous) and previous[0] is not None and next(iterate_tensors(args), None) is previous[0]
         if begins_chunk is None and not is_handed_on:
@@ -80,9 +87,9 @@ def run_region(
     if frame is None:
         frame = Frame(member, is_chunk=begins_chunk is not None)
         if span is not None:
-            scope.spans[id(span)] = frame
+            scope.open_span(span, frame)
     try:
-        return frame.run(member, args, kwargs, previous)
+        return frame.run(member, forward, args, kwargs, previous)
     except ReplayError as error:
         error.region = error.region or member.path
         raise

@@ -7,15 +7,18 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import nn
 
 from recoup.errors import ReplayError
 from recoup.runtime.recompute.ambient import Ambient
-from recoup.runtime.recompute.bindings import Bindings, storage_of
+from recoup.runtime.recompute.bindings import Bindings
 from recoup.runtime.recompute.inputs import Inputs
 from recoup.runtime.recompute.module_state import AttributeState, walk
-from recoup.runtime.recompute.object_state import Places
+from recoup.runtime.recompute.object_state import ObjectState, Places
 from recoup.runtime.recompute.rng_state import AutocastState, RandomState, StreamState, statistics_buffers
 from recoup.runtime.recompute.saved_outputs import Kept
+from recoup.runtime.recompute.spot_check import storage_of
+from recoup.runtime.recompute.tables import Standing, Tables, Versions
 from recoup.thresholds import SMALL_BYTES
 
 _nothing = contextlib.nullcontext()
@@ -36,31 +39,60 @@ class Step:
         "objects",
         "random",
         "streams",
+        "tables",
+        "versions",
     )
 
     def __init__(
         self,
         member: Member,
-        args: Any,
-        kwargs: Any,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
         previous: list[torch.Tensor | None],
         *,
         has_attributes: bool = True,
     ) -> None:
-        self.forward = member.forward
+        self.forward = forward
         self.kept = Kept(member.keep)
-        modules = walk(member.module()) if has_attributes else []
-        self.inputs = Inputs(member.path, args, kwargs, previous, offloads=member.offloads)
-        self.random = RandomState(self.inputs.tensors)
-        self.autocast = AutocastState(t.device.type for t in self.inputs.tensors)
-        written = (*member.buffers, *statistics_buffers(modules)) if has_attributes else ()
-        self.attributes = AttributeState(modules, self.inputs.others, written, member.places.notes)
-        self.streams = StreamState([*self.inputs.others, *self.attributes.others])
-        self.objects = member.places.note(modules, self.attributes.others) if has_attributes else None
+        self.objects: ObjectState | None = None
+        self.tables: Tables | None = None
+        self.versions: Versions | None = None
+        self.inputs = inputs = Inputs(member.path, args, kwargs, previous, offloads=member.offloads)
+        self.random = RandomState(inputs.tensors)
+        self.autocast = AutocastState([t.device.type for t in inputs.tensors if not t.is_cpu])
+        modules = self._note_attributes(member) if has_attributes else self._note_objects()
+        self.streams = StreamState([*inputs.others, *self.attributes.others])
         self.bindings = Bindings(modules, member.places)
-        self.given = {storage_of(t) for t in self.inputs.tensors}
+        self.given = {storage_of(t) for t in inputs.tensors}
         self.ambient = Ambient()
-        self.inputs.forget()
+        inputs.forget()
+
+    def _note_objects(self) -> list[tuple[str, nn.Module]]:
+        """Notes the objects among the arguments alone, for a call whose modules' attributes are noted elsewhere."""
+        self.attributes = AttributeState((), self.inputs.others)
+        return []
+
+    def _note_attributes(self, member: Member) -> list[tuple[str, nn.Module]]:
+        """Notes attributes and objects, what was noted in an earlier step where it still holds; returns the modules."""
+        places, others, module = member.places, self.inputs.others, member.module()
+        standing = places.standing
+        if standing is not None and not others and standing.tables.are_of(module):
+            versions = standing.tables.versions()
+            if versions is not None and versions == standing.versions:
+                modules = standing.tables.modules()
+                self.attributes, self.tables, self.versions = standing.attributes, standing.tables, versions
+                self.objects = places.note_again() or places.note(modules, self.attributes.others)
+                return modules
+        modules = walk(module)
+        written = (*member.buffers, *statistics_buffers(modules))
+        self.attributes = AttributeState(modules, others, written, places.notes)
+        self.objects = places.note(modules, self.attributes.others)
+        self.tables = None if others else self.attributes.tables(modules)
+        if self.tables is not None:
+            self.versions = self.tables.versions()
+            places.standing = Standing(self.tables, self.versions, self.attributes)
+        return modules
 
     def settle(self) -> None:
         """Drops noted state that the forward did not change; call it after the forward."""
@@ -85,17 +117,42 @@ class Step:
 
     def run_again(self, args: Any, kwargs: Any, *, with_attributes: bool) -> Any:
         """Runs the forward again from the noted state; afterwards the current state is restored."""
+        if not with_attributes:
+            return self._run(args, kwargs)
+        if not self._stands():
+            with self.attributes_again():
+                return self._run(args, kwargs)
+        try:
+            return self._run(args, kwargs)
+        finally:  # what the replay itself has changed
+            if not self._has_same_tables():
+                self.attributes.put_back()
+            if self.objects is not None:
+                self.objects.put_back()
+
+    def _has_same_tables(self) -> bool:
+        """Whether no table of the modules has changed since the note, as far as that can be told at once."""
+        return self.tables is not None and self.versions is not None and self.tables.versions() == self.versions
+
+    def _stands(self) -> bool:
+        """Whether parameters, children, attributes and objects are as the forward found them."""
+        if not self.bindings.have_same_flags() or (self.objects is not None and not self.objects.stands()):
+            return False
+        return self._has_same_tables() or (self.bindings.are_same() and self.attributes.stands())
+
+    def _run(self, args: Any, kwargs: Any) -> Any:
+        """Runs the forward under the streams, autocast and ambient state of the note."""
+        is_here = self.ambient.is_here()
         changes = self._changes()
-        with self.attributes_again() if with_attributes else _nothing:
-            if not changes and self.ambient.is_here() and not self.kept.results:
-                return self.ambient.run(self.forward, args, kwargs)
-            with contextlib.ExitStack() as stack:
-                for change in changes:
-                    stack.enter_context(change)
-                if not self.ambient.is_here():
-                    stack.enter_context(self.ambient.replayed())
-                stack.enter_context(self.kept.taking())
-                return self.ambient.run(self.forward, args, kwargs)
+        if is_here and not changes and not self.kept.results:
+            return self.ambient.run(self.forward, args, kwargs)
+        with contextlib.ExitStack() as stack:
+            for change in changes:
+                stack.enter_context(change)
+            if not is_here:
+                stack.enter_context(self.ambient.replayed())
+            stack.enter_context(self.kept.taking())
+            return self.ambient.run(self.forward, args, kwargs)
 
     def _changes(self) -> list[contextlib.AbstractContextManager[None]]:
         """Returns contexts that restore streams and autocast where they differ from the note."""
@@ -112,7 +169,7 @@ class Step:
     def attributes_again(self) -> Iterator[None]:
         """Restores parameters, children, attributes and objects inside of the block, the current ones at its end."""
         with (
-            _nothing if self.bindings.stand() else self.bindings.replayed(),
+            _nothing if self.bindings.are_same() and self.bindings.have_same_flags() else self.bindings.replayed(),
             self.attributes.replayed(),
             _nothing if self.objects is None else self.objects.replayed(),
         ):
@@ -125,7 +182,6 @@ class Member:
     Attributes:
         path: module path, for messages.
         module: weak reference to the module.
-        forward: the forward to run.
         buffers: names of the buffers that the forward changes.
         derives: whether the replay may rederive.
         derives_by_default: the same outside of deeper decisions.
@@ -140,7 +196,6 @@ class Member:
         *,
         path: str,
         module: Callable[[], torch.nn.Module],
-        forward: Callable[..., Any],
         buffers: tuple[str, ...],
         derives: bool,
         derives_by_default: bool,
@@ -153,7 +208,6 @@ class Member:
         self.places = Places() if places is None else places
         self.unwritten = set() if unwritten is None else unwritten
         self.module = module
-        self.forward = forward
         self.buffers = buffers
         self.derives = derives
         self.derives_by_default = derives_by_default

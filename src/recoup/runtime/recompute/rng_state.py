@@ -45,7 +45,7 @@ class RandomState:
             now = _numpy_stream.state()
             if now is self._numpy or _is_same(now, self._numpy):
                 self._numpy = None
-        if self._cpu == _cpu_state():
+        if self._cpu is not None and self._cpu == _cpu_state():
             self._cpu = None
 
     def put(self) -> None:
@@ -105,6 +105,7 @@ class _NumpyStream:
 
     def __init__(self) -> None:
         self._last: tuple[bytes, Any] = b"", None  # memory and state, set as one: threads share this
+        self._memory: tuple[Any, Any] = None, None  # generator, and a view of its words; None: it is another kind
 
     def state(self) -> Any:
         """Returns `numpy.random.get_state()`, the same object if the stream did not move; None without NumPy."""
@@ -112,9 +113,14 @@ class _NumpyStream:
         if numpy is None:
             return None
         generator = numpy.random.get_bit_generator()
-        if type(generator).__name__ != "MT19937":
+        of, memory = self._memory
+        if of is not generator:
+            is_known = type(generator).__name__ == "MT19937"
+            memory = _words_at(generator.ctypes.state_address) if is_known else None
+            self._memory = generator, memory
+        if memory is None:
             return numpy.random.get_state()
-        raw = ctypes.string_at(generator.ctypes.state_address, _STATE_BYTES)
+        raw = memory.raw
         known, state = self._last
         if state is None or state[3] or raw != known:
             state = numpy.random.get_state()
@@ -136,13 +142,19 @@ class _PythonStream:
 
     def __init__(self) -> None:
         self._last: tuple[bytes, Any] = b"", None  # memory and state, set as one: threads share this
+        self._memory: tuple[Any, Any] = None, None  # stream, and a view of its words; None: it is another kind
 
     def state(self) -> Any:
         """Returns `random.getstate()`, the same object if the stream did not move."""
         stream = getattr(random.getstate, "__self__", None)
-        if type(stream) is not random.Random or not self._is_readable:
+        of, memory = self._memory
+        if of is not stream or stream is None:
+            is_known = type(stream) is random.Random and self._is_readable
+            memory = _words_at(id(stream) + self._offset_bytes) if is_known else None
+            self._memory = stream, memory
+        if memory is None:
             return random.getstate()
-        raw = ctypes.string_at(id(stream) + self._offset_bytes, _STATE_BYTES)
+        raw = memory.raw
         held_back = getattr(stream, "gauss_next", None)  # a cached second normal number
         known, state = self._last
         if state is None or raw != known or held_back is not None or state[2] is not None:
@@ -153,6 +165,10 @@ class _PythonStream:
 
 
 _python_stream = _PythonStream()
+
+
+def _words_at(address: int) -> Any:
+    return (ctypes.c_char * _STATE_BYTES).from_address(address)
 
 
 def _is_same(one: Any, other: Any) -> bool:
@@ -182,24 +198,29 @@ def _cuda_devices(tensors: Iterable[torch.Tensor]) -> list[int]:
 class AutocastState:
     """Autocast as it is now, for the CPU, for CUDA where it is in use, and for other device types."""
 
-    __slots__ = ("_states",)
+    __slots__ = ("_others", "_states")
 
     def __init__(self, device_types: Iterable[str]) -> None:
-        self._states = [
+        self._others = tuple(device_types)
+        self._states = self._now() if _torch.is_autocast() else None  # None: it is off for all
+
+    def _now(self) -> list[tuple[str, bool, torch.dtype, bool]]:
+        return [
             (d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d), torch.is_autocast_cache_enabled())
-            for d in dict.fromkeys(["cpu", *(["cuda"] if _torch.cuda_is_initialized() else []), *device_types])
+            for d in dict.fromkeys(["cpu", *(["cuda"] if _torch.cuda_is_initialized() else []), *self._others])
             if torch.amp.is_autocast_available(d)
         ]
 
     def is_off(self) -> bool:
         """Whether it was off and is off now: there is nothing to enter."""
-        return not any([enabled or torch.is_autocast_enabled(device) for device, enabled, _, _ in self._states])
+        return self._states is None and not _torch.is_autocast()
 
     @contextlib.contextmanager
     def replayed(self) -> Iterator[None]:
         """Enters the same autocast."""
+        states = self._states or [(device, False, dtype, cache) for device, _, dtype, cache in self._now()]
         with contextlib.ExitStack() as stack:
-            for device, enabled, dtype, cache in self._states:
+            for device, enabled, dtype, cache in states:
                 if enabled or torch.is_autocast_enabled(device):
                     stack.enter_context(torch.autocast(device, dtype, enabled, cache))
             yield

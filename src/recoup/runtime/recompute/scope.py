@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import weakref
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from recoup.runtime.recompute.frame import Frame
@@ -15,25 +13,42 @@ if TYPE_CHECKING:
 class _Scope(threading.local):
     """This thread's position: `depth` regions deep in a first forward, or in a replay.
 
-    `spans` has the open frame of each span. A frame lives as long as a graph needs it; a replay opens its own.
+    `spans` has the open frame of each span, None before the first. A frame lives as long as a graph needs it; a replay
+    opens its own.
     """
 
     def __init__(self) -> None:
         self.depth = 0
         self.in_replay = False
-        self.spans: weakref.WeakValueDictionary[int, Frame] = weakref.WeakValueDictionary()
+        self.spans: weakref.WeakValueDictionary[int, Frame] | None = None
 
-    @contextlib.contextmanager
-    def replaying(self) -> Iterator[None]:
-        before = self.depth, self.in_replay, self.spans
-        self.depth, self.in_replay, self.spans = 0, True, weakref.WeakValueDictionary()
-        try:
-            yield
-        finally:
-            self.depth, self.in_replay, self.spans = before
+    def open_frame(self, span: object) -> Frame | None:
+        """Returns the open frame of a span; None if there is none."""
+        return None if self.spans is None else self.spans.get(id(span))
+
+    def open_span(self, span: object, frame: Frame) -> None:
+        """Makes `frame` the open one of a span."""
+        if self.spans is None:
+            self.spans = weakref.WeakValueDictionary()
+        self.spans[id(span)] = frame
 
 
 scope = _Scope()
+
+
+class replaying:
+    """Context manager of a replay: no region around it, and no span open."""
+
+    __slots__ = ("_before",)
+
+    def __enter__(self) -> None:
+        here = scope
+        self._before = here.depth, here.in_replay, here.spans
+        here.depth, here.in_replay, here.spans = 0, True, None
+
+    def __exit__(self, *exc: Any) -> None:
+        here = scope
+        here.depth, here.in_replay, here.spans = self._before
 
 
 def inside_region() -> bool:

@@ -17,94 +17,110 @@ _SAMPLED = frozenset(
     [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.bool]
 )
 _SAMPLE_BYTES = 64  # at the start, the middle and the end of a tensor
-_part_at = (ctypes.c_char * _SAMPLE_BYTES).from_address  # a third of what `string_at` takes
+_START = slice(0, _SAMPLE_BYTES)
 
 
-def sample(tensor: torch.Tensor) -> bytes:
-    """Returns bytes of a tensor, read from its memory without any op.
-
-    None on a device, which would wait; none of weights and views of weights, which are known by what they are.
-    """
-    if type(tensor) is nn.Parameter or type(tensor._base) is nn.Parameter:
-        return b""
-    return read_bytes(tensor)
+Facts = tuple[torch.Size, torch.dtype, tuple[Any, ...] | None, bytes]
+"""What tells a saved tensor: shape, dtype, the weight that it lies in, a sample."""
 
 
-def matches(sampled: bytes, tensor: torch.Tensor) -> bool:
-    """Whether the tensor has the values of a sample, floats up to what a different order of summation does."""
-    found = sample(tensor)
+def matches(first: Facts, again: Facts) -> bool:
+    """Whether two samples of tensors of one dtype are equal, floats up to what a different order of summation does."""
+    sampled, found, dtype = first[3], again[3], first[1]
     if found == sampled or not found or not sampled or len(found) != len(sampled):
         return True
-    if not tensor.is_floating_point():
+    if not dtype.is_floating_point:
         return False
     with _torch.without_dispatch_modes(), torch.no_grad():
-        a, b = (torch.frombuffer(bytearray(x), dtype=tensor.dtype).double() for x in (sampled, found))
+        a, b = (torch.frombuffer(bytearray(x), dtype=dtype).double() for x in (sampled, found))
         size = float(torch.maximum(a.abs(), b.abs()).nan_to_num(0.0, 0.0, 0.0).max())
-        return torch.allclose(a, b, rtol=0.0, atol=size * torch.finfo(tensor.dtype).eps ** 0.5, equal_nan=True)
+        return torch.allclose(a, b, rtol=0.0, atol=size * torch.finfo(dtype).eps ** 0.5, equal_nan=True)
 
 
 def read_bytes(tensor: torch.Tensor) -> bytes:
-    """Returns bytes from the start, the middle and the end; none of what is not plain host memory."""
+    """Returns bytes from the start, the middle and the end, read from memory without any op.
+
+    None of what is not plain host memory: on a device, which would wait, or of a wrapper.
+    """
     kind = type(tensor)
-    if (kind is not nn.Parameter and kind is not torch.Tensor) or not tensor.is_cpu:
-        return b""
-    if tensor.dtype not in _SAMPLED or tensor.layout is not torch.strided:
+    if (kind is not torch.Tensor and kind is not nn.Parameter) or not tensor.is_cpu or tensor.dtype not in _SAMPLED:
         return b""
     try:
         start, size = tensor.data_ptr(), tensor.nbytes
-    except RuntimeError:  # inside `torch.func` transforms: no memory of its own
-        return b""
-    if not start or not size or not tensor.untyped_storage().nbytes():  # FSDP takes a unit's memory away
+        if not start or not size or not tensor.untyped_storage().nbytes():  # FSDP takes a unit's memory away
+            return b""
+    except RuntimeError:  # inside `torch.func` transforms, or sparse: no memory of its own
         return b""
     if tensor.is_contiguous():
-        if kind is nn.Parameter:  # step after step at the same place
-            return b"".join([part.raw for part in _parts(start, size)])
-        if size <= 3 * _SAMPLE_BYTES:
-            return ctypes.string_at(start, size)
-        middle = start + size // 16 * 8
-        end = start + size - _SAMPLE_BYTES
-        return _part_at(start).raw + _part_at(middle).raw + _part_at(end).raw  # type: ignore[no-any-return]
+        at, middle, end = _window(size)
+        memory = at(start)
+        return memory[_START] + memory[middle] + memory[end]  # type: ignore[no-any-return]
     width = tensor.element_size()
     last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) * width
     return ctypes.string_at(start, width) + ctypes.string_at(start + last, width)
 
 
-class Samples:
-    """Reads sampled bytes of some parameters, fast as long as these lie where they lay: no question is asked twice.
+@functools.lru_cache(maxsize=4096)
+def _window(size: int) -> tuple[Any, slice, slice]:
+    """Returns what makes a view of `size` bytes at an address, and where in it are the middle and the end.
 
-    It outlives a step and holds none of them. The windows are looked through only while each tensor is the one they
-    were made for, as many bytes at the same address: memory that was taken away (FSDP) is at no address.
+    A view of all the bytes and three slices of it take half of what three views take.
+    """
+    at = (ctypes.c_char * size).from_address
+    if size <= 3 * _SAMPLE_BYTES:
+        return at, slice(_SAMPLE_BYTES, 2 * _SAMPLE_BYTES), slice(2 * _SAMPLE_BYTES, size)
+    middle = size // 16 * 8
+    return at, slice(middle, middle + _SAMPLE_BYTES), slice(size - _SAMPLE_BYTES, size)
+
+
+def storage_of(tensor: torch.Tensor) -> int | None:
+    """Returns an id of the tensor's storage; None if it has none of its own (sparse, wrapper subclasses)."""
+    if tensor.layout is not torch.strided:
+        return None
+    try:
+        return _torch.storage_address(tensor)  # type: ignore[no-any-return]
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+class Samples:
+    """Reads where some parameters lie and sampled bytes of them, fast as long as they lie where they lay.
+
+    It outlives a step and holds none of them. The windows are looked through only while each tensor has as many bytes
+    at the same address as they were made for: memory that was taken away (FSDP) is at no address.
     """
 
-    __slots__ = ("_at", "_known", "_parts")
+    __slots__ = ("_known", "_places", "_windows")
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._known = [weakref.ref(t) for t in tensors]
-        self._at: list[tuple[int, int]] = []
-        self._parts: list[tuple[Any, ...]] = []
-        if all(type(t) is nn.Parameter and read_bytes(t) and t.is_contiguous() for t in tensors):
-            self._at = _places(tensors)
-            self._parts = [_parts(start, size) for start, size in self._at]
+        self._look(tensors)
+
+    def _look(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._places: list[int] | None = None  # None: they are read one by one
+        self._windows: list[tuple[Any, slice, slice]] = []
+        if all(type(t) is nn.Parameter and t.is_contiguous() and read_bytes(t) for t in tensors):
+            for tensor in tensors:
+                at, middle, end = _window(tensor.nbytes)
+                self._windows.append((at(tensor.data_ptr()), middle, end))
+            self._places = _places(tensors)
 
     def are_of(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether these are the parameters it was made for, and lie where they lay."""
-        is_same = len(tensors) == len(self._known) and all([ref() is t for ref, t in zip(self._known, tensors)])
-        return is_same and (not self._at or _places(tensors) == self._at)
+        """Whether these are the parameters it was made for."""
+        return len(tensors) == len(self._known) and all([ref() is t for ref, t in zip(self._known, tensors)])
+
+    def storages(self, tensors: Sequence[torch.Tensor]) -> list[int | None]:
+        """Returns what `storage_of` returns for each."""
+        return list(map(storage_of if self._places is None else _torch.storage_address, tensors))
 
     def read(self, tensors: Sequence[torch.Tensor]) -> list[bytes]:
         """Returns what `read_bytes` returns for each."""
-        if self._at and _places(tensors) == self._at:
-            return [b"".join([part.raw for part in parts]) for parts in self._parts]
+        if self._places is not None:
+            if _places(tensors) == self._places:
+                return [memory[_START] + memory[middle] + memory[end] for memory, middle, end in self._windows]
+            self._look(tensors)
         return list(map(read_bytes, tensors))
 
 
-def _places(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
-    return [(t.data_ptr(), t.nbytes) for t in tensors]
-
-
-@functools.lru_cache(maxsize=4096)
-def _parts(start: int, size: int) -> tuple[Any, ...]:
-    """Returns windows on the sampled bytes of `size` bytes of memory."""
-    if size <= 3 * _SAMPLE_BYTES:
-        return ((ctypes.c_char * size).from_address(start),)
-    return tuple([_part_at(at) for at in (start, start + size // 16 * 8, start + size - _SAMPLE_BYTES)])
+def _places(tensors: Sequence[torch.Tensor]) -> list[int]:
+    return [t.data_ptr() for t in tensors] + [t.nbytes for t in tensors]
