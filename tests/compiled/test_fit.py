@@ -103,6 +103,7 @@ def test_too_small_a_budget_names_the_smallest_that_works() -> None:
         fitted(model, batch, "10%")
     assert caught.value.minimum_bytes > caught.value.budget_bytes
     assert model._compiled_call_impl is None
+    assert fitted(model, batch, caught.value.minimum_bytes).evidence.peak_bytes == caught.value.minimum_bytes
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from torch import nn
 from recoup import _torch, progress
 from recoup._allocation import HostRoom
 from recoup.capture.optimizer import OptimizerLike
+from recoup.capture.snapshot import random_state
 from recoup.capture.step import Objective
 from recoup.compiled.combine import Combination, StepLevels, combinations, combined
 from recoup.compiled.frontier import choices
@@ -39,7 +40,7 @@ from recoup.compiled.recording import (
 from recoup.compiled.schedule import Timeline, timeline
 from recoup.cost.measured import MeasuredCost
 from recoup.errors import InfeasibleBudget, StepError, UsageError
-from recoup.evidence.gradients import Comparison, StepResult, compare, on_host, rounding_bound
+from recoup.evidence.gradients import Comparison, StepResult, compare, on_host, rounding_bound, same_random_state
 from recoup.evidence.memory import measure_peak, meter_name
 from recoup.evidence.speed import time_ratio
 from recoup.evidence.step_bench import StepBench
@@ -177,17 +178,18 @@ class CompiledFitting:
         """Returns the model compiled in place, with plan and evidence; may be called for one budget after another."""
         plain_peak, model = self.record(), self.model
         self._notes = []
-        least = self.least() if is_minimum(budget) else None
+        least = self.least() if is_minimum(budget) else 0
         budget_bytes = parse_budget(budget, plain_peak_bytes=plain_peak, free_bytes=free_bytes, minimum_bytes=least)
         if plain_peak <= budget_bytes:
             self._notes.append("the step as torch compiles it is within the budget")
             return self._prove(self.torch_choice, self._plain, plain_peak, plain_peak, budget_bytes, timed)
         self._measure_within(budget_bytes)
         found, measured = self.combinations(), self._measured
+        if all(made.peak_bytes > budget_bytes for made in measured.values()):
+            least = self.least()  # measured, so it may fit after all
         if fitting := [i for i, made in measured.items() if made.peak_bytes <= budget_bytes]:
             made = measured[at := min(fitting, key=lambda i: (found[i].seconds, i))]
             return self._prove(found[at], made.calls, made.peak_bytes, made.predicted_bytes, budget_bytes, timed)
-        least = min(plain_peak, *map(self._predicted, range(len(found))))
         raise InfeasibleBudget(
             f"Budget {format_bytes(budget_bytes)} is below the smallest reachable peak {format_bytes(least)} "
             f"({least} bytes) of {type(model).__name__} compiled by {self.options.backend}: "
@@ -361,10 +363,10 @@ class CompiledFitting:
                 + ("bit-equal to eager's" if own.gradients_equal else f"{own.max_gradient_error:.1e} from eager's")
             )
             return comparison
-        # Capped by what rounding can do: with dropout eager draws other numbers, and is as far off as it likes.
+        is_random = not same_random_state(eager.random_state, random_state())  # that of the step's begin is back
         dtypes = [self.recording.graphs[name].view.coarsest_dtype() for name in dict.fromkeys(self._calls)]
         coarsest = max((d for d in dtypes if d is not None), key=lambda d: torch.finfo(d).eps, default=None)
-        bound = rounding_bound(plain, coarsest, max(own.max_gradient_error, own.loss_error))
+        bound = rounding_bound(plain, coarsest, max(own.max_gradient_error, own.loss_error), is_random=is_random)
         comparison = compare(plain, planned, bound=bound)
         self._notes.append(
             f"kernels differ: gradients are {comparison.max_gradient_error:.1e} from those of the step as torch "

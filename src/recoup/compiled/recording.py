@@ -118,13 +118,21 @@ class Recorded:
 
 
 def metered(graph: Recorded, cost: MeasuredCost) -> Recorded:
-    """Returns a graph whose kernels have the workspace that each has when it runs alone on this device."""
+    """Returns a graph whose kernels have the workspace that each has when it runs alone on this device.
+
+    Those without FLOPs are priced by their seconds there, one beside the other: all of them together at what the bytes
+    that they move are worth. On a CPU a random op takes twenty times as long as a sum of as many bytes.
+    """
     step, signatures = graph.view.step, graph.view.signatures()
     known = [i for i, signature in enumerate(signatures) if signature is not None]
     ops, sizes = list(step.ops), list(step.value_bytes)
-    for i, found in zip(known, cost.measured([s for s in signatures if s is not None]), strict=True):
+    measured = dict(zip(known, cost.measured([s for s in signatures if s is not None]), strict=True))
+    seconds = {i: found.seconds for i, found in measured.items() if found is not None and not ops[i].flops}
+    scale = sum(ops[i].seconds for i in seconds) / (sum(seconds.values()) or 1.0)
+    for i, found in measured.items():
         if found is not None:
-            ops[i] = dataclasses.replace(ops[i], workspace_bytes=found.workspace_bytes)
+            price = seconds[i] * scale if i in seconds else ops[i].seconds
+            ops[i] = dataclasses.replace(ops[i], workspace_bytes=found.workspace_bytes, seconds=price)
             if found.extra_output_bytes and ops[i].outputs:
                 sizes[ops[i].outputs[0]] += found.extra_output_bytes
     step = dataclasses.replace(step, ops=tuple(ops), value_bytes=tuple(sizes))

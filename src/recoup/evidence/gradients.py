@@ -109,21 +109,22 @@ class Comparison:
         return values and self.same_gradient_set and self.buffers_equal and self.rng_equal
 
 
-def rounding_bound(result: StepResult, coarsest: torch.dtype | None, noise: float) -> float:
+def rounding_bound(result: StepResult, coarsest: torch.dtype | None, noise: float, *, is_random: bool = True) -> float:
     """Returns how far gradients may be from plain's, relative, where sums are taken in another order.
 
     By the lowest precision that the step computes in: float32 1e-6, float64 1e-12, a few roundings of the type itself
-    below that. As wide as the noise where that is more, ten times as wide at most: a step that is not deterministic has
-    more, and proves nothing.
+    below that. As wide as the noise where that is more; ten times as wide at most where it may be more than rounding: a
+    step that draws random numbers, or is not deterministic, proves nothing.
 
     Args:
         coarsest: the lowest precision of an op's result in the step, which autocast hides from gradients and loss;
             None: not known.
         noise: measured between two plain steps that round differently.
+        is_random: whether these may differ by more than rounding.
     """
     dtypes = {t.dtype for t in (result.loss, *result.gradients.values()) if t is not None} | {coarsest}
     least = max((_BOUNDS[d] for d in dtypes if d in _BOUNDS), default=_BOUNDS[torch.float32])
-    return min(max(least, noise), _MAX_NOISE_FACTOR * least)
+    return min(max(least, noise), _MAX_NOISE_FACTOR * least) if is_random else max(least, noise)
 
 
 _BOUNDS: dict[torch.dtype | None, float] = {
