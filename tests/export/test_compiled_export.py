@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import builtins
+import dataclasses
 import os
 import shutil
 import subprocess
+import symtable
 import sys
 from pathlib import Path
 
@@ -43,6 +46,24 @@ def test_what_torch_does_by_itself_is_not_exported() -> None:
     )
     with pytest.raises(UsageError, match="nothing to export"):
         export_compiled(plan_of(alone))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_every_name_that_the_file_uses_is_in_it(backend: str) -> None:
+    choice = GraphChoice(held=("mm",), rerun=(), order=("mm",))
+    graph = CompiledGraph(
+        fingerprint="f", num_calls=1, num_ops=1, choice=choice, held_bytes=4, rerun_seconds=0.0, is_torch=False
+    )
+    code = export_compiled(dataclasses.replace(plan_of(graph), backend=backend)).code
+    top = symtable.symtable(code, "divided.py", "exec")
+    defined = {s.get_name() for s in top.get_symbols() if s.is_assigned() or s.is_imported() or s.is_namespace()}
+
+    def undefined(scope: symtable.SymbolTable) -> set[str]:
+        used = {s.get_name() for s in scope.get_symbols() if s.is_global() and s.is_referenced()}
+        return used.union(*map(undefined, scope.get_children())) - defined - set(dir(builtins))
+
+    assert not undefined(top)
+    assert "_torch." not in code
 
 
 @pytest.mark.slow

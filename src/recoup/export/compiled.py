@@ -14,22 +14,11 @@ from recoup.errors import UsageError
 from recoup.export.left_out import Export
 from recoup.ir.compiled_plan import CompiledPlan
 
-_SPLITTING = (
-    "_partitioners",
-    "joint_graph_facts",
-    "tidy_joint_graph",
-    "overwriting",
-    "has_storage",
-    "belongs_to_backward",
-    "split_joint_graph",
-    "finish_split",
-    "torch_partition",
-    "size_hint",
-)
 _BACKENDS = {
-    "inductor": (("_inductor_order", "inductor_backend"), 'inductor_backend(divide, "@@key@@", options or {})'),
-    "aot_eager": (("aot_eager_backend",), "aot_eager_backend(divide)"),
+    "inductor": 'inductor_backend(divide, "@@key@@", options or {})',
+    "aot_eager": "aot_eager_backend(divide)",
 }
+_SOURCES = "compiled/partition.py", "_torch.py"
 
 
 def export_compiled(plan: CompiledPlan) -> Export:
@@ -44,12 +33,9 @@ def export_compiled(plan: CompiledPlan) -> Export:
             "The plan divides every graph as torch does, which was within its budget: there is nothing to export. "
             "Use `model.compile()`, or plan for a smaller budget."
         )
-    names, backend = _BACKENDS[plan.backend]
     overwrites = plan.backend != "inductor"
     graphs = {g.fingerprint: {**dataclasses.asdict(g.choice), "overwrites": overwrites} for g in planned}
     key = "planned " + " ".join(f"{graph.fingerprint} {graph.held_bytes}" for graph in planned)
-    texts = _functions("_torch.py", (*_SPLITTING, *names))
-    texts += _functions("compiled/partition.py", None)
     sentence = (
         f'"""A plan of {plan.model_class} for torch {plan.torch_version}, {plan.backend}: peak '
         f'{plan.predicted_peak_bytes} bytes.\n\nWritten by recoup; needs torch alone.\n"""'
@@ -57,18 +43,35 @@ def export_compiled(plan: CompiledPlan) -> Export:
     parts = {
         "header": sentence,
         "graphs": pprint.pformat(graphs, width=110, compact=True),
-        "backend": backend.replace("@@key@@", key),
-        "functions": "\n\n\n".join(texts),
+        "backend": _BACKENDS[plan.backend].replace("@@key@@", key),
     }
     code = (files("recoup.export") / "templates" / "compiled.py.txt").read_text()
     for part, text in parts.items():
         code = code.replace(f"@@{part}@@", text)
+    code += "".join(f"\n\n\n{text}" for text in _definitions_for(code))
     return Export(code=code.rstrip() + "\n", left_out=())
 
 
-def _functions(file: str, names: tuple[str, ...] | None) -> list[str]:
-    """Returns the texts of functions of a file of recoup's, all or those of these names."""
-    source = (files("recoup") / file).read_text()
-    found = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
-    texts = [ast.get_source_segment(source, node) for node in found if names is None or node.name in names]
+def _definitions_for(code: str) -> list[str]:
+    """Returns the texts of recoup's own definitions that code uses, and those that these use."""
+    found: dict[str, tuple[ast.stmt, str]] = {}
+    for file in _SOURCES:
+        source = (files("recoup") / file).read_text()
+        for node in ast.parse(source).body:
+            names = [node.name] if isinstance(node, ast.FunctionDef | ast.ClassDef) else []
+            if isinstance(node, ast.Assign):
+                names = [target.id for target in node.targets if isinstance(target, ast.Name)]
+            found.update(dict.fromkeys(names, (node, source)))
+    used, wanted = set[str](), _names(ast.parse(code)) & found.keys()
+    while wanted:
+        used |= wanted
+        wanted = {name for w in wanted for name in _names(found[w][0])} & found.keys() - used
+    texts = [ast.get_source_segment(source, node) for name, (node, source) in found.items() if name in used]
     return [text.replace("_torch.", "") for text in texts if text is not None]
+
+
+def _names(tree: ast.AST) -> set[str]:
+    """Returns the names that code reads, bare or of `_torch`."""
+    bare = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    attributes = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    return bare | {a.attr for a in attributes if isinstance(a.value, ast.Name) and a.value.id == "_torch"}
