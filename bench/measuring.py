@@ -21,7 +21,8 @@ from recoup.evidence.memory import measure_peak
 from recoup.evidence.step_bench import StepBench
 
 NUM_SETTLING = 4  # steps until a plan by tensor follows the program of the one before
-_NUM_TIMED = 2  # steps whose mean is one timing
+_NUM_TIMED = 3  # steps, of which the fastest is a turn's timing
+_NUM_BETWEEN = 3  # ways between two turns of the one that they are compared with
 
 Enter = Callable[[], contextlib.AbstractContextManager[Any]]
 Shapes = dict[tuple[str, str], int]
@@ -126,45 +127,58 @@ def metered(
 def timed(bench: StepBench, ways: dict[str, Enter], *, rounds: int) -> dict[str, dict[str, float]]:
     """Times the ways in turn, `rounds` times, in CPU time on a CPU; the first is what the others are compared with.
 
-    Each turn enters a way anew, lets it settle, and times the steps after: the state that a training is in.
+    Each turn enters a way anew, lets it settle, and times the steps after: the state that a training is in. The first
+    way's turns stand before and after every few others, so that a machine whose speed drifts is compared with itself.
 
     Returns:
-        For each way the median of its ratios to the first way, half the distance between their quartiles, and the
-        median seconds.
+        For each way the median of its ratios to the first way's turns around it, half the distance between their
+        quartiles, and the median seconds.
     """
+    first, *others = ways
     seconds: dict[str, list[float]] = {name: [] for name in ways}
-    cuda = bench.device.type == "cuda"
+    ratios: dict[str, list[float]] = {name: [] for name in ways}
     gc.collect()
     gc.disable()
     try:
+        before = _turn(bench, ways[first])
         for turn in range(rounds):
-            order = list(ways.items())
-            for name, enter in order if turn % 2 else reversed(order):
-                bench.restore()
-                with enter():
-                    for _ in range(NUM_SETTLING):
-                        bench.step()
-                    if cuda:
-                        torch.cuda.synchronize()
-                    clock = time.perf_counter if cuda else time.process_time
-                    begun = clock()
-                    for _ in range(_NUM_TIMED):
-                        bench.step()
-                    if cuda:
-                        torch.cuda.synchronize()
-                    seconds[name].append((clock() - begun) / _NUM_TIMED)
+            order = others if turn % 2 else others[::-1]
+            for start in range(0, max(len(order), 1), _NUM_BETWEEN):
+                mine = {name: _turn(bench, ways[name]) for name in order[start : start + _NUM_BETWEEN]}
+                after = _turn(bench, ways[first])
+                base = (before + after) / 2
+                for name, found in {**mine, first: base}.items():
+                    seconds[name].append(found)
+                    ratios[name].append(found / base)
+                before = after
             gc.collect(0)
     finally:
         gc.enable()
     bench.restore()
-    first = seconds[next(iter(ways))]
-    found = {}
-    for name, mine in seconds.items():
-        ratios = sorted(a / b for a, b in zip(mine, first))
-        quarter = len(ratios) // 4
-        found[name] = {
-            "time_ratio": statistics.median(ratios),
-            "time_spread": (ratios[-1 - quarter] - ratios[quarter]) / 2,
-            "seconds": statistics.median(mine),
-        }
-    return found
+    return {name: _middle(sorted(ratios[name])) | {"seconds": statistics.median(seconds[name])} for name in ways}
+
+
+def _middle(ratios: list[float]) -> dict[str, float]:
+    quarter = len(ratios) // 4
+    spread = (ratios[-1 - quarter] - ratios[quarter]) / 2
+    return {"time_ratio": statistics.median(ratios), "time_spread": spread}
+
+
+def _turn(bench: StepBench, enter: Enter) -> float:
+    """Returns the seconds of one step of a way that has settled: the fastest of some, as what disturbs only adds."""
+    cuda = bench.device.type == "cuda"
+    clock = time.perf_counter if cuda else time.process_time
+    found = []
+    bench.restore()
+    with enter():
+        for _ in range(NUM_SETTLING):
+            bench.step()
+        for _ in range(_NUM_TIMED):
+            if cuda:
+                torch.cuda.synchronize()
+            begun = clock()
+            bench.step()
+            if cuda:
+                torch.cuda.synchronize()
+            found.append(clock() - begun)
+    return min(found)

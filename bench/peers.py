@@ -2,10 +2,11 @@
 
     python -m bench.peers [workload ...] [--method NAME ...] [--again | --replan | --retime] [--out bench/results]
 
-Each method's step is metered (allocator events, weights and batch included), its FLOPs counted, its gradients compared
-with plain's, and it is timed beside plain (CPU time, interleaved, medians of ratios). Then recoup is given the method's
-peak as its budget and measured the same way; a plan that measures over its budget is made again for less, as `fit`
-does. A run that was interrupted goes on: rows in the JSON file are not measured again unless `--again` says so.
+Each method's step is metered (allocator events, weights and batch included), its FLOPs counted and its gradients
+compared with plain's. Then recoup is given the method's peak as its budget and measured the same way; a plan that
+measures over its budget is made again for less, as `fit` does. In the end all methods and plans of a workload are timed
+in turn, plain between them (CPU time, medians of ratios). A run that was interrupted goes on: rows in the JSON file are
+not measured again unless `--again` says so, and `--retime` times them.
 Plans are kept in the file, so `--retime` and whoever reads it run the very same ones.
 """
 
@@ -20,7 +21,7 @@ import platform
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ import recoup
 from bench.measuring import Shapes, flops_by_shape, metered, timed, to_host
 from bench.methods import METHODS, Subject
 from bench.peers_report import write_report
+from bench.points import has_plan
 from bench.workloads import WORKLOADS
 from recoup.capture.step import Objective
 from recoup.cli.allocator import keep_freed_memory
@@ -64,6 +66,7 @@ class Session:
         self.bench.restore()
         self.reference: StepResult = to_host(self.bench.step(take=True))
         self.plain = metered(self.bench, METHODS["plain"](self.subject), self.reference, self.known)
+        self.methods: dict[str, Callable[[], Any]] = {}  # that are prepared
         self._frontier: recoup.api.Frontier | None = None
 
     @property
@@ -83,13 +86,12 @@ class Session:
         """
         row: Row = {"workload": self.name, "method": method, "plain_bytes": self.plain["peak_bytes"]}
         row["plain_flops"] = self.plain["flops"]
-        enter: Any = None
         compiled = "compiled" in method
         if method in METHODS:
             try:
                 with torch.random.fork_rng():
                     begun = time.perf_counter()
-                    enter = METHODS[method](self.subject)
+                    enter = self.methods[method] = METHODS[method](self.subject)
                     row["prepared_seconds"] = time.perf_counter() - begun
                 row |= metered(self.bench, enter, self.reference, self.known, compiled=compiled)
             except Exception as error:  # a peer may fail in any way: its reason is the cell
@@ -100,7 +102,6 @@ class Session:
         if method != "plain":
             budget: int | str = row.get("peak_bytes", method)
             row["recoup"] = self.ours(budget, (before or {}).get("recoup") or {})
-        self.time(row, enter)
         return row
 
     def ours(self, budget: int | str, before: Row) -> Row:
@@ -114,11 +115,9 @@ class Session:
             return {"why_not": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
 
     def replan(self, row: Row) -> None:
-        """Has recoup plan again for the bytes of a row that is there, and times both anew."""
+        """Has recoup plan again for the bytes of a row that is there."""
         if row["method"] != "plain" and "why_not" not in row:
             row["recoup"] = self.ours(row.get("peak_bytes", row["method"]), {})
-        if "why_not" not in row:
-            self.time(row)
 
     def planned(self, budget: int | str) -> Row:
         """Returns recoup's plan for a budget in bytes, measured; made again for less while it measures above."""
@@ -157,34 +156,31 @@ class Session:
     def entered(self, plan: Plan) -> Callable[[], Any]:
         return lambda: recoup.apply(self.target.model, plan)
 
-    def time(self, row: Row, enter: Any = None) -> None:
-        """Times a row's method and its plan beside plain, and plain beside itself; writes it into the row."""
-        if not self.rounds:
-            return
-        ways = {"plain": METHODS["plain"](self.subject)}
-        if enter is None and "peak_bytes" in row:
-            enter = METHODS[row["method"]](self.subject)
-        if enter is not None:
-            ways["method"] = enter
-            if "compiled" in row["method"]:
-                for _ in range(2):
-                    self.bench.restore()
-                    with enter():
-                        self.bench.step()
-        ours = row.get("recoup")
-        if ours and "plan" in ours:
-            ways["recoup"] = self.entered(Plan.from_json(ours["plan"]))
-        if len(ways) == 1:
+    def time(self, rows: Sequence[Row]) -> None:
+        """Times the methods and plans of some rows, the same plan once, beside plain; writes it into the rows."""
+        ways: dict[str, Callable[[], Any]] = {"": METHODS["plain"](self.subject)}
+        targets: dict[str, list[Row]] = {}
+        for row in rows:
+            if "peak_bytes" in row:
+                ways[row["method"]] = self.methods.get(row["method"]) or METHODS[row["method"]](self.subject)
+                targets[row["method"]] = [row]
+                if "compiled" in row["method"]:
+                    for _ in range(2):
+                        self.bench.restore()
+                        with ways[row["method"]]():
+                            self.bench.step()
+            if has_plan(row):
+                key = json.dumps(row["recoup"]["plan"]["decisions"], sort_keys=True)
+                ways[key] = self.entered(Plan.from_json(row["recoup"]["plan"]))
+                targets.setdefault(key, []).append(row["recoup"])
+        if not targets:
             return
         found = timed(self.bench, ways, rounds=self.rounds)
-        row["plain_seconds"] = found["plain"]["seconds"]
-        row["rounds"] = self.rounds
-        row["load"] = round(os.getloadavg()[0], 1)
-        if "method" in found:
-            row |= found["method"]
-        if "recoup" in found:
-            assert ours is not None
-            ours |= found["recoup"]
+        for row in rows:
+            row |= {"plain_seconds": found[""]["seconds"], "rounds": self.rounds, "load": round(os.getloadavg()[0], 1)}
+        for way, each in targets.items():
+            for target in each:
+                target |= found[way]
 
 
 def line(row: Row) -> str:
@@ -285,20 +281,21 @@ def main() -> None:
         print(f"[{number}/{len(names)}] {name}: {len(wanted)} rows", flush=True)
         begun = time.perf_counter()
         session = Session(name, arguments.rounds)
-        for method in wanted:
+        for method in wanted if not arguments.retime else ():
             if arguments.replan:
                 row = known[method]
                 session.replan(row)
-            elif arguments.retime:
-                row = known[method]
-                if "why_not" not in row:
-                    session.time(row)
             else:
                 before = known.get(method) if arguments.same_plan else None
                 row = session.measure(method, before)
                 rows[:] = [r for r in rows if (r["workload"], r["method"]) != (name, method)] + [row]
             save()
             print(f"{time.perf_counter() - begun:6.0f} s  {line(row)}", flush=True)
+        if session.rounds:
+            timed_rows = [r for r in rows if r["workload"] == name and r["method"] in wanted and "why_not" not in r]
+            session.time(timed_rows)
+            for row in timed_rows:
+                print(f"{time.perf_counter() - begun:6.0f} s  {line(row)}", flush=True)
         key = f"{name}, timed again" if arguments.retime else name
         wall_seconds[key] = wall_seconds.get(key, 0.0) * (not arguments.again) + time.perf_counter() - begun
         save()
