@@ -14,12 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 import recoup
 from bench.functional_models import FUNCTIONAL, checkpointed
 from bench.last_models import LAST
-from bench.measuring import NUM_SETTLING
+from bench.measuring import NUM_SETTLING, flop_counter
 from bench.more_functional_models import MORE_FUNCTIONAL
 from bench.stranger_models import STRANGERS
 from recoup.errors import InfeasibleBudget
@@ -48,7 +47,7 @@ def measured(model: nn.Module, batch: tuple[Tensor, ...]) -> tuple[int, list[Ten
 
 
 def flops(model: nn.Module, batch: tuple[Tensor, ...]) -> int:
-    with FlopCounterMode(display=False) as counter:
+    with flop_counter() as counter:
         step(model, batch)
     return counter.get_total_flops()
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode, flop_registry
+from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from recoup.evidence.gradients import StepResult, compare
 from recoup.evidence.memory import measure_peak
@@ -28,6 +28,21 @@ Enter = Callable[[], contextlib.AbstractContextManager[Any]]
 Shapes = dict[tuple[str, str], int]
 
 
+_aten = torch.ops.aten
+# torch counts the attention of GPUs alone, as of 2.13.
+_CPU_ATTENTION = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: lambda *shapes, **_: sdpa_flop_count(*shapes[:3]),
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda *shapes, **_: sdpa_backward_flop_count(
+        *shapes[:4]
+    ),
+}
+
+
+def flop_counter() -> FlopCounterMode:
+    """Returns torch's counter of FLOPs of products, convolutions and attention, that of a CPU included."""
+    return FlopCounterMode(display=False, custom_mapping=_CPU_ATTENTION)
+
+
 class _FlopsByShape(TorchDispatchMode):
     """Notes what each distinct op of a step is worth."""
 
@@ -37,10 +52,14 @@ class _FlopsByShape(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func._overloadpacket in flop_registry:
+        packet = func._overloadpacket
+        if packet in _CPU_ATTENTION or packet in flop_registry:
             shapes = [list(a.shape) if isinstance(a, torch.Tensor) else [] for a in args]
-            flops = flop_registry[func._overloadpacket](*args, **(kwargs or {}), out_val=out)
-            self.found[_key(f"aten::{func._overloadpacket.__name__}", shapes)] = int(flops)
+            if packet in _CPU_ATTENTION:
+                flops = _CPU_ATTENTION[packet](*filter(None, shapes[:4]))
+            else:
+                flops = flop_registry[packet](*args, **(kwargs or {}), out_val=out)
+            self.found[_key(f"aten::{packet.__name__}", shapes)] = int(flops)
         return out
 
 
@@ -114,7 +133,7 @@ def metered(
         with enter():
             row["flops"] = _compiled_flops(bench, known)
     else:
-        with enter(), FlopCounterMode(display=False) as counter:
+        with enter(), flop_counter() as counter:
             bench.step()
         row["flops"] = int(counter.get_total_flops())
     fresh()

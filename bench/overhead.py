@@ -4,9 +4,9 @@
 
 Models of 24 tiny blocks (of modules, of functions over bare parameters, GPT-2's, with dropout, with BatchNorm) under
 each kind of plan, beside `torch.utils.checkpoint` around every block. Processor time of the whole process, so that both
-of autograd's threads count. Plans take turns of some steps in a row, as in a training, where no other model's step comes
-between; a turn counts with its fastest step, and what is said are medians over rounds of the differences within a round.
-Microseconds:
+of autograd's threads count. Plans take turns of some steps in a row: in a training, too, no other model's step comes
+between. A turn counts with its fastest step, and what is said are medians over rounds of the differences within a
+round. Microseconds:
 
 - *forward, an op*: forward above plain, over the ops that the plain forward dispatches.
 - *backward, a rebuilt tensor*: backward above plain, less the ops that run again (timed by themselves), over the saved

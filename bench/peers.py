@@ -1,12 +1,12 @@
 """Side by side: what people do by hand or by other tools, and recoup at the very same bytes, on one meter.
 
-    python -m bench.peers [workload ...] [--method NAME ...] [--again | --replan | --retime] [--out bench/results]
+    python -m bench.peers [workload ...] [--method NAME ...] [--again | --replan | --retime | --recount] [--out FOLDER]
 
 Each method's step is metered (allocator events, weights and batch included), its FLOPs counted and its gradients
 compared with plain's. Then recoup is given the method's peak as its budget and measured the same way; a plan that
 measures over its budget is made again for less, as `fit` does. In the end all methods and plans of a workload are timed
 in turn, plain between them (CPU time, medians of ratios). A run that was interrupted goes on: rows in the JSON file are
-not measured again unless `--again` says so, and `--retime` times them.
+not measured again unless `--again` says so, `--retime` times them, and `--recount` measures all but times.
 Plans are kept in the file, so `--retime` and whoever reads it run the very same ones.
 """
 
@@ -225,6 +225,7 @@ def main() -> None:
     parser.add_argument("--same-plan", action="store_true", help="with --again: with the plans that are in the file")
     parser.add_argument("--replan", action="store_true", help="plan again for the rows that are there, and time them")
     parser.add_argument("--retime", action="store_true", help="only time the rows that are there, with their plans")
+    parser.add_argument("--recount", action="store_true", help="measure rows and plans that are there; times stay")
     parser.add_argument(
         "--rounds",
         type=int,
@@ -258,7 +259,11 @@ def main() -> None:
         "versions": versions(),
         "command": " ".join(["python -m bench.peers", *sys.argv[1:]]),
     }
-    if arguments.replan and not arguments.rounds:  # what is timed in the file is so on this machine at that time
+    if arguments.recount:
+        arguments.rounds = 0
+    if (
+        arguments.replan or arguments.recount
+    ) and not arguments.rounds:  # what is timed in the file is so on this machine at that time
         head["times_of"] = data.get("times_of") or {key: data[key] for key in ("date", "machine")}
 
     def save() -> None:
@@ -272,7 +277,7 @@ def main() -> None:
         if arguments.quick:
             wanted = [m for m in wanted if "compiled" not in m and "auto-SAC" not in m]
         known = {r["method"]: r for r in rows if r["workload"] == name}
-        if arguments.retime or arguments.replan:
+        if arguments.retime or arguments.replan or arguments.recount:
             wanted = [m for m in wanted if m in known]
         elif not arguments.again:
             wanted = [m for m in wanted if m not in known]
@@ -286,8 +291,10 @@ def main() -> None:
                 row = known[method]
                 session.replan(row)
             else:
-                before = known.get(method) if arguments.same_plan else None
+                before = known.get(method) if arguments.same_plan or arguments.recount else None
                 row = session.measure(method, before)
+                if arguments.recount:
+                    row = known[method] | row
                 rows[:] = [r for r in rows if (r["workload"], r["method"]) != (name, method)] + [row]
             save()
             print(f"{time.perf_counter() - begun:6.0f} s  {line(row)}", flush=True)

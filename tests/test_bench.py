@@ -142,6 +142,23 @@ class TestMethods:
         assert found["flops"] - plain["flops"] == flops * one_matmul
         assert found["exact"] and found["peak_bytes"] < plain["peak_bytes"]
 
+    def test_attention_of_a_cpu_is_counted(self) -> None:
+        class Attention(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.scale = nn.Parameter(torch.ones(16))
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                q = x * self.scale
+                return nn.functional.scaled_dot_product_attention(q, q, q)
+
+        model, batch = nn.Sequential(Attention()), torch.randn(2, 4, 64, 16)
+        bench = StepBench(model, batch, Objective(loss=_loss), None)
+        one_product = 2 * 2 * 4 * 64 * 64 * 16
+        assert sum(flops_by_shape(bench).values()) == 7 * one_product  # two forward, five backward
+        found = metered(bench, METHODS["plain"](_subject(model, batch)), None, {})
+        assert found["flops"] == 7 * one_product
+
     def test_time_is_beside_the_first_way(self) -> None:
         model = nn.Sequential(_Layer(), _Layer())
         bench = StepBench(model, torch.randn(8, 64), Objective(loss=_loss), None)
