@@ -58,7 +58,7 @@ def test_on_a_gpu_the_slower_of_host_and_device_counts_in_each_phase() -> None:
     assert seconds(1e-9) < 1e-5 * num_ops  # the host is slower: what it does on top counts
     views = [s.is_view for s in plain.signatures]
     num_forward = sum(o.phase in ("forward", "loss") and not views[o.signature] for o in plain.ops)
-    assert seconds(1e-9, everywhere) - seconds(1e-9) == pytest.approx(num_forward * TYPICAL.recorded_op_seconds)
+    assert seconds(1e-9, everywhere) - seconds(1e-9) == pytest.approx(num_forward * TYPICAL.followed_op_seconds)
 
 
 def test_steps_of_a_scan_that_run_again_cost_their_ops_alone() -> None:
@@ -74,8 +74,8 @@ def test_steps_of_a_scan_that_run_again_cost_their_ops_alone() -> None:
     )
     rebuilding = dataclasses.replace(plain, num_rederived=5)  # with its segment a tensor is rebuilt for less
     for decision, each in (
-        (Rebuild(path=""), TYPICAL.segment_tensor_seconds),
-        (Rederive(path=""), TYPICAL.rederived_tensor_seconds),
+        (Rebuild(path=""), TYPICAL.followed_tensor_seconds),
+        (Rederive(path=""), TYPICAL.followed_tensor_seconds),
     ):
         assert host_seconds((decision,), rebuilding, plain=plain, costs=TYPICAL)[1] == pytest.approx(5 * each)
     scanned = host_seconds((), again, plain=plain, costs=TYPICAL, num_scan_replayed=num_again, num_scan_tapes=3)

@@ -21,9 +21,10 @@ class HostCosts:
         region_seconds: a region: noting and putting back state, its slots, the replay's start and end.
         call_seconds: a module's call in a replay: its hooks, its graph, the checks of what it saves.
         replayed_op_seconds: an op that runs again, views aside.
-        rederived_tensor_seconds: a tensor that `Rederive` rebuilds: its search and its rebuild.
-        segment_tensor_seconds: a tensor that `Rebuild` rebuilds together with its segment.
-        recorded_op_seconds: an op in forward, views aside, that is recorded so that its result can be rebuilt.
+        recorded_op_seconds: an op, views aside, that is recorded so that its result can be rebuilt.
+        rederived_tensor_seconds: a tensor that is rebuilt from such a record: its search and its rebuild.
+        followed_op_seconds: an op in forward, views aside, of a step that follows the program of those before it.
+        followed_tensor_seconds: a tensor that is rebuilt by a program.
         watched_op_seconds: an op in forward, views aside, in a region that keeps results.
         tape_seconds: a call of autograd's engine for the taped steps of a scan.
         forward_op_seconds, backward_op_seconds: an op that is dispatched, the Python around it included.
@@ -32,9 +33,10 @@ class HostCosts:
     region_seconds: float = 0.0
     call_seconds: float = 0.0
     replayed_op_seconds: float = 0.0
-    rederived_tensor_seconds: float = 0.0
-    segment_tensor_seconds: float = 0.0
     recorded_op_seconds: float = 0.0
+    rederived_tensor_seconds: float = 0.0
+    followed_op_seconds: float = 0.0
+    followed_tensor_seconds: float = 0.0
     watched_op_seconds: float = 0.0
     tape_seconds: float = 0.0
     forward_op_seconds: float = 0.0
@@ -49,9 +51,10 @@ TYPICAL = HostCosts(
     region_seconds=150e-6,
     call_seconds=100e-6,
     replayed_op_seconds=15e-6,
-    rederived_tensor_seconds=105e-6,
-    segment_tensor_seconds=50e-6,
     recorded_op_seconds=22e-6,
+    rederived_tensor_seconds=105e-6,
+    followed_op_seconds=11e-6,
+    followed_tensor_seconds=50e-6,
     watched_op_seconds=60e-6,
     tape_seconds=30e-6,
     forward_op_seconds=5e-6,

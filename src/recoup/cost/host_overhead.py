@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from recoup.cost.host_costs import HostCosts
 from recoup.cost.model import PricedTrace
-from recoup.ir.decision import Decision, Rebuild, Region
+from recoup.ir.decision import Decision, Region, follow_programs
 from recoup.ir.trace import Trace
 
 
@@ -85,15 +85,16 @@ def host_seconds(
     backward = len(regions) * costs.region_seconds
     backward += costs.replay_seconds(num_ops=num_replayed - num_scan_replayed, num_calls=num_calls)
     backward += num_scan_tapes * costs.tape_seconds
-    in_segments = any(isinstance(d, Rebuild) for d in chosen)
-    tensor_seconds = costs.segment_tensor_seconds if in_segments else costs.rederived_tensor_seconds
-    backward += trace.num_rederived * tensor_seconds
+    follows = follow_programs(chosen)
+    backward += trace.num_rederived * (costs.followed_tensor_seconds if follows else costs.rederived_tensor_seconds)
+    if any(decision.rederives for _, decision in regions):
+        backward += num_replayed * costs.recorded_op_seconds
     watched = [c for c, decision in regions if decision.keep]
     num_watched = sum(
         not plain.signatures[o.signature].is_view for c in watched for o in plain.ops[c.first_op : c.last_op]
     )
     forward = num_watched * costs.watched_op_seconds
-    if any(d.rederives for d in chosen):
-        recorded = trace.ops[: trace.num_forward_ops]
-        forward += sum(not trace.signatures[o.signature].is_view for o in recorded) * costs.recorded_op_seconds
+    if any(d.records for d in chosen):
+        num_forward = sum(not trace.signatures[o.signature].is_view for o in trace.ops[: trace.num_forward_ops])
+        forward += num_forward * (costs.followed_op_seconds if follows else costs.recorded_op_seconds)
     return forward, backward

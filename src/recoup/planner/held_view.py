@@ -163,7 +163,7 @@ def held_view(priced: PricedTrace, *, kept_paths: frozenset[str] = frozenset()) 
                     value_bytes[known[-1]] = 0
     # A saved tensor that is not held takes its time on top of the op that makes it again.
     num_rebuilt = collections.Counter(v for values in saves for v in values if value_bytes[v])
-    each = priced.serial_costs.segment_tensor_seconds
+    each = priced.serial_costs.followed_tensor_seconds
     ops = [dataclasses.replace(op, seconds=op.seconds + each * sum(num_rebuilt[v] for v in op.outputs)) for op in ops]
     crossing_sizes = [b or 1 for b in value_bytes]
     places = [0, *(p for p in waists(ops, crossing_sizes) if trace.signatures[trace.ops[p].signature].name != DETACH)]

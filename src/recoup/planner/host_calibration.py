@@ -36,11 +36,13 @@ from recoup.cost.host_costs import TYPICAL, HostCosts, load_host_costs, store_ho
 from recoup.cost.host_overhead import host_seconds
 from recoup.cost.measured import MeasuredCost, device_name
 from recoup.cost.model import PricedTrace
-from recoup.ir.decision import Decision, Rebuild, Recompute, Rederive
+from recoup.ir.decision import Decision, Rebuild, Recompute, Rederive, Save
 from recoup.runtime.apply import apply_decisions
 from recoup.thresholds import ESTIMATE_SHARE, MOST_TRIES
 
 _SOLVED = tuple(field.name for field in dataclasses.fields(HostCosts))
+_NUM_SETTLING = 4
+"""Steps of a plan in place until the next ones follow a program; the first notes what later ones look up."""
 _SPREAD_SHARE = math.log(2.0)
 """Of the costs' logarithms over hosts, a common one being half or twice as fast; and the step of rounding."""
 
@@ -83,7 +85,8 @@ def measure_host_costs(*, num_layers: int = 3, num_rounds: int = 2) -> HostCosts
             for name, decisions in plans.items():
                 with apply_decisions(model, decisions):
                     priced[name] = priced.get(name) or cost.price(capture(spec, known=plain.trace))
-                    _step(model, x)  # a plan's first step in place notes what later ones look up
+                    for _ in range(_NUM_SETTLING):
+                        _step(model, x)
                     laps[name].append(_least([_step(model, x) for _ in range(3)]))
         tape_seconds = [min(_tape_seconds() for _ in range(10)) for _ in range(num_rounds)]
     num_forward, num_ops = plain.trace.num_forward_ops, len(plain.op_seconds)
@@ -200,6 +203,8 @@ def _plans(num_layers: int) -> Mapping[str, tuple[Decision, ...]]:
         "many calls": regions("nested"),
         "everywhere": (*regions("few"), *regions("many"), *regions("nested")),
         "kept": regions("many", keep=("matmul:128x128",)),
+        "recorded": (Save(path=""), *regions("few")),
+        "mixed": (Rederive(path="0.many"), *regions("few")),
         "rederived": (Rederive(path=""),),
         "rederived once": (Rederive(path="0.many"),),
         "rebuilt": (Rebuild(path=""),),

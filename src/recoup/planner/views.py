@@ -163,9 +163,9 @@ class ViewMaker:
         if "recompute" in actions:
             pinned, free = self._build(variants, rebuilds_inputs=False), mixed
             if pinned != problem:
-                free = make("inputs kept", pinned, actions=actions, records=True)
+                free = make("inputs kept", pinned, actions=actions, records=False)
                 rederived = only(pinned, "rederive")
-                closest = make("inputs kept, all rederived", rederived, actions=actions, records=True, richer=free)
+                closest = make("inputs kept, all rederived", rederived, actions=actions, records=False, richer=free)
                 views = [free, closest, *views]
             regions = only(pinned, "save")
             views.append(make("regions", regions, actions=("recompute",), records=False, richer=free))

@@ -16,7 +16,7 @@ from recoup.ir.decision import (
     Recompute,
     Rederive,
     Region,
-    Save,
+    follow_programs,
 )
 from recoup.ir.labels import paths_around
 from recoup.ir.plan import Plan
@@ -158,12 +158,12 @@ def apply_decisions(
         counts_calls=any(d.call is not None or isinstance(d, Loop) for d in decisions),
         offloading=Offloading(transport) if offloads else None,
         proofs=proofs,
-        only_rederives=all(isinstance(d, Rederive | Save) for d in decisions),
+        only_rederives=follow_programs(decisions),
     )
     paths = dict.fromkeys([*by_path, *joins])
     caching = caching_paths(modules, [d.path for d in decisions if d.is_region])
     paths.update(dict.fromkeys(caching))
-    records = offloads or any(isinstance(d, Rederive) or (d.path == "" and isinstance(d, Save)) for d in decisions)
+    records = any(d.records for d in decisions)
     if state.counts_calls or joins or records:
         paths.setdefault("", None)
     # Calls inside of which some decision rederives.

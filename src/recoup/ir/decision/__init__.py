@@ -36,6 +36,7 @@ __all__ = [
     "TileLoss",
     "TileModule",
     "describe_decisions",
+    "follow_programs",
     "kinds",
     "read_decision",
 ]
@@ -70,6 +71,11 @@ def read_decision(data: Any, known: Sequence[type[Decision]] = DECISIONS) -> Dec
             f"{names}."
         )
     return kind.from_json(data)
+
+
+def follow_programs(decisions: Sequence[Decision]) -> bool:
+    """Whether a step follows the program of earlier ones like it, rather than be recorded op by op."""
+    return all(isinstance(d, Save | Rederive | Rebuild) for d in decisions)
 
 
 def describe_decisions(decisions: Sequence[Decision]) -> list[str]:

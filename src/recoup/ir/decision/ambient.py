@@ -21,6 +21,11 @@ class Save(Decision):
         """Saved tensors are saved."""
         return "save"
 
+    @property
+    def records(self) -> bool:
+        """For the model itself: inputs of regions may be rebuilt then."""
+        return not self.path
+
     @classmethod
     def kinds(cls, members: Sequence[Self]) -> list[list[Self]]:
         """Returns "": save is no choice but the default."""
@@ -41,3 +46,8 @@ class Rederive(Decision):
     def below(self) -> Ambient:
         """Saved tensors are rebuilt."""
         return "rederive"
+
+    @property
+    def records(self) -> bool:
+        """They are rebuilt from the record."""
+        return True

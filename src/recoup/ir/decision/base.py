@@ -106,6 +106,11 @@ class Decision(metaclass=_Named):
         return self.below == "rederive"
 
     @property
+    def records(self) -> bool:
+        """Whether forward's ops are recorded for it."""
+        return self.offloads
+
+    @property
     def offloads(self) -> bool:
         """Whether something goes to the host."""
         return False

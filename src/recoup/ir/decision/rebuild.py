@@ -75,6 +75,11 @@ class Rebuild(Decision):
         return "rederive"
 
     @property
+    def records(self) -> bool:
+        """They are rebuilt from the record."""
+        return True
+
+    @property
     def paths(self) -> tuple[str, ...]:
         """The module it is in, and those whose ops are marked."""
         return tuple(dict.fromkeys([self.path, *(m.path for m in self.marks)]))
