@@ -120,7 +120,7 @@ def test_the_most_likely_costs_are_those_that_the_times_tell_and_never_zero() ->
     random = numpy.random.default_rng(0)
     names = [field.name for field in dataclasses.fields(HostCosts)]
     typical = numpy.asarray([getattr(TYPICAL, name) for name in names])
-    rows = [[*map(float, random.integers(0, 50, len(names))), 1.0] for _ in range(12)]
+    rows = [[*map(float, random.integers(0, 50, len(names))), 1.0] for _ in range(len(names) + 5)]
     true = typical * random.choice([0.25, 0.5, 1.0, 2.0, 4.0], len(names))
     times = [float(numpy.dot(row, [*true, 1e-3])) for row in rows]
     found = host_calibration._most_likely(rows, times, [1e-4 * t for t in times])

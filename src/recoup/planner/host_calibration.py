@@ -41,8 +41,6 @@ from recoup.runtime.apply import apply_decisions
 from recoup.thresholds import ESTIMATE_SHARE, MOST_TRIES
 
 _SOLVED = tuple(field.name for field in dataclasses.fields(HostCosts))
-_NUM_SETTLING = 4
-"""Steps of a plan in place until the next ones follow a program; the first notes what later ones look up."""
 _SPREAD_SHARE = math.log(2.0)
 """Of the costs' logarithms over hosts, a common one being half or twice as fast; and the step of rounding."""
 
@@ -85,7 +83,7 @@ def measure_host_costs(*, num_layers: int = 3, num_rounds: int = 2) -> HostCosts
             for name, decisions in plans.items():
                 with apply_decisions(model, decisions):
                     priced[name] = priced.get(name) or cost.price(capture(spec, known=plain.trace))
-                    for _ in range(_NUM_SETTLING):
+                    for _ in range(MOST_TRIES):  # until a step follows the program of those before
                         _step(model, x)
                     laps[name].append(_least([_step(model, x) for _ in range(3)]))
         tape_seconds = [min(_tape_seconds() for _ in range(10)) for _ in range(num_rounds)]
