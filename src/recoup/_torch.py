@@ -1476,8 +1476,12 @@ def split_joint_graph(
         is_impure_node=lambda n: n.op in ("placeholder", "output") or belongs_to_backward(n)
     )
     if rerun_random:
+        from torch._functorch import config
+
         before = set(backward.graph.nodes)
-        forward, backward = partitioners.functionalize_rng_ops(module, forward, backward, len(symbols))
+        # On a GPU torch would have each draw from a generator of its own, for CUDA graphs: other masks than plain's.
+        with config.patch(graphsafe_rng_functionalization=False):
+            forward, backward = partitioners.functionalize_rng_ops(module, forward, backward, len(symbols))
         # Each runs from a state that it is given, by another name, where it stood: it gets its own name back.
         again = [n for n in backward.graph.nodes if n.op == "call_function" and n not in before]
         gone = before.difference(backward.graph.nodes)
@@ -1504,6 +1508,31 @@ def finish_split(forward: Any, backward: Any) -> tuple[Any, Any]:
         partitioners.thread_graphsafe_rng_from_hops(forward, is_backward=False),
         partitioners.thread_graphsafe_rng_from_hops(backward, is_backward=True),
     )
+
+
+def draw_from_own_card(module: Any) -> None:
+    """Has a graph's ops that run from a kept state take it from, and put it into, their own card's generator.
+
+    torch's ops for that use the current card's: a model on another one would draw other masks in backward. Inductor
+    makes a graph's card the current one by itself (torch 2.11, 2.13). Freed by: `run_and_save_rng_state` that looks at
+    the device of what it runs.
+    """
+    from torch._prims import rng_prims
+
+    kept = (rng_prims.run_and_save_rng_state, rng_prims.run_with_rng_state)
+    for node in module.graph.nodes:
+        if node.target in kept:
+            node.args, node.target = (node.target, *node.args), _on_own_card
+    module.recompile()
+
+
+def _on_own_card(run: Any, *args: Any, **kwargs: Any) -> Any:
+    """Returns what a call returns; the card of its first tensor on a GPU is the current one meanwhile (public)."""
+    cards = [t.device for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor) and t.is_cuda]
+    if not cards and (device := kwargs.get("device")) is not None and torch.device(device).type == "cuda":
+        cards = [device]
+    with torch.cuda.device(cards[0]) if cards else contextlib.nullcontext():
+        return run(*args, **kwargs)
 
 
 def torch_partition(module: Any, inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
