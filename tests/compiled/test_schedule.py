@@ -58,6 +58,19 @@ def test_levels_of_a_chain() -> None:
     assert made.seconds == 0
 
 
+def test_gradients_that_torch_holds_for_all_of_backward() -> None:
+    bare = chain(3)
+    first = dataclasses.replace(bare.ops[3], inputs=(2, 6))  # reads the gradient of the result
+    given = dataclasses.replace(
+        bare, ops=(*bare.ops[:3], first, *bare.ops[4:]), value_bytes=(1000,) * 7, tangents=frozenset({6})
+    )
+    let_go = timeline(given, frozenset({0, 1, 2}))
+    held = timeline(dataclasses.replace(given, keeps_tangents=True), frozenset({0, 1, 2}))
+    assert let_go.backward_levels == (5000, 4000, 3000)
+    assert held.backward_levels == (5000, 5000, 4000)
+    assert held.forward_levels == let_go.forward_levels and held.held_bytes == let_go.held_bytes
+
+
 def test_a_generators_state_is_there_from_an_ops_run_to_the_one_again() -> None:
     bare = chain(4)
     ops = list(bare.ops)

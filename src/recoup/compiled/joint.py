@@ -140,6 +140,7 @@ def view_joint_graph(module: Any, *, num_forward_results: int, fuses: bool) -> J
         results=frozenset(value(t) for n in results if isinstance(n, torch.fx.Node) for t in tensors(n)),
         gradients=frozenset(value(t) for n in gradients if isinstance(n, torch.fx.Node) for t in tensors(n)),
         tangents=frozenset(value(t) for n in tangents for t in tensors(n)),
+        keeps_tangents=_torch.keeps_tangents(),
         fused_reads=_torch.inductor_fused_reads() if fuses else 0,
     )
     return JointView(

@@ -39,8 +39,8 @@ def partition(
 
     Args:
         module: a tidied joint graph. held: names of nodes that are kept. rerun: of those that run again. order: of all
-            that run in backward. overwrites: whether results are written over what is read for the last time: where a graph
-            runs op by op.
+            that run in backward. overwrites: whether the graphs run op by op, so that results have to be written over
+            what is read for the last time.
     """
     nodes = {node.name: node for node in module.graph.nodes}
     random = [nodes[name] for name in rerun if is_random(nodes[name])]

@@ -143,7 +143,8 @@ def timeline(
     kept = {at: step.ops[at].state_bytes for at in again if step.ops[at].state_bytes}  # from its run to the one again
     held_bytes = sum(kept.values()) + sum(step.value_bytes[v] for v in all_held if v not in step.results)
     start = tuple(sorted(all_held | step.tangents))
-    backward_levels = levels_of(step, order, start=start, keeps=step.gradients, overwrites=given is None)
+    stays = step.gradients | step.tangents if step.keeps_tangents else step.gradients
+    backward_levels = levels_of(step, order, start=start, keeps=stays, overwrites=given is None)
     if kept:
         made = itertools.accumulate(kept.get(at, 0) for at in forward)
         left = itertools.accumulate((-kept.get(at, 0) for at in order[:-1]), initial=sum(kept.values()))
