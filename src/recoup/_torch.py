@@ -1764,6 +1764,27 @@ def compiling_again() -> Iterator[None]:
         yield
 
 
+_DYNAMIC_MARKS = ("_dynamo_weak_dynamic_indices", "_dynamo_propagated_dynamic_indices")
+
+
+def dynamic_marks(tensor: torch.Tensor) -> dict[str, set[int]]:
+    """Returns which sizes of a tensor are marked as ones that change, by the names of the marks (torch 2.11, 2.13).
+
+    A compiled step marks what it saves for backward, a batch's own tensors too. Torch compiles otherwise for these.
+    Freed by: marks that are kept beside a tensor.
+    """
+    return {name: set(getattr(tensor, name)) for name in _DYNAMIC_MARKS if hasattr(tensor, name)}
+
+
+def set_dynamic_marks(tensor: torch.Tensor, marks: dict[str, set[int]]) -> None:
+    """Gives a tensor the marks that it had; see `dynamic_marks`."""
+    for name in _DYNAMIC_MARKS:
+        if name in marks:
+            setattr(tensor, name, set(marks[name]))
+        elif hasattr(tensor, name):
+            delattr(tensor, name)
+
+
 def compiled_call(module: Any) -> Any | None:
     """Returns what `nn.Module.compile` put in place of a module's call, None if nothing (torch 2.11, 2.13)."""
     return getattr(module, "_compiled_call_impl", None)
