@@ -849,7 +849,7 @@ def fake_tensor_errors() -> tuple[type[BaseException], ...]:
 
 
 class MemoryProfiler(torch.profiler.profile):
-    """`torch.profiler.profile` of the CPU allocator's events, without the lines that kineto writes to stderr.
+    """`torch.profiler.profile` of allocators' events, a GPU's too, without the lines that kineto writes to stderr.
 
     Kineto reads `KINETO_LOG_LEVEL` when the first profile of a process begins (seen in 2.13); its lines at start and
     stop have the highest level of its own.
@@ -869,11 +869,12 @@ class MemoryProfiler(torch.profiler.profile):
                 del os.environ["KINETO_LOG_LEVEL"]
 
 
-def _cpu_memory_changes(profiler: Any) -> list[tuple[int, int]]:
-    """Returns the CPU allocator's changes as (ns, bytes) in time order, from a finished `profile(profile_memory=True)`.
+def _memory_changes(profiler: Any, device: torch.device) -> list[tuple[int, int]]:
+    """Returns an allocator's changes as (ns, bytes) in time order, from a finished `profile(profile_memory=True)`.
 
-    What is freed without having been allocated under the profiler is left out: of some of it, garbage of what was
-    profiled before, the profiler knows the size.
+    On the CPU what is freed without having been allocated under the profiler is left out: of some of it, garbage of
+    what was profiled before, the profiler knows the size. On a GPU it is told of nothing that is freed outside of ops:
+    the allocator's own account, which comes with each event, has it right after the event before (torch 2.11).
 
     Seen working on torch 2.11 and 2.13. Freed by: a public event list with sizes and addresses.
     """
@@ -881,32 +882,43 @@ def _cpu_memory_changes(profiler: Any) -> list[tuple[int, int]]:
     while stack:
         event = stack.pop()
         stack += event.children
-        if event.tag == torch._C._profiler._EventType.Allocation and event.extra_fields.device.type == "cpu":
-            found.append((event.start_time_ns, event.extra_fields))
+        if event.tag == torch._C._profiler._EventType.Allocation:
+            of = event.extra_fields.device
+            if of.type == device.type and device.index in (None, of.index):
+                found.append((int(event.start_time_ns), event.extra_fields))
     found.sort(key=lambda change: change[0])
     live: set[int] = set()
-    changes = []
+    changes: list[tuple[int, int]] = []
+    account: int | None = None
     for ns, fields in found:
-        if fields.alloc_size > 0:
+        size = int(fields.alloc_size)
+        if device.type != "cpu":
+            if account is not None and (untold := fields.total_allocated - size - account):
+                changes.append((changes[-1][0], untold))
+            account = int(fields.total_allocated)
+        elif size > 0:
             live.add(fields.ptr)
         elif fields.ptr not in live:
             continue
         else:
             live.remove(fields.ptr)
-        changes.append((int(ns), int(fields.alloc_size)))
+        changes.append((ns, size))
     return changes
 
 
 def cpu_memory_events(profiler: Any) -> list[int]:
     """Returns the CPU allocator's changes in bytes, in time order, from a finished `profile(profile_memory=True)`."""
-    return [change for _, change in _cpu_memory_changes(profiler)]
+    return [change for _, change in _memory_changes(profiler, torch.device("cpu"))]
 
 
-def timed_memory_events(profiler: Any, prefix: str) -> tuple[list[tuple[int, int]], list[tuple[str, int, int]]]:
-    """Returns the CPU allocator's changes as (ns, bytes) in time order, and marks as (name, begin ns, end ns).
+def timed_memory_events(
+    profiler: Any, prefix: str, device: torch.device | None = None
+) -> tuple[list[tuple[int, int]], list[tuple[str, int, int]]]:
+    """Returns an allocator's changes as (ns, bytes) in time order, and marks as (name, begin ns, end ns).
 
     Args:
         prefix: marks are the `record_function` ranges whose names begin with it; it is left out of the name.
+        device: whose allocator; a device without an index stands for all of its type, None for the CPU.
 
     Seen working on torch 2.11 and 2.13. Freed by: a public event list with sizes.
     """
@@ -917,11 +929,11 @@ def timed_memory_events(profiler: Any, prefix: str) -> tuple[list[tuple[int, int
             begin = int(event.start_ns())
             marks.append((name.removeprefix(prefix), begin, begin + int(event.duration_ns())))
     marks.sort(key=lambda mark: mark[1])
-    return _cpu_memory_changes(profiler), marks
+    return _memory_changes(profiler, torch.device("cpu") if device is None else device), marks
 
 
 def compiled_backwards(profiler: Any) -> tuple[list[tuple[int, int]], list[tuple[str, int, int]]]:
-    """Returns `timed_memory_events` with a mark for the backward of each compiled graph (torch 2.13)."""
+    """Returns `timed_memory_events` with a mark for the backward of each compiled graph (torch 2.11, 2.13)."""
     return timed_memory_events(profiler, "autograd::engine::evaluate_function: CompiledFunctionBackward")
 
 
@@ -1374,6 +1386,14 @@ def joint_graph_facts(graph: Any, num_forward_results: int) -> tuple[list[Any], 
     return results[:num_forward_results], results[num_forward_results:], tangents
 
 
+def keeps_tangents() -> bool:
+    """Whether what a compiled backward is given stays until it ends, whoever reads it: so until torch 2.11.
+
+    Later a backward takes it in a list that it empties (torch 2.13). Freed by: a torch before that being too old.
+    """
+    return not hasattr(torch.autograd.Function, "boxed_grads_call")
+
+
 def tidy_joint_graph(module: Any) -> None:
     """Takes what nobody reads and what is there twice out of a joint graph; marks what torch has to save (torch 2.13).
 
@@ -1476,8 +1496,12 @@ def split_joint_graph(
         is_impure_node=lambda n: n.op in ("placeholder", "output") or belongs_to_backward(n)
     )
     if rerun_random:
+        from torch._functorch import config
+
         before = set(backward.graph.nodes)
-        forward, backward = partitioners.functionalize_rng_ops(module, forward, backward, len(symbols))
+        # On a GPU torch would have each draw from a generator of its own, for CUDA graphs: other masks than plain's.
+        with config.patch(graphsafe_rng_functionalization=False):
+            forward, backward = partitioners.functionalize_rng_ops(module, forward, backward, len(symbols))
         # Each runs from a state that it is given, by another name, where it stood: it gets its own name back.
         again = [n for n in backward.graph.nodes if n.op == "call_function" and n not in before]
         gone = before.difference(backward.graph.nodes)
@@ -1504,6 +1528,31 @@ def finish_split(forward: Any, backward: Any) -> tuple[Any, Any]:
         partitioners.thread_graphsafe_rng_from_hops(forward, is_backward=False),
         partitioners.thread_graphsafe_rng_from_hops(backward, is_backward=True),
     )
+
+
+def draw_from_own_card(module: Any) -> None:
+    """Has a graph's ops that run from a kept state take it from, and put it into, their own card's generator.
+
+    torch's ops for that use the current card's: a model on another one would draw other masks in backward. Inductor
+    makes a graph's card the current one by itself (torch 2.11, 2.13). Freed by: `run_and_save_rng_state` that looks at
+    the device of what it runs.
+    """
+    from torch._prims import rng_prims
+
+    kept = (rng_prims.run_and_save_rng_state, rng_prims.run_with_rng_state)
+    for node in module.graph.nodes:
+        if node.target in kept:
+            node.args, node.target = (node.target, *node.args), _on_own_card
+    module.recompile()
+
+
+def _on_own_card(run: Any, *args: Any, **kwargs: Any) -> Any:
+    """Returns what a call returns; the card of its first tensor on a GPU is the current one meanwhile (public)."""
+    cards = [t.device for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor) and t.is_cuda]
+    if not cards and (device := kwargs.get("device")) is not None and torch.device(device).type == "cuda":
+        cards = [device]
+    with torch.cuda.device(cards[0]) if cards else contextlib.nullcontext():
+        return run(*args, **kwargs)
 
 
 def torch_partition(module: Any, inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -1713,6 +1762,27 @@ def compiling_again() -> Iterator[None]:
 
     with config.patch(recompile_limit=1024, accumulated_recompile_limit=4096):
         yield
+
+
+_DYNAMIC_MARKS = ("_dynamo_weak_dynamic_indices", "_dynamo_propagated_dynamic_indices")
+
+
+def dynamic_marks(tensor: torch.Tensor) -> dict[str, set[int]]:
+    """Returns which sizes of a tensor are marked as ones that change, by the names of the marks (torch 2.11, 2.13).
+
+    A compiled step marks what it saves for backward, a batch's own tensors too. Torch compiles otherwise for these.
+    Freed by: marks that are kept beside a tensor.
+    """
+    return {name: set(getattr(tensor, name)) for name in _DYNAMIC_MARKS if hasattr(tensor, name)}
+
+
+def set_dynamic_marks(tensor: torch.Tensor, marks: dict[str, set[int]]) -> None:
+    """Gives a tensor the marks that it had; see `dynamic_marks`."""
+    for name in _DYNAMIC_MARKS:
+        if name in marks:
+            setattr(tensor, name, set(marks[name]))
+        elif hasattr(tensor, name):
+            delattr(tensor, name)
 
 
 def compiled_call(module: Any) -> Any | None:

@@ -58,6 +58,19 @@ def test_levels_of_a_chain() -> None:
     assert made.seconds == 0
 
 
+def test_gradients_that_torch_holds_for_all_of_backward() -> None:
+    bare = chain(3)
+    first = dataclasses.replace(bare.ops[3], inputs=(2, 6))  # reads the gradient of the result
+    given = dataclasses.replace(
+        bare, ops=(*bare.ops[:3], first, *bare.ops[4:]), value_bytes=(1000,) * 7, tangents=frozenset({6})
+    )
+    let_go = timeline(given, frozenset({0, 1, 2}))
+    held = timeline(dataclasses.replace(given, keeps_tangents=True), frozenset({0, 1, 2}))
+    assert let_go.backward_levels == (5000, 4000, 3000)
+    assert held.backward_levels == (5000, 5000, 4000)
+    assert held.forward_levels == let_go.forward_levels and held.held_bytes == let_go.held_bytes
+
+
 def test_a_generators_state_is_there_from_an_ops_run_to_the_one_again() -> None:
     bare = chain(4)
     ops = list(bare.ops)
@@ -237,3 +250,28 @@ def test_a_result_that_is_held_no_more_is_the_callers_until_backward() -> None:
     assert combined(steps, ["a", "b"], {"a": lean, "b": ran}, levels).peak_bytes == 2000  # forward of b: it is there
     levels = dataclasses.replace(levels, forward=(900, 1000), backward=(1000, 2000))
     assert combined(steps, ["a", "b"], {"a": lean, "b": ran}, levels).peak_bytes == 1700  # backward of b: it is not
+
+
+def test_what_a_graph_hands_to_the_next_is_held_by_either() -> None:
+    step = dataclasses.replace(chain(2), value_bytes=(1000,) * 5, activations=frozenset({4}))
+    reading = dataclasses.replace(
+        step, ops=(dataclasses.replace(step.ops[0], inputs=(4,)), *step.ops[1:])
+    )  # value 4 is what the op that can run again reads
+    ran = timeline(reading, frozenset({0, 1}))
+    lean = timeline(reading, frozenset({1}))
+    assert (ran.held_input_bytes, lean.held_input_bytes) == (0, 1000)
+    ran = dataclasses.replace(ran, held_result_bytes=0)
+    none = dict(forward_levels=(0,), backward_levels=(0,), held_bytes=0)
+    ran, lean = (dataclasses.replace(made, **none) for made in (ran, lean))  # type: ignore[arg-type]
+    levels = StepLevels(chosen={"a": ran, "b": ran}, forward=(0, 0), backward=(0, 5000), between=(0, 0, 0))
+    steps, calls = {"a": reading, "b": reading}, ["a", "b"]
+
+    def peak(a: Timeline, b: Timeline, then: Timeline) -> int:
+        return combined(
+            steps, calls, {"a": a, "b": b}, dataclasses.replace(levels, chosen={"a": then, "b": ran})
+        ).peak_bytes
+
+    kept = dataclasses.replace(ran, held_result_bytes=1000)
+    assert peak(ran, lean, ran) == 6000  # the second reads it again in backward
+    assert peak(ran, lean, kept) == 5000  # the first held it before
+    assert peak(kept, lean, kept) == 5000  # both do, once

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch._dynamo.utils import counters
 
 import recoup
@@ -87,6 +88,30 @@ def test_ways_to_run_a_step(name: str) -> None:
     assert evidence.ok and evidence.gradients_equal and evidence.peak_bytes <= evidence.budget_bytes
     if name == "dynamic":
         model(torch.randn(128, 32)).backward()  # another size: no error, and within the plan's own bytes
+    found.applied.remove()
+
+
+class Labelled(nn.Module):
+    """Reads two inputs whose first sizes are equal, and saves both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.head = Residual(num_blocks=3), nn.Linear(32, 5)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Returns the loss."""
+        scores = self.head((x * x).view(x.shape[0], 4, 8).transpose(1, 2).flatten(1))
+        return nn.functional.cross_entropy(scores, labels) + self.inside(x * 2)
+
+
+def test_a_size_has_the_same_name_whenever_a_graph_is_compiled() -> None:
+    torch.manual_seed(0)
+    batch = {"x": torch.randn(256, 32), "labels": torch.zeros(256, dtype=torch.long)}
+    options = {**AOT, "dynamic": True}
+    found = recoup.fit(Labelled(), batch, budget="70%", compiled=options, timed=False)
+    assert found.evidence.ok and found.evidence.peak_bytes <= found.evidence.budget_bytes
+    assert not [note for note in found.evidence.notes if "other ones" in note]
+    assert not [name for tensor in batch.values() for name in vars(tensor) if "dynamic" in name]
     found.applied.remove()
 
 

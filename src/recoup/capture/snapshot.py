@@ -52,6 +52,7 @@ class Snapshot:
         known = {id(t) for _, t in found.tensors}
         inside = [*model.named_parameters(prefix="model"), *model.named_buffers(prefix="model")]  # TorchScript's too
         self.tensors = TensorNotes([*found.tensors, *((name, t) for name, t in inside if id(t) not in known)])
+        self._marks = [(tensor, _torch.dynamic_marks(tensor)) for _, tensor in found.tensors]
         self._streams = StreamState(item for _, item in found.streams)
         self._random = random_state()
         copies = {id(value): _copy_of_iterator(value) for _, _, _, value in found.once_only}
@@ -82,6 +83,8 @@ class Snapshot:
             if raw != values:
                 raw[:] = values
         self.tensors.restore()
+        for tensor, marks in self._marks:
+            _torch.set_dynamic_marks(tensor, marks)
         self._streams.restore()
         set_random_state(self._random)
 

@@ -56,16 +56,20 @@ def combined(
 
 def _shifted(calls: Sequence[str], chosen: Mapping[str, Timeline], levels: StepLevels) -> int:
     """Returns the peak from the levels of a step that ran otherwise."""
-    more, more_results, peak = 0, 0, levels.between[0]
+    more, grown, handed, peak = 0, 0, 0, levels.between[0]
+    result_now = result_then = 0
     for i, name in enumerate(calls):
         made, ran = chosen[name], levels.chosen[name]
-        peak = max(peak, levels.forward[i] + more + made.forward_peak_bytes - ran.forward_peak_bytes)
-        # A result that is no longer held too is there while later calls go forward; by backward the caller let it go.
-        behind = more + more_results
+        peak = max(peak, levels.forward[i] + more + grown + made.forward_peak_bytes - ran.forward_peak_bytes)
+        # What a call hands to the next is held by either. By backward the caller let it go; forward it is there anyway,
+        # or is let go if neither held it in the step that ran.
+        change = max(result_now, made.held_input_bytes) - max(result_then, ran.held_input_bytes)
+        handed, grown = handed + change, grown + max(0, change)
+        behind = more + handed
         peak = max(peak, levels.backward[i] + behind + made.backward_peak_bytes - ran.backward_peak_bytes)
         more += made.held_bytes - ran.held_bytes
-        more_results += made.held_result_bytes - ran.held_result_bytes
-        peak = max(peak, levels.between[i + 1] + more)
+        result_now, result_then = made.held_result_bytes, ran.held_result_bytes
+        peak = max(peak, levels.between[i + 1] + more + grown)
     return peak
 
 

@@ -137,9 +137,8 @@ class CompiledFitting:
             self.recording.graphs[name] = graph
         steps = {name: self.recording.graphs[name].view.step for name in dict.fromkeys(calls)}
         chosen = {name: self.recording.graphs[name].torch_choice for name in steps}
-        if self.bench.device.type == "cpu":
-            with self.bench.optimizing(), calling(plain):
-                self._levels = meter_levels(self.bench.step, calls=calls, chosen=chosen)
+        with self.bench.optimizing(), calling(plain):
+            self._levels = meter_levels(self.bench.step, device=self.bench.device, calls=calls, chosen=chosen)
         self.torch_choice = combined(steps, calls, chosen, self._levels)
         self._plain = plain
         return self.plain_peak_bytes

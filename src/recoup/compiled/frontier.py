@@ -62,6 +62,16 @@ def choices(step: JointStep, surroundings: Surroundings = ALONE, *, enough_bytes
     Args:
         enough_bytes: a peak below which no choice is looked for.
     """
+    found = _searched(step, surroundings, enough_bytes)
+    if step.keeps_tangents and any(step.value_bytes[v] >= MIN_BLOCK_BYTES for v in step.tangents):
+        # They hide from the search what else a change lowers: what is found without them is taken too.
+        without = _searched(dataclasses.replace(step, keeps_tangents=False), surroundings, enough_bytes)
+        found += [timeline(step, made.held, made.dropped) for made in without]
+    return undominated(found)
+
+
+def _searched(step: JointStep, surroundings: Surroundings, enough_bytes: int) -> list[Timeline]:
+    """Returns the timelines of one search, those that no other beats, by falling peak."""
     everything = timeline(step, frozenset(step.reads))
     found = {(everything.held, everything.dropped): everything}
     if surroundings.peak_bytes(everything) <= enough_bytes:

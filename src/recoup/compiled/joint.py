@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -69,12 +70,15 @@ class JointView:
         return [None if fuses and op.reads_fusible else _signature(node) for node, op in ops]
 
 
-def view_joint_graph(module: Any, *, num_forward_results: int, fuses: bool) -> JointView:
+def view_joint_graph(
+    module: Any, *, num_forward_results: int, fuses: bool, static_inputs: Sequence[int] | None = None
+) -> JointView:
     """Returns a tidied joint graph as a step.
 
     Args:
         module: a `GraphModule`. num_forward_results: how many of its results are forward's.
-        fuses: whether what compiles it fuses kernels.
+        fuses: whether what compiles it fuses kernels. static_inputs: which of its inputs are the model's own; None:
+            all.
     """
     graph = module.graph
     results, gradients, tangents = _torch.joint_graph_facts(graph, num_forward_results)
@@ -133,6 +137,12 @@ def view_joint_graph(module: Any, *, num_forward_results: int, fuses: bool) -> J
             )
         )
         nodes.append(node)
+    given = [n for n in graph.find_nodes(op="placeholder") if n not in tangents]
+    handed = [
+        n
+        for i, (n, gradient) in enumerate(zip(given, gradients, strict=False))
+        if static_inputs is not None and i not in static_inputs and isinstance(gradient, torch.fx.Node)
+    ]
     step = JointStep(
         value_bytes=tuple(value_bytes),
         ops=tuple(ops),
@@ -140,6 +150,8 @@ def view_joint_graph(module: Any, *, num_forward_results: int, fuses: bool) -> J
         results=frozenset(value(t) for n in results if isinstance(n, torch.fx.Node) for t in tensors(n)),
         gradients=frozenset(value(t) for n in gradients if isinstance(n, torch.fx.Node) for t in tensors(n)),
         tangents=frozenset(value(t) for n in tangents for t in tensors(n)),
+        keeps_tangents=_torch.keeps_tangents(),
+        activations=frozenset(value(t) for n in handed for t in tensors(n)),
         fused_reads=_torch.inductor_fused_reads() if fuses else 0,
     )
     return JointView(

@@ -45,7 +45,8 @@ class JointStep:
     Attributes:
         value_bytes: of each value. ops: forward's in order, then backward's. num_forward: how many are forward's.
         results: values that forward returns. gradients: values that backward returns. tangents: values that backward is
-            given.
+            given. keeps_tangents: whether those stay until backward ends, whoever reads them.
+        activations: values that the graph is given by what ran before it, and nobody else may hold.
         fused_reads: stored values from which a compiler makes a value again for each of several readers, at most; with
             more it stores the value. 0: kernels are not fused.
     """
@@ -56,6 +57,8 @@ class JointStep:
     results: frozenset[int]
     gradients: frozenset[int]
     tangents: frozenset[int] = frozenset()
+    keeps_tangents: bool = False
+    activations: frozenset[int] = frozenset()
     fused_reads: int = 0
 
     @functools.cached_property

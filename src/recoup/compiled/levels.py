@@ -7,6 +7,8 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from recoup import _torch
 from recoup.compiled.combine import StepLevels
 from recoup.compiled.schedule import Timeline
@@ -14,17 +16,20 @@ from recoup.compiled.schedule import Timeline
 CALL_MARK = "recoup compiled graph"  # the `record_function` range around a graph's forward
 
 
-def meter_levels(step: Callable[[], Any], *, calls: Sequence[str], chosen: Mapping[str, Timeline]) -> StepLevels | None:
-    """Runs a step on the CPU and returns its levels; None if graphs did not run in backward in reverse, each once.
+def meter_levels(
+    step: Callable[[], Any], *, device: torch.device, calls: Sequence[str], chosen: Mapping[str, Timeline]
+) -> StepLevels | None:
+    """Runs a step and returns its levels; None if graphs did not run in backward in reverse, each once.
 
     Args:
-        calls: graphs in the order in which forward calls them. chosen: what the step holds.
+        device: where the step runs. calls: graphs in the order in which forward calls them. chosen: what the step
+            holds.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with _torch.MemoryProfiler() as profiler:
             step()
-    changes, forwards = _torch.timed_memory_events(profiler, CALL_MARK)
+    changes, forwards = _torch.timed_memory_events(profiler, CALL_MARK, device)
     _, backwards = _torch.compiled_backwards(profiler)
     num = len(calls)
     if len(forwards) != num or len(backwards) != num:

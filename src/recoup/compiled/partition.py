@@ -39,7 +39,8 @@ def partition(
 
     Args:
         module: a tidied joint graph. held: names of nodes that are kept. rerun: of those that run again. order: of all
-            that run in backward. overwrites: whether results are written over what is read for the last time.
+            that run in backward. overwrites: whether the graphs run op by op, so that results have to be written over
+            what is read for the last time.
     """
     nodes = {node.name: node for node in module.graph.nodes}
     random = [nodes[name] for name in rerun if is_random(nodes[name])]
@@ -48,8 +49,9 @@ def partition(
     forward, backward = _torch.split_joint_graph(module, kept, random, num_forward_results=num_forward_results)
     forward, backward = _torch.finish_split(forward, ordered(backward, order))
     if overwrites:
-        overwrite(forward)
-        overwrite(backward)
+        for half in (forward, backward):
+            overwrite(half)
+            _torch.draw_from_own_card(half)
     else:
         keep_products(backward)
     return forward, backward

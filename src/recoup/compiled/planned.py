@@ -70,6 +70,9 @@ def planned_levels(forward: GraphCode, backward: GraphCode, num_results: int) ->
         arguments = [
             kept[n] if n in kept else _alike(e) for n, e in zip(backward.inputs, backward.examples, strict=True)
         ]
+        tangents = [a for n, a in zip(backward.inputs, arguments, strict=True) if n not in kept]
+        if not _torch.keeps_tangents():
+            tangents.clear()
         del kept, given
         meter.note(list(argument_tensors(tuple(arguments))))
         meter.run(backward.source, arguments)

@@ -166,7 +166,10 @@ class Recording:
         own = _copy(module)
         forward, backward = _torch.torch_partition(module, inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
         _torch.tidy_joint_graph(own)
-        view = view_joint_graph(own, num_forward_results=num_fwd_outputs, fuses=self.options.fuses)
+        static = kwargs.get("static_lifetime_input_indices")
+        view = view_joint_graph(
+            own, num_forward_results=num_fwd_outputs, fuses=self.options.fuses, static_inputs=static
+        )
         name = view.fingerprint
         made = view.step.makers
         (result,) = forward.graph.find_nodes(op="output")

@@ -26,7 +26,8 @@ class Timeline:
             ops that needs them makes anew. order: of all that runs in backward, ops that run again as often as they do.
         forward_peak_bytes, backward_peak_bytes: above what was there before the step.
         held_bytes: at the end of forward, results left out. held_result_bytes: of results that are held too, there when
-            the caller has let go of them. forward_levels, backward_levels: bytes while each op runs.
+            the caller has let go of them. held_input_bytes: of activations that backward reads, likewise.
+        forward_levels, backward_levels: bytes while each op runs.
         seconds: of the ops that run again.
     """
 
@@ -38,6 +39,7 @@ class Timeline:
     held_bytes: int
     seconds: float
     held_result_bytes: int = 0
+    held_input_bytes: int = 0
 
     @property
     def forward_peak_bytes(self) -> int:
@@ -143,13 +145,15 @@ def timeline(
     kept = {at: step.ops[at].state_bytes for at in again if step.ops[at].state_bytes}  # from its run to the one again
     held_bytes = sum(kept.values()) + sum(step.value_bytes[v] for v in all_held if v not in step.results)
     start = tuple(sorted(all_held | step.tangents))
-    backward_levels = levels_of(step, order, start=start, keeps=step.gradients, overwrites=given is None)
+    stays = step.gradients | step.tangents if step.keeps_tangents else step.gradients
+    backward_levels = levels_of(step, order, start=start, keeps=stays, overwrites=given is None)
     if kept:
         made = itertools.accumulate(kept.get(at, 0) for at in forward)
         left = itertools.accumulate((-kept.get(at, 0) for at in order[:-1]), initial=sum(kept.values()))
         own = (kept.get(at, 0) for at in order)  # the state that such an op finds and puts back
         forward_levels = list(map(operator.add, forward_levels, made))
         backward_levels = list(map(sum, zip(backward_levels, left, own, strict=True)))
+    reads = set[int]().union(*[step.ops[at].inputs for at in order])
     return Timeline(
         held=all_held,
         dropped=dropped,
@@ -158,6 +162,7 @@ def timeline(
         backward_levels=tuple(backward_levels),
         held_bytes=held_bytes,
         held_result_bytes=sum(step.value_bytes[v] for v in all_held & step.results),
+        held_input_bytes=sum(step.value_bytes[v] for v in step.activations & reads),
         seconds=sum(step.ops[at].seconds for at in again),
     )
 
