@@ -146,23 +146,37 @@ class SegmentSolver:
                 fits_at_once = self._maker.backward_bytes(i, j) <= room
                 if not (fits_at_once or nested) or problem.backward_bytes[j - 1] > room:
                     break
-                options = self._maker.labels(i, j) if fits_at_once else []
-                for label in [*options, *(self._maker.nested(i, j) if nested else ())]:
-                    forward = label.forward_bytes(masks)[which]
-                    peak = states.held + np.maximum(forward, label.backward_bytes)
-                    held = states.held + label.held_bytes
-                    if label.shared_bytes or label.after_saved_bytes:
-                        shared = np.asarray(label.shared_bytes or [0] * i)[states.place]
-                        shared = np.where(after_saved, label.after_saved_bytes, shared)
-                        peak, held = peak + shared, held + shared
-                    fits = np.flatnonzero((peak <= room) & (held <= room))
-                    if not len(fits):
-                        continue
-                    same = np.full(len(fits), i), fits, np.full(len(fits), len(labels))
-                    most = np.maximum(peak, states.peak)[fits]
-                    seconds, holds = states.seconds[fits] + label.seconds, kept[fits] | label.holds
-                    arriving[j].append(_States(held[fits], seconds, most, *same, holds))
-                    labels.append(label)
+                options = [*(self._maker.labels(i, j) if fits_at_once else ())]
+                options += self._maker.nested(i, j) if nested else ()
+                if not options:
+                    continue
+                # A row for each label, a column for each state.
+                own = np.array([label.held_bytes for label in options])[:, None]
+                backward = np.array([label.backward_bytes for label in options])[:, None]
+                forward = np.stack([label.forward_bytes(masks) for label in options])[:, which]
+                shared = np.array([label.shared_bytes or (0,) * max(i, 1) for label in options])[:, states.place]
+                if after_saved.any():
+                    saved = np.array([label.after_saved_bytes for label in options])[:, None]
+                    shared = np.where(after_saved, saved, shared)
+                held = states.held + own + shared
+                peak = states.held + np.maximum(forward, backward) + shared
+                rows, fits = np.nonzero((peak <= room) & (held <= room))
+                if not len(fits):
+                    continue
+                took = np.array([label.seconds for label in options])[rows]
+                holds = np.array([label.holds for label in options])[rows]
+                arriving[j].append(
+                    _States(
+                        held[rows, fits],
+                        states.seconds[fits] + took,
+                        np.maximum(peak[rows, fits], states.peak[fits]),
+                        np.full(len(fits), i),
+                        fits,
+                        rows + len(labels),
+                        kept[fits] | holds,
+                    )
+                )
+                labels += options
         last = reached[num]
         if last is None:
             return None
