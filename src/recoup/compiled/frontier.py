@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 
 from recoup.compiled.joint_step import JointStep
@@ -213,12 +214,21 @@ def _lowered(step: JointStep, made: Timeline, surroundings: Surroundings) -> Ite
         target = surroundings.peak_bytes(made) * _SQUEEZE_SHARES[1]
         excess = surroundings.excess(made, target)
         best: tuple[tuple[float, int], Timeline] | None = None
-        for value in sorted(v for v in read_at_peak(step, made) if step.makers[v] < step.num_forward):
-            if step.value_bytes[value] < MIN_BLOCK_BYTES or not step.ops[step.makers[value]].can_rerun:
-                continue
+        again = set(run_again(step, made.order))
+
+        def least(value: int) -> float:
+            """The least that it can take to change a value, for all that it might lower."""
+            op = step.makers[value]
+            return step.ops[op].seconds / excess if value in made.held and op not in again else -math.inf
+
+        there = [v for v in read_at_peak(step, made) if step.makers[v] < step.num_forward]
+        there = [v for v in there if step.value_bytes[v] >= MIN_BLOCK_BYTES and step.ops[step.makers[v]].can_rerun]
+        tries -= len(there)
+        for value in sorted(there, key=lambda v: (least(v), v)):
+            if best is not None and least(value) > best[0][0]:
+                break
             alone = frozenset((value,))
             tried = timeline(step, made.held ^ alone, made.dropped - alone)
-            tries -= 1
             fall, more = excess - surroundings.excess(tried, target), tried.seconds - made.seconds
             rank = (more / fall if more > 0 else -fall, value) if fall > 0 else None
             if rank is not None and (best is None or rank < best[0]):

@@ -101,6 +101,13 @@ class JointStep:
         return {v: at for at, (read, made_here) in enumerate(uses) for v in (*read, *made_here) if v in made}
 
     @functools.cached_property
+    def over_dying(self) -> dict[int, tuple[int, ...]]:
+        """Forward's ops that may write over inputs which forward made and reads there for the last time, with those."""
+        last, some = self.last_in_forward, self.writes_over.items()
+        found = {at: tuple(v for v in over if last.get(v) == at) for at, over in some if at < self.num_forward}
+        return {at: dying for at, dying in found.items() if dying}
+
+    @functools.cached_property
     def changes_in_forward(self) -> tuple[int, ...]:
         """By how many bytes more are there at each of forward's ops, and after the last, if each value goes at once."""
         change = [sum(self.value_bytes[v] for v in made) for made in self.outputs[: self.num_forward]]

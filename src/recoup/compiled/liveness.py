@@ -24,8 +24,8 @@ def forward_levels(step: JointStep, keeps: frozenset[int]) -> list[int]:
     for value in keeps & last.keys():
         change[last[value] + 1] += sizes[value]
     levels = list(map(operator.add, itertools.accumulate(change[:-1]), step.workspace_bytes))
-    for at, over in step.writes_over.items():
-        if at < step.num_forward and any(last.get(v) == at and v not in keeps for v in over):
+    for at, dying in step.over_dying.items():
+        if not keeps.issuperset(dying):
             levels[at] -= sizes[step.outputs[at][0]]
     return levels
 
