@@ -144,12 +144,12 @@ def main() -> None:
     found |= {"machine": f"{platform.machine()} ({_processor()})", "command": command}
     for name in given.models or WHOLE:
         profile = cProfile.Profile(time.process_time) if given.profile else None
-        with warnings.catch_warnings(), inductor_config.patch(force_disable_caches=True):
-            with functorch_config.patch(enable_autograd_cache=False):
-                warnings.simplefilter("ignore")
-                if profile is not None:
-                    profile.enable()
-                found["rows"][f"{name}/{given.backend}"] = row(name, given.backend, given.rounds)
+        nothing_kept = inductor_config.patch(force_disable_caches=True)
+        with warnings.catch_warnings(), nothing_kept, functorch_config.patch(enable_autograd_cache=False):
+            warnings.simplefilter("ignore")
+            if profile is not None:
+                profile.enable()
+            found["rows"][f"{name}/{given.backend}"] = row(name, given.backend, given.rounds)
         if profile is not None:
             profile.disable()
             pstats.Stats(profile).sort_stats("cumulative").print_stats("recoup", 40)

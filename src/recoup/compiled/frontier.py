@@ -214,18 +214,14 @@ def _lowered(step: JointStep, made: Timeline, surroundings: Surroundings) -> Ite
         target = surroundings.peak_bytes(made) * _SQUEEZE_SHARES[1]
         excess = surroundings.excess(made, target)
         best: tuple[tuple[float, int], Timeline] | None = None
-        again = set(run_again(step, made.order))
-
-        def least(value: int) -> float:
-            """The least that it can take to change a value, for all that it might lower."""
-            op = step.makers[value]
-            return step.ops[op].seconds / excess if value in made.held and op not in again else -math.inf
-
         there = [v for v in read_at_peak(step, made) if step.makers[v] < step.num_forward]
         there = [v for v in there if step.value_bytes[v] >= MIN_BLOCK_BYTES and step.ops[step.makers[v]].can_rerun]
         tries -= len(there)
-        for value in sorted(there, key=lambda v: (least(v), v)):
-            if best is not None and least(value) > best[0][0]:
+        # The least that it can take to hold one no longer, for all that it might lower: its own op.
+        own = made.held - {v for at in run_again(step, made.order) for v in step.ops[at].outputs}
+        least = {v: step.ops[step.makers[v]].seconds / excess if v in own else -math.inf for v in there}
+        for value in sorted(there, key=lambda v: (least[v], v)):
+            if best is not None and least[value] > best[0][0]:
                 break
             alone = frozenset((value,))
             tried = timeline(step, made.held ^ alone, made.dropped - alone)

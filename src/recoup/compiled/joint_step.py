@@ -66,7 +66,7 @@ class JointStep:
     @functools.cached_property
     def given(self) -> frozenset[int]:
         """Values that no op makes: they are always there."""
-        return frozenset(range(len(self.value_bytes))) - self.makers.keys()
+        return frozenset(v for v in range(len(self.value_bytes)) if v not in self.makers)
 
     @functools.cached_property
     def inputs(self) -> tuple[tuple[int, ...], ...]:

@@ -67,7 +67,7 @@ def backward_order(
     """
     maker, ops, order, all_held = step.makers, step.ops, list[int](), set(held)
     inputs, outputs = step.inputs, step.outputs
-    ready = step.given | held
+    ready = {*step.given, *held}
     dropping = {maker[v] for v in dropped}
 
     def needed(at: int) -> list[int]:

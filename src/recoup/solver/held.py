@@ -161,7 +161,7 @@ def trade_offs(segment: Segment, *, most: int = 24) -> list[Held]:
         most: how many at most.
     """
     corners = hull(segment, most=most)
-    evaluate = _Evaluation(segment)
+    evaluate = Evaluation(segment)
     found = {held.values: held for held in corners}
     for fat, lean in itertools.pairwise(corners):
         for begin, end in ((lean, fat), (fat, lean)):
@@ -189,7 +189,7 @@ class Addition:
 
 def additions(segment: Segment, values: Collection[int]) -> list[Addition]:
     """Returns the values that lower the seconds of a choice if they are held as well."""
-    evaluate = _Evaluation(segment)
+    evaluate = Evaluation(segment)
     now = evaluate.of(values)
     found = []
     for value in {v for i in now.rerun for v in segment.ops[i].outputs}:
@@ -202,7 +202,7 @@ def additions(segment: Segment, values: Collection[int]) -> list[Addition]:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Switched:
+class Switched:
     """What a choice takes if one value is held that was not, or the other way round."""
 
     value: int
@@ -210,7 +210,7 @@ class _Switched:
     seconds: float
 
 
-class _Evaluation:
+class Evaluation:
     """Evaluates choices of held values: infinite seconds where an op that must not run again would have to."""
 
     def __init__(self, segment: Segment) -> None:
@@ -247,9 +247,8 @@ class _Evaluation:
         here, values = begin, set(begin.values)
         differing = set(begin.values) ^ set(end.values)
         while differing:
-            readers = collections.Counter(self._made_reads)
-            readers.update(v for i in here.rerun for v in self._made_inputs[i])
-            ways = [w for v in sorted(differing) if (w := self._switched(here, readers, values, v)).seconds < math.inf]
+            readers = self.readers(here)
+            ways = [w for v in sorted(differing) if (w := self.switched(here, readers, values, v)).seconds < math.inf]
             if not ways:
                 return
             value = min(ways, key=lambda way: self._slope(here, way, sign)).value
@@ -258,11 +257,17 @@ class _Evaluation:
             here = self.of(values)
             yield here
 
-    def _switched(self, here: Held, readers: Mapping[int, int], values: set[int], value: int) -> _Switched:
+    def readers(self, here: Held) -> Mapping[int, int]:
+        """Returns how many read each value in a choice: backward, and ops that run again."""
+        readers = collections.Counter(self._made_reads)
+        readers.update(v for i in here.rerun for v in self._made_inputs[i])
+        return readers
+
+    def switched(self, here: Held, readers: Mapping[int, int], values: set[int], value: int) -> Switched:
         """Returns a choice's bytes and seconds with one value more or less; only what leads to that one is walked.
 
         Args:
-            here: the choice. readers: how many read each value there. values: what it may hold.
+            here: the choice. readers: those of it. values: what it may hold.
         """
         segment, maker, inputs = self._segment, self._maker, self._made_inputs
         rerun, left, nbytes = set(here.rerun), dict[int, int](), here.nbytes
@@ -282,7 +287,7 @@ class _Evaluation:
                     rerun.add(made_by)
                     waiting += inputs[made_by]
                     if not segment.ops[made_by].can_rerun:
-                        return _Switched(value, nbytes, math.inf)
+                        return Switched(value, nbytes, math.inf)
         else:
             nbytes += size
             waiting, values = [value], values | {value}
@@ -302,10 +307,10 @@ class _Evaluation:
                         nbytes -= segment.value_bytes[read] or 0
                     else:
                         waiting.append(read)
-        return _Switched(value, nbytes, math.fsum([segment.ops[i].seconds for i in rerun]))
+        return Switched(value, nbytes, math.fsum([segment.ops[i].seconds for i in rerun]))
 
     @staticmethod
-    def _slope(here: Held, there: _Switched, sign: int) -> float:
+    def _slope(here: Held, there: Switched, sign: int) -> float:
         gained, paid = here.seconds - there.seconds, there.nbytes - here.nbytes
         if sign > 0:  # seconds won for each byte more
             return -gained / paid if paid > 0 else (-math.inf if gained >= 0 else math.inf)

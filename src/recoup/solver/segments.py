@@ -127,7 +127,7 @@ class _Rows:
         )
 
     def forward(self, masks: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Returns forward's peak above what segments before hold: a column for each number of bits of what these hold."""
+        """Returns forward's peak above what segments before hold: a column for each number of bits of that."""
         if not masks.any():
             return self.bare.repeat(len(masks), axis=1)
         return np.stack([label.forward_bytes(masks) for label in self.labels])
