@@ -41,6 +41,10 @@ def by_definition(
     step: JointStep, order: Sequence[int], start: frozenset[int], keeps: frozenset[int], *, overwrites: bool
 ) -> list[int]:
     """A value is there from where it is made to its last use before it is made again; what is kept stays."""
+
+    def uses(at: int) -> tuple[int, ...]:
+        return (*step.ops[at].inputs, *step.ops[at].outputs)
+
     here, levels = set(start), []
     for i, at in enumerate(order):
         op = step.ops[at]
@@ -49,12 +53,11 @@ def by_definition(
         going = set()
         for value in here - keeps:
             later = iter(order[i + 1 :])
-            used = next((n for n in later if value in (*step.ops[n].inputs, *step.ops[n].outputs)), None)
+            used = next((n for n in later if value in uses(n)), None)
             is_used = used is not None and (value in start or value not in step.ops[used].outputs)
             # What was there at the start goes after its last use, and stays if it has none.
-            if not is_used and (
-                value not in start or any(value in (*step.ops[n].inputs, *step.ops[n].outputs) for n in order[: i + 1])
-            ):
+            is_known = value not in start or any(value in uses(n) for n in order[: i + 1])
+            if is_known and not is_used:
                 going.add(value)
         if overwrites and any(v in going and v not in start for v in op.overwritable):
             level -= step.value_bytes[op.outputs[0]]
