@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import random
 
 import pytest
 
-from recoup.solver.held import Op, Segment, cheapest, hull, trade_offs
+from recoup.solver.held import Evaluation, Op, Segment, cheapest, hull, trade_offs
 from recoup.solver.min_cut import FlowNetwork
 from recoup.solver.waists import crossing_bytes, waists
 
@@ -115,6 +116,25 @@ def test_the_hull_has_every_corner(seed: int) -> None:
             if b1 <= nbytes <= b0:
                 line = s0 + (s1 - s0) * (b0 - nbytes) / (b0 - b1)
                 assert seconds >= line - 1e-9
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_one_value_more_or_less_is_what_evaluating_anew_finds(seed: int) -> None:
+    draw = random.Random(seed)
+    segment = _segment(draw)
+    if draw.random() < 0.5:  # a mask, which nothing makes again
+        first = segment.ops[0]
+        segment = dataclasses.replace(
+            segment, ops=(dataclasses.replace(first, draws=first.outputs[:1]), *segment.ops[1:])
+        )
+    evaluate = Evaluation(segment)
+    made = [v for op in segment.ops for v in op.outputs if segment.value_bytes[v] is not None]
+    values = {v for v in made if draw.random() < 0.5}
+    here = evaluate.of(values)
+    for value in made if here.seconds < math.inf else ():
+        found, anew = evaluate.switched(here, evaluate.readers(here), values, value), evaluate.of(values ^ {value})
+        assert found.seconds == anew.seconds
+        assert found.seconds == math.inf or found.nbytes == anew.nbytes
 
 
 @pytest.mark.parametrize("seed", range(20))

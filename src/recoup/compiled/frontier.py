@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 
 from recoup.compiled.joint_step import JointStep
@@ -24,6 +25,7 @@ from recoup.thresholds import ESTIMATE_SHARE, MOST_POINTS, MOST_TRIES
 
 _NUM_SQUEEZES = 400  # simulations that may lower the smallest peak, each of some milliseconds
 _SQUEEZE_SHARES = (0.9, 0.97, 0.99)  # of its peak that a choice is brought below in one round; the next once none can
+_LITTLE_SHARE = 0.01  # of forward's seconds, for which nothing better is looked for within one budget
 _MAX_POINTS = 60  # of a graph as a whole, by held bytes and seconds, for each price
 _PRICES = (1.0, 1e-4)  # of ops without FLOPs, as parts of their seconds: all that has none runs again before a product
 
@@ -80,6 +82,8 @@ def _searched(step: JointStep, surroundings: Surroundings, enough_bytes: int) ->
         for held in trade_offs(_whole_forward(step, price), most=_MAX_POINTS):
             made = timeline(step, frozenset(held.values))
             found.setdefault((made.held, made.dropped), made)
+    if any(surroundings.peak_bytes(t) <= enough_bytes and _is_little(step, t) for t in found.values()):
+        return undominated(list(found.values()))
     most_bytes = max(t.peak_bytes for t in found.values())
     for made in _by_segments(step, surroundings, most_bytes, enough_bytes):
         found.setdefault((made.held, made.dropped), made)
@@ -95,7 +99,7 @@ def _searched(step: JointStep, surroundings: Surroundings, enough_bytes: int) ->
         made = found.setdefault((lower.held, lower.dropped), lower)
     for made in _between(step, undominated(list(found.values()))):
         found.setdefault((made.held, made.dropped), made)
-    for made in _eased(step, undominated(list(found.values())), surroundings):
+    for made in _eased(step, undominated(list(found.values())), surroundings, enough_bytes):
         found.setdefault((made.held, made.dropped), made)
     return undominated(list(found.values()))
 
@@ -119,9 +123,10 @@ def _by_segments(step: JointStep, surroundings: Surroundings, most_bytes: int, e
             low, is_reached = middle, is_reached or made is not None
     if is_reached or (least := solver.leanest()) is None:
         return
-    low, high = least.peak_bytes, max(most_bytes, least.peak_bytes)
-    for i in reversed(range(MOST_POINTS)):
-        choice = solver.solve(low + (high - low) * i // (MOST_POINTS - 1))
+    low, high = least.peak_bytes, max(high, least.peak_bytes)
+    most = MOST_TRIES if enough_bytes else MOST_POINTS
+    for i in reversed(range(most)):
+        choice = solver.solve(low + (high - low) * i // (most - 1))
         if choice is not None:
             yield (made := timeline(step, _held_by(problem, choice)))
             if surroundings.peak_bytes(made) <= enough_bytes:
@@ -219,12 +224,17 @@ def _lowered(step: JointStep, made: Timeline, surroundings: Surroundings) -> Ite
         target = surroundings.peak_bytes(made) * _SQUEEZE_SHARES[1]
         excess = surroundings.excess(made, target)
         best: tuple[tuple[float, int], Timeline] | None = None
-        for value in sorted(v for v in read_at_peak(step, made) if step.makers[v] < step.num_forward):
-            if step.value_bytes[value] < MIN_BLOCK_BYTES or not step.ops[step.makers[value]].can_rerun:
-                continue
+        there = [v for v in read_at_peak(step, made) if step.makers[v] < step.num_forward]
+        there = [v for v in there if step.value_bytes[v] >= MIN_BLOCK_BYTES and step.ops[step.makers[v]].can_rerun]
+        tries -= len(there)
+        # The least that it can take to hold one no longer, for all that it might lower: its own op.
+        own = made.held - {v for at in run_again(step, made.order) for v in step.ops[at].outputs}
+        least = {v: step.ops[step.makers[v]].seconds / excess if v in own else -math.inf for v in there}
+        for value in sorted(there, key=lambda v: (least[v], v)):
+            if best is not None and least[value] > best[0][0]:
+                break
             alone = frozenset((value,))
             tried = timeline(step, made.held ^ alone, made.dropped - alone)
-            tries -= 1
             fall, more = excess - surroundings.excess(tried, target), tried.seconds - made.seconds
             rank = (more / fall if more > 0 else -fall, value) if fall > 0 else None
             if rank is not None and (best is None or rank < best[0]):
@@ -235,22 +245,31 @@ def _lowered(step: JointStep, made: Timeline, surroundings: Surroundings) -> Ite
         yield made
 
 
+def _is_little(step: JointStep, made: Timeline) -> bool:
+    """Whether a choice runs no FLOPs again and hardly anything else: others are not worth looking for."""
+    forward = sum(op.seconds for op in step.ops[: step.num_forward])
+    return made.seconds <= _LITTLE_SHARE * forward and not _flops_again(step, made)
+
+
 def _flops_again(step: JointStep, made: Timeline) -> int:
     return sum(step.ops[at].flops for at in run_again(step, made.order))
 
 
-def _eased(step: JointStep, curve: Sequence[Timeline], surroundings: Surroundings) -> Iterator[Timeline]:
+def _eased(
+    step: JointStep, curve: Sequence[Timeline], surroundings: Surroundings, enough_bytes: int
+) -> Iterator[Timeline]:
     """Yields choices that run less again than those of a curve that make values anew for each op, and peak alike.
 
     From the leanest up: within each of some higher peaks the fastest known choice, or what was eased before, holds
-    values, or rebuilds them once for all ops that need them, as long as there is room.
+    values, or rebuilds them once for all ops that need them, as long as there is room. If there is a peak that is
+    enough: within that one alone.
     """
     by_peak = sorted(curve, key=surroundings.peak_bytes)
     low = surroundings.peak_bytes(by_peak[0])
     high = min((surroundings.peak_bytes(t) for t in by_peak if not t.dropped), default=low)
     made = by_peak[0]
-    for i in range(MOST_TRIES + 1) if high > low else range(1):
-        most = low + (high - low) * i // MOST_TRIES
+    peaks = [low + (high - low) * i // MOST_TRIES for i in (range(MOST_TRIES + 1) if high > low else range(1))]
+    for most in [max(low, enough_bytes)] if enough_bytes else peaks:
         known = [made, *(t for t in by_peak if surroundings.peak_bytes(t) <= most)]
         made = _faster(step, min(known, key=lambda t: t.seconds), surroundings, most)
         yield made

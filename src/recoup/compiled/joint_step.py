@@ -67,9 +67,57 @@ class JointStep:
         return {v: i for i, op in enumerate(self.ops) for v in op.outputs}
 
     @functools.cached_property
-    def uses(self) -> tuple[tuple[int, ...], ...]:
-        """What each op reads and makes."""
-        return tuple(tuple(dict.fromkeys((*op.inputs, *op.outputs))) for op in self.ops)
+    def given(self) -> frozenset[int]:
+        """Values that no op makes: they are always there."""
+        return frozenset(v for v in range(len(self.value_bytes)) if v not in self.makers)
+
+    @functools.cached_property
+    def inputs(self) -> tuple[tuple[int, ...], ...]:
+        """What each op reads; a list of its own, since simulations read little else."""
+        return tuple(op.inputs for op in self.ops)
+
+    @functools.cached_property
+    def outputs(self) -> tuple[tuple[int, ...], ...]:
+        """What each op makes."""
+        return tuple(op.outputs for op in self.ops)
+
+    @functools.cached_property
+    def workspace_bytes(self) -> tuple[int, ...]:
+        """What each op's kernel has while it runs."""
+        return tuple(op.workspace_bytes for op in self.ops)
+
+    @functools.cached_property
+    def writes_over(self) -> dict[int, tuple[int, ...]]:
+        """Ops whose result may be written in the place of an input, with such inputs."""
+        return {at: op.overwritable for at, op in enumerate(self.ops) if op.overwritable}
+
+    @functools.cached_property
+    def written_over(self) -> frozenset[int]:
+        """Such inputs of any op."""
+        return frozenset(v for over in self.writes_over.values() for v in over)
+
+    @functools.cached_property
+    def last_in_forward(self) -> dict[int, int]:
+        """The last of forward's ops that makes or reads each value that forward makes."""
+        made = {v for outputs in self.outputs[: self.num_forward] for v in outputs}
+        uses = zip(self.inputs[: self.num_forward], self.outputs, strict=False)
+        return {v: at for at, (read, made_here) in enumerate(uses) for v in (*read, *made_here) if v in made}
+
+    @functools.cached_property
+    def over_dying(self) -> dict[int, tuple[int, ...]]:
+        """Forward's ops that may write over inputs which forward made and reads there for the last time, with those."""
+        last, some = self.last_in_forward, self.writes_over.items()
+        found = {at: tuple(v for v in over if last.get(v) == at) for at, over in some if at < self.num_forward}
+        return {at: dying for at, dying in found.items() if dying}
+
+    @functools.cached_property
+    def changes_in_forward(self) -> tuple[int, ...]:
+        """By how many bytes more are there at each of forward's ops, and after the last, if each value goes at once."""
+        change = [sum(self.value_bytes[v] for v in made) for made in self.outputs[: self.num_forward]]
+        change.append(0)
+        for value, at in self.last_in_forward.items():
+            change[at + 1] -= self.value_bytes[value]
+        return tuple(change)
 
     @functools.cached_property
     def lean_order(self) -> tuple[int, ...]:

@@ -8,9 +8,26 @@ above what is there before the step.
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Sequence
 
 from recoup.compiled.joint_step import JointOp, JointStep
+
+
+def forward_levels(step: JointStep, keeps: frozenset[int]) -> list[int]:
+    """Returns `levels_of` forward's ops in their order, which only what is kept changes."""
+    if step.fused_reads:
+        return levels_of(step, range(step.num_forward), start=(), keeps=keeps, overwrites=True)
+    sizes, last = step.value_bytes, step.last_in_forward
+    change = list(step.changes_in_forward)
+    for value in keeps & last.keys():
+        change[last[value] + 1] += sizes[value]
+    levels = list(map(operator.add, itertools.accumulate(change[:-1]), step.workspace_bytes))
+    for at, dying in step.over_dying.items():
+        if not keeps.issuperset(dying):
+            levels[at] -= sizes[step.outputs[at][0]]
+    return levels
 
 
 def levels_of(
@@ -22,59 +39,47 @@ def levels_of(
     overwrites: bool,
 ) -> list[int]:
     """Returns the bytes alive while each op of `order` runs, its results and its inputs included."""
-    starting, sizes, ops = set(start), step.value_bytes, step.ops
-    inputs = _stored_inputs(step, order, starting, keeps) if step.fused_reads else None
-    reads = None if inputs is None else set().union(*inputs)
-    gone = _last_uses(step, order, inputs, keeps, starting)
-    level = sum(sizes[v] for v in start)
-    here = starting.copy()
-    levels = []
+    starting, sizes, outputs = set(start), step.value_bytes, step.outputs
+    if step.fused_reads:
+        inputs = _stored_inputs(step, order, starting, keeps)
+        stored = keeps.union(*inputs)  # what else is made is fused away, or nobody's
+    else:
+        inputs = [step.inputs[at] for at in order]
+    stays, here = keeps | starting, set(start)
+    # A value goes after its last use; where it is made again before that, it went after the last one before.
+    change, last = [0] * (len(order) + 1), dict[int, int]()
+    gone: list[tuple[int, int]] = []
     for position, at in enumerate(order):
-        op, going = ops[at], gone[position]
-        reused = 0
-        if inputs is not None:
-            reused = _reused(step, op, [v for v in going if v in inputs[position]])
-        elif overwrites and (over := op.overwritable) and any(v in going and v not in starting for v in over):
-            reused = sizes[op.outputs[0]]
-        for value in op.outputs:
-            if value in here or (reads is not None and value not in keeps and value not in reads):
-                continue  # fused away, or never made
-            here.add(value)
-            level += sizes[value]
-        levels.append(level + op.workspace_bytes - reused)
-        for value in going:
-            if value in here:
-                here.remove(value)
-                level -= sizes[value]
+        for value in inputs[position]:
+            last[value] = position
+        for value in outputs[at]:
+            if value not in here:
+                if step.fused_reads and value not in stored:
+                    continue
+                here.add(value)
+                change[position] += sizes[value]
+            elif value not in stays:
+                gone.append((last[value], value))
+                change[position] += sizes[value]
+            last[value] = position
+    gone += [(position, value) for value, position in last.items() if value in here and value not in keeps]
+    for position, value in gone:
+        change[position + 1] -= sizes[value]
+    change[0] += sum(sizes[v] for v in start)
+    workspace = step.workspace_bytes
+    levels = list(map(operator.add, itertools.accumulate(change[:-1]), [workspace[at] for at in order]))
+    if step.fused_reads:
+        dying: dict[int, list[int]] = {}
+        for position, value in gone:
+            if value in inputs[position]:
+                dying.setdefault(position, []).append(value)
+        for position, values in dying.items():
+            levels[position] -= _reused(step, step.ops[order[position]], values)
+    elif overwrites:
+        over, some = step.writes_over, step.written_over - starting
+        for position in {p for p, v in gone if v in some and v in over.get(order[p], ())}:
+            levels[position] -= sizes[outputs[order[position]][0]]
     return levels
-
-
-def _last_uses(
-    step: JointStep,
-    order: Sequence[int],
-    inputs: Sequence[tuple[int, ...]] | None,
-    keeps: frozenset[int] | set[int],
-    start: set[int],
-) -> list[list[int]]:
-    """Returns for each op of `order` the values that nothing uses after it, or that are made again before that.
-
-    Args:
-        inputs: what each op's kernel reads; None: its own inputs.
-    """
-    gone: list[list[int]] = []
-    used = set(keeps)
-    stays = keeps | start
-    for position in range(len(order) - 1, -1, -1):
-        at = order[position]
-        outputs = step.ops[at].outputs
-        uses = step.uses[at] if inputs is None else dict.fromkeys((*inputs[position], *outputs))
-        going = [v for v in uses if v not in used]
-        used.update(going)
-        gone.append(going)
-        for value in outputs:
-            if value not in stays:
-                used.discard(value)
-    return gone[::-1]
 
 
 def _reused(step: JointStep, op: JointOp, dying: Sequence[int]) -> int:

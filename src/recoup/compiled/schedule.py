@@ -9,15 +9,16 @@ needs it; one of backward's own making may be dropped as well, and so comes late
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import operator
 from collections.abc import Sequence
 
 from recoup.compiled.joint_step import JointStep
-from recoup.compiled.liveness import levels_of
+from recoup.compiled.liveness import forward_levels, levels_of
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Timeline:
     """A step that holds certain values.
 
@@ -41,17 +42,17 @@ class Timeline:
     held_result_bytes: int = 0
     held_input_bytes: int = 0
 
-    @property
+    @functools.cached_property
     def forward_peak_bytes(self) -> int:
         """The highest level of forward."""
         return max(self.forward_levels, default=0)
 
-    @property
+    @functools.cached_property
     def backward_peak_bytes(self) -> int:
         """The highest level of backward."""
         return max(self.backward_levels, default=0)
 
-    @property
+    @functools.cached_property
     def peak_bytes(self) -> int:
         """The highest level."""
         return max(self.forward_peak_bytes, self.backward_peak_bytes)
@@ -67,11 +68,13 @@ def backward_order(
             backward's own ops makes anew.
     """
     maker, ops, order, all_held = step.makers, step.ops, list[int](), set(held)
-    ready = set(range(len(step.value_bytes))) - maker.keys() | held
+    inputs, outputs = step.inputs, step.outputs
+    ready = {*step.given, *held}
+    dropping = {maker[v] for v in dropped}
 
     def needed(at: int) -> list[int]:
         """The ops that have to run before op `at`, and it, in order."""
-        found, left = {at}, list(ops[at].inputs)
+        found, left = {at}, list(inputs[at])
         while left:
             value = left.pop()
             if value in ready or (made_by := maker[value]) in found:
@@ -81,24 +84,24 @@ def backward_order(
                 ready.add(value)
                 continue
             found.add(made_by)
-            left += ops[made_by].inputs
+            left += inputs[made_by]
         return _early(step, sorted(found), dropped)
 
     for at in step.lean_order:
-        if not dropped.isdisjoint(ops[at].outputs):
+        if at in dropping:
             continue
-        if ready.issuperset(ops[at].inputs):
+        if ready.issuperset(inputs[at]):
             order.append(at)
         else:
             run = needed(at)
             for again in run:
-                ready.update(ops[again].outputs)
+                ready.update(outputs[again])
             order += run
             ready -= dropped
-        ready.update(ops[at].outputs)
+        ready.update(outputs[at])
     rerun = {at for at in order if at < step.num_forward}
     # A value that is held and made again all the same (an op with several results) is not held.
-    read = step.gradients.union(*[ops[at].inputs for at in order])
+    read = step.gradients.union(*[inputs[at] for at in order])
     kept = {v for v in all_held if v in read and maker.get(v, len(step.ops)) < step.num_forward}
     return frozenset(v for v in kept if maker[v] not in rerun or v in held), tuple(order)
 
@@ -109,13 +112,14 @@ def _early(step: JointStep, run: list[int], dropped: frozenset[int]) -> list[int
     Args:
         dropped: values that are not there afterwards.
     """
-    for at in [n for n in run if n in step.shrinking]:
+    shrinking = step.shrinking
+    for at in [n for n in run if n in shrinking]:
         place = {n: i for i, n in enumerate(run)}
         after, freed = 0, 0
-        for value in step.shrinking[at]:
+        for value in shrinking[at]:
             if (made_by := step.makers[value]) not in place:
                 continue
-            others = [n for n in run if value in step.ops[n].inputs and n != at]
+            others = [n for n in run if value in step.inputs[n] and n != at]
             after = max([after, place[made_by], *(place[n] for n in others)])
             freed += step.value_bytes[value] if value in dropped else 0
         if freed > sum(step.value_bytes[v] for v in step.ops[at].outputs) and after < place[at] - 1:
@@ -136,30 +140,35 @@ def timeline(
         dropped: values that each of backward's own ops makes anew. given: the ops of forward and of backward as torch
             divides the graph, where nothing is written over what is read.
     """
-    forward = range(step.num_forward) if given is None else given[0]
     dropped = frozenset(v for value in dropped for v in step.ops[step.makers[value]].outputs) - held
     all_held, order = backward_order(step, held, dropped) if given is None else (held, given[1])
     # What nothing reads any more and no one keeps does not run.
-    forward_levels = levels_of(step, forward, start=(), keeps=step.results | all_held, overwrites=given is None)
+    keeps = step.results | all_held
+    if given is None:
+        before = forward_levels(step, keeps)
+    else:
+        before = levels_of(step, given[0], start=(), keeps=keeps, overwrites=False)
     again = run_again(step, order)
     kept = {at: step.ops[at].state_bytes for at in again if step.ops[at].state_bytes}  # from its run to the one again
     held_bytes = sum(kept.values()) + sum(step.value_bytes[v] for v in all_held if v not in step.results)
     start = tuple(sorted(all_held | step.tangents))
     stays = step.gradients | step.tangents if step.keeps_tangents else step.gradients
-    backward_levels = levels_of(step, order, start=start, keeps=stays, overwrites=given is None)
+    behind = levels_of(step, order, start=start, keeps=stays, overwrites=given is None)
     if kept:
-        made = itertools.accumulate(kept.get(at, 0) for at in forward)
-        left = itertools.accumulate((-kept.get(at, 0) for at in order[:-1]), initial=sum(kept.values()))
-        own = (kept.get(at, 0) for at in order)  # the state that such an op finds and puts back
-        forward_levels = list(map(operator.add, forward_levels, made))
-        backward_levels = list(map(sum, zip(backward_levels, left, own, strict=True)))
+        ran = range(step.num_forward) if given is None else given[0]
+        place = {at: i for i, at in enumerate(ran)}
+        before = _shifted(before, [(place[at], nbytes) for at, nbytes in kept.items()])
+        places = [(i, kept[at]) for i, at in enumerate(order) if at in kept]
+        behind = _shifted(behind, [(0, sum(kept.values())), *((i + 1, -nbytes) for i, nbytes in places)])
+        for i, nbytes in places:  # the state that such an op finds and puts back
+            behind[i] += nbytes
     reads = set[int]().union(*[step.ops[at].inputs for at in order])
     return Timeline(
         held=all_held,
         dropped=dropped,
         order=order,
-        forward_levels=tuple(forward_levels),
-        backward_levels=tuple(backward_levels),
+        forward_levels=tuple(before),
+        backward_levels=tuple(behind),
         held_bytes=held_bytes,
         held_result_bytes=sum(step.value_bytes[v] for v in all_held & step.results),
         held_input_bytes=sum(step.value_bytes[v] for v in step.activations & reads),
@@ -167,8 +176,18 @@ def timeline(
     )
 
 
+def _shifted(levels: list[int], changes: Sequence[tuple[int, int]]) -> list[int]:
+    """Returns levels with bytes more from some positions on."""
+    more = [0] * (len(levels) + 1)
+    for position, nbytes in changes:
+        more[position] += nbytes
+    return list(map(operator.add, levels, itertools.accumulate(more)))
+
+
 def run_again(step: JointStep, order: Sequence[int]) -> list[int]:
     """Returns the ops of backward's order that have run before, in forward or in backward, as often as they do."""
+    if len(set(order)) == len(order):
+        return [at for at in order if at < step.num_forward]
     ran, found = set(range(step.num_forward)), []
     for at in order:
         if at in ran:

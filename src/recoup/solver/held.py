@@ -16,10 +16,11 @@ Plain numbers; nothing of the framework whose step it is.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 from recoup.solver.min_cut import FlowNetwork
 
@@ -160,7 +161,7 @@ def trade_offs(segment: Segment, *, most: int = 24) -> list[Held]:
         most: how many at most.
     """
     corners = hull(segment, most=most)
-    evaluate = _Evaluation(segment)
+    evaluate = Evaluation(segment)
     found = {held.values: held for held in corners}
     for fat, lean in itertools.pairwise(corners):
         for begin, end in ((lean, fat), (fat, lean)):
@@ -188,7 +189,7 @@ class Addition:
 
 def additions(segment: Segment, values: Collection[int]) -> list[Addition]:
     """Returns the values that lower the seconds of a choice if they are held as well."""
-    evaluate = _Evaluation(segment)
+    evaluate = Evaluation(segment)
     now = evaluate.of(values)
     found = []
     for value in {v for i in now.rerun for v in segment.ops[i].outputs}:
@@ -200,7 +201,16 @@ def additions(segment: Segment, values: Collection[int]) -> list[Addition]:
     return sorted(found, key=lambda a: a.value)
 
 
-class _Evaluation:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Switched:
+    """What a choice takes if one value is held that was not, or the other way round."""
+
+    value: int
+    nbytes: int
+    seconds: float
+
+
+class Evaluation:
     """Evaluates choices of held values: infinite seconds where an op that must not run again would have to."""
 
     def __init__(self, segment: Segment) -> None:
@@ -237,16 +247,70 @@ class _Evaluation:
         here, values = begin, set(begin.values)
         differing = set(begin.values) ^ set(end.values)
         while differing:
-            ways = [(v, held) for v in sorted(differing) if (held := self.of(values ^ {v})).seconds < math.inf]
+            readers = self.readers(here)
+            ways = [w for v in sorted(differing) if (w := self.switched(here, readers, values, v)).seconds < math.inf]
             if not ways:
                 return
-            value, here = min(ways, key=lambda way: self._slope(here, way[1], sign))
+            value = min(ways, key=lambda way: self._slope(here, way, sign)).value
             values ^= {value}
             differing.discard(value)
+            here = self.of(values)
             yield here
 
+    def readers(self, here: Held) -> Mapping[int, int]:
+        """Returns how many read each value in a choice: backward, and ops that run again."""
+        readers = collections.Counter(self._made_reads)
+        readers.update(v for i in here.rerun for v in self._made_inputs[i])
+        return readers
+
+    def switched(self, here: Held, readers: Mapping[int, int], values: set[int], value: int) -> Switched:
+        """Returns a choice's bytes and seconds with one value more or less; only what leads to that one is walked.
+
+        Args:
+            here: the choice. readers: those of it. values: what it may hold.
+        """
+        segment, maker, inputs = self._segment, self._maker, self._made_inputs
+        rerun, left, nbytes = set(here.rerun), dict[int, int](), here.nbytes
+        size = segment.value_bytes[value] or 0
+        if not readers[value] or value in self._drawn:
+            pass
+        elif value in values:
+            nbytes -= size
+            waiting, values = [value], values - {value}
+            while waiting:
+                at = waiting.pop()
+                if at in values or at in self._drawn:
+                    if not readers[at] and at not in left:
+                        left[at] = 1
+                        nbytes += segment.value_bytes[at] or 0
+                elif (made_by := maker[at]) not in rerun:
+                    rerun.add(made_by)
+                    waiting += inputs[made_by]
+                    if not segment.ops[made_by].can_rerun:
+                        return Switched(value, nbytes, math.inf)
+        else:
+            nbytes += size
+            waiting, values = [value], values | {value}
+            while waiting:
+                made_by = maker[waiting.pop()]
+                if made_by not in rerun:
+                    continue
+                others = segment.ops[made_by].outputs
+                if any(left.get(v, readers[v]) and v not in values and v not in self._drawn for v in others):
+                    continue
+                rerun.discard(made_by)
+                for read in inputs[made_by]:
+                    left[read] = left.get(read, readers[read]) - 1
+                    if left[read]:
+                        continue
+                    if read in values or read in self._drawn:
+                        nbytes -= segment.value_bytes[read] or 0
+                    else:
+                        waiting.append(read)
+        return Switched(value, nbytes, math.fsum([segment.ops[i].seconds for i in rerun]))
+
     @staticmethod
-    def _slope(here: Held, there: Held, sign: int) -> float:
+    def _slope(here: Held, there: Switched, sign: int) -> float:
         gained, paid = here.seconds - there.seconds, there.nbytes - here.nbytes
         if sign > 0:  # seconds won for each byte more
             return -gained / paid if paid > 0 else (-math.inf if gained >= 0 else math.inf)

@@ -74,13 +74,63 @@ class _States:
             return None
         columns = [np.concatenate([getattr(s, f.name) for s in several]) for f in dataclasses.fields(cls)]
         held, seconds, peak = columns[:3]
-        order = np.lexsort((peak, seconds, held))
+        # Ways come in runs that rise in bytes, so this is a merge; few are left for the whole order.
+        order = np.argsort(held, kind="stable")
+        order = order[seconds[order] <= np.minimum.accumulate(seconds[order])]
+        order = order[np.lexsort((peak[order], seconds[order], held[order]))]
         fastest = np.minimum.accumulate(seconds[order])
         is_better = np.concatenate([[True], fastest[1:] < fastest[:-1]])
         order = order[is_better]
         if len(order) > _MOST_WAYS:
             order = order[np.round(np.linspace(0, len(order) - 1, _MOST_WAYS)).astype(np.int64)]
         return cls(*(column[order] for column in columns))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Rows:
+    """The labels of one segment as arrays, a row each.
+
+    Attributes:
+        held, backward, after_saved: bytes, in one column. bare: forward's, where no segment before holds anything.
+        shared: bytes, a column for each place where the segment before may begin.
+        seconds, holds: as those of labels. saves: whether one saves what autograd saves.
+    """
+
+    labels: list[Label]
+    held: npt.NDArray[np.int64]
+    backward: npt.NDArray[np.int64]
+    after_saved: npt.NDArray[np.int64]
+    bare: npt.NDArray[np.int64]
+    shared: npt.NDArray[np.int64]
+    seconds: npt.NDArray[np.float64]
+    holds: npt.NDArray[np.int64]
+    saves: list[bool]
+
+    @classmethod
+    def of(cls, labels: list[Label], i: int) -> _Rows:
+        """Returns the rows of a segment that begins with interval `i`."""
+        nothing = np.zeros(1, dtype=np.int64)
+
+        def column(rows: list[int]) -> npt.NDArray[np.int64]:
+            return np.array(rows, dtype=np.int64)[:, None]
+
+        return cls(
+            labels,
+            held=column([label.held_bytes for label in labels]),
+            backward=column([label.backward_bytes for label in labels]),
+            after_saved=column([label.after_saved_bytes for label in labels]),
+            bare=column([int(label.forward_bytes(nothing)[0]) for label in labels]),
+            shared=np.array([label.shared_bytes or (0,) * max(i, 1) for label in labels], dtype=np.int64),
+            seconds=np.array([label.seconds for label in labels]),
+            holds=np.array([label.holds for label in labels], dtype=np.int64),
+            saves=[label.held is None for label in labels],
+        )
+
+    def forward(self, masks: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Returns forward's peak above what segments before hold: a column for each number of bits of that."""
+        if not masks.any():
+            return self.bare.repeat(len(masks), axis=1)
+        return np.stack([label.forward_bytes(masks) for label in self.labels])
 
 
 class SegmentSolver:
@@ -95,6 +145,7 @@ class SegmentSolver:
         self._in_pieces = in_pieces
         self._leanest: Choice | None = None
         self._maker = LabelMaker(problem)
+        self._rows: dict[tuple[int, int, bool, bool], _Rows | None] = {}
 
     def solve(self, budget_bytes: int) -> Choice | None:
         """Returns the fastest choice whose estimated peak is at most `budget_bytes`, None if there is none."""
@@ -130,6 +181,7 @@ class SegmentSolver:
         problem = self.problem
         num, room = len(problem.places), budget_bytes - problem.fixed_bytes
         labels: list[Label] = []
+        saves: list[bool] = []
         arriving: list[list[_States]] = [[] for _ in range(num + 1)]
         arriving[0] = [_States.start()]
         reached: list[_States | None] = []
@@ -138,7 +190,7 @@ class SegmentSolver:
             reached.append(states)
             if states is None or i == num:
                 continue
-            after_saved = np.array([i > 0 and labels[k].held is None for k in states.label.tolist()])
+            after_saved = np.array(saves, dtype=bool)[states.label] if i else np.zeros(1, dtype=bool)
             alive = self._maker.alive
             masks, which = np.unique(states.holds & alive.mask(alive.at(i)), return_inverse=True)
             for j in self._next_places(i):
@@ -146,23 +198,22 @@ class SegmentSolver:
                 fits_at_once = self._maker.backward_bytes(i, j) <= room
                 if not (fits_at_once or nested) or problem.backward_bytes[j - 1] > room:
                     break
-                options = self._maker.labels(i, j) if fits_at_once else []
-                for label in [*options, *(self._maker.nested(i, j) if nested else ())]:
-                    forward = label.forward_bytes(masks)[which]
-                    peak = states.held + np.maximum(forward, label.backward_bytes)
-                    held = states.held + label.held_bytes
-                    if label.shared_bytes or label.after_saved_bytes:
-                        shared = np.asarray(label.shared_bytes or [0] * i)[states.place]
-                        shared = np.where(after_saved, label.after_saved_bytes, shared)
-                        peak, held = peak + shared, held + shared
-                    fits = np.flatnonzero((peak <= room) & (held <= room))
-                    if not len(fits):
-                        continue
-                    same = np.full(len(fits), i), fits, np.full(len(fits), len(labels))
-                    most = np.maximum(peak, states.peak)[fits]
-                    seconds, holds = states.seconds[fits] + label.seconds, kept[fits] | label.holds
-                    arriving[j].append(_States(held[fits], seconds, most, *same, holds))
-                    labels.append(label)
+                rows = self._rows_of(i, j, fits_at_once, nested)
+                if rows is None:
+                    continue
+                shared = rows.shared[:, states.place]
+                if after_saved.any():
+                    shared = np.where(after_saved, rows.after_saved, shared)
+                held = states.held + rows.held + shared
+                peak = states.held + np.maximum(rows.forward(masks)[:, which], rows.backward) + shared
+                at, fits = np.nonzero((peak <= room) & (held <= room))
+                if not len(fits):
+                    continue
+                seconds, most = states.seconds[fits] + rows.seconds[at], np.maximum(peak[at, fits], states.peak[fits])
+                same = np.full(len(fits), i), fits, at + len(labels)
+                arriving[j].append(_States(held[at, fits], seconds, most, *same, kept[fits] | rows.holds[at]))
+                labels += rows.labels
+                saves += rows.saves
         last = reached[num]
         if last is None:
             return None
@@ -173,14 +224,22 @@ class SegmentSolver:
         peak_bytes = max(int(last.peak[column]), int(last.held[column]) + problem.after_bytes)
         took = float(last.seconds[column])
         segments: list[tuple[int, Label]] = []
-        at = last
-        while (place := int(at.place[column])) >= 0:
-            segments.append((problem.places[place], labels[at.label[column]]))
-            before, column = reached[place], int(at.column[column])
+        here = last
+        while (place := int(here.place[column])) >= 0:
+            segments.append((problem.places[place], labels[here.label[column]]))
+            before, column = reached[place], int(here.column[column])
             assert before is not None
-            at = before
+            here = before
         segments.reverse()
         return Choice(segments=tuple(segments), peak_bytes=peak_bytes + problem.fixed_bytes, extra_seconds=took)
+
+    def _rows_of(self, i: int, j: int, at_once: bool, nested: bool) -> _Rows | None:
+        """Returns the ways to run intervals [i, j), rebuilt at once, in pieces, or both; None if there are none."""
+        key = (i, j, at_once, nested)
+        if key not in self._rows:
+            labels = [*(self._maker.labels(i, j) if at_once else ()), *(self._maker.nested(i, j) if nested else ())]
+            self._rows[key] = _Rows.of(labels, i) if labels else None
+        return self._rows[key]
 
     def _next_places(self, i: int) -> list[int]:
         num = len(self.problem.places)
