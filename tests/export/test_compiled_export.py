@@ -37,6 +37,7 @@ def plan_of(*graphs: CompiledGraph) -> CompiledPlan:
 def test_what_torch_does_by_itself_is_not_exported() -> None:
     alone = CompiledGraph(
         fingerprint="f",
+        modules=("",),
         num_calls=1,
         num_ops=1,
         choice=GraphChoice(held=(), rerun=(), order=()),
@@ -52,7 +53,7 @@ def test_what_torch_does_by_itself_is_not_exported() -> None:
 def test_every_name_that_the_file_uses_is_in_it(backend: str) -> None:
     choice = GraphChoice(held=("mm",), rerun=(), order=("mm",))
     graph = CompiledGraph(
-        fingerprint="f", num_calls=1, num_ops=1, choice=choice, held_bytes=4, rerun_seconds=0.0, is_torch=False
+        fingerprint="f", modules=("",), num_calls=1, num_ops=1, choice=choice, held_bytes=4, rerun_seconds=0.0
     )
     code = export_compiled(dataclasses.replace(plan_of(graph), backend=backend)).code
     top = symtable.symtable(code, "divided.py", "exec")

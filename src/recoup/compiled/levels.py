@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from recoup import _torch
@@ -14,11 +14,11 @@ from recoup.compiled.schedule import Timeline
 CALL_MARK = "recoup compiled graph"  # the `record_function` range around a graph's forward
 
 
-def meter_levels(step: Callable[[], Any], *, calls: Sequence[str], chosen: Mapping[str, Timeline]) -> StepLevels | None:
+def meter_levels(step: Callable[[], Any], *, calls: Sequence[str], chosen: Sequence[Timeline]) -> StepLevels | None:
     """Runs a step on the CPU and returns its levels; None if graphs did not run in backward in reverse, each once.
 
     Args:
-        calls: graphs in the order in which forward calls them. chosen: what the step holds.
+        calls: graphs in the order in which forward calls them. chosen: what the step holds, by call.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -45,7 +45,7 @@ def meter_levels(step: Callable[[], Any], *, calls: Sequence[str], chosen: Mappi
             held = at if at <= num else 2 * num - at
             between[held] = max(between[held], level)
     return StepLevels(
-        chosen=chosen,
+        chosen=tuple(chosen),
         forward=tuple(levels[:num]),
         backward=tuple(reversed(levels[num:])),
         between=tuple(between),
