@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy
@@ -28,13 +28,14 @@ from recoup.compiled.division import Division, Variant, by_module
 from recoup.compiled.frontier import choices
 from recoup.compiled.in_place import CompiledModel, calling
 from recoup.compiled.levels import meter_levels
-from recoup.compiled.planned import PlannedLevels, as_planned
+from recoup.compiled.planned import PlannedChoices, as_planned
 from recoup.compiled.recording import (
     Calls,
     CompileOptions,
     Recording,
     divisible_graphs,
     metered,
+    paths_of,
     planned_graphs,
     surroundings,
 )
@@ -137,44 +138,40 @@ class CompiledFitting:
             if (levels := self.recording.planned.get(name)) is not None:
                 graph = dataclasses.replace(graph, torch_choice=as_planned(graph.torch_choice, levels, self._cost))
             self.recording.graphs[name] = graph
-        steps = {name: self.recording.graphs[name].view.step for name in dict.fromkeys(calls)}
         chosen = [self.recording.graphs[name].torch_choice for name in calls]
         if self.bench.device.type == "cpu":
             with self.bench.optimizing(), calling(plain):
                 self._levels = meter_levels(self.bench.step, calls=calls, chosen=chosen)
-        self.torch_choice = combined(steps, calls, chosen, self._levels)
+        self.torch_choice = combined(self.recording.steps, calls, chosen, self._levels)
         self._plain = plain
         return self.plain_peak_bytes
 
-    def _planned_peak(
-        self, chosen: Sequence[Timeline], planned: Mapping[tuple[str, Timeline], PlannedLevels]
-    ) -> int | None:
+    def _planned_peak(self, chosen: Sequence[Timeline], planned: PlannedChoices) -> int | None:
         """Returns the peak of a step by the compiler's own plan of its graphs; None if that is not known of all."""
         made = list(zip(self._calls, chosen, strict=True))
         if not all(call in planned and call[0] in self.recording.planned for call in made):
             return None
         known = {call: as_planned(call[1], planned[call], self._cost) for call in dict.fromkeys(made)}
-        steps = {name: self.recording.graphs[name].view.step for name in self._calls}
-        own = combined(steps, self._calls, [known[call] for call in made], self._levels)
+        own = combined(self.recording.steps, self._calls, [known[call] for call in made], self._levels)
         return self.plain_peak_bytes + own.peak_bytes - self.torch_choice.peak_bytes
 
     def combinations(self) -> list[Combination]:
         """Returns what may be chosen, by falling peak and rising seconds; computed once."""
         if not self._found:
             progress.advance("planning compiled graphs")
-            steps = {name: self.recording.graphs[name].view.step for name in dict.fromkeys(self._calls)}
-            options: dict[str, list[Timeline]] = {}
-            for name, step in steps.items():
+            steps, options = self.recording.steps, dict[str, list[Timeline]]()
+            for name in dict.fromkeys(self._calls):
                 around = surroundings(self.recording.graphs, self._calls, name)
-                options[name] = [*choices(step, around), timeline(step, self.recording.graphs[name].torch_choice.held)]
+                held = self.recording.graphs[name].torch_choice.held
+                options[name] = [*choices(steps[name], around), timeline(steps[name], held)]
             divisible = divisible_graphs(self._calls, self._callers)
             self._found = combinations(steps, self._calls, options, self._levels, divisible=divisible)
         return self._found
 
     def flops(self, made: Combination) -> int:
         """Returns the FLOPs of a step by a choice: of its graphs, with what runs again."""
-        steps = [self.recording.graphs[name].view.step for name in self._calls]
-        return sum(step.flops(choice.order) for step, choice in zip(steps, made.chosen, strict=True))
+        steps = self.recording.steps
+        return sum(steps[name].flops(t.order) for name, t in zip(self._calls, made.chosen, strict=True))
 
     def fit(self, budget: int | str, *, free_bytes: int | None, timed: bool) -> CompiledFit:
         """Returns the model compiled in place, with plan and evidence; may be called for one budget after another."""
@@ -242,9 +239,8 @@ class CompiledFitting:
 
     def _division(self, at: int, budget_bytes: int, *, runs: bool) -> Division:
         made = self._found[at]
-        above = self._predicted(at) - made.peak_bytes
-        chosen = by_module(self._calls, self._callers, made.chosen)
-        return Division(self.options, chosen, budget_bytes, above=above, runs=runs, compiled=self._variants)
+        own, above = by_module(self._calls, self._callers, made.chosen), self._predicted(at) - made.peak_bytes
+        return Division(self.options, own, budget_bytes, above=above, runs=runs, compiled=self._variants)
 
     def _plan_of_compiler(self, at: int, budget_bytes: int) -> int:
         """Returns the peak of a choice as the compiler plans its code, of which nothing is compiled or run."""
@@ -391,7 +387,7 @@ class CompiledFitting:
         )
 
     def _plan(self, made: Combination, predicted: int, budget_bytes: int, *, is_torch: bool) -> CompiledPlan:
-        paths = {module: path for path, module in self.model.named_modules()}
+        paths = paths_of(self.model, self._callers)
         return CompiledPlan(
             model_class=type(self.model).__name__,
             backend=self.options.backend,
@@ -399,8 +395,6 @@ class CompiledFitting:
             budget_bytes=budget_bytes,
             predicted_peak_bytes=predicted,
             plain_peak_bytes=self.plain_peak_bytes,
-            graphs=planned_graphs(
-                self.recording.graphs, self._calls, [paths[m] for m in self._callers], made.chosen, is_torch=is_torch
-            ),
+            graphs=planned_graphs(self.recording.graphs, self._calls, paths, made.chosen, is_torch=is_torch),
             notes=tuple(self._notes),
         )

@@ -17,6 +17,7 @@ from torch import nn
 from recoup import _torch
 from recoup.compiled.frontier import Surroundings
 from recoup.compiled.joint import JointView, divided, view_joint_graph
+from recoup.compiled.joint_step import JointStep
 from recoup.compiled.levels import CALL_MARK
 from recoup.compiled.planned import GraphCode, PlannedLevels, planned_levels
 from recoup.compiled.schedule import Timeline, timeline
@@ -178,6 +179,11 @@ class Recording:
         finally:
             self._running.pop()
 
+    @property
+    def steps(self) -> dict[str, JointStep]:
+        """The graphs as plain data."""
+        return {name: graph.view.step for name, graph in self.graphs.items()}
+
     def forget_calls(self) -> None:
         """Begins with another step."""
         self.calls.clear()
@@ -226,6 +232,12 @@ def divisible_graphs(calls: Sequence[str], callers: Sequence[nn.Module]) -> froz
     num_calls = collections.Counter(callers)
     shared = {name for name, module in zip(calls, callers, strict=True) if num_calls[module] > 1}
     return frozenset(calls) - shared
+
+
+def paths_of(model: nn.Module, modules: Sequence[nn.Module]) -> list[str]:
+    """Returns the dotted paths of modules of a model."""
+    paths = {module: path for path, module in model.named_modules()}
+    return [paths[module] for module in modules]
 
 
 def planned_graphs(
