@@ -96,6 +96,7 @@ def test_modules_that_make_the_same_choices_are_one_variant() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's own, while Dynamo compiles
 def test_the_file_compiles_blocks_by_their_variants(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, batch = Blocks(num_blocks=5), torch.randn(256, 32)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from recoup.errors import UsageError
+from recoup.thresholds import MOST_NAMES
 from recoup.units import format_bytes
 
 SCHEMA = "recoup-compiled-plan/4"
@@ -126,7 +127,8 @@ class CompiledPlan:
 
 
 def _named(paths: tuple[str, ...]) -> str:
-    """Returns paths for a line, those in between left out; nothing for the model as a whole."""
+    """Returns paths for a line; nothing for the model as a whole."""
     if paths == ("",):
         return ""
-    return (", ".join(paths) if len(paths) < 3 else f"{paths[0]} ... {paths[-1]} ({len(paths)} modules)") + ": "
+    left_out = len(paths) - MOST_NAMES
+    return ", ".join(paths[:MOST_NAMES]) + (f" and {left_out} more: " if left_out > 0 else ": ")
