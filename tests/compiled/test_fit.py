@@ -122,8 +122,8 @@ def test_compile_without_a_batch() -> None:
 def test_predictions_are_corrected_as_the_measured_steps_nearest_to_them() -> None:
     fitting = object.__new__(CompiledFitting)
     fitting.plain_peak_bytes = 110
-    fitting.torch_choice = Combination(chosen={}, peak_bytes=100, seconds=0.0)
-    fitting._found = [Combination(chosen={}, peak_bytes=peak, seconds=0.0) for peak in (100, 80, 60, 40)]
+    fitting.torch_choice = Combination(chosen=(), peak_bytes=100, seconds=0.0)
+    fitting._found = [Combination(chosen=(), peak_bytes=peak, seconds=0.0) for peak in (100, 80, 60, 40)]
     fitting._planned = {}
     fitting._measured = {2: Measured(calls={}, peak_bytes=62, predicted_bytes=70)}
     assert [fitting._predicted(at) for at in range(4)] == [110, 86, 62, 42]
@@ -133,9 +133,9 @@ def test_a_choice_is_taken_once_no_faster_one_is_predicted_to_fit(monkeypatch: p
     fitting = object.__new__(CompiledFitting)
     fitting.model = nn.Identity()
     fitting.plain_peak_bytes = 130  # all are predicted 30 too high, but for the plain one
-    fitting.torch_choice = Combination(chosen={}, peak_bytes=100, seconds=0.0)
+    fitting.torch_choice = Combination(chosen=(), peak_bytes=100, seconds=0.0)
     peaks, compiled = (100, 80, 70, 60, 40), list[int]()
-    fitting._found = [Combination(chosen={}, peak_bytes=p, seconds=100.0 - p) for p in peaks]
+    fitting._found = [Combination(chosen=(), peak_bytes=p, seconds=100.0 - p) for p in peaks]
     fitting._planned, fitting._measured = {}, {}
     fitting.options = CompileOptions.of(AOT)
 

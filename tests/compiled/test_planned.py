@@ -13,11 +13,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import recoup
 from recoup import _torch
-from recoup.compiled import recording
+from recoup.compiled import division
+from recoup.compiled.division import Division
 from recoup.compiled.joint import JointView, view_joint_graph
 from recoup.compiled.partition import keep_products
 from recoup.compiled.planned import GraphCode, planned_levels
-from recoup.compiled.recording import CompileOptions, Division
+from recoup.compiled.recording import CompileOptions
 
 _HEAD = """
 import torch
@@ -126,7 +127,7 @@ def test_what_inductor_makes_element_by_element_is_never_stored(monkeypatch: pyt
         views.append(view_joint_graph(*args, **kwargs))
         return views[-1]
 
-    monkeypatch.setattr(recording, "view_joint_graph", viewed)
+    monkeypatch.setattr(division, "view_joint_graph", viewed)
     torch.compiler.reset()
     (call,) = Division(CompileOptions(), {}, 1 << 30, above=0, runs=False).compile(Turned()).values()
     with inductor_config.patch(fx_graph_cache=False):

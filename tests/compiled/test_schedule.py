@@ -220,7 +220,7 @@ def test_one_budget_over_several_graphs() -> None:
     options = {name: choices(step) for name, step in steps.items()}
     found = combinations(steps, calls, options)
     assert found == sorted(found, key=lambda c: -c.peak_bytes)
-    fastest = combined(steps, calls, {name: min(o, key=lambda t: t.seconds) for name, o in options.items()})
+    fastest = combined(steps, calls, [min(options[name], key=lambda t: t.seconds) for name in calls])
     assert found[0].peak_bytes <= fastest.peak_bytes and found[0].seconds == 0
     assert found[-1].peak_bytes < 0.75 * fastest.peak_bytes
     assert undominated(list(options["a"])) == options["a"]
@@ -231,12 +231,12 @@ def test_a_metered_call_is_shifted_by_what_a_choice_changes() -> None:
     ran, made = timeline(step, frozenset(range(8))), timeline(step, frozenset({3, 7}))
     # Backward ran 300 above its simulation (zeros for a result without a gradient, which are not there when it begins).
     levels = StepLevels(
-        chosen={"a": ran},
+        chosen=(ran,),
         forward=(ran.forward_peak_bytes,),
         backward=(ran.backward_peak_bytes + 300,),
         between=(0, ran.held_bytes),
     )
-    found = combined({"a": step}, ("a",), {"a": made}, levels)
+    found = combined({"a": step}, ("a",), [made], levels)
     assert made.peak_bytes < ran.peak_bytes
     assert found.peak_bytes == made.backward_peak_bytes + 300
 
@@ -245,11 +245,11 @@ def test_a_result_that_is_held_no_more_is_the_callers_until_backward() -> None:
     step = chain(8)
     ran = dataclasses.replace(timeline(step, frozenset(step.reads)), held_bytes=500, held_result_bytes=300)
     lean = dataclasses.replace(ran, held_result_bytes=0)
-    levels = StepLevels(chosen={"a": ran, "b": ran}, forward=(900, 2000), backward=(1000, 1100), between=(0, 800, 1200))
+    levels = StepLevels(chosen=(ran, ran), forward=(900, 2000), backward=(1000, 1100), between=(0, 800, 1200))
     steps = {"a": step, "b": step}
-    assert combined(steps, ["a", "b"], {"a": lean, "b": ran}, levels).peak_bytes == 2000  # forward of b: it is there
+    assert combined(steps, ["a", "b"], [lean, ran], levels).peak_bytes == 2000  # forward of b: it is there
     levels = dataclasses.replace(levels, forward=(900, 1000), backward=(1000, 2000))
-    assert combined(steps, ["a", "b"], {"a": lean, "b": ran}, levels).peak_bytes == 1700  # backward of b: it is not
+    assert combined(steps, ["a", "b"], [lean, ran], levels).peak_bytes == 1700  # backward of b: it is not
 
 
 def test_what_a_graph_hands_to_the_next_is_held_by_either() -> None:
@@ -263,13 +263,11 @@ def test_what_a_graph_hands_to_the_next_is_held_by_either() -> None:
     ran = dataclasses.replace(ran, held_result_bytes=0)
     none = dict(forward_levels=(0,), backward_levels=(0,), held_bytes=0)
     ran, lean = (dataclasses.replace(made, **none) for made in (ran, lean))  # type: ignore[arg-type]
-    levels = StepLevels(chosen={"a": ran, "b": ran}, forward=(0, 0), backward=(0, 5000), between=(0, 0, 0))
+    levels = StepLevels(chosen=(ran, ran), forward=(0, 0), backward=(0, 5000), between=(0, 0, 0))
     steps, calls = {"a": reading, "b": reading}, ["a", "b"]
 
     def peak(a: Timeline, b: Timeline, then: Timeline) -> int:
-        return combined(
-            steps, calls, {"a": a, "b": b}, dataclasses.replace(levels, chosen={"a": then, "b": ran})
-        ).peak_bytes
+        return combined(steps, calls, [a, b], dataclasses.replace(levels, chosen=(then, ran))).peak_bytes
 
     kept = dataclasses.replace(ran, held_result_bytes=1000)
     assert peak(ran, lean, ran) == 6000  # the second reads it again in backward

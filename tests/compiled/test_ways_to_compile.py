@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import shutil
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from recoup.capture.step import make_objective
 from recoup.cli.main import run
 from recoup.compiled.fitting import CompiledFitting
 from recoup.compiled.recording import CompileOptions
+from recoup.thresholds import MOST_VARIANTS
 from tests.compiled.models import Blocks, Residual
 from tests.thorough import IS_THOROUGH, thorough
 
@@ -53,12 +55,72 @@ def test_blocks_are_compiled_one_by_one_under_one_budget() -> None:
     evidence = found.evidence
     assert evidence.ok and evidence.gradients_equal and evidence.peak_bytes <= evidence.budget_bytes
     assert abs(evidence.predicted_peak_bytes / evidence.peak_bytes - 1) < 0.03
-    assert [g.num_calls for g in found.plan.graphs] == [1, 3]  # equal blocks are one graph; the first's input is data
+    calls = Counter({g.fingerprint: 0 for g in found.plan.graphs})
+    for graph in found.plan.graphs:
+        calls[graph.fingerprint] += graph.num_calls
+    assert list(calls.values()) == [1, 3]  # equal blocks are one graph; the first's input is data
+    assert [p for g in found.plan.graphs for p in g.modules] == [f"blocks.{i}" for i in range(4)]
     assert model._compiled_call_impl is None and model.blocks[0]._compiled_call_impl is not None
     found.applied.remove()
     assert model.blocks[0]._compiled_call_impl is None
     with pytest.raises(recoup.UsageError, match="no module of Blocks is called 'layers"):
         recoup.fit(model, batch, budget="60%", compiled={**AOT, "modules": ["layers.*"]})
+
+
+def test_equal_blocks_make_different_choices_without_being_compiled_each() -> None:
+    torch.manual_seed(0)
+    model, batch = Blocks(num_blocks=6), torch.randn(256, 32)
+    objective, batch = make_objective(batch)
+    with untouched(model, batch, objective.functions):
+        fitting = CompiledFitting(model, batch, objective, None, CompileOptions.of({**AOT, "modules": ["blocks.?"]}))
+        plain = fitting.record()
+        num_choices = []
+        for share in range(90, 50, -10):
+            torch.compiler.reset()  # no entries of plans before, which all would look at
+            fitting._variants.clear()
+            fitting._measured.clear()
+            counters.clear()
+            done = fitting.fit(plain * share // 100, free_bytes=None, timed=False)
+            assert done.evidence.ok and done.evidence.gradients_equal
+            assert done.evidence.predicted_peak_bytes == done.evidence.peak_bytes <= plain * share // 100
+            graphs = done.plan.graphs
+            names = Counter(g.fingerprint for g in graphs)
+            num_choices.append(max(names.values()))
+            assert counters["stats"]["unique_graphs"] <= len(graphs) + len(fitting.recording.graphs)  # plain's again
+            calls = done.applied.calls
+            again = fitting._compiled(next(iter(fitting._measured)), plain * share // 100).calls
+            assert all(again[module].args[1:] == call.args[1:] for module, call in calls.items())  # compiled once
+            done.applied.remove()
+        fitting.bench.restore()
+    assert 1 < max(num_choices) <= MOST_VARIANTS
+
+
+class Unequal(nn.Module):
+    """Blocks of two widths in turn, the first of them called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(32, wide), nn.GELU(), nn.Linear(wide, 32), nn.Tanh()) for wide in (64, 128) * 3
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns the mean square of the stream's end."""
+        for block in (*self.blocks, self.blocks[0]):
+            x = x + block(x)
+        return x.square().mean()
+
+
+def test_unequal_blocks_and_one_that_is_called_twice() -> None:
+    torch.manual_seed(0)
+    model, batch = Unequal(), torch.randn(256, 32)
+    found = recoup.fit(model, batch, budget="70%", compiled={**AOT, "modules": ["blocks.?"]}, timed=False)
+    evidence = found.evidence
+    assert evidence.ok and evidence.gradients_equal and evidence.peak_bytes <= evidence.budget_bytes
+    assert abs(evidence.predicted_peak_bytes / evidence.peak_bytes - 1) < 0.03
+    whose = [set(g.modules) for g in found.plan.graphs]
+    assert set.union(*whose) == {f"blocks.{i}" for i in range(6)}
+    found.applied.remove()
 
 
 class Broken(Residual):

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import builtins
 import dataclasses
+import json
 import os
 import shutil
 import subprocess
 import symtable
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 import recoup
 from recoup.cli.main import run
 from recoup.errors import UsageError
+from recoup.evidence.memory import measure_peak
 from recoup.export.compiled import export_compiled
 from recoup.ir.compiled_plan import CompiledGraph, CompiledPlan, GraphChoice
-from tests.compiled.models import Residual
+from tests.compiled.models import Blocks, Residual
 
 
 def plan_of(*graphs: CompiledGraph) -> CompiledPlan:
@@ -37,6 +41,7 @@ def plan_of(*graphs: CompiledGraph) -> CompiledPlan:
 def test_what_torch_does_by_itself_is_not_exported() -> None:
     alone = CompiledGraph(
         fingerprint="f",
+        modules=("",),
         num_calls=1,
         num_ops=1,
         choice=GraphChoice(held=(), rerun=(), order=()),
@@ -52,7 +57,7 @@ def test_what_torch_does_by_itself_is_not_exported() -> None:
 def test_every_name_that_the_file_uses_is_in_it(backend: str) -> None:
     choice = GraphChoice(held=("mm",), rerun=(), order=("mm",))
     graph = CompiledGraph(
-        fingerprint="f", num_calls=1, num_ops=1, choice=choice, held_bytes=4, rerun_seconds=0.0, is_torch=False
+        fingerprint="f", modules=("",), num_calls=1, num_ops=1, choice=choice, held_bytes=4, rerun_seconds=0.0
     )
     code = export_compiled(dataclasses.replace(plan_of(graph), backend=backend)).code
     top = symtable.symtable(code, "divided.py", "exec")
@@ -64,6 +69,55 @@ def test_every_name_that_the_file_uses_is_in_it(backend: str) -> None:
 
     assert not undefined(top)
     assert "_torch." not in code
+
+
+def test_modules_that_make_the_same_choices_are_one_variant() -> None:
+    def graph(name: str, held: str, *modules: str) -> CompiledGraph:
+        return CompiledGraph(
+            fingerprint=name,
+            modules=modules,
+            num_calls=len(modules),
+            num_ops=1,
+            choice=GraphChoice(held=(held,), rerun=(), order=(held,)),
+            held_bytes=4,
+            rerun_seconds=0.0,
+        )
+
+    plan = plan_of(graph("first", "a", "h.0"), graph("block", "b", "h.1", "h.2"), graph("block", "c", "h.3"))
+    assert CompiledPlan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+    assert "2 graph(s), 3 choice(s)" in str(plan) and "h.1, h.2: 1 ops of forward, 2 times a step" in str(plan)
+    scope: dict[str, Any] = {}
+    exec(export_compiled(plan).code, scope)
+    held = [(paths, {n: c["held"] for n, c in graphs.items()}) for paths, graphs in scope["VARIANTS"]]
+    assert held == [
+        (["h.0", "h.3"], {"first": ("a",), "block": ("c",)}),
+        (["h.1", "h.2"], {"first": ("a",), "block": ("b",)}),
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's own, while Dynamo compiles
+def test_the_file_compiles_blocks_by_their_variants(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, batch = Blocks(num_blocks=5), torch.randn(256, 32)
+    found = recoup.fit(
+        model, batch, budget="72%", compiled={"backend": "aot_eager", "modules": ["blocks.?"]}, timed=False
+    )
+    assert found.evidence.ok and len(found.plan.graphs) > len({g.fingerprint for g in found.plan.graphs})
+    peak = measure_peak(lambda: model(batch).backward(), device=torch.device("cpu"), held_bytes=0)
+    expected = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    found.applied.remove()
+    scope: dict[str, Any] = {}
+    exec(export_compiled(found.plan).code, scope)
+    torch.compiler.reset()
+    counters.clear()
+    scope["compile_modules"](model)
+    model(batch).backward()
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), expected, strict=True))
+    assert counters["stats"]["unique_graphs"] == len(found.plan.graphs)
+    model.zero_grad()
+    assert peak == measure_peak(lambda: model(batch).backward(), device=torch.device("cpu"), held_bytes=0)
 
 
 @pytest.mark.slow

@@ -12,9 +12,10 @@ from torch import nn
 from recoup.capture.optimizer import OptimizerLike, check_optimizer
 from recoup.capture.snapshot import untouched
 from recoup.capture.step import Objective
+from recoup.compiled.division import Division
 from recoup.compiled.fitting import CompiledFit, CompiledFitting
 from recoup.compiled.in_place import CompiledModel
-from recoup.compiled.recording import CompileOptions, Division
+from recoup.compiled.recording import CompileOptions
 from recoup.errors import InexactWarning, UsageError
 from recoup.evidence.memory import storage_bytes
 from recoup.planner.request import free_bytes_on

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 import numpy
@@ -24,16 +24,18 @@ from recoup.capture.optimizer import OptimizerLike
 from recoup.capture.snapshot import random_state
 from recoup.capture.step import Objective
 from recoup.compiled.combine import Combination, StepLevels, combinations, combined
+from recoup.compiled.division import Division, Variant, by_module
 from recoup.compiled.frontier import choices
 from recoup.compiled.in_place import CompiledModel, calling
 from recoup.compiled.levels import meter_levels
-from recoup.compiled.planned import PlannedLevels, as_planned
+from recoup.compiled.planned import PlannedChoices, as_planned
 from recoup.compiled.recording import (
     Calls,
     CompileOptions,
-    Division,
     Recording,
+    divisible_graphs,
     metered,
+    paths_of,
     planned_graphs,
     surroundings,
 )
@@ -95,9 +97,11 @@ class CompiledFitting:
         self._plain: Calls = {}
         self._levels: StepLevels | None = None
         self._cost = MeasuredCost(self.bench.device)
-        self.torch_choice = self.last_choice = Combination(chosen={}, peak_bytes=0, seconds=0.0)
+        self.torch_choice = self.last_choice = Combination(chosen=(), peak_bytes=0, seconds=0.0)
         self._notes: list[str] = []
         self._calls: tuple[str, ...] = ()
+        self._callers: tuple[nn.Module, ...] = ()
+        self._variants: dict[Any, Variant] = {}
         self._found: list[Combination] = []
         self._planned: dict[int, int] = {}
         self._measured: dict[int, Measured] = {}
@@ -111,17 +115,16 @@ class CompiledFitting:
             plain = self.recording.compile(model)
             # The first step compiles.
             self._run(plain)
-            self.recording.calls.clear()
+            self.recording.forget_calls()
             peak = self._peak(plain)
-        self._calls = tuple(self.recording.calls)
+        self._calls, self._callers = tuple(self.recording.calls), tuple(self.recording.callers)
         if not self._calls:
             raise UsageError(
                 f"torch.compile found no graph with a backward in {type(model).__name__}: nothing to plan. Check "
                 "TORCH_LOGS=graph_breaks, or plan the eager step (`compiled=False`)."
             )
-        chosen = {name: graph.torch_choice for name, graph in self.recording.graphs.items()}
-        seconds = sum(chosen[name].seconds for name in self._calls)
-        self.torch_choice = Combination(chosen=chosen, peak_bytes=peak, seconds=seconds)
+        chosen = tuple(self.recording.graphs[name].torch_choice for name in self._calls)
+        self.torch_choice = Combination(chosen=chosen, peak_bytes=peak, seconds=sum(t.seconds for t in chosen))
         return Measured(calls=plain, peak_bytes=peak, predicted_bytes=peak)
 
     def record(self) -> int:
@@ -135,43 +138,39 @@ class CompiledFitting:
             if (levels := self.recording.planned.get(name)) is not None:
                 graph = dataclasses.replace(graph, torch_choice=as_planned(graph.torch_choice, levels, self._cost))
             self.recording.graphs[name] = graph
-        steps = {name: self.recording.graphs[name].view.step for name in dict.fromkeys(calls)}
-        chosen = {name: self.recording.graphs[name].torch_choice for name in steps}
+        chosen = [self.recording.graphs[name].torch_choice for name in calls]
         with self.bench.optimizing(), calling(plain):
             self._levels = meter_levels(self.bench.step, device=self.bench.device, calls=calls, chosen=chosen)
-        self.torch_choice = combined(steps, calls, chosen, self._levels)
+        self.torch_choice = combined(self.recording.steps, calls, chosen, self._levels)
         self._plain = plain
         return self.plain_peak_bytes
 
-    def _planned_peak(self, chosen: Mapping[str, Timeline], planned: Mapping[str, PlannedLevels]) -> int | None:
+    def _planned_peak(self, chosen: Sequence[Timeline], planned: PlannedChoices) -> int | None:
         """Returns the peak of a step by the compiler's own plan of its graphs; None if that is not known of all."""
-        if not all(name in planned and name in self.recording.planned for name in self._calls):
+        made = list(zip(self._calls, chosen, strict=True))
+        if not all(call in planned and call[0] in self.recording.planned for call in made):
             return None
-        made = {name: as_planned(chosen[name], planned[name], self._cost) for name in dict.fromkeys(self._calls)}
-        steps = {name: self.recording.graphs[name].view.step for name in made}
-        own = combined(steps, self._calls, made, self._levels)
+        known = {call: as_planned(call[1], planned[call], self._cost) for call in dict.fromkeys(made)}
+        own = combined(self.recording.steps, self._calls, [known[call] for call in made], self._levels)
         return self.plain_peak_bytes + own.peak_bytes - self.torch_choice.peak_bytes
 
     def combinations(self) -> list[Combination]:
         """Returns what may be chosen, by falling peak and rising seconds; computed once."""
         if not self._found:
             progress.advance("planning compiled graphs")
-            steps = {name: self.recording.graphs[name].view.step for name in dict.fromkeys(self._calls)}
-            options: dict[str, list[Timeline]] = {}
-            for name, step in steps.items():
+            steps, options = self.recording.steps, dict[str, list[Timeline]]()
+            for name in dict.fromkeys(self._calls):
                 around = surroundings(self.recording.graphs, self._calls, name)
-                options[name] = [*choices(step, around), timeline(step, self.recording.graphs[name].torch_choice.held)]
-            self._found = combinations(steps, self._calls, options, self._levels)
+                held = self.recording.graphs[name].torch_choice.held
+                options[name] = [*choices(steps[name], around), timeline(steps[name], held)]
+            divisible = divisible_graphs(self._calls, self._callers)
+            self._found = combinations(steps, self._calls, options, self._levels, divisible=divisible)
         return self._found
 
     def flops(self, made: Combination) -> int:
         """Returns the FLOPs of a step by a choice: of its graphs, with what runs again."""
-        total = 0
-        for name in self._calls:
-            ops = self.recording.graphs[name].view.step.ops
-            num_forward = self.recording.graphs[name].view.step.num_forward
-            total += sum(op.flops for op in ops[:num_forward]) + sum(ops[at].flops for at in made.chosen[name].order)
-        return total
+        steps = self.recording.steps
+        return sum(steps[name].flops(t.order) for name, t in zip(self._calls, made.chosen, strict=True))
 
     def fit(self, budget: int | str, *, free_bytes: int | None, timed: bool) -> CompiledFit:
         """Returns the model compiled in place, with plan and evidence; may be called for one budget after another."""
@@ -239,8 +238,8 @@ class CompiledFitting:
 
     def _division(self, at: int, budget_bytes: int, *, runs: bool) -> Division:
         made = self._found[at]
-        above = self._predicted(at) - made.peak_bytes
-        return Division(self.options, dict(made.chosen), budget_bytes, above=above, runs=runs)
+        own, above = by_module(self._calls, self._callers, made.chosen), self._predicted(at) - made.peak_bytes
+        return Division(self.options, own, budget_bytes, above=above, runs=runs, compiled=self._variants)
 
     def _plan_of_compiler(self, at: int, budget_bytes: int) -> int:
         """Returns the peak of a choice as the compiler plans its code, of which nothing is compiled or run."""
@@ -259,8 +258,8 @@ class CompiledFitting:
         with self.bench.optimizing():
             self._run(call)
             peak = self._peak(call)
-        if division.new:
-            self._notes.append(f"{len(division.new)} graphs were other ones when compiled again")
+        if division.num_new:
+            self._notes.append(f"{division.num_new} graphs were other ones when compiled again")
         return Measured(calls=call, peak_bytes=peak, predicted_bytes=predicted)
 
     def _next(self, budget_bytes: int) -> int | None:
@@ -387,6 +386,7 @@ class CompiledFitting:
         )
 
     def _plan(self, made: Combination, predicted: int, budget_bytes: int, *, is_torch: bool) -> CompiledPlan:
+        paths = paths_of(self.model, self._callers)
         return CompiledPlan(
             model_class=type(self.model).__name__,
             backend=self.options.backend,
@@ -394,6 +394,6 @@ class CompiledFitting:
             budget_bytes=budget_bytes,
             predicted_peak_bytes=predicted,
             plain_peak_bytes=self.plain_peak_bytes,
-            graphs=planned_graphs(self.recording.graphs, self._calls, made.chosen, is_torch=is_torch),
+            graphs=planned_graphs(self.recording.graphs, self._calls, paths, made.chosen, is_torch=is_torch),
             notes=tuple(self._notes),
         )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +61,10 @@ class JointStep:
     keeps_tangents: bool = False
     activations: frozenset[int] = frozenset()
     fused_reads: int = 0
+
+    def flops(self, order: Sequence[int]) -> int:
+        """Returns the FLOPs of forward, and of a backward that runs ops in this order."""
+        return sum(op.flops for op in self.ops[: self.num_forward]) + sum(self.ops[at].flops for at in order)
 
     @functools.cached_property
     def makers(self) -> dict[int, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,13 +17,13 @@ CALL_MARK = "recoup compiled graph"  # the `record_function` range around a grap
 
 
 def meter_levels(
-    step: Callable[[], Any], *, device: torch.device, calls: Sequence[str], chosen: Mapping[str, Timeline]
+    step: Callable[[], Any], *, device: torch.device, calls: Sequence[str], chosen: Sequence[Timeline]
 ) -> StepLevels | None:
     """Runs a step and returns its levels; None if graphs did not run in backward in reverse, each once.
 
     Args:
         device: where the step runs. calls: graphs in the order in which forward calls them. chosen: what the step
-            holds.
+            holds, by call.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -50,7 +50,7 @@ def meter_levels(
             held = at if at <= num else 2 * num - at
             between[held] = max(between[held], level)
     return StepLevels(
-        chosen=chosen,
+        chosen=tuple(chosen),
         forward=tuple(levels[:num]),
         backward=tuple(reversed(levels[num:])),
         between=tuple(between),

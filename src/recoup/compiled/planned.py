@@ -8,7 +8,7 @@ is, forward and then backward on what forward returns, before any kernel has run
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,6 +48,10 @@ class PlannedLevels:
     backward: tuple[tuple[int, Signature | None], ...]
     held_bytes: int
     held_result_bytes: int
+
+
+PlannedChoices = Mapping[tuple[str, Timeline], PlannedLevels]
+"""By graph and choice."""
 
 
 def planned_levels(forward: GraphCode, backward: GraphCode, num_results: int) -> PlannedLevels:

@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import fnmatch
 import functools
-import hashlib
 import uuid
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from recoup import _torch, progress
-from recoup.compiled.frontier import Surroundings, choices
+from recoup import _torch
+from recoup.compiled.frontier import Surroundings
 from recoup.compiled.joint import JointView, divided, view_joint_graph
+from recoup.compiled.joint_step import JointStep
 from recoup.compiled.levels import CALL_MARK
-from recoup.compiled.partition import partition
 from recoup.compiled.planned import GraphCode, PlannedLevels, planned_levels
 from recoup.compiled.schedule import Timeline, timeline
 from recoup.cost.measured import MeasuredCost
-from recoup.errors import OverBudgetWarning, UsageError
+from recoup.errors import UsageError
 from recoup.ir.compiled_plan import CompiledGraph
-from recoup.units import format_bytes
 
 Calls = dict[nn.Module, Any]
 """What stands in place of the call of each module that is compiled; None: its own."""
@@ -144,22 +142,56 @@ def metered(graph: Recorded, cost: MeasuredCost) -> Recorded:
 
 
 class Recording:
-    """Partitions joint graphs as torch does, and records them and the order in which a step calls them."""
+    """Partitions joint graphs as torch does, and records them and the order in which a step calls them.
+
+    Attributes:
+        calls, callers: the graphs that were called, in order, and of which module's call each is a part.
+    """
 
     def __init__(self, options: CompileOptions) -> None:
         self.options = options
         self.graphs: dict[str, Recorded] = {}
         self.calls: list[str] = []
+        self.callers: list[nn.Module] = []
         self.planned: dict[str, PlannedLevels] = {}
+        self._running: list[nn.Module] = []
 
     def compile(self, model: nn.Module) -> Calls:
         """Returns compiled calls; `calls` grows with each graph that is called."""
-        return _compiled(
-            model, self.options, self.divide, key="recoup recording", called=self._called, planned=self.planned
+        backend = planning_backend(
+            self.options, self.divide, key="recoup recording", called=self._called, planned=self.planned
         )
+        alike: dict[Any, CompiledCall] = {}
+        calls: Calls = {}
+        for module in self.options.find_modules(model):
+            if (kind := kind_of(module)) not in alike:
+                alike[kind] = compiled_call(module, self.options, backend)
+            calls[module] = functools.partial(self._call, module, alike[kind].of(module))
+        return calls
+
+    def _call(self, module: nn.Module, call: Any, *args: Any, **kwargs: Any) -> Any:
+        """Calls a module, and knows of it meanwhile."""
+        if torch.compiler.is_compiling():  # inside of another module that is compiled, whose call this is a part of
+            return call(*args, **kwargs)
+        self._running.append(module)
+        try:
+            return call(*args, **kwargs)
+        finally:
+            self._running.pop()
+
+    @property
+    def steps(self) -> dict[str, JointStep]:
+        """The graphs as plain data."""
+        return {name: graph.view.step for name, graph in self.graphs.items()}
+
+    def forget_calls(self) -> None:
+        """Begins with another step."""
+        self.calls.clear()
+        self.callers.clear()
 
     def _called(self, name: str) -> None:
         self.calls.append(name)
+        self.callers.append(self._running[-1])
 
     def divide(self, module: Any, inputs: Any, *, num_fwd_outputs: int, **kwargs: Any) -> tuple[Any, Any, str]:
         """Returns forward and backward as torch divides them, and the graph's name."""
@@ -187,65 +219,6 @@ class Recording:
         return forward, backward, name
 
 
-class Division:
-    """Divides joint graphs by a plan.
-
-    Args:
-        chosen: what each graph holds. budget_bytes: what the step of a graph that is new (another shape) may take.
-        above: the bytes that are there beside a graph's step and its inputs that are not the model's own.
-        runs: whether compiled code is to run; if not, the compiler only plans it, and the step runs op by op.
-    """
-
-    def __init__(
-        self, options: CompileOptions, chosen: dict[str, Timeline], budget_bytes: int, *, above: int, runs: bool = True
-    ) -> None:
-        self.options = options
-        self.chosen = chosen
-        self.budget_bytes = budget_bytes
-        self.above = above
-        self.runs = runs
-        self.new: list[str] = []
-        self.planned: dict[str, PlannedLevels] = {}
-
-    def compile(self, model: nn.Module) -> Calls:
-        """Returns compiled calls of the model, or of modules inside."""
-        key = hashlib.sha256(
-            repr([(n, sorted(t.held), sorted(t.dropped)) for n, t in self.chosen.items()]).encode()
-        ).hexdigest()
-        return _compiled(
-            model, self.options, self.divide, key=f"recoup {key}", called=None, planned=self.planned, runs=self.runs
-        )
-
-    def divide(self, module: Any, inputs: Any, *, num_fwd_outputs: int, **kwargs: Any) -> tuple[Any, Any, str]:
-        """Returns forward and backward with what the plan holds between them, and the graph's name."""
-        progress.advance("dividing a compiled graph")
-        _torch.tidy_joint_graph(module)
-        view = view_joint_graph(module, num_forward_results=num_fwd_outputs, fuses=self.options.fuses)
-        name = view.fingerprint
-        made = self.chosen.get(name)
-        if made is None:
-            self.new.append(name)
-            found = choices(view.step, enough_bytes=self.budget_bytes - self.above)
-            fitting = [t for t in found if self.above + t.peak_bytes <= self.budget_bytes]
-            made = self.chosen[name] = min(fitting, key=lambda t: t.seconds) if fitting else found[-1]
-            if not fitting:
-                warnings.warn(
-                    f"A compiled graph of {view.step.num_forward} ops is estimated at "
-                    f"{format_bytes(self.above + made.peak_bytes)}, more than the budget of "
-                    f"{format_bytes(self.budget_bytes)}: it holds as little as it can. Use a larger budget, or "
-                    "`recoup.fit(..., compiled=True)`, which measures.",
-                    OverBudgetWarning,
-                    stacklevel=2,
-                )
-        forward, backward = partition(
-            module,
-            **dataclasses.asdict(divided(view, made)),
-            overwrites=not self.options.fuses,
-            num_forward_results=num_fwd_outputs,
-        )
-        return forward, backward, name
-
-
 def surroundings(graphs: Mapping[str, Recorded], calls: Sequence[str], name: str) -> Surroundings:
     """Returns what a step has around the calls of a graph, the other graphs divided as torch divides them."""
     step = graphs[name].view.step
@@ -254,26 +227,50 @@ def surroundings(graphs: Mapping[str, Recorded], calls: Sequence[str], name: str
     return Surroundings(num_calls=calls.count(name), beside_bytes=max(others, default=0))
 
 
+def divisible_graphs(calls: Sequence[str], callers: Sequence[nn.Module]) -> frozenset[str]:
+    """Returns graphs whose calls may get different choices: each call is all that a module of its own compiles.
+
+    A module that is called again, or whose call runs several graphs (graph breaks), makes one choice for each graph.
+    """
+    num_calls = collections.Counter(callers)
+    shared = {name for name, module in zip(calls, callers, strict=True) if num_calls[module] > 1}
+    return frozenset(calls) - shared
+
+
+def paths_of(model: nn.Module, modules: Sequence[nn.Module]) -> list[str]:
+    """Returns the dotted paths of modules of a model."""
+    paths = {module: path for path, module in model.named_modules()}
+    return [paths[module] for module in modules]
+
+
 def planned_graphs(
-    graphs: Mapping[str, Recorded], calls: Sequence[str], chosen: Mapping[str, Timeline], *, is_torch: bool
+    graphs: Mapping[str, Recorded],
+    calls: Sequence[str],
+    paths: Sequence[str],
+    chosen: Sequence[Timeline],
+    *,
+    is_torch: bool,
 ) -> tuple[CompiledGraph, ...]:
-    """Returns what a plan says of each graph of a step.
+    """Returns what a plan says of each graph of a step: once for each choice.
 
     Args:
-        is_torch: whether they are divided as torch divides them.
+        paths: of the module that makes each call. is_torch: whether graphs are divided as torch divides them.
     """
+    made: dict[tuple[str, Timeline], list[str]] = {}
+    for name, path, choice in zip(calls, paths, chosen, strict=True):
+        made.setdefault((name, choice), []).append(path)
     return tuple(
         CompiledGraph(
             fingerprint=name,
-            num_calls=calls.count(name),
+            modules=tuple(dict.fromkeys(where)),
+            num_calls=len(where),
             num_ops=graphs[name].view.step.num_forward,
-            choice=divided(graphs[name].view, chosen[name]),
-            held_bytes=chosen[name].held_bytes,
-            rerun_seconds=chosen[name].seconds,
+            choice=divided(graphs[name].view, choice),
+            held_bytes=choice.held_bytes,
+            rerun_seconds=choice.seconds,
             is_torch=is_torch,
         )
-        for name in dict.fromkeys(calls)
-        if name in chosen
+        for (name, choice), where in made.items()
     )
 
 
@@ -284,8 +281,37 @@ def _copy(module: Any) -> Any:
     return torch.fx.GraphModule(module, graph)
 
 
-def _compiled(
-    model: nn.Module,
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CompiledCall:
+    """What modules of one kind share: `whole` runs a call of one with its hooks, `forward` that alone, if it can."""
+
+    whole: Any
+    forward: Any | None
+
+    def of(self, module: nn.Module) -> Any:
+        """Returns what calls a module so."""
+        forward = None if "forward" in vars(module) else self.forward
+        return functools.partial(_call, module, self.whole, forward)
+
+
+def kind_of(module: nn.Module) -> Any:
+    """Returns what modules have in common that are compiled once."""
+    return type(module), tuple((name, p.shape, p.dtype) for name, p in module.named_parameters())
+
+
+def compiled_call(module: nn.Module, options: CompileOptions, backend: Any) -> CompiledCall:
+    """Returns the call of a module, and of others of its kind, by code of its own: compiled separately."""
+
+    def compiled(function: Any) -> Any:
+        return torch.compile(function, backend=backend, dynamic=options.dynamic, fullgraph=options.fullgraph)
+
+    # Dynamo counts what it compiles, and takes for dynamic what it saw change, by a code's name.
+    name = f"compiled_{type(module).__name__}_{uuid.uuid4().hex[:12]}"
+    forward = _torch.own_module_forward(module, f"{name}_forward")
+    return CompiledCall(whole=compiled(_torch.own_module_call(name)), forward=forward and compiled(forward))
+
+
+def planning_backend(
     options: CompileOptions,
     divide: Callable[..., tuple[Any, Any, str]],
     *,
@@ -293,11 +319,12 @@ def _compiled(
     called: Callable[[str], None] | None,
     planned: dict[str, PlannedLevels],
     runs: bool = True,
-) -> Calls:
-    """Returns callables that run modules compiled, with their forward and hooks; each compiles separately.
+) -> Any:
+    """Returns a backend for `torch.compile` that divides joint graphs.
 
     Args:
-        called: told of each graph that is called. planned: gets the levels of each graph by the compiler's own plan.
+        key: names what `divide` does. called: told of each graph that is called. planned: gets the levels of each graph
+            by the compiler's own plan. runs: whether compiled code is to run.
     """
     last: list[str] = []
     forwards: dict[int, tuple[str, GraphCode]] = {}
@@ -341,21 +368,7 @@ def _compiled(
 
         return counted
 
-    def compiled(function: Any) -> Any:
-        return torch.compile(function, backend=backend, dynamic=options.dynamic, fullgraph=options.fullgraph)
-
-    alike: dict[Any, Any] = {}
-    calls: Calls = {}
-    for module in options.find_modules(model):
-        kind = (type(module), tuple((name, p.shape, p.dtype) for name, p in module.named_parameters()))
-        if kind not in alike:
-            # Dynamo counts what it compiles, and takes for dynamic what it saw change, by a code's name.
-            name = f"compiled_{type(module).__name__}_{uuid.uuid4().hex[:12]}"
-            forward = _torch.own_module_forward(module, f"{name}_forward")
-            alike[kind] = compiled(_torch.own_module_call(name)), forward and compiled(forward)
-        whole, forward = alike[kind]
-        calls[module] = functools.partial(_call, module, whole, None if "forward" in vars(module) else forward)
-    return calls
+    return backend
 
 
 def _call(module: nn.Module, whole: Any, forward: Any | None, *args: Any, **kwargs: Any) -> Any:

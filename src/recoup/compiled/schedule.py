@@ -58,6 +58,11 @@ class Timeline:
         return max(self.forward_peak_bytes, self.backward_peak_bytes)
 
 
+def timeline_key(made: Timeline) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns what a choice is told by, in one order."""
+    return tuple(sorted(made.held)), tuple(sorted(made.dropped))
+
+
 def backward_order(
     step: JointStep, held: frozenset[int], dropped: frozenset[int] = frozenset()
 ) -> tuple[frozenset[int], tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""A plan of a compiled step as a Python file that needs torch alone: a backend for `torch.compile`.
+"""A plan of a compiled step as a Python file that needs torch alone: backends for `torch.compile`.
 
 The functions that divide a graph are recoup's own, copied by their text, so that both divide alike.
 """
@@ -8,21 +8,23 @@ from __future__ import annotations
 import ast
 import dataclasses
 import pprint
+from collections.abc import Sequence
 from importlib.resources import files
+from typing import Any
 
 from recoup.errors import UsageError
 from recoup.export.left_out import Export
-from recoup.ir.compiled_plan import CompiledPlan
+from recoup.ir.compiled_plan import CompiledGraph, CompiledPlan
 
 _BACKENDS = {
-    "inductor": 'inductor_backend(divide, "@@key@@", options or {})',
-    "aot_eager": "aot_eager_backend(divide)",
+    "inductor": 'inductor_backend(own, f"planned {hashlib.sha256(repr(graphs).encode()).hexdigest()}", options or {})',
+    "aot_eager": "aot_eager_backend(own)",
 }
 _SOURCES = "compiled/partition.py", "_torch.py"
 
 
 def export_compiled(plan: CompiledPlan) -> Export:
-    """Returns a file with `plan_backend()`, which divides the plan's graphs as the plan does.
+    """Returns a file with `compile_modules(model)`, which compiles the plan's modules and divides graphs as it does.
 
     Raises:
         UsageError: if the plan holds what torch holds by itself, so that there is nothing to export.
@@ -33,23 +35,43 @@ def export_compiled(plan: CompiledPlan) -> Export:
             "The plan divides every graph as torch does, which was within its budget: there is nothing to export. "
             "Use `model.compile()`, or plan for a smaller budget."
         )
-    overwrites = plan.backend != "inductor"
-    graphs = {g.fingerprint: {**dataclasses.asdict(g.choice), "overwrites": overwrites} for g in planned}
-    key = "planned " + " ".join(f"{graph.fingerprint} {graph.held_bytes}" for graph in planned)
+    variants = _variants(planned, overwrites=plan.backend != "inductor")
+    way = "model.compile(backend=plan_backend())" if planned[0].modules == ("",) else "compile_modules(model)"
     sentence = (
         f'"""A plan of {plan.model_class} for torch {plan.torch_version}, {plan.backend}: peak '
-        f'{plan.predicted_peak_bytes} bytes.\n\nWritten by recoup; needs torch alone.\n"""'
+        f"{plan.predicted_peak_bytes} bytes.\n\n`{way}` applies it. Written by recoup; needs torch alone.\n"
+        '"""'
     )
     parts = {
         "header": sentence,
-        "graphs": pprint.pformat(graphs, width=110, compact=True),
-        "backend": _BACKENDS[plan.backend].replace("@@key@@", key),
+        "variants": pprint.pformat(variants, width=110, compact=True),
+        "path": repr(planned[0].modules[0]),
+        "backend": _BACKENDS[plan.backend],
     }
     code = (files("recoup.export") / "templates" / "compiled.py.txt").read_text()
     for part, text in parts.items():
         code = code.replace(f"@@{part}@@", text)
     code += "".join(f"\n\n\n{text}" for text in _definitions_for(code))
     return Export(code=code.rstrip() + "\n", left_out=())
+
+
+def _variants(planned: Sequence[CompiledGraph], *, overwrites: bool) -> list[tuple[list[str], dict[str, Any]]]:
+    """Returns paths of modules that make the same choices, with these by graph.
+
+    A module that runs a graph which others ran when it was planned makes the last of that graph's choices.
+    """
+    others = {graph.fingerprint: graph for graph in planned}
+    own: dict[str, dict[str, CompiledGraph]] = {}
+    for graph in planned:
+        for path in graph.modules:
+            own.setdefault(path, {})[graph.fingerprint] = graph
+    alike: dict[tuple[CompiledGraph, ...], list[str]] = {}
+    for path, graphs in own.items():
+        alike.setdefault(tuple({**others, **graphs}.values()), []).append(path)
+    return [
+        (paths, {g.fingerprint: {**dataclasses.asdict(g.choice), "overwrites": overwrites} for g in graphs})
+        for graphs, paths in alike.items()
+    ]
 
 
 def _definitions_for(code: str) -> list[str]:

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from recoup.errors import UsageError
+from recoup.thresholds import MOST_NAMES
 from recoup.units import format_bytes
 
-SCHEMA = "recoup-compiled-plan/3"
+SCHEMA = "recoup-compiled-plan/4"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,11 +30,12 @@ class GraphChoice:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CompiledGraph:
-    """One graph of a compiled step.
+    """One graph of a compiled step, and one choice for it.
 
     Attributes:
         fingerprint: tells the joint graph.
-        num_calls: how often a step runs it.
+        modules: paths of the modules whose calls run it by this choice; "" is the model as a whole.
+        num_calls: how often a step runs it so.
         num_ops: of its forward.
         choice: how it is divided.
         held_bytes: kept for backward.
@@ -42,6 +44,7 @@ class CompiledGraph:
     """
 
     fingerprint: str
+    modules: tuple[str, ...]
     num_calls: int
     num_ops: int
     choice: GraphChoice
@@ -61,7 +64,7 @@ class CompiledPlan:
         budget_bytes: what was asked.
         predicted_peak_bytes: of the whole step, said before it was compiled.
         plain_peak_bytes: measured, of the step as torch compiles it.
-        graphs: in the order in which they first ran.
+        graphs: in the order in which they first ran; a graph with several choices once for each.
         notes: what a reader should know.
     """
 
@@ -88,7 +91,13 @@ class CompiledPlan:
         if data.get("schema") != SCHEMA:
             raise UsageError(f"Not a plan of a compiled step: its schema is {data.get('schema')!r}, not {SCHEMA!r}.")
         graphs = tuple(
-            CompiledGraph(**{**graph, "choice": GraphChoice(**{k: tuple(v) for k, v in graph["choice"].items()})})
+            CompiledGraph(
+                **{
+                    **graph,
+                    "modules": tuple(graph["modules"]),
+                    "choice": GraphChoice(**{k: tuple(v) for k, v in graph["choice"].items()}),
+                }
+            )
             for graph in data["graphs"]
         )
         rest = {k: v for k, v in data.items() if k not in ("schema", "graphs", "notes")}
@@ -104,13 +113,22 @@ class CompiledPlan:
         return CompiledPlan.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
 
     def __str__(self) -> str:
-        lines = [f"{self.model_class}, compiled by {self.backend}: {len(self.graphs)} graph(s)"]
+        num_graphs = len({graph.fingerprint for graph in self.graphs})
+        lines = [f"{self.model_class}, compiled by {self.backend}: {num_graphs} graph(s), {len(self.graphs)} choice(s)"]
         for graph in self.graphs:
             times = f", {graph.num_calls} times a step" if graph.num_calls > 1 else ""
             lines.append(
-                f"  - {graph.num_ops} ops of forward{times}: holds {len(graph.choice.held)} values "
-                f"({format_bytes(graph.held_bytes)}), {len(graph.choice.rerun)} ops run again"
-                + (" (as torch divides it)" if graph.is_torch else "")
+                f"  - {_named(graph.modules)}{graph.num_ops} ops of forward{times}: "
+                f"holds {len(graph.choice.held)} values ({format_bytes(graph.held_bytes)}), "
+                f"{len(graph.choice.rerun)} ops run again" + (" (as torch divides it)" if graph.is_torch else "")
             )
         lines += [f"  note: {note}" for note in self.notes]
         return "\n".join(lines)
+
+
+def _named(paths: tuple[str, ...]) -> str:
+    """Returns paths for a line; nothing for the model as a whole."""
+    if paths == ("",):
+        return ""
+    left_out = len(paths) - MOST_NAMES
+    return ", ".join(paths[:MOST_NAMES]) + (f" and {left_out} more: " if left_out > 0 else ": ")
