@@ -21,11 +21,10 @@ from recoup.solver.held import Op, Segment, trade_offs
 from recoup.solver.held_problem import HeldProblem
 from recoup.solver.segments import Choice, SegmentSolver
 from recoup.solver.waists import waists
-from recoup.thresholds import ESTIMATE_SHARE, MOST_POINTS, MOST_TRIES
+from recoup.thresholds import ESTIMATE_SHARE, MOST_POINTS, MOST_TRIES, SAME_SHARE
 
 _NUM_SQUEEZES = 400  # simulations that may lower the smallest peak, each of some milliseconds
 _SQUEEZE_SHARES = (0.9, 0.97, 0.99)  # of its peak that a choice is brought below in one round; the next once none can
-_LITTLE_SHARE = 0.01  # of forward's seconds, for which nothing better is looked for within one budget
 _MAX_POINTS = 60  # of a graph as a whole, by held bytes and seconds, for each price
 _PRICES = (1.0, 1e-4)  # of ops without FLOPs, as parts of their seconds: all that has none runs again before a product
 
@@ -248,7 +247,7 @@ def _lowered(step: JointStep, made: Timeline, surroundings: Surroundings) -> Ite
 def _is_little(step: JointStep, made: Timeline) -> bool:
     """Whether a choice runs no FLOPs again and hardly anything else: others are not worth looking for."""
     forward = sum(op.seconds for op in step.ops[: step.num_forward])
-    return made.seconds <= _LITTLE_SHARE * forward and not _flops_again(step, made)
+    return made.seconds <= SAME_SHARE * forward and not _flops_again(step, made)
 
 
 def _flops_again(step: JointStep, made: Timeline) -> int:
