@@ -10,8 +10,8 @@ ESTIMATE_SHARE = 0.05
 """How far an estimate may be off, as the bound on predicted seconds is: what misses by less is tried all the same."""
 MOST_TRIES = 5
 """Answers to one question that are tried: in turn, each by what the one before it was off by, or side by side."""
-MOST_VARIANTS = 3
-"""Different choices for the calls of one compiled graph: each is compiled, one after another."""
+MOST_WAYS = 3
+"""To divide one compiled graph, for calls of it that differ: each is compiled."""
 SMALL_BYTES = 1 << 16
 """A tensor up to this size is copied, left where it is, or not looked up: asking takes longer than it is worth."""
 ASIDE_ELEMENTS = 1 << 22

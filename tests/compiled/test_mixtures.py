@@ -10,7 +10,7 @@ import pytest
 from recoup.compiled.combine import Combination, StepLevels, combinations, combined
 from recoup.compiled.joint_step import JointOp, JointStep
 from recoup.compiled.schedule import Timeline
-from recoup.thresholds import MOST_VARIANTS
+from recoup.thresholds import MOST_WAYS
 
 RNG = random.Random(0)
 
@@ -71,7 +71,7 @@ def test_mixtures_are_nearly_as_good_as_all_there_are(is_metered: bool) -> None:
             assert one == combined(steps, calls, one.chosen, ran)
             for name in "ab":
                 own = {c.held for c, n in zip(one.chosen, calls, strict=True) if n == name}
-                assert len(own) <= MOST_VARIANTS
+                assert len(own) <= MOST_WAYS
         every = [combined(steps, calls, c, ran) for c in itertools.product(*(made[name] for name in calls))]
         lowest = min(c.peak_bytes for c in every)
         assert found[-1].peak_bytes <= lowest * 1.02
@@ -92,7 +92,7 @@ def test_no_mixture_is_worse_than_a_choice_that_all_calls_share() -> None:
         assert found == combinations(steps, calls, made, ran, divisible=("block", "first"))
         if num == 40:
             assert any(least_seconds(found, c.peak_bytes) < 0.8 * c.seconds for c in shared)
-            assert any(len(set(c.chosen[1:])) == MOST_VARIANTS for c in found)
+            assert any(len(set(c.chosen[1:])) == MOST_WAYS for c in found)
 
 
 def test_what_is_not_divisible_shares_a_choice() -> None:

@@ -19,7 +19,7 @@ from recoup.capture.step import make_objective
 from recoup.cli.main import run
 from recoup.compiled.fitting import CompiledFitting
 from recoup.compiled.recording import CompileOptions
-from recoup.thresholds import MOST_VARIANTS
+from recoup.thresholds import MOST_WAYS
 from tests.compiled.models import Blocks, Residual
 from tests.thorough import IS_THOROUGH, thorough
 
@@ -92,7 +92,7 @@ def test_equal_blocks_make_different_choices_without_being_compiled_each() -> No
             assert all(again[module].args[1:] == call.args[1:] for module, call in calls.items())  # compiled once
             done.applied.remove()
         fitting.bench.restore()
-    assert 1 < max(num_choices) <= MOST_VARIANTS
+    assert 1 < max(num_choices) <= MOST_WAYS
 
 
 class Unequal(nn.Module):

@@ -16,7 +16,7 @@ from typing import Any
 import numpy
 
 from recoup.compiled.schedule import Timeline
-from recoup.thresholds import MOST_POINTS, MOST_VARIANTS, NEGLIGIBLE_SHARE
+from recoup.thresholds import MOST_POINTS, MOST_WAYS, NEGLIGIBLE_SHARE
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +97,7 @@ class Mixtures:
         uniform = self._uniform()
         front = _undominated([(*self._figures(made), made) for made in uniform])
         done: set[bytes] = set()
-        for _ in range(MOST_VARIANTS if divisible else 0):
+        for _ in range(MOST_WAYS if divisible else 0):
             left = [made for *_, made in front if made.tobytes() not in done]
             done |= {made.tobytes() for made in left}
             better = [new for made in left for new in self._better(made, divisible, front)]
@@ -211,7 +211,7 @@ class Mixtures:
             peaks = numpy.maximum(numpy.maximum(inside, later), highest[at])
             taken = seconds + self._seconds[rows][:, None] * (ends - first) - (own_seconds[ends] - own_seconds[first])
             others = from_first[first][None, :] | to_last[ends]
-            allowed = ((others.sum(axis=1) < MOST_VARIANTS)[:, None] | others).T
+            allowed = ((others.sum(axis=1) < MOST_WAYS)[:, None] | others).T
             to, end = numpy.nonzero(allowed)
             yield _Changes(
                 peaks=peaks[to, end],
