@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -21,6 +23,16 @@ AOT = {"backend": "aot_eager"}
 def fitted(model: nn.Module, batch: Any, budget: str, **options: Any) -> Any:
     torch.manual_seed(1)
     return recoup.fit(model, batch, budget=budget, compiled={**AOT, **options}, timed=False)
+
+
+@pytest.mark.parametrize("options", [{}, {"modules": ["wide.*"]}])
+def test_a_model_that_is_fitted_and_let_go_is_gone(options: dict[str, Any]) -> None:
+    model, batch = Residual(num_blocks=3), torch.randn(256, 32)
+    fitted(model, batch, "80%" if not options else "100%", **options).applied.remove()
+    left = weakref.ref(model)
+    del model
+    gc.collect()
+    assert left() is None  # though torch keeps backends for ever
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import dataclasses
 import fnmatch
 import functools
 import uuid
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -145,14 +146,14 @@ class Recording:
     """Partitions joint graphs as torch does, and records them and the order in which a step calls them.
 
     Attributes:
-        calls, callers: the graphs that were called, in order, and of which module's call each is a part.
+        calls: the graphs that were called, in order.
     """
 
     def __init__(self, options: CompileOptions) -> None:
         self.options = options
         self.graphs: dict[str, Recorded] = {}
         self.calls: list[str] = []
-        self.callers: list[nn.Module] = []
+        self._callers: list[weakref.ref[nn.Module]] = []  # torch keeps backends, and with them this, for ever
         self.planned: dict[str, PlannedLevels] = {}
         self._running: list[nn.Module] = []
 
@@ -184,14 +185,19 @@ class Recording:
         """The graphs as plain data."""
         return {name: graph.view.step for name, graph in self.graphs.items()}
 
+    @property
+    def callers(self) -> list[nn.Module]:
+        """Of which module's call each call of a graph is a part."""
+        return [module for ref in self._callers if (module := ref()) is not None]
+
     def forget_calls(self) -> None:
         """Begins with another step."""
         self.calls.clear()
-        self.callers.clear()
+        self._callers.clear()
 
     def _called(self, name: str) -> None:
         self.calls.append(name)
-        self.callers.append(self._running[-1])
+        self._callers.append(weakref.ref(self._running[-1]))
 
     def divide(self, module: Any, inputs: Any, *, num_fwd_outputs: int, **kwargs: Any) -> tuple[Any, Any, str]:
         """Returns forward and backward as torch divides them, and the graph's name."""
