@@ -17,7 +17,7 @@ from recoup.cost.host_costs import TYPICAL, HostCosts, load_host_costs
 from recoup.cost.host_overhead import host_seconds, step_seconds
 from recoup.cost.measured import MeasuredCost
 from recoup.cost.model import price_by_signature
-from recoup.ir.decision import Decision, Rebuild, Recompute, Rederive
+from recoup.ir.decision import Decision, Rebuild, Recompute, Rederive, Save
 from recoup.planner import host_calibration
 from recoup.planner.host_calibration import host_costs
 from recoup.runtime.apply import apply_decisions
@@ -59,6 +59,23 @@ def test_on_a_gpu_the_slower_of_host_and_device_counts_in_each_phase() -> None:
     views = [s.is_view for s in plain.signatures]
     num_forward = sum(o.phase in ("forward", "loss") and not views[o.signature] for o in plain.ops)
     assert seconds(1e-9, everywhere) - seconds(1e-9) == pytest.approx(num_forward * TYPICAL.followed_op_seconds)
+
+
+def test_a_plan_is_charged_for_the_ops_that_it_records() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+    spec = StepSpec(model=model, batch=torch.randn(4, 8), objective=Objective(loss=lambda output, batch: output.sum()))
+    plain = capture(spec)
+    forward = plain.ops[: plain.num_forward_ops]
+    num_ops = sum(not plain.signatures[o.signature].is_view for o in forward)
+
+    def seconds(*decisions: Decision) -> float:
+        return host_seconds(decisions, plain, plain=plain, costs=TYPICAL)[0]
+
+    region = Recompute(path="1")
+    assert seconds(region) == 0.0
+    assert seconds(Save(path=""), region) == pytest.approx(num_ops * TYPICAL.recorded_op_seconds)  # its inputs' history
+    assert seconds(Rederive(path="0"), region) == pytest.approx(num_ops * TYPICAL.recorded_op_seconds)
+    assert seconds(Rederive(path="0")) == pytest.approx(num_ops * TYPICAL.followed_op_seconds)
 
 
 def test_steps_of_a_scan_that_run_again_cost_their_ops_alone() -> None:
