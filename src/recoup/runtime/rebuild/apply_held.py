@@ -74,6 +74,16 @@ def run_held(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, A
             tell_compiled(state.decision.action, type(patched.module).__name__, "")
         return patched.original(*args, **kwargs)
     recorder = current_recorder()
+    if recorder is not None and recorder.trail is not None:
+        trail = recorder.trail
+        trail += (settings.path, recorder.program.call)
+        try:
+            return patched.original(*args, **kwargs)
+        finally:
+            if recorder.trail is trail:
+                trail += (None, recorder.program.call)
+            else:  # the program ended inside
+                _leave(recorder, state.is_unit(type(patched.module)))
     if isinstance(recorder, HeldRecorder):
         kind = type(patched.module)
         is_unit = state.is_unit(kind)
@@ -83,9 +93,7 @@ def run_held(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, A
         try:
             return patched.original(*args, **kwargs)
         finally:
-            recorder.leave()
-            if is_unit:
-                recorder.begin_segment()
+            _leave(recorder, is_unit)
     if state.suspended or _torch.inside_transform() or torch.compiler.is_exporting():
         return patched.original(*args, **kwargs)
     if settings.path or recorder is not None:
@@ -98,6 +106,7 @@ def run_held(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, A
                 result = patched.original(*args, **kwargs)
         else:
             watch = CallWatch(recorder, state.calls, (patched.module.training, like_step(args, kwargs)))
+            recorder.trail = [] if recorder.followed else None
             with watch, recorder, _torch.on_compiled_calls(watch.leave), _torch.saved_tensors_hooks(pack, unpack):
                 result = patched.original(*args, **kwargs)
             watch.learn()
@@ -116,3 +125,9 @@ def run_held(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, A
             stacklevel=3,
         )
     return result
+
+
+def _leave(recorder: Any, is_unit: bool) -> None:
+    recorder.leave()
+    if is_unit:
+        recorder.begin_segment()

@@ -211,8 +211,6 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
             slots[slot] = None
         run.call = call.then  # type: ignore[assignment]
         run.end = call.end_save
-        if call.num_ops:
-            self._recorder.frame.ordinal += call.num_ops
         out = func(*args, **kwargs) if kwargs else func(*args)
         if run.is_on:
             for position, slot in call.gives:
@@ -247,7 +245,6 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
                 if run.is_on:
                     recorder.step_aside()
         else:
-            recorder.frame.ordinal += call.num_ops
             out = func(*args, **kwargs) if kwargs else func(*args)
         if run.is_on:
             run.returned(call, out)
@@ -337,12 +334,15 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
         if learning is not None:
             learning.begin_other(func, args, kwargs)
         if not self._calls.may_learn(func, args):
+            frame = recorder.frame
+            before = frame.ordinal
             out = func(*args, **kwargs) if kwargs else func(*args)
             if learning is not None:
-                learning.end(out, 0)
+                learning.end(out, frame.ordinal - before)
             return out
         log = CallLog()
         frame = recorder.frame
+        before = frame.ordinal
         recorder.log = recorder.call = log
         try:
             out = func(*args, **kwargs) if kwargs else func(*args)
@@ -351,7 +351,7 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
         form = form_of_call(func, args, kwargs, out, log, recorder.existing) if recorder.frame is frame else None
         self._calls.learn(func, args, form)
         if learning is not None:
-            learning.end(out, 0)
+            learning.end(out, frame.ordinal - before)
             if form is not None:
                 learning.leave_other()
         return out

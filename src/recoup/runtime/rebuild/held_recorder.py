@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from recoup.runtime.rebuild.op_forms import form_of
 from recoup.runtime.rebuild.rewriting import Rewriting
 from recoup.runtime.rebuild.saved_tensor import MIN_BYTES, compact
 from recoup.runtime.rebuild.segments import Rebuilt, Segment
+from recoup.runtime.rebuild.step_program import ProgramCall
 from recoup.runtime.rebuild.values import Geometry, Made, Value, geometry_of
 
 
@@ -69,6 +70,23 @@ class HeldRecorder(Recorder):
         self._calls[path] = call + 1
         self._frames.append(Frame(path, self._marks.get((path, call))))
 
+    def retrace(self, calls: Sequence[ProgramCall], end: int) -> None:
+        """Enters and leaves what a step did that followed a program, up to a call of it; from here on it is recorded."""
+        trail, self.trail = self.trail or (), None
+        at = 0
+        for path, call in zip(trail[::2], trail[1::2], strict=True):
+            at = self._count(calls, at, call.index)
+            if path is None:
+                self.leave()
+            else:
+                self.enter(path)
+        self._count(calls, at, end)
+
+    def _count(self, calls: Sequence[ProgramCall], start: int, end: int) -> int:
+        for call in calls[start:end]:
+            self.frame.ordinal += call.num_ops
+        return end
+
     def leave(self) -> None:
         """Ends the innermost call."""
         frame = self._frames.pop()
@@ -106,7 +124,8 @@ class HeldRecorder(Recorder):
             return self._run(facts, args, kwargs)
         mark = None
         if facts.kind != VIEW:
-            mark = None if self._frames[-1].marks is None else self.before_op(facts.label, args)
+            is_marked = self._frames[-1].marks is not None and self.trail is None
+            mark = self.before_op(facts.label, args) if is_marked else None
             self.pass_op()
             if self.log is not None and reads_numbers(args):
                 self.log.count(facts.label)

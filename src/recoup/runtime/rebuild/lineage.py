@@ -55,6 +55,7 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
     `deriving` says whether what is saved now may be rederived, or is kept (and serves others as a source).
     `is_cheap`: only cheap ops run again, so that few flags of kernels count.
     `is_aside`: set before it is entered, for a step whose ops are known: none come to it until `step_in`.
+    `trail`: in a step that follows a program, what modules were entered and left, each with the call that came next.
     `offloading`: whether what is kept now goes to the host, by way of `offloader`, if the plan offloads anything.
     """
 
@@ -68,6 +69,7 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
         self.call: Any = None
         self.program: Any = None
         self.learning: Any = None
+        self.trail: list[Any] | None = None
         self.num_made = 0
         self.packed: list[weakref.ref[Any]] = []  # what autograd got for each saved tensor, unless `is_cheap`
         self.turn = 0  # counts saved tensors: backward asks about in reverse

@@ -324,6 +324,7 @@ class StepRun:
     def end_early(self, recorder: Any) -> None:
         """Ends the program before its time: what it holds is made known to the record."""
         self.is_on = False
+        recorder.retrace(self._program.calls, self.call.index)
         for ref in self._kept.values():
             kept = ref()
             if type(kept) is not Kept:
