@@ -273,6 +273,9 @@ def fake_device(tensor: Any) -> torch.device:
     return device
 
 
+_push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
+_pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
+_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _plain_disable = torch.autograd.graph.disable_saved_tensors_hooks
 _hooks_lock = threading.Lock()
 _hooks_on: list[tuple[int, Any]] = []  # thread and hooks, of all that are on, outermost first
@@ -285,7 +288,14 @@ class saved_tensors_hooks(torch.autograd.graph.saved_tensors_hooks):
     the context manager by which they refuse takes ours off for the time of the transform, whose tensors autograd then
     keeps as it does without us. Hooks of others it refuses as ever.
     Freed by: transforms that let saved-tensor hooks be.
+
+    Attributes:
+        is_on: whether autograd asks them now; inside of their block they may be put off and on again.
+        may_switch: whether they may be: no others were on when they came.
     """
+
+    is_on = True
+    may_switch = False
 
     def __init__(self, pack_hook: Callable[[torch.Tensor], Any], unpack_hook: Callable[[Any], torch.Tensor]) -> None:
         self.pack_hook = pack_hook
@@ -295,15 +305,37 @@ class saved_tensors_hooks(torch.autograd.graph.saved_tensors_hooks):
         with _hooks_lock:
             _hooks_on.append((threading.get_ident(), self))
             torch.autograd.graph.disable_saved_tensors_hooks = _disable_around_ours
+        self.may_switch = _top_hooks(True) is None
+        self.is_on = True
         try:
-            torch._C._autograd._push_saved_tensors_default_hooks(self.pack_hook, self.unpack_hook)
+            _push_hooks(self.pack_hook, self.unpack_hook)
         except BaseException:
             _take_off([self])
             raise
 
     def __exit__(self, *args: object) -> None:
-        torch._C._autograd._pop_saved_tensors_default_hooks()
+        if not self.may_switch or (self.is_on and _top_hooks(True) is not None):
+            _pop_hooks()
         _take_off([self])
+
+    def put_off(self) -> bool:
+        """Has autograd keep what it saves from now on; returns whether it does: others may have come on top."""
+        top = _top_hooks(True)
+        if not self.may_switch or top is None or top[0] is not self.pack_hook:
+            return False
+        _pop_hooks()
+        self.is_on = False  # after: what is marked as on and is not is left alone, should this be interrupted
+        return True
+
+    def put_on(self) -> bool:
+        """Undoes `put_off`; returns whether they are on: not where others came since, or are refused."""
+        if self.is_on:
+            return True
+        if _top_hooks(True) is not None or not torch._C._autograd._saved_tensors_hooks_is_enabled():
+            return False
+        self.is_on = True
+        _push_hooks(self.pack_hook, self.unpack_hook)
+        return True
 
 
 def saves_plainly() -> bool:

@@ -107,7 +107,7 @@ def run_held(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, A
         else:
             watch = CallWatch(recorder, state.calls, (patched.module.training, like_step(args, kwargs)))
             recorder.trail = [] if recorder.followed else None
-            with watch, recorder, _torch.on_compiled_calls(watch.leave), _torch.saved_tensors_hooks(pack, unpack):
+            with watch, recorder, _torch.on_compiled_calls(watch.leave), watch.hooks:
                 result = patched.original(*args, **kwargs)
             watch.learn()
     lost = recorder.lost

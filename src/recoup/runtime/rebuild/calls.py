@@ -23,7 +23,8 @@ from recoup.runtime.rebuild.call_forms import CallForm, form_of_call, scalars_of
 from recoup.runtime.rebuild.call_log import CallLog
 from recoup.runtime.rebuild.learning import Learning
 from recoup.runtime.rebuild.running_call import Running, marked, note_ops
-from recoup.runtime.rebuild.step_program import StepProgram
+from recoup.runtime.rebuild.saved_tensor import pack, unpack
+from recoup.runtime.rebuild.step_program import ProgramCall, StepProgram
 from recoup.runtime.rebuild.step_run import StepRun
 from recoup.runtime.rebuild.values import Value
 from recoup.thresholds import MOST_REMEMBERED_ANSWERS, MOST_TRIES
@@ -34,7 +35,7 @@ _ASKED = ("size", "dim", "numel", "stride", "storage_offset", "is_contiguous", "
 _ASKS = frozenset([id(getattr(torch.Tensor, name)) for name in _ASKED])
 _num_dispatch_modes, _is_autocast = _torch.num_dispatch_modes, _torch.is_autocast  # asked at every call
 _autocast_state = _torch.autocast_state
-_default_dtype = torch.get_default_dtype
+_default_dtype, _has_grad = torch.get_default_dtype, torch.is_grad_enabled
 _MODULES = frozenset(["torch.nn.functional", "torch.functional", "torch._tensor"])
 
 
@@ -134,6 +135,7 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
         self._followed = followed
         recorder.followed = recorder.is_aside = self._run is not None
         self._is_other = False
+        self.hooks = _torch.saved_tensors_hooks(pack, unpack)
         if followed is not None:
             recorder.stop_program = self._stop
             recorder.on_write = self._writes
@@ -171,6 +173,7 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
         if self._run is not None:
             self._run.end_early(recorder)
             recorder.step_in()
+            self.hooks.put_on()
         elif self._learning is not None:
             self._learning.failed = True
         self._run = self._learning = recorder.program = recorder.learning = None
@@ -196,13 +199,14 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
             items is None
             or len(items) != call.num
             or not (all(map(operator.is_, items, wanted)) or call.is_like(items, wanted))
-            or run.num_saved != call.first_save
+            or call.has_grad is not _has_grad()
             or _num_dispatch_modes()
             or (_is_autocast() if call.autocast is None else _autocast_state() != call.autocast)
             or _default_dtype() is not call.dtype
             or (call.flags is not None and _torch.attention_flags() != call.flags)
             or self._recorder.paused
             or (call.takes and not run.takes(call, call.form.picked(items)))  # type: ignore[union-attr]
+            or ((call.is_hooked or self.hooks.is_on) and not self._hook(run, call))
         ):
             self._stop()
             return self._unfollowed(func, args, kwargs)
@@ -217,8 +221,27 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
                 slots[slot] = out if position < 0 else out[position]
             if call.keeps_results:
                 run.keep_results(call, out)
-            run.end = call.last_save
+            if self.hooks.is_on:
+                self._unhook(run, call)
         return out
+
+    def _hook(self, run: StepRun, call: ProgramCall) -> bool:
+        """Has the hooks see what is saved in a call if the program says so; whether it was followed so far."""
+        hooks = self.hooks
+        if not hooks.is_on:
+            run.num_saved = call.first_save
+            return hooks.put_on()
+        if run.num_saved != call.first_save:
+            return False
+        if not call.is_hooked:
+            hooks.put_off()
+        return True
+
+    def _unhook(self, run: StepRun, call: ProgramCall) -> None:
+        """Has autograd keep what comes between a call and the next if no hook is to see it."""
+        run.end = call.last_save
+        if not call.stays_hooked and run.num_saved == call.end_save:
+            self.hooks.put_off()
 
     def _look_at(self, run: StepRun, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         """Runs a call that is not simply the program's next."""
@@ -231,7 +254,8 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
         recorder = self._recorder
         call = None
         if not recorder.paused and not _torch.num_dispatch_modes():
-            call = run.next_call(func, args, kwargs)
+            if not (run.call.is_hooked or self.hooks.is_on) or self._hook(run, run.call):
+                call = run.next_call(func, args, kwargs)
         if call is None:
             self._stop()
             return self._unfollowed(func, args, kwargs)
@@ -248,6 +272,8 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
             out = func(*args, **kwargs) if kwargs else func(*args)
         if run.is_on:
             run.returned(call, out)
+            if self.hooks.is_on:
+                self._unhook(run, call)
         return out
 
     def _unfollowed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:

@@ -60,6 +60,7 @@ class Learning:
         reads: list[int] = []
         index = len(self._calls)
         call = ProgramCall(func, form, reads)
+        call.has_grad = torch.is_grad_enabled()
         enters = []
         for i, tensor in enumerate(tensors):
             slot = self._slot(tensor)
@@ -95,7 +96,8 @@ class Learning:
         if call.form is None:  # how that lies does not follow from the call: looked at here, or where it is read first
             new = [(i, t) for i, t in outs if self._slot(t) is None]
             over = [(i, t, self._under(t)) for i, t in new]
-            call.views = [(i, self._new_slot(t), at, geometry_of(t)) for i, t, at in over if at is not None]
+            views = [(i, t, at) for i, t, at in over if at is not None]
+            call.views = [(i, self._new_slot(t), at, (geometry_of(t), t.requires_grad)) for i, t, at in views]
             others = [self._recorder.existing(t) for i, t, at in over if at is None]
             self._of_others.update(v for v in others if v is not None)
         else:
@@ -241,7 +243,9 @@ class Learning:
             again = Value()
             again.base = value.base
             values.append(again)
-        parts = values, self._num_slots, self._constants, masks, frozenset(self._casts)
+        saves = [(k, s, n if k != KEEP or n in starts else -1, g) for k, s, n, g in saves]  # others nobody asks for
+        seen = frozenset([at for at, (kind, _, number, _) in enumerate(saves) if kind == REBUILD or number >= 0])
+        parts = values, self._num_slots, self._constants, masks, frozenset(self._casts), seen
         return StepProgram(self._calls, saves, found, *parts)
 
     def _segment(

@@ -7,7 +7,6 @@ What has no program: steps in which an op writes to what something is rebuilt fr
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import itertools
 import weakref
@@ -28,7 +27,7 @@ from recoup.runtime.rebuild.learning import Learning
 from recoup.runtime.rebuild.lineage import Recorder
 from recoup.runtime.rebuild.marks import Frame, reads_masks
 from recoup.runtime.rebuild.rederived import Rederived
-from recoup.runtime.rebuild.saved_tensor import compact, pack, rederive, unpack
+from recoup.runtime.rebuild.saved_tensor import compact, rederive
 from recoup.runtime.rebuild.segments import has_memory
 from recoup.runtime.rebuild.step_program import CONSTANT, KEEP, REBUILD, ProgramCall, StepProgram, parts_of
 from recoup.runtime.rebuild.step_run import StepRun
@@ -102,20 +101,18 @@ class RederiveProgram(StepProgram):
         constants: list[tuple[nn.Parameter, int]],
         casts: frozenset[int],
     ) -> None:
-        super().__init__(calls, [], [], [], num_slots, constants, casts=casts)
+        rebuilt = {number for kind, number, _, _ in kept if kind == REBUILD}
+        asked = rebuilt.union(*[sources for *_, sources in kept])
+        # Nobody asks which value the others have.
+        self.kept = [(kind, number if number in asked else -1, *rest) for kind, number, *rest in kept]
+        seen = frozenset([at for at, (_, number, *_) in enumerate(self.kept) if number >= 0])
+        super().__init__(calls, [], [], [], num_slots, constants, casts=casts, seen=seen | compacts.keys())
         self.compacts = compacts
         self.bases = {number: value.base for value, number in values.items()}
         ops = {values[v]: FlatOp(v.made, v, values) for v in chained if v.made is not None}
         turns = list(itertools.accumulate([kind != CONSTANT for kind, *_ in kept]))
         saved = {i: (number, sources) for i, (kind, number, _, sources) in enumerate(kept) if kind == REBUILD}
         self.rebuilding = Rebuilding(ops, saved, turns)
-        # Nobody asks which value those have that are kept once and start nothing.
-        times = collections.Counter([number for _, number, _, _ in kept])
-        read = {n for _, sources in saved.values() for n in sources}
-        self.kept = [
-            (kind, number if kind == REBUILD or times[number] > 1 or number in read else -1, geometry, sources)
-            for kind, number, geometry, sources in kept
-        ]
 
 
 class RederiveLearning(Learning):
@@ -393,6 +390,6 @@ def rederived_step(calls: RederiveCalls, key: Any, *, by_default: bool) -> Itera
         with rederive(by_default=by_default):
             yield
         return
-    with watch, recorder, _torch.on_compiled_calls(watch.leave), _torch.saved_tensors_hooks(pack, unpack):
+    with watch, recorder, _torch.on_compiled_calls(watch.leave), watch.hooks:
         yield
     watch.learn()

@@ -45,13 +45,15 @@ class ProgramCall:
         reads_constants: the same of parameters that something is rebuilt from.
         num_ops: counted in it. first_save, end_save, last_save: tensors that autograd saved before it, after it, and
             before the next call.
+        is_hooked, stays_hooked: whether the hooks are to see what autograd saves in it, and from then to the next call.
+        has_grad: whether gradients were on.
         deriving: whether saved tensors were rebuilt after it.
         num, names: of its arguments, of those with a name. pick: returns from the slots what a call like this one is
             handed, None where that takes a closer look. flags, dtype, autocast: what else decides about its ops; see
             `CallForm`.
         takes: whether `StepRun.takes` is to be told of its tensors. index: its place. then: the call after it.
         views: of a call without form, results that are views of what it was handed: position, slot, place of the tensor
-            under it, geometry.
+            under it, its geometry and whether it takes part in gradients.
     """
 
     __slots__ = (
@@ -66,7 +68,9 @@ class ProgramCall:
         "form",
         "func",
         "gives",
+        "has_grad",
         "index",
+        "is_hooked",
         "items",
         "keeps",
         "keeps_results",
@@ -79,6 +83,7 @@ class ProgramCall:
         "reads",
         "reads_constants",
         "scalars",
+        "stays_hooked",
         "takes",
         "then",
         "views",
@@ -104,10 +109,11 @@ class ProgramCall:
         self.dtype: torch.dtype | None = None
         self.autocast: tuple[Any, ...] | None = None
         self.takes = False
-        self.views: Sequence[tuple[int, int, int, Geometry]] = ()
+        self.views: Sequence[tuple[int, int, int, tuple[Geometry, bool]]] = ()
         self.then: ProgramCall | None = None
         self.first_save = self.end_save = self.last_save = 0
-        self.deriving = True
+        self.deriving = self.has_grad = True
+        self.is_hooked = self.stays_hooked = False
 
     def note_items(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None, tensors: Sequence[Any]) -> None:
         """Notes what it was handed: the number of each tensor among `tensors`, anything else as it is."""
@@ -126,7 +132,7 @@ class ProgramCall:
     def prepare(self, slots: list[Any]) -> None:
         """Adds its scalars to the slots of a program, so that a call like it is handed what is in some slots."""
         assert self.form is not None
-        self.dtype, _, self.autocast = self.form.state  # gradients show in what is saved
+        self.dtype, _, self.autocast = self.form.state
         if self.items is None or self.binds:
             return
         places = []
@@ -264,6 +270,7 @@ class StepProgram:
 
     Args:
         constants: parameters and the slots they lie in.
+        seen: places of the saved tensors that the hooks are to see; autograd keeps the others as it would without them.
     """
 
     def __init__(
@@ -276,6 +283,7 @@ class StepProgram:
         constants: list[tuple[nn.Parameter, int]],
         masks: dict[int, int] | None = None,
         casts: frozenset[int] = frozenset(),
+        seen: frozenset[int] = frozenset(),
     ) -> None:
         self.calls = calls
         self.casts = casts
@@ -290,6 +298,12 @@ class StepProgram:
         for call in calls:
             if call.form is not None:
                 call.prepare(self._template)
+        seen |= casts | self.masks.keys()
+        self.end.first_save = self.end.end_save = calls[-1].last_save if calls else 0
+        then = False
+        for call in reversed(calls):
+            call.stays_hooked = then or not seen.isdisjoint(range(call.end_save, call.last_save))
+            then = call.is_hooked = not seen.isdisjoint(range(call.first_save, call.end_save))
         self.saves = saves
         self.segments = segments
         self.values = values

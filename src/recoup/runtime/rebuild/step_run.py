@@ -189,7 +189,7 @@ class StepRun:
     def next_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> ProgramCall | None:
         """Returns the call that is about to run if it is the program's next; else None, and the program is over."""
         call = self.call
-        if call.func is not func or self.num_saved != call.first_save or call.then is None:
+        if call.func is not func or call.then is None or call.has_grad is not torch.is_grad_enabled():
             return None
         form = call.form
         if form is None:
@@ -250,10 +250,10 @@ class StepRun:
         """Called when a call of the program has returned."""
         for position, slot in call.gives:
             self.slots[slot] = out if position < 0 else out[position]
-        for position, slot, place, geometry in call.views:
+        for position, slot, place, facts in call.views:
             view = out if position < 0 else out[position]
             under = self._handed[place]
-            if geometry_of(view) != geometry or view.untyped_storage()._cdata != under.untyped_storage()._cdata:
+            if (geometry_of(view), view.requires_grad) != facts or view.untyped_storage()._cdata != under.untyped_storage()._cdata:
                 self._recorder.stop_program()
                 return
             self.slots[slot] = view
