@@ -150,11 +150,14 @@ class below_autocast_and_autograd:
         self._had_grad = torch.is_grad_enabled()
         if self._had_grad:
             torch._C._set_grad_enabled(False)
-        self._guard = torch._C._DisableAutocast()  # type: ignore[attr-defined]
-        self._guard.__enter__()  # type: ignore[no-untyped-call]
+        self._guard = None
+        if torch._C._is_any_autocast_enabled():
+            self._guard = torch._C._DisableAutocast()  # type: ignore[attr-defined]
+            self._guard.__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *exc: Any) -> None:
-        self._guard.__exit__(*exc)
+        if self._guard is not None:
+            self._guard.__exit__(*exc)
         if self._had_grad:
             torch._C._set_grad_enabled(True)
 
@@ -331,11 +334,14 @@ class saved_tensors_hooks(torch.autograd.graph.saved_tensors_hooks):
         """Undoes `put_off`; returns whether they are on: not where others came since, or are refused."""
         if self.is_on:
             return True
-        if _top_hooks(True) is not None or not torch._C._autograd._saved_tensors_hooks_is_enabled():
+        if _top_hooks(True) is not None:
             return False
         self.is_on = True
-        _push_hooks(self.pack_hook, self.unpack_hook)
-        return True
+        try:
+            _push_hooks(self.pack_hook, self.unpack_hook)
+        except RuntimeError:
+            self.is_on = False
+        return self.is_on
 
 
 def saves_plainly() -> bool:

@@ -185,7 +185,7 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
         run = self._run
         if run is None:
             return self._unfollowed(func, args, kwargs)
-        call = run.call
+        call, hooks = run.call, self.hooks
         pick = call.pick
         if call.func is not func or pick is None:
             return self._look_at(run, func, args, kwargs)
@@ -206,7 +206,7 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
             or (call.flags is not None and _torch.attention_flags() != call.flags)
             or self._recorder.paused
             or (call.takes and not run.takes(call, call.form.picked(items)))  # type: ignore[union-attr]
-            or ((call.is_hooked or self.hooks.is_on) and not self._hook(run, call))
+            or (run.num_saved != call.first_save if hooks.is_on else call.is_hooked and not hooks.put_on())
         ):
             self._stop()
             return self._unfollowed(func, args, kwargs)
@@ -214,6 +214,10 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
         for slot in call.leaves:
             slots[slot] = None
         run.call = call.then  # type: ignore[assignment]
+        if call.is_hooked:
+            run.num_saved = call.first_save
+        elif hooks.is_on:
+            hooks.put_off()
         run.end = call.end_save
         out = func(*args, **kwargs) if kwargs else func(*args)
         if run.is_on:
@@ -221,27 +225,21 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
                 slots[slot] = out if position < 0 else out[position]
             if call.keeps_results:
                 run.keep_results(call, out)
-            if self.hooks.is_on:
-                self._unhook(run, call)
+            run.end = call.last_save
+            if hooks.is_on and not call.stays_hooked and run.num_saved == call.end_save:
+                hooks.put_off()
         return out
 
     def _hook(self, run: StepRun, call: ProgramCall) -> bool:
         """Has the hooks see what is saved in a call if the program says so; whether it was followed so far."""
         hooks = self.hooks
-        if not hooks.is_on:
-            run.num_saved = call.first_save
-            return hooks.put_on()
-        if run.num_saved != call.first_save:
+        if run.num_saved != call.first_save if hooks.is_on else call.is_hooked and not hooks.put_on():
             return False
-        if not call.is_hooked:
+        if call.is_hooked:
+            run.num_saved = call.first_save
+        elif hooks.is_on:
             hooks.put_off()
         return True
-
-    def _unhook(self, run: StepRun, call: ProgramCall) -> None:
-        """Has autograd keep what comes between a call and the next if no hook is to see it."""
-        run.end = call.last_save
-        if not call.stays_hooked and run.num_saved == call.end_save:
-            self.hooks.put_off()
 
     def _look_at(self, run: StepRun, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         """Runs a call that is not simply the program's next."""
@@ -254,7 +252,7 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
         recorder = self._recorder
         call = None
         if not recorder.paused and not _torch.num_dispatch_modes():
-            if not (run.call.is_hooked or self.hooks.is_on) or self._hook(run, run.call):
+            if self._hook(run, run.call):
                 call = run.next_call(func, args, kwargs)
         if call is None:
             self._stop()
@@ -272,8 +270,8 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
             out = func(*args, **kwargs) if kwargs else func(*args)
         if run.is_on:
             run.returned(call, out)
-            if self.hooks.is_on:
-                self._unhook(run, call)
+            if self.hooks.is_on and not call.stays_hooked and run.num_saved == call.end_save:
+                self.hooks.put_off()
         return out
 
     def _unfollowed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from recoup.runtime.recompute.spot_check import read_bytes
+from recoup.runtime.recompute.spot_check import Spots, read_bytes
 
 
 class Constant:
@@ -12,19 +12,24 @@ class Constant:
 
     Attributes:
         version, storage, sample: when it was read: version counter, storage, and a few of its bytes.
+        spots: where these lie, if that is known.
         is_source: whether a saved tensor will be rebuilt from it.
         copy: its contents at that time, if the forward has written to it since.
+
+    Args:
+        spots: of the tensor as it lies now.
     """
 
-    __slots__ = ("copy", "is_source", "sample", "storage", "tensor", "version")
+    __slots__ = ("copy", "is_source", "sample", "spots", "storage", "tensor", "version")
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor, spots: Spots | None = None) -> None:
         self.tensor = tensor
         self.is_source = False
         self.copy: torch.Tensor | None = None
         self.version = tensor._version
-        self.sample = read_bytes(tensor)
-        self.storage = tensor.untyped_storage()._cdata
+        self.spots = spots
+        self.sample = read_bytes(tensor) if spots is None else spots.read()
+        self.storage = tensor.untyped_storage()._cdata if spots is None else spots.storage
 
     def rescue(self) -> None:
         """Called before it is overwritten: copies it if something is to be rebuilt from it."""

@@ -108,6 +108,9 @@ def constant_of(constant: Constant) -> torch.Tensor:
         return constant.copy
     tensor = constant.tensor
     check_version(tensor, constant.version)
+    spots = constant.spots
+    if spots is not None and spots.are_of(tensor) and spots.read() == constant.sample:
+        return tensor.detach()
     is_elsewhere = tensor.untyped_storage()._cdata != constant.storage
     if (is_elsewhere and not _torch.is_sharded_parameter(tensor)) or (
         constant.sample and read_bytes(tensor) != constant.sample

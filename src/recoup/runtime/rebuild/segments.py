@@ -358,14 +358,14 @@ class Rebuilt(Wanted):
 
     def is_lost(self) -> bool:
         """Whether what autograd saved was overwritten since: another part of the storage may have been."""
-        return bool(self.value.overwritten) and is_overwritten(self.value, self.geometry)
+        return is_overwritten(self.value, self.geometry)
 
     def unpack(self) -> torch.Tensor:
         """Returns the tensor; raises if it was changed in place since it was saved, as autograd would.
 
         Under `retain_graph` it may be asked for again, and is rebuilt again.
         """
-        if self.is_lost():
+        if self.value.overwritten and self.is_lost():
             size, _, _, dtype = self.geometry
             raise changed_since(f"{dtype} {list(size)}")
         if self.held is not None or self._under.are_here():

@@ -29,6 +29,7 @@ from recoup import _torch
 from recoup.runtime.rebuild.call_forms import SCALARS, SEQUENCES, CallForm, flattened, picker
 from recoup.runtime.rebuild.op_forms import OpForm
 from recoup.runtime.rebuild.values import PLAIN, Geometry, Value
+from recoup.runtime.recompute.spot_check import Spots
 
 KEEP, CONSTANT, REBUILD = range(3)
 
@@ -266,7 +267,7 @@ class StepProgram:
         values: one for each number, with the geometry of what fills its storage. end: stands behind the last call.
         num_slots: of tensors; those of held values come after them. masks: by its place among the saved tensors, the
             number of the random mask that one shows, which something is rebuilt from. casts: places of those that
-            autocast made of a parameter.
+            autocast made of a parameter. spots: where to look at parameters that something is rebuilt from, by number.
 
     Args:
         constants: parameters and the slots they lie in.
@@ -309,6 +310,7 @@ class StepProgram:
         self.values = values
         self._constants = [(weakref.ref(parameter), slot) for parameter, slot in constants]
         self._guard = _torch.tensor_guard([parameter for parameter, _ in constants]) if constants else None
+        self.spots: dict[int, Spots | None] = {}
         self._offsets = [parameter.storage_offset() for parameter, _ in constants]
         self.holders: dict[int, list[int]] = {}
         for i, segment in enumerate(segments):

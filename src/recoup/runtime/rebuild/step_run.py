@@ -17,6 +17,7 @@ from recoup.runtime.rebuild.saved_tensor import compact
 from recoup.runtime.rebuild.segments import Rebuilt, Segment, Wanted, has_memory, parameter_of
 from recoup.runtime.rebuild.step_program import CONSTANT, REBUILD, ProgramCall, SegmentProgram, StepProgram, parts_of
 from recoup.runtime.rebuild.values import Value, geometry_of
+from recoup.runtime.recompute.spot_check import spots_of
 
 
 class _Sources(list[Source]):
@@ -221,10 +222,14 @@ class StepRun:
         for position, number in call.reads_constants:
             tensor = tensors[position]
             if number not in self._constants:
-                parameter = tensor if isinstance(tensor, torch.nn.Parameter) else tensor._base  # or a view of one
-                if not isinstance(parameter, torch.nn.Parameter) or not has_memory(parameter):
-                    return False
-                constant = self._constants[number] = Constant(parameter)
+                spots = self._program.spots.get(number)
+                parameter = tensor
+                if spots is None or not spots.are_of(tensor):
+                    parameter = tensor if isinstance(tensor, torch.nn.Parameter) else tensor._base  # or a view of one
+                    if not isinstance(parameter, torch.nn.Parameter) or not has_memory(parameter):
+                        return False
+                    spots = self._program.spots[number] = spots_of(parameter)
+                constant = self._constants[number] = Constant(parameter, spots)
                 constant.is_source = True
         for position, number in call.keeps:
             self._keep(number, tensors[position])
@@ -309,9 +314,8 @@ class StepRun:
         return found
 
     def _keep(self, number: int, tensor: torch.Tensor) -> None:
-        if number not in self._kept:
-            with _torch.past_dispatch_modes():
-                self._own(number, Kept(_torch.alias_below_autograd(tensor), is_saved=False))
+        if number not in self._kept:  # never a result itself: see `held_recorder.keep`
+            self._own(number, Kept(tensor.detach(), is_saved=False))
 
     def _own(self, number: int, kept: Kept | KeptCompact) -> None:
         self._kept[number] = weakref.ref(kept)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,12 +13,13 @@ from recoup import _torch
 class Surroundings:
     """The user's dispatch modes and kernel flags that the recorded ops ran under."""
 
-    __slots__ = ("_is_cheap", "flags", "modes")
+    __slots__ = ("_is_cheap", "_seen_in", "flags", "modes")
 
     def __init__(self, modes: tuple[Any, ...], *, is_cheap: bool) -> None:
         self.modes = modes
         self._is_cheap = is_cheap
         self.flags = _torch.backend_flags(cpu_only=is_cheap)
+        self._seen_in: tuple[int, int] | None = None  # the backward, by thread, in which the flags were found so
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
@@ -26,5 +28,12 @@ class Surroundings:
             yield
 
     def are_here(self) -> bool:
-        """Whether that changes nothing."""
-        return _torch.has_user_modes(self.modes) and self.flags == _torch.backend_flags(cpu_only=self._is_cheap)
+        """Whether that changes nothing; the flags are looked at once in each backward."""
+        if not _torch.has_user_modes(self.modes):
+            return False
+        backward = _torch.current_backward_id(), threading.get_ident()
+        if backward != self._seen_in:
+            if self.flags != _torch.backend_flags(cpu_only=self._is_cheap):
+                return False
+            self._seen_in = backward if backward[0] >= 0 else None
+        return True

@@ -73,6 +73,36 @@ def _window(size: int) -> tuple[Any, slice, slice]:
     return at, slice(middle, middle + _SAMPLE_BYTES), slice(size - _SAMPLE_BYTES, size)
 
 
+class Spots:
+    """Where a few bytes of a parameter lie, looked up once: reading them takes a third of what `read_bytes` takes.
+
+    Attributes:
+        storage: that it lies over.
+    """
+
+    __slots__ = ("_address", "_end", "_memory", "_middle", "_num_bytes", "storage")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._address, self._num_bytes = tensor.data_ptr(), tensor.nbytes
+        self.storage = tensor.untyped_storage()._cdata
+        at, self._middle, self._end = _window(self._num_bytes)
+        self._memory = at(self._address)
+
+    def are_of(self, tensor: torch.Tensor) -> bool:
+        """Whether that tensor lies there: memory that was taken away is at no address."""
+        return tensor.data_ptr() == self._address and tensor.nbytes == self._num_bytes
+
+    def read(self) -> bytes:
+        """Returns what `read_bytes` returns; only while a tensor lies there."""
+        memory = self._memory
+        return memory[_START] + memory[self._middle] + memory[self._end]  # type: ignore[no-any-return]
+
+
+def spots_of(tensor: torch.Tensor) -> Spots | None:
+    """Returns where to look at a tensor's bytes; None if `read_bytes` has none of it or looks elsewhere."""
+    return Spots(tensor) if type(tensor) is nn.Parameter and tensor.is_contiguous() and read_bytes(tensor) else None
+
+
 def storage_of(tensor: torch.Tensor) -> int | None:
     """Returns an id of the tensor's storage; None if it has none of its own (sparse, wrapper subclasses)."""
     if tensor.layout is not torch.strided:
