@@ -461,12 +461,20 @@ def function_mode_class() -> type[Any]:
     class OwnFunctionMode(TorchFunctionMode):  # type: ignore[no-untyped-call]
         is_off = False
 
-        def leave(self) -> None:
-            """Turns it off before its block ends, if no other mode was put on since."""
+        def put_off(self) -> bool:
+            """Turns it off inside of its block; returns whether it is: others may have been put on since."""
             num = torch._C._len_torch_function_stack()
             if not self.is_off and num and torch._C._get_function_stack_at(num - 1) is self:
                 torch._C._pop_torch_function_stack()
                 self.is_off = True
+            return self.is_off
+
+        def put_on(self) -> bool:
+            """Undoes `put_off`; returns whether it is on: not on top of others."""
+            if self.is_off and not torch._C._len_torch_function_stack():
+                self.is_off = False
+                torch._C._push_on_torch_function_stack(self)
+            return not self.is_off
 
         def __exit__(self, *exc: Any) -> None:
             if not self.is_off:

@@ -140,8 +140,21 @@ def run_call(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, A
         args, kwargs = without_cache(patched.module, args, kwargs)
     if torch.compiler.is_compiling():
         return _run_compiled(patched, args, kwargs)
-    with execution_context.counting_for(state.counts):
-        return _run_planned(patched, args, kwargs)
+    recorder = None if state.rederived_calls is None else current_recorder()
+    if recorder is None:
+        with execution_context.counting_for(state.counts):
+            return _run_planned(patched, args, kwargs)
+    if recorder.is_resting and not state.counts_calls:
+        return patched.original(*args, **kwargs)
+    is_told = not recorder.is_resting
+    if is_told and (recorder.at_module is None or not recorder.at_module(settings.path)):
+        recorder.enter(settings.path)
+    try:
+        with execution_context.counting_for(state.counts):
+            return _run_planned(patched, args, kwargs)
+    finally:
+        if is_told and (recorder.at_module is None or not recorder.at_module(None)):
+            recorder.leave()
 
 
 def _run_planned(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -74,16 +74,15 @@ def run_held(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, A
             tell_compiled(state.decision.action, type(patched.module).__name__, "")
         return patched.original(*args, **kwargs)
     recorder = current_recorder()
-    if recorder is not None and recorder.trail is not None:
-        trail = recorder.trail
-        trail += (settings.path, recorder.program.call)
-        try:
+    if recorder is not None and recorder.at_module is not None:
+        if recorder.is_resting:
             return patched.original(*args, **kwargs)
-        finally:
-            if recorder.trail is trail:
-                trail += (None, recorder.program.call)
-            else:  # the program ended inside
-                _leave(recorder, state.is_unit(type(patched.module)))
+        if recorder.at_module(settings.path):
+            try:
+                return patched.original(*args, **kwargs)
+            finally:
+                if recorder.at_module is None or not recorder.at_module(None):  # the program has ended
+                    _leave(recorder, state.is_unit(type(patched.module)))
     if isinstance(recorder, HeldRecorder):
         kind = type(patched.module)
         is_unit = state.is_unit(kind)
@@ -106,7 +105,6 @@ def run_held(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, A
                 result = patched.original(*args, **kwargs)
         else:
             watch = CallWatch(recorder, state.calls, (patched.module.training, like_step(args, kwargs)))
-            recorder.trail = [] if recorder.followed else None
             with watch, recorder, _torch.on_compiled_calls(watch.leave), watch.hooks:
                 result = patched.original(*args, **kwargs)
             watch.learn()

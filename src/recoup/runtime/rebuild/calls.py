@@ -128,8 +128,8 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
         self._recorder: Any = recorder
         self._calls = calls
         self._last: CallForm | None = None
-        self._key = key
-        followed = calls.begin(recorder, key)
+        self._key = key, _torch.saves_plainly()  # within others' hooks nothing is idle
+        followed = calls.begin(recorder, self._key)
         self._run = recorder.program = followed if isinstance(followed, StepRun) else None
         self._learning = recorder.learning = followed if isinstance(followed, Learning) else None
         self._followed = followed
@@ -139,11 +139,14 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
         if followed is not None:
             recorder.stop_program = self._stop
             recorder.on_write = self._writes
+        if self._run is not None:
+            recorder.at_module = self._passes
 
     def __exit__(self, *exc: Any) -> None:
         super().__exit__(*exc)
         recorder = self._recorder
         recorder.program = recorder.learning = recorder.stop_program = recorder.on_write = None  # no cycle stays
+        recorder.at_module = None
 
     @property
     def is_busy(self) -> bool:
@@ -158,7 +161,7 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
         """Called before compiled code runs, which must not meet this mode: it is off from then on."""
         self._calls.is_compiled = True
         self._stop()
-        super().leave()
+        self.put_off()
 
     def _writes(self, tensors: list[torch.Tensor]) -> None:
         """Called before an op writes to tensors; in a program only calls without a form may write."""
@@ -177,7 +180,31 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
         elif self._learning is not None:
             self._learning.failed = True
         self._run = self._learning = recorder.program = recorder.learning = None
-        recorder.stop_program = recorder.on_write = None
+        recorder.stop_program = recorder.on_write = recorder.at_module = None
+        recorder.is_resting = False
+
+    def _passes(self, path: str | None) -> bool:
+        """Called where a patched module is entered or left in a step that follows a program; whether it still does."""
+        run = self._run
+        assert run is not None
+        boundary = run.boundary
+        if (
+            boundary.path != path
+            or boundary.call is not run.call
+            or (boundary.is_watched is self.is_off and not self._switch(on=boundary.is_watched))
+        ):
+            self._stop()
+            return False
+        for slot in boundary.leaves:
+            run.slots[slot] = None
+        leaving = boundary.leaving
+        self._recorder.is_resting = leaving is not None
+        run.boundary = leaving or boundary.then  # type: ignore[assignment]
+        return True
+
+    def _switch(self, *, on: bool) -> bool:
+        """Puts this mode on, or it and the hooks off; returns whether that is done."""
+        return self.put_on() if on else (not self.hooks.is_on or self.hooks.put_off()) and self.put_off()
 
     def __torch_function__(
         self, func: Any, types_: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from recoup.runtime.rebuild.op_forms import form_of
 from recoup.runtime.rebuild.rewriting import Rewriting
 from recoup.runtime.rebuild.saved_tensor import MIN_BYTES, compact
 from recoup.runtime.rebuild.segments import Rebuilt, Segment
-from recoup.runtime.rebuild.step_program import ProgramCall
+from recoup.runtime.rebuild.step_program import Boundary, ProgramCall, StepProgram
 from recoup.runtime.rebuild.values import Geometry, Made, Value, geometry_of
 
 
@@ -66,29 +66,36 @@ class HeldRecorder(Recorder):
 
     def enter(self, path: str) -> None:
         """Begins a call of the module at `path`: ops are its own until `leave`."""
+        super().enter(path)
         call = self._calls.get(path, 0)
         self._calls[path] = call + 1
         self._frames.append(Frame(path, self._marks.get((path, call))))
 
-    def retrace(self, calls: Sequence[ProgramCall], end: int) -> None:
-        """Enters and leaves what a step did that followed a program, up to a call of it; from here on it is recorded."""
-        trail, self.trail = self.trail or (), None
-        at = 0
-        for path, call in zip(trail[::2], trail[1::2], strict=True):
-            at = self._count(calls, at, call.index)
-            if path is None:
+    def retrace(
+        self, program: StepProgram, num_boundaries: int, num_calls: int
+    ) -> ProgramCall | Boundary | None:
+        """Enters and leaves what a step did that followed a program so far; from here on it is recorded.
+
+        Returns:
+            What it came by last.
+        """
+        last: ProgramCall | Boundary | None = None
+        first = 0
+        for boundary in program.boundaries[:num_boundaries]:
+            self.frame.ordinal += boundary.num_ops
+            if boundary.path is None:
                 self.leave()
             else:
-                self.enter(path)
-        self._count(calls, at, end)
-
-    def _count(self, calls: Sequence[ProgramCall], start: int, end: int) -> int:
-        for call in calls[start:end]:
+                self.enter(boundary.path)
+            last, first = boundary, boundary.call.index
+        for call in program.calls[first:num_calls]:
             self.frame.ordinal += call.num_ops
-        return end
+            last = call
+        return last
 
     def leave(self) -> None:
         """Ends the innermost call."""
+        super().leave()
         frame = self._frames.pop()
         if frame.missed is not None:
             self._lose(frame)
@@ -124,7 +131,7 @@ class HeldRecorder(Recorder):
             return self._run(facts, args, kwargs)
         mark = None
         if facts.kind != VIEW:
-            is_marked = self._frames[-1].marks is not None and self.trail is None
+            is_marked = self._frames[-1].marks is not None and self.at_module is None
             mark = self.before_op(facts.label, args) if is_marked else None
             self.pass_op()
             if self.log is not None and reads_numbers(args):

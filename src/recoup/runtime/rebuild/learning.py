@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import bisect
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from recoup import _torch
+from recoup.runtime.rebuild.boundaries import Idle, Passed, read_anew
 from recoup.runtime.rebuild.call_forms import CallForm
 from recoup.runtime.rebuild.kept import Kept, KeptConstant, KeptView
 from recoup.runtime.rebuild.op_forms import Noted
@@ -52,6 +54,12 @@ class Learning:
         self._handed_now: Sequence[Any] = ()  # to the call that runs
         self._casts: set[int] = set()
         self._shown: dict[Value, int] = {}  # random masks, by which saved tensor
+        self._passed: list[Passed] = []
+        self._may_rest = _torch.saves_plainly()  # nobody else's hooks are on
+        self._made_until: list[int] = []  # by call: how many ops were recorded
+        self._returned: list[list[Value]] = []  # by call
+        self._ran: set[int] = set()  # orders of the ops that run again
+        self._asked: set[Value] = set()  # what they read and make, held or rebuilt
 
     # -- notes --------------------------------------------------------------------------------------------------
 
@@ -107,9 +115,16 @@ class Learning:
         call.end_save = len(self._saves)
         call.deriving = self._recorder.deriving
         index = len(self._calls) - 1
+        self._made_until.append(self._recorder.num_made)
+        self._returned.append([v for v in map(self._recorder.existing, [t for _, t in outs]) if v is not None])
         self._see(index, True, outs)  # what it was handed and wrote to has its new value from the next call on
         self._is_inside = self.is_open = False
         self._handed_now = ()
+
+    def passes(self, path: str | None) -> None:
+        """Called where a patched module is entered, and, without its path, where one is left."""
+        is_top = _torch.num_function_modes() == 1
+        self._passed.append(Passed(path, len(self._calls), len(self._saves), self._recorder.deriving, is_top))
 
     def _under(self, tensor: torch.Tensor) -> int | None:
         """Returns the place of a tensor that the call was handed and that this one is a view of."""
@@ -232,21 +247,31 @@ class Learning:
         rebuilt = {number for kind, _, number, _ in saves if kind == REBUILD}  # raises in backward, as plain would
         if any(self._numbers.get(value, -1) in starts | rebuilt for value in self._written):
             return None
-        if not self._place(found, {number for kind, _, number, _ in saves if kind == KEEP}):
+        kept_numbers = {number for kind, _, number, _ in saves if kind == KEEP}
+        if not self._place(found, kept_numbers):
             return None
-        self._let_go()
-        self._let_held_go(_last_uses(saves, found))
         shown = {at: self._numbers.get(mask, -1) for mask, at in self._shown.items()}
         masks = {at: n for at, n in shown.items() if n in starts and saves[at][2] != n}
+        last_uses = _last_uses(saves, found)
+        saves = [(k, s, n if k != KEEP or n in starts else -1, g) for k, s, n, g in saves]  # others nobody asks for
+        seen = {at for at, (kind, _, number, _) in enumerate(saves) if kind == REBUILD or number >= 0}
+        seen |= self._casts | masks.keys()
+        numbered = starts | rebuilt
+        self._asked.update(value for value, number in self._numbers.items() if number in numbered)
+        held = [{n for _, n in (*call.keeps, *call.keeps_results)} for call in self._calls]
+        end = next((i for i, numbers in enumerate(held) if not numbers <= kept_numbers), len(held))
+        first_saves = [call.first_save for call in self._calls]
+        idle = self._let_go(seen, end)
+        self._let_held_go(last_uses, first_saves, idle)
         values = []
         for value in self._numbers:
             again = Value()
             again.base = value.base
             values.append(again)
-        saves = [(k, s, n if k != KEEP or n in starts else -1, g) for k, s, n, g in saves]  # others nobody asks for
-        seen = frozenset([at for at, (kind, _, number, _) in enumerate(saves) if kind == REBUILD or number >= 0])
-        parts = values, self._num_slots, self._constants, masks, frozenset(self._casts), seen
-        return StepProgram(self._calls, saves, found, *parts)
+        parts = values, self._num_slots, self._constants, masks, frozenset(self._casts), frozenset(seen)
+        program = StepProgram(self._calls, saves, found, *parts, idle.boundaries)
+        idle.place([*program.calls, program.end])
+        return program
 
     def _segment(
         self, segment: Segment, wanted: set[Value], kept: set[int], indices: dict[Segment, int]
@@ -286,6 +311,8 @@ class Learning:
                 program.sources.add(number)
                 continue
             ops.setdefault(made.order, (made, set()))[1].add(value)
+            self._ran.add(made.order)
+            self._asked.update((value, *made.values))
             for read in made.values:
                 if read not in seen:
                     seen.add(read)
@@ -322,13 +349,23 @@ class Learning:
                 setattr(call, name, (*getattr(call, name), (position, number)))
         return True
 
-    def _let_go(self) -> None:
-        """Notes after which call nobody reads a slot any more."""
-        always = {slot for _, slot in self._constants}
+    def _let_go(self, seen: Collection[int], end: int) -> Idle:
+        """Drops the calls of idle stretches, and notes after which of the others nobody reads a slot any more.
+
+        Args:
+            seen, end: as `Idle`'s.
+        """
         num_saved = len(self._saves)
-        read: set[int] = set()
         for call in reversed(self._calls):
             call.last_save, num_saved = num_saved, call.first_save
+        idle = Idle(self._calls, self._passed, self._watched(seen), seen, end if self._may_rest else 0)
+        self._calls = [self._calls[i] for i in idle.stay]
+        here_read = {slot for call in self._calls for slot in call.reads}
+        self._constants = [(parameter, slot) for parameter, slot in self._constants if slot in here_read]
+        always = {slot for _, slot in self._constants}
+        read_anew(self._calls, always)
+        read: set[int] = set()
+        for call in reversed(self._calls):
             here = [slot for slot in call.reads if slot >= 0 and slot not in always]
             call.gives = tuple([(i, slot) for i, slot in call.gives if slot in read])
             call.views = tuple([view for view in call.views if view[1] in read])
@@ -336,17 +373,29 @@ class Learning:
             call.leaves = tuple({slot for slot in here if slot not in read})
             read.update(here)
             call.reads = tuple(call.reads)
+        return idle
 
-    def _let_held_go(self, last_uses: dict[int, int]) -> None:
+    def _watched(self, seen: Collection[int]) -> set[int]:
+        """Returns the indices of the calls that what is rebuilt rests on."""
+        found = {bisect.bisect_left(self._made_until, order) for order in self._ran}
+        places = sorted(seen)
+        for i, call in enumerate(self._calls):
+            is_hooked = bisect.bisect_left(places, call.first_save) < bisect.bisect_left(places, call.end_save)
+            if is_hooked or call.keeps or call.keeps_results or call.reads_constants:
+                found.add(i)
+            elif not self._asked.isdisjoint(self._returned[i]):
+                found.add(i)
+        return found
+
+    def _let_held_go(self, last_uses: dict[int, int], first_saves: list[int], idle: Idle) -> None:
         """Notes after which call nobody asks for a held value any more, but who was given it before."""
-        first_saves = [call.first_save for call in self._calls]
         by_number = {number: value for value, number in self._numbers.items()}
         for number, last in last_uses.items():
             seen = self._seen.get(by_number[number])
             after = max(bisect.bisect_right(first_saves, last), 0 if seen is None else seen[0] + 1)
-            if after < len(self._calls):
-                call = self._calls[after]
-                call.leaves = (*call.leaves, self._num_slots + number)
+            if after < len(first_saves):
+                place = idle.begin(after) or self._calls[bisect.bisect_left(idle.stay, after)]
+                place.leaves = (*place.leaves, self._num_slots + number)
 
 
 def _last_uses(saves: list[Saved], segments: list[SegmentProgram]) -> dict[int, int]:

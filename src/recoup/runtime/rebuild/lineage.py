@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -55,7 +55,8 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
     `deriving` says whether what is saved now may be rederived, or is kept (and serves others as a source).
     `is_cheap`: only cheap ops run again, so that few flags of kernels count.
     `is_aside`: set before it is entered, for a step whose ops are known: none come to it until `step_in`.
-    `trail`: in a step that follows a program, what modules were entered and left, each with the call that came next.
+    `at_module`: in a step that follows a program, to be told of each patched module that is entered (its path) or left
+    (None); returns whether the program says the same. `is_resting`: inside of a module of which it says nothing.
     `offloading`: whether what is kept now goes to the host, by way of `offloader`, if the plan offloads anything.
     """
 
@@ -69,7 +70,8 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
         self.call: Any = None
         self.program: Any = None
         self.learning: Any = None
-        self.trail: list[Any] | None = None
+        self.at_module: Callable[[str | None], bool] | None = None
+        self.is_resting = False
         self.num_made = 0
         self.packed: list[weakref.ref[Any]] = []  # what autograd got for each saved tensor, unless `is_cheap`
         self.turn = 0  # counts saved tensors: backward asks about in reverse
@@ -98,6 +100,16 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
         self._values.clear()
         _current.recorder = self._outer
         self._outer = None
+
+    def enter(self, path: str) -> None:
+        """Notes, in a step that follows no program, that the patched module at `path` is entered."""
+        if self.learning is not None:
+            self.learning.passes(path)
+
+    def leave(self) -> None:
+        """Notes that the innermost patched module is left."""
+        if self.learning is not None:
+            self.learning.passes(None)
 
     def step_in(self) -> None:
         """Has the ops that come recorded, if it stood aside."""

@@ -29,7 +29,7 @@ from recoup.runtime.rebuild.marks import Frame, reads_masks
 from recoup.runtime.rebuild.rederived import Rederived
 from recoup.runtime.rebuild.saved_tensor import compact, rederive
 from recoup.runtime.rebuild.segments import has_memory
-from recoup.runtime.rebuild.step_program import CONSTANT, KEEP, REBUILD, ProgramCall, StepProgram, parts_of
+from recoup.runtime.rebuild.step_program import CONSTANT, KEEP, REBUILD, Boundary, ProgramCall, StepProgram, parts_of
 from recoup.runtime.rebuild.step_run import StepRun
 from recoup.runtime.rebuild.values import Geometry, Value, geometry_of
 
@@ -100,13 +100,11 @@ class RederiveProgram(StepProgram):
         num_slots: int,
         constants: list[tuple[nn.Parameter, int]],
         casts: frozenset[int],
+        seen: frozenset[int],
+        boundaries: Sequence[Boundary],
     ) -> None:
-        rebuilt = {number for kind, number, _, _ in kept if kind == REBUILD}
-        asked = rebuilt.union(*[sources for *_, sources in kept])
-        # Nobody asks which value the others have.
-        self.kept = [(kind, number if number in asked else -1, *rest) for kind, number, *rest in kept]
-        seen = frozenset([at for at, (_, number, *_) in enumerate(self.kept) if number >= 0])
-        super().__init__(calls, [], [], [], num_slots, constants, casts=casts, seen=seen | compacts.keys())
+        super().__init__(calls, [], [], [], num_slots, constants, casts=casts, seen=seen, boundaries=boundaries)
+        self.kept = kept
         self.compacts = compacts
         self.bases = {number: value.base for value, number in values.items()}
         ops = {values[v]: FlatOp(v.made, v, values) for v in chained if v.made is not None}
@@ -236,10 +234,19 @@ class RederiveLearning(Learning):
             return None
         if not self._sources.isdisjoint(self._written) or not self._place_constants():
             return None
-        self._let_go()
+        rebuilt = {number for kind, number, *_ in self._kept if kind == REBUILD}
+        asked = rebuilt.union(*[sources for *_, sources in self._kept])
+        # Nobody asks which value the others have.
+        kept = [(k, number if number in asked else -1, g, s) for k, number, g, s in self._kept]
+        seen = {at for at, (_, number, *_) in enumerate(kept) if number >= 0} | self._compacts.keys() | self._casts
+        self._ran = {v.made.order for v in self._chained if v.made is not None}
+        self._asked = self._chained | self._sources | {v for v, number in self._numbers.items() if number in asked}
+        idle = self._let_go(seen, len(self._calls))
         numbers, calls = self._numbers, self._calls
-        parts = self._compacts, self._num_slots, self._constants, frozenset(self._casts)
-        return RederiveProgram(calls, self._kept, numbers, self._chained, *parts)
+        parts = self._compacts, self._num_slots, self._constants, frozenset(self._casts), frozenset(seen)
+        program = RederiveProgram(calls, kept, numbers, self._chained, *parts, idle.boundaries)
+        idle.place([*calls, program.end])
+        return program
 
     def _place_constants(self) -> bool:
         """Has parameters that something is rebuilt from noted by the call that reads them first."""

@@ -166,6 +166,31 @@ class ProgramCall:
         return True
 
 
+class Boundary:
+    """Where a patched module is entered or left, see [Note: idle stretches].
+
+    Attributes:
+        path: of the module that is entered, None where one is left; neither behind the last boundary.
+        is_watched: whether modes are on behind it.
+        leaving: where this module is left again, if nothing inside of it is watched.
+        num_ops: counted since the boundary before, in the module around both. deriving: as `ProgramCall`'s.
+        leaves: as `ProgramCall`'s. call: the next that is watched. index: its place. then: the boundary after it.
+    """
+
+    __slots__ = ("call", "deriving", "index", "is_watched", "leaves", "leaving", "num_ops", "path", "then")
+
+    def __init__(self, path: str | bool | None, *, num_ops: int, deriving: bool, is_watched: bool) -> None:
+        self.path = path
+        self.is_watched = is_watched
+        self.leaving: Boundary | None = None
+        self.num_ops = num_ops
+        self.deriving = deriving
+        self.leaves: Sequence[int] = ()
+        self.call: ProgramCall | None = None
+        self.index = 0
+        self.then: Boundary | None = None
+
+
 class _Place:
     """Stands for a tensor among a call's arguments: its number."""
 
@@ -271,6 +296,7 @@ class StepProgram:
 
     Args:
         constants: parameters and the slots they lie in.
+        boundaries: in order.
         seen: places of the saved tensors that the hooks are to see; autograd keeps the others as it would without them.
     """
 
@@ -285,6 +311,7 @@ class StepProgram:
         masks: dict[int, int] | None = None,
         casts: frozenset[int] = frozenset(),
         seen: frozenset[int] = frozenset(),
+        boundaries: Sequence[Boundary] = (),
     ) -> None:
         self.calls = calls
         self.casts = casts
@@ -299,12 +326,19 @@ class StepProgram:
         for call in calls:
             if call.form is not None:
                 call.prepare(self._template)
-        seen |= casts | self.masks.keys()
         self.end.first_save = self.end.end_save = calls[-1].last_save if calls else 0
-        then = False
+        then = self.end
         for call in reversed(calls):
-            call.stays_hooked = then or not seen.isdisjoint(range(call.end_save, call.last_save))
-            then = call.is_hooked = not seen.isdisjoint(range(call.first_save, call.end_save))
+            call.is_hooked = not seen.isdisjoint(range(call.first_save, call.end_save))
+            call.stays_hooked = not seen.isdisjoint(range(call.end_save, call.last_save))
+            if then.is_hooked and then.first_save == call.last_save:  # no idle stretch is between
+                call.stays_hooked = True
+            then = call
+        self.boundaries = [*boundaries, Boundary(False, num_ops=0, deriving=True, is_watched=True)]
+        for i, boundary in enumerate(self.boundaries):
+            boundary.index = i
+            if i:
+                self.boundaries[i - 1].then = boundary
         self.saves = saves
         self.segments = segments
         self.values = values

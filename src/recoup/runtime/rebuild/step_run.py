@@ -15,7 +15,15 @@ from recoup.runtime.rebuild.kept import Kept, KeptCompact, Source, kept_simply, 
 from recoup.runtime.rebuild.rederived import fitted, paused
 from recoup.runtime.rebuild.saved_tensor import compact
 from recoup.runtime.rebuild.segments import Rebuilt, Segment, Wanted, has_memory, parameter_of
-from recoup.runtime.rebuild.step_program import CONSTANT, REBUILD, ProgramCall, SegmentProgram, StepProgram, parts_of
+from recoup.runtime.rebuild.step_program import (
+    CONSTANT,
+    REBUILD,
+    Boundary,
+    ProgramCall,
+    SegmentProgram,
+    StepProgram,
+    parts_of,
+)
 from recoup.runtime.rebuild.values import Value, geometry_of
 from recoup.runtime.recompute.spot_check import spots_of
 
@@ -145,8 +153,8 @@ class StepRun:
     """Follows a program through a step.
 
     Attributes:
-        is_on: until a call is another than the program's. call: the one that should come next. slots: what was handed
-            from call to call. num_saved: tensors that autograd has saved; it may save until `end`.
+        is_on: until a call is another than the program's. call, boundary: those that should come next.
+        slots: what was handed from call to call. num_saved: tensors that autograd has saved; it may save until `end`.
     """
 
     __slots__ = (
@@ -159,6 +167,7 @@ class StepRun:
         "_recorder",
         "_segments",
         "_under",
+        "boundary",
         "call",
         "end",
         "is_on",
@@ -173,6 +182,7 @@ class StepRun:
         self.slots = slots
         self._under = recorder.surroundings()
         self.call = program.calls[0] if program.calls else program.end
+        self.boundary: Boundary = program.boundaries[0]
         self.num_saved = 0
         self.end = self.call.first_save
         self._recorder = recorder
@@ -185,7 +195,7 @@ class StepRun:
     @property
     def is_done(self) -> bool:
         """Whether the program was followed to its end."""
-        return self.is_on and self.call is self._program.end
+        return self.is_on and self.call is self._program.end and self.boundary.then is None
 
     def next_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> ProgramCall | None:
         """Returns the call that is about to run if it is the program's next; else None, and the program is over."""
@@ -328,7 +338,7 @@ class StepRun:
     def end_early(self, recorder: Any) -> None:
         """Ends the program before its time: what it holds is made known to the record."""
         self.is_on = False
-        recorder.retrace(self._program.calls, self.call.index)
+        last = recorder.retrace(self._program, self.boundary.index, self.call.index)
         for ref in self._kept.values():
             kept = ref()
             if type(kept) is not Kept:
@@ -338,5 +348,5 @@ class StepRun:
             recorder.set_value(kept.tensor, value)
         self.slots.clear()  # whoever is given something of it has it by now
         recorder.segment = Segment()
-        if self.call.index:
-            recorder.deriving = self._program.calls[self.call.index - 1].deriving
+        if last is not None:
+            recorder.deriving = last.deriving

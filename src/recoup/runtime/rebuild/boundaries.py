@@ -1,0 +1,149 @@
+"""Where a step that follows a program enters and leaves patched modules, and between which of these nobody watches.
+
+[Note: idle stretches]
+1. Most calls of a loose plan lead to nothing that is rebuilt. While such calls run, neither the torch-function mode nor
+   the saved-tensor hooks are on, and autograd keeps what it saves by itself: the model runs as it does without a plan.
+2. Watched are the calls whose ops run again, those that return or save a value that is held or rebuilt, and those that
+   are the first to read a parameter that something is rebuilt from. What is rebuilt rests on these calls alone.
+3. Modes go on and off where a patched module is entered or left: a stretch between two such boundaries is idle if it has
+   no watched call. In a module that is idle as a whole the boundaries are not looked at either.
+4. A tensor that comes out of an idle stretch is new to the step: its metadata are compared where it is read.
+5. In an idle stretch nobody sees a held tensor written to; its version tells later. Where autograd has saved the tensor
+   too, plain training raises as well. So nothing is idle once a tensor is held that autograd does not save.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import itertools
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from recoup.runtime.rebuild.step_program import Boundary, ProgramCall
+
+_LEAST_CALLS = 2  # fewer take no longer than putting modes off and on again
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Passed:
+    """What was noted at a boundary.
+
+    Attributes:
+        path: of the module that is entered, None where one is left.
+        num_calls, num_saves: before it.
+        deriving: as the recorder's.
+        is_top: whether no function mode but ours is on.
+    """
+
+    path: str | None
+    num_calls: int
+    num_saves: int
+    deriving: bool
+    is_top: bool
+
+
+class Idle:
+    """The idle stretches of a step.
+
+    Attributes:
+        boundaries: of the program. stay: indices of the calls that are not in idle stretches.
+
+    Args:
+        calls: all of the step's. passed: its boundaries. watched: indices of the calls that have to be.
+        seen: places of the saved tensors that the hooks are to see. end: from this call on, all have to be watched.
+    """
+
+    def __init__(
+        self,
+        calls: Sequence[ProgramCall],
+        passed: Sequence[Passed],
+        watched: Collection[int],
+        seen: Collection[int],
+        end: int,
+    ) -> None:
+        self._num_calls = num_calls = [p.num_calls for p in passed] + [len(calls)]
+        saves = [p.num_saves for p in passed] + [calls[-1].last_save if calls else 0]
+        needed, places = sorted(watched), sorted(seen)
+        is_on = [
+            stop > end or _any_between(needed, start, stop) or _any_between(places, first, last)
+            for (start, stop), (first, last) in zip(itertools.pairwise(num_calls), itertools.pairwise(saves), strict=True)
+        ]
+        _join(is_on, passed, num_calls)
+        ops = list(itertools.accumulate([call.num_ops for call in calls], initial=0))
+        self.stay = list(range(num_calls[0]))
+        self.boundaries: list[Boundary] = []
+        before = 0
+        for p, stop, on in zip(passed, num_calls[1:], is_on, strict=True):
+            num_ops = ops[p.num_calls] - ops[before]
+            self.boundaries.append(Boundary(p.path, num_ops=num_ops, deriving=p.deriving, is_watched=on))
+            before = p.num_calls
+            if on:
+                self.stay += range(p.num_calls, stop)
+        entered: list[int] = []
+        for at, boundary in enumerate(self.boundaries):
+            if boundary.path is not None:
+                entered.append(at)
+            elif entered:
+                first = entered.pop()
+                if not any(b.is_watched for b in self.boundaries[first:at]):
+                    self.boundaries[first].leaving = boundary
+
+    @property
+    def is_any(self) -> bool:
+        """Whether a stretch is idle."""
+        return not all(b.is_watched for b in self.boundaries)
+
+    def place(self, calls: Sequence[ProgramCall]) -> None:
+        """Notes before which of the calls that stay each boundary lies; `calls` has what is behind the last, too."""
+        for boundary, num_calls in zip(self.boundaries, self._num_calls, strict=False):
+            boundary.call = calls[bisect.bisect_left(self.stay, num_calls)]
+
+    def begin(self, index: int) -> Boundary | None:
+        """Returns where the idle stretch begins that a call lies in, None if it is watched."""
+        place = bisect.bisect_right(self._num_calls[:-1], index) - 1
+        if place < 0 or self.boundaries[place].is_watched:
+            return None
+        while place and not self.boundaries[place - 1].is_watched:
+            place -= 1
+        return self.boundaries[place]
+
+
+def _any_between(places: Sequence[int], start: int, stop: int) -> bool:
+    at = bisect.bisect_left(places, start)
+    return at < len(places) and places[at] < stop
+
+
+def _join(is_on: list[bool], passed: Sequence[Passed], num_calls: Sequence[int]) -> None:
+    """Has modes on in stretches that are too short, or that begin or end where they cannot be put off or on."""
+    before: list[bool] = []
+    while before != is_on:
+        before = list(is_on)
+        start = 0
+        for on, group in itertools.groupby(before):
+            stop = start + len(list(group))
+            ends = [at for at in (start, stop) if at < len(passed)]
+            is_short = num_calls[stop] - num_calls[start] < _LEAST_CALLS
+            if not on and (is_short or not all(passed[at].is_top for at in ends)):
+                is_on[start:stop] = [True] * (stop - start)
+            start = stop
+
+
+def read_anew(calls: Sequence[ProgramCall], constants: Collection[int]) -> None:
+    """Has calls read as new to the step what none of them returned.
+
+    Args:
+        calls: those that stay. constants: slots of parameters.
+    """
+    known = set(constants)
+    for call in calls:
+        reads: list[int] = list(call.reads)
+        enters: list[Any] = list(call.enters)
+        for i, slot in enumerate(reads):
+            if slot >= 0 and slot not in known:
+                reads[i] = -1
+                enters.append((i, slot))
+        call.reads, call.enters = reads, enters
+        call.binds = -1 in reads
+        known.update(slot for _, slot in (*enters, *call.gives))
+        known.update(view[1] for view in call.views)
