@@ -20,7 +20,7 @@ from recoup.evidence.gradients import StepResult, compare
 from recoup.evidence.memory import measure_peak
 from recoup.evidence.step_bench import StepBench
 
-NUM_SETTLING = 4  # steps until a plan by tensor follows the program of the one before
+NUM_SETTLING = 5  # steps until a plan follows the program of the one before, in all but the 2**n-th that follow
 _NUM_TIMED = 3  # steps, of which the fastest is a turn's timing
 _NUM_BETWEEN = 3  # ways between two turns of the one that they are compared with
 

@@ -55,7 +55,7 @@ class Calls:
         self._misses: dict[Any, int] = {}
         self._num_forms: dict[Any, int] = {}
         self._programs: dict[Any, StepProgram] = {}
-        self._seen: dict[Any, int] = {}
+        self._num_tries: dict[Any, int] = {}  # to learn a program; -1: none was seen
 
     def begin(self, recorder: Any, key: Any) -> StepRun | Learning | None:
         """Returns what follows a step: the program of earlier ones like it, or who learns one; None at first.
@@ -63,14 +63,16 @@ class Calls:
         Args:
             key: equal for steps that may be alike.
         """
-        if execution_context.observer() is not None:
-            return None
-        program = self._programs.get(key)
+        is_observed = execution_context.observer() is not None
+        program = None if is_observed else self._programs.get(key)
         slots = None if program is None else program.slots()
         if program is not None and slots is not None:
             return self.follows(program, slots, recorder)
-        num = self._seen[key] = self._seen.get(key, 0) + 1
-        return self.learns(recorder) if 1 < num <= MOST_TRIES and len(self._programs) < MOST_TRIES else None
+        num_tries = self._num_tries.setdefault(key, -1)
+        if num_tries >= 0 and (is_observed or num_tries >= MOST_TRIES - 1 or len(self._programs) >= MOST_TRIES):
+            return None
+        self._num_tries[key] = num_tries + 1
+        return self.learns(recorder) if num_tries >= 0 else None  # the first time its calls get their forms
 
     def end(self, key: Any, followed: StepRun | Learning | None) -> None:
         """Takes note of how it went."""
@@ -128,7 +130,8 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
         self._recorder: Any = recorder
         self._calls = calls
         self._last: CallForm | None = None
-        self._key = key, _torch.saves_plainly()  # within others' hooks nothing is idle
+        is_inside = execution_context.observer() is None and not _torch.saves_plainly()
+        self._key = key, is_inside  # of others' hooks, where no stretch is idle
         followed = calls.begin(recorder, self._key)
         self._run = recorder.program = followed if isinstance(followed, StepRun) else None
         self._learning = recorder.learning = followed if isinstance(followed, Learning) else None
