@@ -14,8 +14,9 @@ from recoup.ir.decision import Rebuild
 from recoup.runtime import execution_context
 from recoup.runtime.compiling import tell_compiled
 from recoup.runtime.patch import PatchedForward
-from recoup.runtime.rebuild.calls import Calls, CallWatch
+from recoup.runtime.rebuild.calls import CallWatch
 from recoup.runtime.rebuild.held_recorder import HeldRecorder
+from recoup.runtime.rebuild.known_calls import Calls
 from recoup.runtime.rebuild.lineage import current_recorder
 from recoup.runtime.rebuild.marks import marks_of
 from recoup.runtime.rebuild.saved_tensor import pack, unpack

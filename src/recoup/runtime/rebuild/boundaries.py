@@ -5,8 +5,8 @@
    the saved-tensor hooks are on, and autograd keeps what it saves by itself: the model runs as it does without a plan.
 2. Watched are the calls whose ops run again, those that return or save a value that is held or rebuilt, and those that
    are the first to read a parameter that something is rebuilt from. What is rebuilt rests on these calls alone.
-3. Modes go on and off where a patched module is entered or left: a stretch between two such boundaries is idle if it has
-   no watched call. In a module that is idle as a whole the boundaries are not looked at either.
+3. Modes go on and off where a patched module is entered or left: a stretch between two such boundaries is idle if no
+   call in it is watched. In a module that is idle as a whole the boundaries are not looked at either.
 4. A tensor that comes out of an idle stretch is new to the step: its metadata are compared where it is read.
 5. In an idle stretch nobody sees a held tensor written to; its version tells later. Where autograd has saved the tensor
    too, plain training raises as well. So nothing is idle once a tensor is held that autograd does not save.
@@ -17,10 +17,11 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from recoup.runtime.rebuild.step_program import Boundary, ProgramCall
+from recoup.runtime.rebuild.values import Value
 
 _LEAST_CALLS = 2  # fewer take no longer than putting modes off and on again
 
@@ -41,6 +42,36 @@ class Passed:
     num_saves: int
     deriving: bool
     is_top: bool
+
+
+class Rests:
+    """What is rebuilt rests on the calls of a step that are noted here.
+
+    Attributes:
+        orders: of the ops that run again. values: what these read and make, and what is held or rebuilt.
+    """
+
+    def __init__(self) -> None:
+        self.orders: set[int] = set()
+        self.values: set[Value] = set()
+        self._made_until: list[int] = []
+        self._returned: list[list[Value]] = []
+
+    def returned(self, num_made: int, values: Iterable[Value | None]) -> None:
+        """Called when a call has returned these, and so many ops were recorded since the step began."""
+        self._made_until.append(num_made)
+        self._returned.append([value for value in values if value is not None])
+
+    def on(self, calls: Sequence[ProgramCall], seen: Collection[int]) -> set[int]:
+        """Returns the indices of the calls that have to be watched; `seen` as `Idle`'s."""
+        found = {bisect.bisect_left(self._made_until, order) for order in self.orders}
+        places = sorted(seen)
+        for i, (call, values) in enumerate(zip(calls, self._returned, strict=True)):
+            is_hooked = _any_between(places, call.first_save, call.end_save)
+            holds = call.keeps or call.keeps_results or call.reads_constants
+            if is_hooked or holds or not self.values.isdisjoint(values):
+                found.add(i)
+        return found
 
 
 class Idle:
@@ -67,7 +98,9 @@ class Idle:
         needed, places = sorted(watched), sorted(seen)
         is_on = [
             stop > end or _any_between(needed, start, stop) or _any_between(places, first, last)
-            for (start, stop), (first, last) in zip(itertools.pairwise(num_calls), itertools.pairwise(saves), strict=True)
+            for (start, stop), (first, last) in zip(
+                itertools.pairwise(num_calls), itertools.pairwise(saves), strict=True
+            )
         ]
         _join(is_on, passed, num_calls)
         ops = list(itertools.accumulate([call.num_ops for call in calls], initial=0))
@@ -88,11 +121,6 @@ class Idle:
                 first = entered.pop()
                 if not any(b.is_watched for b in self.boundaries[first:at]):
                     self.boundaries[first].leaving = boundary
-
-    @property
-    def is_any(self) -> bool:
-        """Whether a stretch is idle."""
-        return not all(b.is_watched for b in self.boundaries)
 
     def place(self, calls: Sequence[ProgramCall]) -> None:
         """Notes before which of the calls that stay each boundary lies; `calls` has what is behind the last, too."""

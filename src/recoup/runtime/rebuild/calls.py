@@ -19,107 +19,22 @@ import torch
 
 from recoup import _torch
 from recoup.runtime import execution_context
-from recoup.runtime.rebuild.call_forms import CallForm, form_of_call, scalars_of
+from recoup.runtime.rebuild.call_forms import CallForm, form_of_call
 from recoup.runtime.rebuild.call_log import CallLog
+from recoup.runtime.rebuild.known_calls import Calls
 from recoup.runtime.rebuild.learning import Learning
 from recoup.runtime.rebuild.running_call import Running, marked, note_ops
 from recoup.runtime.rebuild.saved_tensor import pack, unpack
-from recoup.runtime.rebuild.step_program import ProgramCall, StepProgram
+from recoup.runtime.rebuild.step_program import ProgramCall
 from recoup.runtime.rebuild.step_run import StepRun
 from recoup.runtime.rebuild.values import Value
-from recoup.thresholds import MOST_REMEMBERED_ANSWERS, MOST_TRIES
 
-_TORCHS = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 # Their answers are scalars, which are looked at where something is handed them.
 _ASKED = ("size", "dim", "numel", "stride", "storage_offset", "is_contiguous", "is_floating_point")
 _ASKS = frozenset([id(getattr(torch.Tensor, name)) for name in _ASKED])
 _num_dispatch_modes, _is_autocast = _torch.num_dispatch_modes, _torch.is_autocast  # asked at every call
 _autocast_state = _torch.autocast_state
 _default_dtype, _has_grad = torch.get_default_dtype, torch.is_grad_enabled
-_MODULES = frozenset(["torch.nn.functional", "torch.functional", "torch._tensor"])
-
-
-class Calls:
-    """The forms of a plan's calls; all steps share them.
-
-    Attributes:
-        is_compiled: a part of the model is compiled. learns, follows: classes of what `begin` returns.
-    """
-
-    learns: type[Learning] = Learning
-    follows: type[StepRun] = StepRun
-
-    def __init__(self) -> None:
-        self.is_compiled = False
-        self._forms: dict[Any, list[CallForm]] = {}
-        self._misses: dict[Any, int] = {}
-        self._num_forms: dict[Any, int] = {}
-        self._programs: dict[Any, StepProgram] = {}
-        self._num_tries: dict[Any, int] = {}  # to learn a program; -1: none was seen
-
-    def begin(self, recorder: Any, key: Any) -> StepRun | Learning | None:
-        """Returns what follows a step: the program of earlier ones like it, or who learns one; None at first.
-
-        Args:
-            key: equal for steps that may be alike.
-        """
-        is_observed = execution_context.observer() is not None
-        program = None if is_observed else self._programs.get(key)
-        slots = None if program is None else program.slots()
-        if program is not None and slots is not None:
-            return self.follows(program, slots, recorder)
-        num_tries = self._num_tries.setdefault(key, -1)
-        if num_tries >= 0 and (is_observed or num_tries >= MOST_TRIES - 1 or len(self._programs) >= MOST_TRIES):
-            return None
-        self._num_tries[key] = num_tries + 1
-        return self.learns(recorder) if num_tries >= 0 else None  # the first time its calls get their forms
-
-    def end(self, key: Any, followed: StepRun | Learning | None) -> None:
-        """Takes note of how it went."""
-        if isinstance(followed, Learning):
-            program = followed.program()
-            if program is not None:
-                self._programs[key] = program
-        elif followed is not None and not followed.is_done:
-            self._programs.pop(key, None)
-
-    def known(self, func: Any, args: tuple[Any, ...]) -> list[CallForm]:
-        """Returns the forms of a function's calls that may be like one with these arguments."""
-        return self._forms.get((func, _kind(args)), _NONE)
-
-    def may_learn(self, func: Any, args: tuple[Any, ...]) -> bool:
-        """Whether calls of a function can have forms, and it was not found that none ever fits."""
-        # A loop in Python has a form for each step's slice of a tensor, so many for each of some tensors.
-        # Some kinds of its calls may have forms where others have none: a slice and a choice by mask.
-        if self._misses.get(func, 0) >= MOST_REMEMBERED_ANSWERS:
-            return False
-        if self._misses.get((func, _kind(args)), 0) >= MOST_TRIES:
-            return False
-        if self._num_forms.get(func, 0) >= MOST_REMEMBERED_ANSWERS**2:
-            return False
-        return isinstance(func, _TORCHS) or (
-            isinstance(func, types.FunctionType) and func.__module__ in _MODULES and func is not torch.Tensor.backward
-        )
-
-    def learn(self, func: Any, args: tuple[Any, ...], form: CallForm | None) -> None:
-        """Adds a form; None: a call had none."""
-        if form is None:
-            for each in (func, (func, _kind(args))):
-                self._misses[each] = self._misses.get(each, 0) + 1
-        else:
-            self._misses[func] = 0
-            self._num_forms[func] = self._num_forms.get(func, 0) + 1
-            self._forms.setdefault((func, _kind(args)), []).append(form)
-
-
-_NONE: list[CallForm] = []
-
-
-def _kind(args: tuple[Any, ...]) -> Any:
-    """Returns a key of a call among those of its function: size and stride of the first tensor, and the scalars."""
-    if not args or type(args[0]) is not torch.Tensor:
-        return None
-    return args[0].shape, args[0].storage_offset(), scalars_of(args[1:])
 
 
 class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
@@ -281,9 +196,8 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
             return func(*args)
         recorder = self._recorder
         call = None
-        if not recorder.paused and not _torch.num_dispatch_modes():
-            if self._hook(run, run.call):
-                call = run.next_call(func, args, kwargs)
+        if not recorder.paused and not _torch.num_dispatch_modes() and self._hook(run, run.call):
+            call = run.next_call(func, args, kwargs)
         if call is None:
             self._stop()
             return self._unfollowed(func, args, kwargs)

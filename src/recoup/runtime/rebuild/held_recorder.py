@@ -22,7 +22,6 @@ from recoup.runtime.rebuild.op_forms import form_of
 from recoup.runtime.rebuild.rewriting import Rewriting
 from recoup.runtime.rebuild.saved_tensor import MIN_BYTES, compact
 from recoup.runtime.rebuild.segments import Rebuilt, Segment
-from recoup.runtime.rebuild.step_program import Boundary, ProgramCall, StepProgram
 from recoup.runtime.rebuild.values import Geometry, Made, Value, geometry_of
 
 
@@ -70,28 +69,6 @@ class HeldRecorder(Recorder):
         call = self._calls.get(path, 0)
         self._calls[path] = call + 1
         self._frames.append(Frame(path, self._marks.get((path, call))))
-
-    def retrace(
-        self, program: StepProgram, num_boundaries: int, num_calls: int
-    ) -> ProgramCall | Boundary | None:
-        """Enters and leaves what a step did that followed a program so far; from here on it is recorded.
-
-        Returns:
-            What it came by last.
-        """
-        last: ProgramCall | Boundary | None = None
-        first = 0
-        for boundary in program.boundaries[:num_boundaries]:
-            self.frame.ordinal += boundary.num_ops
-            if boundary.path is None:
-                self.leave()
-            else:
-                self.enter(boundary.path)
-            last, first = boundary, boundary.call.index
-        for call in program.calls[first:num_calls]:
-            self.frame.ordinal += call.num_ops
-            last = call
-        return last
 
     def leave(self) -> None:
         """Ends the innermost call."""

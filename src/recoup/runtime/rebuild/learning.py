@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from recoup import _torch
-from recoup.runtime.rebuild.boundaries import Idle, Passed, read_anew
+from recoup.runtime.rebuild.boundaries import Idle, Passed, Rests, read_anew
 from recoup.runtime.rebuild.call_forms import CallForm
 from recoup.runtime.rebuild.kept import Kept, KeptConstant, KeptView
 from recoup.runtime.rebuild.op_forms import Noted
@@ -25,6 +25,7 @@ from recoup.runtime.rebuild.step_program import (
     Saved,
     SegmentProgram,
     StepProgram,
+    last_uses,
     parts_of,
 )
 from recoup.runtime.rebuild.values import Geometry, Value, geometry_of
@@ -56,15 +57,13 @@ class Learning:
         self._shown: dict[Value, int] = {}  # random masks, by which saved tensor
         self._passed: list[Passed] = []
         self._may_rest = _torch.saves_plainly()  # nobody else's hooks are on
-        self._made_until: list[int] = []  # by call: how many ops were recorded
-        self._returned: list[list[Value]] = []  # by call
-        self._ran: set[int] = set()  # orders of the ops that run again
-        self._asked: set[Value] = set()  # what they read and make, held or rebuilt
+        self._rests = Rests()
 
     # -- notes --------------------------------------------------------------------------------------------------
 
     def begin(self, func: Any, form: CallForm | None, tensors: Sequence[Any]) -> None:
         """Called before a call runs."""
+        self.failed = self.failed or self.is_open  # the call before has raised
         reads: list[int] = []
         index = len(self._calls)
         call = ProgramCall(func, form, reads)
@@ -115,8 +114,7 @@ class Learning:
         call.end_save = len(self._saves)
         call.deriving = self._recorder.deriving
         index = len(self._calls) - 1
-        self._made_until.append(self._recorder.num_made)
-        self._returned.append([v for v in map(self._recorder.existing, [t for _, t in outs]) if v is not None])
+        self._rests.returned(self._recorder.num_made, map(self._recorder.existing, [t for _, t in outs]))
         self._see(index, True, outs)  # what it was handed and wrote to has its new value from the next call on
         self._is_inside = self.is_open = False
         self._handed_now = ()
@@ -204,7 +202,7 @@ class Learning:
 
     def program(self) -> StepProgram | None:
         """Returns the program of the step that was noted, None if it has none."""
-        if self.failed:
+        if self.failed or self.is_open:
             return None
         segments: dict[Segment, int] = {}
         wanted: list[set[Value]] = []
@@ -252,17 +250,17 @@ class Learning:
             return None
         shown = {at: self._numbers.get(mask, -1) for mask, at in self._shown.items()}
         masks = {at: n for at, n in shown.items() if n in starts and saves[at][2] != n}
-        last_uses = _last_uses(saves, found)
+        last = last_uses(saves, found)
         saves = [(k, s, n if k != KEEP or n in starts else -1, g) for k, s, n, g in saves]  # others nobody asks for
         seen = {at for at, (kind, _, number, _) in enumerate(saves) if kind == REBUILD or number >= 0}
         seen |= self._casts | masks.keys()
         numbered = starts | rebuilt
-        self._asked.update(value for value, number in self._numbers.items() if number in numbered)
+        self._rests.values.update(value for value, number in self._numbers.items() if number in numbered)
         held = [{n for _, n in (*call.keeps, *call.keeps_results)} for call in self._calls]
         end = next((i for i, numbers in enumerate(held) if not numbers <= kept_numbers), len(held))
         first_saves = [call.first_save for call in self._calls]
         idle = self._let_go(seen, end)
-        self._let_held_go(last_uses, first_saves, idle)
+        self._let_held_go(last, first_saves, idle)
         values = []
         for value in self._numbers:
             again = Value()
@@ -311,8 +309,8 @@ class Learning:
                 program.sources.add(number)
                 continue
             ops.setdefault(made.order, (made, set()))[1].add(value)
-            self._ran.add(made.order)
-            self._asked.update((value, *made.values))
+            self._rests.orders.add(made.order)
+            self._rests.values.update((value, *made.values))
             for read in made.values:
                 if read not in seen:
                     seen.add(read)
@@ -358,7 +356,8 @@ class Learning:
         num_saved = len(self._saves)
         for call in reversed(self._calls):
             call.last_save, num_saved = num_saved, call.first_save
-        idle = Idle(self._calls, self._passed, self._watched(seen), seen, end if self._may_rest else 0)
+        watched = self._rests.on(self._calls, seen)
+        idle = Idle(self._calls, self._passed, watched, seen, end if self._may_rest else 0)
         self._calls = [self._calls[i] for i in idle.stay]
         here_read = {slot for call in self._calls for slot in call.reads}
         self._constants = [(parameter, slot) for parameter, slot in self._constants if slot in here_read]
@@ -375,39 +374,12 @@ class Learning:
             call.reads = tuple(call.reads)
         return idle
 
-    def _watched(self, seen: Collection[int]) -> set[int]:
-        """Returns the indices of the calls that what is rebuilt rests on."""
-        found = {bisect.bisect_left(self._made_until, order) for order in self._ran}
-        places = sorted(seen)
-        for i, call in enumerate(self._calls):
-            is_hooked = bisect.bisect_left(places, call.first_save) < bisect.bisect_left(places, call.end_save)
-            if is_hooked or call.keeps or call.keeps_results or call.reads_constants:
-                found.add(i)
-            elif not self._asked.isdisjoint(self._returned[i]):
-                found.add(i)
-        return found
-
-    def _let_held_go(self, last_uses: dict[int, int], first_saves: list[int], idle: Idle) -> None:
+    def _let_held_go(self, last: dict[int, int], first_saves: list[int], idle: Idle) -> None:
         """Notes after which call nobody asks for a held value any more, but who was given it before."""
         by_number = {number: value for value, number in self._numbers.items()}
-        for number, last in last_uses.items():
+        for number, saved in last.items():
             seen = self._seen.get(by_number[number])
-            after = max(bisect.bisect_right(first_saves, last), 0 if seen is None else seen[0] + 1)
+            after = max(bisect.bisect_right(first_saves, saved), 0 if seen is None else seen[0] + 1)
             if after < len(first_saves):
                 place = idle.begin(after) or self._calls[bisect.bisect_left(idle.stay, after)]
                 place.leaves = (*place.leaves, self._num_slots + number)
-
-
-def _last_uses(saves: list[Saved], segments: list[SegmentProgram]) -> dict[int, int]:
-    """Returns, by its place, the last saved tensor that each held value is asked for."""
-    found: dict[int, int] = {}
-    for at, (kind, index, number, _) in enumerate(saves):
-        if kind == KEEP:
-            found[number] = at
-        elif kind == REBUILD:
-            segment = segments[index]
-            found.update(dict.fromkeys(segment.sources_of(number), at))
-            for start in segment.starts:
-                found.update(dict.fromkeys(segments[segment.around].sources_of(start), at))
-    found.pop(-1, None)  # tensors without a value
-    return found

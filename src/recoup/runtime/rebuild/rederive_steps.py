@@ -19,57 +19,21 @@ from torch import nn
 from recoup import _torch
 from recoup.runtime.rebuild.call_forms import CallForm, form_of_call
 from recoup.runtime.rebuild.call_log import CallLog
-from recoup.runtime.rebuild.calls import Calls, CallWatch
-from recoup.runtime.rebuild.cheap_ops import VIEW, OpFacts, known_facts, op_facts, written_by
+from recoup.runtime.rebuild.calls import CallWatch
 from recoup.runtime.rebuild.derived import Derivation, Derived, FlatOp, Rebuilding
 from recoup.runtime.rebuild.kept import Kept, KeptCompact, KeptConstant, KeptView, Source, kept_simply
+from recoup.runtime.rebuild.known_calls import Calls
 from recoup.runtime.rebuild.learning import Learning
-from recoup.runtime.rebuild.lineage import Recorder
-from recoup.runtime.rebuild.marks import Frame, reads_masks
 from recoup.runtime.rebuild.rederived import Rederived
 from recoup.runtime.rebuild.saved_tensor import compact, rederive
 from recoup.runtime.rebuild.segments import has_memory
 from recoup.runtime.rebuild.step_program import CONSTANT, KEEP, REBUILD, Boundary, ProgramCall, StepProgram, parts_of
 from recoup.runtime.rebuild.step_run import StepRun
 from recoup.runtime.rebuild.values import Geometry, Value, geometry_of
+from recoup.runtime.rebuild.watched_recorder import WatchedRecorder
 
 _Compact = tuple[int, torch.dtype, Geometry]
 _Save = tuple[int, int, Geometry, tuple[int, ...]]  # what becomes of it, number of the value, geometry, sources
-
-
-@_torch.without_dynamo_wrapper
-class WatchedRecorder(Recorder):
-    """A recorder that tells of the ops it sees. `log`: of the call that is looked into now."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.followed = False
-        self.frame = Frame("", None)
-        self.log: CallLog | None = None
-        self.stop_program: Any = None
-        self.on_write: Any = None
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        is_wrapped = bool(types) and any(map(_torch.is_wrapper_type, types))
-        facts = known_facts(id(func))
-        if facts is None and not _torch.is_higher_order(func):
-            facts = op_facts(func)
-        if self.log is not None and (is_wrapped or not _follows(facts, args)):
-            self.log.ops = None
-        if self.learning is not None and not self.learning.is_open and (facts is None or facts.kind != VIEW):
-            self.learning.failed = True  # by code that is no call: what it does in another step nobody would see
-        if self.on_write is not None and not is_wrapped and (written := written_by(facts, args, kwargs)):
-            self.on_write(written)
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-
-def _follows(facts: OpFacts | None, args: tuple[Any, ...]) -> bool:
-    """Whether the metadata of an op's results follow from its arguments' metadata."""
-    if facts is None or facts.changes_size:
-        return False
-    return not facts.has_dynamic_shape or (facts.gathers and not reads_masks(args))
 
 
 def _is_cast(value: Value) -> bool:
@@ -230,7 +194,9 @@ class RederiveLearning(Learning):
 
     def program(self) -> StepProgram | None:
         """Returns the program of the step that was noted, None if it has none."""
-        if self.failed or any(v.made is None or v.made.order not in self._orders for v in self._chained):
+        if self.failed or self.is_open:
+            return None
+        if any(v.made is None or v.made.order not in self._orders for v in self._chained):
             return None
         if not self._sources.isdisjoint(self._written) or not self._place_constants():
             return None
@@ -239,8 +205,10 @@ class RederiveLearning(Learning):
         # Nobody asks which value the others have.
         kept = [(k, number if number in asked else -1, g, s) for k, number, g, s in self._kept]
         seen = {at for at, (_, number, *_) in enumerate(kept) if number >= 0} | self._compacts.keys() | self._casts
-        self._ran = {v.made.order for v in self._chained if v.made is not None}
-        self._asked = self._chained | self._sources | {v for v, number in self._numbers.items() if number in asked}
+        self._rests.orders = {v.made.order for v in self._chained if v.made is not None}
+        self._rests.values = (
+            self._chained | self._sources | {v for v, number in self._numbers.items() if number in asked}
+        )
         idle = self._let_go(seen, len(self._calls))
         numbers, calls = self._numbers, self._calls
         parts = self._compacts, self._num_slots, self._constants, frozenset(self._casts), frozenset(seen)

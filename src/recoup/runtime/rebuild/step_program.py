@@ -367,3 +367,18 @@ class StepProgram:
         ):
             return None
         return slots
+
+
+def last_uses(saves: list[Saved], segments: list[SegmentProgram]) -> dict[int, int]:
+    """Returns, by its place, the last saved tensor that each held value is asked for."""
+    found: dict[int, int] = {}
+    for at, (kind, index, number, _) in enumerate(saves):
+        if kind == KEEP:
+            found[number] = at
+        elif kind == REBUILD:
+            segment = segments[index]
+            found.update(dict.fromkeys(segment.sources_of(number), at))
+            for start in segment.starts:
+                found.update(dict.fromkeys(segments[segment.around].sources_of(start), at))
+    found.pop(-1, None)  # tensors without a value
+    return found

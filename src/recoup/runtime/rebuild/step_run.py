@@ -232,18 +232,25 @@ class StepRun:
         for position, number in call.reads_constants:
             tensor = tensors[position]
             if number not in self._constants:
-                spots = self._program.spots.get(number)
-                parameter = tensor
-                if spots is None or not spots.are_of(tensor):
-                    parameter = tensor if isinstance(tensor, torch.nn.Parameter) else tensor._base  # or a view of one
-                    if not isinstance(parameter, torch.nn.Parameter) or not has_memory(parameter):
-                        return False
-                    spots = self._program.spots[number] = spots_of(parameter)
-                constant = self._constants[number] = Constant(parameter, spots)
+                constant = self._constant(number, tensor)
+                if constant is None:
+                    return False
+                self._constants[number] = constant
                 constant.is_source = True
         for position, number in call.keeps:
             self._keep(number, tensors[position])
         return True
+
+    def _constant(self, number: int, tensor: torch.Tensor) -> Constant | None:
+        """Returns the parameter that a tensor is, or is a view of; None if nothing can be rebuilt from it."""
+        spots = self._program.spots.get(number)
+        if spots is not None and spots.are_of(tensor):
+            return Constant(tensor, spots)
+        parameter = tensor if isinstance(tensor, torch.nn.Parameter) else tensor._base
+        if not isinstance(parameter, torch.nn.Parameter) or not has_memory(parameter):
+            return None
+        self._program.spots[number] = spots = spots_of(parameter)
+        return Constant(parameter, spots)
 
     def _are_read(self, call: ProgramCall, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether these are the very tensors that the call reads."""
@@ -267,8 +274,8 @@ class StepRun:
             self.slots[slot] = out if position < 0 else out[position]
         for position, slot, place, facts in call.views:
             view = out if position < 0 else out[position]
-            under = self._handed[place]
-            if (geometry_of(view), view.requires_grad) != facts or view.untyped_storage()._cdata != under.untyped_storage()._cdata:
+            is_over = view.untyped_storage()._cdata == self._handed[place].untyped_storage()._cdata
+            if not is_over or (geometry_of(view), view.requires_grad) != facts:
                 self._recorder.stop_program()
                 return
             self.slots[slot] = view
@@ -338,7 +345,7 @@ class StepRun:
     def end_early(self, recorder: Any) -> None:
         """Ends the program before its time: what it holds is made known to the record."""
         self.is_on = False
-        last = recorder.retrace(self._program, self.boundary.index, self.call.index)
+        last = self._retrace(recorder)
         for ref in self._kept.values():
             kept = ref()
             if type(kept) is not Kept:
@@ -350,3 +357,20 @@ class StepRun:
         recorder.segment = Segment()
         if last is not None:
             recorder.deriving = last.deriving
+
+    def _retrace(self, recorder: Any) -> ProgramCall | Boundary | None:
+        """Has the recorder enter and leave what the step did so far; returns what it came by last."""
+        last: ProgramCall | Boundary | None = None
+        first = 0
+        for boundary in self._program.boundaries[: self.boundary.index]:
+            assert boundary.call is not None
+            recorder.frame.ordinal += boundary.num_ops
+            if boundary.path is None:
+                recorder.leave()
+            else:
+                recorder.enter(boundary.path)
+            last, first = boundary, boundary.call.index
+        for call in self._program.calls[first : self.call.index]:
+            recorder.frame.ordinal += call.num_ops
+            last = call
+        return last

@@ -1,0 +1,346 @@
+"""Where nothing is rebuilt no mode is on; whatever differs there from the program leaves the same bits."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+
+from recoup import _torch
+from recoup.evidence.gradients import equal_values
+from recoup.ir.decision import Decision, OpMark, Rebuild, Rederive, Save
+from recoup.runtime.apply import apply_decisions
+from recoup.runtime.rebuild import held_recorder, saved_tensor
+
+ROWS, WIDTH, NUM_BLOCKS, NUM_STEPS = 8, 16, 6, 9
+REBUILT = 2  # the block that something is rebuilt in
+DIFFERS_FROM = 6
+Changes = Callable[["_Model", Tensor, int], Any]
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.act = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.GELU()
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+        self.inside: Callable[[Tensor], Tensor] = lambda x: x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.inside(self.act(self.up(self.norm(x)))))
+
+
+class _Model(nn.Module):
+    """Blocks in a row. `change` runs them in the steps that differ, if it returns something."""
+
+    def __init__(self, change: Changes | None = None) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Block() for _ in range(NUM_BLOCKS))
+        self.change, self.i = change, 0
+        self.first: Callable[[Tensor], Tensor] = lambda x: x
+        self.held = torch.empty(0)
+
+    def run(self, x: Tensor, start: int = 0, stop: int = NUM_BLOCKS) -> Tensor:
+        for block in self.blocks[start:stop]:
+            x = block(x)
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.i += 1
+        self.held, x = x, self.first(x)
+        differs = self.change is not None and self.i >= DIFFERS_FROM
+        return (self.change(self, x, self.i) if differs else self.run(x)).square().mean()  # type: ignore[misc]
+
+
+def _mark(block: int, *, saves: bool) -> OpMark:
+    op = "aten.native_layer_norm.default"
+    return OpMark(path=f"blocks.{block}.norm", call=0, ordinal=0, op=op, begins_segment=True, saves=saves)
+
+
+PLANS: dict[str, list[Decision]] = {
+    "rebuild": [
+        Rebuild(path="", marks=(_mark(0, saves=True), _mark(REBUILT, saves=False), _mark(REBUILT + 1, saves=True)))
+    ],
+    "rederive": [Save(path=""), Rederive(path=f"blocks.{REBUILT}"), Save(path="blocks.4")],
+}
+
+
+def _skipped(model: _Model, x: Tensor, i: int) -> Tensor:
+    return model.run(model.run(x, 0, 4), 5)
+
+
+def _rebuilt_one_skipped(model: _Model, x: Tensor, i: int) -> Tensor:
+    return model.run(model.run(x, 0, REBUILT), REBUILT + 1)
+
+
+def _once_more(model: _Model, x: Tensor, i: int) -> Tensor:
+    return model.run(model.run(x, 0, 5), 3)
+
+
+def _the_other_way_round(model: _Model, x: Tensor, i: int) -> Tensor:
+    for block in reversed(model.blocks):
+        x = block(x)
+    return x
+
+
+def _others_hooks_inside(model: _Model, x: Tensor, i: int) -> Tensor:
+    x = model.run(x, 0, 4)
+    with save_on_cpu():
+        x = model.run(x, 4, 5)
+    return model.run(x, 5)
+
+
+def _others_hooks_around_the_rebuilt(model: _Model, x: Tensor, i: int) -> Tensor:
+    x = model.run(x, 0, 1)
+    with save_on_cpu():
+        x = model.run(x, 1, 4)
+    return model.run(x, 4)
+
+
+def _others_hooks_end_inside(model: _Model, x: Tensor, i: int) -> Tensor:
+    hooks = save_on_cpu()
+    hooks.__enter__()
+    x = model.run(x, 0, REBUILT)
+    block: Any = model.blocks[REBUILT]
+    block.inside = lambda y: hooks.__exit__(None, None, None) or y
+    try:
+        return model.run(x, REBUILT)
+    finally:
+        block.inside = lambda y: y
+
+
+class _Mode(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def _others_mode(model: _Model, x: Tensor, i: int) -> Tensor:
+    x = model.run(x, 0, 1)
+    with _Mode():
+        x = model.run(x, 1, 4)
+    return model.run(x, 4)
+
+
+def _transform(model: _Model, x: Tensor, i: int) -> Tensor:
+    x = model.run(x, 0, i % 4)  # in idle blocks and in the other one
+    slope = torch.func.grad(lambda y: torch.sin(y).sum())(x.detach())
+    return model.run(x + slope, i % 4)
+
+
+def _transform_around(model: _Model, x: Tensor, i: int) -> Tensor:
+    y = x.detach()
+    slope = torch.func.grad(lambda y: model.run(y, 1, 4).sum())(y)
+    return model.run(x + slope)
+
+
+def _another_layout(model: _Model, x: Tensor, i: int) -> Tensor:
+    return model.run(model.run(x, 0, REBUILT).T.contiguous().T, REBUILT)
+
+
+def _another_dtype(model: _Model, x: Tensor, i: int) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        x = model.run(x, 1, 3)
+    return model.run(x.float(), 3)
+
+
+def _no_gradients_before(model: _Model, x: Tensor, i: int) -> Tensor:
+    with torch.no_grad():
+        x = model.run(x, 0, 1)
+    return model.run(x, 1)
+
+
+def _no_gradients_for_the_rebuilt(model: _Model, x: Tensor, i: int) -> Tensor:
+    x = model.run(x, 0, REBUILT)
+    with torch.no_grad():
+        x = model.run(x, REBUILT, REBUILT + 1)
+    return model.run(x, REBUILT + 1)
+
+
+def _detached(model: _Model, x: Tensor, i: int) -> Tensor:
+    return model.run(model.run(x, 0, REBUILT).detach(), REBUILT)
+
+
+def _raises_inside(model: _Model, x: Tensor, i: int) -> Tensor:
+    x = model.run(x, 0, 3)
+    with contextlib.suppress(RuntimeError):
+        model.run(x[:, :3], 3)
+    return model.run(x, 3)
+
+
+def _raises_in_the_rebuilt(model: _Model, x: Tensor, i: int) -> Tensor:
+    x = model.run(x, 0, REBUILT)
+    with contextlib.suppress(RuntimeError):
+        model.run(x[:, :3], REBUILT)
+    return model.run(x, REBUILT)
+
+
+def _backward_inside(model: _Model, x: Tensor, i: int) -> Tensor:
+    x = model.run(x, 0, 4)
+    (slope,) = torch.autograd.grad(x.sin().sum(), x, retain_graph=True)
+    again = torch.autograd.grad(model.run(x.detach().requires_grad_(), REBUILT).sum(), model.blocks[3].norm.weight)[0]  # type: ignore[union-attr, arg-type]
+    return model.run(x + slope * again, 4)
+
+
+def _view_of_what_is_rebuilt(model: _Model, x: Tensor, i: int) -> Tensor:
+    block: Any = model.blocks[REBUILT]
+    seen: list[Tensor] = []
+    block.inside = lambda y: seen.append(y) or y
+    try:
+        x = model.run(x, 0, 4)
+        return model.run(x + F.gelu(seen[0][:, :WIDTH]) * seen[0][:, WIDTH:], 4)
+    finally:
+        block.inside = lambda y: y
+
+
+def _frozen(model: _Model, x: Tensor, i: int) -> Tensor:
+    for p in model.blocks[REBUILT].parameters():
+        p.requires_grad_(i % 2 == 0)
+    return model.run(x)
+
+
+def _weight_replaced(model: _Model, x: Tensor, i: int) -> Tensor:
+    block: Any = model.blocks[REBUILT]
+    block.norm.weight.data = block.norm.weight.data * 1.5
+    return model.run(x)
+
+
+CHANGES: list[Changes] = [
+    *(_skipped, _rebuilt_one_skipped, _once_more, _the_other_way_round, _others_hooks_inside),
+    *(_others_hooks_around_the_rebuilt, _others_hooks_end_inside, _others_mode, _transform, _transform_around),
+    *(_another_layout, _another_dtype, _no_gradients_before, _no_gradients_for_the_rebuilt, _detached),
+    *(_raises_inside, _raises_in_the_rebuilt, _backward_inside, _view_of_what_is_rebuilt, _frozen, _weight_replaced),
+]
+
+
+def _train(model: _Model, decisions: list[Decision], around: Any = contextlib.nullcontext) -> tuple[list[Tensor], Any]:
+    torch.manual_seed(1)
+    for p in model.parameters():
+        p.data.normal_()
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    found = []
+    with apply_decisions(model, decisions) as applied:
+        for _ in range(NUM_STEPS):
+            with around():
+                loss = model(x)
+            loss.backward()
+            found += [loss.detach(), *[p.grad.clone() for p in [x, *model.parameters()] if p.grad is not None]]
+    assert torch._C._len_torch_function_stack() == torch._C._len_torch_dispatch_stack() == 0
+    assert _torch.saves_plainly()
+    return found, applied
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(held_recorder, "MIN_BYTES", 0)
+    monkeypatch.setattr(saved_tensor, "MIN_BYTES", 0)
+
+
+@pytest.mark.filterwarnings("ignore:.*took a step that its plan was not made for.*")
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_differs(change: Changes, plan: str) -> None:
+    plain, _ = _train(_Model(change), [])
+    planned, applied = _train(_Model(change), PLANS[plan])
+    assert len(plain) == len(planned)
+    assert all(map(equal_values, plain, planned))
+    assert applied.log.num_rederived > 0
+
+
+@contextlib.contextmanager
+def _seen(model: _Model) -> Iterator[dict[int, list[tuple[int, bool]]]]:
+    """Has noted, inside of each block, how many function modes are on and whether no hooks are."""
+    found: dict[int, list[tuple[int, bool]]] = {i: [] for i in range(NUM_BLOCKS)}
+    for i, block in enumerate(model.blocks):
+        state = _torch.num_function_modes, _torch.saves_plainly
+        block.inside = lambda y, i=i, state=state: found[i].append((state[0](), state[1]())) or y  # type: ignore[assignment]
+    yield found
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_nothing_is_on_where_nothing_is_rebuilt(plan: str) -> None:
+    model = _Model()
+    with _seen(model) as found:
+        _train(model, PLANS[plan])
+    assert all(modes == 1 for modes, _ in found[REBUILT][1:])
+    for i in range(REBUILT + 1 if plan == "rederive" else 0, NUM_BLOCKS):  # before, no module is patched
+        if i != REBUILT:
+            assert found[i][2:] == [(0, True)] * (NUM_STEPS - 2), i
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_inside_of_others_hooks_nothing_is_idle(plan: str) -> None:
+    plain, _ = _train(_Model(), [], save_on_cpu)
+    model = _Model()
+    with _seen(model) as found:
+        planned, applied = _train(model, PLANS[plan], save_on_cpu)
+    assert all(map(equal_values, plain, planned))
+    assert applied.log.num_rederived > 0
+    assert all(state == (1, False) for states in found.values() for state in states[1:])
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_write_that_plain_training_refuses_is_refused(plan: str) -> None:
+    def change(model: _Model, x: Tensor, i: int) -> Tensor:
+        x = model.run(x, 0, 4)
+        x.mul_(2)  # which block 3 has read, and not saved
+        x = model.run(x, 4)
+        return model.run(x, 4) * x.mul_(0.5) if i == DIFFERS_FROM + 1 else x
+
+    errors = []
+    for decisions in ([], PLANS[plan]):
+        model = _Model(change)
+        x = torch.randn(ROWS, WIDTH, requires_grad=True)
+        with apply_decisions(model, decisions):
+            for i in range(1, NUM_STEPS):
+                loss = model(x)
+                if i == DIFFERS_FROM + 1:
+                    with pytest.raises(RuntimeError, match="modified by an inplace operation") as error:
+                        loss.backward()
+                    errors.append(type(error.value))
+                else:
+                    loss.backward()
+    assert len(errors) == 2
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_saved_tensors_of_idle_blocks_stay_with_autograd(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = []
+    real = saved_tensor._pack
+    monkeypatch.setattr(saved_tensor, "_pack", lambda tensor: packed.append(1) or real(tensor))
+    model, x = _Model(), torch.randn(ROWS, WIDTH)
+    numbers = []
+    with apply_decisions(model, PLANS[plan]):
+        for _ in range(4):
+            packed.clear()
+            model(x).backward()
+            numbers.append(len(packed))
+    counts: list[int] = []
+    with saved_tensors_hooks(lambda t: counts.append(1) or t, lambda t: t):
+        model(x)
+    assert numbers[0] == numbers[1] == len(counts)
+    assert numbers[2] == numbers[3] < len(counts) / NUM_BLOCKS * 2
+
+
+def test_what_autograd_does_not_save_is_copied_before_it_is_written_to() -> None:
+    def change(model: _Model, x: Tensor, i: int) -> Tensor:
+        y = model.run(x, 0, 4)
+        if i == DIFFERS_FROM + 1:
+            with torch.no_grad():
+                model.held.add_(1)
+        return model.run(y, 4)
+
+    def train(decisions: list[Decision]) -> tuple[list[Tensor], Any]:
+        model = _Model(change)
+        model.first = lambda x: x * 2 + 1  # of which only x is held, and that by the plan alone
+        return _train(model, decisions)
+
+    plain, _ = train([])
+    planned, applied = train(PLANS["rebuild"])
+    assert all(map(equal_values, plain, planned))
+    assert applied.log.num_rederived > 0
