@@ -23,8 +23,6 @@ from typing import Any
 from recoup.runtime.rebuild.step_program import Boundary, ProgramCall
 from recoup.runtime.rebuild.values import Value
 
-_LEAST_CALLS = 2  # fewer take no longer than putting modes off and on again
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Passed:
@@ -143,7 +141,7 @@ def _any_between(places: Sequence[int], start: int, stop: int) -> bool:
 
 
 def _join(is_on: list[bool], passed: Sequence[Passed], num_calls: Sequence[int]) -> None:
-    """Has modes on in stretches that are too short, or that begin or end where they cannot be put off or on."""
+    """Has modes on in stretches without a call, and in those that begin or end where they cannot be put off or on."""
     before: list[bool] = []
     while before != is_on:
         before = list(is_on)
@@ -151,8 +149,8 @@ def _join(is_on: list[bool], passed: Sequence[Passed], num_calls: Sequence[int])
         for on, group in itertools.groupby(before):
             stop = start + len(list(group))
             ends = [at for at in (start, stop) if at < len(passed)]
-            is_short = num_calls[stop] - num_calls[start] < _LEAST_CALLS
-            if not on and (is_short or not all(passed[at].is_top for at in ends)):
+            is_empty = num_calls[stop] == num_calls[start]
+            if not on and (is_empty or not all(passed[at].is_top for at in ends)):
                 is_on[start:stop] = [True] * (stop - start)
             start = stop
 
