@@ -32,6 +32,7 @@ from recoup.runtime.rebuild import saved_tensor
 from recoup.runtime.rebuild.lineage import current_recorder
 from recoup.runtime.rebuild.rederive_steps import RederiveCalls, rederived_step
 from recoup.runtime.rebuild.step_program import like_step
+from recoup.runtime.rebuild.watched_recorder import WatchedRecorder
 from recoup.runtime.recompute import region as regions
 from recoup.runtime.recompute.object_state import Places
 from recoup.runtime.recompute.region_step import Member
@@ -140,8 +141,8 @@ def run_call(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, A
         args, kwargs = without_cache(patched.module, args, kwargs)
     if torch.compiler.is_compiling():
         return _run_compiled(patched, args, kwargs)
-    recorder = None if state.rederived_calls is None else current_recorder()
-    if recorder is None:
+    recorder = current_recorder()
+    if not isinstance(recorder, WatchedRecorder) or recorder.calls is not state.rederived_calls:
         with execution_context.counting_for(state.counts):
             return _run_planned(patched, args, kwargs)
     if recorder.is_resting and not state.counts_calls:

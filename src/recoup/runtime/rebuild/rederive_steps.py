@@ -358,7 +358,7 @@ def rederived_step(calls: RederiveCalls, key: Any, *, by_default: bool) -> Itera
     """As `rederive`, for a step of a plan; steps with an equal `key` may be alike."""
     watch = None
     if not (_torch.num_function_modes() or calls.is_compiled or _torch.inside_transform()):
-        recorder = WatchedRecorder()
+        recorder = WatchedRecorder(calls)
         recorder.deriving = by_default
         watch = RederiveWatch(recorder, calls, key)
     if watch is None or not watch.is_busy:

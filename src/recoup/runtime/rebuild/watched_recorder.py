@@ -13,10 +13,11 @@ from recoup.runtime.rebuild.marks import Frame, reads_masks
 
 @_torch.without_dynamo_wrapper
 class WatchedRecorder(Recorder):
-    """A recorder that tells of the ops it sees. `log`: of the call that is looked into now."""
+    """A recorder that tells of the ops it sees. `log`: of the call that is looked into now. `calls`: the plan's."""
 
-    def __init__(self) -> None:
+    def __init__(self, calls: Any) -> None:
         super().__init__()
+        self.calls = calls
         self.followed = False
         self.frame = Frame("", None)
         self.log: CallLog | None = None
