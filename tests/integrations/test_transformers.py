@@ -91,7 +91,9 @@ def test_the_planned_step_is_the_trainers(tmp_path: Path, budget: int) -> None:
     watching = integration.RecoupCallback(fit.plan)
     _train(model, args, watching)
     assert watching.meter.peak_bytes is not None
-    assert watching.meter.peak_bytes + _BATCH_BYTES == fit.evidence.peak_bytes == fit.plan.predicted.peak_bytes
+    assert fit.evidence.peak_bytes == fit.plan.predicted.peak_bytes
+    held_bytes = watching.meter.peak_bytes + _BATCH_BYTES - fit.evidence.peak_bytes
+    assert held_bytes in (0, 4)  # where some plans have their peak, the Trainer holds a loss
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from recoup.evidence.gradients import equal_values
 from recoup.ir.decision import Rebuild
 from recoup.runtime.apply import apply_decisions
-from recoup.runtime.rebuild import calls as calls_module
+from recoup.runtime.rebuild import known_calls
 from recoup.runtime.rebuild.held_recorder import HeldRecorder
 
 ROWS, WIDTH = 64, 32
@@ -128,7 +128,7 @@ def test_a_record_holds_no_tensor() -> None:
 
 
 def test_what_differs_each_time_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls_module, "MOST_REMEMBERED_ANSWERS", 2)
+    monkeypatch.setattr(known_calls, "MOST_REMEMBERED_ANSWERS", 2)
     model = _Model(lambda x, w, i: torch.tanh(x[i:] * w))
     x = torch.randn(ROWS, WIDTH)
     with apply_decisions(model, [Rebuild(path="")]) as applied:
