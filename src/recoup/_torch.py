@@ -463,8 +463,7 @@ def function_mode_class() -> type[Any]:
 
         def put_off(self) -> bool:
             """Turns it off inside of its block; returns whether it is: others may have been put on since."""
-            num = torch._C._len_torch_function_stack()
-            if not self.is_off and num and torch._C._get_function_stack_at(num - 1) is self:
+            if not self.is_off and self._is_top():
                 torch._C._pop_torch_function_stack()
                 self.is_off = True
             return self.is_off
@@ -476,8 +475,12 @@ def function_mode_class() -> type[Any]:
                 torch._C._push_on_torch_function_stack(self)
             return not self.is_off
 
+        def _is_top(self) -> bool:
+            num = torch._C._len_torch_function_stack()
+            return bool(num) and torch._C._get_function_stack_at(num - 1) is self
+
         def __exit__(self, *exc: Any) -> None:
-            if not self.is_off:
+            if self._is_top():  # whatever `is_off` says, should switching have been interrupted
                 super().__exit__(*exc)  # type: ignore[no-untyped-call]
 
     return OwnFunctionMode
