@@ -840,8 +840,11 @@ def detach_past_modes(tensor: torch.Tensor) -> torch.Tensor:
     A fake tensor's is a fake tensor too, and counts changes in place together with it (torch 2.13).
     Freed by: a `detach` that is free under a dispatch mode.
     """
-    is_fake = type(tensor) is _fake_tensor_class() and tensor.layout is torch.strided
-    if type(tensor) is not torch.Tensor and not is_fake:  # is what it is by its dispatch alone
+    is_plain = type(tensor) is torch.Tensor
+    if is_plain and not torch._C._len_torch_dispatch_stack():
+        return tensor.detach()
+    is_fake = not is_plain and type(tensor) is _fake_tensor_class() and tensor.layout is torch.strided
+    if not is_plain and not is_fake:  # is what it is by its dispatch alone
         return tensor.detach()
     with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
         found = tensor.detach()

@@ -33,7 +33,7 @@ class Bindings:
         places: the region's, for `samples_of`.
 
     Attributes:
-        storages: storages of the parameters; no activation lies in one.
+        plain_storages: storages of those that are no `nn.Parameter`s; no activation lies in one.
     """
 
     __slots__ = (
@@ -47,7 +47,7 @@ class Bindings:
         "_storages",
         "_tensors",
         "_versions",
-        "storages",
+        "plain_storages",
     )
 
     def __init__(self, modules: Sequence[tuple[str, nn.Module]], places: Places) -> None:
@@ -74,7 +74,9 @@ class Bindings:
         self._samples = places.samples_of(tensors)
         self._storages = self._storages_now()
         self._contents = self._contents_now()
-        self.storages = {storage for storage in self._storages if storage is not None}
+        self.plain_storages = {
+            s for s, t in zip(self._storages, tensors, strict=True) if s is not None and type(t) is not nn.Parameter
+        }
 
     def _storages_now(self) -> list[int | None]:
         """Returns each parameter's storage; None if FSDP or ZeRO moves it, or it has no storage."""

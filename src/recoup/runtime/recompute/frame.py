@@ -42,11 +42,7 @@ class Slot:
         """Returns the tensor; replays the region first if this backward pass has not done so."""
         backward_id = _torch.current_backward_id()
         if self.filled is None or self.backward_id != backward_id or backward_id == -1:
-            try:
-                self.frame.replay(backward_id)
-            except ReplayError as error:
-                error.region = error.region or self.frame.path
-                raise
+            self._fill(backward_id)
         filled, self.filled = self.filled, None
         if filled is None:
             raise ReplayError(
@@ -57,13 +53,20 @@ class Slot:
             )
         return saved_tensor.unpack(filled)
 
+    def _fill(self, backward_id: int) -> None:
+        try:
+            self.frame.replay(backward_id)
+        except ReplayError as error:
+            error.region = error.region or self.frame.path
+            raise
+
 
 class Frame:
     """One execution of a region: its steps, its slots, and its replay.
 
     Attributes:
         is_chunk: whether its steps are calls of one module, which share the attributes noted at the first call.
-        weights: storages of the parameters of its modules.
+        weights: storages of what its modules have for parameters that are no `nn.Parameter`s, as fast weights are.
         given: storages of its arguments, and None: what lies in them counts as no weight.
     """
 
@@ -103,16 +106,16 @@ class Frame:
         The weight, None for any other tensor, is its storage and how the tensor lies in it. No bytes are sampled of
         `nn.Parameter`s and their views: they are known by what they are.
         """
-        storage, base = storage_of(tensor), tensor._base
+        base = tensor._base
         whole = tensor if base is None else base
-        weight = None
-        if type(whole) is torch.Tensor:
-            is_weight = storage in self.weights and storage not in self.given
-        else:
-            is_weight = storage not in self.given and (storage in self.weights or isinstance(whole, nn.Parameter))
-        if is_weight:
+        kind, own = type(whole), type(tensor)
+        if kind is own is torch.Tensor and not self.weights:
+            return tensor.shape, tensor.dtype, None, read_bytes(tensor)
+        storage, weight = storage_of(tensor), None
+        is_parameter = kind is nn.Parameter or (kind is not torch.Tensor and isinstance(whole, nn.Parameter))
+        if storage not in self.given and (is_parameter or storage in self.weights):
             weight = storage, tensor.stride(), tensor.storage_offset()
-        is_known = type(whole) is nn.Parameter or type(tensor) is nn.Parameter
+        is_known = kind is nn.Parameter or own is nn.Parameter
         return tensor.shape, tensor.dtype, weight, b"" if is_known else read_bytes(tensor)
 
     def _pack(self, tensor: torch.Tensor) -> Slot:
@@ -139,7 +142,7 @@ class Frame:
         with _torch.past_function_modes():
             step = Step(member, forward, args, kwargs, previous, has_attributes=not (self.is_chunk and self.steps))
         del previous
-        self.weights |= step.bindings.storages
+        self.weights |= step.bindings.plain_storages
         self.given |= step.given
         recorder = current_recorder()
         hooks = _torch.saved_tensors_hooks(self._pack, Slot.unpack)
@@ -178,3 +181,4 @@ class Frame:
             f"out of the plan with a `save` decision for {self.path!r}.",
             code=code,
         )
+
