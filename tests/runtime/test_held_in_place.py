@@ -14,6 +14,8 @@ from recoup.evidence.memory import measure_peak
 from recoup.ir.decision import OpMark, Rebuild
 from recoup.planner.driver import Planner
 from recoup.runtime.apply import apply_decisions
+from recoup.runtime.rebuild.known_calls import Calls
+from recoup.runtime.rebuild.step_run import StepRun
 
 WIDTH = 160
 
@@ -98,3 +100,62 @@ def test_the_plan_knows_which_version_of_a_storage_is_saved(percent: int) -> Non
     assert found is not None
     forward = sum(planner.trace.signatures[o.signature].flops for o in planner.trace.ops if o.phase == "forward")
     assert 0 < found.recomputed_flops <= forward
+
+
+class TwoKinds(nn.Module):
+    """Cells of two kinds, whose gates are read after them and whose inputs are parts of one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru, self.lstm = nn.GRUCell(WIDTH, WIDTH), nn.LSTMCell(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state, memory = torch.zeros(x.shape[1], WIDTH), torch.zeros(x.shape[1], WIDTH)
+        for now in x:
+            state = self.gru(now, state) + memory
+            state, memory = self.lstm(state.sigmoid(), (state, memory))
+        return state * memory
+
+
+HELD = [("aten.addmm.default", 0), ("aten.sigmoid_.default", 5), ("aten.sigmoid_.default", 7), ("aten.add_.Tensor", 15)]
+
+
+def held_marks(path: str, op: str, ordinal: int) -> tuple[OpMark, ...]:
+    """Returns marks of a cell's first, third and fifth call: the next op begins a segment after the held one."""
+    return tuple(
+        OpMark(path=path, call=call, ordinal=ordinal, op=op, holds=True, begins_segment=True) for call in (0, 2, 4)
+    )
+
+
+@pytest.mark.parametrize(("op", "ordinal"), HELD)
+@pytest.mark.parametrize(("model_class", "path"), [(Cells, "cell"), (TwoKinds, "gru")])
+def test_cells_that_write_their_gates_have_programs(
+    model_class: type[nn.Module], path: str, op: str, ordinal: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[bool] = []
+    real = Calls.end
+
+    def end(self: Calls, key: object, followed: StepRun | None) -> None:
+        ended.append(isinstance(followed, StepRun) and followed.is_done)
+        real(self, key, followed)
+
+    monkeypatch.setattr(Calls, "end", end)
+    torch.manual_seed(0)
+    model, x = model_class(), torch.randn(6, 64, WIDTH)
+    plain, peaks = gradients(model, x), [peak(model, x)]
+    with apply_decisions(model, (Rebuild(path="", marks=held_marks(path, op, ordinal)),)):
+        for _ in range(8):
+            found = gradients(model, x)
+            assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True))
+        peaks.append(peak(model, x))
+    assert peaks[1] < peaks[0]
+    # What is written over before anybody outside of the call has seen it can be held by the record alone.
+    assert all(ended[-2:]) is (op != "aten.addmm.default"), "no step followed a program"
+
+
+def gradients(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    model.zero_grad(set_to_none=True)
+    loss = model(x).square().sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    return [p.grad for p in model.parameters() if p.grad is not None]

@@ -43,6 +43,7 @@ class CallForm:
         casts: places of saved tensors that autocast made of a parameter, which it keeps for later calls.
         shows: by its place, the number of the mask that a saved tensor tells by being zero or not.
         written: position of each tensor that it writes to, number of the value that is there then, None if unknown.
+        passing: numbers of values that it writes over itself, or over parts of whose storages it writes.
         counted: label of each counted op, how many tensors autograd has saved before it, numbers of the values made;
             None instead of these if one of them is neither saved nor a result.
         then: the form of the call that followed it in the last step, the first guess for the next one.
@@ -68,6 +69,7 @@ class CallForm:
         "names",
         "num_ops",
         "ops",
+        "passing",
         "picked",
         "results",
         "saves",
@@ -115,6 +117,7 @@ class CallForm:
         self.casts: tuple[int, ...] = ()
         self.shows: dict[int, int] = {}
         self.written: tuple[tuple[int, int | None], ...] = ()
+        self.passing: frozenset[int] = frozenset()
         self.then: Any = None
 
     def tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Sequence[torch.Tensor] | None:
@@ -271,6 +274,9 @@ def _knows(
         ]
     )
     form.ops, form.num_ops = tuple(ops), len(log.counted)
+    if any(id(old) in made for _, old, _ in log.writes) and any(address in last for address in addresses):
+        return False  # which part of what it was handed it wrote to would not be seen
+    form.passing = frozenset([numbers[id(old)] for _, old, _ in log.writes if id(old) in made])
     form.aliases = tuple(aliases)
     found = [(numbers[id(v)] if v is not None and id(v) in made else None, geometry) for v, geometry in log.saved]
     form.saves = tuple(found) if form.shows or any(number is not None for number, _ in found) else ()

@@ -8,7 +8,7 @@ import torch
 
 from recoup import _torch
 from recoup.runtime.rebuild.cheap_ops import OpFacts, op_facts
-from recoup.runtime.rebuild.op_forms import OpForm, form_of
+from recoup.runtime.rebuild.op_forms import OpForm, form_of, form_of_rewriting
 from recoup.runtime.rebuild.rewriting import Rewriting
 from recoup.runtime.rebuild.values import Geometry, Made, Value, geometry_of
 
@@ -80,8 +80,10 @@ class CallLog:
         self.writes.append((tensor.untyped_storage()._cdata, old, new))
         if new.made is not None:
             function = new.made.function  # that of new tensors
-            is_known = type(function) is not Rewriting
-            form = form_of(op_facts(function), args, kwargs, tensor, [(0, tensor)]) if is_known else None
+            if type(function) is Rewriting:
+                form = form_of_rewriting(facts, args, kwargs, tensor, new)
+            else:
+                form = form_of(op_facts(function), args, kwargs, tensor, [(0, tensor)])
             self.add_op(form, new.made, [new])
         elif not (new.random_mask or facts.is_batch_norm):
             self.ops = None

@@ -20,7 +20,7 @@ from recoup.runtime.rebuild.lineage import Recorder
 from recoup.runtime.rebuild.marks import Frame, reads_masks, reads_numbers
 from recoup.runtime.rebuild.op_forms import form_of
 from recoup.runtime.rebuild.rewriting import Rewriting
-from recoup.runtime.rebuild.saved_tensor import MIN_BYTES, compact
+from recoup.runtime.rebuild.saved_tensor import MIN_BYTES, compact, keep
 from recoup.runtime.rebuild.segments import Rebuilt, Segment
 from recoup.runtime.rebuild.values import Geometry, Made, Value, geometry_of
 
@@ -129,9 +129,16 @@ class HeldRecorder(Recorder):
         tensors = [(i, t) for i, t in results if isinstance(t, torch.Tensor) and has_history(t)]
         return [(i, t) for i, t in tensors if (value := self.existing(t)) is not None and value.made is made]
 
-    def note_value(self, tensor: torch.Tensor, value: Value) -> None:
-        """Sets the value of a tensor's storage, unless it has one."""
-        self._values.setdefault(weakref.ref(tensor.untyped_storage(), self._values.pop), value)
+    def note_value(self, tensor: torch.Tensor, value: Value, *, is_over: bool = False) -> None:
+        """Sets the value of a tensor's storage, unless it has one.
+
+        Args:
+            is_over: the call that made it may have given the storage earlier values.
+        """
+        if is_over:
+            self.set_value(tensor, value)
+        else:
+            self._values.setdefault(weakref.ref(tensor.untyped_storage(), self._values.pop), value)
 
     def note_written(self, tensor: torch.Tensor, value: Value | None) -> None:
         """Notes what is in a storage that a call wrote to past this recorder, None if that has no history."""
@@ -158,13 +165,13 @@ class HeldRecorder(Recorder):
         """Notes what made the results of a call that ran past this recorder, if they are like those of its form."""
         if form.results[0][0] < 0:
             if type(out) is torch.Tensor and form.gives(out) and out.storage_offset() == form.results[0][2]:
-                self.note_value(out, values[form.results[0][1]])
+                self.note_value(out, values[form.results[0][1]], is_over=bool(form.passing))
             return
         given = [out[position] for position, _, _ in form.results]
         if form.gives(*given):
             for tensor, (_, number, offset) in zip(given, form.results, strict=True):
                 if tensor.storage_offset() == offset:
-                    self.note_value(tensor, values[number])
+                    self.note_value(tensor, values[number], is_over=bool(form.passing))
 
     def log_other(self) -> None:
         """Notes that the call that is looked into runs an op that has no form."""
@@ -177,8 +184,7 @@ class HeldRecorder(Recorder):
             made = self._made(facts, args, kwargs)
             out = facts.overload(*args, **kwargs)
             results = self._attach_results(facts, made, out)
-            if self.log is not None and (results or not isinstance(out, torch.Tensor) or self.existing(out) is None):
-                # else it is a view, though its schema does not say so
+            if self.log is not None and (results or not self._are_views(out)):
                 self.log.add_op(form_of(facts, args, kwargs, out, results), made, self._values_of(results))
             return out
         if not facts.is_inert:
@@ -191,6 +197,11 @@ class HeldRecorder(Recorder):
             if self.deriving:
                 self.hold(out)
         return out
+
+    def _are_views(self, out: Any) -> bool:
+        """Whether results lie over storages that were there before, though the op's schema does not say so."""
+        outs = out if isinstance(out, (tuple, list)) else (out,)
+        return all([isinstance(t, torch.Tensor) and self.existing(t) is not None for t in outs])
 
     def _note_dropout(self, args: tuple[Any, ...], out: Any) -> None:
         made = self.note_dropout(args, out)
@@ -366,6 +377,8 @@ class HeldRecorder(Recorder):
                     if isinstance(kept, Kept):
                         kept.version += writes
                         kept.is_source = True  # before what is rebuilt from it is saved, it may be written over
+                        if value.is_passing:
+                            kept.rescue()
                     self._held.append(kept)
 
     def join(self, out: Any) -> None:
@@ -379,16 +392,3 @@ class HeldRecorder(Recorder):
         """Holds, to the end of the segment at least, what an op reads and no op was seen to make."""
         if value not in self._leaves:
             self._leaves[value] = value.alive() or keep(value, tensor)
-
-
-def keep(value: Value, tensor: torch.Tensor) -> Source:
-    """Keeps a tensor's contents for who rebuilds from them; a random mask of zeros and ones as bytes."""
-    if value.random_mask:
-        assert value.base is not None
-        kept: Source = compact(tensor, torch.bool, value.base)
-    else:
-        # Never a result itself: autograd gives it a node once the op has returned, and that node saves what is rebuilt
-        # from here, a cycle that no collector sees. Below autograd a plain `detach` would count changes in place apart.
-        kept = Kept(_torch.alias_below_autograd(tensor), is_saved=False)
-    value.kept = weakref.ref(kept)
-    return kept

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import weakref
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -205,7 +205,7 @@ class Learning:
         if self.failed or self.is_open:
             return None
         segments: dict[Segment, int] = {}
-        wanted: list[set[Value]] = []
+        wanted: list[dict[Value, list[Geometry]]] = []  # of each segment: in which geometries
         sources: list[set[int]] = []  # of each segment: by id
         saves: list[Saved] = []
         for kind, value, geometry in self._saves:
@@ -219,13 +219,14 @@ class Learning:
                 for each in (around, segment):
                     if each is not None and each not in segments:
                         segments[each] = len(segments)
-                        wanted.append(set())
+                        wanted.append({})
                         sources.append(set())
                 if around is not None:
-                    wanted[segments[around]].update(segment.starts)
+                    for start in segment.starts:
+                        wanted[segments[around]].setdefault(start, []).append(cast(Geometry, start.base))
                     sources[segments[around]].update(id(s) for start in segment.starts.values() for s in start.sources)
                 at = segments[segment]
-                wanted[at].add(packed.value)
+                wanted[at].setdefault(packed.value, []).append(packed.geometry)
                 sources[at].update(map(id, packed.sources))
                 base = packed.value.base
                 own = None if base == packed.geometry else packed.geometry
@@ -265,6 +266,7 @@ class Learning:
         for value in self._numbers:
             again = Value()
             again.base = value.base
+            again.is_passing = value.is_passing
             values.append(again)
         parts = values, self._num_slots, self._constants, masks, frozenset(self._casts), frozenset(seen)
         program = StepProgram(self._calls, saves, found, *parts, idle.boundaries)
@@ -272,12 +274,12 @@ class Learning:
         return program
 
     def _segment(
-        self, segment: Segment, wanted: set[Value], kept: set[int], indices: dict[Segment, int]
+        self, segment: Segment, wanted: dict[Value, list[Geometry]], kept: set[int], indices: dict[Segment, int]
     ) -> SegmentProgram | None:
         """Returns how a segment is rebuilt, None if something that it starts from cannot be held.
 
         Args:
-            kept: its sources, by id.
+            wanted: what is asked for, and in which geometries. kept: its sources, by id.
         """
         program = SegmentProgram(-1 if segment.around is None else indices[segment.around])
         ops: dict[int, tuple[Noted, set[Value]]] = {}
@@ -319,6 +321,7 @@ class Learning:
             made, results = ops[order]
             gives = tuple([(value.output, self._number(value)) for value in results])
             program.ops.append((made.form, tuple([self._number(read) for read in made.values]), gives))
+        program.asked = {self._number(value): geometries for value, geometries in wanted.items()}
         return program
 
     def _place(self, segments: list[SegmentProgram], kept: set[int]) -> bool:

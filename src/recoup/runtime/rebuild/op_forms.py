@@ -10,6 +10,7 @@ from torch import nn
 
 from recoup import _torch
 from recoup.runtime.rebuild.cheap_ops import OpFacts
+from recoup.runtime.rebuild.rewriting import Rewriting
 from recoup.runtime.rebuild.values import PLAIN, Made, Value, geometry_of
 
 
@@ -21,10 +22,22 @@ class OpForm:
             tensors where those come first, else with `TENSOR` in their place. kwargs: its own, in the same way.
         geometries: of the tensors it read, in order. bases: geometries of the results that are recorded, by position.
         is_single: it returns one tensor. is_cast: it copies a tensor to another dtype.
+        rewriting: it writes to a part of the first tensor that it read, and gives the whole.
         gives_again: says whether results lie as they did, when it runs again; found on the first time.
     """
 
-    __slots__ = ("bases", "call", "first", "geometries", "gives_again", "is_cast", "is_single", "kwargs", "rest")
+    __slots__ = (
+        "bases",
+        "call",
+        "first",
+        "geometries",
+        "gives_again",
+        "is_cast",
+        "is_single",
+        "kwargs",
+        "rest",
+        "rewriting",
+    )
 
     def __init__(
         self,
@@ -45,14 +58,20 @@ class OpForm:
         self.is_cast = facts.label == "aten._to_copy.default"
         self.is_single = type(out) is torch.Tensor
         self.gives_again: Callable[..., bool] | None = None
+        self.rewriting: Rewriting | None = None
 
-    def run(self, tensors: list[torch.Tensor]) -> Any:
-        """Runs the op again on tensors that lie as the first time."""
+    def run(self, tensors: list[torch.Tensor], *, writes: bool = False) -> Any:
+        """Runs the op again on tensors that lie as the first time.
+
+        Args:
+            writes: over what it wrote over in the forward, not on a copy.
+        """
+        call = self.rewriting.over if writes and self.rewriting is not None else self.call
         if self.first:
-            return self.call(*tensors, *self.rest, **self.kwargs) if self.kwargs else self.call(*tensors, *self.rest)
+            return call(*tensors, *self.rest, **self.kwargs) if self.kwargs else call(*tensors, *self.rest)
         each = iter(tensors)
         args = _with_tensors(self.rest, each)
-        return self.call(*args, **{key: _with_tensors((item,), each)[0] for key, item in self.kwargs.items()})
+        return call(*args, **{key: _with_tensors((item,), each)[0] for key, item in self.kwargs.items()})
 
     def gave(self, out: Any) -> bool:
         """Whether results lie as they did the first time."""
@@ -88,6 +107,23 @@ def form_of(
     if not _collect(args, tensors) or not _collect(kwargs.values(), tensors):
         return None
     return OpForm(facts, args, kwargs, out, recorded, tensors)
+
+
+def form_of_rewriting(
+    facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], tensor: torch.Tensor, value: Value
+) -> OpForm | None:
+    """Returns the form of an op that wrote to a part of a storage; None as of `form_of`.
+
+    Args:
+        tensor: it wrote to this, its first argument. value: of the whole storage after it.
+    """
+    assert value.made is not None and value.base is not None
+    form = form_of(facts, args, kwargs, tensor, [(0, tensor)])
+    if form is not None:
+        form.rewriting = form.call = value.made.function
+        form.geometries = (value.base, *form.geometries[1:])
+        form.bases = ((0, value.base),)
+    return form
 
 
 def _collect(items: Iterable[Any], tensors: list[torch.Tensor]) -> bool:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from recoup.runtime.rebuild.kept import laid, overlap
-from recoup.runtime.rebuild.values import Geometry, Value
+from recoup.runtime.rebuild.values import Geometry
 
 
 class Rewriting:
@@ -34,7 +34,10 @@ class Rewriting:
         return whole
 
 
-class Versions:
+_V = TypeVar("_V")
+
+
+class Versions(Generic[_V]):
     """Which storages of a rebuild may be written over: their earlier contents are wanted elsewhere in them only.
 
     A GRU cell writes over one chunk of its gates after another, and autograd saves each chunk then: all of them lie in
@@ -44,15 +47,15 @@ class Versions:
         wanted: of each value that somebody waits for, the geometries that it is wanted in.
     """
 
-    def __init__(self, wanted: dict[Value, list[Geometry]]) -> None:
+    def __init__(self, wanted: dict[_V, list[Geometry]]) -> None:
         self._wanted = wanted
-        self._parts: dict[Value, list[Geometry]] = {}
+        self._parts: dict[_V, list[Geometry]] = {}
 
-    def add(self, value: Value, before: Value | None = None) -> None:
+    def add(self, value: _V, before: _V | None = None) -> None:
         """Notes a value made in this rebuild, in a storage of its own or in that of the one `before`."""
         self._parts[value] = [*(() if before is None else self._parts[before]), *self._wanted.get(value, ())]
 
-    def is_free(self, value: Value, part: Geometry) -> bool:
+    def is_free(self, value: _V, part: Geometry) -> bool:
         """Whether `part` of the storage that was made for a value may be written over."""
         parts = self._parts.get(value)
         return parts is not None and not any(overlap(part, other) for other in parts)

@@ -110,10 +110,12 @@ class Running:
                 recorder.read_leaf(self._values[number], tensor)
                 if recorder.learning is not None:
                     recorder.learning.failed = True
+            value = self._values[number]
             if self._form.written:
-                recorder.note_written(tensor, self._values[number])
+                recorder.note_written(tensor, value)
             else:
-                recorder.note_value(tensor, self._values[number])
+                recorder.note_value(tensor, value, is_over=bool(self._form.passing))
+            value.is_passing = number in self._form.passing
             for mark, numbers in self._marks.values():
                 if number in numbers:
                     recorder.obey(mark, tensor)

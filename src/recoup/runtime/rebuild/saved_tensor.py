@@ -132,7 +132,8 @@ def _pack_value(recorder: Recorder, tensor: torch.Tensor, value: Value) -> Any:
             value.kept = weakref.ref(elsewhere)
             return Returning(elsewhere, geometry_of(tensor))
     kept = Kept(tensor)
-    value.kept = weakref.ref(kept)
+    if not value.is_passing:
+        value.kept = weakref.ref(kept)
     return kept
 
 
@@ -145,6 +146,19 @@ def compact(tensor: torch.Tensor, dtype: torch.dtype, base: Geometry) -> KeptCom
     with paused(), execution_context.recomputing(), _torch.below_autocast_and_autograd():
         tensor = tensor.detach()
         return KeptCompact(tensor.to(dtype), base)  # to bool: whether it is other than 0, six times as fast as `!=`
+
+
+def keep(value: Value, tensor: torch.Tensor) -> Source:
+    """Keeps a tensor's contents for who rebuilds from them; a random mask of zeros and ones as bytes."""
+    if value.random_mask:
+        assert value.base is not None
+        kept: Source = compact(tensor, torch.bool, value.base)
+    else:
+        # Never a result itself: autograd gives it a node once the op has returned, and that node saves what is rebuilt
+        # from here, a cycle that no collector sees. Below autograd a plain `detach` would count changes in place apart.
+        kept = Kept(_torch.alias_below_autograd(tensor), is_saved=False)
+    value.kept = weakref.ref(kept)
+    return kept
 
 
 def unpack(packed: Any) -> torch.Tensor:

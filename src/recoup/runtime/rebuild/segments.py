@@ -205,7 +205,7 @@ def _run(wanted: dict[Value, list[Geometry]], here: dict[Value, torch.Tensor]) -
         wanted: values, each with the geometries that it is wanted in.
         here: contents that are at hand; emptied as they are read for the last time.
     """
-    versions = Versions(wanted)
+    versions: Versions[Value] = Versions(wanted)
     found = {value: here[value] for value in wanted if value in here}
     ops: dict[int, tuple[Made, list[Value]]] = {}
     uses: dict[Value, int] = {}
@@ -229,7 +229,7 @@ def _run(wanted: dict[Value, list[Geometry]], here: dict[Value, torch.Tensor]) -
                 stack.append(read)
     for order in sorted(ops):
         made, values = ops[order]
-        before = None if type(made) is Noted else _written_over(made, uses, versions)
+        before = _written_over(made, uses, versions)
         out = _again(made, here, writes=before is not None)
         for value in values:
             versions.add(value, before)
@@ -254,13 +254,14 @@ def _run(wanted: dict[Value, list[Geometry]], here: dict[Value, torch.Tensor]) -
     return found
 
 
-def _written_over(made: Made, uses: dict[Value, int], versions: Versions) -> Value | None:
+def _written_over(made: Made, uses: dict[Value, int], versions: Versions[Value]) -> Value | None:
     """Returns the value in whose storage an op may write again, if there is one: nobody reads it later."""
-    if type(made.function) is not Rewriting:
+    rewriting = made.form.rewriting if type(made) is Noted else made.function
+    if type(rewriting) is not Rewriting:
         return None
     value = made.values[0]
     is_last = uses[value] == made.values.count(value)
-    return value if is_last and versions.is_free(value, made.function.part) else None
+    return value if is_last and versions.is_free(value, rewriting.part) else None
 
 
 def _again(made: Made, here: dict[Value, torch.Tensor], *, writes: bool) -> Any:
@@ -274,7 +275,7 @@ def _again(made: Made, here: dict[Value, torch.Tensor], *, writes: bool) -> Any:
             elif geometry is not value.base:  # rebuilt, so that it lies as it did
                 tensor = laid(tensor, geometry)
             tensors.append(tensor)
-        return made.form.run(tensors)
+        return made.form.run(tensors, writes=writes)
     args = _decoded(made.args, here)
     function = made.function.over if writes else made.function
     if made.kwargs:

@@ -28,6 +28,7 @@ from torch import nn
 from recoup import _torch
 from recoup.runtime.rebuild.call_forms import SCALARS, SEQUENCES, CallForm, flattened, picker
 from recoup.runtime.rebuild.op_forms import OpForm
+from recoup.runtime.rebuild.rewriting import Versions
 from recoup.runtime.rebuild.values import PLAIN, Geometry, Value
 from recoup.runtime.recompute.spot_check import Spots
 
@@ -229,10 +230,11 @@ class SegmentProgram:
     Attributes:
         ops: in the order of the forward. sources, constants: numbers of the held values and parameters that they start
             from. around: the segment that this is a piece of, -1 for none. starts: numbers of the values of that which
-            a piece starts from. bases: geometry of what fills a value's storage.
+            a piece starts from. bases: geometry of what fills a value's storage. asked: the geometries that values are
+            asked for in.
     """
 
-    __slots__ = ("_known", "_led", "around", "bases", "constants", "ops", "sources", "starts")
+    __slots__ = ("_known", "_led", "around", "asked", "bases", "constants", "ops", "sources", "starts")
 
     def __init__(self, around: int) -> None:
         self.around = around
@@ -241,6 +243,7 @@ class SegmentProgram:
         self.constants: set[int] = set()
         self.starts: set[int] = set()
         self.bases: dict[int, Geometry] = {}
+        self.asked: dict[int, list[Geometry]] = {}
         self._known: dict[frozenset[int], list[Any]] = {}
         self._led: dict[int, tuple[int, ...]] = {}
 
@@ -256,9 +259,10 @@ class SegmentProgram:
         return self._led.get(wanted, ())
 
     def leading_to(self, wanted: frozenset[int]) -> list[Any]:
-        """Returns the ops that lead to these values: form, reads, results that are read or wanted, numbers to let go.
+        """Returns the ops that lead to these values.
 
-        A read is a number and the geometry to lay it out in, None where it lies so already.
+        Of each its form, reads, results that are read or wanted, numbers to let go, and whether it writes over what it
+        wrote over in the forward. A read is a number and the geometry to lay it out in, None where it lies so already.
         """
         found = self._known.get(wanted)
         if found is None:
@@ -278,10 +282,19 @@ class SegmentProgram:
                 is_start = number in self.sources or number in self.constants
                 laid_out.append((number, geometry if is_start or geometry != self.bases[number] else None))
             drops = tuple({n for n in reads if n not in last and n not in wanted and n not in self.constants})
+            may_write = form.rewriting is not None and reads[0] not in last
             last.update(reads)
             needed.update(reads)
-            chosen.append((form, tuple(laid_out), gives, drops))
-        return chosen[::-1]
+            chosen.append((form, tuple(laid_out), gives, drops, may_write))
+        chosen.reverse()
+        versions: Versions[int] = Versions({number: self.asked.get(number, []) for number in wanted})
+        for i, (form, reads, gives, drops, may_write) in enumerate(chosen):
+            whole = reads[0][0] if may_write else -1
+            writes = may_write and versions.is_free(whole, form.rewriting.part)
+            for _, number in gives:
+                versions.add(number, whole if writes else None)
+            chosen[i] = form, reads, gives, drops, writes
+        return chosen
 
 
 class StepProgram:

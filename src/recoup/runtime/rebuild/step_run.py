@@ -121,7 +121,7 @@ class SegmentRun:
     def _run(self, wanted: frozenset[int]) -> dict[int, torch.Tensor]:
         here = {number: start.take() for number, start in self._starts.items()}
         bases = self._program.bases
-        for form, reads, gives, drops in self._program.leading_to(wanted):
+        for form, reads, gives, drops, writes in self._program.leading_to(wanted):
             tensors: list[torch.Tensor] = []
             tensor: torch.Tensor | None = None
             for number, geometry in reads:
@@ -129,7 +129,7 @@ class SegmentRun:
                 if tensor is None:
                     tensor = here[number] = self._start(number)
                 tensors.append(tensor if geometry is None else laid(tensor, geometry))
-            out = form.run(tensors)
+            out = form.run(tensors, writes=writes)
             del tensors
             tensor = None
             as_then = form.gave(out)
@@ -317,6 +317,8 @@ class StepRun:
         if kept is None:
             kept = Kept(tensor)
             self._own(number, kept)
+            if self._program.values[number].is_passing:
+                kept.rescue()
             return kept
         assert geometry is not None
         return kept.saved_as(geometry)
@@ -331,7 +333,7 @@ class StepRun:
         return found
 
     def _keep(self, number: int, tensor: torch.Tensor) -> None:
-        if number not in self._kept:  # never a result itself: see `held_recorder.keep`
+        if number not in self._kept:  # never a result itself: see `saved_tensor.keep`
             self._own(number, Kept(tensor.detach(), is_saved=False))
 
     def _own(self, number: int, kept: Kept | KeptCompact) -> None:

@@ -28,6 +28,8 @@ class Value:
         kept: the `Kept` that holds these contents now, if any (weak).
         constant: a parameter that holds these contents, if one does.
         random_mask: these are zeros and ones drawn by `bernoulli_`.
+        is_passing: the call that made them writes to the storage again, unseen: nothing is rebuilt from them but what
+            was copied before.
         waiting: the rederived tensors of this value that will still be asked for, by the turn at which they were
             saved; holds the contents once they were rebuilt for another, if they are wanted soon.
         overwritten: parts of the storage that hold something else by now: what autograd saved of them before may not
@@ -41,6 +43,7 @@ class Value:
     kept: weakref.ref[Any] | None = None
     constant: Constant | None = None
     random_mask = False
+    is_passing = False
     overwritten: tuple[Geometry, ...] = ()
     waiting: Waiting | None = None
 

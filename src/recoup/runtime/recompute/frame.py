@@ -181,4 +181,3 @@ class Frame:
             f"out of the plan with a `save` decision for {self.path!r}.",
             code=code,
         )
-
