@@ -51,7 +51,7 @@ class Program(nn.Module):
     def __init__(self, seed: int, *, length: int = 24) -> None:
         super().__init__()
         rng = random.Random(seed)
-        self.steps = [(rng.randrange(24), rng.randrange(1 << 30)) for _ in range(length)]
+        self.steps = [(rng.randrange(26), rng.randrange(1 << 30)) for _ in range(length)]
         self.weights = nn.ParameterList(nn.Parameter(torch.randn(WIDTH, WIDTH) / 4) for _ in range(4))
         self.weights[rng.randrange(4)].requires_grad_(rng.random() < 0.7)
         self.children_ = nn.ModuleList(Child(i) for i in range(2))
@@ -137,6 +137,13 @@ class Program(nn.Module):
             return torch.einsum("ri,ij,rj->ri", a, weight.to(a.dtype), b) / WIDTH
         if kind == 22:
             return Doubled.apply(a) + b.unfold(0, 1, 1).squeeze(-1)
+        if kind == 23:
+            gates = torch.cat([weight, weight * 0.5, weight]).to(a.dtype)
+            return torch.gru_cell(b, torch.gru_cell(a, b, gates, gates), gates, gates)
+        if kind == 24:
+            gates = torch.cat([weight, weight * 0.5, weight, weight]).to(a.dtype)
+            state, memory = torch.lstm_cell(a, (b, a), gates, gates)
+            return state + memory
         with torch.no_grad():
             scale = a.abs().mean()
         return a / (scale + 1) + torch.outer(b[:, 0], weight[0])
