@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +20,8 @@ from recoup.evidence.gradients import equal_values
 from recoup.ir.decision import Decision, OpMark, Rebuild, Rederive, Save
 from recoup.runtime.apply import apply_decisions
 from recoup.runtime.rebuild import held_recorder, saved_tensor
+from recoup.runtime.rebuild.calls import CallWatch
+from recoup.runtime.rebuild.lineage import current_recorder
 
 ROWS, WIDTH, NUM_BLOCKS, NUM_STEPS = 8, 16, 6, 9
 REBUILT = 2  # the block that something is rebuilt in
@@ -344,3 +348,54 @@ def test_what_autograd_does_not_save_is_copied_before_it_is_written_to() -> None
     planned, applied = train(PLANS["rebuild"])
     assert all(map(equal_values, plain, planned))
     assert applied.log.num_rederived > 0
+
+
+class _Interrupt:
+    """Traces Python: raises before the n-th line that is met of what puts modes on and off."""
+
+    def __init__(self, point: int, hooks: Any, mode: Any) -> None:
+        switching = (CallWatch._passes, CallWatch._switch, CallWatch._hook)
+        switching += (hooks.put_on, hooks.put_off, mode.put_on, mode.put_off)
+        self.codes = {function.__code__ for function in switching}
+        self.left = point
+        self.has_raised = False
+
+    def __call__(self, frame: Any, event: str, argument: Any) -> Any:
+        if frame.f_code not in self.codes:
+            return None
+        if event == "line" and not self.has_raised:
+            self.left -= 1
+            if self.left < 0:
+                self.has_raised = True
+                raise KeyboardInterrupt
+        return self
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_an_interrupt_while_modes_are_switched_leaves_none_on(plan: str) -> None:
+    torch.manual_seed(1)
+    model, x = _Model(), torch.randn(ROWS, WIDTH)
+
+    def gradients() -> list[Tensor]:
+        model.zero_grad(set_to_none=True)
+        model(x).backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    plain = gradients()
+    hooks, mode = _torch.saved_tensors_hooks, _torch.function_mode_class()
+    with apply_decisions(model, PLANS[plan]):
+        for _ in range(NUM_STEPS):
+            gradients()
+        before = sys.gettrace()
+        for point in itertools.count():
+            interrupt = _Interrupt(point, hooks, mode)
+            sys.settrace(interrupt)
+            with contextlib.suppress(KeyboardInterrupt):
+                gradients()
+            sys.settrace(before)
+            assert torch._C._len_torch_function_stack() == torch._C._len_torch_dispatch_stack() == 0
+            assert _torch.saves_plainly() and current_recorder() is None
+            assert all(map(torch.equal, plain, gradients()))
+            if not interrupt.has_raised:
+                break
+    assert point > NUM_STEPS, "nothing was switched"
