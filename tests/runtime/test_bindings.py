@@ -14,6 +14,7 @@ from torch.nn.utils import parametrizations, parametrize
 import recoup
 from recoup.ir.decision import Decision, Recompute, Rederive
 from recoup.runtime.apply import apply_decisions
+from recoup.runtime.recompute import frame, spot_check
 
 WIDTH = 16
 
@@ -287,3 +288,23 @@ def test_parameters_that_lie_elsewhere_since_the_last_step_are_read_there() -> N
     with pytest.raises(RuntimeError, match=r"1\.up\.weight|up\.weight"):
         loss.backward()
     applied.remove()
+
+
+class Detached(nn.Module):
+    """Saves an alias of one frozen weight, in a second forward of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.ones(WIDTH), requires_grad=False) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (self.second if recoup.is_recomputing() else self.first).detach()
+
+
+def test_where_no_bytes_are_read_another_weight_is_told_by_where_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a device: to read there would wait."""
+    for module in (frame, spot_check):
+        monkeypatch.setattr(module, "read_bytes", lambda tensor: b"")
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Detached())
+    with apply_decisions(model, [Recompute(path="1")]), pytest.raises(recoup.ReplayError, match="saved a weight"):
+        model(torch.randn(4, WIDTH)).sum().backward()

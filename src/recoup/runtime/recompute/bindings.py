@@ -33,7 +33,7 @@ class Bindings:
         places: the region's, for `samples_of`.
 
     Attributes:
-        plain_storages: storages of those that are no `nn.Parameter`s; no activation lies in one.
+        storages: of those whose bytes do not tell them: on a device, or no `nn.Parameter`s. No activation lies in one.
     """
 
     __slots__ = (
@@ -47,7 +47,7 @@ class Bindings:
         "_storages",
         "_tensors",
         "_versions",
-        "plain_storages",
+        "storages",
     )
 
     def __init__(self, modules: Sequence[tuple[str, nn.Module]], places: Places) -> None:
@@ -74,8 +74,10 @@ class Bindings:
         self._samples = places.samples_of(tensors)
         self._storages = self._storages_now()
         self._contents = self._contents_now()
-        self.plain_storages = {
-            s for s, t in zip(self._storages, tensors, strict=True) if s is not None and type(t) is not nn.Parameter
+        self.storages = {
+            storage
+            for storage, tensor, contents in zip(self._storages, tensors, self._contents, strict=True)
+            if storage is not None and (type(tensor) is not nn.Parameter or not contents)
         }
 
     def _storages_now(self) -> list[int | None]:

@@ -42,7 +42,11 @@ class Slot:
         """Returns the tensor; replays the region first if this backward pass has not done so."""
         backward_id = _torch.current_backward_id()
         if self.filled is None or self.backward_id != backward_id or backward_id == -1:
-            self._fill(backward_id)
+            try:
+                self.frame.replay(backward_id)
+            except ReplayError as error:
+                error.region = error.region or self.frame.path
+                raise
         filled, self.filled = self.filled, None
         if filled is None:
             raise ReplayError(
@@ -53,20 +57,13 @@ class Slot:
             )
         return saved_tensor.unpack(filled)
 
-    def _fill(self, backward_id: int) -> None:
-        try:
-            self.frame.replay(backward_id)
-        except ReplayError as error:
-            error.region = error.region or self.frame.path
-            raise
-
 
 class Frame:
     """One execution of a region: its steps, its slots, and its replay.
 
     Attributes:
         is_chunk: whether its steps are calls of one module, which share the attributes noted at the first call.
-        weights: storages of what its modules have for parameters that are no `nn.Parameter`s, as fast weights are.
+        weights: storages of its modules' parameters, without those that are told by their bytes: see `Bindings`.
         given: storages of its arguments, and None: what lies in them counts as no weight.
     """
 
@@ -142,7 +139,7 @@ class Frame:
         with _torch.past_function_modes():
             step = Step(member, forward, args, kwargs, previous, has_attributes=not (self.is_chunk and self.steps))
         del previous
-        self.weights |= step.bindings.plain_storages
+        self.weights |= step.bindings.storages
         self.given |= step.given
         recorder = current_recorder()
         hooks = _torch.saved_tensors_hooks(self._pack, Slot.unpack)
