@@ -26,3 +26,16 @@ def test_time_is_the_least_of_the_runs(monkeypatch: pytest.MonkeyPatch, num_thre
     assert seconds == pytest.approx(0.002)
     assert spread_seconds == pytest.approx(0.028)
     assert list(spans) == [], "to the limit, since no two of the least agree"
+
+
+def test_ops_find_nothing_of_their_arguments_in_the_cache() -> None:
+    """A copy that fits a core's cache takes several times as long from memory."""
+    x = torch.ones(1 << 16)
+    y = torch.empty_like(x)
+    cold, _ = time_call(lambda: y.copy_(x), torch.device("cpu"), limit_seconds=0.05)
+    warm = []
+    for _ in range(50):
+        begin = time.perf_counter()
+        y.copy_(x)
+        warm.append(time.perf_counter() - begin)
+    assert cold > 1.5 * min(warm)

@@ -124,6 +124,8 @@ def test_bytes_are_what_must_be_read_and_written() -> None:
         "out=": (signature_of(aten.add.out, x, x, out=torch.empty(4, 8)), 3 * 128, 0),
         "stride 0 is read once": (signature_of(aten.add.Tensor, x, torch.rand(1, 1).expand(4, 8)), 2 * 128 + 4, 128),
         "views move nothing": (signature_of(aten.view.default, x, [32]), 0, 0),
+        "no view where the dtype changes": (signature_of(aten.to.dtype, x, torch.bool), 128 + 32, 32),
+        "a view where it does not": (signature_of(aten.to.dtype, x, torch.float32), 0, 0),
         "undeclared views": (signature_of(aten._unsafe_view.default, x, [32]), 0, 0),
         "nothing is written": (signature_of(aten.empty_like.default, x), 0, 128),
         "lists": (signature_of(aten._foreach_add_.List, [x.clone(), x.clone()], [x, x]), 6 * 128, 0),

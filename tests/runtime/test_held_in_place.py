@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import collections
+
 import pytest
 import torch
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from recoup.capture.spec import StepSpec
@@ -159,3 +162,34 @@ def gradients(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     loss.backward(retain_graph=True)
     loss.backward()
     return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+class Written(nn.Module):
+    """Elementwise ops in a row, of whose results autograd saves the first and the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.linear(x))
+        y = (0.5 + h * 2.0).neg().add(1.0).exp()
+        return (y * h.cos()).sum(1)
+
+
+def test_an_intermediate_is_written_over_by_its_last_reader() -> None:
+    torch.manual_seed(0)
+    model, x = Written(), torch.randn(64, WIDTH)
+    model(x).sum().backward()
+    gradients = [p.grad for p in model.parameters()]
+    marks = (OpMark(path="linear", call=0, ordinal=0, op="aten.addmm.default", holds=True),)
+    with apply_decisions(model, (Rebuild(path="", marks=marks),)):
+        for _ in range(4):  # recorded, then by a program
+            model.zero_grad(set_to_none=True)
+            loss = model(x).sum()
+            with profile(activities=[ProfilerActivity.CPU]) as profiler:
+                loss.backward()
+            assert all(torch.equal(g, p.grad) for g, p in zip(gradients, model.parameters(), strict=True))
+            counts = collections.Counter(event.name for event in profiler.events())
+            # Of `tanh`, `2 * h`, `+ 0.5`, `neg`, `+ 1` and `exp` the first two make tensors; one `add_` adds gradients.
+            assert [counts[f"aten::{name}_"] for name in ("mul", "add", "neg", "exp")] == [0, 3, 1, 1]

@@ -4,15 +4,18 @@ An op's workspace is what the allocator handed out during the op at its highest,
 cuDNN's convolution buffers, packed weights, reduction scratch. Its peak when run alone is its outputs plus that.
 
 Time is the least of a few runs in this process, two if they agree, outputs allocated inside: what else the machine does
-only adds to it, and would be counted several times over on a busy one. On one CPU thread it is processor time, and a
-limit on measuring is one on processor time, so that a busy machine measures as many ops as an idle one. With
+only adds to it, and would be counted several times over on a busy one. Before each run the caches are filled with
+something else: what a step saved, and runs again from, has left them by then, and so has much of the code. On one CPU
+thread it is processor time, and a limit on measuring is one on processor time, so that a busy machine measures as many
+ops as an idle one. With
 glibc, blocks over the mmap threshold (up to 32 MiB, it adapts) go back to the system and are faulted in again by each
 run, and so they are in training; under an allocator that keeps its memory they are not, and both are quicker. On CUDA
-the time is from two events, the launches left out, with nothing of the arguments in the L2 cache.
+the time is from two events, the launches left out.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 import warnings
@@ -163,13 +166,22 @@ def time_call(
         return _time_on_cuda(call, device, limit_seconds)
     works, clock = work_clock(device), _cpu_clock()
     times = list(earlier)
+    flush = torch.empty(_last_cache_bytes(), dtype=torch.uint8)
     began = works()
     while _goes_on(times, works() - began, limit_seconds):
+        flush.fill_(1)
         start = clock()
         out = call()
         times.append(clock() - start)
         del out
     return _least(times)
+
+
+def _last_cache_bytes() -> int:
+    """Returns the bytes of a CPU core's last cache; what many have, where the system does not say."""
+    names = ("SC_LEVEL3_CACHE_SIZE", "SC_LEVEL2_CACHE_SIZE")
+    sizes = [os.sysconf(name) for name in names if name in getattr(os, "sysconf_names", ())]
+    return max([*sizes, 0]) or 1 << 25
 
 
 def _time_on_cuda(call: Callable[[], Any], device: torch.device, limit_seconds: float) -> tuple[float, float]:

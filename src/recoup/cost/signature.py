@@ -77,7 +77,7 @@ def make_signature(
     encoded_kwargs = tuple((k, _encode(v, home)) for k, v in kwargs.items())
     results = list(argument_tensors((outputs,)))
     # `prim` ops ask a tensor for its device or dtype.
-    is_view = short in _UNDECLARED_VIEWS or name.startswith("prim.") or _is_view(func)
+    is_view = short in _UNDECLARED_VIEWS or name.startswith("prim.") or (_is_view(func) and not _copied(args, results))
     written = _torch.written_arguments(func, args, kwargs)
     fresh = [] if is_view else [t for t in results if not any(t is w for w in written)]
     is_idle = is_view or short in _ALLOCATIONS
@@ -95,6 +95,14 @@ def make_signature(
 def _is_view(func: Any) -> bool:
     schema = func._schema
     return bool(schema.returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+
+
+def _copied(args: tuple[Any, ...], results: list[torch.Tensor]) -> bool:
+    """Whether what may return a view (`to`, `reshape`, which arrive whole below autograd) made something new."""
+    if any(t.layout is not torch.strided for t in results):
+        return False
+    storages = {t.untyped_storage()._cdata for t in argument_tensors(args) if t.layout is torch.strided}
+    return any(t.untyped_storage()._cdata not in storages for t in results)
 
 
 def _bytes_moved(

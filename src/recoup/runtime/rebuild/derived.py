@@ -94,20 +94,11 @@ class FlatOp:
         Args:
             spare: of each tensor read, whether nobody reads it after this op.
         """
-        facts, rest = self._facts, self._rest
-        if facts.over is None or rest is None or not 1 <= len(self.reads) <= 2 or self.output >= 0 or self._sides:
+        if self._rest is None or self.output >= 0 or self._sides:
             return None
-        if any(geometry != self.base for _, geometry in self.reads[:1]):
-            return None
-        if len(self.reads) == 2:
-            first, other = self.reads[0][1], self.reads[1][1]
-            if (first[0], first[1], first[3]) != (other[0], other[1], other[3]):
-                return None
-        call = _torch.op_call(facts.over)
-        if spare[0]:
-            return call, 0
-        commutes = facts.commutes and self._kwargs.get("alpha", 1) == 1
-        return (call, 1) if len(spare) == 2 and spare[1] and commutes else None
+        places = shortcuts.targets(self._facts, [geometry for _, geometry in self.reads], self._kwargs, self.base)
+        target = next((at for at in places if spare[at]), None)
+        return None if target is None else (_torch.op_call(self._facts.over), target)
 
     def run_over(self, over: tuple[Any, int], tensors: list[torch.Tensor]) -> torch.Tensor:
         """As `run`, writing over one of the tensors."""

@@ -294,8 +294,10 @@ class Learning:
                 program.bases[number] = value.base
             alive = value.alive()
             if alive is not None and id(alive) in kept:
-                if type(alive) is not Kept and value not in self._shown:
-                    return None
+                if type(alive) is not Kept:
+                    if value not in self._shown:
+                        return None
+                    program.narrow.add(number)
                 program.sources.add(number)
                 continue
             if value.base is None:

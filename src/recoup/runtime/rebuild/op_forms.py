@@ -11,6 +11,7 @@ from torch import nn
 from recoup import _torch
 from recoup.runtime.rebuild.cheap_ops import OpFacts
 from recoup.runtime.rebuild.rewriting import Rewriting
+from recoup.runtime.rebuild.shortcuts import targets
 from recoup.runtime.rebuild.values import PLAIN, Made, Value, geometry_of
 
 
@@ -22,7 +23,8 @@ class OpForm:
             tensors where those come first, else with `TENSOR` in their place. kwargs: its own, in the same way.
         geometries: of the tensors it read, in order. bases: geometries of the results that are recorded, by position.
         is_single: it returns one tensor. is_cast: it copies a tensor to another dtype.
-        rewriting: it writes to a part of the first tensor that it read, and gives the whole.
+        targets: places of the tensors that it may write its result over, if nobody reads them later. over: does that,
+            to the first. part: geometry of what it writes over.
         gives_again: says whether results lie as they did, when it runs again; found on the first time.
     """
 
@@ -35,8 +37,10 @@ class OpForm:
         "is_cast",
         "is_single",
         "kwargs",
+        "over",
+        "part",
         "rest",
-        "rewriting",
+        "targets",
     )
 
     def __init__(
@@ -58,15 +62,24 @@ class OpForm:
         self.is_cast = facts.label == "aten._to_copy.default"
         self.is_single = type(out) is torch.Tensor
         self.gives_again: Callable[..., bool] | None = None
-        self.rewriting: Rewriting | None = None
+        self.targets: tuple[int, ...] = ()
+        self.over: Any = None
+        self.part = self.geometries[0] if tensors else None
+        if self.first and self.is_single and self.bases:
+            self.targets = targets(facts, self.geometries, kwargs, self.bases[0][1])
+            self.over = _torch.op_call(facts.over) if self.targets else None
 
-    def run(self, tensors: list[torch.Tensor], *, writes: bool = False) -> Any:
+    def run(self, tensors: list[torch.Tensor], writes: int = -1) -> Any:
         """Runs the op again on tensors that lie as the first time.
 
         Args:
-            writes: over what it wrote over in the forward, not on a copy.
+            writes: place of the one that it writes over, -1 for none.
         """
-        call = self.rewriting.over if writes and self.rewriting is not None else self.call
+        call = self.call
+        if writes >= 0:
+            call = self.over
+            if writes:
+                tensors = tensors[::-1]
         if self.first:
             return call(*tensors, *self.rest, **self.kwargs) if self.kwargs else call(*tensors, *self.rest)
         each = iter(tensors)
@@ -120,7 +133,9 @@ def form_of_rewriting(
     assert value.made is not None and value.base is not None
     form = form_of(facts, args, kwargs, tensor, [(0, tensor)])
     if form is not None:
-        form.rewriting = form.call = value.made.function
+        rewriting = value.made.function
+        assert type(rewriting) is Rewriting
+        form.call, form.over, form.part, form.targets = rewriting, rewriting.over, rewriting.part, (0,)
         form.geometries = (value.base, *form.geometries[1:])
         form.bases = ((0, value.base),)
     return form

@@ -25,8 +25,8 @@ from recoup.runtime.rebuild.kept import Kept, KeptCompact, KeptConstant, KeptVie
 from recoup.runtime.rebuild.known_calls import Calls
 from recoup.runtime.rebuild.learning import Learning
 from recoup.runtime.rebuild.rederived import Rederived
+from recoup.runtime.rebuild.rerun import has_memory
 from recoup.runtime.rebuild.saved_tensor import compact, rederive
-from recoup.runtime.rebuild.segments import has_memory
 from recoup.runtime.rebuild.step_program import CONSTANT, KEEP, REBUILD, Boundary, ProgramCall, StepProgram, parts_of
 from recoup.runtime.rebuild.step_run import StepRun
 from recoup.runtime.rebuild.values import Geometry, Value, geometry_of

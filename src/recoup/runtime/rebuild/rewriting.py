@@ -1,4 +1,8 @@
-"""Ops in place that run again: on the storage itself while nobody wants what they write over, else on a copy."""
+"""What ops of a rebuild may write over: storages made in it, of which nobody wants what is there any more.
+
+An op in place that writes to a part of a storage runs again on the storage itself then, else on a copy; an elementwise
+op of the forward's runs in place (`shortcuts.targets`).
+"""
 
 from __future__ import annotations
 
@@ -58,4 +62,6 @@ class Versions(Generic[_V]):
     def is_free(self, value: _V, part: Geometry) -> bool:
         """Whether `part` of the storage that was made for a value may be written over."""
         parts = self._parts.get(value)
-        return parts is not None and not any(overlap(part, other) for other in parts)
+        if parts is None or self._wanted.get(value) == []:  # not made here, or wanted as a whole
+            return False
+        return not any(overlap(part, other) for other in parts)

@@ -18,20 +18,17 @@ The scheme is that of activation checkpointing (Chen et al., arXiv 1604.06174) w
 from __future__ import annotations
 
 import weakref
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from recoup import _torch
-from recoup.errors import ReplayError
 from recoup.runtime import execution_context
-from recoup.runtime.rebuild.constant import Constant
 from recoup.runtime.rebuild.kept import Kept, Source, changed_since, is_overwritten, laid
-from recoup.runtime.rebuild.op_forms import Noted
-from recoup.runtime.rebuild.rederived import constant_of, fitted, paused
-from recoup.runtime.rebuild.rewriting import Rewriting, Versions
+from recoup.runtime.rebuild.rederived import paused
+from recoup.runtime.rebuild.rerun import has_memory, run_again
 from recoup.runtime.rebuild.surroundings import Surroundings
-from recoup.runtime.rebuild.values import Geometry, Made, Read, Value
+from recoup.runtime.rebuild.values import Geometry, Value
 
 
 class Rebuilds(Protocol):
@@ -172,7 +169,7 @@ class Segment:
         with _torch.below_autocast_and_autograd(), execution_context.recomputing(), paused():
             here = self._started()
             here.update((w.value, w.held) for w in waiting if w.held is not None)
-            found = _run(_geometries([w for w in waiting if w.held is None]), here)
+            found = run_again(_geometries([w for w in waiting if w.held is None]), here)
         num = 0
         for wanted in waiting:
             if wanted.held is None:
@@ -196,147 +193,6 @@ def _geometries(waiting: list[Wanted]) -> dict[Value, list[Geometry]]:
         geometry = one.geometry if isinstance(one, Rebuilt) else one.value.base
         wanted.setdefault(one.value, []).extend(() if geometry is None else (geometry,))
     return wanted
-
-
-def _run(wanted: dict[Value, list[Geometry]], here: dict[Value, torch.Tensor]) -> dict[Value, torch.Tensor]:
-    """Runs every op that leads to `wanted` once, in the order of the forward; returns their contents.
-
-    Args:
-        wanted: values, each with the geometries that it is wanted in.
-        here: contents that are at hand; emptied as they are read for the last time.
-    """
-    versions: Versions[Value] = Versions(wanted)
-    found = {value: here[value] for value in wanted if value in here}
-    ops: dict[int, tuple[Made, list[Value]]] = {}
-    uses: dict[Value, int] = {}
-    stack = list(wanted)
-    while stack:
-        value = stack.pop()
-        if value in here or value.constant is not None or (value.kept is not None and value.alive() is not None):
-            continue
-        made = value.made
-        if made is None:
-            raise changed_since("a tensor that saved tensors are rebuilt from")
-        if (known := ops.get(made.order)) is not None:
-            if value not in known[1]:
-                known[1].append(value)
-            continue
-        ops[made.order] = (made, [value])
-        for read in made.values:
-            num = uses.get(read, 0)
-            uses[read] = num + 1
-            if not num:
-                stack.append(read)
-    for order in sorted(ops):
-        made, values = ops[order]
-        before = _written_over(made, uses, versions)
-        out = _again(made, here, writes=before is not None)
-        for value in values:
-            versions.add(value, before)
-            assert value.base is not None
-            tensor = out if type(out) is torch.Tensor else _result(out, value.output)
-            if type(made) is not Noted or not made.form.gave(out):
-                tensor = fitted(tensor, value.base)
-            if value in uses:
-                here[value] = tensor
-            if value in wanted:
-                found[value] = tensor
-            del tensor
-        del out
-        for read in made.values:
-            left = uses[read] = uses[read] - 1
-            if not left:
-                here.pop(read, None)
-    for value in wanted:
-        if value not in found:  # kept by somebody by now
-            contents = _contents(value, here)
-            found[value] = contents if value.base is None else laid(contents, value.base)
-    return found
-
-
-def _written_over(made: Made, uses: dict[Value, int], versions: Versions[Value]) -> Value | None:
-    """Returns the value in whose storage an op may write again, if there is one: nobody reads it later."""
-    rewriting = made.form.rewriting if type(made) is Noted else made.function
-    if type(rewriting) is not Rewriting:
-        return None
-    value = made.values[0]
-    is_last = uses[value] == made.values.count(value)
-    return value if is_last and versions.is_free(value, rewriting.part) else None
-
-
-def _again(made: Made, here: dict[Value, torch.Tensor], *, writes: bool) -> Any:
-    """Runs an op again; `writes`: over what it wrote over in the forward, not on a copy."""
-    if type(made) is Noted:
-        tensors = []
-        for value, geometry in zip(made.values, made.form.geometries, strict=True):
-            tensor = here.get(value)
-            if tensor is None:
-                tensor = laid(_contents(value, here), geometry)
-            elif geometry is not value.base:  # rebuilt, so that it lies as it did
-                tensor = laid(tensor, geometry)
-            tensors.append(tensor)
-        return made.form.run(tensors, writes=writes)
-    args = _decoded(made.args, here)
-    function = made.function.over if writes else made.function
-    if made.kwargs:
-        return function(*args, **{key: _decoded((item,), here)[0] for key, item in made.kwargs.items()})
-    return function(*args)
-
-
-def has_memory(tensor: torch.Tensor) -> bool:
-    """Whether a parameter has its memory now, and will in the segment's backward (not so under FSDP1 and ZeRO-3)."""
-    if _torch.is_sharded_parameter(tensor):
-        return False
-    return tensor.untyped_storage().nbytes() > 0 or tensor.numel() == 0
-
-
-def _decoded(items: Any, here: dict[Value, torch.Tensor]) -> list[Any]:
-    """Returns an op's recorded arguments with tensors in the place of reads."""
-    decoded: list[Any] = []
-    for item in items:
-        if type(item) is Read:
-            value, geometry = item.value, item.geometry
-            found = here.get(value)
-            if found is None:
-                decoded.append(laid(_contents(value, here), geometry))
-            else:  # rebuilt, so that it lies as it did
-                decoded.append(found if geometry == value.base else laid(found, geometry))
-        elif isinstance(item, (list, tuple)):
-            decoded.append(_decoded(item, here))
-        else:
-            decoded.append(item)
-    return decoded
-
-
-def _result(out: Any, position: int) -> torch.Tensor:
-    """Returns one of the results of an op."""
-    result: torch.Tensor = out[position] if isinstance(out, (tuple, list)) else out
-    return result
-
-
-def parameter_of(constant: Constant) -> torch.Tensor:
-    """Returns the contents of a parameter; raises if it was changed or taken away since it was read."""
-    parameter = constant.tensor
-    if constant.copy is None and not has_memory(parameter):
-        raise ReplayError(
-            f"A parameter {list(parameter.shape)} that saved tensors are rebuilt from was taken away since "
-            "its module's forward. Plan without `rebuild`: actions=('rederive', 'recompute').",
-            code="E203",
-        )
-    return constant_of(constant)
-
-
-def _contents(value: Value, here: dict[Value, torch.Tensor]) -> torch.Tensor:
-    if value.constant is not None:
-        return parameter_of(value.constant)
-    found = here.get(value)
-    if found is not None:
-        return found
-    kept = value.alive()
-    if kept is None:
-        raise changed_since("a tensor that saved tensors are rebuilt from")
-    contents: torch.Tensor = kept.contents().detach()
-    return contents
 
 
 class Rebuilt(Wanted):

@@ -1,6 +1,6 @@
 """Rebuilding a result for less than its op cost the first time, bit for bit.
 
-- *In place*: the last reader of a rebuilt intermediate may write over it, which halves the traffic and the transient.
+- *In place*: the last reader of a rebuilt intermediate may write over it, which saves traffic and the transient.
 - *BatchNorm from its statistics*: in training the op finds mean and variance and then applies them. The node keeps the
   mean and the reciprocal deviation; on the CPU the second half, which is the op in evaluation, can run alone. Both
   multiply by `reciprocal deviation * weight`, so that product goes in as the weight of a distribution of variance one.
@@ -21,6 +21,25 @@ from recoup import _torch
 from recoup.runtime import execution_context
 from recoup.runtime.rebuild.cheap_ops import OpFacts
 from recoup.runtime.rebuild.values import Geometry, Made, Read, Value, geometry_of
+
+
+def targets(facts: OpFacts, reads: Sequence[Geometry], kwargs: dict[str, Any], result: Geometry) -> tuple[int, ...]:
+    """Returns which of the tensors that an elementwise op reads it can write its result over, by place.
+
+    Args:
+        facts: of the functional overload.
+        reads: geometries of its tensors, which have to be its first arguments.
+        result: how the op's result lay the first time; an integer times 0.5, say, is no integer.
+    """
+    if facts.over is None or not 1 <= len(reads) <= 2 or reads[0] != result:
+        return ()
+    if len(reads) == 1:
+        return (0,)
+    size, stride, offset, dtype = reads[1]
+    if (size, stride, dtype) != (result[0], result[1], result[3]):
+        return ()
+    is_second = facts.commutes and kwargs.get("alpha", 1) == 1 and offset == result[2]
+    return (0, 1) if is_second else (0,)
 
 
 def call_over(

@@ -231,16 +231,17 @@ class SegmentProgram:
         ops: in the order of the forward. sources, constants: numbers of the held values and parameters that they start
             from. around: the segment that this is a piece of, -1 for none. starts: numbers of the values of that which
             a piece starts from. bases: geometry of what fills a value's storage. asked: the geometries that values are
-            asked for in.
+            asked for in. narrow: the sources that are kept in a smaller dtype, as random masks are.
     """
 
-    __slots__ = ("_known", "_led", "around", "asked", "bases", "constants", "ops", "sources", "starts")
+    __slots__ = ("_known", "_led", "around", "asked", "bases", "constants", "narrow", "ops", "sources", "starts")
 
     def __init__(self, around: int) -> None:
         self.around = around
         self.ops: list[ProgramOp] = []
         self.sources: set[int] = set()
         self.constants: set[int] = set()
+        self.narrow: set[int] = set()
         self.starts: set[int] = set()
         self.bases: dict[int, Geometry] = {}
         self.asked: dict[int, list[Geometry]] = {}
@@ -261,8 +262,8 @@ class SegmentProgram:
     def leading_to(self, wanted: frozenset[int]) -> list[Any]:
         """Returns the ops that lead to these values.
 
-        Of each its form, reads, results that are read or wanted, numbers to let go, and whether it writes over what it
-        wrote over in the forward. A read is a number and the geometry to lay it out in, None where it lies so already.
+        Of each its form, reads, results that are read or wanted, numbers to let go, and the place of the tensor that it
+        writes over, -1 for none. A read is a number and the geometry to lay it out in, None where it lies so already.
         """
         found = self._known.get(wanted)
         if found is None:
@@ -282,17 +283,18 @@ class SegmentProgram:
                 is_start = number in self.sources or number in self.constants
                 laid_out.append((number, geometry if is_start or geometry != self.bases[number] else None))
             drops = tuple({n for n in reads if n not in last and n not in wanted and n not in self.constants})
-            may_write = form.rewriting is not None and reads[0] not in last
+            over = [i for i in form.targets if reads[i] not in last and form.geometries[i] == self.bases.get(reads[i])]
             last.update(reads)
             needed.update(reads)
-            chosen.append((form, tuple(laid_out), gives, drops, may_write))
+            chosen.append((form, tuple(laid_out), gives, drops, over))
         chosen.reverse()
         versions: Versions[int] = Versions({number: self.asked.get(number, []) for number in wanted})
-        for i, (form, reads, gives, drops, may_write) in enumerate(chosen):
-            whole = reads[0][0] if may_write else -1
-            writes = may_write and versions.is_free(whole, form.rewriting.part)
+        for number in self.narrow:  # made anew when it is read
+            versions.add(number)
+        for i, (form, reads, gives, drops, over) in enumerate(chosen):
+            writes = next((at for at in over if versions.is_free(reads[at][0], form.part)), -1)
             for _, number in gives:
-                versions.add(number, whole if writes else None)
+                versions.add(number, reads[writes][0] if writes >= 0 else None)
             chosen[i] = form, reads, gives, drops, writes
         return chosen
 

@@ -13,8 +13,9 @@ from recoup.runtime import execution_context
 from recoup.runtime.rebuild.constant import Constant
 from recoup.runtime.rebuild.kept import Kept, KeptCompact, Source, kept_simply, laid
 from recoup.runtime.rebuild.rederived import fitted, paused
+from recoup.runtime.rebuild.rerun import has_memory, parameter_of
 from recoup.runtime.rebuild.saved_tensor import compact
-from recoup.runtime.rebuild.segments import Rebuilt, Segment, Wanted, has_memory, parameter_of
+from recoup.runtime.rebuild.segments import Rebuilt, Segment, Wanted
 from recoup.runtime.rebuild.step_program import (
     CONSTANT,
     REBUILD,
@@ -120,7 +121,7 @@ class SegmentRun:
 
     def _run(self, wanted: frozenset[int]) -> dict[int, torch.Tensor]:
         here = {number: start.take() for number, start in self._starts.items()}
-        bases = self._program.bases
+        bases, narrow = self._program.bases, self._program.narrow
         for form, reads, gives, drops, writes in self._program.leading_to(wanted):
             tensors: list[torch.Tensor] = []
             tensor: torch.Tensor | None = None
@@ -129,7 +130,9 @@ class SegmentRun:
                 if tensor is None:
                     tensor = here[number] = self._start(number)
                 tensors.append(tensor if geometry is None else laid(tensor, geometry))
-            out = form.run(tensors, writes=writes)
+            if writes >= 0 and reads[writes][0] in narrow and type(self._kept(reads[writes][0])) is not KeptCompact:
+                writes = -1
+            out = form.run(tensors, writes)
             del tensors
             tensor = None
             as_then = form.gave(out)
