@@ -10,7 +10,7 @@ import bisect
 import collections
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -74,11 +74,14 @@ class HeldView:
         return Rebuild(path="", marks=marked, num_saved=self.num_saved)
 
 
-def held_view(priced: PricedTrace, *, kept_paths: frozenset[str] = frozenset()) -> HeldView | None:
+def held_view(
+    priced: PricedTrace, *, kept_paths: frozenset[str] = frozenset(), rerun_seconds: Mapping[int, float] | None = None
+) -> HeldView | None:
     """Returns the plain step as a problem of held values, None if the model runs no ops.
 
     Args:
         kept_paths: modules whose ops are not to run again.
+        rerun_seconds: by signature, of ops that run again as another one, from their first result's side results.
     """
     trace = priced.trace
     num_forward = trace.num_forward_ops
@@ -124,13 +127,18 @@ def held_view(priced: PricedTrace, *, kept_paths: frozenset[str] = frozenset()) 
         draws: tuple[int, ...] = ()
         if facts is not None and facts.is_dropout and len(fresh) == 2 and _draws_again(trace, signature):
             draws = (min(outputs, key=value_bytes.__getitem__),)
+        again = None if rerun_seconds is None else rerun_seconds.get(op.signature)
+        if again is not None:
+            draws = tuple(v for v in outputs if value_bytes[v] < max(value_bytes[o] for o in outputs))
         can_rerun = (
             facts is not None
             and trace.calls[op.call].path not in kept_paths
             and (facts.can_rerun or bool(draws) or (facts.can_rewrite and writes_known))
         )
         seconds = (
-            priced.op_seconds[at] + (0.0 if signature.is_view else overheads) + flop_seconds * products[op.signature]
+            (priced.op_seconds[at] if again is None else again)
+            + (0.0 if signature.is_view else overheads)
+            + flop_seconds * products[op.signature]
         )
         if not inputs and all(value_bytes[v] < MIN_BYTES for v in outputs):
             seconds = 0.0  # of parameters alone, as autocast's cast of a bias: inside of a call that cannot be held

@@ -9,6 +9,7 @@ from typing import ClassVar, Self
 
 from recoup.planner.held_view import HeldView, held_view
 from recoup.planner.incumbents import Candidate, Incumbents
+from recoup.planner.rerun_prices import rerun_seconds
 from recoup.planner.step import PlannedStep
 from recoup.planner.strategies.base import Proposals, Strategy
 from recoup.solver.segments import SegmentSolver
@@ -38,7 +39,9 @@ class RebuildStrategy(Strategy):
 
     @functools.cached_property
     def _view(self) -> HeldView | None:
-        return held_view(self._step.simulator.priced, kept_paths=self._step.simulator.spec.keep)
+        simulator = self._step.simulator
+        again = rerun_seconds(simulator.trace, simulator.cost)
+        return held_view(simulator.priced, kept_paths=simulator.spec.keep, rerun_seconds=again)
 
     @functools.cached_property
     def _solver(self) -> SegmentSolver | None:

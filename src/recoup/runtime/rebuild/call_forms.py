@@ -40,6 +40,7 @@ class CallForm:
         results: position, number of the value and storage offset of each result that an op of the call made; position
             -1: the result.
         draws: geometries of the random masks that it draws; their numbers come after those of its tensors.
+        left: the same of statistics that it leaves for its backward; their numbers come after those.
         casts: places of saved tensors that autocast made of a parameter, which it keeps for later calls.
         shows: by its place, the number of the mask that a saved tensor tells by being zero or not.
         written: position of each tensor that it writes to, number of the value that is there then, None if unknown.
@@ -66,6 +67,7 @@ class CallForm:
         "dtypes",
         "gives",
         "kinds",
+        "left",
         "names",
         "num_ops",
         "ops",
@@ -114,6 +116,7 @@ class CallForm:
         self.counted: tuple[tuple[str, int, tuple[int, ...] | None], ...] = ()
         self.num_ops = 0
         self.draws: tuple[Geometry, ...] = ()
+        self.left: tuple[Geometry, ...] = ()
         self.casts: tuple[int, ...] = ()
         self.shows: dict[int, int] = {}
         self.written: tuple[tuple[int, int | None], ...] = ()
@@ -244,7 +247,12 @@ def _knows(
     for value in drawn:
         numbers[id(value)] = num
         num += 1
-    ops, made = [], set()
+    for value in log.left:
+        numbers[id(value)] = num
+        num += 1
+    ops, made = [], set(map(id, log.left))
+    if not made <= {id(value) for value, _ in log.saved}:
+        return False  # nobody would keep them
     cast: set[int] = set()
     for op, read, values in log.ops:
         if log.state[2] is not None and op.is_cast and any(value.constant is not None for value in read):
@@ -266,6 +274,7 @@ def _knows(
     if len(set(form.shows.values())) < len(drawn):
         return False  # its contents would not be seen from outside
     form.draws = tuple([value.base for value in drawn if value.base is not None])
+    form.left = tuple([value.base for value in log.left if value.base is not None])
     form.written = tuple(
         [
             (i, numbers.get(id(last[address])) if last[address].made is not None else None)

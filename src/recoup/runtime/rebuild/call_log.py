@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from recoup import _torch
+from recoup.runtime.rebuild.batch_norm import Applied
 from recoup.runtime.rebuild.cheap_ops import OpFacts, op_facts
 from recoup.runtime.rebuild.op_forms import OpForm, form_of, form_of_rewriting
 from recoup.runtime.rebuild.rewriting import Rewriting
@@ -20,16 +21,17 @@ class CallLog:
         ops: form, values read and values made of each recorded op; None once there was one that has no form.
         counted: label of each counted op, how many tensors autograd had saved before it, and the values made.
         saved: value (None: unknown) and geometry of each tensor that autograd saved.
-        drawn: random masks that a kernel returned.
+        drawn: random masks that a kernel returned. left: statistics that one leaves for its backward.
         writes: of each write to a storage: its address, the values before and after it.
         state: what else decides about its ops, before it runs: the call may turn gradients on or off.
     """
 
-    __slots__ = ("counted", "drawn", "made", "ops", "saved", "state", "writes")
+    __slots__ = ("counted", "drawn", "left", "made", "ops", "saved", "state", "writes")
 
     def __init__(self) -> None:
         self.state = _torch.call_state()
         self.drawn: list[Value] = []
+        self.left: list[Value] = []
         self.writes: list[tuple[int, Value | None, Value]] = []
         self.ops: list[tuple[OpForm, tuple[Value, ...], list[Value]]] | None = []
         self.counted: list[tuple[str, int, list[Value]]] = []
@@ -65,6 +67,17 @@ class CallLog:
             self.ops.append((form, made.values, values))
             self.made.extend(values)
             self.made = []
+
+    def add_applied(self, applied: Applied) -> None:
+        """Notes a BatchNorm in training."""
+        self.left += applied.statistics
+        *before, (form, made, value) = applied.ops
+        for first_form, first, result in before:
+            if self.ops is not None and first_form is not None:
+                self.ops.append((first_form, first.values, [result]))
+            else:
+                self.ops = None
+        self.add_op(form, made, [value])
 
     def add_write(
         self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], tensor: torch.Tensor, old: Value, new: Any

@@ -11,7 +11,7 @@ import torch
 from recoup import _torch
 from recoup.ir.decision import OpMark
 from recoup.runtime import execution_context
-from recoup.runtime.rebuild import dropout
+from recoup.runtime.rebuild import batch_norm, dropout
 from recoup.runtime.rebuild.call_forms import CallForm
 from recoup.runtime.rebuild.call_log import CallLog
 from recoup.runtime.rebuild.cheap_ops import HOLD, OPAQUE, VIEW, OpFacts, has_history, known_facts, op_facts, written_by
@@ -216,14 +216,20 @@ class HeldRecorder(Recorder):
     def _run_writing(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs and records an op that writes to what it is handed."""
         if self.log is None:
-            return super().__torch_dispatch__(facts.overload, (), args, kwargs)
+            out = super().__torch_dispatch__(facts.overload, (), args, kwargs)
+            if facts.updates(args):
+                batch_norm.note_applied(self, args, out)
+            return out
         written = facts.written_tensors(args, kwargs)
         if not all(map(has_history, written)):
             self.log_other()
             return super().__torch_dispatch__(facts.overload, (), args, kwargs)
         olds = [(tensor, self.value_of(tensor)) for tensor in written]
         out = super().__torch_dispatch__(facts.overload, (), args, kwargs)
-        if facts.is_batch_norm:
+        applied = batch_norm.note_applied(self, args, out) if facts.updates(args) else None
+        if applied is not None:
+            self.log.add_applied(applied)
+        elif facts.is_batch_norm:
             made = next((v.made for v in map(self.existing, out) if v is not None), None)
             results = [(i, t) for i, t in enumerate(out) if (v := self.existing(t)) is not None and v.made is made]
             args = (*args[:3], None, None, *args[5:])  # as it runs again

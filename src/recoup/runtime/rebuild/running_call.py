@@ -56,6 +56,10 @@ def note_ops(recorder: HeldRecorder, form: CallForm, tensors: Sequence[torch.Ten
         mask.random_mask = base[3] is not torch.bool
         mask.base = base
         values.append(mask)
+    for base in form.left:
+        value = Value()
+        value.base = base
+        values.append(value)
     for op, picks in form.ops:
         recorder.num_made += 1
         made = Noted(op, tuple([values[i] for i in picks]), recorder.num_made)

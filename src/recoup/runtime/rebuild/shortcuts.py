@@ -159,16 +159,24 @@ def batch_norm_applied(
         reciprocal_deviation: likewise.
     """
     x, weight, bias = args[:3]
-    if execution_context.device_type(x) != "cpu" or any(
-        t is not None and t.dtype != x.dtype for t in (weight, bias, mean)
-    ):
-        return None
-    if x.dtype not in (torch.float32, torch.float64) or not _is_dense(x):
+    if not can_apply_statistics(args, mean):
         return None
     scale = reciprocal_deviation if weight is None else reciprocal_deviation * weight
     one = torch.ones_like(mean)
     out: torch.Tensor = torch.ops.aten.native_batch_norm.default(x, scale, bias, mean, one, False, 0.0, 0.0)[0]
     return out
+
+
+def can_apply_statistics(args: Sequence[Any], mean: torch.Tensor, *, device_type: str = "") -> bool:
+    """Whether `batch_norm_applied` gives the bits of the op in training.
+
+    Args:
+        args, mean: as there. device_type: of a tensor without memory.
+    """
+    x, *affine = args[:3]
+    if (device_type or execution_context.device_type(x)) != "cpu" or x.dtype not in (torch.float32, torch.float64):
+        return False
+    return all(t is None or t.dtype == x.dtype for t in (*affine, mean)) and _is_dense(x)
 
 
 def _is_dense(x: torch.Tensor) -> bool:

@@ -1,0 +1,52 @@
+"""What ops take that run again as other ops: BatchNorm from its statistics (`runtime/rebuild/batch_norm.py`)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from recoup.cost.model import CostModel
+from recoup.cost.signature import make_signature
+from recoup.ir.trace import Op, Signature, TensorSpec, Trace
+from recoup.runtime.rebuild.cheap_ops import op_facts
+from recoup.runtime.rebuild.shortcuts import can_apply_statistics
+
+
+def rerun_seconds(trace: Trace, cost: CostModel) -> dict[int, float]:
+    """Returns the seconds of such ops where they run again, by signature."""
+    if trace.device != "cpu":
+        return {}
+    again = {i: found for i, s in enumerate(trace.signatures) if (found := _applied(s)) is not None}
+    ops = tuple(
+        Op(signature=i, call=-1, origin=-1, phase="backward", replayed=True, inputs=(), outputs=())
+        for i in range(len(again))
+    )
+    alone = dataclasses.replace(
+        trace, signatures=tuple(again.values()), ops=ops, storages=(), calls=(), rederive_links=(), copies=()
+    )
+    return dict(zip(again, cost.price(alone).op_seconds, strict=True)) if again else {}
+
+
+def _applied(signature: Signature) -> Signature | None:
+    """Returns the op that applies a BatchNorm's statistics; None for any other op, and where that is not the same."""
+    name = signature.name.partition(".")[2].partition(".")[0]
+    packet = getattr(torch.ops.aten, name, None) if "batch_norm" in name else None
+    overload = getattr(packet, signature.name.rpartition(".")[2], None)
+    if overload is None or not op_facts(overload).updates(signature.args):
+        return None
+    x, weight, bias = (_meta(a) for a in signature.args[:3])
+    if x is None:
+        return None
+    mean = torch.empty(x.shape[1], dtype=torch.float32 if x.dtype != torch.float64 else x.dtype, device="meta")
+    if not can_apply_statistics((x, weight, bias), mean, device_type="cpu"):
+        return None
+    apply = torch.ops.aten.native_batch_norm.default
+    args = (x, mean if weight is None else weight, bias, mean, mean, False, 0.0, 0.0)
+    return make_signature(apply, args, {}, (torch.empty_like(x), mean[:0], mean[:0]))
+
+
+def _meta(spec: object) -> torch.Tensor | None:
+    if not isinstance(spec, TensorSpec):
+        return None
+    return torch.empty_strided(spec.shape, spec.stride, dtype=getattr(torch, spec.dtype), device="meta")
