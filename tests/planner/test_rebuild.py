@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
 import warnings
 from pathlib import Path
@@ -25,7 +26,9 @@ from recoup.cost.roofline import RooflineCost
 from recoup.errors import PlanMismatch, UsageError
 from recoup.ir.decision import Rebuild, Recompute
 from recoup.planner.driver import Planner
+from recoup.planner.held_view import held_view
 from recoup.planner.incumbents import Candidate
+from recoup.planner.rerun_prices import rerun_seconds
 from recoup.planner.strategies.rebuild import RebuildStrategy
 from recoup.runtime.apply import apply_decisions
 
@@ -464,3 +467,20 @@ def test_what_is_saved_and_alive_and_read_by_nobody() -> None:
     plain = gradients(model, batch)
     with recoup.apply(model, plan):
         assert all(map(torch.equal, plain, gradients(model, batch)))
+
+
+def test_what_runs_again_as_another_op_has_its_price() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 3, 3))
+    spec = StepSpec(model=model, batch=torch.randn(2, 3, 24, 24), objective=Objective(loss=loss))
+    cost = FlopsCost()
+    priced = cost.price(capture(spec))
+    trace = priced.trace
+    again = rerun_seconds(trace, cost)
+    assert [trace.signatures[i].name for i in again] == ["aten.native_batch_norm.default"]
+    assert min(again.values()) > 0
+    view = held_view(priced, rerun_seconds=dict.fromkeys(again, 1.0))
+    assert view is not None
+    (norm,) = (op for op, made in zip(view.problem.ops, trace.ops, strict=False) if made.signature in again)
+    assert len(norm.draws) == 2 and 1.0 <= norm.seconds < 1.1
+    eval_trace = capture(dataclasses.replace(spec, model=model.eval()))
+    assert rerun_seconds(eval_trace, cost) == {}

@@ -1,4 +1,7 @@
-"""What ops take that run again as other ops: BatchNorm from its statistics (`runtime/rebuild/batch_norm.py`)."""
+"""What ops take that run again as other ops: BatchNorm from its statistics, a softmax of which few rows are masked.
+
+How they run is in `runtime/rebuild/batch_norm.py` and `again.py`.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,14 @@ from recoup.ir.trace import Op, Signature, TensorSpec, Trace
 from recoup.runtime.rebuild.cheap_ops import op_facts
 from recoup.runtime.rebuild.shortcuts import can_apply_statistics
 
+_aten = torch.ops.aten
+
 
 def rerun_seconds(trace: Trace, cost: CostModel) -> dict[int, float]:
     """Returns the seconds of such ops where they run again, by signature."""
     if trace.device != "cpu":
         return {}
-    again = {i: found for i, s in enumerate(trace.signatures) if (found := _applied(s)) is not None}
+    again = {i: found for i, s in enumerate(trace.signatures) if (found := _applied(s) or _softmax(s)) is not None}
     ops = tuple(
         Op(signature=i, call=-1, origin=-1, phase="backward", replayed=True, inputs=(), outputs=())
         for i in range(len(again))
@@ -31,7 +36,7 @@ def rerun_seconds(trace: Trace, cost: CostModel) -> dict[int, float]:
 def _applied(signature: Signature) -> Signature | None:
     """Returns the op that applies a BatchNorm's statistics; None for any other op, and where that is not the same."""
     name = signature.name.partition(".")[2].partition(".")[0]
-    packet = getattr(torch.ops.aten, name, None) if "batch_norm" in name else None
+    packet = getattr(_aten, name, None) if "batch_norm" in name else None
     overload = getattr(packet, signature.name.rpartition(".")[2], None)
     if overload is None or not op_facts(overload).updates(signature.args):
         return None
@@ -41,9 +46,16 @@ def _applied(signature: Signature) -> Signature | None:
     mean = torch.empty(x.shape[1], dtype=torch.float32 if x.dtype != torch.float64 else x.dtype, device="meta")
     if not can_apply_statistics((x, weight, bias), mean, device_type="cpu"):
         return None
-    apply = torch.ops.aten.native_batch_norm.default
     args = (x, mean if weight is None else weight, bias, mean, mean, False, 0.0, 0.0)
-    return make_signature(apply, args, {}, (torch.empty_like(x), mean[:0], mean[:0]))
+    return make_signature(_aten.native_batch_norm.default, args, {}, (torch.empty_like(x), mean[:0], mean[:0]))
+
+
+def _softmax(signature: Signature) -> Signature | None:
+    if signature.name != "aten._safe_softmax.default" or len(signature.args) > 2 or signature.kwargs:
+        return None
+    x, dim = signature.args
+    made_up = _meta(x)
+    return None if made_up is None else make_signature(_aten._softmax.default, (made_up, dim, False), {}, made_up)
 
 
 def _meta(spec: object) -> torch.Tensor | None:

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from recoup.runtime.rebuild.again import AGAIN
+
 _ELEMENTWISE = [
     "abs",
     "add",
@@ -137,6 +139,7 @@ class OpFacts:
         overload: itself.
         function: the overload to run again (for IN_PLACE the functional one).
         over: the in-place overload that computes what `function` does, if there is one.
+        again: what computes it for less where it runs again, if there is such (`again.py`).
         commutes: the two tensors it reads may change places.
         pooled_dims: how many dimensions a max-pooling with indices pools, 0 for other ops.
         can_rerun: it computes new tensors from its arguments alone, dear or cheap: run again it gives the same bits.
@@ -151,6 +154,7 @@ class OpFacts:
     """
 
     __slots__ = (
+        "again",
         "can_rerun",
         "can_rewrite",
         "changes_size",
@@ -198,6 +202,7 @@ class OpFacts:
         self.is_counted = self.label != DETACH and namespace != "prim"
         self.function = self.overload = overload
         self.over = _in_place(name, overload) if namespace == "aten" and name in _OVER else None
+        self.again = AGAIN.get(self.label)
         self.commutes = name in _COMMUTES
         if self.is_batch_norm and namespace == "aten":
             self.kind = CHEAP

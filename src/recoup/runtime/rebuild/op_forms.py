@@ -52,7 +52,7 @@ class OpForm:
         recorded: list[tuple[int, torch.Tensor]],
         tensors: list[torch.Tensor],
     ) -> None:
-        self.call = _torch.op_call(facts.overload)
+        self.call = facts.again or _torch.op_call(facts.overload)
         num = len(tensors)
         self.first = all(item is tensor for item, tensor in zip(args, tensors, strict=False)) and num <= len(args)
         self.rest = args[num:] if self.first else _without_tensors(args)

@@ -123,10 +123,13 @@ def _again(made: Made, here: dict[Value, torch.Tensor], writes: int) -> Any:
         return made.form.run(tensors, writes)
     args = _decoded(made.args, here)
     function = made.function
+    facts = None if type(function) is Rewriting else op_facts(function)
     if writes >= 0:
-        function = function.over if type(function) is Rewriting else op_facts(function).over
+        function = function.over if facts is None else facts.over
         if writes:
             args[:2] = args[1::-1]
+    elif facts is not None and facts.again is not None:
+        function = facts.again
     if made.kwargs:
         return function(*args, **{key: _decoded((item,), here)[0] for key, item in made.kwargs.items()})
     return function(*args)
