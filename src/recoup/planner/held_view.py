@@ -81,7 +81,7 @@ def held_view(
 
     Args:
         kept_paths: modules whose ops are not to run again.
-        rerun_seconds: by signature, of ops that run again as another one, from their first result's side results.
+        rerun_seconds: by signature, of ops that run again as another one, which reads all but their largest result.
     """
     trace = priced.trace
     num_forward = trace.num_forward_ops

@@ -74,10 +74,11 @@ def note_applied(recorder: Any, args: tuple[Any, ...], out: Any) -> Applied | No
     if weight is not None:
         stand_ins[1] = note(SCALE, (deviation, weight), deviation, {})
     stand_ins[-1] = note(ONE, (mean,), mean, {})
-    if None in stand_ins.values():
+    known = {place: value for place, value in stand_ins.items() if value is not None}
+    if len(known) < len(stand_ins):
         return None
     arguments = (x, deviation, bias, mean, mean, False, 0.0, 0.0)  # of the scale and one only how they lie counts
-    made = note(APPLY, arguments, result, stand_ins)  # type: ignore[arg-type]
+    made = note(APPLY, arguments, result, known)
     if made is None:
         return None
     recorder.set_value(result, made)
