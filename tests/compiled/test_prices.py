@@ -33,7 +33,10 @@ def test_ops_without_flops_are_priced_by_their_measured_seconds(monkeypatch: pyt
     def run(self: MeasuredCost, signatures: Sequence[Signature]) -> list[Measurement]:
         draws = [s.name.split(".")[1] in ("native_dropout", "bernoulli", "rand", "rand_like") for s in signatures]
         times = [30.0 if is_random else 1.0 for is_random in draws]
-        return [Measurement(seconds=t, spread_seconds=0.0, workspace_bytes=0, extra_output_bytes=0) for t in times]
+        return [
+            Measurement(seconds=t, warm_seconds=t, spread_seconds=0.0, workspace_bytes=0, extra_output_bytes=0)
+            for t in times
+        ]
 
     def prices() -> tuple[dict[bool, list[float]], float, float]:
         model, given = Block(), torch.randn(256, 64)

@@ -56,9 +56,10 @@ def test_on_a_gpu_the_slower_of_host_and_device_counts_in_each_phase() -> None:
     everywhere = Rederive(path="")
     assert seconds(1e-3) == pytest.approx(num_ops * 1e-3) == seconds(1e-3, everywhere)  # it hides behind the kernels
     assert seconds(1e-9) < 1e-5 * num_ops  # the host is slower: what it does on top counts
-    views = [s.is_view for s in plain.signatures]
-    num_forward = sum(o.phase in ("forward", "loss") and not views[o.signature] for o in plain.ops)
-    assert seconds(1e-9, everywhere) - seconds(1e-9) == pytest.approx(num_forward * TYPICAL.followed_op_seconds)
+    without = seconds(1e-9)
+    plain = dataclasses.replace(plain, num_rederived=3)
+    each = TYPICAL.packed_tensor_seconds + TYPICAL.followed_tensor_seconds
+    assert seconds(1e-9, everywhere) - without == pytest.approx(3 * each)
 
 
 def test_a_plan_is_charged_for_the_ops_that_it_records() -> None:
@@ -75,7 +76,9 @@ def test_a_plan_is_charged_for_the_ops_that_it_records() -> None:
     assert seconds(region) == 0.0
     assert seconds(Save(path=""), region) == pytest.approx(num_ops * TYPICAL.recorded_op_seconds)  # its inputs' history
     assert seconds(Rederive(path="0"), region) == pytest.approx(num_ops * TYPICAL.recorded_op_seconds)
-    assert seconds(Rederive(path="0")) == pytest.approx(num_ops * TYPICAL.followed_op_seconds)
+    assert seconds(Rederive(path="0")) == 0.0  # a program: only what it rebuilds counts
+    plain = dataclasses.replace(plain, num_rederived=3)
+    assert seconds(Rederive(path="0")) == pytest.approx(3 * TYPICAL.packed_tensor_seconds)
 
 
 def test_steps_of_a_scan_that_run_again_cost_their_ops_alone() -> None:
@@ -90,11 +93,11 @@ def test_steps_of_a_scan_that_run_again_cost_their_ops_alone() -> None:
         num_again * TYPICAL.replayed_op_seconds
     )
     rebuilding = dataclasses.replace(plain, num_rederived=5)  # with its segment a tensor is rebuilt for less
-    for decision, each in (
-        (Rebuild(path=""), TYPICAL.followed_tensor_seconds),
-        (Rederive(path=""), TYPICAL.followed_tensor_seconds),
-    ):
-        assert host_seconds((decision,), rebuilding, plain=plain, costs=TYPICAL)[1] == pytest.approx(5 * each)
+    for decision in (Rebuild(path=""), Rederive(path="")):
+        found = host_seconds((decision,), rebuilding, plain=plain, costs=TYPICAL)[1]
+        assert found == pytest.approx(5 * TYPICAL.followed_tensor_seconds)
+        found = host_seconds((decision,), again, plain=plain, costs=TYPICAL)[1]
+        assert found == pytest.approx(num_again * TYPICAL.rerun_op_seconds)
     scanned = host_seconds((), again, plain=plain, costs=TYPICAL, num_scan_replayed=num_again, num_scan_tapes=3)
     assert sum(scanned) == pytest.approx(3 * TYPICAL.tape_seconds)
 

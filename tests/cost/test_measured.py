@@ -67,7 +67,9 @@ def test_a_broken_cache_is_no_cache(content: str, tmp_path: Path) -> None:
     path = tmp_path / "ops.jsonl"
     path.write_text(content)
     assert cache.load(path) == {}
-    entry = cache.Measurement(seconds=1.5, spread_seconds=0.25, workspace_bytes=7, extra_output_bytes=0)
+    entry = cache.Measurement(
+        seconds=1.5, warm_seconds=0.5, spread_seconds=0.25, workspace_bytes=7, extra_output_bytes=0
+    )
     cache.store(path, {"a": entry}, device_name="d", torch_version="v")
     assert cache.load(path) == {"a": entry}
 
@@ -80,7 +82,9 @@ def test_an_unwritable_cache_is_no_failure(monkeypatch: pytest.MonkeyPatch, tmp_
 
 def test_stores_merge(tmp_path: Path) -> None:
     path = tmp_path / "ops.jsonl"
-    entry = cache.Measurement(seconds=1.5, spread_seconds=0.25, workspace_bytes=7, extra_output_bytes=0)
+    entry = cache.Measurement(
+        seconds=1.5, warm_seconds=0.5, spread_seconds=0.25, workspace_bytes=7, extra_output_bytes=0
+    )
     cache.store(path, {"a": entry}, device_name="d", torch_version="v")
     cache.store(path, {"b": None}, device_name="d", torch_version="v")
     assert cache.load(path) == {"a": entry, "b": None}

@@ -399,3 +399,49 @@ def test_an_interrupt_while_modes_are_switched_leaves_none_on(plan: str) -> None
             if not interrupt.has_raised:
                 break
     assert point > NUM_STEPS, "nothing was switched"
+
+
+class _Recurrent(nn.Module):
+    """A cell over slices of one batch, which every call of it saves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = torch.zeros(x.shape[1], 64)
+        for now in x.unbind(0):
+            state = self.cell(now, state)
+        return state.square().mean()
+
+
+def test_what_a_call_keeps_needs_no_hooks_where_others_save_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = []
+    real = saved_tensor._pack
+    monkeypatch.setattr(saved_tensor, "_pack", lambda tensor: packed.append(1) or real(tensor))
+
+    def mark(call: int, op: str = "aten.addmm.default", ordinal: int = 0, **says: bool) -> OpMark:
+        return OpMark(path="cell", call=call, ordinal=ordinal, op=op, **says)
+
+    rebuilt = range(4, 6)  # of 12 steps
+    marks = (
+        mark(0, begins_segment=True, saves=True),
+        mark(rebuilt.start - 1, "aten.add_.Tensor", 15, holds=True),
+        mark(rebuilt.start, begins_segment=True),
+        mark(rebuilt.stop, begins_segment=True, saves=True),
+    )
+    plain: list[Tensor] = []
+    planned: list[Tensor] = []
+    numbers = []
+    for decisions, found in (([], plain), ([Rebuild(path="", marks=marks)], planned)):
+        torch.manual_seed(0)
+        model = _Recurrent()
+        with apply_decisions(model, decisions) as applied:
+            for i in range(6):
+                packed.clear()
+                loss = model(torch.randn(12, 64, 64, generator=torch.Generator().manual_seed(i)))
+                loss.backward()
+                found += [loss.detach(), *[p.grad.clone() for p in model.parameters() if p.grad is not None]]
+                numbers.append(len(packed))
+    assert all(map(equal_values, plain, planned)) and applied.log.num_rederived > 0
+    assert numbers[-1] <= numbers[6] * (len(rebuilt) + 1) / 12

@@ -14,7 +14,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-_VERSION = 12  # of what is measured and how: another number finds nothing of older measurements
+_VERSION = 13  # of what is measured and how: another number finds nothing of older measurements
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,12 +22,14 @@ class Measurement:
     """Measurement of one op run alone.
 
     Attributes:
-        seconds, spread_seconds: the least of its runs, and how far their median lies above it.
+        seconds, spread_seconds: the least of its runs with cold caches, and how far their median lies above it.
+        warm_seconds: the least of runs one after the other.
         workspace_bytes: what it holds while it runs and gives back before it returns.
         extra_output_bytes: what its outputs hold beyond what they show.
     """
 
     seconds: float
+    warm_seconds: float
     spread_seconds: float
     workspace_bytes: int
     extra_output_bytes: int
@@ -74,9 +76,12 @@ def load(path: Path | None) -> dict[str, Measurement | None]:
     return found
 
 
-def _measurement(seconds: float, spread_seconds: float, workspace_bytes: int, extra_output_bytes: int) -> Measurement:
+def _measurement(
+    seconds: float, warm_seconds: float, spread_seconds: float, workspace_bytes: int, extra_output_bytes: int
+) -> Measurement:
     return Measurement(
         seconds=float(seconds),
+        warm_seconds=float(warm_seconds),
         spread_seconds=float(spread_seconds),
         workspace_bytes=int(workspace_bytes),
         extra_output_bytes=int(extra_output_bytes),

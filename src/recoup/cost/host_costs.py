@@ -23,8 +23,9 @@ class HostCosts:
         replayed_op_seconds: an op that runs again, views aside.
         recorded_op_seconds: an op, views aside, that is recorded so that its result can be rebuilt.
         rederived_tensor_seconds: a tensor that is rebuilt from such a record: its search and its rebuild.
-        followed_op_seconds: an op in forward, views aside, of a step that follows the program of those before it.
-        followed_tensor_seconds: a tensor that is rebuilt by a program.
+        packed_tensor_seconds: in forward, a tensor that a program will rebuild: its call is watched, and it is packed.
+        followed_tensor_seconds: in backward, a tensor that is rebuilt by a program.
+        rerun_op_seconds: an op, views aside, that a program runs again.
         watched_op_seconds: an op in forward, views aside, in a region that keeps results.
         tape_seconds: a call of autograd's engine for the taped steps of a scan.
         forward_op_seconds, backward_op_seconds: an op that is dispatched, the Python around it included.
@@ -35,8 +36,9 @@ class HostCosts:
     replayed_op_seconds: float = 0.0
     recorded_op_seconds: float = 0.0
     rederived_tensor_seconds: float = 0.0
-    followed_op_seconds: float = 0.0
+    packed_tensor_seconds: float = 0.0
     followed_tensor_seconds: float = 0.0
+    rerun_op_seconds: float = 0.0
     watched_op_seconds: float = 0.0
     tape_seconds: float = 0.0
     forward_op_seconds: float = 0.0
@@ -53,8 +55,9 @@ TYPICAL = HostCosts(
     replayed_op_seconds=15e-6,
     recorded_op_seconds=22e-6,
     rederived_tensor_seconds=105e-6,
-    followed_op_seconds=11e-6,
-    followed_tensor_seconds=50e-6,
+    packed_tensor_seconds=14e-6,
+    followed_tensor_seconds=16e-6,
+    rerun_op_seconds=4e-6,
     watched_op_seconds=60e-6,
     tape_seconds=30e-6,
     forward_op_seconds=5e-6,

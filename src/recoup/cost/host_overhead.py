@@ -82,19 +82,23 @@ def host_seconds(
         for c, _ in regions
     )
     num_replayed = sum(o.replayed and not trace.signatures[o.signature].is_view for o in trace.ops)
-    backward = len(regions) * costs.region_seconds
-    backward += costs.replay_seconds(num_ops=num_replayed - num_scan_replayed, num_calls=num_calls)
-    backward += num_scan_tapes * costs.tape_seconds
-    follows = follow_programs(chosen)
-    backward += trace.num_rederived * (costs.followed_tensor_seconds if follows else costs.rederived_tensor_seconds)
-    if any(decision.rederives for _, decision in regions):
-        backward += num_replayed * costs.recorded_op_seconds
+    num_again = num_replayed - num_scan_replayed
+    backward = len(regions) * costs.region_seconds + num_scan_tapes * costs.tape_seconds
+    forward = 0.0
+    if follow_programs(chosen):
+        forward += trace.num_rederived * costs.packed_tensor_seconds
+        backward += trace.num_rederived * costs.followed_tensor_seconds + num_again * costs.rerun_op_seconds
+    else:
+        backward += trace.num_rederived * costs.rederived_tensor_seconds
+        backward += costs.replay_seconds(num_ops=num_again, num_calls=num_calls)
+        if any(decision.rederives for _, decision in regions):
+            backward += num_replayed * costs.recorded_op_seconds
+        if any(d.records for d in chosen):
+            num_forward = sum(not trace.signatures[o.signature].is_view for o in trace.ops[: trace.num_forward_ops])
+            forward += num_forward * costs.recorded_op_seconds
     watched = [c for c, decision in regions if decision.keep]
     num_watched = sum(
         not plain.signatures[o.signature].is_view for c in watched for o in plain.ops[c.first_op : c.last_op]
     )
-    forward = num_watched * costs.watched_op_seconds
-    if any(d.records for d in chosen):
-        num_forward = sum(not trace.signatures[o.signature].is_view for o in trace.ops[: trace.num_forward_ops])
-        forward += num_forward * (costs.followed_op_seconds if follows else costs.recorded_op_seconds)
+    forward += num_watched * costs.watched_op_seconds
     return forward, backward

@@ -1,6 +1,7 @@
 """Prices from the device itself: each distinct op run alone, timed, and its hidden workspace metered.
 
-One run under the meter, which also warms up, then a few timed ones; how, and what the figures mean, is in `meter.py`.
+One run under the meter, which also warms up, then a few timed ones; what the figures mean is in `op_memory.py`.
+An op of a trace costs what it takes with cold or with warm caches, by what it reads (`reuse.py`).
 Views cost nothing; ops that move little are not worth a run each: they cost one op's host time, and their workspace,
 which is as little, is not counted. The largest ops come first, within a limit of time; ops that were not reached, or
 that made-up data cannot satisfy, are priced by a roofline scaled to what was measured, and the source says how many.
@@ -27,9 +28,10 @@ from recoup.cost.devices import DEVICES
 from recoup.cost.flops import kind
 from recoup.cost.host_costs import TYPICAL, HostCosts
 from recoup.cost.kernel_flags import KernelFlags
-from recoup.cost.model import PricedTrace, price_by_signature
-from recoup.cost.op_memory import make_meter, time_call, work_clock
+from recoup.cost.model import PricedTrace
+from recoup.cost.op_memory import Timed, make_meter, time_call, work_clock
 from recoup.cost.op_replay import Arena, extent_bytes, make_call
+from recoup.cost.reuse import cold_shares, last_cache_bytes, may_be_warm
 from recoup.cost.roofline import RooflineCost
 from recoup.ir.trace import Signature, Trace
 from recoup.thresholds import MEASURING_SECONDS, SMALL_BYTES
@@ -60,20 +62,34 @@ class MeasuredCost:
         scale, roofline = self._scale(trace)
         unmeasured = 0
 
-        def price(signature: Signature) -> tuple[float, int]:
+        def price(signature: Signature) -> tuple[float, float, int]:
+            """Returns seconds with cold caches, with warm ones, and workspace bytes."""
             nonlocal unmeasured
             if signature.is_view:
-                return 0.0, 0
+                return 0.0, 0.0, 0
             if _is_small(signature):
-                return SMALL_OP_SECONDS[self.device.type], 0
+                return SMALL_OP_SECONDS[self.device.type], SMALL_OP_SECONDS[self.device.type], 0
             found = self._known.get(_key(signature))
             if found is None:
                 unmeasured += 1
-                return roofline.seconds(signature) * scale, 0
-            return found.seconds, found.workspace_bytes
+                seconds = roofline.seconds(signature) * scale
+                return seconds, seconds, 0
+            return found.seconds, found.warm_seconds, found.workspace_bytes
 
-        priced = price_by_signature(self._with_real_sizes(trace), price, source=self._source(), is_estimate=False)
-        priced = dataclasses.replace(priced, host_costs=self.host_costs)
+        trace = self._with_real_sizes(trace)
+        prices = [price(signature) for signature in trace.signatures]
+        cold = cold_shares(trace, last_cache_bytes()) if self.device.type == "cpu" else [1.0] * len(trace.ops)
+        priced = PricedTrace(
+            trace=trace,
+            op_seconds=tuple(
+                prices[op.signature][1] + share * (prices[op.signature][0] - prices[op.signature][1])
+                for op, share in zip(trace.ops, cold, strict=True)
+            ),
+            op_workspace_bytes=tuple(prices[op.signature][2] for op in trace.ops),
+            source=self._source(),
+            is_estimate=False,
+            host_costs=self.host_costs,
+        )
         if not unmeasured:
             return priced
         note = f"{priced.source} ({unmeasured} of {len(trace.signatures)} distinct ops scaled from a roofline)"
@@ -184,7 +200,7 @@ def measure_ops(signatures: Sequence[Signature], arena: Arena, deadline: float) 
     """Returns measurements by key, None for ops that cannot run alone; ops after the deadline are missing."""
     device = arena.device
     refused: dict[str, Measurement | None] = {}
-    runs: list[tuple[Signature, tuple[float, float], int]] = []
+    runs: list[tuple[Signature, Timed, int]] = []
     with make_meter(device) as meter:
         for signature in signatures:
             if work_clock(device)() > deadline:
@@ -198,7 +214,13 @@ def measure_ops(signatures: Sequence[Signature], arena: Arena, deadline: float) 
                     refused[_key(signature)] = None
                     continue
                 run = meter.run(call)
-                timed = time_call(call, device, limit_seconds=_SECONDS_EACH, earlier=run.seconds)
+                timed = time_call(
+                    call,
+                    device,
+                    limit_seconds=_SECONDS_EACH,
+                    earlier=run.seconds,
+                    may_be_warm=may_be_warm(signature, last_cache_bytes()),
+                )
                 runs.append((signature, timed, run.number))
             except (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError, MemoryError) as error:
                 if is_allocation_failure(error):
@@ -206,12 +228,13 @@ def measure_ops(signatures: Sequence[Signature], arena: Arena, deadline: float) 
                 refused[_key(signature)] = None  # made-up data cannot satisfy it
     found: dict[str, Measurement | None] = {}
     metered = meter.metered_bytes()
-    for signature, (seconds, spread_seconds), number in runs:
+    for signature, timed, number in runs:
         workspace_bytes, remaining_bytes = metered[number]
         extra_bytes = max(remaining_bytes - signature.output_bytes, 0)
         found[_key(signature)] = Measurement(
-            seconds=seconds,
-            spread_seconds=spread_seconds,
+            seconds=timed.seconds,
+            warm_seconds=timed.warm_seconds,
+            spread_seconds=timed.spread_seconds,
             workspace_bytes=workspace_bytes,
             # An allocator that rounds is no reason to call an output larger.
             extra_output_bytes=extra_bytes if extra_bytes >= SMALL_BYTES else 0,

@@ -4,8 +4,9 @@ An op's workspace is what the allocator handed out during the op at its highest,
 cuDNN's convolution buffers, packed weights, reduction scratch. Its peak when run alone is its outputs plus that.
 
 Time is the least of a few runs in this process, two if they agree, outputs allocated inside: what else the machine does
-only adds to it, and would be counted several times over on a busy one. Before each run the caches are filled with
-something else: what a step saved, and runs again from, has left them by then, and so has much of the code. On one CPU
+only adds to it, and would be counted several times over on a busy one. It is taken twice. Before each *cold* run the
+caches are filled with something else: what a step saved, and runs again from, has left them by then, and so has much of
+the code. *Warm* runs follow each other, as the ops of a small cell do (`reuse.py` says which is which). On one CPU
 thread it is processor time, and a limit on measuring is one on processor time, so that a busy machine measures as many
 ops as an idle one. With
 glibc, blocks over the mmap threshold (up to 32 MiB, it adapts) go back to the system and are faulted in again by each
@@ -15,7 +16,6 @@ the time is from two events, the launches left out.
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 import warnings
@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from recoup import _torch
+from recoup.cost.reuse import last_cache_bytes
 from recoup.thresholds import SAME_SHARE
 
 
@@ -33,6 +34,14 @@ class Run(NamedTuple):
 
     number: int
     seconds: tuple[float, ...] = ()
+
+
+class Timed(NamedTuple):
+    """Seconds of an op with cold and with warm caches, and how far the median of cold runs lies above the least."""
+
+    seconds: float
+    warm_seconds: float
+    spread_seconds: float
 
 
 class Meter(Protocol):
@@ -153,35 +162,42 @@ def _cpu_clock() -> Callable[[], float]:
 
 
 def time_call(
-    call: Callable[[], Any], device: torch.device, *, limit_seconds: float, earlier: Sequence[float] = ()
-) -> tuple[float, float]:
-    """Returns (least seconds, median minus least) of 2 to 9 runs that together take about `limit_seconds`.
+    call: Callable[[], Any],
+    device: torch.device,
+    *,
+    limit_seconds: float,
+    earlier: Sequence[float] = (),
+    may_be_warm: bool = True,
+) -> Timed:
+    """Returns the least of 2 to 9 runs of each kind that together take about `limit_seconds`.
 
     One run has to be enough where it takes eight times the limit. The caller has run it once, to warm up.
 
     Args:
-        earlier: seconds of runs before, which count with them; the clock of a CPU alone goes on from there.
+        earlier: seconds of runs before, which count with the cold ones; the clock of a CPU alone goes on from there.
+        may_be_warm: if not, warm runs are not tried; nor are they on CUDA, where launches hide what differs.
     """
     if device.type == "cuda":
-        return _time_on_cuda(call, device, limit_seconds)
-    works, clock = work_clock(device), _cpu_clock()
-    times = list(earlier)
-    flush = torch.empty(_last_cache_bytes(), dtype=torch.uint8)
+        seconds, spread_seconds = _time_on_cuda(call, device, limit_seconds)
+        return Timed(seconds, seconds, spread_seconds)
+    flush = torch.empty(last_cache_bytes(), dtype=torch.uint8)
+    seconds, spread_seconds = _time_here(call, limit_seconds, list(earlier), before=lambda: flush.fill_(1))
+    warm_seconds, _ = _time_here(call, limit_seconds, [], before=lambda: None) if may_be_warm else (seconds, 0.0)
+    return Timed(seconds, min(warm_seconds, seconds), spread_seconds)
+
+
+def _time_here(
+    call: Callable[[], Any], limit_seconds: float, times: list[float], *, before: Callable[[], Any]
+) -> tuple[float, float]:
+    works, clock = work_clock(torch.device("cpu")), _cpu_clock()
     began = works()
     while _goes_on(times, works() - began, limit_seconds):
-        flush.fill_(1)
+        before()
         start = clock()
         out = call()
         times.append(clock() - start)
         del out
     return _least(times)
-
-
-def _last_cache_bytes() -> int:
-    """Returns the bytes of a CPU core's last cache; what many have, where the system does not say."""
-    names = ("SC_LEVEL3_CACHE_SIZE", "SC_LEVEL2_CACHE_SIZE")
-    sizes = [os.sysconf(name) for name in names if name in getattr(os, "sysconf_names", ())]
-    return max([*sizes, 0]) or 1 << 25
 
 
 def _time_on_cuda(call: Callable[[], Any], device: torch.device, limit_seconds: float) -> tuple[float, float]:

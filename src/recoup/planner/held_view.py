@@ -89,7 +89,7 @@ def held_view(
     if not positions or positions != list(range(len(positions))):
         return None
     num_ops = len(positions)
-    overheads = priced.serial_costs.replayed_op_seconds
+    overheads = priced.serial_costs.rerun_op_seconds
     value_of: dict[int, int] = {}
     versions: dict[int, list[tuple[int, int]]] = {}
     value_bytes: list[int] = []
@@ -171,7 +171,7 @@ def held_view(
                     value_bytes[known[-1]] = 0
     # A saved tensor that is not held takes its time on top of the op that makes it again.
     num_rebuilt = collections.Counter(v for values in saves for v in values if value_bytes[v])
-    each = priced.serial_costs.followed_tensor_seconds
+    each = priced.serial_costs.packed_tensor_seconds + priced.serial_costs.followed_tensor_seconds
     ops = [dataclasses.replace(op, seconds=op.seconds + each * sum(num_rebuilt[v] for v in op.outputs)) for op in ops]
     crossing_sizes = [b or 1 for b in value_bytes]
     places = [0, *(p for p in waists(ops, crossing_sizes) if trace.signatures[trace.ops[p].signature].name != DETACH)]

@@ -75,7 +75,7 @@ def read_decision(data: Any, known: Sequence[type[Decision]] = DECISIONS) -> Dec
 
 def follow_programs(decisions: Sequence[Decision]) -> bool:
     """Whether a step follows the program of earlier ones like it, rather than be recorded op by op."""
-    return all(isinstance(d, Save | Rederive | Rebuild) for d in decisions)
+    return bool(decisions) and all(isinstance(d, Save | Rederive | Rebuild) for d in decisions)
 
 
 def describe_decisions(decisions: Sequence[Decision]) -> list[str]:

@@ -251,8 +251,12 @@ class Learning:
             return None
         shown = {at: self._numbers.get(mask, -1) for mask, at in self._shown.items()}
         masks = {at: n for at, n in shown.items() if n in starts and saves[at][2] != n}
+        # What a call keeps needs no hook where autograd saves it, but to have what is written to later copied in time.
+        by_calls = {n for call in self._calls for _, n in (*call.keeps, *call.keeps_results)}
+        by_calls -= {n for value, n in self._numbers.items() if value.is_passing} | {n for p in found for n in p.narrow}
+        asked = starts - by_calls
+        saves = [(k, s, n if k != KEEP or n in asked else -1, g) for k, s, n, g in saves]
         last = last_uses(saves, found)
-        saves = [(k, s, n if k != KEEP or n in starts else -1, g) for k, s, n, g in saves]  # others nobody asks for
         seen = {at for at, (kind, _, number, _) in enumerate(saves) if kind == REBUILD or number >= 0}
         seen |= self._casts | masks.keys()
         numbered = starts | rebuilt
