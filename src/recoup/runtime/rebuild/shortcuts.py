@@ -55,26 +55,13 @@ def call_over(
     Returns:
         The result, or None: nothing was run.
     """
-    if facts.over is None or not args or not isinstance(args[0], torch.Tensor):
+    tensors = [t for t in args if isinstance(t, torch.Tensor)]
+    if any(t is not arg for t, arg in zip(tensors, args, strict=False)):
         return None
-    first = args[0]
-    if geometry_of(first) != result:
-        return None
-    other = args[1] if len(args) > 1 and isinstance(args[1], torch.Tensor) else None
-    for tensor in args[2:]:
-        if isinstance(tensor, torch.Tensor):
-            return None
-    if other is not None and not _alike(first, other):
-        return None
-    if any(first is t for t in spare):
-        return facts.over(*args, **kwargs)
-    if facts.commutes and other is not None and kwargs.get("alpha", 1) == 1 and any(other is t for t in spare):
-        return facts.over(other, first, *args[2:], **kwargs)
+    for place in targets(facts, [geometry_of(t) for t in tensors], kwargs, result):
+        if any(tensors[place] is t for t in spare):
+            return facts.over(*(args[1::-1] if place else args[:2]), *args[2:], **kwargs)  # type: ignore[misc]
     return None
-
-
-def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.dtype == b.dtype and a.shape == b.shape and a.stride() == b.stride()
 
 
 def has_shortcut(facts: OpFacts, args: Sequence[Any]) -> bool:
