@@ -120,7 +120,11 @@ def test_costs_are_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(host_calibration, "measure_host_costs", lambda: pytest.fail("measured again"))
     assert host_costs() == measured
     cost = MeasuredCost(torch.device("cpu"), host_costs=measured)
-    assert cost.price(capture(StepSpec(model=nn.Linear(2, 2), batch=torch.ones(1, 2)))).host_costs == measured
+    small = cost.price(capture(StepSpec(model=nn.Linear(2, 2), batch=torch.ones(1, 2)))).host_costs
+    assert small.packed_tensor_seconds == pytest.approx(measured.packed_tensor_seconds)
+    large = cost.price(capture(StepSpec(model=nn.Linear(2, 2), batch=torch.ones(1 << 20, 2)))).host_costs
+    assert large.packed_tensor_seconds > 2 * small.packed_tensor_seconds
+    assert large.region_seconds == measured.region_seconds
 
 
 def test_a_broken_file_is_measured_anew_and_a_closed_directory_is_no_error(

@@ -55,15 +55,16 @@ def _segment(draw: random.Random) -> Segment:
         can_rerun = draw.random() < 0.9
         ops.append(Op(inputs=inputs, outputs=outputs, seconds=float(draw.randint(0, 9)), can_rerun=can_rerun))
         made += num_outputs
-    value_bytes = tuple(None if draw.random() < 0.1 else draw.randint(1, 9) for _ in range(made))
+    value_bytes = tuple(draw.randint(1, 9) for _ in range(made))
+    unseen = frozenset(v for v in range(made) if draw.random() < 0.1)
     reads = frozenset(draw.sample(range(made), k=draw.randint(1, made)))
-    return Segment(value_bytes=value_bytes, ops=tuple(ops), reads=reads)
+    return Segment(value_bytes=value_bytes, ops=tuple(ops), reads=reads, unseen=unseen)
 
 
 def _cost(segment: Segment, held: set[int]) -> tuple[int, float] | None:
     """Bytes and seconds if exactly `held` is held; None if a value that is read cannot be had."""
     maker = {v: i for i, op in enumerate(segment.ops) for v in op.outputs}
-    if any(segment.value_bytes[v] is None for v in held):
+    if segment.unseen & held:
         return None
     wanted, rerun = list(segment.reads), set()
     while wanted:
@@ -75,7 +76,7 @@ def _cost(segment: Segment, held: set[int]) -> tuple[int, float] | None:
             return None
         rerun.add(maker[value])
         wanted += op.inputs
-    return sum(segment.value_bytes[v] or 0 for v in held), math.fsum(segment.ops[i].seconds for i in rerun)
+    return sum(segment.value_bytes[v] for v in held), math.fsum(segment.ops[i].seconds for i in rerun)
 
 
 def _all_costs(segment: Segment) -> list[tuple[int, float]]:
@@ -128,7 +129,7 @@ def test_one_value_more_or_less_is_what_evaluating_anew_finds(seed: int) -> None
             segment, ops=(dataclasses.replace(first, draws=first.outputs[:1]), *segment.ops[1:])
         )
     evaluate = Evaluation(segment)
-    made = [v for op in segment.ops for v in op.outputs if segment.value_bytes[v] is not None]
+    made = [v for op in segment.ops for v in op.outputs if v not in segment.unseen]
     values = {v for v in made if draw.random() < 0.5}
     here = evaluate.of(values)
     for value in made if here.seconds < math.inf else ():
@@ -198,5 +199,5 @@ def test_trade_offs_hold_all_corners_and_nothing_that_another_beats(seed: int) -
         read = set(segment.reads) | {v for i in held.rerun for v in segment.ops[i].inputs}
         assert read & makers <= made
         assert held.nbytes == sum(segment.value_bytes[v] or 0 for v in held.values)
-        assert all(segment.value_bytes[v] is not None for v in held.values)
+        assert segment.unseen.isdisjoint(held.values)
     assert len(trade_offs(segment, most=3)) <= max(3, min(len(found), 3))

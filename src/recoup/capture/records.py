@@ -89,7 +89,7 @@ class StorageRecord:
 class OpRecord:
     """An op while it is recorded; becomes an `ir.trace.Op`."""
 
-    __slots__ = ("call", "inputs", "origin", "outputs", "phase", "replayed", "signature")
+    __slots__ = ("begins_call", "call", "inputs", "origin", "outputs", "phase", "replayed", "signature")
 
     def __init__(
         self,
@@ -100,11 +100,17 @@ class OpRecord:
         replayed: bool,
         inputs: tuple[int, ...],
         outputs: tuple[int, ...],
+        begins_call: bool,
     ) -> None:
         self.signature = signature
+        self.begins_call = begins_call
         self.call = call
         self.origin = origin
         self.phase: Phase = phase
         self.replayed = replayed
         self.inputs = inputs
         self.outputs = outputs
+
+    def like(self, call: int, origin: int, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> OpRecord:
+        """Returns the same op of another call, on other storages."""
+        return OpRecord(self.signature, call, origin, self.phase, self.replayed, inputs, outputs, self.begins_call)

@@ -122,12 +122,9 @@ class Moving:
 
     def moved(self, op: OpRecord, number: int) -> OpRecord:
         """Returns the op with its indices shifted by `number` tiles."""
-        return OpRecord(
-            op.signature,
+        return op.like(
             op.call,
             op.origin + number * self.origin,
-            op.phase,
-            op.replayed,
             tuple(i + number * move for i, move in zip(op.inputs, self.inputs, strict=True)),
             tuple(i + number * move for i, move in zip(op.outputs, self.outputs, strict=True)),
         )

@@ -76,6 +76,7 @@ def build_trace(
                 replayed=o.replayed,
                 inputs=o.inputs,
                 outputs=o.outputs,
+                begins_call=o.begins_call,
             )
             for o in tracker.ops
         ),

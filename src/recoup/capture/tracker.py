@@ -20,6 +20,7 @@ from recoup._interrupts import let_in
 from recoup._pytree import argument_tensors
 from recoup._storages import dense_parts
 from recoup.capture import repeats
+from recoup.capture.function_calls import FunctionCalls
 from recoup.capture.island import UNKNOWN, Island
 from recoup.capture.last_op import LastOp
 from recoup.capture.op_cache import FakeResults
@@ -106,7 +107,7 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
         self._node_calls: list[int] = []
         self._backward_origin = (-1, -1)
         self._last_op = LastOp()
-
+        self._functions = FunctionCalls()
         self._died: list[_Handle] = []  # since the last op; storages die without Python, see `runtime.waiting`
 
     @property
@@ -132,8 +133,6 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
     def fake_mode(self) -> Any:
         """The mode that the step's fake tensors belong to; None for a real step."""
         return self._results.mode
-
-    # -- storages -----------------------------------------------------------------------------------------------
 
     def add(self, tensor: torch.Tensor, category: Category, label: str) -> int:
         """Registers a tensor that was there before the step; returns its (last) storage's index, -1 without one."""
@@ -299,7 +298,8 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
         new = self._indices(outputs, index, name)
         signature = self._signature(func, args, kwargs, out)
         self._bury()
-        self.ops.append(OpRecord(signature, call, origin, self.phase, execution_context.is_recomputing(), inputs, new))
+        where = call, origin, self.phase, execution_context.is_recomputing()
+        self.ops.append(OpRecord(signature, *where, inputs, new, self._functions.begins(self.phase, self.call)))
         if self.phase in ("forward", "loss"):
             self._last_op.note(func, outputs)
         facts = op_facts(func)
@@ -319,7 +319,7 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
         self.marks.append((len(self._storages), self.num_rederived))
         call, origin = self._origin(index)
         self._bury()
-        self.ops.append(OpRecord(-1, call, origin, self.phase, False, (), ()))
+        self.ops.append(OpRecord(-1, call, origin, self.phase, False, (), (), True))
         return index
 
     def place(self) -> repeats.Place:

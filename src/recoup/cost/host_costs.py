@@ -44,6 +44,12 @@ class HostCosts:
     forward_op_seconds: float = 0.0
     backward_op_seconds: float = 0.0
 
+    def among(self, coldness: float) -> HostCosts:
+        """Returns the costs of a program in a step of which `reuse.interpreter_coldness` says so."""
+        names = ("packed_tensor_seconds", "followed_tensor_seconds")
+        factors = {name: 1 + coldness * (getattr(COLD, name) / getattr(TYPICAL, name) - 1) for name in names}
+        return dataclasses.replace(self, **{name: getattr(self, name) * factor for name, factor in factors.items()})
+
     def replay_seconds(self, *, num_ops: int, num_calls: int) -> float:
         """Returns the host time of ops (views not counted) that run again, and of the modules' calls among them."""
         return num_ops * self.replayed_op_seconds + num_calls * self.call_seconds
@@ -66,6 +72,10 @@ TYPICAL = HostCosts(
 """Of an x86 CPU, for steps that run elsewhere: medians of steps of tenths of a second, whose kernels drive the
 interpreter's data out of the cache (bench/results/overhead-cpu-2026-11-22.md); the last two are of GPT-2 small at
 batch 1 on the stub GPU."""
+
+COLD = dataclasses.replace(TYPICAL, packed_tensor_seconds=60e-6, followed_tensor_seconds=75e-6)
+"""The same with what a program takes in steps of large kernels: BERT and Llama of `bench.peers`, whose ops move some
+megabytes each, rederived everywhere (AMD EPYC, 2026-11-25). All else is such a step's already."""
 
 
 def load_host_costs(path: Path) -> HostCosts | None:

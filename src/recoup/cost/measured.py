@@ -31,7 +31,7 @@ from recoup.cost.kernel_flags import KernelFlags
 from recoup.cost.model import PricedTrace
 from recoup.cost.op_memory import Timed, make_meter, time_call, work_clock
 from recoup.cost.op_replay import Arena, extent_bytes, make_call
-from recoup.cost.reuse import cold_shares, last_cache_bytes, may_be_warm
+from recoup.cost.reuse import cold_shares, interpreter_coldness, last_cache_bytes, may_be_warm
 from recoup.cost.roofline import RooflineCost
 from recoup.ir.trace import Signature, Trace
 from recoup.thresholds import MEASURING_SECONDS, SMALL_BYTES
@@ -78,7 +78,8 @@ class MeasuredCost:
 
         trace = self._with_real_sizes(trace)
         prices = [price(signature) for signature in trace.signatures]
-        cold = cold_shares(trace, last_cache_bytes()) if self.device.type == "cpu" else [1.0] * len(trace.ops)
+        is_cpu = self.device.type == "cpu"
+        cold = cold_shares(trace, last_cache_bytes()) if is_cpu else [1.0] * len(trace.ops)
         priced = PricedTrace(
             trace=trace,
             op_seconds=tuple(
@@ -88,7 +89,7 @@ class MeasuredCost:
             op_workspace_bytes=tuple(prices[op.signature][2] for op in trace.ops),
             source=self._source(),
             is_estimate=False,
-            host_costs=self.host_costs,
+            host_costs=self.host_costs.among(interpreter_coldness(trace)) if is_cpu else self.host_costs,
         )
         if not unmeasured:
             return priced

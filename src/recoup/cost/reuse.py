@@ -20,11 +20,31 @@ from recoup.units import parse_bytes
 
 def last_cache_bytes() -> int:
     """Returns the bytes of a CPU's last cache; what many have, where the system does not say."""
-    sizes = []
+    return max(_cache_sizes(), default=1 << 25)
+
+
+def core_cache_bytes() -> int:
+    """Returns the bytes of the largest cache before that, which a core has for itself; what many have, likewise."""
+    return max(_cache_sizes() - {last_cache_bytes()}, default=1 << 20)
+
+
+def _cache_sizes() -> set[int]:
+    sizes = set()
     for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
         with contextlib.suppress(OSError, ValueError):
-            sizes.append(parse_bytes(file.read_text().strip() + "iB"))
-    return max(sizes, default=1 << 25)
+            sizes.add(parse_bytes(file.read_text().strip() + "iB"))
+    return sizes
+
+
+def interpreter_coldness(trace: Trace) -> float:
+    """Returns, from 0 to 1, how far a step's kernels drive the interpreter's data out of its core's cache.
+
+    The square of the share of it that an op moves on average: 1 for ops of some megabytes, next to nothing for small
+    cells.
+    """
+    moved = [nbytes for op in trace.ops if (nbytes := trace.signatures[op.signature].bytes_moved)]
+    mean_bytes = sum(moved) / max(len(moved), 1)
+    return min(mean_bytes / core_cache_bytes(), 1.0) ** 2
 
 
 def cold_shares(trace: Trace, cache_bytes: int) -> list[float]:

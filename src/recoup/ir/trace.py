@@ -62,6 +62,7 @@ class Op:
         inputs: indices of the storages it reads.
         outputs: indices of the storages of its results; one that is not in `inputs` and whose `alloc_op` is this op
             is new.
+        begins_call: whether it is the first op of a call of a torch function (in forward).
     """
 
     signature: int
@@ -71,6 +72,7 @@ class Op:
     replayed: bool
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
+    begins_call: bool = True
 
 
 @dataclasses.dataclass(slots=True, kw_only=True, unsafe_hash=True)

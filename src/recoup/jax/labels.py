@@ -23,7 +23,7 @@ _STRIDES = (1, 2, 4)
 
 def held_problem(program: Program, first: int, last: int, active: Collection[int], costs: Costs) -> HeldProblem:
     """Returns what to choose among units [first, last): values by their numbers in the program."""
-    sizes: list[int | None] = [None] * len(program.avals)
+    sizes = [0] * len(program.avals)
     ops, reads = [], set()
     for unit in program.units[first:last]:
         carrying = [i for i, o in enumerate(unit.operands) if isinstance(o, int) and o in active]
@@ -33,9 +33,9 @@ def held_problem(program: Program, first: int, last: int, active: Collection[int
         reads |= {unit.outputs[i] for i in found.outputs}
         ops.append(Op(inputs=unit.inputs, outputs=unit.outputs, seconds=costs.seconds(unit.eqn)))
         for value in unit.outputs:
-            nbytes = program.nbytes(value)
-            sizes[value] = nbytes if nbytes else None
-    return HeldProblem(value_bytes=tuple(sizes), ops=tuple(ops), reads=frozenset(reads))
+            sizes[value] = program.nbytes(value)
+    unseen = frozenset(value for value, nbytes in enumerate(sizes) if not nbytes)
+    return HeldProblem(value_bytes=tuple(sizes), ops=tuple(ops), reads=frozenset(reads), unseen=unseen)
 
 
 def cuts(program: Program, first: int, last: int, active: Collection[int], *, exact: bool) -> list[int]:

@@ -10,7 +10,7 @@ import bisect
 import collections
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -174,7 +174,7 @@ def held_view(
     each = priced.serial_costs.packed_tensor_seconds + priced.serial_costs.followed_tensor_seconds
     ops = [dataclasses.replace(op, seconds=op.seconds + each * sum(num_rebuilt[v] for v in op.outputs)) for op in ops]
     crossing_sizes = [b or 1 for b in value_bytes]
-    places = [0, *(p for p in waists(ops, crossing_sizes) if trace.signatures[trace.ops[p].signature].name != DETACH)]
+    places = [0, *(p for p in waists(ops, crossing_sizes) if _may_begin(trace, p))]
     places = _thinned(places, ops, value_bytes)
     intervals = [
         Interval(call=0, first=first, last=last) for first, last in zip(places, [*places[1:], num_ops], strict=True)
@@ -191,6 +191,7 @@ def held_view(
         released=tuple(released),
         saves=tuple(map(tuple, saves)),
         self_saved=frozenset(self_saved),
+        unseen=_unseen(trace, ops, {v for values in saves for v in values}),
         bare_bytes=_bare_bytes(priced, num_ops),
         places=tuple(places),
         saved_bytes=tuple(int(b) for b in numbers.saved[:num]),
@@ -205,6 +206,27 @@ def held_view(
     addresses = tuple(_addresses(trace, num_ops))
     return HeldView(
         problem=problem, flop_seconds=flop_seconds, addresses=addresses, num_saved=trace.num_saved, maker=maker
+    )
+
+
+def _may_begin(trace: Trace, place: int) -> bool:
+    """Whether something may begin with an op: with the first of a call of a torch function."""
+    op = trace.ops[place]
+    return op.begins_call and trace.signatures[op.signature].name != DETACH
+
+
+def _unseen(trace: Trace, ops: Sequence[Op], saved: Collection[int]) -> frozenset[int]:
+    """Returns the values that are read in the call that makes them alone, and that autograd does not save.
+
+    Nobody sees them in a step that follows a program.
+    """
+    calls = list(itertools.accumulate(op.begins_call for op in trace.ops[: len(ops)]))
+    last_read = {v: calls[i] for i, op in enumerate(ops) for v in op.inputs}
+    return frozenset(
+        v
+        for i, op in enumerate(ops)
+        for v in op.outputs
+        if op.can_rerun and v not in saved and v not in op.draws and last_read.get(v) == calls[i]
     )
 
 

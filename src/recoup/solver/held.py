@@ -53,14 +53,16 @@ class Segment:
     """Consecutive ops of a forward pass.
 
     Attributes:
-        value_bytes: of each value; None: it cannot be held.
+        value_bytes: of each value.
         ops: in forward order.
         reads: values that backward reads. Values that no op here makes are free: they are there anyway.
+        unseen: values that cannot be held.
     """
 
-    value_bytes: tuple[int | None, ...]
+    value_bytes: tuple[int, ...]
     ops: tuple[Op, ...]
     reads: frozenset[int]
+    unseen: frozenset[int] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,9 +87,8 @@ class Cuts:
         self._network = FlowNetwork(num_values + num_ops + 2)
         self._priced: list[tuple[int, int]] = []  # edges that a price is for, and its bytes
         for edge, (value, made_by) in enumerate(self._maker.items()):
-            nbytes = segment.value_bytes[value]
-            if nbytes is not None:
-                self._priced.append((edge, nbytes))
+            if value not in segment.unseen:
+                self._priced.append((edge, segment.value_bytes[value]))
             self._network.add_edge(value, self._sink if value in self._drawn else num_values + made_by, math.inf)
         for value in sorted(segment.reads & self._maker.keys()):
             self._network.add_edge(self._source, value, math.inf)
@@ -115,7 +116,7 @@ class Cuts:
         return Held(
             values=values,
             rerun=rerun,
-            nbytes=sum(segment.value_bytes[v] or 0 for v in values),
+            nbytes=sum(segment.value_bytes[v] for v in values),
             seconds=math.fsum(segment.ops[i].seconds for i in rerun),
         )
 
@@ -131,7 +132,7 @@ def hull(segment: Segment, *, most: int = 24) -> list[Held]:
     The first runs as little again as possible, the last holds as few bytes as possible. Empty if there is no choice.
     """
     total = math.fsum(op.seconds for op in segment.ops)
-    every_byte = sum(b for b in segment.value_bytes if b) or 1
+    every_byte = sum(segment.value_bytes) or 1
     step = min((op.seconds for op in segment.ops if op.seconds > 0), default=1.0)
     # Low and high enough that no byte outweighs an op, and no op a byte.
     cuts = Cuts(segment)
@@ -193,11 +194,10 @@ def additions(segment: Segment, values: Collection[int]) -> list[Addition]:
     now = evaluate.of(values)
     found = []
     for value in {v for i in now.rerun for v in segment.ops[i].outputs}:
-        nbytes = segment.value_bytes[value]
-        if nbytes is not None:
+        if value not in segment.unseen:
             spared = now.seconds - evaluate.of({*values, value}).seconds
             if spared > 0:
-                found.append(Addition(value=value, nbytes=nbytes, seconds=spared))
+                found.append(Addition(value=value, nbytes=segment.value_bytes[value], seconds=spared))
     return sorted(found, key=lambda a: a.value)
 
 
@@ -237,7 +237,7 @@ class Evaluation:
         return Held(
             values=tuple(sorted(read)),
             rerun=tuple(sorted(rerun)),
-            nbytes=sum(segment.value_bytes[v] or 0 for v in read),
+            nbytes=sum(segment.value_bytes[v] for v in read),
             seconds=seconds if all(segment.ops[i].can_rerun for i in rerun) else math.inf,
         )
 
@@ -271,7 +271,7 @@ class Evaluation:
         """
         segment, maker, inputs = self._segment, self._maker, self._made_inputs
         rerun, left, nbytes = set(here.rerun), dict[int, int](), here.nbytes
-        size = segment.value_bytes[value] or 0
+        size = segment.value_bytes[value]
         if not readers[value] or value in self._drawn:
             pass
         elif value in values:
@@ -282,7 +282,7 @@ class Evaluation:
                 if at in values or at in self._drawn:
                     if not readers[at] and at not in left:
                         left[at] = 1
-                        nbytes += segment.value_bytes[at] or 0
+                        nbytes += segment.value_bytes[at]
                 elif (made_by := maker[at]) not in rerun:
                     rerun.add(made_by)
                     waiting += inputs[made_by]
@@ -304,7 +304,7 @@ class Evaluation:
                     if left[read]:
                         continue
                     if read in values or read in self._drawn:
-                        nbytes -= segment.value_bytes[read] or 0
+                        nbytes -= segment.value_bytes[read]
                     else:
                         waiting.append(read)
         return Switched(value, nbytes, math.fsum([segment.ops[i].seconds for i in rerun]))

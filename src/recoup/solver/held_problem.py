@@ -18,6 +18,7 @@ class HeldProblem:
         ops: in forward order.
         value_bytes: of each value; 0: held anyway.
         saves: for each op the values that autograd saves with it.
+        unseen: values that no code but the op's own call ever has: they cannot be held.
         self_saved: values that are saved with the op that made them, besides with others, which `saves` has.
         places: the ops that intervals begin with, the first op included.
         saved_bytes, forward_bytes, backward_bytes, gradient_bytes: of each interval: what it leaves saved, its peaks in
@@ -40,6 +41,7 @@ class HeldProblem:
     gradient_bytes: tuple[int, ...]
     fixed_bytes: int
     self_saved: frozenset[int] = frozenset()
+    unseen: frozenset[int] = frozenset()
     entering_bytes: tuple[int, ...] = ()
     after_bytes: int = 0
     bare_bytes: tuple[int, ...] = ()

@@ -150,6 +150,7 @@ class LabelMaker:
                 for op in problem.ops[first:last]
             ),
             reads=frozenset(local[v] for v in saved if v in made),
+            unseen=frozenset(local[v] for v in problem.unseen & made),
         )
         after = problem.gradient_bytes[j - 1] + (problem.entering_bytes[j - 1] if problem.entering_bytes else 0)
         for held, rebuild_bytes in self._hull(segment):
@@ -302,9 +303,7 @@ class LabelMaker:
         return found
 
 
-def _rebuild_bytes(
-    ops: Sequence[Op], sizes: Sequence[int | None], rerun: Sequence[int], wanted: Collection[int]
-) -> int:
+def _rebuild_bytes(ops: Sequence[Op], sizes: Sequence[int], rerun: Sequence[int], wanted: Collection[int]) -> int:
     """Returns the most that is there while ops run again, above what is held; as it runs them.
 
     Args:
@@ -318,9 +317,9 @@ def _rebuild_bytes(
     for at in rerun:
         outputs = [v for v in ops[at].outputs if v not in ops[at].draws]
         made.update(outputs)
-        alive += sum(sizes[v] or 0 for v in outputs)
+        alive += sum(sizes[v] for v in outputs)
         most = max(most, alive)
         gone = [v for v in outputs if v not in last]
         gone += [v for v in ops[at].inputs if last[v] == at and v in made]
-        alive -= sum(sizes[v] or 0 for v in gone if v not in wanted)
+        alive -= sum(sizes[v] for v in gone if v not in wanted)
     return most

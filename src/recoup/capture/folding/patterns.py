@@ -39,7 +39,8 @@ class Pattern:
     """A relative recording.
 
     Attributes:
-        ops: (signature, phase, replayed, call, origin, inputs, outputs); calls and origins relative to the call's.
+        ops: (signature, phase, replayed, call, origin, inputs, outputs, begins_call); calls and origins relative to the
+            call's.
         births: (bytes, category, label, op, op at which it is freed; None: not within this call).
         deaths: (storage, op) of storages made elsewhere.
         saves: (ops so far, call, storage, distance back to the op that saves it).
@@ -90,7 +91,7 @@ class Copied:
         def one(ref: Ref) -> int:
             return numbers.setdefault(ref, len(numbers))
 
-        ops = [(*op[:5], count(op[5]), count(op[6])) for op in pattern.ops]
+        ops = [(*op[:5], count(op[5]), count(op[6]), *op[7:]) for op in pattern.ops]
         return cls(
             ops=ops,
             read=tuple({number for op in ops for number in op[5]}),

@@ -208,7 +208,8 @@ class Recording:
             if not is_gap and not (where[0] >= 0 and 0 <= where[1] < forward.ops[1] - forward.ops[0]):
                 raise Irregular(path, "an op stems from outside of its call")
             signature = op.signature if not is_gap else self.kind_of(op.signature)
-            ops.append((signature, op.phase, op.replayed, *where, refs(op.inputs), refs(op.outputs)))
+            arguments = refs(op.inputs), refs(op.outputs)
+            ops.append((signature, op.phase, op.replayed, *where, *arguments, op.begins_call))
         births = []
         for s in range(*segment.storages):
             record = tracker.storages[s]

@@ -121,9 +121,7 @@ class _Unfolder(Recording):
                 raise Irregular(path, "an op stems from a folded call and runs outside of it")
             call = self.new_call[op.call] if op.call >= 0 else op.call
             origin = self.new_op[op.origin] if op.origin >= 0 else op.origin
-            self.ops.append(
-                OpRecord(op.signature, call, origin, op.phase, op.replayed, self._new(op.inputs), self._new(op.outputs))
-            )
+            self.ops.append(op.like(call, origin, self._new(op.inputs), self._new(op.outputs)))
         shift = begin - segment.ops[0]
         for at, call, storage, by in tracker.saves[slice(*segment.saves)]:
             self.saves.append((at + shift, self.new_call[call] if call >= 0 else call, self._now(storage), by + shift))
@@ -183,7 +181,7 @@ class _Unfolder(Recording):
         where = [self._resolve(ref, key) for ref in copied.refs]
         is_forward = kind == "F"
         add = self.ops.append
-        for i, (signature, phase, replayed, of, at, inputs, outputs) in enumerate(copied.ops, begin):
+        for i, (signature, phase, replayed, of, at, inputs, outputs, begins_call) in enumerate(copied.ops, begin):
             add(
                 OpRecord(
                     signature if type(signature) is int else self._signature(signature, index),
@@ -193,6 +191,7 @@ class _Unfolder(Recording):
                     replayed,
                     tuple([where[r] for r in inputs]),
                     tuple([where[r] for r in outputs]),
+                    begins_call,
                 )
             )
         for ref, i in copied.deaths:
