@@ -317,6 +317,7 @@ class Tracker(_torch.dispatch_mode_class()):  # type: ignore[misc]
         """Records a mark in place of skipped ops, as an op of its own; returns its index."""
         index = len(self.ops)
         self.marks.append((len(self._storages), self.num_rederived))
+        self._functions = FunctionCalls()
         call, origin = self._origin(index)
         self._bury()
         self.ops.append(OpRecord(-1, call, origin, self.phase, False, (), (), True))
