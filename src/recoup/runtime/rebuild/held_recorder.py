@@ -384,7 +384,7 @@ class HeldRecorder(Recorder):
                         kept.version += writes
                         kept.is_source = True  # before what is rebuilt from it is saved, it may be written over
                         if value.is_passing:
-                            kept.rescue()
+                            kept.part()
                     self._held.append(kept)
 
     def join(self, out: Any) -> None:

@@ -91,6 +91,15 @@ class Kept:
             whole = self.tensor.detach().as_strided((num_elements,), (1,), 0)  # `set_` is refused by fake tensors
             self.copy = whole.clone().as_strided(size, stride, offset)
 
+    def part(self) -> None:
+        """Called where a call is to write to the storage, unseen: has a copy of its own, if anything starts from it.
+
+        No call writes over what autograd saved in it, so that autograd, too, gets the copy.
+        """
+        self.rescue()
+        if self.copy is not None:
+            self.tensor, self.version = self.copy, self.copy._version
+
     def saved_as(self, geometry: Geometry) -> Kept | KeptView:
         """Returns what autograd gets for a tensor over the same storage."""
         if geometry_of(self.tensor) == geometry:

@@ -321,7 +321,7 @@ class StepRun:
             kept = Kept(tensor)
             self._own(number, kept)
             if self._program.values[number].is_passing:
-                kept.rescue()
+                kept.part()
             return kept
         assert geometry is not None
         return kept.saved_as(geometry)
