@@ -32,12 +32,11 @@ def current_backward_node() -> Any | None:
     return torch._C._current_autograd_node()
 
 
-def current_backward_id() -> int:
-    """Returns a number that names the backward pass that runs now, -1 outside one (torch 2.11, 2.13).
+current_backward_id: Callable[[], int] = torch._C._current_graph_task_id
+"""Returns a number that names the backward pass that runs now, -1 outside one (torch 2.11, 2.13).
 
-    Freed by: a public graph-task handle.
-    """
-    return int(torch._C._current_graph_task_id())
+Freed by: a public graph-task handle.
+"""
 
 
 def run_backward(
@@ -160,6 +159,11 @@ class below_autocast_and_autograd:
             self._guard.__exit__(*exc)
         if self._had_grad:
             torch._C._set_grad_enabled(True)
+
+
+def is_below_autocast_and_autograd() -> bool:
+    """Whether `below_autocast_and_autograd` would change nothing: so it is in most backwards. Freed by: as that."""
+    return not (torch.is_grad_enabled() or torch._C._is_any_autocast_enabled())
 
 
 @contextlib.contextmanager

@@ -37,21 +37,16 @@ class StepLog:
 
 
 class Counts:
-    """Counts that several threads add to."""
+    """Counts that several threads add to, each with the lock (`execution_context.count`)."""
 
-    __slots__ = ("_lock", "_numbers")
+    __slots__ = ("lock", "numbers")
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._numbers: dict[Event, int] = {}
-
-    def add(self, event: Event, number: int = 1) -> None:
-        """Counts events."""
-        with self._lock:
-            self._numbers[event] = self._numbers.get(event, 0) + number
+        self.lock = threading.Lock()
+        self.numbers: dict[Event, int] = {}
 
     @property
     def log(self) -> StepLog:
         """The counts so far."""
-        with self._lock:
-            return StepLog(**self._numbers)
+        with self.lock:
+            return StepLog(**self.numbers)

@@ -31,6 +31,13 @@ class Constant:
         self.sample = read_bytes(tensor) if spots is None else spots.read()
         self.storage = tensor.untyped_storage()._cdata if spots is None else spots.storage
 
+    def is_as_read(self) -> bool:
+        """Whether a glance shows it as it was; if not, it may be so all the same."""
+        tensor, spots = self.tensor, self.spots
+        if self.copy is not None or spots is None or tensor._version != self.version:
+            return False
+        return spots.are_of(tensor) and spots.read() == self.sample
+
     def rescue(self) -> None:
         """Called before it is overwritten: copies it if something is to be rebuilt from it."""
         if self.is_source and self.copy is None:

@@ -19,7 +19,7 @@ from recoup.runtime.rebuild import shortcuts
 from recoup.runtime.rebuild.cheap_ops import op_facts
 from recoup.runtime.rebuild.constant import Constant
 from recoup.runtime.rebuild.kept import Kept, changed_since, is_overwritten, laid
-from recoup.runtime.rebuild.rederived import SOON_TURNS, constant_of, fitted, paused
+from recoup.runtime.rebuild.rederived import SOON_TURNS, constant_of, fitted, rerunning
 from recoup.runtime.rebuild.surroundings import Surroundings
 from recoup.runtime.rebuild.values import Geometry, Made, Read, Value
 
@@ -271,14 +271,14 @@ class Derivation:
             states.append(state)
         recipe = self.rebuilding.recipe(asked.index, tuple(states))
         number = asked.number
-        with _torch.below_autocast_and_autograd(), execution_context.recomputing(), paused():
+        with rerunning():
             starts = recipe.starts
             for constant in recipe.constants:
                 here[constant] = constant_of(self.constants[constant])
             for op, made, reads, over, drops, is_awaited in recipe.steps:
                 for n, _ in reads:
                     if n in starts and n not in here:  # now, since what is kept in fewer bytes is made anew
-                        here[n] = asked.sources[starts[n]].contents().detach()
+                        here[n] = asked.sources[starts[n]].contents()
                 tensors = [here[n] if geometry is None else laid(here[n], geometry) for n, geometry in reads]
                 for n in drops:
                     del here[n]

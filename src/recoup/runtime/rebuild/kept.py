@@ -81,7 +81,11 @@ class Kept:
 
     def contents(self) -> torch.Tensor:
         """Returns the contents as they were saved, to rebuild others from."""
-        return self.unpack() if self.copy is None else self.copy
+        if self.copy is not None:
+            return self.copy
+        if self.tensor._version != self.version:
+            check_version(self.tensor, self.version)
+        return self.tensor
 
     def rescue(self) -> None:
         """Called before the storage is overwritten: copies it if a saved tensor will be rebuilt from it."""

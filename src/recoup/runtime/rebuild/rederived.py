@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -69,7 +70,7 @@ class Rederived:
             return self._rebuild()
 
     def _rebuild(self) -> torch.Tensor:
-        with _torch.below_autocast_and_autograd(), execution_context.recomputing(), paused():
+        with rerunning():
             tensor = _one_op(self.value)
             if tensor is None:
                 tensor = _Rebuild(self.value, self.turn).contents(self.value)
@@ -96,6 +97,19 @@ class paused:
             self._recorder.paused -= 1
 
 
+def rerunning() -> contextlib.AbstractContextManager[Any]:
+    """Returns a context manager inside of which recorded ops run again: as they ran then, and nobody records them."""
+    if _torch.is_below_autocast_and_autograd() and current_recorder() is None:
+        return execution_context.recomputing()  # itself, which runs no Python
+    return _rerunning()
+
+
+@contextlib.contextmanager
+def _rerunning() -> Iterator[None]:
+    with _torch.below_autocast_and_autograd(), execution_context.recomputing(), paused():
+        yield
+
+
 def constant_contents(value: Value) -> torch.Tensor:
     """Returns the contents of a parameter; raises if it was changed since, also where its version does not tell."""
     assert value.constant is not None
@@ -107,10 +121,9 @@ def constant_of(constant: Constant) -> torch.Tensor:
     if constant.copy is not None:
         return constant.copy
     tensor = constant.tensor
-    check_version(tensor, constant.version)
-    spots = constant.spots
-    if spots is not None and spots.are_of(tensor) and spots.read() == constant.sample:
+    if constant.is_as_read():
         return tensor.detach()
+    check_version(tensor, constant.version)
     is_elsewhere = tensor.untyped_storage()._cdata != constant.storage
     if (is_elsewhere and not _torch.is_sharded_parameter(tensor)) or (
         constant.sample and read_bytes(tensor) != constant.sample

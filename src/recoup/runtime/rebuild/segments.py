@@ -22,10 +22,9 @@ from typing import Protocol
 
 import torch
 
-from recoup import _torch
 from recoup.runtime import execution_context
 from recoup.runtime.rebuild.kept import Kept, Source, changed_since, is_overwritten, laid
-from recoup.runtime.rebuild.rederived import paused
+from recoup.runtime.rebuild.rederived import rerunning
 from recoup.runtime.rebuild.rerun import has_memory, run_again
 from recoup.runtime.rebuild.surroundings import Surroundings
 from recoup.runtime.rebuild.values import Geometry, Value
@@ -166,7 +165,7 @@ class Segment:
             wanted = ticket()
             if wanted is not None and wanted is not asked and not wanted.is_lost():
                 waiting.append(wanted)
-        with _torch.below_autocast_and_autograd(), execution_context.recomputing(), paused():
+        with rerunning():
             here = self._started()
             here.update((w.value, w.held) for w in waiting if w.held is not None)
             found = run_again(_geometries([w for w in waiting if w.held is None]), here)
@@ -225,9 +224,13 @@ class Rebuilt(Wanted):
         if self.value.overwritten and self.is_lost():
             size, _, _, dtype = self.geometry
             raise changed_since(f"{dtype} {list(size)}")
-        if self.held is not None or self._under.are_here():
-            tensor = self.take()
-        else:
-            with self._under.again():
-                tensor = self.take()
+        if self.held is None:
+            if self._under.are_here():
+                self.segment.rebuild(self)
+            else:
+                with self._under.again():
+                    self.segment.rebuild(self)
+        tensor, self.held = self.held, None  # as `take`
+        self.segment.pending.discard(self._ticket)
+        assert tensor is not None
         return tensor if self.geometry is self.value.base else laid(tensor, self.geometry)

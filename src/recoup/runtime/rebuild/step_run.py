@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 
-from recoup import _torch
 from recoup.runtime import execution_context
 from recoup.runtime.rebuild.constant import Constant
 from recoup.runtime.rebuild.kept import Kept, KeptCompact, Source, kept_simply, laid
-from recoup.runtime.rebuild.rederived import fitted, paused
+from recoup.runtime.rebuild.rederived import fitted, rerunning
 from recoup.runtime.rebuild.rerun import has_memory, parameter_of
 from recoup.runtime.rebuild.saved_tensor import compact
 from recoup.runtime.rebuild.segments import Rebuilt, Segment, Wanted
@@ -109,12 +108,12 @@ class SegmentRun:
             wanted = ticket()
             if wanted is not None and wanted is not asked and wanted.held is None:
                 waiting.append(wanted)
-        with _torch.below_autocast_and_autograd(), execution_context.recomputing(), paused():
+        with rerunning():
             found = self._run(frozenset([wanted.number for wanted in waiting]))
             for wanted in waiting:
                 tensor = found.get(wanted.number)
                 if tensor is None:  # held by itself
-                    start = self._start(wanted.number)
+                    start = self._start(wanted.number).detach()
                     tensor = start if wanted.value.base is None else laid(start, wanted.value.base)
                 wanted.held = tensor
         execution_context.count("num_rederived", self._counts, len(waiting))
@@ -146,10 +145,13 @@ class SegmentRun:
         return here
 
     def _start(self, number: int) -> torch.Tensor:
-        kept = self._kept(number)
+        """Returns what a rebuild starts from, which may be the kept tensor itself."""
+        ref = self._sources.get(number)
+        kept = None if ref is None else ref()
         if kept is not None:
-            return kept.contents().detach()
-        return parameter_of(self._constants[number])
+            return kept.contents()
+        constant = self._constants[number]
+        return constant.tensor if constant.is_as_read() else parameter_of(constant)
 
 
 class StepRun:

@@ -9,6 +9,9 @@ from typing import Any
 
 from recoup import _torch
 
+_num_dispatch_modes, _backward_id = _torch.num_dispatch_modes, _torch.current_backward_id  # asked at every rebuild
+_thread_id = threading.get_ident
+
 
 class Surroundings:
     """The user's dispatch modes and kernel flags that the recorded ops ran under."""
@@ -29,9 +32,9 @@ class Surroundings:
 
     def are_here(self) -> bool:
         """Whether that changes nothing; the flags are looked at once in each backward."""
-        if not _torch.has_user_modes(self.modes):
+        if (self.modes or _num_dispatch_modes()) and not _torch.has_user_modes(self.modes):
             return False
-        backward = _torch.current_backward_id(), threading.get_ident()
+        backward = _backward_id(), _thread_id()
         if backward != self._seen_in:
             if self.flags != _torch.backend_flags(cpu_only=self._is_cheap):
                 return False
