@@ -115,7 +115,8 @@ class Planner(Simulator):
             effort=effort,
         )
         made = (kind.make(self.step) for kind in strategies)
-        self.strategies = tuple(strategy for strategy in made if strategy is not None)
+        asked = [strategy for strategy in made if strategy is not None]
+        self.strategies = tuple(sorted(asked, key=lambda s: not s.dominates_step))  # no other is asked after such a one
         self._search = BudgetSearch(
             self, self.strategies, prefers_equal_bits=self.prefers_equal_bits, host_budget_bytes=host_budget_bytes
         )

@@ -65,8 +65,7 @@ class LoopStrategy(Strategy):
                 if over <= 0:
                     break
                 wanted = num_calls + over / per_call
-            if self.dominates_step:
-                return
+            return  # what rederives inside of the chunks, too, takes longer
         if self.dominates_step and not [c for c in incumbents.fitting(budget_bytes) if c.decisions]:
             yield from self.shrink(incumbents)
 

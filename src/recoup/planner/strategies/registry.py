@@ -15,11 +15,12 @@ from recoup.planner.strategies.recompute import RecomputeStrategy
 from recoup.planner.strategies.scan import ScanStrategy
 from recoup.planner.strategies.tile_search import TileStrategy
 
-# By hand comes late, to beat what the others found; scans last, to move the bytes of the best of all.
+# Rebuild comes first: its plan is mostly the best, and what others reckon to be slower is not simulated. By hand comes
+# late, to beat what the others found; scans last, to move the bytes of the best of all.
 STRATEGIES: tuple[type[Strategy], ...] = (
-    LoopStrategy,
-    RecomputeStrategy,
     RebuildStrategy,
+    RecomputeStrategy,
+    LoopStrategy,
     OffloadStrategy,
     TileStrategy,
     ByHandStrategy,
