@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import ClassVar, Self
 
 from recoup.ir.decision import Ambient, Offload, Recompute
-from recoup.planner.incumbents import SEARCH_OPS, Allowance, Incumbents
+from recoup.planner.incumbents import SEARCH_OPS, Allowance, Candidate, Incumbents
 from recoup.planner.simulator import EVERYWHERE
 from recoup.planner.step import PlannedStep
 from recoup.planner.strategies.base import Decisions, Proposals, Strategy
@@ -52,8 +51,11 @@ class ByHandStrategy(Strategy):
         yield from whole_kinds(self._step, incumbents)
 
 
-def whole_kinds(step: PlannedStep, incumbents: Incumbents) -> Iterator[Decisions]:
-    """Yields what people would try: every call of a kind that repeats, with and without rederive around it."""
+def whole_kinds(step: PlannedStep, incumbents: Incumbents) -> Proposals:
+    """Yields what people would try: every call of a kind that repeats, with and without rederive around it.
+
+    Kinds that save the most come first; two in a row far above the smallest peak known end it.
+    """
     allowance = Allowance(num_ops=SEARCH_OPS, began_at=incumbents.num_simulated_ops)
     scans = () if step.scans is None else step.scans.least()
     ambients: list[Decisions] = [()]
@@ -62,16 +64,22 @@ def whole_kinds(step: PlannedStep, incumbents: Incumbents) -> Iterator[Decisions
         ambients.append(EVERYWHERE)
     if "recompute" not in step.actions:
         return
+    was_far = False
     for paths in _repeated_kinds(step):
         if allowance.is_spent(incumbents):
             return
+        found: list[Candidate] = []
         for ambient in ambients:
             inside: Ambient = "rederive" if ambient else "save"
             regions = ambient + tuple(Recompute(path=p, inside=inside) for p in paths)
-            yield (*regions, *scans)
+            found.append((yield (*regions, *scans)))
             if step.simulator.link is not None:
-                yield (*with_inputs_offloaded(regions), *scans)
-                yield (*ambient, *(Offload(path=p, inside=inside) for p in paths), *scans)
+                found.append((yield (*with_inputs_offloaded(regions), *scans)))
+                found.append((yield (*ambient, *(Offload(path=p, inside=inside) for p in paths), *scans)))
+        is_far = min(c.peak_bytes for c in found) > incumbents.least().peak_bytes * (1 + ESTIMATE_SHARE)
+        if is_far and was_far:
+            return
+        was_far = is_far
 
 
 def _repeated_kinds(step: PlannedStep) -> list[list[str]]:

@@ -40,19 +40,24 @@ class RecomputeStrategy(Strategy):
     def shrink(self, incumbents: Incumbents) -> Proposals:
         """Yields the leanest plan of each view, then what its solver takes for little more: estimates may be off."""
         allowance = self._step.allowance(incumbents)
-        near: list[tuple[View, int]] = []
+        near: list[tuple[View, int, int]] = []
         tried: set[Decisions] = set()
         for view in self._step.views.plain.views:
             leanest = view.solver.leanest()
             tried.add(view.decide(leanest.choice))
             candidate = yield view.decide(leanest.choice)
             if candidate.peak_bytes <= incumbents.least().peak_bytes * (1 + ESTIMATE_SHARE):
-                near.append((view, leanest.peak_bytes))
-        for step in range(1, round(ESTIMATE_SHARE / NEGLIGIBLE_SHARE) + 1):
-            for view, least_bytes in near:
-                decisions = view.decide(view.solver.solve(int(least_bytes * (1 + step * NEGLIGIBLE_SHARE))).choice)
-                if allowance.is_spent(incumbents):
-                    return
-                if decisions not in tried:
-                    tried.add(decisions)
-                    yield decisions
+                near.append((view, leanest.peak_bytes, candidate.peak_bytes))
+        for view, estimated_bytes, least_bytes in near:
+            num_larger = 0
+            for step in range(1, round(ESTIMATE_SHARE / NEGLIGIBLE_SHARE) + 1):
+                if num_larger >= MOST_TRIES or allowance.is_spent(incumbents):
+                    break
+                target_bytes = int(estimated_bytes * (1 + step * NEGLIGIBLE_SHARE))
+                decisions = view.decide(view.solver.solve(target_bytes).choice)
+                if decisions in tried:
+                    continue
+                tried.add(decisions)
+                candidate = yield decisions
+                num_larger = 0 if candidate.peak_bytes < least_bytes else num_larger + 1
+                least_bytes = min(least_bytes, candidate.peak_bytes)

@@ -78,8 +78,14 @@ class TileStrategy(Strategy):
         for tiles, views, moving in self.found.sets:
             for view in (*views, *moving):
                 yield view.decide(view.solver.leanest().choice)
-            for chosen in whole_kinds(self._step, incumbents):
-                yield with_tiles(chosen, tiles.tiles)
+            kinds = whole_kinds(self._step, incumbents)
+            chosen = next(kinds, None)
+            while chosen is not None:
+                candidate = yield with_tiles(chosen, tiles.tiles)
+                try:
+                    chosen = kinds.send(candidate)
+                except StopIteration:
+                    break
         while True:
             least = incumbents.least()
             smaller = _smaller_tiles(least.decisions)
