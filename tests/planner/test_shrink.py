@@ -7,20 +7,22 @@ from typing import Any
 
 from recoup.planner.incumbents import Allowance, Incumbents
 from recoup.planner.strategies.recompute import RecomputeStrategy
+from recoup.thresholds import MOST_TRIES
 from tests.planner.fake import FakeJudge, candidate, regions
 
 ESTIMATES = {1: 100_000, 2: 100_700, 3: 108_000}  # bytes of plans with as many regions, by the solver
 SIMULATED = {1: 99, 2: 97, 3: 96}
 
 
-def solution(budget_bytes: int) -> Any:
-    num = max((n for n, nbytes in ESTIMATES.items() if nbytes <= budget_bytes), default=1)
-    return SimpleNamespace(choice=num, peak_bytes=ESTIMATES[num])
+def proposed(num_ops: int, estimates: dict[int, int] = ESTIMATES, simulated: dict[int, int] = SIMULATED) -> list[int]:
+    """Returns the numbers of regions of the plans that are proposed."""
 
+    def solution(budget_bytes: int) -> Any:
+        num = max((n for n, nbytes in estimates.items() if nbytes <= budget_bytes), default=1)
+        return SimpleNamespace(choice=num, peak_bytes=estimates[num])
 
-def proposed(num_ops: int) -> list[int]:
     judge = FakeJudge()
-    for num, peak_bytes in SIMULATED.items():
+    for num, peak_bytes in simulated.items():
         judge.simulated[regions(num)] = candidate(regions(num), peak_bytes, 10.0)
     solver = SimpleNamespace(leanest=lambda: solution(0), solve=solution)
     view = SimpleNamespace(solver=solver, decide=regions)
@@ -47,3 +49,11 @@ def test_what_is_estimated_a_little_higher_is_tried_too() -> None:
 
 def test_without_effort_only_the_leanest_is() -> None:
     assert proposed(num_ops=0) == [1]
+
+
+def test_a_view_is_left_once_its_peaks_only_rise() -> None:
+    estimates = {num: 100_000 + 300 * num for num in range(1, 15)}  # each is the answer to a target of its own
+    rising = dict(zip(estimates, (99, 98, 97, *range(100, 111)), strict=True))
+    assert proposed(1_000, estimates, rising) == list(range(1, 4 + MOST_TRIES))
+    falling = {num: 99 - num // 3 for num in estimates}
+    assert proposed(1_000, estimates, falling) == list(estimates)
