@@ -24,9 +24,8 @@ from tests.runtime import random_programs
 from tests.runtime.test_held_fuzz import ops_of
 
 FIRST, NUM = int(os.environ.get("RECOUP_FUZZ_FIRST", "0")), int(os.environ.get("RECOUP_FUZZ", "0"))
-SEEDS = (
-    range(FIRST, FIRST + NUM) if NUM else (5, 38, 105, 139, 158, 9008)
-)  # each took more once, and for a reason of its own
+# Each took more once, and for a reason of its own.
+SEEDS = range(FIRST, FIRST + NUM) if NUM else (5, 38, 105, 139, 158, 9008)
 ROWS = 1024  # so that a tensor is large against what the simulator rounds
 LARGEST_ROUNDING_BYTES = 4096
 

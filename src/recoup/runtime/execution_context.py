@@ -126,8 +126,7 @@ class counting_for(counting_to):
 def count(event: Event, counts: tuple[Counts, ...], number: int = 1) -> None:
     """Adds `number` events to each of these counts."""
     for each in counts:
-        with each.lock:
-            each.numbers[event] = each.numbers.get(event, 0) + number
+        each.add(event, number)
 
 
 def thread_log() -> StepLog:

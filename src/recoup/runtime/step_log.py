@@ -37,16 +37,21 @@ class StepLog:
 
 
 class Counts:
-    """Counts that several threads add to, each with the lock (`execution_context.count`)."""
+    """Counts that several threads add to."""
 
-    __slots__ = ("lock", "numbers")
+    __slots__ = ("_lock", "_numbers")
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.numbers: dict[Event, int] = {}
+        self._lock = threading.Lock()
+        self._numbers: dict[Event, int] = {}
+
+    def add(self, event: Event, number: int = 1) -> None:
+        """Counts events."""
+        with self._lock:
+            self._numbers[event] = self._numbers.get(event, 0) + number
 
     @property
     def log(self) -> StepLog:
         """The counts so far."""
-        with self.lock:
-            return StepLog(**self.numbers)
+        with self._lock:
+            return StepLog(**self._numbers)

@@ -10,6 +10,7 @@ from recoup.planner.simulator import EVERYWHERE
 from recoup.planner.step import PlannedStep
 from recoup.planner.strategies.base import Decisions, Proposals, Strategy
 from recoup.planner.strategies.offload import with_inputs_offloaded
+from recoup.planner.strategies.tile import with_tiles
 from recoup.solver.baselines import choice_of
 from recoup.solver.offload import FEWEST_LAYERS
 from recoup.solver.sequence import region_of
@@ -51,16 +52,19 @@ class ByHandStrategy(Strategy):
         yield from whole_kinds(self._step, incumbents)
 
 
-def whole_kinds(step: PlannedStep, incumbents: Incumbents) -> Proposals:
+def whole_kinds(step: PlannedStep, incumbents: Incumbents, tiles: Decisions = ()) -> Proposals:
     """Yields what people would try: every call of a kind that repeats, with and without rederive around it.
 
     Kinds that save the most come first; two in a row far above the smallest peak known end it.
+
+    Args:
+        tiles: added to all of it.
     """
     allowance = Allowance(num_ops=SEARCH_OPS, began_at=incumbents.num_simulated_ops)
     scans = () if step.scans is None else step.scans.least()
     ambients: list[Decisions] = [()]
     if "rederive" in step.actions:
-        yield (*EVERYWHERE, *scans)
+        yield with_tiles((*EVERYWHERE, *scans), tiles)
         ambients.append(EVERYWHERE)
     if "recompute" not in step.actions:
         return
@@ -72,10 +76,11 @@ def whole_kinds(step: PlannedStep, incumbents: Incumbents) -> Proposals:
         for ambient in ambients:
             inside: Ambient = "rederive" if ambient else "save"
             regions = ambient + tuple(Recompute(path=p, inside=inside) for p in paths)
-            found.append((yield (*regions, *scans)))
+            found.append((yield with_tiles((*regions, *scans), tiles)))
             if step.simulator.link is not None:
-                found.append((yield (*with_inputs_offloaded(regions), *scans)))
-                found.append((yield (*ambient, *(Offload(path=p, inside=inside) for p in paths), *scans)))
+                offloaded = (*ambient, *(Offload(path=p, inside=inside) for p in paths))
+                for decisions in (with_inputs_offloaded(regions), offloaded):
+                    found.append((yield with_tiles((*decisions, *scans), tiles)))
         is_far = min(c.peak_bytes for c in found) > incumbents.least().peak_bytes * (1 + ESTIMATE_SHARE)
         if is_far and was_far:
             return

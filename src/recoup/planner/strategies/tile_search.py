@@ -21,7 +21,6 @@ from recoup.planner.strategies.tile import (
     halve_module_tiles,
     loss_tokens,
     retile,
-    with_tiles,
 )
 from recoup.planner.views import View, ViewSet
 from recoup.solver.tiles import FEWEST_ROWS, sets_to_try
@@ -78,14 +77,7 @@ class TileStrategy(Strategy):
         for tiles, views, moving in self.found.sets:
             for view in (*views, *moving):
                 yield view.decide(view.solver.leanest().choice)
-            kinds = whole_kinds(self._step, incumbents)
-            chosen = next(kinds, None)
-            while chosen is not None:
-                candidate = yield with_tiles(chosen, tiles.tiles)
-                try:
-                    chosen = kinds.send(candidate)
-                except StopIteration:
-                    break
+            yield from whole_kinds(self._step, incumbents, tiles.tiles)
         while True:
             least = incumbents.least()
             smaller = _smaller_tiles(least.decisions)

@@ -81,11 +81,7 @@ class Kept:
 
     def contents(self) -> torch.Tensor:
         """Returns the contents as they were saved, to rebuild others from."""
-        if self.copy is not None:
-            return self.copy
-        if self.tensor._version != self.version:
-            check_version(self.tensor, self.version)
-        return self.tensor
+        return self.unpack() if self.copy is None else self.copy
 
     def rescue(self) -> None:
         """Called before the storage is overwritten: copies it if a saved tensor will be rebuilt from it."""

@@ -224,13 +224,9 @@ class Rebuilt(Wanted):
         if self.value.overwritten and self.is_lost():
             size, _, _, dtype = self.geometry
             raise changed_since(f"{dtype} {list(size)}")
-        if self.held is None:
-            if self._under.are_here():
-                self.segment.rebuild(self)
-            else:
-                with self._under.again():
-                    self.segment.rebuild(self)
-        tensor, self.held = self.held, None  # as `take`
-        self.segment.pending.discard(self._ticket)
-        assert tensor is not None
+        if self.held is not None or self._under.are_here():
+            tensor = self.take()
+        else:
+            with self._under.again():
+                tensor = self.take()
         return tensor if self.geometry is self.value.base else laid(tensor, self.geometry)

@@ -146,8 +146,7 @@ class SegmentRun:
 
     def _start(self, number: int) -> torch.Tensor:
         """Returns what a rebuild starts from, which may be the kept tensor itself."""
-        ref = self._sources.get(number)
-        kept = None if ref is None else ref()
+        kept = self._kept(number)
         if kept is not None:
             return kept.contents()
         constant = self._constants[number]
