@@ -3,35 +3,85 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
 
-from recoup.cost.op_memory import time_call
+from recoup.cost.op_memory import Timing, time_calls
+
+CPU = torch.device("cpu")
+
+
+class Clock:
+    """A clock that only calls move."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        for clock in ("thread_time", "perf_counter"):
+            monkeypatch.setattr(time, clock, lambda: self.now)
+
+    def takes(self, spans: Iterable[float]) -> tuple[Callable[[], None], list[float]]:
+        """Returns a call that takes so long each time, and what is left of the spans."""
+        left = list(spans)
+
+        def call() -> None:
+            self.now += left.pop(0)
+
+        return call, left
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_time_is_the_least_of_the_runs(monkeypatch: pytest.MonkeyPatch, num_threads: int) -> None:
-    now = 0.0
-    spans = iter([0.03, 0.002, 0.03, 0.03, 0.03])
-
-    def call() -> None:
-        nonlocal now
-        now += next(spans)
-
     monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
-    for clock in ("thread_time", "perf_counter"):
-        monkeypatch.setattr(time, clock, lambda: now)
-    seconds, warm_seconds, spread_seconds = time_call(call, torch.device("cpu"), limit_seconds=0.1, may_be_warm=False)
-    assert warm_seconds == seconds
-    assert seconds == pytest.approx(0.002)
-    assert spread_seconds == pytest.approx(0.028)
-    assert list(spans) == [], "to the limit, since no two of the least agree"
+    call, left = Clock(monkeypatch).takes([0.03, 0.002, 0.03, 0.03, 0.03])
+    (timed,) = time_calls([Timing(call, may_be_warm=False)], CPU, limit_seconds=0.1)
+    assert timed is not None
+    assert timed.warm_seconds == timed.seconds
+    assert timed.seconds == pytest.approx(0.002)
+    assert timed.spread_seconds == pytest.approx(0.028)
+    assert left == [], "to the limit, since no two of the least agree"
+
+
+def test_runs_agree_where_what_they_differ_by_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    strict, of_strict = clock.takes([0.004, 0.003, 0.0035, 0.003])
+    loose, of_loose = clock.takes([0.004, 0.003, 0.0035, 0.003])
+    first, second = time_calls(
+        [Timing(strict, may_be_warm=False), Timing(loose, may_be_warm=False, same_seconds=0.002)],
+        CPU,
+        limit_seconds=0.1,
+    )
+    assert (len(of_strict), len(of_loose)) == (0, 2)
+    assert first is not None and second is not None
+    assert first.seconds == second.seconds == pytest.approx(0.003)
+
+
+def test_one_warm_run_is_enough_where_it_agrees_with_cold_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    call, left = Clock(monkeypatch).takes([0.003, 0.003, 0.00298, 9.0])
+    (timed,) = time_calls([Timing(call)], CPU, limit_seconds=0.1)
+    assert left == [9.0] and timed is not None
+    assert (timed.seconds, timed.warm_seconds) == (pytest.approx(0.003), pytest.approx(0.00298))
 
 
 def test_ops_find_nothing_of_their_arguments_in_the_cache() -> None:
-    """A copy that fits a core's cache takes several times as long from memory."""
-    x = torch.ones(1 << 16)
+    """A copy that fits a core's cache takes several times as long from memory, one of a batch too."""
+    x = torch.ones(4, 1 << 16)
     y = torch.empty_like(x)
-    cold, warm, _ = time_call(lambda: y.copy_(x), torch.device("cpu"), limit_seconds=0.05)
-    assert cold > 1.5 * warm
+    timings = [Timing(lambda source=source, to=to: to.copy_(source)) for source, to in zip(x, y, strict=True)]
+    for timed in time_calls(timings, CPU, limit_seconds=0.05):
+        assert timed is not None and timed.seconds > 1.5 * timed.warm_seconds
+
+
+def test_what_fails_the_second_time_has_no_time_and_spoils_no_other() -> None:
+    runs = []
+
+    def call() -> torch.Tensor:
+        runs.append(1)
+        if len(runs) > 1:
+            raise MemoryError
+        return torch.ones(8)
+
+    failed, timed = time_calls([Timing(call), Timing(lambda: torch.ones(8))], CPU, limit_seconds=0.01)
+    assert failed is None and len(runs) == 2
+    assert timed is not None and timed.seconds > 0

@@ -10,12 +10,14 @@ Results are kept on disk (`cache.py`), so what was left out for lack of time is 
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import platform
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -29,16 +31,16 @@ from recoup.cost.flops import kind
 from recoup.cost.host_costs import TYPICAL, HostCosts
 from recoup.cost.kernel_flags import KernelFlags
 from recoup.cost.model import PricedTrace
-from recoup.cost.op_memory import Timed, make_meter, time_call, work_clock
-from recoup.cost.op_replay import Arena, extent_bytes, make_call
+from recoup.cost.op_memory import REFUSALS, Run, Timing, make_meter, time_calls, work_clock
+from recoup.cost.op_replay import Arena, argument_bytes, make_call
 from recoup.cost.reuse import cold_shares, interpreter_coldness, last_cache_bytes, may_be_warm
 from recoup.cost.roofline import RooflineCost
 from recoup.ir.trace import Signature, Trace
-from recoup.thresholds import MEASURING_SECONDS, SMALL_BYTES
+from recoup.thresholds import MEASURING_SECONDS, NEGLIGIBLE_SHARE, SMALL_BYTES
 
 SMALL_OP_SECONDS = {"cpu": 4e-6, "cuda": 8e-6}
 _SECONDS_EACH = 0.03  # for the runs of one op, of which the fastest counts
-_BATCH_OPS = 24  # metered in one profiler run
+_BATCH_OPS = 24  # metered in one profiler run, and timed in turn
 
 
 class MeasuredCost:
@@ -58,7 +60,7 @@ class MeasuredCost:
 
     def price(self, trace: Trace) -> PricedTrace:
         """Returns the priced trace. Ops that were not measured are scaled from the roofline, and `source` says so."""
-        self._measure([s for s in trace.signatures if not _is_small(s) and _key(s) not in self._known])
+        self._measure(trace.signatures, collections.Counter(op.signature for op in trace.ops))
         scale, roofline = self._scale(trace)
         unmeasured = 0
 
@@ -121,16 +123,21 @@ class MeasuredCost:
 
     def measured(self, signatures: Sequence[Signature]) -> list[Measurement | None]:
         """Returns the measurement of each op, run now unless it is known; None for small ones and what cannot run."""
-        larger = {_key(s): s for s in signatures if not _is_small(s)}
-        self._measure([s for key, s in larger.items() if key not in self._known])
-        return [self._known.get(_key(s)) if _key(s) in larger else None for s in signatures]
+        self._measure(signatures, {})
+        return [None if _is_small(s) else self.measurement(s) for s in signatures]
 
     def measurement(self, signature: Signature) -> Measurement | None:
         """Returns the measurement of an op on this device, None if it was not run."""
         return self._known.get(_key(signature))
 
-    def _measure(self, missing: list[Signature]) -> None:
-        """Measures the largest ops first, until the time is up."""
+    def _measure(self, signatures: Sequence[Signature], num_calls: Mapping[int, int]) -> None:
+        """Measures what is not known, what may take longest in the step first, until the time is up.
+
+        Args:
+            num_calls: in the step, of each op by its position; once where it is not said.
+        """
+        calls = {s: num_calls.get(index, 1) for index, s in enumerate(signatures) if not _is_small(s)}
+        missing = [s for s in calls if _key(s) not in self._known]
         missing.sort(key=lambda s: -(s.bytes_moved + s.flops // 50))
         limit_seconds = MEASURING_SECONDS - self._spent_seconds
         new: dict[str, Measurement | None] = {}
@@ -142,22 +149,34 @@ class MeasuredCost:
             if self.device.type == "cuda":
                 self._measure_apart(missing, limit_seconds, new)
             else:
-                self._measure_here(missing, began + limit_seconds, new)
+                self._measure_here(missing, calls, began + limit_seconds, new)
         finally:
             self._spent_seconds += clock() - began
             self._known |= new
             if new:
                 disk.store(self._path, new, device_name=self.name, torch_version=torch.__version__)
 
-    def _measure_here(self, missing: list[Signature], deadline: float, new: dict[str, Measurement | None]) -> None:
+    def _measure_here(
+        self,
+        missing: list[Signature],
+        calls: Mapping[Signature, int],
+        deadline: float,
+        new: dict[str, Measurement | None],
+    ) -> None:
+        """Measures in this process; an op as exactly as the step that was measured so far can tell."""
         arena = Arena(self.device)
         remaining = progress.Remaining(len(missing))
+        step_seconds = sum(calls[s] * found.seconds for s in calls if (found := self.measurement(s)))
         with alone(self.device):
-            for start in range(0, len(missing), _BATCH_OPS):
+            done = 0
+            for batch in _batches(missing):
                 if work_clock(self.device)() > deadline:
                     break
-                progress.advance(f"measuring ops on this device ({remaining.text(start, done=start)})")
-                new |= measure_ops(missing[start : start + _BATCH_OPS], arena, deadline)
+                progress.advance(f"measuring ops on this device ({remaining.text(done, done=done)})")
+                measured = measure_ops(batch, arena, deadline, num_calls=calls, step_seconds=step_seconds)
+                step_seconds += sum(calls[s] * timed.seconds for s in batch if (timed := measured.get(_key(s))))
+                new |= measured
+                done += len(batch)
 
     def _measure_apart(self, missing: list[Signature], seconds: float, new: dict[str, Measurement | None]) -> None:
         """Measures in another process: what breaks a CUDA context must not break the caller's."""
@@ -197,45 +216,81 @@ def _is_small(signature: Signature) -> bool:
     return signature.is_view or (signature.bytes_moved < SMALL_BYTES and kind(signature.name) == "other")
 
 
-def measure_ops(signatures: Sequence[Signature], arena: Arena, deadline: float) -> dict[str, Measurement | None]:
-    """Returns measurements by key, None for ops that cannot run alone; ops after the deadline are missing."""
+def _batches(signatures: Sequence[Signature]) -> Iterator[list[Signature]]:
+    """Yields the ops in order: one, or as many as do not touch more than twice the last cache together."""
+    batch: list[Signature] = []
+    num_bytes = 0
+    for signature in signatures:
+        needed_bytes = argument_bytes(signature) + signature.output_bytes
+        if batch and (num_bytes + needed_bytes > 2 * last_cache_bytes() or len(batch) == _BATCH_OPS):
+            yield batch
+            batch, num_bytes = [], 0
+        batch.append(signature)
+        num_bytes += needed_bytes
+    if batch:
+        yield batch
+
+
+def measure_ops(
+    signatures: Sequence[Signature],
+    arena: Arena,
+    deadline: float,
+    *,
+    num_calls: Mapping[Signature, int] | None = None,
+    step_seconds: float = 0.0,
+) -> dict[str, Measurement | None]:
+    """Returns measurements by key, None for ops that cannot run alone; ops after the deadline are missing.
+
+    Args:
+        num_calls: in the step that is to be priced; an op is run no more often than the step's seconds can tell.
+        step_seconds: of the step's ops that are known.
+    """
     device = arena.device
     refused: dict[str, Measurement | None] = {}
-    runs: list[tuple[Signature, Timed, int]] = []
+    metered: list[tuple[Signature, Callable[[], Any], Run]] = []
+    clock = work_clock(device)
+    room_bytes = available_bytes(device) + arena.num_bytes
+    # Its arguments, what it returns, and as much to work in.
+    fitting = [s for s in signatures if argument_bytes(s) + 2 * s.output_bytes <= room_bytes]
+    arena.clear(sum(argument_bytes(s) for s in fitting))
     with make_meter(device) as meter:
-        for signature in signatures:
-            if work_clock(device)() > deadline:
+        for signature in fitting:
+            if clock() > deadline:
                 break
-            needed_bytes = extent_bytes((signature.args, tuple(v for _, v in signature.kwargs)))
-            if needed_bytes + 2 * signature.output_bytes > available_bytes(device) + arena.num_bytes:
-                continue  # its arguments, what it returns, and as much to work in
             try:
                 call = make_call(signature, device, arena)
                 if call is None:
                     refused[_key(signature)] = None
                     continue
-                run = meter.run(call)
-                timed = time_call(
-                    call,
-                    device,
-                    limit_seconds=_SECONDS_EACH,
-                    earlier=run.seconds,
-                    may_be_warm=may_be_warm(signature, last_cache_bytes()),
-                )
-                runs.append((signature, timed, run.number))
-            except (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError, MemoryError) as error:
+                metered.append((signature, call, meter.run(call)))
+            except REFUSALS as error:
                 if is_allocation_failure(error):
                     continue  # there may be room for it another time
                 refused[_key(signature)] = None  # made-up data cannot satisfy it
+        calls = num_calls or {}
+        step_seconds += sum(calls.get(signature, 0) * min(run.seconds, default=0.0) for signature, _, run in metered)
+        timings = [
+            Timing(
+                call,
+                earlier=run.seconds,
+                may_be_warm=may_be_warm(signature, last_cache_bytes()),
+                same_seconds=NEGLIGIBLE_SHARE * step_seconds / calls.get(signature, 1),
+            )
+            for signature, call, run in metered
+        ]
+        # Under the meter still: what it adds to an op is about what autograd and a module's call add in a step.
+        timed = time_calls(timings, device, limit_seconds=_SECONDS_EACH)
     found: dict[str, Measurement | None] = {}
-    metered = meter.metered_bytes()
-    for signature, timed, number in runs:
-        workspace_bytes, remaining_bytes = metered[number]
+    nbytes = meter.metered_bytes()
+    for (signature, _, run), times in zip(metered, timed, strict=True):
+        if times is None:
+            continue  # it ran once: there may be room for it another time
+        workspace_bytes, remaining_bytes = nbytes[run.number]
         extra_bytes = max(remaining_bytes - signature.output_bytes, 0)
         found[_key(signature)] = Measurement(
-            seconds=timed.seconds,
-            warm_seconds=timed.warm_seconds,
-            spread_seconds=timed.spread_seconds,
+            seconds=times.seconds,
+            warm_seconds=times.warm_seconds,
+            spread_seconds=times.spread_seconds,
             workspace_bytes=workspace_bytes,
             # An allocator that rounds is no reason to call an output larger.
             extra_output_bytes=extra_bytes if extra_bytes >= SMALL_BYTES else 0,

@@ -4,11 +4,11 @@ An op's workspace is what the allocator handed out during the op at its highest,
 cuDNN's convolution buffers, packed weights, reduction scratch. Its peak when run alone is its outputs plus that.
 
 Time is the least of a few runs in this process, two if they agree, outputs allocated inside: what else the machine does
-only adds to it, and would be counted several times over on a busy one. It is taken twice. Before each *cold* run the
-caches are filled with something else: what a step saved, and runs again from, has left them by then, and so has much of
-the code. *Warm* runs follow each other, as the ops of a small cell do (`reuse.py` says which is which). On one CPU
-thread it is processor time, and a limit on measuring is one on processor time, so that a busy machine measures as many
-ops as an idle one. With
+only adds to it, and would be counted several times over on a busy one. On a CPU it is taken twice, in rounds over a
+batch of ops: before each round of *cold* runs the caches are filled with something else, since what a step saved, and
+runs again from, has left them by then, and so has much of the code. *Warm* runs of one op follow each other, as the ops
+of a small cell do (`reuse.py` says which is which). On one CPU thread it is processor time, and a limit on measuring is
+one on processor time, so that a busy machine measures as many ops as an idle one. With
 glibc, blocks over the mmap threshold (up to 32 MiB, it adapts) go back to the system and are faulted in again by each
 run, and so they are in training; under an allocator that keeps its memory they are not, and both are quicker. On CUDA
 the time is from two events, the launches left out.
@@ -16,6 +16,8 @@ the time is from two events, the launches left out.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import statistics
 import time
 import warnings
@@ -27,6 +29,9 @@ import torch
 from recoup import _torch
 from recoup.cost.reuse import last_cache_bytes
 from recoup.thresholds import SAME_SHARE
+
+REFUSALS = (RuntimeError, ValueError, IndexError, TypeError, MemoryError)
+"""What an op raises that made-up data cannot satisfy, or that there is no room for."""
 
 
 class Run(NamedTuple):
@@ -161,51 +166,84 @@ def _cpu_clock() -> Callable[[], float]:
     return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
 
 
-def time_call(
-    call: Callable[[], Any],
-    device: torch.device,
-    *,
-    limit_seconds: float,
-    earlier: Sequence[float] = (),
-    may_be_warm: bool = True,
-) -> Timed:
-    """Returns the least of 2 to 9 runs of each kind that together take about `limit_seconds`.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Timing:
+    """A call that is to be timed.
 
-    One run has to be enough where it takes eight times the limit. The caller has run it once, to warm up.
-
-    Args:
+    Attributes:
+        call: has run once, to warm up.
         earlier: seconds of runs before, which count with the cold ones; the clock of a CPU alone goes on from there.
         may_be_warm: if not, warm runs are not tried; nor are they on CUDA, where launches hide what differs.
+        same_seconds: runs that are no further apart agree, as those within 2 % do.
+    """
+
+    call: Callable[[], Any]
+    earlier: Sequence[float] = ()
+    may_be_warm: bool = True
+    same_seconds: float = 0.0
+
+    def goes_on(self, times: Sequence[float], limit_seconds: float) -> bool:
+        """Whether to run once more: until the two fastest agree, or to the limit, which two runs may exceed."""
+        seconds = sum(times)
+        if len(times) < 2:
+            return not times or seconds <= 8 * limit_seconds
+        least, next_to_it = sorted(times)[:2]
+        if next_to_it - least <= max(2 * SAME_SHARE * least, self.same_seconds):
+            return False
+        return len(times) < 9 and seconds < limit_seconds
+
+
+def time_calls(timings: Sequence[Timing], device: torch.device, *, limit_seconds: float) -> list[Timed | None]:
+    """Returns of each call the least of 2 to 9 runs of each kind, which together take about `limit_seconds`.
+
+    One run has to be enough where it takes eight times the limit. No call may read what another one reads or writes: on
+    a CPU they take turns. None is for a call that raises one of the `REFUSALS`.
     """
     if device.type == "cuda":
-        seconds, spread_seconds = _time_on_cuda(call, device, limit_seconds)
-        return Timed(seconds, seconds, spread_seconds)
-    flush = torch.empty(last_cache_bytes(), dtype=torch.uint8)
-    seconds, spread_seconds = _time_here(call, limit_seconds, list(earlier), before=lambda: flush.fill_(1))
-    warm_seconds, _ = _time_here(call, limit_seconds, [], before=lambda: None) if may_be_warm else (seconds, 0.0)
-    return Timed(seconds, min(warm_seconds, seconds), spread_seconds)
+        found: list[Timed | None] = [None] * len(timings)
+        for index, timing in enumerate(timings):
+            with contextlib.suppress(*REFUSALS):
+                found[index] = _time_on_cuda(timing, device, limit_seconds)
+        return found
+    clock, flush = _cpu_clock(), torch.empty(last_cache_bytes(), dtype=torch.uint8)
+    cold: list[list[float]] = [list(timing.earlier) for timing in timings]
+    warm: list[list[float]] = [[] for _ in timings]
+    refused: set[int] = set()
+
+    def goes_on(index: int, times: list[float]) -> bool:
+        return index not in refused and timings[index].goes_on(times, limit_seconds)
+
+    def run(index: int, times: list[float]) -> Any:
+        began = clock()
+        try:
+            out = timings[index].call()
+        except REFUSALS:
+            return refused.add(index)
+        times.append(clock() - began)
+        return out
+
+    while left := [index for index, times in enumerate(cold) if goes_on(index, times)]:
+        flush.fill_(1)
+        held = []  # until the round ends, what they return: the next one would write where it is still warm
+        for index in left:
+            held.append(run(index, cold[index]))
+            if timings[index].may_be_warm and cold[index] and not goes_on(index, cold[index]):
+                warm[index].append(min(cold[index]))  # at the most, so that one run which agrees is enough
+                while goes_on(index, warm[index]):
+                    run(index, warm[index])
+        del held
+    return [
+        None if index in refused else Timed(min(times), min([*warm[index], *times]), _spread(times))
+        for index, times in enumerate(cold)
+    ]
 
 
-def _time_here(
-    call: Callable[[], Any], limit_seconds: float, times: list[float], *, before: Callable[[], Any]
-) -> tuple[float, float]:
-    works, clock = work_clock(torch.device("cpu")), _cpu_clock()
-    began = works()
-    while _goes_on(times, works() - began, limit_seconds):
-        before()
-        start = clock()
-        out = call()
-        times.append(clock() - start)
-        del out
-    return _least(times)
-
-
-def _time_on_cuda(call: Callable[[], Any], device: torch.device, limit_seconds: float) -> tuple[float, float]:
+def _time_on_cuda(timing: Timing, device: torch.device, limit_seconds: float) -> Timed:
     """Times with CUDA events. The host runs ahead, so launches cost nothing, and the L2 cache is cold."""
     with torch.cuda.device(device):
         torch.cuda.synchronize(device)
         start = time.perf_counter()
-        out = call()
+        out = timing.call()
         host_seconds = time.perf_counter() - start
         del out
         properties = torch.cuda.get_device_properties(device)
@@ -213,30 +251,18 @@ def _time_on_cuda(call: Callable[[], Any], device: torch.device, limit_seconds: 
         wait_cycles = int(2 * host_seconds * 1000 * properties.clock_rate)  # of kHz
         flush = torch.empty(2 * max(cache_bytes, 1 << 20), dtype=torch.uint8, device=device)
         times: list[float] = []
-        began = time.perf_counter()
-        while _goes_on(times, time.perf_counter() - began, limit_seconds):
+        while timing.goes_on(times, limit_seconds):
             before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             _torch.keep_gpu_busy(wait_cycles)
             flush.zero_()
             before.record()
-            out = call()
+            out = timing.call()
             after.record()
             after.synchronize()
             times.append(before.elapsed_time(after) / 1e3)
             del out
-        return _least(times)
+        return Timed(min(times), min(times), _spread(times))
 
 
-def _goes_on(times: list[float], seconds: float, limit_seconds: float) -> bool:
-    """Whether to run once more: until the two fastest agree; if they do not, three to nine times within the limit."""
-    if len(times) < 2:
-        return not times or seconds <= 8 * limit_seconds
-    least, next_to_it = sorted(times)[:2]
-    if next_to_it <= least * (1 + 2 * SAME_SHARE) or seconds > 8 * limit_seconds:
-        return False
-    return len(times) < 3 or (len(times) < 9 and seconds < limit_seconds)
-
-
-def _least(times: list[float]) -> tuple[float, float]:
-    least = min(times)
-    return least, statistics.median(times) - least
+def _spread(times: list[float]) -> float:
+    return statistics.median(times) - min(times)

@@ -33,9 +33,9 @@ _ON_HOST = {
 
 
 class Arena:
-    """One block of memory that the floating-point arguments of every op are taken from, so its pages fault in once.
+    """One block of memory that the floating-point arguments of ops are taken from, so its pages fault in once.
 
-    A call made with it is only good until the next one is made.
+    Calls made with it are only good until it is cleared.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -49,7 +49,7 @@ class Arena:
         """Bytes of the block."""
         return self._block.numel()
 
-    def reset(self, needed_bytes: int) -> None:
+    def clear(self, needed_bytes: int) -> None:
         """Takes all tensors back, and grows the block to `needed_bytes`."""
         self._used_bytes = 0
         if self._block.numel() < needed_bytes:
@@ -98,11 +98,16 @@ def extent_bytes(nest: Any) -> int:
     return 0
 
 
+def argument_bytes(signature: Signature) -> int:
+    """Returns the bytes that an op's arguments take when each has a block of its own."""
+    return extent_bytes((signature.args, tuple(v for _, v in signature.kwargs)))
+
+
 def make_call(signature: Signature, device: torch.device, arena: Arena | None = None) -> Callable[[], Any] | None:
     """Returns a function that runs the op on made-up data.
 
     Args:
-        arena: where to lay out the floating arguments; left out: a new one.
+        arena: where to lay out the floating arguments, with `argument_bytes` left; left out: a new one.
 
     Returns:
         A function without arguments that returns what the op returns; None for ops outside `aten` (who knows what
@@ -113,8 +118,9 @@ def make_call(signature: Signature, device: torch.device, arena: Arena | None = 
     function = getattr(getattr(torch.ops.aten, name, None), overload or "default", None)
     if namespace != "aten" or short in _REFUSED or function is None:
         return None
-    arena = arena or Arena(device)
-    arena.reset(extent_bytes((signature.args, tuple(v for _, v in signature.kwargs))))
+    if arena is None:
+        arena = Arena(device)
+        arena.clear(argument_bytes(signature))
     try:
         args = [_decode(a, arena) for a in _with_host_scalars(short, function, signature.args)]
         kwargs = {k: _decode(v, arena) for k, v in signature.kwargs}
