@@ -37,7 +37,7 @@ from recoup.cost.host_costs import TYPICAL, HostCosts, load_host_costs, store_ho
 from recoup.cost.host_overhead import host_seconds
 from recoup.cost.measured import MeasuredCost, device_name
 from recoup.cost.model import PricedTrace
-from recoup.ir.decision import Decision, Rebuild, Recompute, Rederive, Save
+from recoup.ir.decision import Decision, Rebuild, Recompute, Rederive, Save, follow_programs
 from recoup.runtime.apply import apply_decisions
 from recoup.thresholds import ESTIMATE_SHARE, MOST_TRIES
 
@@ -79,12 +79,13 @@ def measure_host_costs(*, num_layers: int = 3, num_rounds: int = 2) -> HostCosts
         cost = MeasuredCost(torch.device("cpu"))
         plain = cost.price(capture(spec))
         laps: dict[str, list[tuple[float, float]]] = {name: [] for name in plans}
-        priced: dict[str, PricedTrace] = {}
+        priced: dict[str, PricedTrace] = {"plain": plain}
         for _ in range(num_rounds):
             for name, decisions in plans.items():
                 with apply_decisions(model, decisions):
                     priced[name] = priced.get(name) or cost.price(capture(spec, known=plain.trace))
-                    for _ in range(MOST_TRIES):  # until a step follows the program of those before
+                    # The third step follows the program of those before.
+                    for _ in range(3 if follow_programs(decisions) else 1):
                         _step(model, x)
                     laps[name].append(_least([_step(model, x) for _ in range(3)]))
         tape_seconds = [min(_tape_seconds() for _ in range(10)) for _ in range(num_rounds)]
