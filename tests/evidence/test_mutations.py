@@ -221,7 +221,7 @@ def _swapped_slots(whole: Any) -> Any:
         slot = whole(self, tensor)
         if len(self.slots) > 1:
             before = self.slots[-2]()
-            if before is not None and before.facts[:2] == slot.facts[:2]:
+            if before is not None and before.kind[:2] == slot.kind[:2]:
                 self.slots[-1], self.slots[-2] = self.slots[-2], self.slots[-1]
         return slot
 

@@ -18,24 +18,27 @@ from recoup.runtime.rebuild.lineage import current_recorder
 from recoup.runtime.recompute.region_step import Member, Step
 from recoup.runtime.recompute.replay import Replay
 from recoup.runtime.recompute.scope import scope
-from recoup.runtime.recompute.spot_check import Facts, read_bytes, storage_of
+from recoup.runtime.recompute.spot_check import Kind, read_bytes, storage_of
 
 
 class Slot:
     """A tensor saved inside a region; filled in when the region is replayed.
 
     Attributes:
-        facts: what the replay's tensor is held against.
+        kind, sample: what the replay's tensor is held against.
+        filled, version: that tensor and its version, or what a recorder made of it.
         original: the tensor as the auditor keeps it, None unless `verify` compares whole values.
     """
 
-    __slots__ = ("__weakref__", "backward_id", "facts", "filled", "frame", "original")
+    __slots__ = ("__weakref__", "backward_id", "filled", "frame", "kind", "original", "sample", "version")
 
     def __init__(self, frame: Frame, tensor: torch.Tensor) -> None:
         self.frame = frame
-        self.facts = frame.facts_of(tensor)
+        kind, self.sample = frame.facts_of(tensor)
+        self.kind = frame.kinds.setdefault(kind, kind)
         self.original = None if frame.auditor is None else frame.auditor.keep(tensor)
         self.filled: Any = None
+        self.version = 0
         self.backward_id = -1
 
     def unpack(self) -> torch.Tensor:
@@ -50,12 +53,17 @@ class Slot:
         filled, self.filled = self.filled, None
         if filled is None:
             raise ReplayError(
-                f"Region `{self.frame.path}`: its second forward did not save the tensor {list(self.facts[0])} again. "
+                f"Region `{self.frame.path}`: its second forward did not save the tensor {list(self.kind[0])} again. "
                 "Its forward depends on something that changed since; leave the module out of the plan.",
                 code="E205",
                 region=self.frame.path,
             )
-        return saved_tensor.unpack(filled)
+        return saved_tensor.unpack((filled, self.version) if isinstance(filled, torch.Tensor) else filled)
+
+    def fill(self, tensor: torch.Tensor) -> None:
+        """Takes the tensor that the replay saves, where nobody rebuilds from it and nobody counts it."""
+        self.filled = tensor if tensor.grad_fn is None else _torch.detach_past_modes(tensor)
+        self.version = tensor._version
 
 
 class Frame:
@@ -63,6 +71,7 @@ class Frame:
 
     Attributes:
         is_chunk: whether its steps are calls of one module, which share the attributes noted at the first call.
+        kinds: of saved tensors, by themselves: equal ones are one object, since the garbage collector looks at each.
         weights: storages of its modules' parameters, without those that are told by their bytes: see `Bindings`.
         given: storages of its arguments, and None: what lies in them counts as no weight.
     """
@@ -75,6 +84,7 @@ class Frame:
         "derives_by_default",
         "given",
         "is_chunk",
+        "kinds",
         "last_outputs",
         "path",
         "slots",
@@ -94,11 +104,12 @@ class Frame:
         self.steps: list[Step] = []
         self.slots: list[weakref.ref[Slot]] = []
         self.last_outputs: list[weakref.ref[torch.Tensor]] = []
+        self.kinds: dict[Kind, Kind] = {}
         self.weights: set[int | None] = set()
         self.given: set[int | None] = {None}
 
-    def facts_of(self, tensor: torch.Tensor) -> Facts:
-        """Returns what tells a saved tensor: shape, dtype, the weight that it is or is a view of, sampled bytes.
+    def facts_of(self, tensor: torch.Tensor) -> tuple[Kind, bytes]:
+        """Returns what tells a saved tensor: shape, dtype, the weight that it is or is a view of; sampled bytes.
 
         The weight, None for any other tensor, is its storage and how the tensor lies in it. No bytes are sampled of
         `nn.Parameter`s and their views: they are known by what they are.
@@ -107,13 +118,13 @@ class Frame:
         whole = tensor if base is None else base
         kind, own = type(whole), type(tensor)
         if kind is own is torch.Tensor and not self.weights:
-            return tensor.shape, tensor.dtype, None, read_bytes(tensor)
+            return (tensor.shape, tensor.dtype, None), read_bytes(tensor)
         storage, weight = storage_of(tensor), None
         is_parameter = kind is nn.Parameter or (kind is not torch.Tensor and isinstance(whole, nn.Parameter))
         if storage not in self.given and (is_parameter or storage in self.weights):
             weight = storage, tensor.stride(), tensor.storage_offset()
         is_known = kind is nn.Parameter or own is nn.Parameter
-        return tensor.shape, tensor.dtype, weight, b"" if is_known else read_bytes(tensor)
+        return (tensor.shape, tensor.dtype, weight), b"" if is_known else read_bytes(tensor)
 
     def _pack(self, tensor: torch.Tensor) -> Slot:
         if _torch.function_modes_are_on():

@@ -15,11 +15,10 @@ from recoup._pytree import iterate_tensors
 from recoup.errors import ReplayError
 from recoup.runtime import execution_context
 from recoup.runtime.rebuild import saved_tensor
-from recoup.runtime.rebuild.kept import kept_simply
 from recoup.runtime.rebuild.lineage import Recorder, current_recorder
 from recoup.runtime.recompute.region_step import Step
 from recoup.runtime.recompute.scope import replaying
-from recoup.runtime.recompute.spot_check import Facts, matches
+from recoup.runtime.recompute.spot_check import Kind, matches
 from recoup.runtime.recompute.uninitialised import saves_unwritten
 
 if TYPE_CHECKING:
@@ -44,7 +43,7 @@ class Replay:
         "_failure",
         "_filled",
         "_frame",
-        "_keep",
+        "_is_plain",
         "_num_slots",
         "_roots",
         "_slots",
@@ -60,8 +59,7 @@ class Replay:
         self._differs: list[tuple[int, int, torch.Tensor]] = []  # position, number of the node that saves it, tensor
         self._roots: list[Any] = []
         # Nobody rebuilds from what is saved without a recorder, and nobody counts it without an observer.
-        is_plain = not frame.derives and execution_context.observer() is None
-        self._keep: Callable[[torch.Tensor], Any] = kept_simply if is_plain else _keep
+        self._is_plain = not frame.derives and execution_context.observer() is None
 
     def run(self) -> None:
         """Fills the slots."""
@@ -115,16 +113,20 @@ class Replay:
         slot = self._slots[position]()
         if slot is not None:
             frame = self._frame
-            facts = frame.facts_of(tensor)
-            if facts != slot.facts:
-                self._failure = self._mismatch(slot.facts, facts, tensor)
+            kind, sample = frame.facts_of(tensor)
+            if kind != slot.kind:
+                self._failure = self._mismatch(slot.kind, kind, tensor)
                 if self._failure is not None:
                     raise self._failure
-                if slot.original is None and position not in frame.unwritten and not matches(slot.facts, facts):
-                    self._differs.append((position, _torch.next_node_number() - 1, tensor))
+            is_compared = slot.original is None and position not in frame.unwritten
+            if sample != slot.sample and is_compared and not matches(slot.sample, sample, tensor.dtype):
+                self._differs.append((position, _torch.next_node_number() - 1, tensor))
             if slot.original is not None:
                 slot.original.compare(tensor, frame.path)
-            slot.filled = self._keep(tensor)
+            if self._is_plain:
+                slot.fill(tensor)
+            else:
+                slot.filled = saved_tensor.pack(tensor.detach())
             slot.backward_id = self._backward_id
         self._filled = position + 1
         if (
@@ -154,7 +156,7 @@ class Replay:
             return recorder
         return _nothing if current_recorder() is None else _no_recorder()
 
-    def _mismatch(self, first: Facts, again: Facts, tensor: torch.Tensor) -> ReplayError | None:
+    def _mismatch(self, first: Kind, again: Kind, tensor: torch.Tensor) -> ReplayError | None:
         """Returns the error for a tensor of another shape, dtype or weight than the one first saved; None if alike."""
         if first[0] != again[0] or first[1] != again[1]:
             saved = f"saved {again[1]} {list(again[0])} where the first one saved {first[1]} {list(first[0])}"
@@ -191,10 +193,6 @@ def _filling(replay: Replay) -> Callable[[torch.Tensor], Any]:
         return running._fill(tensor)
 
     return fill
-
-
-def _keep(tensor: torch.Tensor) -> Any:
-    return saved_tensor.pack(tensor.detach())
 
 
 def _moves(weight: torch.Tensor) -> bool:

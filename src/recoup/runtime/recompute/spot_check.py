@@ -20,13 +20,12 @@ _sample_at = (ctypes.c_char * _SAMPLE_BYTES).from_address  # takes a third of wh
 _START = slice(0, _SAMPLE_BYTES)
 
 
-Facts = tuple[torch.Size, torch.dtype, tuple[Any, ...] | None, bytes]
-"""What tells a saved tensor: shape, dtype, the weight that it lies in, a sample."""
+Kind = tuple[torch.Size, torch.dtype, tuple[Any, ...] | None]
+"""What tells a saved tensor besides its values: shape, dtype, the weight that it lies in."""
 
 
-def matches(first: Facts, again: Facts) -> bool:
+def matches(sampled: bytes, found: bytes, dtype: torch.dtype) -> bool:
     """Whether two samples of tensors of one dtype are equal, floats up to what a different order of summation does."""
-    sampled, found, dtype = first[3], again[3], first[1]
     if found == sampled or not found or not sampled or len(found) != len(sampled):
         return True
     if not dtype.is_floating_point:
