@@ -131,7 +131,7 @@ class _Chain(nn.Module):
 
 
 def test_a_region_keeps_few_objects_that_the_collector_looks_at(no_collector: None) -> None:
-    """They bring a full collection nearer, which takes longer than a small step: two a saved tensor, which are needed."""
+    """They bring a full collection nearer, which takes longer than a small step: the two that are needed a tensor."""
     model, x = nn.Sequential(_Chain()), torch.randn(4, 4, requires_grad=True)
     with apply_decisions(model, [Recompute(path="0")]):
         model(x).sum().backward()
