@@ -197,7 +197,7 @@ def time_calls(timings: Sequence[Timing], device: torch.device, *, limit_seconds
     """Returns of each call the least of 2 to 9 runs of each kind, which together take about `limit_seconds`.
 
     One run has to be enough where it takes eight times the limit. No call may read what another one reads or writes: on
-    a CPU they take turns. None is for a call that raises one of the `REFUSALS`.
+    a CPU they take turns. None is for a call that raises one of the `REFUSALS`, or there is no room to time it.
     """
     if device.type == "cuda":
         found: list[Timed | None] = [None] * len(timings)
@@ -205,7 +205,11 @@ def time_calls(timings: Sequence[Timing], device: torch.device, *, limit_seconds
             with contextlib.suppress(*REFUSALS):
                 found[index] = _time_on_cuda(timing, device, limit_seconds)
         return found
-    clock, flush = _cpu_clock(), torch.empty(last_cache_bytes(), dtype=torch.uint8)
+    try:
+        flush = torch.empty(last_cache_bytes(), dtype=torch.uint8)
+    except REFUSALS:
+        return [None] * len(timings)  # no room for it
+    clock = _cpu_clock()
     cold: list[list[float]] = [list(timing.earlier) for timing in timings]
     warm: list[list[float]] = [[] for _ in timings]
     refused: set[int] = set()
