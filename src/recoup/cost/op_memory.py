@@ -230,7 +230,10 @@ def time_calls(timings: Sequence[Timing], device: torch.device, *, limit_seconds
         flush.fill_(1)
         held = []  # until the round ends, what they return: the next one would write where it is still warm
         for index in left:
-            held.append(run(index, cold[index]))
+            out = run(index, cold[index])
+            if len(left) > 1:
+                held.append(out)
+            del out
             if timings[index].may_be_warm and cold[index] and not goes_on(index, cold[index]):
                 warm[index].append(min(cold[index]))  # at the most, so that one run which agrees is enough
                 while goes_on(index, warm[index]):
