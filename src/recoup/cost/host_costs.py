@@ -82,9 +82,9 @@ COLD = dataclasses.replace(
     followed_tensor_seconds=75e-6,
 )
 """The same in steps of large kernels, which leave nothing of the interpreter's in a core's cache: BERT and Llama of
-`bench.peers`, rederived everywhere, whose ops move some megabytes each; for regions and ops that are recorded or run
-again, 24 plans that have both, of eight of its models (AMD EPYC, 2026-11-26; predicted seconds were 3.4 % of a step too
-few in the mean, with these 0.4 %)."""
+`bench.peers`, rederived everywhere, whose ops move some megabytes each. What regions and ops that are recorded or run
+again take is fitted on 24 plans of seven of its models, whose predicted seconds were 3.4 % of a step too few in the
+mean, and are 0.4 % so (AMD EPYC, 2026-11-26)."""
 
 
 def load_host_costs(path: Path) -> HostCosts | None:

@@ -14,6 +14,7 @@ from recoup._pytree import iterate_tensors
 from recoup.errors import ReplayError
 from recoup.runtime import execution_context
 from recoup.runtime.rebuild import saved_tensor
+from recoup.runtime.rebuild.kept import kept_simply
 from recoup.runtime.rebuild.lineage import current_recorder
 from recoup.runtime.recompute.region_step import Member, Step
 from recoup.runtime.recompute.replay import Replay
@@ -62,8 +63,7 @@ class Slot:
 
     def fill(self, tensor: torch.Tensor) -> None:
         """Takes the tensor that the replay saves, where nobody rebuilds from it and nobody counts it."""
-        self.filled = tensor if tensor.grad_fn is None else _torch.detach_past_modes(tensor)
-        self.version = tensor._version
+        self.filled, self.version = kept_simply(tensor)
 
 
 class Frame:
