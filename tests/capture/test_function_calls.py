@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from recoup.capture.capture import capture
 from recoup.capture.spec import StepSpec
 from recoup.capture.step import Objective
+from recoup.ir.decision import Rebuild
 from recoup.ir.trace import Trace
 from recoup.planner.request import planner_for
 from recoup.planner.strategies.rebuild import RebuildStrategy
@@ -73,6 +74,15 @@ def test_folded_calls_have_the_calls_of_those_that_ran() -> None:
     calls = calls_of(traced(Cells(), torch.randn(40, 4, 32)))
     cells = [call for call in calls if "sigmoid_" in call]
     assert len(cells) == 40 and all(cell == cells[1] for cell in cells[1:])
+
+
+def test_what_hooks_run_inside_of_a_call_belongs_to_it() -> None:
+    """Under a plan the hooks detach what they keep: the cell is one call all the same."""
+    model, x = Cells(), torch.randn(3, 4, 32)
+    with apply_decisions(model, (Rebuild(path=""),)):
+        calls = calls_of(traced(model, x))
+    cells = [call for call in calls if "sigmoid_" in call]
+    assert len(cells) == 3 and all(call.count("sigmoid_") == 2 and call.count("tanh_") == 1 for call in cells)
 
 
 MADE: dict[str, tuple[type[nn.Module], tuple[int, ...]]] = {

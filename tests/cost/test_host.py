@@ -14,10 +14,11 @@ from recoup.capture.capture import capture
 from recoup.capture.spec import StepSpec
 from recoup.capture.step import Objective
 from recoup.cost.host_costs import TYPICAL, HostCosts, load_host_costs
-from recoup.cost.host_overhead import host_seconds, step_seconds
+from recoup.cost.host_overhead import host_seconds, noticed_ops, num_kept_beside, step_seconds
 from recoup.cost.measured import MeasuredCost
 from recoup.cost.model import price_by_signature
-from recoup.ir.decision import Decision, Rebuild, Recompute, Rederive, Save
+from recoup.ir.decision import Decision, Loop, OpMark, Rebuild, Recompute, Rederive, Save
+from recoup.ir.trace import Trace
 from recoup.planner import host_calibration
 from recoup.planner.host_calibration import host_costs
 from recoup.runtime.apply import apply_decisions
@@ -79,6 +80,61 @@ def test_a_plan_is_charged_for_the_ops_that_it_records() -> None:
     assert seconds(Rederive(path="0")) == 0.0  # a program: only what it rebuilds counts
     plain = dataclasses.replace(plain, num_rederived=3)
     assert seconds(Rederive(path="0")) == pytest.approx(3 * TYPICAL.packed_tensor_seconds)
+
+
+class Cells(nn.Module):
+    """A GRU cell over steps of time, each a call of a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state = torch.zeros(x.shape[1], 64)
+        for now in x:
+            state = self.cell(now, state)
+        return state
+
+
+def cells_traced(model: nn.Module) -> Trace:
+    objective = Objective(loss=lambda output, batch: output.sum())
+    return capture(StepSpec(model=model, batch=torch.randn(6, 64, 64), objective=objective))
+
+
+def test_tensors_that_stay_saved_beside_rebuilt_ones_are_packed_too() -> None:
+    """The hooks are on for a call as a whole: what else it saves goes through them as well."""
+    model = Cells()
+    plain = cells_traced(model)
+    assert num_kept_beside(plain) == 0
+    others = (("aten.sigmoid_.default", 5), ("aten.sigmoid_.default", 7))
+    held = (("aten.clone.default", 8), ("aten.mul_.Tensor", 9), ("aten.tanh_.default", 11), ("aten.add_.Tensor", 15))
+    marks = [
+        OpMark(path="cell", call=call, op=op, ordinal=ordinal, holds=at in held, stays=at in others)
+        for call in range(6)
+        for at in (*held, *others)
+        for op, ordinal in (at,)
+    ]
+    decisions = (Rebuild(path="", marks=tuple(marks)),)
+    with apply_decisions(model, decisions):
+        under = cells_traced(model)
+    assert under.num_rederived == 7  # `h - n` of each step, and the zeros that it starts with
+    assert num_kept_beside(under) >= 4 * 6
+    costs = HostCosts(kept_tensor_seconds=1.0)
+    assert sum(host_seconds(decisions, under, plain=plain, costs=costs)) == num_kept_beside(under)
+
+
+def test_a_replay_is_charged_for_what_code_sees_of_a_call_and_by_the_chunk() -> None:
+    plain = cells_traced(Cells())
+    noticed = noticed_ops(plain)
+    forward = [i for i in range(plain.num_forward_ops) if not plain.signatures[plain.ops[i].signature].is_view]
+    assert sum(noticed[i] for i in forward) < 0.7 * len(forward)
+    saving = {op for storage in plain.storages for op in storage.saved_ops}
+    assert all(noticed[i] for i in forward if i in saving)
+    seconds = [
+        sum(host_seconds((Loop(path="cell", chunk=chunk),), plain, plain=plain, costs=HostCosts(region_seconds=1.0)))
+        for chunk in (1, 3)
+    ]
+    assert seconds == [pytest.approx(6.0), pytest.approx(2.0)]
 
 
 def test_steps_of_a_scan_that_run_again_cost_their_ops_alone() -> None:
@@ -145,7 +201,7 @@ def test_the_most_likely_costs_are_those_that_the_times_tell_and_never_zero() ->
     random = numpy.random.default_rng(0)
     names = [field.name for field in dataclasses.fields(HostCosts)]
     typical = numpy.asarray([getattr(TYPICAL, name) for name in names])
-    rows = [[*map(float, random.integers(0, 50, len(names))), 1.0] for _ in range(len(names) + 5)]
+    rows = [[*map(float, random.integers(0, 50, len(names))), 1.0] for _ in range(len(names) + 7)]
     true = typical * random.choice([0.25, 0.5, 1.0, 2.0, 4.0], len(names))
     times = [float(numpy.dot(row, [*true, 1e-3])) for row in rows]
     found = host_calibration._most_likely(rows, times, [1e-4 * t for t in times])

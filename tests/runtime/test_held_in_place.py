@@ -164,6 +164,39 @@ def gradients(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
+class Recurrent(nn.Module):
+    """An LSTM cell over six steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.LSTMCell(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state = memory = torch.zeros(x.shape[1], WIDTH)
+        for now in x:
+            state, memory = self.cell(now, (state, memory))
+        return state
+
+
+@pytest.mark.parametrize("model_class", [Cells, Recurrent])
+def test_gates_stay_in_one_storage_while_what_is_cheap_is_rebuilt(model_class: type[nn.Module]) -> None:
+    """Autograd keeps the gates of a cell as parts of one storage: held, they take its bytes once, and no copy."""
+    torch.manual_seed(0)
+    model, x = model_class(), torch.randn(6, 64, WIDTH)
+    plain, peaks = gradients(model, x), [peak(model, x)]
+    spec = StepSpec(model=model, batch=x, objective=Objective(loss=lambda out, _: out.sum()))
+    planner = Planner(spec, cost=FlopsCost(), actions=("rebuild",))
+    state_bytes = 64 * WIDTH * 4
+    found = planner.fit(planner.plain.peak_bytes - 5 * state_bytes)
+    assert found is not None
+    assert found.product_flops == planner.plain.product_flops
+    with apply_decisions(model, found.decisions):
+        for _ in range(5):  # recorded, then by a program
+            peaks.append(peak(model, x))
+            assert all(torch.equal(a, b) for a, b in zip(plain, gradients(model, x), strict=True))
+    assert max(peaks[1:]) <= peaks[0] - 4 * state_bytes
+
+
 class Written(nn.Module):
     """Elementwise ops in a row, of whose results autograd saves the first and the last."""
 

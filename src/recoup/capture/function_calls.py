@@ -13,10 +13,15 @@ from types import CodeType, FrameType
 from torch import _jit_internal, _ops, _tensor, functional, overrides
 from torch.nn import functional as nn_functional
 
+from recoup import _torch
 from recoup.ir.trace import Phase
+from recoup.runtime.rebuild import saved_tensor
 
 _MODULES = (functional, nn_functional, _tensor, _jit_internal, _ops, overrides)
-_INSIDE = frozenset([str(Path(__file__).with_name("tracker.py")), *(str(module.__file__) for module in _MODULES)])
+_REBUILD = Path(saved_tensor.__file__).parent.glob("*.py")  # hooks that are called while a call runs
+_INSIDE = frozenset(
+    [str(Path(__file__).with_name("tracker.py")), *(str(m.__file__) for m in (*_MODULES, _torch)), *map(str, _REBUILD)]
+)
 
 
 class FunctionCalls:

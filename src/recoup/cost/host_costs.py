@@ -20,10 +20,11 @@ class HostCosts:
     Attributes:
         region_seconds: a region: noting and putting back state, its slots, the replay's start and end.
         call_seconds: a module's call in a replay: its hooks, its graph, the checks of what it saves.
-        replayed_op_seconds: an op that runs again, views aside.
+        replayed_op_seconds: an op that runs again, views and what is not seen of a call aside (`noticed_ops`).
         recorded_op_seconds: an op, views aside, that is recorded so that its result can be rebuilt.
         rederived_tensor_seconds: a tensor that is rebuilt from such a record: its search and its rebuild.
         packed_tensor_seconds: in forward, a tensor that a program will rebuild: its call is watched, and it is packed.
+        kept_tensor_seconds: a tensor that stays saved in a call of which a program rebuilds another: it is packed too.
         followed_tensor_seconds: in backward, a tensor that is rebuilt by a program.
         rerun_op_seconds: an op, views aside, that a program runs again.
         watched_op_seconds: an op in forward, views aside, in a region that keeps results.
@@ -37,6 +38,7 @@ class HostCosts:
     recorded_op_seconds: float = 0.0
     rederived_tensor_seconds: float = 0.0
     packed_tensor_seconds: float = 0.0
+    kept_tensor_seconds: float = 0.0
     followed_tensor_seconds: float = 0.0
     rerun_op_seconds: float = 0.0
     watched_op_seconds: float = 0.0
@@ -50,8 +52,8 @@ class HostCosts:
         factors = {name: 1 + coldness * (cold[name] / typical[name] - 1) for name in typical}
         return HostCosts(**{name: getattr(self, name) * factor for name, factor in factors.items()})
 
-    def replay_seconds(self, *, num_ops: int, num_calls: int) -> float:
-        """Returns the host time of ops (views not counted) that run again, and of the modules' calls among them."""
+    def replay_seconds(self, *, num_ops: float, num_calls: int) -> float:
+        """Returns the host time of ops that run again (`noticed_ops`), and of the modules' calls among them."""
         return num_ops * self.replayed_op_seconds + num_calls * self.call_seconds
 
 
@@ -62,6 +64,7 @@ TYPICAL = HostCosts(
     recorded_op_seconds=22e-6,
     rederived_tensor_seconds=105e-6,
     packed_tensor_seconds=14e-6,
+    kept_tensor_seconds=7e-6,
     followed_tensor_seconds=16e-6,
     rerun_op_seconds=4e-6,
     watched_op_seconds=60e-6,

@@ -8,6 +8,8 @@ and what the host does costs nothing until the queue of kernels runs dry. What e
 from __future__ import annotations
 
 import bisect
+import itertools
+import math
 from collections.abc import Sequence
 
 from recoup.cost.host_costs import HostCosts
@@ -83,14 +85,17 @@ def host_seconds(
     )
     num_replayed = sum(o.replayed and not trace.signatures[o.signature].is_view for o in trace.ops)
     num_again = num_replayed - num_scan_replayed
-    backward = len(regions) * costs.region_seconds + num_scan_tapes * costs.tape_seconds
+    num_regions = math.fsum(1 / decision.calls_at_a_time for _, decision in regions)
+    backward = num_regions * costs.region_seconds + num_scan_tapes * costs.tape_seconds
     forward = 0.0
     if follow_programs(chosen):
         forward += trace.num_rederived * costs.packed_tensor_seconds
+        forward += num_kept_beside(trace) * costs.kept_tensor_seconds
         backward += trace.num_rederived * costs.followed_tensor_seconds + num_again * costs.rerun_op_seconds
     else:
         backward += trace.num_rederived * costs.rederived_tensor_seconds
-        backward += costs.replay_seconds(num_ops=num_again, num_calls=num_calls)
+        share = _noticed_share(plain, [(c.first_op, max(c.replay_stop_op, c.first_op)) for c, _ in regions])
+        backward += costs.replay_seconds(num_ops=num_again * share, num_calls=num_calls)
         if any(decision.rederives for _, decision in regions):
             backward += num_replayed * costs.recorded_op_seconds
         if any(d.records for d in chosen):
@@ -102,3 +107,33 @@ def host_seconds(
     )
     forward += num_watched * costs.watched_op_seconds
     return forward, backward
+
+
+def num_kept_beside(trace: Trace) -> int:
+    """Returns how many tensors stay saved in calls of torch functions of which others will be rebuilt."""
+    calls = list(itertools.accumulate(op.begins_call for op in trace.ops))
+    rebuilding = {calls[op] for op, _ in trace.rederive_links if op < len(calls)}
+    return sum(calls[op] in rebuilding for storage in trace.storages for op in storage.saved_ops if op < len(calls))
+
+
+def noticed_ops(trace: Trace) -> list[bool]:
+    """Returns of each op whether a replay spends host time on it: it begins a call of a torch function, or is saved of.
+
+    What else such a call runs inside, as a GRU's cell does, takes its kernels' time alone.
+    """
+    saving = {op for storage in trace.storages for op in storage.saved_ops}
+    found, begins = [], False
+    for i, op in enumerate(trace.ops):
+        begins = begins or op.begins_call
+        is_view = trace.signatures[op.signature].is_view
+        found.append(not is_view and (begins or i in saving))
+        begins = begins and is_view  # the first op that is none stands for the call
+    return found
+
+
+def _noticed_share(trace: Trace, ranges: Sequence[tuple[int, int]]) -> float:
+    """Returns the share of noticed ops among those of some ranges, views aside."""
+    noticed = noticed_ops(trace)
+    replayed = itertools.chain.from_iterable(itertools.starmap(range, ranges))
+    ops = [i for i in replayed if not trace.signatures[trace.ops[i].signature].is_view]
+    return sum(noticed[i] for i in ops) / len(ops) if ops else 1.0

@@ -35,6 +35,8 @@ class HeldView:
     """A step as the solver of plans by tensor sees it, and how its ops are addressed.
 
     Attributes:
+        parts: of a value of which autograd saves one part, and of parts of the storage written before it others: the
+            earlier values. Where it is held, those stay, over the same bytes.
         flop_seconds: what a FLOP of a product counts beside its time: a share of the step's FLOPs counts like the same
             share of its seconds, as `Incumbents.select` has it.
     """
@@ -44,6 +46,7 @@ class HeldView:
     addresses: tuple[OpMark | None, ...]
     num_saved: int
     maker: dict[int, int]
+    parts: dict[int, tuple[int, ...]]
 
     def decide(self, choice: Choice) -> Rebuild:
         """Returns a choice as marks; neighbours that both save are one segment."""
@@ -56,6 +59,8 @@ class HeldView:
             for value in label.held or ():
                 if value not in self.problem.ops[self.maker[value]].draws:  # which are held anyway
                     marks.setdefault(self.maker[value], {})["holds"] = True
+                for part in self.parts.get(value, ()):
+                    marks.setdefault(self.maker[part], {})["stays"] = True
             for begin, joints in label.pieces:
                 marks.setdefault(begin, {})["begins_piece"] = True
                 for value in joints:
@@ -66,7 +71,7 @@ class HeldView:
         for at, says in sorted(marks.items()):
             address = self.addresses[at]
             if address is None:  # what has no number is run again; what begins there, begins with the next that has one
-                says = {key: value for key, value in says.items() if key not in ("holds", "is_joint")}
+                says = {key: value for key, value in says.items() if key not in ("holds", "stays", "is_joint")}
                 address = next((a for a in self.addresses[at:] if a is not None), None)
             if address is not None and says:
                 found[address] = found.get(address, {}) | says
@@ -155,24 +160,39 @@ def held_view(
         ops = [dataclasses.replace(op, can_rerun=op.can_rerun and dear.isdisjoint(op.outputs)) for op in ops]
     saves: list[list[int]] = [[] for _ in positions]
     self_saved: set[int] = set()
+    parts: dict[int, tuple[int, ...]] = {}
+    calls = list(itertools.accumulate(op.begins_call for op in trace.ops[:num_ops]))
+    num_rebuilt = collections.Counter[int]()  # if they are not held
     after_bytes = 0
     for index, storage in enumerate(trace.storages):
         if storage.alloc_op < 0 or storage.free_op < num_forward:  # the latter: backward never gets to who saved it
             continue
         takers = [op for op in storage.saved_ops if op != storage.alloc_op]  # the op that made it finds what those keep
-        for at in {min(op, num_forward - 1) for op in takers or storage.saved_ops}:
-            # It is packed before that op runs, unless it is the op's own result.
-            known = [v for made, v in versions.get(index, ()) if made < at or made == storage.alloc_op]
-            if at < num_ops and known:
-                saves[at].append(known[-1])
-                if takers and storage.alloc_op in storage.saved_ops and len(versions[index]) == 1:
-                    self_saved.add(known[-1])
-                if storage.nbytes < MIN_BYTES:  # too small to be rebuilt: it stays where autograd saves it
-                    value_bytes[known[-1]] = 0
+        known = versions.get(index, [])
+        # It is packed before that op runs, unless it is the op's own result.
+        saved = {
+            at: found[-1]
+            for at in {min(op, num_forward - 1) for op in takers or storage.saved_ops}
+            if at < num_ops and (found := [v for made, v in known if made < at or made == storage.alloc_op])
+        }
+        if len(set(saved.values())) > 1 and saved[max(saved)] == known[-1][1]:
+            # Parts that a call writes in turn, as the gates of a cell: they are there as long as the storage is.
+            *earlier, (last_made, last) = [(made, v) for made, v in known if v in saved.values()]
+            if all(calls[at] == calls[last_made] for at in (earlier[0][0], max(saved))):
+                parts[last] = tuple(v for _, v in earlier)
+                num_rebuilt[last] += len(saved) - 1
+                saved = {max(saved): last}
+        for at, value in saved.items():
+            saves[at].append(value)
+            num_rebuilt[value] += 1
+            if takers and storage.alloc_op in storage.saved_ops and len(known) == 1:
+                self_saved.add(value)
+            if storage.nbytes < MIN_BYTES:  # too small to be rebuilt: it stays where autograd saves it
+                value_bytes[value] = 0
     # A saved tensor that is not held takes its time on top of the op that makes it again.
-    num_rebuilt = collections.Counter(v for values in saves for v in values if value_bytes[v])
     each = priced.serial_costs.packed_tensor_seconds + priced.serial_costs.followed_tensor_seconds
-    ops = [dataclasses.replace(op, seconds=op.seconds + each * sum(num_rebuilt[v] for v in op.outputs)) for op in ops]
+    handles = [sum(num_rebuilt[v] for v in op.outputs if value_bytes[v]) for op in ops]
+    ops = [dataclasses.replace(op, seconds=op.seconds + each * num) for op, num in zip(ops, handles, strict=True)]
     crossing_sizes = [b or 1 for b in value_bytes]
     places = [0, *(p for p in waists(ops, crossing_sizes) if _may_begin(trace, p))]
     places = _thinned(places, ops, value_bytes)
@@ -191,7 +211,7 @@ def held_view(
         released=tuple(released),
         saves=tuple(map(tuple, saves)),
         self_saved=frozenset(self_saved),
-        unseen=_unseen(trace, ops, {v for values in saves for v in values}),
+        unseen=_unseen(calls, ops, {v for values in saves for v in values}),
         bare_bytes=_bare_bytes(priced, num_ops),
         places=tuple(places),
         saved_bytes=tuple(int(b) for b in numbers.saved[:num]),
@@ -205,7 +225,12 @@ def held_view(
     maker = {v: i for i, op in enumerate(ops) for v in op.outputs}
     addresses = tuple(_addresses(trace, num_ops))
     return HeldView(
-        problem=problem, flop_seconds=flop_seconds, addresses=addresses, num_saved=trace.num_saved, maker=maker
+        problem=problem,
+        flop_seconds=flop_seconds,
+        addresses=addresses,
+        num_saved=trace.num_saved,
+        maker=maker,
+        parts=parts,
     )
 
 
@@ -215,12 +240,11 @@ def _may_begin(trace: Trace, place: int) -> bool:
     return op.begins_call and trace.signatures[op.signature].name != DETACH
 
 
-def _unseen(trace: Trace, ops: Sequence[Op], saved: Collection[int]) -> frozenset[int]:
+def _unseen(calls: Sequence[int], ops: Sequence[Op], saved: Collection[int]) -> frozenset[int]:
     """Returns the values that are read in the call that makes them alone, and that autograd does not save.
 
     Nobody sees them in a step that follows a program.
     """
-    calls = list(itertools.accumulate(op.begins_call for op in trace.ops[: len(ops)]))
     last_read = {v: calls[i] for i, op in enumerate(ops) for v in op.inputs}
     return frozenset(
         v

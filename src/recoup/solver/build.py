@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from recoup.cost.host_overhead import noticed_ops
 from recoup.cost.model import PricedTrace
 from recoup.ir.decision import Ambient
 from recoup.ir.trace import Call, Trace
@@ -229,6 +230,7 @@ class _Lookup:
         self.costs = priced.serial_costs
         ran = [not trace.signatures[o.signature].is_view for o in trace.ops]
         self._num_ran = np.concatenate([[0], np.cumsum(np.asarray(ran, dtype=np.int64))])
+        self._num_noticed = np.concatenate([[0], np.cumsum(np.asarray(noticed_ops(trace), dtype=np.int64))])
         begun = [c.first_op for c in trace.calls if c.path and c.last_op > c.first_op]
         self._call_starts = np.sort(np.asarray(begun, dtype=np.int64))
         self.flops = np.concatenate([[0], np.cumsum(np.asarray(flops, dtype=np.int64))])
@@ -245,7 +247,7 @@ class _Lookup:
 
     def replay_seconds(self, first: int, last: int) -> float:
         """Returns how long ops [first, last) take when they run again, and the calls that begin with them."""
-        num_ops = int(self._num_ran[last] - self._num_ran[first])
+        num_ops = int(self._num_noticed[last] - self._num_noticed[first])
         begin, end = np.searchsorted(self._call_starts, [first, last])
         return self.seconds(first, last) + self.costs.replay_seconds(num_ops=num_ops, num_calls=int(end - begin))
 

@@ -23,6 +23,8 @@ class OpMark:
             are no views; ops of modules called inside do not count.
         op: its name, "aten.mm.default": where another op stands there, the mark means nothing.
         holds: its results are held for backward.
+        stays: what autograd saves of its results stays where it is, and nothing is rebuilt from it: it is a part of a
+            storage whose other parts are written later.
         begins_segment: a new segment begins with it.
         saves: with `begins_segment`, all that autograd saves in the segment is held; nothing of it is rebuilt.
         begins_piece: a new piece of the segment begins with it: the segment is rebuilt once to what its pieces start
@@ -35,6 +37,7 @@ class OpMark:
     ordinal: int
     op: str
     holds: bool = False
+    stays: bool = False
     begins_segment: bool = False
     saves: bool = False
     begins_piece: bool = False

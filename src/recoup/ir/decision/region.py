@@ -36,6 +36,11 @@ class Region(Decision):
         return True
 
     @property
+    def calls_at_a_time(self) -> int:
+        """How many calls of its module are one region."""
+        return 1
+
+    @property
     def below(self) -> Ambient:
         """What the replay does with its saved tensors."""
         return self.inside
@@ -136,6 +141,11 @@ class Loop(Region):
 
     chunk: int
     calls: int | None = None
+
+    @property
+    def calls_at_a_time(self) -> int:
+        """As many as a chunk has."""
+        return self.chunk
 
     def check(self) -> None:
         """Raises UsageError if there are no calls to chunk, or it is about a single one."""

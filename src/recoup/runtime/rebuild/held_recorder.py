@@ -242,11 +242,16 @@ class HeldRecorder(Recorder):
         return [value for value in [self.existing(tensor) for _, tensor in results] if value is not None]
 
     def obey(self, mark: OpMark, out: Any, *, writes: bool = False) -> None:
-        """Carries out an op's mark: holds its results, or joins them to the segment's pieces."""
+        """Carries out an op's mark: holds its results, lets them stay, or joins them to the segment's pieces."""
         if mark.holds:
             self.hold(out, writes=writes)
-        elif mark.is_joint:
-            self.join(out)
+        elif mark.stays or mark.is_joint:
+            for tensor in out if isinstance(out, (tuple, list)) else (out,):
+                if isinstance(tensor, torch.Tensor) and has_history(tensor):
+                    value = self.value_of(tensor)
+                    value.stays = mark.stays
+                    if mark.is_joint and self._around is not None:
+                        self._around.joints.add(value)
 
     def _made(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Made | None:
         made = super()._made(facts, args, kwargs)
@@ -289,7 +294,7 @@ class HeldRecorder(Recorder):
     def pack(self, tensor: torch.Tensor, value: Value) -> Rebuilt | None:
         """Returns a `Rebuilt` where what is held leads to the tensor, None where it has to be kept."""
         # A small view would keep all of a large storage.
-        if value.made is None or not self.deriving or tensor.untyped_storage().nbytes() < MIN_BYTES:
+        if value.made is None or value.stays or not self.deriving or tensor.untyped_storage().nbytes() < MIN_BYTES:
             return None
         geometry = geometry_of(tensor)
         base = value.base
@@ -386,13 +391,6 @@ class HeldRecorder(Recorder):
                         if value.is_passing:
                             kept.part()
                     self._held.append(kept)
-
-    def join(self, out: Any) -> None:
-        """Notes that the results of an op are held for the pieces of the segment once it is rebuilt."""
-        if self._around is not None:
-            for tensor in out if isinstance(out, (tuple, list)) else (out,):
-                if isinstance(tensor, torch.Tensor) and has_history(tensor):
-                    self._around.joints.add(self.value_of(tensor))
 
     def read_leaf(self, value: Value, tensor: torch.Tensor) -> None:
         """Holds, to the end of the segment at least, what an op reads and no op was seen to make."""

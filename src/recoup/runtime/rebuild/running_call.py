@@ -25,7 +25,7 @@ def marked(marks: dict[int, OpMark], begin: int, form: CallForm) -> dict[int, _M
     found: dict[int, _Marked] = {}
     for i, (label, _, numbers) in enumerate(form.counted):
         if (mark := marks.get(begin + i)) is not None:
-            if mark.op != label or (numbers is None and (mark.holds or mark.is_joint)):
+            if mark.op != label or (numbers is None and (mark.holds or mark.stays or mark.is_joint)):
                 return None
             found[i] = mark, numbers or ()
     return found

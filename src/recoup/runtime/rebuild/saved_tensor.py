@@ -132,7 +132,7 @@ def _pack_value(recorder: Recorder, tensor: torch.Tensor, value: Value) -> Any:
             value.kept = weakref.ref(elsewhere)
             return Returning(elsewhere, geometry_of(tensor))
     kept = Kept(tensor)
-    if not value.is_passing:
+    if not (value.is_passing or value.stays):
         value.kept = weakref.ref(kept)
     return kept
 

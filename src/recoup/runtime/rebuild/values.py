@@ -30,6 +30,7 @@ class Value:
         random_mask: these are zeros and ones drawn by `bernoulli_`.
         is_passing: the call that made them writes to the storage again, unseen: nothing is rebuilt from them but what
             was copied before.
+        stays: what autograd saves of them stays, and nothing is rebuilt from it.
         waiting: the rederived tensors of this value that will still be asked for, by the turn at which they were
             saved; holds the contents once they were rebuilt for another, if they are wanted soon.
         overwritten: parts of the storage that hold something else by now: what autograd saved of them before may not
@@ -44,6 +45,7 @@ class Value:
     constant: Constant | None = None
     random_mask = False
     is_passing = False
+    stays = False
     overwritten: tuple[Geometry, ...] = ()
     waiting: Waiting | None = None
 
