@@ -120,6 +120,19 @@ class TwoKinds(nn.Module):
         return state * memory
 
 
+def followed_to_the_end(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Returns a list to which every step adds whether it followed a program to its end."""
+    ended: list[bool] = []
+    real = Calls.end
+
+    def end(self: Calls, key: object, followed: StepRun | None) -> None:
+        ended.append(isinstance(followed, StepRun) and followed.is_done)
+        real(self, key, followed)
+
+    monkeypatch.setattr(Calls, "end", end)
+    return ended
+
+
 HELD = [("aten.addmm.default", 0), ("aten.sigmoid_.default", 5), ("aten.sigmoid_.default", 7), ("aten.add_.Tensor", 15)]
 
 
@@ -135,14 +148,7 @@ def held_marks(path: str, op: str, ordinal: int) -> tuple[OpMark, ...]:
 def test_cells_that_write_their_gates_have_programs(
     model_class: type[nn.Module], path: str, op: str, ordinal: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ended: list[bool] = []
-    real = Calls.end
-
-    def end(self: Calls, key: object, followed: StepRun | None) -> None:
-        ended.append(isinstance(followed, StepRun) and followed.is_done)
-        real(self, key, followed)
-
-    monkeypatch.setattr(Calls, "end", end)
+    ended = followed_to_the_end(monkeypatch)
     torch.manual_seed(0)
     model, x = model_class(), torch.randn(6, 64, WIDTH)
     plain, peaks = gradients(model, x), [peak(model, x)]
@@ -179,7 +185,9 @@ class Recurrent(nn.Module):
 
 
 @pytest.mark.parametrize("model_class", [Cells, Recurrent])
-def test_gates_stay_in_one_storage_while_what_is_cheap_is_rebuilt(model_class: type[nn.Module]) -> None:
+def test_gates_stay_in_one_storage_while_what_is_cheap_is_rebuilt(
+    model_class: type[nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Autograd keeps the gates of a cell as parts of one storage: held, they take its bytes once, and no copy."""
     torch.manual_seed(0)
     model, x = model_class(), torch.randn(6, 64, WIDTH)
@@ -190,11 +198,13 @@ def test_gates_stay_in_one_storage_while_what_is_cheap_is_rebuilt(model_class: t
     found = planner.fit(planner.plain.peak_bytes - 5 * state_bytes)
     assert found is not None
     assert found.product_flops == planner.plain.product_flops
+    ended = followed_to_the_end(monkeypatch)
     with apply_decisions(model, found.decisions):
         for _ in range(5):  # recorded, then by a program
             peaks.append(peak(model, x))
             assert all(torch.equal(a, b) for a, b in zip(plain, gradients(model, x), strict=True))
     assert max(peaks[1:]) <= peaks[0] - 4 * state_bytes
+    assert all(ended[-2:]), "no step followed a program"
 
 
 class Written(nn.Module):
