@@ -117,9 +117,10 @@ def num_kept_beside(trace: Trace) -> int:
 
 
 def noticed_ops(trace: Trace) -> list[bool]:
-    """Returns of each op whether a replay spends host time on it: it begins a call of a torch function, or is saved of.
+    """Returns for each op whether a replay spends host time on it, views aside.
 
-    What else such a call runs inside, as a GRU's cell does, takes its kernels' time alone.
+    It does on the first op of a call of a torch function and on those that autograd saves something for. What else a
+    call runs inside, as a GRU's cell does, takes its kernels' time alone.
     """
     saving = {op for storage in trace.storages for op in storage.saved_ops}
     found, begins = [], False
@@ -133,6 +134,8 @@ def noticed_ops(trace: Trace) -> list[bool]:
 
 def _noticed_share(trace: Trace, ranges: Sequence[tuple[int, int]]) -> float:
     """Returns the share of noticed ops among those of some ranges, views aside."""
+    if not ranges:
+        return 1.0
     noticed = noticed_ops(trace)
     replayed = itertools.chain.from_iterable(itertools.starmap(range, ranges))
     ops = [i for i in replayed if not trace.signatures[trace.ops[i].signature].is_view]

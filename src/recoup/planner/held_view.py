@@ -35,8 +35,8 @@ class HeldView:
     """A step as the solver of plans by tensor sees it, and how its ops are addressed.
 
     Attributes:
-        parts: of a value of which autograd saves one part, and of parts of the storage written before it others: the
-            earlier values. Where it is held, those stay, over the same bytes.
+        parts: for the last value of a storage that a call writes part by part, the earlier ones that autograd saves
+            parts of. Where it is held, those stay: they lie over the same bytes.
         flop_seconds: what a FLOP of a product counts beside its time: a share of the step's FLOPs counts like the same
             share of its seconds, as `Incumbents.select` has it.
     """
