@@ -105,6 +105,13 @@ class Settings:
         """Returns the decision for the given call that is not a region; None if there is none."""
         return next((d for d in self.decisions if d.holds(call) and not isinstance(d, Region | Scan)), None)
 
+    def decided_calls(self) -> frozenset[int] | None:
+        """Returns the numbers of the calls that it says something about; None if it may be any call."""
+        calls = frozenset(d.call for d in self.decisions if d.call is not None)
+        says_of_single_calls = all(d.call is not None for d in self.decisions)
+        is_told = self.is_root or self.joins or self.state.rederived_calls is not None
+        return calls if self.state.counts_calls and says_of_single_calls and not is_told else None
+
     def regions(self, call: int, args: Any) -> list[Region]:
         """Returns the regions that the given call begins or continues, the outermost first.
 
@@ -141,6 +148,12 @@ def run_call(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, A
         args, kwargs = without_cache(patched.module, args, kwargs)
     if torch.compiler.is_compiling():
         return _run_compiled(patched, args, kwargs)
+    prepared: _Prepared | None = patched.prepared
+    if prepared is not None and prepared.settings is settings and prepared.decided is not None:
+        call = state.calls.get(settings.path, 0)
+        if call not in prepared.decided:
+            state.calls[settings.path] = call + 1
+            return patched.original(*args, **kwargs)
     recorder = current_recorder()
     if not isinstance(recorder, WatchedRecorder) or recorder.calls is not state.rederived_calls:
         with execution_context.counting_for(state.counts):
@@ -206,15 +219,17 @@ class _Prepared:
     Attributes:
         settings: what it was worked out from; a plan for several shapes has several.
         always: decision and regions of every call; None where they depend on its number or its arguments.
+        decided: numbers of the calls that something is decided about, where it is known that the others run plainly.
     """
 
-    __slots__ = ("_module", "_regions", "always", "settings")
+    __slots__ = ("_module", "_regions", "always", "decided", "settings")
 
     def __init__(self, patched: PatchedForward) -> None:
         self.settings: Settings = patched.settings
         self._module = patched._module
         self._regions: dict[int, _InRegion] = {}
         is_same = not self.settings.state.counts_calls and not self.settings.joins
+        self.decided = self.settings.decided_calls()
         self.always = (self.settings.decide(0), self.settings.regions(0, ())) if is_same else None
 
     def region(self, region: Region) -> _InRegion:
