@@ -13,8 +13,8 @@ from recoup import _torch
 from recoup._pytree import iterate_tensors
 from recoup.errors import ReplayError
 from recoup.runtime import execution_context
+from recoup.runtime.execution_context import Original
 from recoup.runtime.rebuild import saved_tensor
-from recoup.runtime.rebuild.kept import kept_simply
 from recoup.runtime.rebuild.lineage import current_recorder
 from recoup.runtime.recompute.region_step import Member, Step
 from recoup.runtime.recompute.replay import Replay
@@ -29,25 +29,21 @@ class Slot:
 
     Attributes:
         kind, sample: what the replay's tensor is held against.
-        filled, version: that tensor and its version, or what a recorder made of it.
-        original: the tensor as the auditor keeps it, None unless `verify` compares whole values.
+        filled: what the replay saved in its place, as `saved_tensor.unpack` takes it, until backward has asked.
     """
 
-    __slots__ = ("__weakref__", "backward_id", "filled", "frame", "kind", "original", "sample", "version")
+    __slots__ = ("__weakref__", "filled", "frame", "kind", "sample")
 
-    def __init__(self, frame: Frame, tensor: torch.Tensor) -> None:
+    def __init__(self, frame: Frame, kind: Kind, sample: bytes) -> None:
         self.frame = frame
-        kind, self.sample = frame.facts_of(tensor, len(frame.slots))
-        self.kind = frame.kinds.setdefault(kind, kind)
-        self.original = None if frame.auditor is None else frame.auditor.keep(tensor)
+        self.kind = kind
+        self.sample = sample
         self.filled: Any = None
-        self.version = 0
-        self.backward_id = -1
 
     def unpack(self) -> torch.Tensor:
         """Returns the tensor; replays the region first if this backward pass has not done so."""
         backward_id = _torch.current_backward_id()
-        if self.filled is None or self.backward_id != backward_id or backward_id == -1:
+        if self.filled is None or self.frame.filled_in != backward_id or backward_id == -1:
             try:
                 self.frame.replay(backward_id)
             except ReplayError as error:
@@ -61,11 +57,7 @@ class Slot:
                 code="E205",
                 region=self.frame.path,
             )
-        return saved_tensor.unpack((filled, self.version) if isinstance(filled, torch.Tensor) else filled)
-
-    def fill(self, tensor: torch.Tensor) -> None:
-        """Takes the tensor that the replay saves, where nobody rebuilds from it and nobody counts it."""
-        self.filled, self.version = kept_simply(tensor)
+        return saved_tensor.unpack(filled)
 
 
 class Frame:
@@ -74,6 +66,8 @@ class Frame:
     Attributes:
         is_chunk: whether its steps are calls of one module, which share the attributes noted at the first call.
         kinds: of saved tensors, by themselves: equal ones are one object, since the garbage collector looks at each.
+        originals: saved tensors as the auditor keeps them, by place; none unless `verify` compares whole values.
+        filled_in: the backward in which the slots were last filled.
         weights: storages of its modules' parameters, without those that are told by their bytes: see `Bindings`.
         given: storages of its arguments, and None: what lies in them counts as no weight.
     """
@@ -84,10 +78,12 @@ class Frame:
         "counts",
         "derives",
         "derives_by_default",
+        "filled_in",
         "given",
         "is_chunk",
         "kinds",
         "last_outputs",
+        "originals",
         "path",
         "slots",
         "steps",
@@ -107,6 +103,8 @@ class Frame:
         self.slots: list[weakref.ref[Slot]] = []
         self.last_outputs: list[weakref.ref[torch.Tensor]] = []
         self.kinds: dict[Kind, Kind] = {}
+        self.originals: dict[int, Original] = {}
+        self.filled_in = -1
         self.weights: set[int | None] = set()
         self.given: set[int | None] = {None}
 
@@ -137,8 +135,12 @@ class Frame:
         if _torch.function_modes_are_on():
             with _torch.past_function_modes():
                 return self._pack(tensor)
-        slot = Slot(self, tensor)
+        place = len(self.slots)
+        kind, sample = self.facts_of(tensor, place)
+        slot = Slot(self, self.kinds.setdefault(kind, kind), sample)
         self.slots.append(weakref.ref(slot))
+        if self.auditor is not None and (original := self.auditor.keep(tensor)) is not None:
+            self.originals[place] = original
         return slot
 
     def previous(self) -> list[torch.Tensor | None]:
@@ -186,7 +188,8 @@ class Frame:
             step.check(self.path)
         if self.slots:
             execution_context.count("num_replays", self.counts)
-            Replay(self, backward_id).run()
+            self.filled_in = backward_id
+            Replay(self).run()
 
     def drift(self, what: str, code: str) -> ReplayError:
         """Returns the ReplayError for a replay that did something else than the first forward."""

@@ -15,6 +15,7 @@ from recoup._pytree import iterate_tensors
 from recoup.errors import ReplayError
 from recoup.runtime import execution_context
 from recoup.runtime.rebuild import saved_tensor
+from recoup.runtime.rebuild.kept import kept_simply
 from recoup.runtime.rebuild.lineage import Recorder, current_recorder
 from recoup.runtime.recompute.region_step import Step
 from recoup.runtime.recompute.scope import replaying
@@ -30,15 +31,10 @@ class _Stop(BaseException):
 
 
 class Replay:
-    """One replay of a frame.
-
-    Args:
-        backward_id: of the backward pass that asks for the saved tensors.
-    """
+    """One replay of a frame."""
 
     __slots__ = (
         "__weakref__",
-        "_backward_id",
         "_differs",
         "_failure",
         "_filled",
@@ -49,9 +45,8 @@ class Replay:
         "_slots",
     )
 
-    def __init__(self, frame: Frame, backward_id: int) -> None:
+    def __init__(self, frame: Frame) -> None:
         self._frame = frame
-        self._backward_id = backward_id
         self._slots = frame.slots
         self._num_slots = len(frame.slots)
         self._filled = 0
@@ -118,16 +113,16 @@ class Replay:
                 self._failure = self._mismatch(slot.kind, kind, tensor)
                 if self._failure is not None:
                     raise self._failure
-            is_compared = slot.original is None and position not in frame.unwritten
-            if sample != slot.sample and is_compared and not matches(slot.sample, sample, tensor.dtype):
+            original = frame.originals.get(position)
+            if original is not None:
+                original.compare(tensor, frame.path)
+            elif (
+                sample != slot.sample
+                and position not in frame.unwritten
+                and not matches(slot.sample, sample, tensor.dtype)
+            ):
                 self._differs.append((position, _torch.next_node_number() - 1, tensor))
-            if slot.original is not None:
-                slot.original.compare(tensor, frame.path)
-            if self._is_plain:
-                slot.fill(tensor)
-            else:
-                slot.filled = saved_tensor.pack(tensor.detach())
-            slot.backward_id = self._backward_id
+            slot.filled = kept_simply(tensor) if self._is_plain else saved_tensor.pack(tensor.detach())
         self._filled = position + 1
         if (
             position + 1 == self._num_slots and not self._differs
