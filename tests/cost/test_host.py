@@ -14,7 +14,7 @@ from recoup.capture.capture import capture
 from recoup.capture.spec import StepSpec
 from recoup.capture.step import Objective
 from recoup.cost.host_costs import TYPICAL, HostCosts, load_host_costs
-from recoup.cost.host_overhead import host_seconds, noticed_ops, num_kept_beside, step_seconds
+from recoup.cost.host_overhead import host_seconds, noticed_ops, num_packed_beside, step_seconds
 from recoup.cost.measured import MeasuredCost
 from recoup.cost.model import price_by_signature
 from recoup.ir.decision import Decision, Loop, OpMark, Rebuild, Recompute, Rederive, Save
@@ -105,7 +105,7 @@ def test_tensors_that_stay_saved_beside_rebuilt_ones_are_packed_too() -> None:
     """The hooks are on for a call as a whole: what else it saves goes through them as well."""
     model = Cells()
     plain = cells_traced(model)
-    assert num_kept_beside(plain) == 0
+    assert num_packed_beside(plain) == (0, 0)
     others = (("aten.sigmoid_.default", 5), ("aten.sigmoid_.default", 7))
     held = (("aten.clone.default", 8), ("aten.mul_.Tensor", 9), ("aten.tanh_.default", 11), ("aten.add_.Tensor", 15))
     marks = [
@@ -118,9 +118,11 @@ def test_tensors_that_stay_saved_beside_rebuilt_ones_are_packed_too() -> None:
     with apply_decisions(model, decisions):
         under = cells_traced(model)
     assert under.num_rederived == 7  # `h - n` of each step, and the zeros that it starts with
-    assert num_kept_beside(under) >= 4 * 6
-    costs = HostCosts(kept_tensor_seconds=1.0)
-    assert sum(host_seconds(decisions, under, plain=plain, costs=costs)) == num_kept_beside(under)
+    num_kept, num_rebuilt = num_packed_beside(under)
+    assert num_kept >= 4 * 6
+    assert num_rebuilt == 1  # the zeros: the first call saves them beside its `h - n`
+    costs = HostCosts(beside_tensor_seconds=1.0)
+    assert sum(host_seconds(decisions, under, plain=plain, costs=costs)) == num_kept + num_rebuilt
 
 
 def test_a_replay_is_charged_for_what_code_sees_of_a_call_and_by_the_chunk() -> None:
@@ -135,6 +137,19 @@ def test_a_replay_is_charged_for_what_code_sees_of_a_call_and_by_the_chunk() -> 
         for chunk in (1, 3)
     ]
     assert seconds == [pytest.approx(6.0), pytest.approx(2.0)]
+
+
+def test_calls_that_a_patched_module_lets_pass_are_charged_for() -> None:
+    plain = cells_traced(Cells())
+    costs = HostCosts(passed_call_seconds=1.0)
+
+    def seconds(*decisions: Decision) -> tuple[float, float]:
+        return host_seconds(decisions, plain, plain=plain, costs=costs)
+
+    assert seconds(Recompute(path="cell", call=2)) == (5.0, 0.0)
+    assert seconds(Recompute(path=""), Recompute(path="cell", call=2)) == (5.0, 5.0)
+    assert seconds(Recompute(path="cell")) == (0.0, 0.0)
+    assert seconds(Loop(path="cell", chunk=2)) == (0.0, 0.0)
 
 
 def test_steps_of_a_scan_that_run_again_cost_their_ops_alone() -> None:

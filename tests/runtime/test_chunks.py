@@ -12,7 +12,10 @@ from torch import nn
 from recoup.errors import ReplayError
 from recoup.evidence.memory import measure_peak
 from recoup.ir.decision import Decision, Loop, Recompute
+from recoup.runtime import planned_call
 from recoup.runtime.apply import apply_decisions
+from recoup.runtime.recompute import frame as frames
+from recoup.runtime.recompute.spot_check import read_bytes
 
 STEPS = 13
 
@@ -123,6 +126,43 @@ def test_state_changed_between_calls_is_not_silent() -> None:
         loss = model.cell(x[1]).sum()
         with pytest.raises(ReplayError, match="saved other values"):
             loss.backward()
+
+
+def test_a_large_region_is_sampled_thinly_and_a_late_difference_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not all of hundreds of saved tensors are sampled; what differs far in makes others differ after it."""
+    torch.manual_seed(0)
+    model, x = Attribute(), torch.randn(60, 6, 12)
+    read: list[torch.Tensor] = []
+    monkeypatch.setattr(frames, "read_bytes", lambda tensor: read.append(tensor) or read_bytes(tensor))
+    with apply_decisions(model, (Loop(path="cell", chunk=60),)):
+        first = [model.cell(now) for now in x[:50]]
+        assert 32 < len(read) < 150
+        model.cell.v = model.cell.v * 3
+        last = [model.cell(now) for now in x[50:]]
+        with pytest.raises(ReplayError, match="saved other values"):
+            torch.stack(first + last).sum().backward()
+
+
+def test_calls_that_nothing_is_decided_about_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model, x = Explicit(), torch.randn(STEPS, 6, 12)
+    ran: list[str] = []
+    run = planned_call._run_planned
+
+    def noting(patched: Any, args: Any, kwargs: Any) -> Any:
+        ran.append(patched.settings.path)
+        return run(patched, args, kwargs)
+
+    monkeypatch.setattr(planned_call, "_run_planned", noting)
+    expected = _step(model, x)
+    with apply_decisions(model, [Recompute(path="cell", call=call) for call in (3, 7)]):
+        model(x)  # the first call of all finds out which ones are decided about
+        ran.clear()
+        for p in model.parameters():
+            p.grad = None
+        found = _step(model, x)
+    assert ran == ["", "cell", "cell"]
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
 def test_a_chunk_keeps_one_state_and_not_every_one() -> None:

@@ -19,12 +19,13 @@ class HostCosts:
 
     Attributes:
         region_seconds: a region: noting and putting back state, its slots, the replay's start and end.
+        passed_call_seconds: a call that nothing is decided about of a module of which other calls are regions.
         call_seconds: a module's call in a replay: its hooks, its graph, the checks of what it saves.
         replayed_op_seconds: an op that runs again, views and what is not seen of a call aside (`noticed_ops`).
         recorded_op_seconds: an op, views aside, that is recorded so that its result can be rebuilt.
         rederived_tensor_seconds: a tensor that is rebuilt from such a record: its search and its rebuild.
         packed_tensor_seconds: in forward, a tensor that a program will rebuild: its call is watched, and it is packed.
-        kept_tensor_seconds: a tensor that stays saved in a call of which a program rebuilds another: it is packed too.
+        beside_tensor_seconds: any further tensor that such a call saves, kept or rebuilt: it is packed too.
         followed_tensor_seconds: in backward, a tensor that is rebuilt by a program.
         rerun_op_seconds: an op, views aside, that a program runs again.
         watched_op_seconds: an op in forward, views aside, in a region that keeps results.
@@ -33,12 +34,13 @@ class HostCosts:
     """
 
     region_seconds: float = 0.0
+    passed_call_seconds: float = 0.0
     call_seconds: float = 0.0
     replayed_op_seconds: float = 0.0
     recorded_op_seconds: float = 0.0
     rederived_tensor_seconds: float = 0.0
     packed_tensor_seconds: float = 0.0
-    kept_tensor_seconds: float = 0.0
+    beside_tensor_seconds: float = 0.0
     followed_tensor_seconds: float = 0.0
     rerun_op_seconds: float = 0.0
     watched_op_seconds: float = 0.0
@@ -59,12 +61,13 @@ class HostCosts:
 
 TYPICAL = HostCosts(
     region_seconds=150e-6,
+    passed_call_seconds=3e-6,
     call_seconds=100e-6,
     replayed_op_seconds=15e-6,
     recorded_op_seconds=22e-6,
     rederived_tensor_seconds=105e-6,
     packed_tensor_seconds=14e-6,
-    kept_tensor_seconds=7e-6,
+    beside_tensor_seconds=7e-6,
     followed_tensor_seconds=16e-6,
     rerun_op_seconds=4e-6,
     watched_op_seconds=60e-6,

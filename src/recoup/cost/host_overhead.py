@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from recoup.cost.host_costs import HostCosts
 from recoup.cost.model import PricedTrace
 from recoup.ir.decision import Decision, Region, follow_programs
-from recoup.ir.trace import Trace
+from recoup.ir.trace import Call, Trace
 
 
 def step_seconds(chosen: Sequence[Decision], priced: PricedTrace, *, plain: Trace) -> float:
@@ -86,11 +86,14 @@ def host_seconds(
     num_replayed = sum(o.replayed and not trace.signatures[o.signature].is_view for o in trace.ops)
     num_again = num_replayed - num_scan_replayed
     num_regions = math.fsum(1 / decision.calls_at_a_time for _, decision in regions)
+    num_passed, num_passed_again = _num_passed(plain, regions)
     backward = num_regions * costs.region_seconds + num_scan_tapes * costs.tape_seconds
-    forward = 0.0
+    backward += num_passed_again * costs.passed_call_seconds
+    forward = num_passed * costs.passed_call_seconds
     if follow_programs(chosen):
-        forward += trace.num_rederived * costs.packed_tensor_seconds
-        forward += num_kept_beside(trace) * costs.kept_tensor_seconds
+        num_kept, num_rebuilt = num_packed_beside(trace)
+        forward += (trace.num_rederived - num_rebuilt) * costs.packed_tensor_seconds
+        forward += (num_kept + num_rebuilt) * costs.beside_tensor_seconds
         backward += trace.num_rederived * costs.followed_tensor_seconds + num_again * costs.rerun_op_seconds
     else:
         backward += trace.num_rederived * costs.rederived_tensor_seconds
@@ -109,11 +112,26 @@ def host_seconds(
     return forward, backward
 
 
-def num_kept_beside(trace: Trace) -> int:
-    """Returns how many tensors stay saved in calls of torch functions of which others will be rebuilt."""
+def _num_passed(plain: Trace, regions: Sequence[tuple[Call, Region]]) -> tuple[int, int]:
+    """Returns how many calls of patched modules nothing is decided about: in forward, and in replays."""
+    paths = {call.path for call, decision in regions if decision.call is not None}
+    decided = {(call.path, call.index) for call, _ in regions}
+    passed = sorted(c.first_op for c in plain.calls if c.path in paths and (c.path, c.index) not in decided)
+    spans = [(call.first_op, max(call.replay_stop_op, call.first_op)) for call, _ in regions] if passed else []
+    num_again = sum(bisect.bisect_left(passed, stop) - bisect.bisect_left(passed, start) for start, stop in spans)
+    return len(passed), num_again
+
+
+def num_packed_beside(trace: Trace) -> tuple[int, int]:
+    """Returns how many saved tensors share a hooked call with one that will be rebuilt: kept ones, rebuilt ones.
+
+    Hooks are on for a call of a torch function as a whole. The first rebuilt tensor of a call pays for that.
+    """
     calls = list(itertools.accumulate(op.begins_call for op in trace.ops))
-    rebuilding = {calls[op] for op, _ in trace.rederive_links if op < len(calls)}
-    return sum(calls[op] in rebuilding for storage in trace.storages for op in storage.saved_ops if op < len(calls))
+    rebuilt = [calls[op] for op, _ in trace.rederive_links if op < len(calls)]
+    hooked = set(rebuilt)
+    num_kept = sum(calls[op] in hooked for storage in trace.storages for op in storage.saved_ops if op < len(calls))
+    return num_kept, len(rebuilt) - len(hooked)
 
 
 def noticed_ops(trace: Trace) -> list[bool]:
