@@ -21,8 +21,6 @@ from recoup.runtime.recompute.replay import Replay
 from recoup.runtime.recompute.scope import scope
 from recoup.runtime.recompute.spot_check import Kind, read_bytes, storage_of
 
-_SAMPLED_TENSORS = 32  # first ones of a region of which all are sampled: of a loop's hundreds a fifth is enough
-
 
 class Slot:
     """A tensor saved inside a region; filled in when the region is replayed.
@@ -108,39 +106,33 @@ class Frame:
         self.weights: set[int | None] = set()
         self.given: set[int | None] = {None}
 
-    def facts_of(self, tensor: torch.Tensor, place: int) -> tuple[Kind, bytes]:
+    def facts_of(self, tensor: torch.Tensor) -> tuple[Kind, bytes]:
         """Returns what tells a saved tensor: shape, dtype, the weight that it is or is a view of; sampled bytes.
 
         The weight, None for any other tensor, is its storage and how the tensor lies in it. No bytes are sampled of
         `nn.Parameter`s and their views: they are known by what they are.
-
-        Args:
-            place: its place among the saved tensors. Of the first all are sampled, then fewer and fewer: a value that
-                differs makes those differ that are computed from it.
         """
-        is_sampled = not place % (1 + place // _SAMPLED_TENSORS)
         base = tensor._base
         whole = tensor if base is None else base
         kind, own = type(whole), type(tensor)
         if kind is own is torch.Tensor and not self.weights:
-            return (tensor.shape, tensor.dtype, None), read_bytes(tensor) if is_sampled else b""
+            return (tensor.shape, tensor.dtype, None), read_bytes(tensor)
         storage, weight = storage_of(tensor), None
         is_parameter = kind is nn.Parameter or (kind is not torch.Tensor and isinstance(whole, nn.Parameter))
         if storage not in self.given and (is_parameter or storage in self.weights):
             weight = storage, tensor.stride(), tensor.storage_offset()
-        is_sampled = is_sampled and kind is not nn.Parameter and own is not nn.Parameter
-        return (tensor.shape, tensor.dtype, weight), read_bytes(tensor) if is_sampled else b""
+        is_known = kind is nn.Parameter or own is nn.Parameter
+        return (tensor.shape, tensor.dtype, weight), b"" if is_known else read_bytes(tensor)
 
     def _pack(self, tensor: torch.Tensor) -> Slot:
         if _torch.function_modes_are_on():
             with _torch.past_function_modes():
                 return self._pack(tensor)
-        place = len(self.slots)
-        kind, sample = self.facts_of(tensor, place)
+        kind, sample = self.facts_of(tensor)
         slot = Slot(self, self.kinds.setdefault(kind, kind), sample)
-        self.slots.append(weakref.ref(slot))
         if self.auditor is not None and (original := self.auditor.keep(tensor)) is not None:
-            self.originals[place] = original
+            self.originals[len(self.slots)] = original
+        self.slots.append(weakref.ref(slot))
         return slot
 
     def previous(self) -> list[torch.Tensor | None]:

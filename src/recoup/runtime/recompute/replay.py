@@ -108,7 +108,7 @@ class Replay:
         slot = self._slots[position]()
         if slot is not None:
             frame = self._frame
-            kind, sample = frame.facts_of(tensor, position)
+            kind, sample = frame.facts_of(tensor)
             if kind != slot.kind:
                 self._failure = self._mismatch(slot.kind, kind, tensor)
                 if self._failure is not None:
