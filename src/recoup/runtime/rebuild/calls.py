@@ -53,7 +53,7 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
         self._followed = followed
         recorder.followed = recorder.is_aside = self._run is not None
         self._is_other = False
-        self.hooks = _torch.saved_tensors_hooks(pack, unpack)
+        self.hooks = _torch.saved_tensors_hooks(pack if self._run is None else self._run.hook, unpack)
         if followed is not None:
             recorder.stop_program = self._stop
             recorder.on_write = self._writes
@@ -65,6 +65,8 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
         recorder = self._recorder
         recorder.program = recorder.learning = recorder.stop_program = recorder.on_write = None  # no cycle stays
         recorder.at_module = None
+        if isinstance(self._followed, StepRun):
+            self._followed.close()
 
     @property
     def is_busy(self) -> bool:

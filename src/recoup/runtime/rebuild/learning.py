@@ -16,6 +16,7 @@ from recoup.runtime.rebuild.call_forms import CallForm
 from recoup.runtime.rebuild.kept import Kept, KeptConstant, KeptView
 from recoup.runtime.rebuild.op_forms import Noted
 from recoup.runtime.rebuild.saved_tensor import MIN_BYTES
+from recoup.runtime.rebuild.segment_program import SegmentProgram
 from recoup.runtime.rebuild.segments import Rebuilt, Segment
 from recoup.runtime.rebuild.step_program import (
     CONSTANT,
@@ -23,7 +24,6 @@ from recoup.runtime.rebuild.step_program import (
     REBUILD,
     ProgramCall,
     Saved,
-    SegmentProgram,
     StepProgram,
     last_uses,
     parts_of,

@@ -18,7 +18,7 @@ The scheme is that of activation checkpointing (Chen et al., arXiv 1604.06174) w
 from __future__ import annotations
 
 import weakref
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -33,7 +33,7 @@ from recoup.runtime.rebuild.values import Geometry, Value
 class Rebuilds(Protocol):
     """The interface of a segment to the handles on its values."""
 
-    pending: set[weakref.ref[Wanted]]
+    pending: list[weakref.ref[Wanted]]
 
     def rebuild(self, asked: Wanted) -> None:
         """Rebuilds the segment: every pending handle holds its contents afterwards."""
@@ -45,27 +45,26 @@ class Wanted:
     Attributes:
         sources: what keeps the held results that it is rebuilt from.
         number: of the value in a program ([Note: step programs]).
+        is_taken: whether it was asked for; from then on it is rebuilt for those who ask again alone.
     """
 
-    __slots__ = ("__weakref__", "_ticket", "held", "number", "segment", "sources", "value")
+    __slots__ = ("__weakref__", "held", "is_taken", "number", "segment", "sources", "value")
 
-    def __init__(self, value: Value, segment: Rebuilds, sources: list[Source], number: int = -1) -> None:
+    def __init__(self, value: Value, segment: Rebuilds, sources: list[Any], number: int = -1) -> None:
         self.value = value
         self.segment = segment
         self.sources = sources
         self.number = number
         self.held: torch.Tensor | None = None
-        self._ticket = weakref.ref(self, segment.pending.discard)  # no Python runs when it dies, see `waiting.py`
-        segment.pending.add(self._ticket)
+        self.is_taken = False
+        segment.pending.append(weakref.ref(self))
 
     def move(self, segment: Segment) -> None:
         """Has another segment rebuild it from now on, if it is there when that begins."""
         sources = segment.reach(self.value) if segment.begins_with(self.value) else None
         if sources is not None:
-            self.segment.pending.discard(self._ticket)
             self.segment, self.sources = segment, sources
-            self._ticket = weakref.ref(self, segment.pending.discard)
-            segment.pending.add(self._ticket)
+            segment.pending.append(weakref.ref(self))
 
     def is_lost(self) -> bool:
         """Whether nobody may ask for it any more."""
@@ -76,7 +75,7 @@ class Wanted:
         if self.held is None:
             self.segment.rebuild(self)
         found, self.held = self.held, None
-        self.segment.pending.discard(self._ticket)
+        self.is_taken = True
         assert found is not None
         return found
 
@@ -86,7 +85,8 @@ class Segment:
 
     Attributes:
         around: the segment that this one is a piece of.
-        pending: handles not taken yet: `Rebuilt`s that backward will unpack, and those of pieces that start from it.
+        pending: handles, those not taken yet among them: `Rebuilt`s that backward will unpack, and those of pieces
+            that start from it.
         joints: values that stay for its pieces once it was rebuilt. starts: those of `around` that a piece is rebuilt
             from.
     """
@@ -96,7 +96,7 @@ class Segment:
     def __init__(self, around: Segment | None = None) -> None:
         self._counts = execution_context.current_counts()
         self.around = around
-        self.pending: set[weakref.ref[Wanted]] = set()
+        self.pending: list[weakref.ref[Wanted]] = []
         self.joints: set[Value] = set()
         self.starts: dict[Value, Wanted] = {}
         self._led: dict[Value, tuple[Value, ...]] = {}  # to each value met: the held ones
@@ -161,9 +161,11 @@ class Segment:
     def rebuild(self, asked: Wanted) -> None:
         """Has everybody who waits hold the contents asked for, by running what leads to them."""
         waiting = [asked]
-        for ticket in tuple(self.pending):
-            wanted = ticket()
-            if wanted is not None and wanted is not asked and not wanted.is_lost():
+        for ref in self.pending:
+            wanted = ref()
+            if wanted is None or wanted is asked or wanted.is_taken or wanted.segment is not self:
+                continue
+            if not wanted.is_lost():
                 waiting.append(wanted)
         with rerunning():
             here = self._started()
@@ -204,7 +206,7 @@ class Rebuilt(Wanted):
         value: Value,
         geometry: Geometry,
         segment: Rebuilds,
-        sources: list[Source],
+        sources: list[Any],
         under: Surroundings,
         number: int = -1,
     ) -> None:

@@ -27,8 +27,7 @@ from torch import nn
 
 from recoup import _torch
 from recoup.runtime.rebuild.call_forms import SCALARS, SEQUENCES, CallForm, flattened, picker
-from recoup.runtime.rebuild.op_forms import OpForm
-from recoup.runtime.rebuild.rewriting import Versions
+from recoup.runtime.rebuild.segment_program import SegmentProgram
 from recoup.runtime.rebuild.values import PLAIN, Geometry, Value
 from recoup.runtime.recompute.spot_check import Spots
 
@@ -221,82 +220,6 @@ def like_step(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 Saved = tuple[int, int, int, Geometry | None]  # what becomes of it, segment, number of the value, geometry
-ProgramOp = tuple[OpForm, tuple[int, ...], tuple[tuple[int, int], ...]]  # form, numbers read, results with numbers
-
-
-class SegmentProgram:
-    """How a segment is rebuilt.
-
-    Attributes:
-        ops: in the order of the forward. sources, constants: numbers of the held values and parameters that they start
-            from. around: the segment that this is a piece of, -1 for none. starts: numbers of the values of that which
-            a piece starts from. bases: geometry of what fills a value's storage. asked: the geometries that values are
-            asked for in. narrow: the sources that are kept in a smaller dtype, as random masks are.
-    """
-
-    __slots__ = ("_known", "_led", "around", "asked", "bases", "constants", "narrow", "ops", "sources", "starts")
-
-    def __init__(self, around: int) -> None:
-        self.around = around
-        self.ops: list[ProgramOp] = []
-        self.sources: set[int] = set()
-        self.constants: set[int] = set()
-        self.narrow: set[int] = set()
-        self.starts: set[int] = set()
-        self.bases: dict[int, Geometry] = {}
-        self.asked: dict[int, list[Geometry]] = {}
-        self._known: dict[frozenset[int], list[Any]] = {}
-        self._led: dict[int, tuple[int, ...]] = {}
-
-    def sources_of(self, wanted: int) -> tuple[int, ...]:
-        """Returns the numbers of the sources that lead to a value; where they are the same, the very same tuple."""
-        if not self._led:
-            self._led.update((number, (number,)) for number in self.sources)
-            known: dict[tuple[int, ...], tuple[int, ...]] = {}
-            for _, reads, results in self.ops:
-                below = tuple(dict.fromkeys(source for read in reads for source in self._led.get(read, ())))
-                below = known.setdefault(tuple(sorted(below)), below)
-                self._led.update((number, below) for _, number in results)
-        return self._led.get(wanted, ())
-
-    def leading_to(self, wanted: frozenset[int]) -> list[Any]:
-        """Returns the ops that lead to these values.
-
-        Of each its form, reads, results that are read or wanted, numbers to let go, and the place of the tensor that it
-        writes over, -1 for none. A read is a number and the geometry to lay it out in, None where it lies so already.
-        """
-        found = self._known.get(wanted)
-        if found is None:
-            found = self._known[wanted] = self._leading_to(wanted)
-        return found
-
-    def _leading_to(self, wanted: frozenset[int]) -> list[Any]:
-        needed = set(wanted)
-        chosen: list[Any] = []
-        last: set[int] = set()
-        for form, reads, results in reversed(self.ops):
-            gives = tuple([(position, number) for position, number in results if number in needed])
-            if not gives:
-                continue
-            laid_out = []
-            for number, geometry in zip(reads, form.geometries, strict=True):
-                is_start = number in self.sources or number in self.constants
-                laid_out.append((number, geometry if is_start or geometry != self.bases[number] else None))
-            drops = tuple({n for n in reads if n not in last and n not in wanted and n not in self.constants})
-            over = [i for i in form.targets if reads[i] not in last and form.geometries[i] == self.bases.get(reads[i])]
-            last.update(reads)
-            needed.update(reads)
-            chosen.append((form, tuple(laid_out), gives, drops, over))
-        chosen.reverse()
-        versions: Versions[int] = Versions({number: self.asked.get(number, []) for number in wanted})
-        for number in self.narrow:  # made anew when it is read
-            versions.add(number)
-        for i, (form, reads, gives, drops, over) in enumerate(chosen):
-            writes = next((at for at in over if versions.is_free(reads[at][0], form.part)), -1)
-            for _, number in gives:
-                versions.add(number, reads[writes][0] if writes >= 0 else None)
-            chosen[i] = form, reads, gives, drops, writes
-        return chosen
 
 
 class StepProgram:
@@ -392,8 +315,8 @@ def last_uses(saves: list[Saved], segments: list[SegmentProgram]) -> dict[int, i
             found[number] = at
         elif kind == REBUILD:
             segment = segments[index]
-            found.update(dict.fromkeys(segment.sources_of(number), at))
+            found.update(dict.fromkeys(segment.lead_of(number), at))
             for start in segment.starts:
-                found.update(dict.fromkeys(segments[segment.around].sources_of(start), at))
+                found.update(dict.fromkeys(segments[segment.around].lead_of(start), at))
     found.pop(-1, None)  # tensors without a value
     return found

@@ -8,149 +8,25 @@ from typing import Any
 
 import torch
 
-from recoup.runtime import execution_context
+from recoup import _torch
 from recoup.runtime.rebuild.constant import Constant
-from recoup.runtime.rebuild.kept import Kept, KeptCompact, Source, kept_simply, laid
-from recoup.runtime.rebuild.rederived import fitted, rerunning
-from recoup.runtime.rebuild.rerun import has_memory, parameter_of
-from recoup.runtime.rebuild.saved_tensor import compact
-from recoup.runtime.rebuild.segments import Rebuilt, Segment, Wanted
+from recoup.runtime.rebuild.kept import Kept, KeptCompact, kept_simply
+from recoup.runtime.rebuild.rerun import has_memory
+from recoup.runtime.rebuild.saved_tensor import compact, pack
+from recoup.runtime.rebuild.segment_run import SegmentRun
+from recoup.runtime.rebuild.segments import Rebuilt, Segment
 from recoup.runtime.rebuild.step_program import (
     CONSTANT,
     REBUILD,
     Boundary,
     ProgramCall,
-    SegmentProgram,
     StepProgram,
     parts_of,
 )
 from recoup.runtime.rebuild.values import Value, geometry_of
 from recoup.runtime.recompute.spot_check import spots_of
 
-
-class _Sources(list[Source]):
-    """A list that can be referred to weakly."""
-
-    __slots__ = ("__weakref__",)
-
-
-class SegmentRun:
-    """A segment of a step that follows a program, in the place of a recorded step's `Segment`.
-
-    Attributes:
-        pending: as `Segment`'s.
-
-    Args:
-        around: the run of the segment that this is a piece of. values: by number.
-    """
-
-    __slots__ = (
-        "__weakref__",
-        "_constants",
-        "_counts",
-        "_late",
-        "_lists",
-        "_program",
-        "_sources",
-        "_starts",
-        "pending",
-    )
-
-    def __init__(
-        self, program: SegmentProgram, constants: dict[int, Constant], around: SegmentRun | None, values: list[Value]
-    ) -> None:
-        self._counts = execution_context.current_counts()
-        self._program = program
-        self._constants = constants
-        self.pending: set[weakref.ref[Wanted]] = set()
-        self._sources: dict[int, weakref.ref[Kept | KeptCompact]] = {}
-        self._late: dict[int, list[list[Source]]] = {}
-        self._lists: dict[int, weakref.ref[_Sources]] = {}  # whoever is rebuilt from them has the list
-        self._starts: dict[int, Wanted] = {}
-        if around is not None:
-            starts = {n: Wanted(values[n], around, around.sources_of(n), n) for n in program.starts}
-            self._starts = starts
-
-    def sources_of(self, number: int) -> list[Source]:
-        """Returns what keeps the held values that lead to a value; those that are kept later join the list then.
-
-        Values that the same lead to have one list.
-        """
-        numbers = self._program.sources_of(number)
-        ref = self._lists.get(id(numbers))
-        found = None if ref is None else ref()
-        if found is None:
-            found = _Sources()
-            self._lists[id(numbers)] = weakref.ref(found)
-            for source in numbers:
-                kept = self._kept(source)
-                if kept is None:
-                    self._late.setdefault(source, []).append(found)
-                else:
-                    found.append(kept)
-        return found
-
-    def keep(self, number: int, kept: Kept | KeptCompact) -> None:
-        """Notes what keeps a held value that something is rebuilt from."""
-        kept.is_source = True
-        self._sources[number] = weakref.ref(kept)
-        for sources in self._late.pop(number, ()):
-            sources.append(kept)
-
-    def _kept(self, number: int) -> Kept | KeptCompact | None:
-        ref = self._sources.get(number)
-        return None if ref is None else ref()
-
-    def rebuild(self, asked: Wanted) -> None:
-        """Has everybody who waits hold the contents asked for, by running what leads to them."""
-        waiting = [asked]
-        for ticket in tuple(self.pending):
-            wanted = ticket()
-            if wanted is not None and wanted is not asked and wanted.held is None:
-                waiting.append(wanted)
-        with rerunning():
-            found = self._run(frozenset([wanted.number for wanted in waiting]))
-            for wanted in waiting:
-                tensor = found.get(wanted.number)
-                if tensor is None:  # held by itself
-                    start = self._start(wanted.number).detach()
-                    tensor = start if wanted.value.base is None else laid(start, wanted.value.base)
-                wanted.held = tensor
-        execution_context.count("num_rederived", self._counts, len(waiting))
-
-    def _run(self, wanted: frozenset[int]) -> dict[int, torch.Tensor]:
-        here = {number: start.take() for number, start in self._starts.items()}
-        bases, narrow = self._program.bases, self._program.narrow
-        for form, reads, gives, drops, writes in self._program.leading_to(wanted):
-            tensors: list[torch.Tensor] = []
-            tensor: torch.Tensor | None = None
-            for number, geometry in reads:
-                tensor = here.get(number)
-                if tensor is None:
-                    tensor = here[number] = self._start(number)
-                tensors.append(tensor if geometry is None else laid(tensor, geometry))
-            if writes >= 0 and reads[writes][0] in narrow and type(self._kept(reads[writes][0])) is not KeptCompact:
-                writes = -1
-            out = form.run(tensors, writes)
-            del tensors
-            tensor = None
-            as_then = form.gave(out)
-            for position, number in gives:
-                result = out if form.is_single else out[position]
-                here[number] = result if as_then else fitted(result, bases[number])
-                del result
-            del out
-            for number in drops:
-                here.pop(number, None)
-        return here
-
-    def _start(self, number: int) -> torch.Tensor:
-        """Returns what a rebuild starts from, which may be the kept tensor itself."""
-        kept = self._kept(number)
-        if kept is not None:
-            return kept.contents()
-        constant = self._constants[number]
-        return constant.tensor if constant.is_as_read() else parameter_of(constant)
+_num_function_modes = _torch.num_function_modes  # asked for every saved tensor
 
 
 class StepRun:
@@ -291,6 +167,20 @@ class StepRun:
         """Holds what the program holds of a call's results."""
         for position, number in call.keeps_results:
             self._keep(number, out if position < 0 else out[position])
+
+    def hook(self, tensor: torch.Tensor) -> Any:
+        """The pack hook of a step that follows a program: `saved_tensor.pack` by a shorter way."""
+        recorder = self._recorder
+        if recorder is not None and self.is_on and not _num_function_modes():
+            packed = self.pack(recorder, tensor)
+            if packed is not None:
+                return packed
+        return pack(tensor)
+
+    def close(self) -> None:
+        """Called when the forward has returned: autograd has the hook until backward, and may hold nothing by it."""
+        self._recorder = None
+        self.slots.clear()
 
     def pack(self, recorder: Any, tensor: torch.Tensor) -> Any | None:
         """Returns what autograd gets instead of a tensor; None if the program has nothing saved here."""

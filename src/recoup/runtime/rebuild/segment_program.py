@@ -1,0 +1,124 @@
+"""How a segment of a step is rebuilt in the steps that follow its program ([Note: step programs])."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import cast
+
+from recoup.runtime.rebuild.op_forms import OpForm
+from recoup.runtime.rebuild.rebuild_code import RebuildCode, Rerun
+from recoup.runtime.rebuild.rewriting import Versions
+from recoup.runtime.rebuild.values import Geometry
+
+ProgramOp = tuple[OpForm, tuple[int, ...], tuple[tuple[int, int], ...]]  # form, numbers read, results with numbers
+
+
+class Lead:
+    """The held values that lead to a value: those that lead to another one, and more.
+
+    Values of a long chain have many in common; who is rebuilt from them holds what those before it hold, and its own.
+
+    Attributes:
+        below: the other one's, None for none. more: numbers of the held values besides, in order.
+    """
+
+    __slots__ = ("below", "more")
+
+    def __init__(self, below: Lead | None, more: tuple[int, ...]) -> None:
+        self.below = below
+        self.more = more
+
+    def __iter__(self) -> Iterator[int]:
+        lead: Lead | None = self
+        while lead is not None:
+            yield from lead.more
+            lead = lead.below
+
+
+_NOTHING = Lead(None, ())
+
+
+class SegmentProgram:
+    """How a segment is rebuilt.
+
+    Attributes:
+        ops: in the order of the forward. sources, constants: numbers of the held values and parameters that they start
+            from. around: the segment that this is a piece of, -1 for none. starts: numbers of the values of that which
+            a piece starts from. bases: geometry of what fills a value's storage. asked: the geometries that values are
+            asked for in. narrow: the sources that are kept in a smaller dtype, as random masks are.
+    """
+
+    __slots__ = ("_codes", "_leads", "around", "asked", "bases", "constants", "narrow", "ops", "sources", "starts")
+
+    def __init__(self, around: int) -> None:
+        self.around = around
+        self.ops: list[ProgramOp] = []
+        self.sources: set[int] = set()
+        self.constants: set[int] = set()
+        self.narrow: set[int] = set()
+        self.starts: set[int] = set()
+        self.bases: dict[int, Geometry] = {}
+        self.asked: dict[int, list[Geometry]] = {}
+        self._codes: dict[frozenset[int], RebuildCode] = {}
+        self._leads: dict[int, Lead] = {}
+
+    def lead_of(self, wanted: int) -> Lead:
+        """Returns the sources that lead to a value; where they are the same, the very same object."""
+        if not self._leads:
+            self._find_leads()
+        return self._leads.get(wanted, _NOTHING)
+
+    def _find_leads(self) -> None:
+        leads = self._leads
+        leads.update((number, Lead(None, (number,))) for number in self.sources)
+        all_of = {lead: frozenset(lead.more) for lead in (*leads.values(), _NOTHING)}
+        known = {numbers: lead for lead, numbers in all_of.items()}
+        for _, reads, results in self.ops:
+            below = [leads[read] for read in reads if read in leads]
+            numbers = frozenset().union(*[all_of[lead] for lead in below])
+            lead = known.get(numbers)
+            if lead is None:
+                most = max(below, key=lambda each: len(all_of[each]))
+                lead = known[numbers] = Lead(most, tuple(sorted(numbers - all_of[most])))
+                all_of[lead] = numbers
+            leads.update((number, lead) for _, number in results)
+
+    def code(self, wanted: frozenset[int]) -> RebuildCode:
+        """Returns what rebuilds these values."""
+        found = self._codes.get(wanted)
+        if found is None:
+            found = self._codes[wanted] = RebuildCode(
+                self._leading_to(wanted), wanted, starts=self.starts, bases=self.bases, narrow=self.narrow
+            )
+        return found
+
+    def _leading_to(self, wanted: frozenset[int]) -> list[Rerun]:
+        needed = set(wanted)
+        chosen: list[tuple[Rerun, list[int]]] = []
+        last: set[int] = set()
+        for form, reads, results in reversed(self.ops):
+            gives = tuple([(position, number) for position, number in results if number in needed])
+            if not gives:
+                continue
+            laid_out = []
+            for number, geometry in zip(reads, form.geometries, strict=True):
+                is_start = number in self.sources or number in self.constants
+                laid_out.append((number, geometry if is_start or geometry != self.bases[number] else None))
+            drops = tuple({n for n in reads if n not in last and n not in wanted and n not in self.constants})
+            over = [i for i in form.targets if reads[i] not in last and form.geometries[i] == self.bases.get(reads[i])]
+            last.update(reads)
+            needed.update(reads)
+            chosen.append((Rerun(form, tuple(laid_out), gives, drops, -1), over))
+        chosen.reverse()
+        versions: Versions[int] = Versions({number: self.asked.get(number, []) for number in wanted})
+        for number in self.narrow:  # made anew when it is read
+            versions.add(number)
+        found = []
+        for rerun, over in chosen:
+            part = cast(Geometry, rerun.form.part)
+            writes = next((at for at in over if versions.is_free(rerun.reads[at][0], part)), -1)
+            for _, number in rerun.gives:
+                versions.add(number, rerun.reads[writes][0] if writes >= 0 else None)
+            found.append(dataclasses.replace(rerun, writes=writes))
+        return found
