@@ -135,6 +135,8 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
         call, hooks = run.call, self.hooks
         pick = call.pick
         if call.func is not func or pick is None:
+            if id(func) in _ASKS:
+                return func(*args, **kwargs) if kwargs else func(*args)
             return self._look_at(run, func, args, kwargs)
         if not kwargs:
             items = None if call.names else args
@@ -190,8 +192,6 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
 
     def _look_at(self, run: StepRun, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         """Runs a call that is not simply the program's next."""
-        if id(func) in _ASKS:
-            return func(*args, **kwargs) if kwargs else func(*args)
         if type(func) is types.MethodWrapperType:  # an attribute
             if func.__name__ == "__set__" or func.__self__ is torch.Tensor.data:
                 self._stop()

@@ -69,6 +69,10 @@ class RederiveProgram(StepProgram):
     ) -> None:
         super().__init__(calls, [], [], [], num_slots, constants, casts=casts, seen=seen, boundaries=boundaries)
         self.kept = kept
+        self.packs = [
+            KEEP if kind != CONSTANT and number < 0 and at not in casts else None
+            for at, (kind, number, *_) in enumerate(kept)
+        ]
         self.compacts = compacts
         self.bases = {number: value.base for value, number in values.items()}
         ops = {values[v]: FlatOp(v.made, v, values) for v in chained if v.made is not None}

@@ -32,11 +32,12 @@ from recoup.runtime.rebuild.rederived import Rederived, paused
 from recoup.runtime.rebuild.values import Geometry, Value, geometry_of
 
 MIN_BYTES = 4096  # smaller saved tensors are kept: a rebuild takes some 100 us whatever its size
+_num_function_modes = _torch.num_function_modes  # asked for every saved tensor
 
 
 def pack(tensor: torch.Tensor) -> Any:
     """Returns the object that autograd saves in place of `tensor`: `Kept`, `KeptView`, `Rederived` or `Returning`."""
-    if _torch.num_function_modes():  # inside of a user's `autograd.Function`
+    if _num_function_modes():  # inside of a user's `autograd.Function`
         with _torch.past_function_modes():
             return _pack(tensor)
     return _pack(tensor)
@@ -163,9 +164,11 @@ def keep(value: Value, tensor: torch.Tensor) -> Source:
 
 def unpack(packed: Any) -> torch.Tensor:
     """Returns the tensor that `pack` was given, kept or rebuilt."""
-    if _torch.num_function_modes():
+    if _num_function_modes():
         with _torch.past_function_modes():
             return unpacked(packed)
+    if type(packed) is tuple and packed[0]._version == packed[1]:  # `unpacked`, without a call
+        return packed[0]  # type: ignore[no-any-return]
     return unpacked(packed)
 
 

@@ -61,17 +61,23 @@ class SegmentRun:
             self._starts = starts
 
     def sources_of(self, number: int) -> list[Any]:
-        """Returns what keeps the held values that lead to a value; those that are kept later join the list then."""
-        lead: Lead | None = self._program.lead_of(number)
-        new: list[Lead] = []
+        """Returns what keeps the held values that lead to a value."""
+        return self.holding(self._program.lead_of(number))
+
+    def holding(self, lead: Lead) -> list[Any]:
+        """Returns what keeps the held values of a lead; those that are kept later join the list then."""
+        ref = self._lists.get(lead)
+        found = None if ref is None else ref()
+        return self._hold(lead) if found is None else found
+
+    def _hold(self, lead: Lead) -> _Sources:
+        new = [lead]
         found: _Sources | None = None
-        while lead is not None:
-            ref = self._lists.get(lead)
+        while found is None and (below := new[-1].below) is not None:
+            ref = self._lists.get(below)
             found = None if ref is None else ref()
-            if found is not None:
-                break
-            new.append(lead)
-            lead = lead.below
+            if found is None:
+                new.append(below)
         for each in reversed(new):
             found = self._list(each, found)
         assert found is not None

@@ -210,7 +210,13 @@ class Rebuilt(Wanted):
         under: Surroundings,
         number: int = -1,
     ) -> None:
-        super().__init__(value, segment, sources, number)
+        self.value = value  # as `Wanted` does it, in one call: there are thousands in a step
+        self.segment = segment
+        self.sources = sources
+        self.number = number
+        self.held = None
+        self.is_taken = False
+        segment.pending.append(weakref.ref(self))
         self._under = under
         self.geometry = geometry
 
@@ -223,12 +229,16 @@ class Rebuilt(Wanted):
 
         Under `retain_graph` it may be asked for again, and is rebuilt again.
         """
-        if self.value.overwritten and self.is_lost():
+        value, tensor = self.value, self.held
+        if value.overwritten and self.is_lost():
             size, _, _, dtype = self.geometry
             raise changed_since(f"{dtype} {list(size)}")
-        if self.held is not None or self._under.are_here():
+        if tensor is not None:
+            self.held = None
+            self.is_taken = True
+        elif self._under.are_here():
             tensor = self.take()
         else:
             with self._under.again():
                 tensor = self.take()
-        return tensor if self.geometry is self.value.base else laid(tensor, self.geometry)
+        return tensor if self.geometry is value.base else laid(tensor, self.geometry)

@@ -20,14 +20,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from recoup import _torch
 from recoup.runtime.rebuild.call_forms import SCALARS, SEQUENCES, CallForm, flattened, picker
-from recoup.runtime.rebuild.segment_program import SegmentProgram
+from recoup.runtime.rebuild.segment_program import Lead, SegmentProgram
 from recoup.runtime.rebuild.values import PLAIN, Geometry, Value
 from recoup.runtime.recompute.spot_check import Spots
 
@@ -220,14 +220,17 @@ def like_step(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 Saved = tuple[int, int, int, Geometry | None]  # what becomes of it, segment, number of the value, geometry
+Pack = tuple[Value, Geometry, int, int, Lead] | int | None
 
 
 class StepProgram:
     """What a step under a plan by tensor did.
 
     Attributes:
-        calls: in order. saves: what becomes of each tensor that autograd saves. segments: how each is rebuilt.
-        values: one for each number, with the geometry of what fills its storage. end: stands behind the last call.
+        calls: in order. saves: what becomes of each tensor that autograd saves. packs: the same, ready for the hook: of
+            what is rebuilt the value, its geometry, segment, number and lead; KEEP for what is kept and nobody else
+            asks for; None for what takes a closer look. segments: how each is rebuilt. values: one for each number,
+            with the geometry of what fills its storage. end: stands behind the last call.
         num_slots: of tensors; those of held values come after them. masks: by its place among the saved tensors, the
             number of the random mask that one shows, which something is rebuilt from. casts: places of those that
             autocast made of a parameter. spots: where to look at parameters that something is rebuilt from, by number.
@@ -278,6 +281,7 @@ class StepProgram:
             if i:
                 self.boundaries[i - 1].then = boundary
         self.saves = saves
+        self.packs = [self._pack(at, save, segments, values) for at, save in enumerate(saves)]
         self.segments = segments
         self.values = values
         self._constants = [(weakref.ref(parameter), slot) for parameter, slot in constants]
@@ -288,6 +292,15 @@ class StepProgram:
         for i, segment in enumerate(segments):
             for number in segment.sources:
                 self.holders.setdefault(number, []).append(i)
+
+    def _pack(self, at: int, save: Saved, segments: list[SegmentProgram], values: list[Value]) -> Pack:
+        kind, segment, number, geometry = save
+        if at in self.casts or at in self.masks:
+            return None
+        if kind == REBUILD:
+            wanted = geometry or values[number].base
+            return values[number], cast(Geometry, wanted), segment, number, segments[segment].lead_of(number)
+        return KEEP if kind == KEEP and number < 0 else None
 
     def slots(self) -> list[Any] | None:
         """Returns the slots at the beginning of a step: parameters are in theirs. None if they are not as they were."""

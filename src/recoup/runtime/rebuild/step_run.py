@@ -17,6 +17,7 @@ from recoup.runtime.rebuild.segment_run import SegmentRun
 from recoup.runtime.rebuild.segments import Rebuilt, Segment
 from recoup.runtime.rebuild.step_program import (
     CONSTANT,
+    KEEP,
     REBUILD,
     Boundary,
     ProgramCall,
@@ -43,6 +44,7 @@ class StepRun:
         "_handed",
         "_kept",
         "_masks",
+        "_packs",
         "_program",
         "_recorder",
         "_segments",
@@ -59,6 +61,7 @@ class StepRun:
         self._program = program
         self._masks = program.masks
         self._casts = program.casts
+        self._packs = program.packs
         self.slots = slots
         self._under = recorder.surroundings()
         self.call = program.calls[0] if program.calls else program.end
@@ -170,12 +173,21 @@ class StepRun:
 
     def hook(self, tensor: torch.Tensor) -> Any:
         """The pack hook of a step that follows a program: `saved_tensor.pack` by a shorter way."""
+        at = self.num_saved
         recorder = self._recorder
-        if recorder is not None and self.is_on and not _num_function_modes():
-            packed = self.pack(recorder, tensor)
-            if packed is not None:
-                return packed
-        return pack(tensor)
+        if recorder is None or not self.is_on or at >= self.end or _num_function_modes():
+            return pack(tensor)
+        how = self._packs[at]
+        if type(how) is tuple:
+            self.num_saved = at + 1
+            value, geometry, segment, number, lead = how
+            run = self._segments.get(segment) or self._segment(segment)
+            return Rebuilt(value, geometry, run, run.holding(lead), self._under, number)
+        if how is KEEP:
+            self.num_saved = at + 1
+            return kept_simply(tensor)
+        packed = self.pack(recorder, tensor)
+        return pack(tensor) if packed is None else packed
 
     def close(self) -> None:
         """Called when the forward has returned: autograd has the hook until backward, and may hold nothing by it."""
@@ -192,7 +204,6 @@ class StepRun:
         kind, segment, number, geometry = self._program.saves[at]
         if kind == CONSTANT:
             return tensor, tensor._version
-        recorder.turn += 1
         mask = self._masks.get(at)
         if mask is not None:
             base = self._program.values[mask].base
@@ -241,6 +252,7 @@ class StepRun:
     def end_early(self, recorder: Any) -> None:
         """Ends the program before its time: what it holds is made known to the record."""
         self.is_on = False
+        recorder.turn += self.num_saved
         last = self._retrace(recorder)
         for ref in self._kept.values():
             kept = ref()
