@@ -94,9 +94,10 @@ mean, and are 0.4 % so (AMD EPYC, 2026-11-26)."""
 
 
 def load_host_costs(path: Path) -> HostCosts | None:
-    """Returns the costs in the file; None if it is missing or broken."""
+    """Returns the costs in the file; None if it is missing, broken, or of a version that knew other costs."""
     try:
-        return HostCosts(**{name: float(seconds) for name, seconds in json.loads(path.read_text()).items()})
+        found = {name: float(seconds) for name, seconds in json.loads(path.read_text()).items()}
+        return HostCosts(**found) if found.keys() == {f.name for f in dataclasses.fields(HostCosts)} else None
     except (OSError, ValueError, TypeError, AttributeError):
         return None
 

@@ -65,7 +65,7 @@ class Kept:
 
     def __init__(self, tensor: torch.Tensor, *, is_saved: bool = True) -> None:
         # With its node it would be a cycle: a saved output is held by the node that made it.
-        self.tensor = tensor if tensor.grad_fn is None else _torch.detach_past_modes(tensor)
+        self.tensor = tensor if tensor.is_leaf else _torch.detach_past_modes(tensor)
         self.version = tensor._version
         self.is_saved = is_saved
         self.is_source = False
@@ -147,7 +147,7 @@ Simple = tuple[torch.Tensor, int]  # a saved tensor that nobody asks for but the
 
 def kept_simply(tensor: torch.Tensor) -> Simple:
     """Returns what autograd gets where a program knows that nobody else asks, in less time than a `Kept` takes."""
-    return tensor if tensor.grad_fn is None else _torch.detach_past_modes(tensor), tensor._version
+    return tensor if tensor.is_leaf else _torch.detach_past_modes(tensor), tensor._version
 
 
 def unpacked(packed: Any) -> torch.Tensor:
