@@ -229,5 +229,7 @@ def test_the_most_likely_costs_are_those_that_the_times_tell_and_never_zero() ->
     for nonsense in ([-t for t in times], [0.0] * len(times), [100 * t * random.random() for t in times]):
         shares = numpy.asarray(host_calibration._most_likely(rows, nonsense, [1e-3 * abs(t) for t in times])) / typical
         assert shares.min() > 0.05 and shares.max() < 20, shares
-    rounded = [host_calibration._rounded(seconds * 1e-6, 10e-6) * 1e6 for seconds in (2.4, 5.1, 9.0, 11.8, 12.0, 19.0)]
-    assert rounded == pytest.approx([2.5, 5.0, 10.0, 10.0, 200**0.5, 20.0])
+    rounded = [
+        host_calibration._rounded(seconds * 1e-6, 10e-6) * 1e6 for seconds in (2.4, 4.9, 5.1, 7.2, 14.0, 15.0, 21.0)
+    ]
+    assert rounded == pytest.approx([2.5, 5.0, 50**0.5, 10.0, 10.0, 200**0.5, 20.0])

@@ -68,8 +68,8 @@ TYPICAL = HostCosts(
     rederived_tensor_seconds=105e-6,
     packed_tensor_seconds=14e-6,
     beside_tensor_seconds=7e-6,
-    followed_tensor_seconds=16e-6,
-    rerun_op_seconds=4e-6,
+    followed_tensor_seconds=12e-6,
+    rerun_op_seconds=3e-6,
     watched_op_seconds=60e-6,
     tape_seconds=30e-6,
     forward_op_seconds=5e-6,
@@ -77,7 +77,7 @@ TYPICAL = HostCosts(
 )
 """Of an x86 CPU, for steps that run elsewhere: medians of steps of tenths of a second, whose kernels drive the
 interpreter's data out of the cache (bench/results/overhead-cpu-2026-11-22.md); the last two are of GPT-2 small at
-batch 1 on the stub GPU."""
+batch 1 on the stub GPU. What a program takes is of a GRU of `bench.peers` (2026-11-26)."""
 
 COLD = dataclasses.replace(
     TYPICAL,

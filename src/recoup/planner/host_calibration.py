@@ -5,8 +5,8 @@ each kind of bookkeeping. What each plan takes above the plain step, its kernels
 step takes above its kernels is two more. What a plan takes whatever it does is one more unknown, which nobody is
 charged. The answer is the most likely one: a cost is `TYPICAL`'s times or divided by two, give or take, and a time is
 off by what its repetitions are apart. So no cost is zero, and those that the times cannot tell apart stay typical. Each
-is then rounded to the nearest of `TYPICAL`'s times powers of the square root of two: finer, the noise of a calibration
-would choose plans.
+is then rounded towards `TYPICAL`, to one of its times powers of the square root of two: finer, the noise of a
+calibration would choose plans, and what is less off than that is as likely the calibration's as the host's.
 
 Tensors are as large as a core's cache holds a few of, since kernels of a real step drive the interpreter's data out of
 it. Kernels are priced as in any plan: what an op takes longer inside of a step than alone counts as host time. Times
@@ -114,7 +114,7 @@ def measure_host_costs(*, num_layers: int = 3, num_rounds: int = 2) -> HostCosts
 
 def _rounded(seconds: float, typical: float) -> float:
     grain = _SPREAD_SHARE / 2
-    return typical * math.exp(round(math.log(seconds / typical) / grain) * grain)
+    return typical * math.exp(math.trunc(math.log(seconds / typical) / grain) * grain)
 
 
 def _least(laps: list[tuple[float, float]]) -> tuple[float, float]:

@@ -10,6 +10,7 @@ from recoup.runtime.rebuild.op_forms import OpForm
 from recoup.runtime.rebuild.rebuild_code import RebuildCode, Rerun
 from recoup.runtime.rebuild.rewriting import Versions
 from recoup.runtime.rebuild.values import Geometry
+from recoup.thresholds import MOST_REMEMBERED_ANSWERS
 
 ProgramOp = tuple[OpForm, tuple[int, ...], tuple[tuple[int, int], ...]]  # form, numbers read, results with numbers
 
@@ -88,6 +89,8 @@ class SegmentProgram:
         """Returns what rebuilds these values."""
         found = self._codes.get(wanted)
         if found is None:
+            if len(self._codes) >= MOST_REMEMBERED_ANSWERS:
+                self._codes.clear()
             found = self._codes[wanted] = RebuildCode(
                 self._leading_to(wanted), wanted, starts=self.starts, bases=self.bases, narrow=self.narrow
             )
