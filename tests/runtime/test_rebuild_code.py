@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
+from recoup.ir.decision import Rebuild
+from recoup.runtime.apply import apply_decisions
 from recoup.runtime.rebuild.op_forms import TENSOR
 from recoup.runtime.rebuild.rebuild_code import RebuildCode, Rerun
 from recoup.runtime.rebuild.segment_program import SegmentProgram
@@ -103,3 +106,18 @@ def test_values_that_are_asked_for_in_ever_other_sets_leave_no_code_behind() -> 
     for i in range(1, 200):
         assert torch.equal(run(program.code(frozenset([i])), X)[i], X + i)
     assert len(program._codes) <= MOST_REMEMBERED_ANSWERS
+
+
+def test_a_second_backward_runs_each_op_again_once() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.Tanh())))
+    x, flops = torch.randn(64, 64), []
+    with apply_decisions(model, (Rebuild(path=""),)):
+        for _ in range(4):  # recorded, then by a program
+            loss = model(x).sum()
+            for _ in range(2):
+                with FlopCounterMode(display=False) as counter:
+                    loss.backward(retain_graph=True)
+                flops.append(counter.get_total_flops())
+            del loss
+    assert max(flops) == flops[0]

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from recoup import _torch
 from recoup.runtime import execution_context
 from recoup.runtime.rebuild.constant import Constant
 from recoup.runtime.rebuild.kept import Kept, KeptCompact, laid
@@ -109,10 +110,11 @@ class SegmentRun:
 
     def rebuild(self, asked: Wanted) -> None:
         """Has everybody who waits hold the contents asked for, by running what leads to them."""
+        now = _torch.current_backward_id()
         waiting = [asked]
         for ref in self.pending:
             wanted = ref()
-            if wanted is not None and wanted is not asked and wanted.held is None and not wanted.is_taken:
+            if wanted is not None and wanted is not asked and wanted.held is None and wanted.taken_in != now:
                 waiting.append(wanted)
         with rerunning():
             code = self._program.code(frozenset([wanted.number for wanted in waiting]))

@@ -22,12 +22,15 @@ from typing import Any, Protocol
 
 import torch
 
+from recoup import _torch
 from recoup.runtime import execution_context
 from recoup.runtime.rebuild.kept import Kept, Source, changed_since, is_overwritten, laid
 from recoup.runtime.rebuild.rederived import rerunning
 from recoup.runtime.rebuild.rerun import has_memory, run_again
 from recoup.runtime.rebuild.surroundings import Surroundings
 from recoup.runtime.rebuild.values import Geometry, Value
+
+_backward_id = _torch.current_backward_id  # asked for every rebuilt tensor
 
 
 class Rebuilds(Protocol):
@@ -45,10 +48,10 @@ class Wanted:
     Attributes:
         sources: what keeps the held results that it is rebuilt from.
         number: of the value in a program ([Note: step programs]).
-        is_taken: whether it was asked for; from then on it is rebuilt for those who ask again alone.
+        taken_in: the backward in which it was taken last, None if it was not. In another one it waits again.
     """
 
-    __slots__ = ("__weakref__", "held", "is_taken", "number", "segment", "sources", "value")
+    __slots__ = ("__weakref__", "held", "number", "segment", "sources", "taken_in", "value")
 
     def __init__(self, value: Value, segment: Rebuilds, sources: list[Any], number: int = -1) -> None:
         self.value = value
@@ -56,7 +59,7 @@ class Wanted:
         self.sources = sources
         self.number = number
         self.held: torch.Tensor | None = None
-        self.is_taken = False
+        self.taken_in: int | None = None
         segment.pending.append(weakref.ref(self))
 
     def move(self, segment: Segment) -> None:
@@ -75,7 +78,7 @@ class Wanted:
         if self.held is None:
             self.segment.rebuild(self)
         found, self.held = self.held, None
-        self.is_taken = True
+        self.taken_in = _backward_id()
         assert found is not None
         return found
 
@@ -160,10 +163,11 @@ class Segment:
 
     def rebuild(self, asked: Wanted) -> None:
         """Has everybody who waits hold the contents asked for, by running what leads to them."""
+        now = _backward_id()
         waiting = [asked]
         for ref in self.pending:
             wanted = ref()
-            if wanted is None or wanted is asked or wanted.is_taken or wanted.segment is not self:
+            if wanted is None or wanted is asked or wanted.taken_in == now or wanted.segment is not self:
                 continue
             if not wanted.is_lost():
                 waiting.append(wanted)
@@ -215,7 +219,7 @@ class Rebuilt(Wanted):
         self.sources = sources
         self.number = number
         self.held = None
-        self.is_taken = False
+        self.taken_in = None
         segment.pending.append(weakref.ref(self))
         self._under = under
         self.geometry = geometry
@@ -227,7 +231,7 @@ class Rebuilt(Wanted):
     def unpack(self) -> torch.Tensor:
         """Returns the tensor; raises if it was changed in place since it was saved, as autograd would.
 
-        Under `retain_graph` it may be asked for again, and is rebuilt again.
+        Under `retain_graph` it may be asked for again, and is rebuilt again, with all others that may be.
         """
         value, tensor = self.value, self.held
         if value.overwritten and self.is_lost():
@@ -235,7 +239,7 @@ class Rebuilt(Wanted):
             raise changed_since(f"{dtype} {list(size)}")
         if tensor is not None:
             self.held = None
-            self.is_taken = True
+            self.taken_in = _backward_id()
         elif self._under.are_here():
             tensor = self.take()
         else:

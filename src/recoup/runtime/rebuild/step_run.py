@@ -183,7 +183,7 @@ class StepRun:
             value, geometry, segment, number, lead = how
             run = self._segments.get(segment) or self._segment(segment)
             return Rebuilt(value, geometry, run, run.holding(lead), self._under, number)
-        if how is KEEP:
+        if how == KEEP:
             self.num_saved = at + 1
             return kept_simply(tensor)
         packed = self.pack(recorder, tensor)
