@@ -8,6 +8,7 @@
    What no history leads to (random numbers, opaque kernels, inputs) is held.
 3. The first `Rebuilt` of a segment that backward unpacks has all of its segment's rebuilt: each op that is needed runs
    once, in forward order; an intermediate is let go after its last reader, a result after the last who waits for it.
+   In a second backward over a retained graph all wait again, those too that it does not come by.
 4. A segment may be rebuilt in *pieces*: its first rebuild ends with what they start from, and each piece is rebuilt
    from that when backward gets there. A piece is a segment whose `around` is the one it is a piece of.
 5. Nothing of the user's Python runs twice: the very overloads run on the very arguments, below autocast and autograd.
