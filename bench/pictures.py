@@ -87,8 +87,12 @@ def draw_pareto(name: str, here: Sequence[Point]) -> str:
         x, y = axes.at(p.bytes, p.time)
         parts.append(_mark(x, y, ours=p.is_ours, title=f"{p.method}: {p.bytes:.3f} bytes, {p.time:.2f} time"))
         if not p.is_ours and all(abs(x - a) > 120 or abs(y - b) > 11 for a, b in taken):
-            flip = x > 560
-            parts.append(_text(x + (-8 if flip else 8), y + 4, p.method, 10, "m", "end" if flip else "start"))
+            if x > 560:
+                parts.append(_text(x - 8, y + 4, p.method, 10, "m", "end"))
+            elif x + 8 + 5.3 * len(p.method) < 735:  # a letter's mean width at this size
+                parts.append(_text(x + 8, y + 4, p.method, 10, "m"))
+            else:  # it would be cut off: below, up to the picture's edge
+                parts.append(_text(735, y + 22, p.method, 10, "m", "end"))
             taken.append((x, y))
     parts += [
         _mark(530, 22, ours=True, title="recoup"),
