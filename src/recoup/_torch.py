@@ -362,6 +362,15 @@ def _own_hooks() -> list[Any]:
     return [hooks for thread, hooks in _hooks_on.copy() if thread == here]
 
 
+def under_others_hooks() -> bool:
+    """Whether tensors that are saved now go to hooks of others: a checkpoint's, offload's (torch 2.11, 2.13).
+
+    Freed by: as `saves_plainly`.
+    """
+    top = _top_hooks(True)
+    return top is not None and not any(hooks.pack_hook is top[0] for hooks in _own_hooks())
+
+
 def _take_off(gone: list[Any]) -> None:
     with _hooks_lock:
         if _hooks_on and len(gone) == 1 and _hooks_on[-1][1] is gone[0]:
@@ -465,6 +474,10 @@ def function_mode_class() -> type[Any]:
     class OwnFunctionMode(TorchFunctionMode):  # type: ignore[no-untyped-call]
         is_off = False
 
+        def __enter__(self) -> Any:
+            self._num_below = torch._C._len_torch_function_stack()
+            return super().__enter__()  # type: ignore[no-untyped-call]
+
         def put_off(self) -> bool:
             """Turns it off inside of its block; returns whether it is: others may have been put on since."""
             if not self.is_off and self._is_top():
@@ -474,7 +487,7 @@ def function_mode_class() -> type[Any]:
 
         def put_on(self) -> bool:
             """Undoes `put_off`; returns whether it is on: not on top of others."""
-            if self.is_off and not torch._C._len_torch_function_stack():
+            if self.is_off and torch._C._len_torch_function_stack() == self._num_below:
                 self.is_off = False
                 torch._C._push_on_torch_function_stack(self)
             return not self.is_off
@@ -605,6 +618,11 @@ def under_modes(modes: tuple[tuple[Any, ...], tuple[Any, ...]]) -> Iterator[None
             push(mode)
         for mode in function_stack:
             push_function(mode)
+
+
+def has_user_function_modes() -> bool:
+    """Whether torch-function modes of the user's are on. Freed by: as `user_modes`."""
+    return any(not isinstance(mode, function_mode_class()) for mode in _function_modes())
 
 
 num_function_modes = torch._C._len_torch_function_stack
@@ -1019,6 +1037,15 @@ def backward_keeps_graph() -> bool:
     Freed by: a public way for a custom backward to know that it will run again.
     """
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def has_memory_alone(tensor: torch.Tensor) -> bool:
+    """Whether no other tensor, and no array or view, lies over a tensor's memory (torch 2.11, 2.13).
+
+    Freed by: a public way to know that memory is nobody else's.
+    """
+    storage = tensor.untyped_storage()
+    return bool(torch._C._storage_Use_Count(storage._cdata) <= 2)  # the tensor, and Python's object
 
 
 def tensor_without_data(cls: type[Any], like: Any, shape: Any, dtype: Any, requires_grad: bool) -> Any:

@@ -12,6 +12,7 @@ from recoup.ir.decision import (
     DECISIONS,
     Decision,
     Loop,
+    LossInPlace,
     Offload,
     OpMark,
     Rebuild,
@@ -35,6 +36,7 @@ EACH: tuple[Decision, ...] = (
     Loop(path="cell", chunk=8, calls=40, buffers=("cell.count",)),
     Scan(path="rnn", index=1, budget_bytes=1 << 20),
     TileLoss(path="head", tile_tokens=64),
+    LossInPlace(path="", rows=64),
     TileModule(path="layers.0.mlp", tile_tokens=128),
     Offload(path="layers.2", inside="rederive"),
     Rebuild(
@@ -72,6 +74,8 @@ def test_a_decision_is_read_back_from_its_json(decision: Decision) -> None:
         ),
         ({"action": "rebuild", "path": "", "marks": 3}, "marks must be a list"),
         ({"action": "rebuild", "path": "layers"}, "it is about the whole step"),
+        ({"action": "loss-in-place", "path": "head", "rows": 64}, "it is about the whole step"),
+        ({"action": "loss-in-place", "path": "", "rows": 0}, "rows must be at least 1; got 0"),
         (
             {"action": "rebuild", "path": "", "marks": [{"path": "", "call": -1, "ordinal": 0, "op": "aten.mm"}]},
             "A mark counts calls and ops from 0; got -1 and 0.",
@@ -111,6 +115,7 @@ def test_decisions_in_words() -> None:
         "recompute layers.0 through 1 (rederiving inside), keeping attention, inputs offloaded",
         "recompute cell, 8 calls at a time, the first 40 calls",
         "recompute steps of scan 1 of rnn in 1.0 MiB",
+        "take the loss 64 rows at a time, its gradient in place of the logits",
         "tile head and its loss by 64 tokens",
         "tile layers.0.mlp by 128 tokens",
         "offload what is saved in layers.2, but what rederives",

@@ -27,7 +27,7 @@ def proposed(num_ops: int, estimates: dict[int, int] = ESTIMATES, simulated: dic
     solver = SimpleNamespace(leanest=lambda: solution(0), solve=solution)
     view = SimpleNamespace(solver=solver, decide=regions)
     step = SimpleNamespace(
-        views=SimpleNamespace(plain=SimpleNamespace(views=[view])),
+        views=SimpleNamespace(based=SimpleNamespace(views=[view])),
         allowance=lambda incumbents: Allowance(num_ops=num_ops, began_at=0),
     )
     incumbents = Incumbents(judge)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from recoup import progress
 from recoup.planner.incumbents import SEARCH_OPS, Allowance, Candidate, Incumbents, Judge
 from recoup.planner.strategies.base import Proposals, Strategy
+from recoup.thresholds import SAME_SHARE
 
 
 class BudgetSearch:
@@ -39,15 +40,17 @@ class BudgetSearch:
     def fit(self, budget_bytes: int) -> Candidate | None:
         """Returns the fastest plan found whose simulated peak is at most the budget, None if there is none.
 
-        1. If the step fits with nothing running twice, that is the answer.
+        1. If the step fits with nothing running twice, as fast as it can be so, that is the answer.
         2. Each strategy proposes; one that dominates the step ends the round.
         3. Where nothing fits: the leanest plans; then strategies that are fallbacks; then, if equal bits are preferred,
            those that round differently; then the smallest plan that can be found.
         4. The selected plan may be improved.
         """
         openings = [self._judge.plain, *(self._judge.simulate(s.opening()) for s in self._strategies if s.opening())]
-        if openings[-1].peak_bytes <= budget_bytes:
-            return min((c for c in openings if c.peak_bytes <= budget_bytes), key=lambda c: c.step_seconds)
+        fastest = min(c.step_seconds for c in openings)
+        fitting = [c for c in openings if c.peak_bytes <= budget_bytes]
+        if fitting and min(c.step_seconds for c in fitting) <= fastest * (1 + SAME_SHARE):
+            return min(fitting, key=lambda c: c.step_seconds)
         self._ask(budget_bytes)
         if not self._incumbents.fitting(budget_bytes):
             self.smallest()

@@ -104,6 +104,7 @@ class Planner(Simulator):
         if "recompute" in self.actions and scan_bytes.num_free() > num_scans:
             found = ScanPlans(self, rederives="rederive" in self.actions)
             self.scans = found if found.ladders else None
+        self.takes_loss_in_place = "loss-in-place" in self.actions and self.scans is None
         trace = self.trace if self.scans is None else self.scans.trace
         self.step = PlannedStep(
             simulator=self,

@@ -6,6 +6,7 @@ This is the judge of every plan: the engine itself runs, only without data.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 
 from recoup import progress
@@ -20,7 +21,8 @@ from recoup.cost.host_link import Link, with_copies
 from recoup.cost.host_overhead import step_seconds
 from recoup.cost.model import CostModel, PricedTrace
 from recoup.cost.roofline import RooflineCost
-from recoup.ir.decision import Decision, Rederive
+from recoup.errors import ReplayError
+from recoup.ir.decision import Decision, LossInPlace, Rederive
 from recoup.ir.labels import group_labels
 from recoup.ir.trace import Signature, Trace
 from recoup.planner.incumbents import Candidate
@@ -29,6 +31,7 @@ from recoup.runtime.apply import apply_decisions
 from recoup.runtime.hooks import HOOKS, Hook
 from recoup.runtime.recompute.rng_state import statistics_buffers
 from recoup.runtime.tile.module.tiled import Proofs
+from recoup.solver.lm_head import loss_rows
 
 EVERYWHERE = (Rederive(path=""),)
 
@@ -47,6 +50,7 @@ class Simulator:
         link: to the host, if something may be moved there.
         num_draws: of random numbers that were tried for the largest step.
         num_calls: of each module path.
+        takes_loss_in_place: whether plans may have the model's losses in place.
         mutated_buffers: of each path, those that regions must be told of.
     """
 
@@ -64,6 +68,7 @@ class Simulator:
         self.link = link
         self.hooks = hooks
         self.simulated: dict[tuple[Decision, ...], Candidate] = {}
+        self.takes_loss_in_place = False
         self._card_events: dict[tuple[Decision, ...], CardEvents] = {}
         self._proofs = Proofs()
         self.num_simulated_ops = 0
@@ -86,6 +91,21 @@ class Simulator:
     def trace(self) -> Trace:
         """The trace of the plain step."""
         return self.priced.trace
+
+    @functools.cached_property
+    def base(self) -> tuple[tuple[Decision, ...], PricedTrace]:
+        """What every plan may have besides, nothing where it is not wanted or of no use, and the step with it."""
+        rows = loss_rows(self.trace, peak_bytes=self.plain.peak_bytes) if self.takes_loss_in_place else 0
+        if rows and self.trace.source == "fake":
+            chosen = (LossInPlace(path="", rows=rows),)
+            try:
+                priced = self.simulate_priced(chosen)
+            except ReplayError:  # the model writes over its logits afterwards
+                return (), self.priced
+            if any(s.name == "aten._log_softmax_backward_data.out" for s in priced.trace.signatures):
+                self.note(chosen, priced)
+                return chosen, priced
+        return (), self.priced
 
     def simulate_priced(self, chosen: tuple[Decision, ...]) -> PricedTrace:
         """Returns the step with `chosen` applied, captured and priced; without the optimizer's part."""

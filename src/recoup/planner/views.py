@@ -107,6 +107,17 @@ class ViewMaker:
             variants["rederive"] = self._captured(EVERYWHERE)
         return self._set((), variants)
 
+    @functools.cached_property
+    def based(self) -> ViewSet:
+        """The views of the step with what every plan may have besides: its losses in place."""
+        base, priced = self._simulator.base
+        if not base:
+            return self.plain
+        variants: dict[Ambient, PricedTrace] = {"save": priced}
+        if "rederive" in self._actions:
+            variants["rederive"] = self._captured((*EVERYWHERE, *base))
+        return self._set(base, variants)
+
     def tiled(self, tiles: tuple[Decision, ...], *, trace: Trace | None = None) -> ViewSet:
         """Returns the views of the step with `tiles`, priced as that step runs.
 

@@ -12,6 +12,7 @@ from recoup.errors import PlanMismatch
 from recoup.ir.decision import (
     Decision,
     Loop,
+    LossInPlace,
     Rebuild,
     Recompute,
     Rederive,
@@ -134,7 +135,8 @@ def apply_decisions(
         for prepare in dict.fromkeys(hooks[type(d)].prepare for d in decisions if type(d) in hooks):
             decisions = prepare(modules, decisions)
     for decision in decisions:
-        by_path.setdefault(decision.path, []).append(decision)
+        if not isinstance(decision, LossInPlace):
+            by_path.setdefault(decision.path, []).append(decision)
         for path in dict.fromkeys(decision.paths[1:]):  # a module that the span calls twice is patched once
             if isinstance(decision, Rebuild):
                 by_path.setdefault(path, [])
@@ -154,17 +156,19 @@ def apply_decisions(
     if rebuild is not None:
         return _apply_rebuild(model, rebuild, decisions)
     offloads = any(d.offloads for d in decisions)
+    loss = next((d for d in decisions if isinstance(d, LossInPlace)), None)
     state = StepState(
         counts_calls=any(d.call is not None or isinstance(d, Loop) for d in decisions),
         offloading=Offloading(transport) if offloads else None,
         proofs=proofs,
         only_rederives=follow_programs(decisions),
+        loss=loss,
     )
     paths = dict.fromkeys([*by_path, *joins])
     caching = caching_paths(modules, [d.path for d in decisions if d.is_region])
     paths.update(dict.fromkeys(caching))
     records = any(d.records for d in decisions)
-    if state.counts_calls or joins or records:
+    if state.counts_calls or joins or records or loss is not None:
         paths.setdefault("", None)
     # Calls inside of which some decision rederives.
     deriving = {around for d in decisions if isinstance(d, Rederive) for around in ("", *paths_around(d.path))}
@@ -189,13 +193,14 @@ def apply_decisions(
 
 def _apply_rebuild(model: nn.Module, decision: Rebuild, decisions: Sequence[Decision]) -> Applied:
     """Patches every module, so that the record of a step knows which call each op belongs to."""
-    if len(decisions) > 1:
-        other = next(d for d in decisions if d is not decision)
+    loss = next((d for d in decisions if isinstance(d, LossInPlace)), None)
+    if len(decisions) > 1 + (loss is not None):
+        other = next(d for d in decisions if d is not decision and d is not loss)
         raise PlanMismatch(
-            f"`rebuild` decides about the whole step and stands alone; the plan also has {other.action!r} for "
-            f"`{other.path}`. Make a plan with one or the other."
+            f"`rebuild` decides about the whole step and stands alone, but for `loss-in-place`; the plan also has "
+            f"{other.action!r} for `{other.path}`. Make a plan with one or the other."
         )
-    state = HeldState(decision)
+    state = HeldState(decision, loss)
     wanted = [
         (module, run_held, HeldSettings(path=path, state=state))
         for path, module in model.named_modules()

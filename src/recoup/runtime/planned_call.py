@@ -15,6 +15,7 @@ from recoup._pytree import iterate_tensors
 from recoup.ir.decision import (
     Decision,
     Loop,
+    LossInPlace,
     Offload,
     Recompute,
     Rederive,
@@ -26,6 +27,7 @@ from recoup.runtime import execution_context, scan_bytes
 from recoup.runtime.compiling import tell_compiled
 from recoup.runtime.hooks import Hook
 from recoup.runtime.kv_cache import without_cache
+from recoup.runtime.loss_in_place import losses_in_place
 from recoup.runtime.offload.offloaded_saved_tensor import Offloading
 from recoup.runtime.patch import PatchedForward
 from recoup.runtime.rebuild import saved_tensor
@@ -51,8 +53,10 @@ class StepState:
         offloading: Offloading | None = None,
         proofs: Proofs | None = None,
         only_rederives: bool = False,
+        loss: LossInPlace | None = None,
     ) -> None:
         self.counts_calls = counts_calls
+        self.loss = loss
         self.rederived_calls = RederiveCalls() if only_rederives else None
         self.offloading = offloading
         self.calls: dict[str, int] = {}
@@ -63,16 +67,19 @@ class StepState:
         self.suspended = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StepState:
-        copied = _new_state(self.counts_calls, copy.deepcopy(self.offloading, memo), self.rederived_calls is not None)
+        offloading = copy.deepcopy(self.offloading, memo)
+        copied = _new_state(self.counts_calls, offloading, self.rederived_calls is not None, self.loss)
         memo[id(self)] = copied
         return copied
 
     def __reduce__(self) -> Any:
-        return _new_state, (self.counts_calls, self.offloading, self.rederived_calls is not None)
+        return _new_state, (self.counts_calls, self.offloading, self.rederived_calls is not None, self.loss)
 
 
-def _new_state(counts_calls: bool, offloading: Offloading | None = None, only_rederives: bool = False) -> StepState:
-    return StepState(counts_calls=counts_calls, offloading=offloading, only_rederives=only_rederives)
+def _new_state(
+    counts_calls: bool, offloading: Offloading | None, only_rederives: bool, loss: LossInPlace | None
+) -> StepState:
+    return StepState(counts_calls=counts_calls, offloading=offloading, only_rederives=only_rederives, loss=loss)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,6 +155,15 @@ def run_call(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, A
         args, kwargs = without_cache(patched.module, args, kwargs)
     if torch.compiler.is_compiling():
         return _run_compiled(patched, args, kwargs)
+    if settings.is_root and state.loss is not None:
+        with losses_in_place(state.loss):
+            return _run_eager(patched, args, kwargs)
+    return _run_eager(patched, args, kwargs)
+
+
+def _run_eager(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    settings: Settings = patched.settings
+    state = settings.state
     prepared: _Prepared | None = patched.prepared
     if prepared is not None and prepared.settings is settings and prepared.decided is not None:
         call = state.calls.get(settings.path, 0)
@@ -332,8 +348,8 @@ class _Nested:
 
 def _run_compiled(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs a call under torch.compile: regions become `torch.utils.checkpoint`, other decisions are left out."""
-    decisions = patched.settings.decisions
-    for decision in decisions:
+    decisions, loss = patched.settings.decisions, patched.settings.state.loss
+    for decision in (*decisions, *([loss] if loss is not None and patched.settings.is_root else ())):
         if not isinstance(decision, Region | Rederive | Save):
             tell_compiled(decision.action, type(patched.module).__name__, patched.settings.path)
     if not any(d.is_region and d.holds(0) for d in decisions):

@@ -76,6 +76,30 @@ def _rows(trace: Trace, first: int, last: int) -> tuple[int, int] | None:
     return None
 
 
+def loss_rows(trace: Trace, *, peak_bytes: int) -> int:
+    """Returns how many rows a loss of the model's own forward should take at a time; 0: its logits are few, or none.
+
+    A multiple of 64: such rows begin where kernels that load vectors want them, whatever their dtype and width.
+
+    Args:
+        trace: of the plain step.
+        peak_bytes: of the plain step.
+    """
+    found = 0
+    for op in trace.ops[: trace.num_forward_ops]:
+        signature = trace.signatures[op.signature]
+        if op.phase != "forward" or not signature.name.startswith(_SCORES[0]):
+            continue
+        shape = signature.args[0].shape
+        if len(shape) != 2 or signature.output_bytes < NEGLIGIBLE_SHARE * peak_bytes:
+            continue
+        row_bytes = signature.output_bytes // shape[0]
+        rows = max(int(peak_bytes * NEGLIGIBLE_SHARE) // row_bytes // FEWEST_ROWS, 1) * FEWEST_ROWS
+        if rows < shape[0]:
+            found = max(found, rows)
+    return found
+
+
 def tile_bytes(peak_bytes: int) -> int:
     """Returns the default bytes of a tile: a small share of the plain step's peak."""
     return int(peak_bytes * SAME_SHARE)

@@ -12,6 +12,7 @@ from typing import Any
 from recoup.errors import UsageError
 from recoup.ir.decision.ambient import Rederive, Save
 from recoup.ir.decision.base import Ambient, Decision
+from recoup.ir.decision.loss import LossInPlace
 from recoup.ir.decision.offload import Offload
 from recoup.ir.decision.rebuild import OpMark, Rebuild
 from recoup.ir.decision.region import Loop, Recompute, Region
@@ -24,6 +25,7 @@ __all__ = [
     "Ambient",
     "Decision",
     "Loop",
+    "LossInPlace",
     "Offload",
     "OpMark",
     "Rebuild",
@@ -47,6 +49,7 @@ DECISIONS: tuple[type[Decision], ...] = (
     Loop,
     Scan,
     Rebuild,
+    LossInPlace,
     TileLoss,
     TileModule,
     Offload,
@@ -75,7 +78,7 @@ def read_decision(data: Any, known: Sequence[type[Decision]] = DECISIONS) -> Dec
 
 def follow_programs(decisions: Sequence[Decision]) -> bool:
     """Whether a step follows the program of earlier ones like it, rather than be recorded op by op."""
-    return bool(decisions) and all(isinstance(d, Save | Rederive | Rebuild) for d in decisions)
+    return bool(decisions) and all(isinstance(d, Save | Rederive | Rebuild | LossInPlace) for d in decisions)
 
 
 def describe_decisions(decisions: Sequence[Decision]) -> list[str]:

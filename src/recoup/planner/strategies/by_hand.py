@@ -34,7 +34,7 @@ class ByHandStrategy(Strategy):
         """Yields the baselines that may be as fast as what was found, until one fits."""
         if "recompute" not in self._step.actions or self._step.is_content(incumbents, budget_bytes):
             return
-        view = self._step.views.plain.saving
+        view = self._step.views.based.saving
         allowed = incumbents.seconds(budget_bytes) * (1 + SAME_SHARE) - incumbents.plain.step_seconds
         hopeful = [
             (sum(region_of(tuple(s)).flops for s in segments), extra_seconds, segments)
@@ -49,7 +49,7 @@ class ByHandStrategy(Strategy):
 
     def shrink(self, incumbents: Incumbents) -> Proposals:
         """Yields everything that `whole_kinds` does."""
-        yield from whole_kinds(self._step, incumbents)
+        yield from whole_kinds(self._step, incumbents, self._step.simulator.base[0])
 
 
 def whole_kinds(step: PlannedStep, incumbents: Incumbents, tiles: Decisions = ()) -> Proposals:

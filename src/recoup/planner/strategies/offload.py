@@ -79,7 +79,7 @@ class OffloadStrategy(Strategy):
 
     @functools.cached_property
     def _views(self) -> tuple[View, ...]:
-        return moving_views(self._step, self._step.views.plain, self._link)
+        return moving_views(self._step, self._step.views.based, self._link)
 
     def propose(self, budget_bytes: int, incumbents: Incumbents) -> Proposals:
         """Yields the answers of each assumption on what copies cost."""

@@ -39,9 +39,9 @@ class RebuildStrategy(Strategy):
 
     @functools.cached_property
     def _view(self) -> HeldView | None:
-        simulator = self._step.simulator
-        again = rerun_seconds(simulator.trace, simulator.cost)
-        return held_view(simulator.priced, kept_paths=simulator.spec.keep, rerun_seconds=again)
+        simulator, priced = self._step.simulator, self._step.simulator.base[1]
+        again = rerun_seconds(priced.trace, simulator.cost)
+        return held_view(priced, kept_paths=simulator.spec.keep, rerun_seconds=again)
 
     @functools.cached_property
     def _solver(self) -> SegmentSolver | None:
@@ -61,7 +61,8 @@ class RebuildStrategy(Strategy):
         def cost(candidate: Candidate) -> float:
             return candidate.step_seconds + flop_seconds * candidate.product_flops
 
-        plain = cost(self._step.simulator.plain)
+        base, _ = self._step.simulator.base
+        plain = cost(self._step.simulator.simulate(base))
         target, has_fitted = budget_bytes, False
         for _ in range(MOST_TRIES):
             if allowance.ends(incumbents, budget_bytes):
@@ -71,7 +72,7 @@ class RebuildStrategy(Strategy):
             worth = best * (1 - NEGLIGIBLE_SHARE)
             if choice is None or plain + choice.extra_seconds >= worth:
                 return
-            candidate = yield (self._view.decide(choice),)
+            candidate = yield (*base, self._view.decide(choice))
             gap = candidate.peak_bytes - budget_bytes
             if gap == 0 or (gap > 0 and cost(candidate) >= worth):
                 return  # what needs less would be slower still
@@ -92,7 +93,7 @@ class RebuildStrategy(Strategy):
         for _ in range(MOST_TRIES):
             if choice is None:
                 return
-            candidate = yield (self._view.decide(choice),)
+            candidate = yield (*self._step.simulator.base[0], self._view.decide(choice))
             peak_bytes = candidate.peak_bytes - self._fixed_bytes
             low, least = (low, peak_bytes) if peak_bytes < least else (middle, least)
             if least - low <= NEGLIGIBLE_SHARE * least:

@@ -28,9 +28,9 @@ class RecomputeStrategy(Strategy):
 
     def propose(self, budget_bytes: int, incumbents: Incumbents) -> Proposals:
         """Yields the answers of each view; everything rederived first, the cheapest plan that frees much."""
-        views = self._step.views.plain.views
+        views = self._step.views.based.views
         if "rederive" in self._step.actions and self._step.scans is None:
-            yield EVERYWHERE
+            yield (*EVERYWHERE, *self._step.simulator.base[0])
         allowance = self._step.allowance(incumbents)
         # Bytes of scans are moved to the budget afterwards, which repairs more than a solver can.
         num_repairs = MOST_TRIES if self._step.scans is None else 1
@@ -42,7 +42,7 @@ class RecomputeStrategy(Strategy):
         allowance = self._step.allowance(incumbents)
         near: list[tuple[View, int, int]] = []
         tried: set[Decisions] = set()
-        for view in self._step.views.plain.views:
+        for view in self._step.views.based.views:
             leanest = view.solver.leanest()
             tried.add(view.decide(leanest.choice))
             candidate = yield view.decide(leanest.choice)

@@ -9,6 +9,7 @@ from recoup.errors import UsageError
 from recoup.planner.strategies.base import Strategy
 from recoup.planner.strategies.by_hand import ByHandStrategy
 from recoup.planner.strategies.loop import LoopStrategy
+from recoup.planner.strategies.loss import LossStrategy
 from recoup.planner.strategies.offload import OffloadStrategy
 from recoup.planner.strategies.rebuild import RebuildStrategy
 from recoup.planner.strategies.recompute import RecomputeStrategy
@@ -16,7 +17,7 @@ from recoup.planner.strategies.scan import ScanStrategy
 from recoup.planner.strategies.tile_search import TileStrategy
 
 # Rebuild comes first: its plan is mostly the best, and what others reckon to be slower is not simulated. By hand comes
-# late, to beat what the others found; scans last, to move the bytes of the best of all.
+# late, to beat what the others found; scans last, to move the bytes of the best of all (the loss proposes nothing).
 STRATEGIES: tuple[type[Strategy], ...] = (
     RebuildStrategy,
     RecomputeStrategy,
@@ -25,9 +26,10 @@ STRATEGIES: tuple[type[Strategy], ...] = (
     TileStrategy,
     ByHandStrategy,
     ScanStrategy,
+    LossStrategy,
 )
 # What a plan may use if nothing is said; the other actions are asked for by name.
-DEFAULT_ACTIONS = ("rederive", "recompute", "tile")
+DEFAULT_ACTIONS = ("rederive", "recompute", "loss-in-place", "tile")
 OPT_IN_ACTIONS = tuple(dict.fromkeys(a for s in STRATEGIES for a in s.actions if a not in DEFAULT_ACTIONS))
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from recoup.capture.capture import capture
 from recoup.capture.spec import StepSpec
 from recoup.errors import UsageError
-from recoup.ir.decision import Decision, TileLoss, TileModule
+from recoup.ir.decision import Decision, Tile, TileLoss, TileModule
 from recoup.ir.trace import Trace
 from recoup.runtime import execution_context
 from recoup.runtime.apply import apply_decisions
@@ -177,7 +177,7 @@ def loss_tokens(decisions: Sequence[Decision]) -> int:
 def with_tiles(chosen: Sequence[Decision], tiles: Sequence[Decision]) -> tuple[Decision, ...]:
     """Returns the decisions with `tiles` added, without those about modules inside of a tiled call."""
     modules = {d.path for d in tiles if isinstance(d, TileModule)}
-    prefixes = tuple(f"{d.path}." for d in tiles)
+    prefixes = tuple(f"{d.path}." for d in tiles if isinstance(d, Tile))
 
     def stays(decision: Decision) -> bool:
         if f"{decision.path}.".startswith(prefixes):

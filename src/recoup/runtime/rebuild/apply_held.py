@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from recoup import _torch
-from recoup.ir.decision import Rebuild
+from recoup.ir.decision import LossInPlace, Rebuild
 from recoup.runtime import execution_context
 from recoup.runtime.compiling import tell_compiled
+from recoup.runtime.loss_in_place import losses_in_place
 from recoup.runtime.patch import PatchedForward
 from recoup.runtime.rebuild.calls import CallWatch
 from recoup.runtime.rebuild.held_recorder import HeldRecorder
@@ -28,14 +29,16 @@ class HeldState:
     """State that the patched forwards of one model share.
 
     Attributes:
+        loss: how the model's own cross entropies run; None: as they are.
         warned: whether the warning about a step with other ops than planned was given.
         counts: counters of the steps (`execution_context`).
     """
 
     offloading = None
 
-    def __init__(self, decision: Rebuild) -> None:
+    def __init__(self, decision: Rebuild, loss: LossInPlace | None = None) -> None:
         self.decision = decision
+        self.loss = loss
         self.marks = marks_of(decision.marks)
         self.calls = Calls()
         self.counts = Counts()
@@ -51,11 +54,11 @@ class HeldState:
         return found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HeldState:
-        copied = memo[id(self)] = HeldState(self.decision)
+        copied = memo[id(self)] = HeldState(self.decision, self.loss)
         return copied
 
     def __reduce__(self) -> Any:
-        return HeldState, (self.decision,)
+        return HeldState, (self.decision, self.loss)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,11 +105,11 @@ def run_held(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, A
         recorder = HeldRecorder(state.marks)
         recorder.enter("")
         if _torch.num_function_modes() or state.calls.is_compiled:
-            with recorder, _torch.saved_tensors_hooks(pack, unpack):
+            with losses_in_place(state.loss), recorder, _torch.saved_tensors_hooks(pack, unpack):
                 result = patched.original(*args, **kwargs)
         else:
             watch = CallWatch(recorder, state.calls, (patched.module.training, like_step(args, kwargs)))
-            with watch, recorder, _torch.on_compiled_calls(watch.leave), watch.hooks:
+            with losses_in_place(state.loss), watch, recorder, _torch.on_compiled_calls(watch.leave), watch.hooks:
                 result = patched.original(*args, **kwargs)
             watch.learn()
     lost = recorder.lost

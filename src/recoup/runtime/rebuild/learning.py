@@ -121,7 +121,7 @@ class Learning:
 
     def passes(self, path: str | None) -> None:
         """Called where a patched module is entered, and, without its path, where one is left."""
-        is_top = _torch.num_function_modes() == 1
+        is_top = not _torch.has_user_function_modes()
         self._passed.append(Passed(path, len(self._calls), len(self._saves), self._recorder.deriving, is_top))
 
     def _under(self, tensor: torch.Tensor) -> int | None:

@@ -361,7 +361,7 @@ class RederiveWatch(CallWatch):
 def rederived_step(calls: RederiveCalls, key: Any, *, by_default: bool) -> Iterator[None]:
     """As `rederive`, for a step of a plan; steps with an equal `key` may be alike."""
     watch = None
-    if not (_torch.num_function_modes() or calls.is_compiled or _torch.inside_transform()):
+    if not (_torch.has_user_function_modes() or calls.is_compiled or _torch.inside_transform()):
         recorder = WatchedRecorder(calls)
         recorder.deriving = by_default
         watch = RederiveWatch(recorder, calls, key)
