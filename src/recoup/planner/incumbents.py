@@ -106,8 +106,8 @@ class Incumbents:
         return min((c.step_seconds for c in self.fitting(budget_bytes, exact=exact)), default=float("inf"))
 
     def least(self) -> Candidate:
-        """Returns the candidate with the smallest peak, of several the fastest."""
-        return min(self.all, key=lambda c: (c.peak_bytes, c.step_seconds))
+        """Returns the candidate with the smallest peak, of several one with equal bits, then the fastest."""
+        return min(self.all, key=lambda c: (c.peak_bytes, not c.is_exact, c.step_seconds))
 
     def select(self, budget_bytes: int, *, prefers_equal_bits: bool) -> Candidate | None:
         """Returns the fastest candidate within the budget, None if there is none.

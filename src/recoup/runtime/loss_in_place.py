@@ -118,7 +118,7 @@ class _Loss(torch.autograd.Function):
                 "differentiated twice. Plan that step without it: actions=('rederive', 'recompute'). "
                 "(recoup.runtime.loss_in_place)"
             )
-        logits, target = ctx.logits, ctx.target
+        logits, target, total = ctx.logits, ctx.target, ctx.total
         if logits is None:
             raise UsageError(
                 "Backward came to a cross entropy for the second time. Call the first one with retain_graph=True. "
@@ -133,14 +133,14 @@ class _Loss(torch.autograd.Function):
             )
         keeps = _torch.backward_keeps_graph()
         if not keeps:
-            ctx.logits = None
+            ctx.logits = ctx.target = ctx.total = None
         is_own = not keeps and _torch.has_memory_alone(logits)
         gradient = logits if is_own else torch.empty_like(logits)
         reduction, ignore_index, rows = ctx.options
         with torch.autocast(logits.device.type, enabled=False):
             for at in _parts(logits, rows):
                 log_probs = torch.log_softmax(logits[at], 1)
-                options = None, reduction, ignore_index, ctx.total
+                options = None, reduction, ignore_index, total
                 above = upstream[at] if reduction == _REDUCTIONS["none"] else upstream
                 each = _aten.nll_loss_backward.default(above, log_probs, target[at], *options)
                 _aten._log_softmax_backward_data.out(each, log_probs, 1, logits.dtype, out=gradient[at])
