@@ -44,6 +44,7 @@ _HOMES = {
     "SelectiveCheckpointer": "recoup.selective.checkpointer",
     "apply": "recoup.api",
     "contrastive": "recoup.runtime.contrastive",
+    "cross_entropy": "recoup.runtime.loss_in_place",
     "compile": "recoup.compiled.api",
     "explain": "recoup.api",
     "fit": "recoup.api",
@@ -113,6 +114,7 @@ if TYPE_CHECKING:
     from recoup.runtime.apply import Applied as Applied
     from recoup.runtime.contrastive import contrastive as contrastive
     from recoup.runtime.execution_context import is_recomputing as is_recomputing
+    from recoup.runtime.loss_in_place import cross_entropy as cross_entropy
     from recoup.runtime.offload.optimizer_state import offload_optimizer as offload_optimizer
     from recoup.runtime.offload.saved_tensor import offload as offload
     from recoup.runtime.rebuild.hold import hold as hold

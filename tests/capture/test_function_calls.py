@@ -99,8 +99,9 @@ def test_a_plan_by_tensor_holds_nothing_that_no_program_sees(name: str, monkeypa
     options = {"optimizer": None, "device": None, "actions": ("rebuild",), "cost": None}
     planner, _, _ = planner_for(model, (x,), objective=Objective(loss=lambda output, _: output), **options)
     strategy = planner.strategy(RebuildStrategy)
-    assert strategy is not None and strategy._view is not None and strategy._solver is not None
-    problem, ops = strategy._view.problem, planner.trace.ops
+    assert strategy is not None
+    way = strategy.ways[0]
+    problem, ops = way.view.problem, planner.trace.ops
     calls = list(itertools.accumulate(op.begins_call for op in ops[: len(problem.ops)]))
     assert len({calls[place] for place in problem.places}) == len(problem.places)
     assert all(ops[place].begins_call for place in problem.places)
@@ -115,7 +116,7 @@ def test_a_plan_by_tensor_holds_nothing_that_no_program_sees(name: str, monkeypa
     }
     saved = {v for values in problem.saves for v in values}
     for value in held - saved:
-        maker = strategy._view.maker[value]
+        maker = way.view.maker[value]
         if not problem.ops[maker].can_rerun or value in problem.ops[maker].draws:
             continue  # a mask of zeros and ones
         assert any(value in op.inputs and calls[i] != calls[maker] for i, op in enumerate(problem.ops)), maker
@@ -124,10 +125,10 @@ def test_a_plan_by_tensor_holds_nothing_that_no_program_sees(name: str, monkeypa
     monkeypatch.setattr(CallWatch, "_record", lambda *a: recorded.append(1) or real(*a))
     num_plans = 0
     for percent in range(35, 100, 8):
-        choice = strategy._solver.solve(planner.plain.peak_bytes * percent // 100)
+        choice = way.solver.solve(planner.plain.peak_bytes * percent // 100)
         if choice is None:
             continue
-        with apply_decisions(model, (strategy._view.decide(choice),)) as applied:
+        with apply_decisions(model, (way.view.decide(choice),)) as applied:
             for _ in range(6):
                 recorded.clear()
                 model(x).backward()

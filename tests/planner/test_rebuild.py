@@ -339,11 +339,12 @@ def test_a_held_result_goes_with_the_last_that_is_rebuilt_from_it() -> None:
         StepSpec(model=net, batch=batch, objective=Objective(loss=loss)), cost=FlopsCost(), actions=("rebuild",)
     )
     strategy = planner.strategy(RebuildStrategy)
-    assert strategy is not None and strategy._view is not None and strategy._solver is not None
+    assert strategy is not None
+    way = strategy.ways[0]
     for share in (0.7, 0.8):
-        choice = strategy._solver.solve(int(share * planner.plain.peak_bytes))
+        choice = way.solver.solve(int(share * planner.plain.peak_bytes))
         assert choice is not None
-        simulated = planner.simulate((strategy._view.decide(choice),))
+        simulated = planner.simulate((way.view.decide(choice),))
         assert simulated.peak_bytes <= 1.003 * choice.peak_bytes
         evidence = recoup.verify(net, plan_of(planner, simulated), batch, timed=False)
         assert evidence.exact and evidence.peak_bytes <= simulated.peak_bytes
@@ -389,17 +390,18 @@ class Neighbours(nn.Module):
 def rebuild_estimate(planner: Planner) -> tuple[int, int]:
     """Returns the leanest plan by tensor's peak as estimated and as simulated."""
     strategy = planner.strategy(RebuildStrategy)
-    assert strategy is not None and strategy._view is not None and strategy._solver is not None
-    choice = strategy._solver.leanest()
+    assert strategy is not None
+    way = strategy.ways[0]
+    choice = way.solver.leanest()
     assert choice is not None
-    return choice.peak_bytes, planner.simulate((strategy._view.decide(choice),)).peak_bytes
+    return choice.peak_bytes, planner.simulate((way.view.decide(choice),)).peak_bytes
 
 
 def test_what_is_saved_for_a_graph_that_goes_before_backward_counts_for_nothing() -> None:
     torch.manual_seed(0)
     spec = StepSpec(model=Neighbours(), batch=(torch.randn(200, 16),), objective=Objective(loss=loss))
     planner = Planner(spec, cost=FlopsCost(), actions=("rebuild",))
-    view = planner.strategy(RebuildStrategy)._view
+    view = planner.strategy(RebuildStrategy).ways[0].view
     assert sum(view.problem.saved_bytes) <= planner.plain.saved_bytes
     estimated, simulated = rebuild_estimate(planner)
     assert simulated <= estimated * 1.02
@@ -424,14 +426,15 @@ def test_each_rebuilt_tensor_takes_its_time_and_each_product_its_share_of_flops(
     spec = StepSpec(model=Attention(), batch=(torch.randn(16, 96, 32),), objective=Objective(loss=loss))
     planner = Planner(spec, cost=RooflineCost(get_device("cpu-generic")), actions=("rebuild",))
     strategy = planner.strategy(RebuildStrategy)
-    assert strategy is not None and strategy._view is not None and strategy._solver is not None
-    choice = strategy._solver.solve(planner.plain.peak_bytes * 6 // 10)
+    assert strategy is not None
+    way = strategy.ways[0]
+    choice = way.solver.solve(planner.plain.peak_bytes * 6 // 10)
     assert choice is not None
-    found = planner.simulate((strategy._view.decide(choice),))
+    found = planner.simulate((way.view.decide(choice),))
     extra = found.step_seconds - planner.plain.step_seconds
     flops = found.product_flops - planner.plain.product_flops
     assert flops > 0
-    assert choice.extra_seconds == pytest.approx(extra + strategy._view.flop_seconds * flops, rel=0.15)
+    assert choice.extra_seconds == pytest.approx(extra + way.view.flop_seconds * flops, rel=0.15)
 
 
 @pytest.mark.slow

@@ -274,6 +274,28 @@ def test_rebuild_takes_nothing_else_beside_it() -> None:
         apply_decisions(model, (IN_PLACE, Rebuild(path=""), TileModule(path="body", tile_tokens=4)))
 
 
+def test_in_ones_own_loop_it_is_a_function() -> None:
+    torch.manual_seed(0)
+    hidden, head, labels = torch.randn(ROWS, 32), nn.Linear(32, CLASSES), torch.randint(0, CLASSES, (ROWS,))
+    found = []
+    for function in (F.cross_entropy, recoup.cross_entropy):
+        head.zero_grad()
+        for options in ({}, {"reduction": "sum"}, {"label_smoothing": 0.1}, {"ignore_index": 3}):
+            loss = function(head(hidden), labels, **options)
+            loss.backward()
+            found.append((function, loss.detach(), *(p.grad.clone() for p in head.parameters() if p.grad is not None)))
+    for plain, ours in zip(found[:4], found[4:], strict=True):
+        assert same(list(plain[1:]), list(ours[1:]))
+
+
+def test_a_region_and_a_checkpoint_run_the_function_as_it_is() -> None:
+    model, batch = make(lambda logits, labels: recoup.cross_entropy(logits, labels))
+    expected = plain_step(model, batch)
+    for decisions in ((Recompute(path=""),), (Save(path=""), Recompute(path="")), (Rebuild(path=""),)):
+        with apply_decisions(model, decisions):
+            assert all(same(step(model, batch), expected) for _ in range(3))
+
+
 def test_a_plan_by_default_has_it_and_its_peak_is_the_predicted_one() -> None:
     model, batch = make()
     found = recoup.fit(model, batch, budget="60%")

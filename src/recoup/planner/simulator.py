@@ -21,7 +21,7 @@ from recoup.cost.host_link import Link, with_copies
 from recoup.cost.host_overhead import step_seconds
 from recoup.cost.model import CostModel, PricedTrace
 from recoup.cost.roofline import RooflineCost
-from recoup.errors import ReplayError
+from recoup.errors import ReplayError, UsageError
 from recoup.ir.decision import Decision, LossInPlace, Rederive
 from recoup.ir.labels import group_labels
 from recoup.ir.trace import Signature, Trace
@@ -100,7 +100,7 @@ class Simulator:
             chosen = (LossInPlace(path="", rows=rows),)
             try:
                 priced = self.simulate_priced(chosen)
-            except ReplayError:  # the model writes over its logits afterwards
+            except (ReplayError, UsageError):  # the step writes over its logits, or differentiates them twice
                 return (), self.priced
             if any(s.name == "aten._log_softmax_backward_data.out" for s in priced.trace.signatures):
                 self.note(chosen, priced)

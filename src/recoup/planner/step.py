@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
+from recoup.ir.decision import LossInPlace
 from recoup.ir.trace import Trace
 from recoup.planner.incumbents import EFFORTS, SEARCH_OPS, Allowance, Effort, Incumbents
 from recoup.planner.simulator import Simulator
 from recoup.planner.strategies.scan_plans import ScanPlans
-from recoup.planner.views import ViewMaker
+from recoup.planner.views import ViewMaker, ViewSet
 from recoup.solver.loops import StepLoop
 
 
@@ -41,6 +42,13 @@ class PlannedStep:
     def is_content(self, incumbents: Incumbents, budget_bytes: int) -> bool:
         """Whether a plan fits and no effort is to be made for a better one beyond the solvers' answers."""
         return not EFFORTS[self.effort] and bool(incumbents.fitting(budget_bytes))
+
+    def views_for(self, budget_bytes: int, incumbents: Incumbents) -> ViewSet:
+        """Returns the views for a budget: with losses in place, unless the fastest plan so far is without."""
+        fitting = [c for c in incumbents.fitting(budget_bytes) if c.decisions]
+        fastest = min(fitting, key=lambda c: c.step_seconds, default=None)
+        is_plain = fastest is not None and not any(isinstance(d, LossInPlace) for d in fastest.decisions)
+        return self.views.plain if is_plain else self.views.based
 
     @property
     def calls_trace(self) -> Trace:

@@ -24,6 +24,8 @@ from recoup import _torch
 from recoup.errors import ReplayError, UsageError
 from recoup.ir.decision import LossInPlace
 from recoup.runtime.recompute.scope import inside_region
+from recoup.solver.tiles import FEWEST_ROWS
+from recoup.thresholds import SAME_SHARE
 
 _aten = torch.ops.aten
 _REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
@@ -50,15 +52,49 @@ class LossInPlaceMode(_torch.function_mode_class()):  # type: ignore[misc]
     def __torch_function__(
         self, func: Any, types_: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # The second forward of a region has no modes, nor has that of a checkpoint, which has hooks of its own.
-        if func is F.cross_entropy and not inside_region() and not _torch.under_others_hooks():
-            loss = cross_entropy(self._rows, *args, **(kwargs or {}))
-            if loss is not None:
-                return loss
+        loss = _in_place(self._rows, *args, **(kwargs or {})) if func is F.cross_entropy else None
+        if loss is not None:
+            return loss
         return func(*args, **kwargs) if kwargs else func(*args)
 
 
 def cross_entropy(
+    input: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> torch.Tensor:
+    """Returns `F.cross_entropy`, its gradients too bit for bit, with the logits once in memory instead of three times.
+
+    Some rows are taken at a time, in forward and in backward, which writes the gradient over the logits if nobody else
+    holds them: let go of the logits before backward. Plans do so by themselves inside of a model's own forward; this is
+    for a loss in your own loop. Runs as torch's own where logits are not (N, C) and contiguous, labels are no classes
+    (N,), or `weight` or `label_smoothing` is given.
+
+    Args:
+        input: logits, (N, C), floating.
+        target: classes, (N,), int64.
+        weight, size_average, ignore_index, reduce, reduction, label_smoothing: as torch's own has them.
+
+    Raises:
+        ReplayError: in backward, if logits or labels were changed in place since (E203).
+        UsageError: in backward with `create_graph=True`.
+
+    Example:
+        >>> hidden, head = torch.randn(512, 32), torch.nn.Linear(32, 1000)
+        >>> recoup.cross_entropy(head(hidden), torch.randint(0, 1000, (512,))).backward()
+    """
+    rows = max(1, int(len(input) * SAME_SHARE) // FEWEST_ROWS) * FEWEST_ROWS if input.dim() else 0
+    options = weight, size_average, ignore_index, reduce, reduction, label_smoothing
+    loss = _in_place(rows, input, target, *options)
+    return F.cross_entropy(input, target, *options) if loss is None else loss
+
+
+def _in_place(
     rows: int,
     input: torch.Tensor,
     target: torch.Tensor,
@@ -69,11 +105,9 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> torch.Tensor | None:
-    """Returns `F.cross_entropy` of its other arguments, some rows at a time; None where it is not of the common form.
-
-    Args:
-        rows: at a time. input: logits, (N, C). target: classes, (N,).
-    """
+    """Returns the loss with so many rows at a time; None where it is to run as it is."""
+    if inside_region() or _torch.under_others_hooks():
+        return None  # a region's second forward has no modes, nor has that of a checkpoint, which has hooks of its own
     if weight is not None or size_average is not None or reduce is not None or label_smoothing:
         return None
     if reduction not in _REDUCTIONS or not torch.is_grad_enabled() or not _is_common(input, target, rows):

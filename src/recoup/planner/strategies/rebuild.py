@@ -11,9 +11,32 @@ from recoup.planner.held_view import HeldView, held_view
 from recoup.planner.incumbents import Candidate, Incumbents
 from recoup.planner.rerun_prices import rerun_seconds
 from recoup.planner.step import PlannedStep
-from recoup.planner.strategies.base import Proposals, Strategy
-from recoup.solver.segments import SegmentSolver
+from recoup.planner.strategies.base import Decisions, Proposals, Strategy
+from recoup.solver.segments import Choice, SegmentSolver
 from recoup.thresholds import MOST_TRIES, NEGLIGIBLE_SHARE
+
+
+class Way:
+    """The step as it is, or with what every plan may have besides.
+
+    Attributes:
+        without: the step with nothing rebuilt.
+        view: what may be held in it.
+    """
+
+    def __init__(self, base: Decisions, without: Candidate, view: HeldView) -> None:
+        self._base = base
+        self.without = without
+        self.view = view
+
+    @functools.cached_property
+    def solver(self) -> SegmentSolver:
+        """The solver of its problem, made when it is first asked for."""
+        return SegmentSolver(self.view.problem, in_pieces=True)
+
+    def decide(self, choice: Choice) -> Decisions:
+        """Returns a choice as decisions."""
+        return (*self._base, self.view.decide(choice))
 
 
 class RebuildStrategy(Strategy):
@@ -38,41 +61,45 @@ class RebuildStrategy(Strategy):
         return cls(step)
 
     @functools.cached_property
-    def _view(self) -> HeldView | None:
-        simulator, priced = self._step.simulator, self._step.simulator.base[1]
-        again = rerun_seconds(priced.trace, simulator.cost)
-        return held_view(priced, kept_paths=simulator.spec.keep, rerun_seconds=again)
-
-    @functools.cached_property
-    def _solver(self) -> SegmentSolver | None:
-        return None if self._view is None else SegmentSolver(self._view.problem, in_pieces=True)
+    def ways(self) -> tuple[Way, ...]:
+        """The step as it is, and with its losses in place; none where the trace does not tell the model's ops."""
+        simulator = self._step.simulator
+        base, priced = simulator.base
+        found = []
+        for decisions, step in [((), simulator.priced), *([(base, priced)] if base else ())]:
+            again = rerun_seconds(step.trace, simulator.cost)
+            view = held_view(step, kept_paths=simulator.spec.keep, rerun_seconds=again)
+            if view is not None:
+                found.append(Way(decisions, simulator.simulate(decisions), view))
+        return tuple(found)
 
     def why_not_tried(self) -> dict[str, str]:
         """Says so where the trace does not tell the model's ops from others."""
-        return {} if self._view is not None else {"rebuild": "the model's forward runs no ops of its own"}
+        return {} if self.ways else {"rebuild": "the model's forward runs no ops of its own"}
 
     def propose(self, budget_bytes: int, incumbents: Incumbents) -> Proposals:
         """Yields the solver's answers for the budget, each repaired by the gap of the one before."""
         allowance = self._step.allowance(incumbents)
-        if self._view is None or self._solver is None:
+        if not self.ways:
             return
-        flop_seconds = self._view.flop_seconds
+        flop_seconds = self.ways[0].view.flop_seconds
 
         def cost(candidate: Candidate) -> float:
             return candidate.step_seconds + flop_seconds * candidate.product_flops
 
-        base, _ = self._step.simulator.base
-        plain = cost(self._step.simulator.simulate(base))
         target, has_fitted = budget_bytes, False
         for _ in range(MOST_TRIES):
             if allowance.ends(incumbents, budget_bytes):
                 return
-            choice = self._solver.solve(target - self._fixed_bytes)
+            choices = [(way, way.solver.solve(target - self._fixed_bytes)) for way in self.ways]
             best = min((cost(c) for c in incumbents.fitting(budget_bytes)), default=math.inf)
             worth = best * (1 - NEGLIGIBLE_SHARE)
-            if choice is None or plain + choice.extra_seconds >= worth:
+            hopeful = [(cost(way.without) + c.extra_seconds, n) for n, (way, c) in enumerate(choices) if c is not None]
+            if not hopeful or min(hopeful)[0] >= worth:
                 return
-            candidate = yield (*base, self._view.decide(choice))
+            way, choice = choices[min(hopeful)[1]]
+            assert choice is not None
+            candidate = yield way.decide(choice)
             gap = candidate.peak_bytes - budget_bytes
             if gap == 0 or (gap > 0 and cost(candidate) >= worth):
                 return  # what needs less would be slower still
@@ -85,18 +112,19 @@ class RebuildStrategy(Strategy):
 
     def shrink(self, incumbents: Incumbents) -> Proposals:
         """Yields the leanest choice, and where it was estimated too low those between its estimate and its peak."""
-        if self._view is None or self._solver is None:
+        if not self.ways:
             return
-        choice = self._solver.leanest()
+        way = self.ways[-1]  # with the loss in place, if there is one
+        choice = way.solver.leanest()
         low = 0 if choice is None else choice.peak_bytes
         middle, least = low, sys.maxsize
         for _ in range(MOST_TRIES):
             if choice is None:
                 return
-            candidate = yield (*self._step.simulator.base[0], self._view.decide(choice))
+            candidate = yield way.decide(choice)
             peak_bytes = candidate.peak_bytes - self._fixed_bytes
             low, least = (low, peak_bytes) if peak_bytes < least else (middle, least)
             if least - low <= NEGLIGIBLE_SHARE * least:
                 return
             middle = (low + least) // 2
-            choice = self._solver.solve(middle)
+            choice = way.solver.solve(middle)

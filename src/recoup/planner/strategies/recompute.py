@@ -28,13 +28,13 @@ class RecomputeStrategy(Strategy):
 
     def propose(self, budget_bytes: int, incumbents: Incumbents) -> Proposals:
         """Yields the answers of each view; everything rederived first, the cheapest plan that frees much."""
-        views = self._step.views.based.views
+        found = self._step.views_for(budget_bytes, incumbents)
         if "rederive" in self._step.actions and self._step.scans is None:
-            yield (*EVERYWHERE, *self._step.simulator.base[0])
+            yield (*EVERYWHERE, *found.tiles)
         allowance = self._step.allowance(incumbents)
         # Bytes of scans are moved to the budget afterwards, which repairs more than a solver can.
         num_repairs = MOST_TRIES if self._step.scans is None else 1
-        for view in views:
+        for view in found.views:
             yield from repaired(view, budget_bytes, incumbents, allowance, num_repairs=num_repairs)
 
     def shrink(self, incumbents: Incumbents) -> Proposals:
