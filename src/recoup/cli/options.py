@@ -46,7 +46,10 @@ Optimizer = Annotated[str | None, typer.Option(help="Its state counts too: sgd, 
 PlanDevice = Annotated[str | None, typer.Option(help="Where the plan will run: cpu, cuda, or e.g. h100-sxm, a100-80gb")]
 RunDevice = Annotated[str | None, typer.Option(help="Where to run: cpu or cuda")]
 Actions = Annotated[
-    str | None, typer.Option(help="What a plan may use, with commas: rederive, recompute, tile, offload, tile-modules")
+    str | None,
+    typer.Option(
+        help="What a plan may use, with commas: rederive, recompute, loss-in-place, tile, offload, tile-modules"
+    ),
 ]
 HostBudget = Annotated[
     str | None, typer.Option(help="Bytes of host memory that a plan may hold: 64GiB. Offload is then a default action")
