@@ -93,8 +93,8 @@ def test_the_planned_step_is_the_trainers(tmp_path: Path, budget: int) -> None:
     assert watching.meter.peak_bytes is not None
     assert fit.evidence.peak_bytes == fit.plan.predicted.peak_bytes
     held_bytes = watching.meter.peak_bytes + _BATCH_BYTES - fit.evidence.peak_bytes
-    # Where some plans have their peak, the Trainer holds a loss. Where that is the float32 copy of the logits, made when
-    # the plan's forward is over, a hidden state that was held for nothing any more is gone.
+    # Where some plans have their peak, the Trainer holds a loss. Where that is the copy of the logits in float32, which
+    # it makes after the plan's forward, a hidden state that was held for nothing any more is gone.
     num_tokens = args.per_device_train_batch_size * len(_data()[0]["labels"])
     hidden_bytes = num_tokens * model.config.hidden_size * 4  # type: ignore[union-attr]
     assert held_bytes in (0, 4, -hidden_bytes)
