@@ -7,6 +7,7 @@ import math
 import sys
 from typing import ClassVar, Self
 
+from recoup.cost.model import PricedTrace
 from recoup.planner.held_view import HeldView, held_view
 from recoup.planner.incumbents import Candidate, Incumbents
 from recoup.planner.rerun_prices import rerun_seconds
@@ -62,11 +63,17 @@ class RebuildStrategy(Strategy):
 
     @functools.cached_property
     def ways(self) -> tuple[Way, ...]:
-        """The step as it is, and with its losses in place; none where the trace does not tell the model's ops."""
+        """The step as it is, and with its losses in place; none where the trace does not tell the model's ops.
+
+        Only the latter, if it takes no longer.
+        """
         simulator = self._step.simulator
-        base, priced = simulator.base
+        steps: list[tuple[Decisions, PricedTrace]] = [((), simulator.priced)]
+        if base := simulator.base[0]:
+            is_free = simulator.simulate(base).step_seconds <= simulator.plain.step_seconds * (1 + NEGLIGIBLE_SHARE)
+            steps = [*(() if is_free else steps), simulator.base]
         found = []
-        for decisions, step in [((), simulator.priced), *([(base, priced)] if base else ())]:
+        for decisions, step in steps:
             again = rerun_seconds(step.trace, simulator.cost)
             view = held_view(step, kept_paths=simulator.spec.keep, rerun_seconds=again)
             if view is not None:
