@@ -14,6 +14,7 @@ import operator
 import os
 import sys
 import threading
+import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -888,6 +889,18 @@ def op_call(overload: Any) -> Any:
     Freed by: an overload that is called without Python.
     """
     return getattr(overload, "_op", overload)
+
+
+def functions_named(overload: Any) -> list[Callable[..., Any]]:
+    """Returns the compiled functions of torch's Python API that have the name of an aten op (torch 2.11, 2.13).
+
+    Freed by: `op_call`'s; `torch._C._nn` is where those of `torch.nn.functional` come from.
+    """
+    namespace, name = overload._schema.name.split("::")
+    if namespace != "aten":
+        return []
+    found = [getattr(holder, name, None) for holder in (torch._C._VariableFunctions, torch._C._nn, torch.Tensor)]
+    return [f for f in found if isinstance(f, (types.BuiltinFunctionType, types.MethodDescriptorType))]
 
 
 def tensor_guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -19,8 +20,8 @@ def safe_softmax(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) ->
     the op itself runs only where there is a NaN.
     """
     if dtype is None and x.numel() and execution_context.device_type(x) == "cpu":
-        out: torch.Tensor = torch.ops.aten._softmax.default(x, dim, False)
-        if _torch.is_fake(x) or not bool(out.select(dim, 0).isnan().any()):
+        out: torch.Tensor = torch.softmax(x, dim)
+        if _torch.is_fake(x) or not math.isnan(float(out.select(dim, 0).sum())):  # none is below zero: NaN stays NaN
             return out
     found: torch.Tensor = torch.ops.aten._safe_softmax.default(x, dim, dtype)
     return found

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from recoup import _torch
 from recoup.runtime import execution_context
 from recoup.runtime.rebuild import shortcuts
 from recoup.runtime.rebuild.cheap_ops import op_facts
 from recoup.runtime.rebuild.constant import Constant
 from recoup.runtime.rebuild.kept import Kept, changed_since, is_overwritten, laid
+from recoup.runtime.rebuild.op_function import OpFunction
 from recoup.runtime.rebuild.rederived import SOON_TURNS, constant_of, fitted, rerunning
 from recoup.runtime.rebuild.surroundings import Surroundings
 from recoup.runtime.rebuild.values import Geometry, Made, Read, Value
@@ -38,9 +38,9 @@ class FlatOp:
     __slots__ = (
         "_args",
         "_at",
-        "_call",
         "_facts",
         "_kwargs",
+        "_op",
         "_rest",
         "_sides",
         "base",
@@ -52,7 +52,7 @@ class FlatOp:
     def __init__(self, made: Made, value: Value, numbers: dict[Value, int]) -> None:
         assert value.base is not None
         self._facts = op_facts(made.function)
-        self._call = _torch.op_call(made.function)
+        self._op = OpFunction(made.function)
         self.order = made.order
         self.base: Geometry = value.base
         self.reads = tuple([(numbers[read.value], read.geometry) for read in made.reads])
@@ -77,18 +77,19 @@ class FlatOp:
             results = shortcuts.from_side_results(self._facts, _filled(self._args, tensors), sides)
             if results is not None:
                 return results[0]  # type: ignore[no-any-return]
+        call = self._op.call
         if self._rest is not None:
-            out = self._call(*tensors, *self._rest, **self._kwargs)
+            out = call(*tensors, *self._rest, **self._kwargs)
         elif self._at is not None:
             args = list(self._args)
             for place, tensor in zip(self._at, tensors, strict=True):
                 args[place] = tensor
-            out = self._call(*args, **self._kwargs)
+            out = call(*args, **self._kwargs)
         else:
-            out = self._call(*_filled(self._args, tensors), **_filled(self._kwargs, tensors))
+            out = call(*_filled(self._args, tensors), **_filled(self._kwargs, tensors))
         return out if self.output < 0 else out[self.output]  # type: ignore[no-any-return]
 
-    def over(self, spare: Sequence[bool]) -> tuple[Any, int] | None:
+    def over(self, spare: Sequence[bool]) -> tuple[OpFunction, int] | None:
         """Returns the op that writes over a tensor, and which of those that are read it is; None if there is none.
 
         Args:
@@ -98,13 +99,13 @@ class FlatOp:
             return None
         places = shortcuts.targets(self._facts, [geometry for _, geometry in self.reads], self._kwargs, self.base)
         target = next((at for at in places if spare[at]), None)
-        return None if target is None else (_torch.op_call(self._facts.over), target)
+        return None if target is None else (OpFunction(self._facts.over), target)
 
-    def run_over(self, over: tuple[Any, int], tensors: list[torch.Tensor]) -> torch.Tensor:
+    def run_over(self, over: tuple[OpFunction, int], tensors: list[torch.Tensor]) -> torch.Tensor:
         """As `run`, writing over one of the tensors."""
-        call, target = over
+        op, target = over
         assert self._rest is not None
-        out: torch.Tensor = call(*(tensors if not target else tensors[::-1]), *self._rest, **self._kwargs)
+        out: torch.Tensor = op.call(*(tensors if not target else tensors[::-1]), *self._rest, **self._kwargs)
         return out
 
 
@@ -148,7 +149,7 @@ class _Recipe:
     def __init__(self) -> None:
         self.starts: dict[int, int] = {}
         self.constants: list[int] = []
-        self.steps: list[tuple[FlatOp, int, Any, tuple[Any, int] | None, tuple[int, ...], bool]] = []
+        self.steps: list[tuple[FlatOp, int, Any, tuple[OpFunction, int] | None, tuple[int, ...], bool]] = []
 
 
 class Rebuilding:

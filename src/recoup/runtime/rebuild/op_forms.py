@@ -10,6 +10,7 @@ from torch import nn
 
 from recoup import _torch
 from recoup.runtime.rebuild.cheap_ops import OpFacts
+from recoup.runtime.rebuild.op_function import OpFunction
 from recoup.runtime.rebuild.rewriting import Rewriting
 from recoup.runtime.rebuild.shortcuts import targets
 from recoup.runtime.rebuild.values import PLAIN, Made, Value, geometry_of
@@ -19,7 +20,7 @@ class OpForm:
     """One op of a call, with its scalars.
 
     Attributes:
-        call: runs it. first: whether its tensors come first, and none is in a list. rest: its arguments, without the
+        op: runs it. first: whether its tensors come first, and none is in a list. rest: its arguments, without the
             tensors where those come first, else with `TENSOR` in their place. kwargs: its own, in the same way.
         geometries: of the tensors it read, in order. bases: geometries of the results that are recorded, by position.
         is_single: it returns one tensor. is_cast: it copies a tensor to another dtype.
@@ -30,13 +31,13 @@ class OpForm:
 
     __slots__ = (
         "bases",
-        "call",
         "first",
         "geometries",
         "gives_again",
         "is_cast",
         "is_single",
         "kwargs",
+        "op",
         "over",
         "part",
         "rest",
@@ -52,7 +53,7 @@ class OpForm:
         recorded: list[tuple[int, torch.Tensor]],
         tensors: list[torch.Tensor],
     ) -> None:
-        self.call = facts.again or _torch.op_call(facts.overload)
+        self.op = OpFunction(facts.again or facts.overload)
         num = len(tensors)
         self.first = all(item is tensor for item, tensor in zip(args, tensors, strict=False)) and num <= len(args)
         self.rest = args[num:] if self.first else _without_tensors(args)
@@ -63,11 +64,11 @@ class OpForm:
         self.is_single = type(out) is torch.Tensor
         self.gives_again: Callable[..., bool] | None = None
         self.targets: tuple[int, ...] = ()
-        self.over: Any = None
+        self.over: OpFunction | None = None
         self.part = self.geometries[0] if tensors else None
         if self.first and self.is_single and self.bases:
             self.targets = targets(facts, self.geometries, kwargs, self.bases[0][1])
-            self.over = _torch.op_call(facts.over) if self.targets else None
+            self.over = OpFunction(facts.over) if self.targets else None
 
     def run(self, tensors: list[torch.Tensor], writes: int = -1) -> Any:
         """Runs the op again on tensors that lie as the first time.
@@ -75,9 +76,10 @@ class OpForm:
         Args:
             writes: place of the one that it writes over, -1 for none.
         """
-        call = self.call
+        call = self.op.call
         if writes >= 0:
-            call = self.over
+            assert self.over is not None
+            call = self.over.call
             if writes:
                 tensors = tensors[::-1]
         if self.first:
@@ -135,7 +137,8 @@ def form_of_rewriting(
     if form is not None:
         rewriting = value.made.function
         assert type(rewriting) is Rewriting
-        form.call, form.over, form.part, form.targets = rewriting, rewriting.over, rewriting.part, (0,)
+        form.op, form.over = OpFunction(rewriting), OpFunction(rewriting.over)
+        form.part, form.targets = rewriting.part, (0,)
         form.geometries = (value.base, *form.geometries[1:])
         form.bases = ((0, value.base),)
     return form

@@ -6,7 +6,8 @@ out as a function, without loops, look-ups or checks: `v7 = op3(v5, w2_0, op3_0)
 that fill a value's storage, `w` for views of them, `op` for overloads and their scalars.
 
 Results lie as in the forward when the same op runs on tensors that lie as they did. The first run checks that, result
-by result; those that did not are copied into place from then on.
+by result; those that did not are copied into place from then on. It also settles what each op is called by
+(`op_function.py`).
 """
 
 from __future__ import annotations
@@ -138,9 +139,10 @@ class RebuildCode:
     ) -> list[str]:
         """Returns the lines that run an op on tensors of these names."""
         form, at = rerun.form, rerun.writes
-        call = _call(f"op{i}", form.call, form, tensors, names)
+        call = _call(f"op{i}", form.op.call, form, tensors, names)
         if at >= 0:
-            over = _call(f"over{i}", form.over, form, tensors if at == 0 else tensors[::-1], names)
+            assert form.over is not None
+            over = _call(f"over{i}", form.over.call, form, tensors if at == 0 else tensors[::-1], names)
             number = rerun.reads[at][0]
             call = f"{over} if is_compact({number}) else {call}" if number in self._narrow else over
         lines = []

@@ -150,7 +150,7 @@ def batch_norm_applied(
         return None
     scale = reciprocal_deviation if weight is None else reciprocal_deviation * weight
     one = torch.ones_like(mean)
-    out: torch.Tensor = torch.ops.aten.native_batch_norm.default(x, scale, bias, mean, one, False, 0.0, 0.0)[0]
+    out: torch.Tensor = torch.native_batch_norm(x, scale, bias, mean, one, False, 0.0, 0.0)[0]
     return out
 
 
