@@ -46,20 +46,26 @@ def test_an_op_in_place_is_done_once() -> None:
     assert runs.call(tensor, 2.0).tolist() == [4.0] * 3
 
 
-@pytest.mark.parametrize("wrong", ["another op", "more ops", "other arguments", "another result"])
+@pytest.mark.parametrize("wrong", ["another op", "more ops", "other arguments", "another result", "more results"])
 def test_a_function_that_does_anything_else_is_not_taken(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     functions = {
         "another op": lambda tensor, other: tensor.add_(other),
         "more ops": lambda tensor, other: tensor.mul_(other).add_(1),
         "other arguments": lambda tensor, other: tensor.mul_(2 * other),
         "another result": lambda tensor, other: (tensor.mul_(other), 1)[1],
+        "more results": lambda tensor, other: (tensor.mul_(other), tensor),
     }
-    monkeypatch.setattr(op_function._torch, "functions_named", lambda op: [functions[wrong]])
+    monkeypatch.setattr(op_function._torch, "functions_named", lambda op: 2 * [functions[wrong]])
     tensor = torch.ones(3)
     runs = OpFunction(aten.mul_.Tensor)
     assert runs.call(tensor, 2.0) is tensor
     assert tensor.tolist() == [2.0] * 3
     assert runs.call is _torch.op_call(aten.mul_.Tensor)
+
+
+def test_an_op_may_come_twice_where_it_is_first_called() -> None:
+    call = OpFunction(aten.mul.Tensor).call
+    assert torch.equal(call(x, y), call(x, y))
 
 
 def test_an_error_of_the_op_is_the_op_s() -> None:

@@ -39,20 +39,22 @@ class OpFunction:
 
     def _settle(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the op, by a function of its name if there is one; from then on `call` is that."""
-        overload, self._overload = self._overload, None
+        overload = self._overload
+        if overload is None:  # settled since `call` was asked for: an op may come twice in a rebuild
+            return self._call(*args, **kwargs)
+        self._overload = None
         for function in _torch.functions_named(overload):
             one = _OneOp(overload, args, kwargs)
+            found: Any = None
             try:
                 with one:
                     found = function(*args, **kwargs)
-            except Exception:
+            except Exception:  # another op, arguments that it takes otherwise, or the op's own error
                 if one.has_failed:
                     raise
-                if one.has_run:
-                    return one.out
-                continue  # it is another op, or takes its arguments otherwise
-            if one.has_run and len(_each(found)) == len(_each(one.out)):
-                if all(map(operator.is_, _each(found), _each(one.out))):
+            if one.has_run:
+                found, out = (each if isinstance(each, (tuple, list)) else (each,) for each in (found, one.out))
+                if len(found) == len(out) and all(map(operator.is_, found, out)):
                     self._call = function
                 return one.out
         return self._call(*args, **kwargs)
@@ -80,10 +82,6 @@ class _OneOp(_torch.dispatch_mode_class()):  # type: ignore[misc]
         self.out = func(*args, **(kwargs or {}))
         self.has_run, self.has_failed = True, False
         return self.out
-
-
-def _each(out: Any) -> Any:
-    return out if isinstance(out, (tuple, list)) else (out,)
 
 
 def _are_same(one: Any, other: Any) -> bool:
