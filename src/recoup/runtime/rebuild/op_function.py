@@ -1,7 +1,7 @@
 """Runs an op by the function of torch's Python API that has its name, which takes less time to get to the kernel.
 
-Where the kernels before it have emptied the processor's cache, a call of an overload takes 35 to 70 us until its kernel
-runs, one of `torch.mul` or `torch.native_layer_norm` 12 to 28 us less (torch 2.13, x86_64). That is read from memory:
+Where the kernels before it have emptied the processor's cache, a call of an overload takes 33 to 72 us until its kernel
+runs, one of `torch.mul` or `torch.native_layer_norm` 9 to 27 us less (torch 2.13, x86_64). That is read from memory:
 argument parsing of torch's own functions is compiled for each, that of overloads interprets a schema.
 
 A function is taken only if it was seen to run this very overload on these very arguments, once, and nothing else; which
