@@ -74,6 +74,18 @@ def test_an_error_of_the_op_is_the_op_s() -> None:
         runs.call(x, y)
 
 
+def test_an_exception_of_the_user_s_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(tensor: torch.Tensor, other: float) -> None:
+        tensor.mul_(other)
+        raise TimeoutError  # by a handler of signals
+
+    monkeypatch.setattr(op_function._torch, "functions_named", lambda op: [interrupted])
+    runs = OpFunction(aten.mul_.Tensor)
+    with pytest.raises(TimeoutError):
+        runs.call(torch.ones(3), 2.0)
+    assert runs.call(torch.ones(3), 2.0).tolist() == [2.0] * 3
+
+
 def test_what_has_no_function_runs_as_it_is() -> None:
     runs = OpFunction(aten._to_copy.default)
     assert runs.call(x, dtype=torch.bfloat16).dtype is torch.bfloat16

@@ -49,7 +49,12 @@ class OpFunction:
             try:
                 with one:
                     found = function(*args, **kwargs)
-            except Exception:  # another op, arguments that it takes otherwise, or the op's own error
+            except (
+                _AnotherOp,
+                TypeError,
+                ValueError,
+                RuntimeError,
+            ):  # it takes its arguments otherwise, or the op failed
                 if one.has_failed:
                     raise
             if one.has_run:
@@ -58,6 +63,10 @@ class OpFunction:
                     self._call = function
                 return one.out
         return self._call(*args, **kwargs)
+
+
+class _AnotherOp(Exception):
+    """A function came to an op that is not the one."""
 
 
 @_torch.without_dynamo_wrapper
@@ -77,7 +86,7 @@ class _OneOp(_torch.dispatch_mode_class()):  # type: ignore[misc]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         if self.has_run or func is not self._overload or not _are_same(self._arguments, (args, kwargs or {})):
-            raise NotImplementedError(f"{func} in the place of {self._overload}")
+            raise _AnotherOp(f"{func} in the place of {self._overload}")
         self.has_failed = True
         self.out = func(*args, **(kwargs or {}))
         self.has_run, self.has_failed = True, False
