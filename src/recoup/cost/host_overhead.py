@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from recoup.cost.host_costs import HostCosts
 from recoup.cost.model import PricedTrace
-from recoup.ir.decision import Decision, Region, follow_programs
+from recoup.ir.decision import Decision, Rebuild, Region, follow_programs
 from recoup.ir.trace import Call, Trace
 
 
@@ -94,7 +94,9 @@ def host_seconds(
         num_kept, num_rebuilt = num_packed_beside(trace)
         forward += (trace.num_rederived - num_rebuilt) * costs.packed_tensor_seconds
         forward += (num_kept + num_rebuilt) * costs.beside_tensor_seconds
-        backward += trace.num_rederived * costs.followed_tensor_seconds + num_again * costs.rerun_op_seconds
+        is_by_tensor = any(isinstance(d, Rebuild) for d in chosen)
+        each = costs.followed_tensor_seconds if is_by_tensor else costs.listed_tensor_seconds
+        backward += trace.num_rederived * each + num_again * costs.rerun_op_seconds
     else:
         backward += trace.num_rederived * costs.rederived_tensor_seconds
         share = _noticed_share(plain, [(c.first_op, max(c.replay_stop_op, c.first_op)) for c, _ in regions])

@@ -1,8 +1,9 @@
-"""Saved tensors of a step that follows a program, rebuilt by flat lists of ops: what `rederived.py` does by search.
+"""Saved tensors of a step that follows a program, rebuilt by written code: what `rederived.py` does by search.
 
-A list depends on what is at hand when backward asks: which of its values others hold, and which others wait for. There
-are few such cases, and each is worked out once. Intermediates live until their last use, longer if somebody waits for
-them soon; an op runs over one that nobody reads after it, as in a rebuild without a program.
+What is to run depends on what is at hand when backward asks: which of the values on the way others hold, and which
+others wait for. There are few such cases, and each is written out once ([Note: rebuild code]). Intermediates live until
+their last use, longer if somebody waits for them soon; an op runs over one that nobody reads after it, as in a rebuild
+without a program.
 """
 
 from __future__ import annotations
@@ -18,142 +19,104 @@ from recoup.runtime.rebuild import shortcuts
 from recoup.runtime.rebuild.cheap_ops import op_facts
 from recoup.runtime.rebuild.constant import Constant
 from recoup.runtime.rebuild.kept import Kept, changed_since, is_overwritten, laid
+from recoup.runtime.rebuild.op_forms import TENSOR
 from recoup.runtime.rebuild.op_function import OpFunction
-from recoup.runtime.rebuild.rederived import SOON_TURNS, constant_of, fitted, rerunning
+from recoup.runtime.rebuild.rebuild_code import RebuildCode, Rerun
+from recoup.runtime.rebuild.rederived import SOON_TURNS, constant_of, rerunning
 from recoup.runtime.rebuild.surroundings import Surroundings
 from recoup.runtime.rebuild.values import Geometry, Made, Read, Value
 
 _ABSENT, _AWAITED, _HELD = range(3)  # what others do with a value: nothing, wait for it soon, hold it
 
 
-class FlatOp:
+class NumberedOp:
     """One op on numbered values.
 
     Attributes:
+        op, over, first, rest, kwargs, is_single: as `OpForm`'s.
         order: its place in the step. reads: number and geometry of each tensor that it reads, in order, then of those
-            of its other results that help (`shortcuts.from_side_results`). output: which of its results is the value's,
-            -1 for its only one. base: how that lay.
+            of its other results that help (`shortcuts.from_side_results`). output: which of its results is the value's.
+            base: how that lay.
     """
 
-    __slots__ = (
-        "_args",
-        "_at",
-        "_facts",
-        "_kwargs",
-        "_op",
-        "_rest",
-        "_sides",
-        "base",
-        "order",
-        "output",
-        "reads",
-    )
+    __slots__ = ("_targets", "base", "first", "is_single", "kwargs", "op", "order", "output", "over", "reads", "rest")
 
     def __init__(self, made: Made, value: Value, numbers: dict[Value, int]) -> None:
         assert value.base is not None
-        self._facts = op_facts(made.function)
-        self._op = OpFunction(made.function)
+        facts = op_facts(made.function)
+        reads: list[Read] = []
+        self.rest: Any = _without_reads(made.args, reads)
+        self.kwargs: dict[str, Any] = {key: _without_reads(item, reads) for key, item in made.kwargs.items()}
+        num = len(reads)
+        self.first = len(made.args) >= num and all(item is TENSOR for item in self.rest[:num])
+        if self.first:
+            self.rest = self.rest[num:]
         self.order = made.order
         self.base: Geometry = value.base
-        self.reads = tuple([(numbers[read.value], read.geometry) for read in made.reads])
-        self.output = value.output if len(made.function._schema.returns) > 1 else -1
-        num = len(made.reads)
-        lead = len(made.args) >= num and all(item is read for item, read in zip(made.args, made.reads, strict=False))
-        self._rest: tuple[Any, ...] | None = tuple(made.args[num:]) if lead else None
-        places = {id(read): i for i, read in enumerate(made.reads)}
-        self._args, self._kwargs = _numbered(made.args, places), _numbered(made.kwargs, places)
-        at = tuple([i for i, item in enumerate(made.args) if type(item) is Read])
-        self._at = at if len(at) == num and not lead else None
+        self.reads = tuple([(numbers[read.value], read.geometry) for read in reads])
+        self.output = value.output
+        self.is_single = len(made.function._schema.returns) == 1
+        self.op: OpFunction = OpFunction(made.function)
+        self.over: OpFunction | None = None
+        self._targets: Sequence[int] = ()
         sides = [ref() for ref in made.outputs[1:]] if made.side_results and value.output == 0 else []
-        self._sides = len(sides)
-        self.reads += tuple(
-            [(numbers[side], side.base) for side in sides if side is not None and side.base is not None]
-        )
+        if sides:
+            self.op = OpFunction(_BySides(facts, made.function, num, self.first, self.rest, self.kwargs))
+            self.first, self.rest, self.kwargs = True, (), {}
+            self.reads += tuple([(numbers[side], side.base) for side in sides if side is not None and side.base])
+        elif self.first and self.is_single:
+            self._targets = shortcuts.targets(facts, [read.geometry for read in reads], self.kwargs, self.base)
+            self.over = OpFunction(facts.over) if self._targets else None
 
-    def run(self, tensors: list[torch.Tensor]) -> torch.Tensor:
-        """Returns the value's contents, made from what the op reads."""
-        if self._sides:
-            tensors, sides = tensors[: -self._sides], tensors[-self._sides :]
-            results = shortcuts.from_side_results(self._facts, _filled(self._args, tensors), sides)
-            if results is not None:
-                return results[0]  # type: ignore[no-any-return]
-        call = self._op.call
-        if self._rest is not None:
-            out = call(*tensors, *self._rest, **self._kwargs)
-        elif self._at is not None:
-            args = list(self._args)
-            for place, tensor in zip(self._at, tensors, strict=True):
-                args[place] = tensor
-            out = call(*args, **self._kwargs)
-        else:
-            out = call(*_filled(self._args, tensors), **_filled(self._kwargs, tensors))
-        return out if self.output < 0 else out[self.output]  # type: ignore[no-any-return]
-
-    def over(self, spare: Sequence[bool]) -> tuple[OpFunction, int] | None:
-        """Returns the op that writes over a tensor, and which of those that are read it is; None if there is none.
+    def target(self, spare: Sequence[bool]) -> int:
+        """Returns the place of the tensor that it writes over, -1 for none.
 
         Args:
             spare: of each tensor read, whether nobody reads it after this op.
         """
-        if self._rest is None or self.output >= 0 or self._sides:
-            return None
-        places = shortcuts.targets(self._facts, [geometry for _, geometry in self.reads], self._kwargs, self.base)
-        target = next((at for at in places if spare[at]), None)
-        return None if target is None else (OpFunction(self._facts.over), target)
-
-    def run_over(self, over: tuple[OpFunction, int], tensors: list[torch.Tensor]) -> torch.Tensor:
-        """As `run`, writing over one of the tensors."""
-        op, target = over
-        assert self._rest is not None
-        out: torch.Tensor = op.call(*(tensors if not target else tensors[::-1]), *self._rest, **self._kwargs)
-        return out
+        return next((at for at in self._targets if spare[at]), -1)
 
 
-def _numbered(items: Any, places: dict[int, int]) -> Any:
-    """Returns arguments with the number of each read in its place."""
-    if isinstance(items, dict):
-        return {key: _numbered(item, places) for key, item in items.items()}
-    if type(items) is Read:
-        return _Place(places[id(items)])
-    return type(items)([_numbered(item, places) for item in items]) if type(items) in (list, tuple) else items
+class _BySides:
+    """Runs an op whose first result can be had from its others: called with what it reads, then with those."""
+
+    def __init__(self, facts: Any, function: Any, num: int, first: bool, rest: Any, kwargs: dict[str, Any]) -> None:
+        self._facts = facts
+        self._function = function
+        self._num = num
+        self._args = (TENSOR,) * num + tuple(rest) if first else rest
+        self._kwargs = kwargs
+
+    def __call__(self, *tensors: torch.Tensor) -> Any:
+        each = iter(tensors)
+        args = [_with_reads(item, each) for item in self._args]
+        results = shortcuts.from_side_results(self._facts, args, tensors[self._num :])
+        if results is not None:
+            return results
+        return self._function(*args, **{key: _with_reads(item, each) for key, item in self._kwargs.items()})
 
 
-def _filled(items: Any, tensors: list[torch.Tensor]) -> Any:
-    if isinstance(items, dict):
-        return {key: _filled(item, tensors) for key, item in items.items()}
-    if type(items) is _Place:
-        return tensors[items.number]
-    return type(items)([_filled(item, tensors) for item in items]) if type(items) in (list, tuple) else items
+def _without_reads(item: Any, reads: list[Read]) -> Any:
+    """Returns an argument with `TENSOR` in the place of each read, which joins `reads`."""
+    if type(item) is Read:
+        reads.append(item)
+        return TENSOR
+    return type(item)([_without_reads(part, reads) for part in item]) if type(item) in (list, tuple) else item
 
 
-class _Place:
-    """Stands for a tensor among an op's arguments."""
-
-    __slots__ = ("number",)
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-
-class _Recipe:
-    """What to run for one value, given what is at hand.
-
-    Attributes:
-        starts: numbers of sources, with their places among the saved tensor's. constants: numbers of parameters.
-        steps: each an op, its number, what it reads (a geometry where it has to be laid out), how it runs over one of
-            them, numbers that nobody reads after it, and whether others wait for its result.
-    """
-
-    __slots__ = ("constants", "starts", "steps")
-
-    def __init__(self) -> None:
-        self.starts: dict[int, int] = {}
-        self.constants: list[int] = []
-        self.steps: list[tuple[FlatOp, int, Any, tuple[OpFunction, int] | None, tuple[int, ...], bool]] = []
+def _with_reads(item: Any, tensors: Any) -> Any:
+    if item is TENSOR:
+        return next(tensors)
+    return type(item)([_with_reads(part, tensors) for part in item]) if type(item) in (list, tuple) else item
 
 
 class Rebuilding:
     """How the saved tensors of a program are rebuilt, the same for all of its steps.
+
+    Attributes:
+        shared: by index of a saved tensor, the values on the way to it that others wait for: number, and of each other
+            one its index and whether it is asked for soon; its own value comes first.
+        places: by index, the place among its sources of each number.
 
     Args:
         ops: by number of the value that they make. saved: value's number of each rebuilt saved tensor by its index
@@ -161,14 +124,16 @@ class Rebuilding:
     """
 
     def __init__(
-        self, ops: dict[int, FlatOp], saved: dict[int, tuple[int, tuple[int, ...]]], turns: Sequence[int]
+        self, ops: dict[int, NumberedOp], saved: dict[int, tuple[int, tuple[int, ...]]], turns: Sequence[int]
     ) -> None:
         self._ops = ops
         self._saved = saved
-        self._recipes: dict[Any, _Recipe] = {}
+        self._codes: dict[Any, RebuildCode] = {}
+        self._bases = {number: op.base for number, op in ops.items()}
         savers: dict[int, list[int]] = {}
         for index, (number, _) in saved.items():
             savers.setdefault(number, []).append(index)
+        self.places = {index: {n: i for i, n in enumerate(sources)} for index, (_, sources) in saved.items()}
         self.shared: dict[int, list[tuple[int, list[tuple[int, bool]]]]] = {}
         for index, (number, sources) in saved.items():
             soon = turns[index] - SOON_TURNS
@@ -187,46 +152,38 @@ class Rebuilding:
                     stack.append(read)
         return list(found)
 
-    def recipe(self, index: int, states: tuple[int, ...]) -> _Recipe:
-        """Returns what to run for a saved tensor.
+    def code(self, index: int, states: tuple[int, ...]) -> RebuildCode:
+        """Returns what rebuilds a saved tensor, and what others wait for on the way.
 
         Args:
             states: what others do with the values that they share with it.
         """
-        found = self._recipes.get((index, states))
+        found = self._codes.get((index, states))
         if found is None:
-            found = self._recipes[index, states] = self._recipe(index, states)
+            found = self._codes[index, states] = self._written(index, states)
         return found
 
-    def _recipe(self, index: int, states: tuple[int, ...]) -> _Recipe:
+    def _written(self, index: int, states: tuple[int, ...]) -> RebuildCode:
         number, sources = self._saved[index]
         state_of = {n: s for (n, _), s in zip(self.shared[index], states, strict=True)}
         held = {n for n, s in state_of.items() if s == _HELD}
-        recipe = _Recipe()
+        wanted = {number, *(n for n, s in state_of.items() if s == _AWAITED)}
+        reruns = []
         last: set[int] = set()
         chain = [n for n in self._chain(number, [*sources, *held]) if n not in held]
         for made in sorted(chain, key=lambda n: self._ops[n].order, reverse=True):
             op = self._ops[made]
-            drops, spare, reads = [], [], []
             numbers = [n for n, _ in op.reads]
+            ends = {n for n in numbers if n not in last and n not in wanted}  # that nobody reads or wants after it
+            spare, reads = [], []
             for n, geometry in op.reads:
-                is_made = n in chain
-                is_last = is_made and n not in last
-                lies_so = is_made and geometry == self._ops[n].base
-                spare.append(is_last and lies_so and numbers.count(n) == 1 and not state_of.get(n))
+                lies_so = n in chain and geometry == self._bases[n]
+                spare.append(lies_so and n in ends and numbers.count(n) == 1)
                 reads.append((n, None if lies_so else geometry))
-                if is_last or (n in sources and n not in last):
-                    drops.append(n)
             last.update(numbers)
-            recipe.steps.append(
-                (op, made, tuple(reads), op.over(spare), tuple(dict.fromkeys(drops)), bool(state_of.get(made)))
-            )
-        recipe.steps.reverse()
-        if not chain:
-            last.add(number)
-        recipe.starts = {n: sources.index(n) for n in last if n in sources}
-        recipe.constants = [n for n in last if n not in sources and n not in held and n not in chain]
-        return recipe
+            drops = tuple([n for n in dict.fromkeys(numbers) if n in ends and (n in chain or n in sources)])
+            reruns.append(Rerun(op, tuple(reads), ((op.output, made),), drops, op.target(spare)))
+        return RebuildCode(reruns[::-1], wanted, starts=held, bases=self._bases, narrow=())
 
 
 class Derivation:
@@ -270,32 +227,17 @@ class Derivation:
                     waiting.setdefault(number, []).append(other)
                     state = state or _AWAITED
             states.append(state)
-        recipe = self.rebuilding.recipe(asked.index, tuple(states))
-        number = asked.number
+        code = self.rebuilding.code(asked.index, tuple(states))
         with rerunning():
-            starts = recipe.starts
-            for constant in recipe.constants:
-                here[constant] = constant_of(self.constants[constant])
-            for op, made, reads, over, drops, is_awaited in recipe.steps:
-                for n, _ in reads:
-                    if n in starts and n not in here:  # now, since what is kept in fewer bytes is made anew
-                        here[n] = asked.sources[starts[n]].contents()
-                tensors = [here[n] if geometry is None else laid(here[n], geometry) for n, geometry in reads]
-                for n in drops:
-                    del here[n]
-                out = op.run(tensors) if over is None else op.run_over(over, tensors)
-                del tensors
-                out = here[made] = fitted(out, op.base)
-                if is_awaited:
-                    for other in waiting.get(made, ()):
-                        other.held = out
-                del out
-            for other in waiting.get(number, ()):
-                other.held = here[number]
+            found = code.run(asked.start, here, _is_compact)
+            for number, those in waiting.items():
+                for one in those:
+                    one.held = found.get(number)
+            result = found.get(asked.number)
+            if result is None:  # kept in fewer bytes
+                result = asked.start(asked.number).detach()
             execution_context.count("num_rederived", self._counts)
-            if not recipe.steps and number in starts:
-                here[number] = asked.sources[starts[number]].contents().detach()
-            return laid(here[number], asked.geometry)
+            return laid(result, asked.geometry)
 
     def give(self, asked: Derived, held: torch.Tensor) -> None:
         """Called when a tensor was asked for that was at hand: those who wait for the same hold it on."""
@@ -333,6 +275,12 @@ class Derived:
             source.is_source = True
         step.refs[index] = weakref.ref(self)
 
+    def start(self, number: int) -> torch.Tensor:
+        """Returns what its rebuild starts from: what a source keeps, or a parameter."""
+        step = self._step
+        place = step.rebuilding.places[self.index].get(number)
+        return constant_of(step.constants[number]) if place is None else self.sources[place].contents()
+
     def unpack(self) -> torch.Tensor:
         """Returns the tensor; raises if it was changed in place since it was saved, as autograd would."""
         if self.value.overwritten and is_overwritten(self.value, self.geometry):
@@ -344,3 +292,8 @@ class Derived:
             return self._step.rebuild(self)
         self._step.give(self, held)
         return laid(held, self.geometry)
+
+
+def _is_compact(number: int) -> bool:
+    """Whether a value that is written over was made anew when it was read: none is, but those that ops made."""
+    return False

@@ -14,16 +14,28 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from recoup.runtime.rebuild.kept import laid
-from recoup.runtime.rebuild.op_forms import TENSOR, OpForm
+from recoup.runtime.rebuild.op_forms import TENSOR
+from recoup.runtime.rebuild.op_function import OpFunction
 from recoup.runtime.rebuild.rederived import fitted
 from recoup.runtime.rebuild.values import Geometry
 
 _Code = Callable[..., dict[int, torch.Tensor]]
+
+
+class RunsAgain(Protocol):
+    """What is called to run an op again: see `OpForm`."""
+
+    op: OpFunction
+    over: OpFunction | None
+    first: bool
+    rest: Any
+    kwargs: dict[str, Any]
+    is_single: bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,7 +48,7 @@ class Rerun:
         writes: place of the tensor that it writes over, -1 for none.
     """
 
-    form: OpForm
+    form: RunsAgain
     reads: tuple[tuple[int, Geometry | None], ...]
     gives: tuple[tuple[int, int], ...]
     drops: tuple[int, ...]
@@ -156,7 +168,7 @@ class RebuildCode:
         return lines if form.is_single else [*lines, "del out"]
 
 
-def _call(name: str, func: Any, form: OpForm, tensors: Sequence[str], names: dict[str, Any]) -> str:
+def _call(name: str, func: Any, form: RunsAgain, tensors: Sequence[str], names: dict[str, Any]) -> str:
     """Returns a call in words; `names` is told what its names stand for."""
     names[name] = func
     each = iter(tensors)

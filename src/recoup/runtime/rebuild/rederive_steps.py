@@ -1,6 +1,6 @@
 """A step under a plan that only rederives, held against an earlier one that was like it.
 
-The rules are those of [Note: step programs], with flat lists of ops (`derived.py`) in the place of segments.
+The rules are those of [Note: step programs]; each saved tensor is rebuilt by itself (`derived.py`), not in segments.
 
 What has no program: steps in which an op writes to what something is rebuilt from.
 """
@@ -20,7 +20,7 @@ from recoup import _torch
 from recoup.runtime.rebuild.call_forms import CallForm, form_of_call
 from recoup.runtime.rebuild.call_log import CallLog
 from recoup.runtime.rebuild.calls import CallWatch
-from recoup.runtime.rebuild.derived import Derivation, Derived, FlatOp, Rebuilding
+from recoup.runtime.rebuild.derived import Derivation, Derived, NumberedOp, Rebuilding
 from recoup.runtime.rebuild.kept import Kept, KeptCompact, KeptConstant, KeptView, Source, kept_simply
 from recoup.runtime.rebuild.known_calls import Calls
 from recoup.runtime.rebuild.learning import Learning
@@ -75,7 +75,7 @@ class RederiveProgram(StepProgram):
         ]
         self.compacts = compacts
         self.bases = {number: value.base for value, number in values.items()}
-        ops = {values[v]: FlatOp(v.made, v, values) for v in chained if v.made is not None}
+        ops = {values[v]: NumberedOp(v.made, v, values) for v in chained if v.made is not None}
         turns = list(itertools.accumulate([kind != CONSTANT for kind, *_ in kept]))
         saved = {i: (number, sources) for i, (kind, number, _, sources) in enumerate(kept) if kind == REBUILD}
         self.rebuilding = Rebuilding(ops, saved, turns)

@@ -98,7 +98,7 @@ class SegmentProgram:
 
     def _leading_to(self, wanted: frozenset[int]) -> list[Rerun]:
         needed = set(wanted)
-        chosen: list[tuple[Rerun, list[int]]] = []
+        chosen: list[tuple[Rerun, OpForm, list[int]]] = []
         last: set[int] = set()
         for form, reads, results in reversed(self.ops):
             gives = tuple([(position, number) for position, number in results if number in needed])
@@ -112,14 +112,14 @@ class SegmentProgram:
             over = [i for i in form.targets if reads[i] not in last and form.geometries[i] == self.bases.get(reads[i])]
             last.update(reads)
             needed.update(reads)
-            chosen.append((Rerun(form, tuple(laid_out), gives, drops, -1), over))
+            chosen.append((Rerun(form, tuple(laid_out), gives, drops, -1), form, over))
         chosen.reverse()
         versions: Versions[int] = Versions({number: self.asked.get(number, []) for number in wanted})
         for number in self.narrow:  # made anew when it is read
             versions.add(number)
         found = []
-        for rerun, over in chosen:
-            part = cast(Geometry, rerun.form.part)
+        for rerun, form, over in chosen:
+            part = cast(Geometry, form.part)
             writes = next((at for at in over if versions.is_free(rerun.reads[at][0], part)), -1)
             for _, number in rerun.gives:
                 versions.add(number, rerun.reads[writes][0] if writes >= 0 else None)
