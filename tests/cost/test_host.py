@@ -18,7 +18,7 @@ from recoup.cost.host_costs import TYPICAL, HostCosts, load_host_costs
 from recoup.cost.host_overhead import host_seconds, noticed_ops, num_packed_beside, step_seconds
 from recoup.cost.measured import MeasuredCost
 from recoup.cost.model import price_by_signature
-from recoup.ir.decision import Decision, Loop, OpMark, Rebuild, Recompute, Rederive, Save
+from recoup.ir.decision import Decision, Loop, LossInPlace, OpMark, Rebuild, Recompute, Rederive, Save
 from recoup.ir.trace import Trace
 from recoup.planner import host_calibration
 from recoup.planner.host_calibration import host_costs
@@ -60,7 +60,7 @@ def test_on_a_gpu_the_slower_of_host_and_device_counts_in_each_phase() -> None:
     assert seconds(1e-9) < 1e-5 * num_ops  # the host is slower: what it does on top counts
     without = seconds(1e-9)
     plain = dataclasses.replace(plain, num_rederived=3)
-    each = TYPICAL.packed_tensor_seconds + TYPICAL.followed_tensor_seconds
+    each = TYPICAL.packed_tensor_seconds + TYPICAL.single_tensor_seconds
     assert seconds(1e-9, everywhere) - without == pytest.approx(3 * each)
 
 
@@ -153,6 +153,17 @@ def test_calls_that_a_patched_module_lets_pass_are_charged_for() -> None:
     assert seconds(Loop(path="cell", chunk=2)) == (0.0, 0.0)
 
 
+def test_waiting_for_a_loss_is_charged_for_where_no_plan_by_tensor_watches_the_calls_anyway() -> None:
+    plain = cells_traced(Cells())
+    costs = HostCosts(loss_call_seconds=1.0)
+    num_calls = sum(op.begins_call for op in plain.ops[: plain.num_forward_ops])
+    loss = LossInPlace(path="", rows=8)
+    assert num_calls > 6
+    assert host_seconds((loss,), plain, plain=plain, costs=costs) == (num_calls, 0.0)
+    assert host_seconds((Rederive(path=""), loss), plain, plain=plain, costs=costs)[0] == num_calls
+    assert host_seconds((loss, Rebuild(path="")), plain, plain=plain, costs=costs)[0] == 0
+
+
 def test_steps_of_a_scan_that_run_again_cost_their_ops_alone() -> None:
     spec = StepSpec(
         model=nn.Linear(8, 8), batch=torch.randn(4, 8), objective=Objective(loss=lambda output, batch: output.sum())
@@ -165,9 +176,10 @@ def test_steps_of_a_scan_that_run_again_cost_their_ops_alone() -> None:
         num_again * TYPICAL.replayed_op_seconds
     )
     rebuilding = dataclasses.replace(plain, num_rederived=5)  # with its segment a tensor is rebuilt for less
-    for decision in (Rebuild(path=""), Rederive(path="")):
+    of_one = {Rebuild(path=""): TYPICAL.followed_tensor_seconds, Rederive(path=""): TYPICAL.single_tensor_seconds}
+    for decision, of_tensor in of_one.items():
         found = host_seconds((decision,), rebuilding, plain=plain, costs=TYPICAL)[1]
-        assert found == pytest.approx(5 * TYPICAL.followed_tensor_seconds)
+        assert found == pytest.approx(5 * of_tensor)
         found = host_seconds((decision,), again, plain=plain, costs=TYPICAL)[1]
         assert found == pytest.approx(num_again * TYPICAL.rerun_op_seconds)
     scanned = host_seconds((), again, plain=plain, costs=TYPICAL, num_scan_replayed=num_again, num_scan_tapes=3)

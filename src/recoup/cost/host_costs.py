@@ -27,8 +27,9 @@ class HostCosts:
         packed_tensor_seconds: in forward, a tensor that a program will rebuild: its call is watched, and it is packed.
         beside_tensor_seconds: any further tensor that such a call saves, kept or rebuilt: it is packed too.
         followed_tensor_seconds: in backward, a tensor that is rebuilt by a program.
-        listed_tensor_seconds: the same under a plan that only rederives, which walks a list of ops for each.
+        single_tensor_seconds: the same under a plan that only rederives, which has each rebuilt by itself.
         rerun_op_seconds: an op, views aside, that a program runs again.
+        loss_call_seconds: a call of a torch function in forward, while a cross entropy is waited for to run in place.
         watched_op_seconds: an op in forward, views aside, in a region that keeps results.
         tape_seconds: a call of autograd's engine for the taped steps of a scan.
         forward_op_seconds, backward_op_seconds: an op that is dispatched, the Python around it included.
@@ -43,8 +44,9 @@ class HostCosts:
     packed_tensor_seconds: float = 0.0
     beside_tensor_seconds: float = 0.0
     followed_tensor_seconds: float = 0.0
-    listed_tensor_seconds: float = 0.0
+    single_tensor_seconds: float = 0.0
     rerun_op_seconds: float = 0.0
+    loss_call_seconds: float = 0.0
     watched_op_seconds: float = 0.0
     tape_seconds: float = 0.0
     forward_op_seconds: float = 0.0
@@ -71,8 +73,9 @@ TYPICAL = HostCosts(
     packed_tensor_seconds=14e-6,
     beside_tensor_seconds=7e-6,
     followed_tensor_seconds=12e-6,
-    listed_tensor_seconds=25e-6,
+    single_tensor_seconds=25e-6,
     rerun_op_seconds=3e-6,
+    loss_call_seconds=1.5e-6,
     watched_op_seconds=60e-6,
     tape_seconds=30e-6,
     forward_op_seconds=5e-6,
@@ -89,7 +92,8 @@ COLD = dataclasses.replace(
     recorded_op_seconds=44e-6,
     packed_tensor_seconds=60e-6,
     followed_tensor_seconds=75e-6,
-    listed_tensor_seconds=170e-6,
+    single_tensor_seconds=170e-6,
+    loss_call_seconds=4.5e-6,
 )
 """The same in steps of large kernels, which leave nothing of the interpreter's in a core's cache: BERT and Llama of
 `bench.peers`, rederived everywhere, whose ops move some megabytes each. What regions and ops that are recorded or run

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from recoup.cost.host_costs import HostCosts
 from recoup.cost.model import PricedTrace
-from recoup.ir.decision import Decision, Rebuild, Region, follow_programs
+from recoup.ir.decision import Decision, LossInPlace, Rebuild, Region, follow_programs
 from recoup.ir.trace import Call, Trace
 
 
@@ -90,12 +90,14 @@ def host_seconds(
     backward = num_regions * costs.region_seconds + num_scan_tapes * costs.tape_seconds
     backward += num_passed_again * costs.passed_call_seconds
     forward = num_passed * costs.passed_call_seconds
+    is_by_tensor = any(isinstance(d, Rebuild) for d in chosen)  # which watches calls itself, a loss among them
+    if not is_by_tensor and any(isinstance(d, LossInPlace) for d in chosen):
+        forward += sum(op.begins_call for op in plain.ops[: plain.num_forward_ops]) * costs.loss_call_seconds
     if follow_programs(chosen):
         num_kept, num_rebuilt = num_packed_beside(trace)
         forward += (trace.num_rederived - num_rebuilt) * costs.packed_tensor_seconds
         forward += (num_kept + num_rebuilt) * costs.beside_tensor_seconds
-        is_by_tensor = any(isinstance(d, Rebuild) for d in chosen)
-        each = costs.followed_tensor_seconds if is_by_tensor else costs.listed_tensor_seconds
+        each = costs.followed_tensor_seconds if is_by_tensor else costs.single_tensor_seconds
         backward += trace.num_rederived * each + num_again * costs.rerun_op_seconds
     else:
         backward += trace.num_rederived * costs.rederived_tensor_seconds

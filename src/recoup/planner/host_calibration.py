@@ -37,7 +37,7 @@ from recoup.cost.host_costs import TYPICAL, HostCosts, load_host_costs, store_ho
 from recoup.cost.host_overhead import host_seconds
 from recoup.cost.measured import MeasuredCost, device_name
 from recoup.cost.model import PricedTrace
-from recoup.ir.decision import Decision, Rebuild, Recompute, Rederive, Save, follow_programs
+from recoup.ir.decision import Decision, LossInPlace, Rebuild, Recompute, Rederive, Save, follow_programs
 from recoup.runtime.apply import apply_decisions
 from recoup.thresholds import ESTIMATE_SHARE, MOST_TRIES
 
@@ -209,6 +209,7 @@ def _plans(num_layers: int) -> Mapping[str, tuple[Decision, ...]]:
         "rederived": (Rederive(path=""),),
         "rederived once": (Rederive(path="0.many"),),
         "rebuilt": (Rebuild(path=""),),
+        "loss in place": (LossInPlace(path="", rows=1),),
     }
 
 

@@ -13,7 +13,7 @@ from recoup import _torch
 from recoup.ir.decision import LossInPlace, Rebuild
 from recoup.runtime import execution_context
 from recoup.runtime.compiling import tell_compiled
-from recoup.runtime.loss_in_place import losses_in_place
+from recoup.runtime.loss_in_place import LossInPlaceMode, losses_in_place
 from recoup.runtime.patch import PatchedForward
 from recoup.runtime.rebuild.calls import CallWatch
 from recoup.runtime.rebuild.held_recorder import HeldRecorder
@@ -108,8 +108,9 @@ def run_held(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, A
             with losses_in_place(state.loss), recorder, _torch.saved_tensors_hooks(pack, unpack):
                 result = patched.original(*args, **kwargs)
         else:
-            watch = CallWatch(recorder, state.calls, (patched.module.training, like_step(args, kwargs)))
-            with losses_in_place(state.loss), watch, recorder, _torch.on_compiled_calls(watch.leave), watch.hooks:
+            loss = None if state.loss is None else LossInPlaceMode(state.loss)
+            watch = CallWatch(recorder, state.calls, (patched.module.training, like_step(args, kwargs)), loss)
+            with watch, recorder, _torch.on_compiled_calls(watch.leave), watch.hooks:
                 result = patched.original(*args, **kwargs)
             watch.learn()
     lost = recorder.lost

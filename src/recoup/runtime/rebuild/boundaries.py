@@ -47,11 +47,13 @@ class Rests:
 
     Attributes:
         orders: of the ops that run again. values: what these read and make, and what is held or rebuilt.
+        functions: whose calls are watched for another reason.
     """
 
     def __init__(self) -> None:
         self.orders: set[int] = set()
         self.values: set[Value] = set()
+        self.functions: tuple[Any, ...] = ()
         self._made_until: list[int] = []
         self._returned: list[list[Value]] = []
 
@@ -67,7 +69,7 @@ class Rests:
         for i, (call, values) in enumerate(zip(calls, self._returned, strict=True)):
             is_hooked = _any_between(places, call.first_save, call.end_save)
             holds = call.keeps or call.keeps_results or call.reads_constants
-            if is_hooked or holds or not self.values.isdisjoint(values):
+            if is_hooked or holds or call.func in self.functions or not self.values.isdisjoint(values):
                 found.add(i)
         return found
 

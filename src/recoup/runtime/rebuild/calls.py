@@ -16,9 +16,11 @@ import types
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from recoup import _torch
 from recoup.runtime import execution_context
+from recoup.runtime.loss_in_place import LossInPlaceMode
 from recoup.runtime.rebuild.call_forms import CallForm, form_of_call
 from recoup.runtime.rebuild.call_log import CallLog
 from recoup.runtime.rebuild.known_calls import Calls
@@ -38,10 +40,16 @@ _default_dtype, _has_grad = torch.get_default_dtype, torch.is_grad_enabled
 
 
 class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
-    """The torch-function mode in front of a recorder."""
+    """The torch-function mode in front of a recorder.
 
-    def __init__(self, recorder: Any, calls: Calls, key: Any) -> None:
+    Args:
+        loss: runs cross entropies, in the place of a mode of its own, which would be on for every call of the model;
+            None: they run as they are.
+    """
+
+    def __init__(self, recorder: Any, calls: Calls, key: Any, loss: LossInPlaceMode | None = None) -> None:
         super().__init__()
+        self._loss = loss
         self._recorder: Any = recorder
         self._calls = calls
         self._last: CallForm | None = None
@@ -57,6 +65,8 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
         if followed is not None:
             recorder.stop_program = self._stop
             recorder.on_write = self._writes
+        if self._learning is not None and loss is not None:
+            self._learning.watch(F.cross_entropy)
         if self._run is not None:
             recorder.at_module = self._passes
 
@@ -102,6 +112,8 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
         self._run = self._learning = recorder.program = recorder.learning = None
         recorder.stop_program = recorder.on_write = recorder.at_module = None
         recorder.is_resting = False
+        if self._loss is not None:
+            self.put_on()  # in an idle stretch it is off
 
     def _passes(self, path: str | None) -> bool:
         """Called where a patched module is entered or left in a step that follows a program; whether it still does."""
@@ -207,7 +219,7 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
             recorder.step_in()
             self._is_other = True
             try:
-                out = func(*args, **kwargs) if kwargs else func(*args)
+                out = self._ran(func, args, kwargs)
             finally:
                 self._is_other = False
                 if run.is_on:
@@ -230,8 +242,18 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
             return func(*args)
         if self._recorder.paused or _torch.num_dispatch_modes() != 1 or _torch.inside_transform():
             self._stop()
-            return func(*args, **kwargs) if kwargs else func(*args)
+            return self._ran(func, args, kwargs)
         return self._record(func, args, kwargs)
+
+    def _ran(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        """Returns what a call without a form returns."""
+        if self._is_loss(func):
+            assert self._loss is not None
+            return self._loss.__torch_function__(func, (), args, kwargs)
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+    def _is_loss(self, func: Any) -> bool:
+        return func is F.cross_entropy and self._loss is not None
 
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         """Runs a call that no program has: by its form, if it has one."""
@@ -303,10 +325,10 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
         learning = self._learning
         if learning is not None:
             learning.begin_other(func, args, kwargs)
-        if not self._calls.may_learn(func, args):
+        if self._is_loss(func) or not self._calls.may_learn(func, args):
             frame = recorder.frame
             before = frame.ordinal
-            out = func(*args, **kwargs) if kwargs else func(*args)
+            out = self._ran(func, args, kwargs)
             if learning is not None:
                 learning.end(out, frame.ordinal - before)
             return out

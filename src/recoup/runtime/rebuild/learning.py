@@ -142,6 +142,10 @@ class Learning:
         self.begin(func, None, tensors)
         self._calls[-1].scalars = scalars
 
+    def watch(self, func: Any) -> None:
+        """Has calls of a function lie in no idle stretch."""
+        self._rests.functions += (func,)
+
     def leave_other(self) -> None:
         """Called when a call without form turned out to have one."""
         self.failed = True
