@@ -493,6 +493,15 @@ def function_mode_class() -> type[Any]:
                 torch._C._push_on_torch_function_stack(self)
             return not self.is_off
 
+        def put_back(self) -> None:
+            """Undoes `put_off` also where others were put on since: it is below them again."""
+            if self.is_off:
+                others = torch._C._len_torch_function_stack() - self._num_below
+                above = [torch._C._pop_torch_function_stack() for _ in range(others)]
+                for mode in (self, *reversed(above)):
+                    torch._C._push_on_torch_function_stack(mode)
+                self.is_off = False
+
         def _is_top(self) -> bool:
             num = torch._C._len_torch_function_stack()
             return bool(num) and torch._C._get_function_stack_at(num - 1) is self

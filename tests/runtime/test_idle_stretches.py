@@ -17,7 +17,8 @@ from torch.overrides import TorchFunctionMode
 
 from recoup import _torch
 from recoup.evidence.gradients import equal_values
-from recoup.ir.decision import Decision, OpMark, Rebuild, Rederive, Save
+from recoup.ir.decision import Decision, LossInPlace, OpMark, Rebuild, Rederive, Save
+from recoup.runtime import loss_in_place
 from recoup.runtime.apply import apply_decisions
 from recoup.runtime.rebuild import held_recorder, saved_tensor
 from recoup.runtime.rebuild.calls import CallWatch
@@ -273,6 +274,44 @@ def test_nothing_is_on_where_nothing_is_rebuilt(plan: str) -> None:
         _train(model, PLANS[plan])
     assert all(modes == 1 for modes, _ in found[REBUILT][1:])
     for i in range(REBUILT + 1 if plan == "rederive" else 0, NUM_BLOCKS):  # before, no module is patched
+        if i != REBUILT:
+            assert found[i][2:] == [(0, True)] * (NUM_STEPS - 2), i
+
+
+class _Classifier(_Model):
+    """The blocks and a loss of what comes out of them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.i += 1
+        differs = self.change is not None and self.i >= DIFFERS_FROM
+        out = self.change(self, x, self.i) if differs else self.run(x)  # type: ignore[misc]
+        return F.cross_entropy(out.contiguous(), torch.arange(ROWS))
+
+
+LOSS_PLAN: list[Decision] = [LossInPlace(path="", rows=4), *PLANS["rebuild"]]
+
+
+@pytest.mark.filterwarnings("ignore:.*took a step that its plan was not made for.*")
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_loss_runs_in_place_whatever_differs_before_it(change: Changes, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, _ = _train(_Classifier(change), [])
+    taken = []
+    real = loss_in_place._in_place
+    monkeypatch.setattr(loss_in_place, "_in_place", lambda *a, **k: taken.append(real(*a, **k) is not None))
+    _train(_Classifier(change), LOSS_PLAN)  # the answer is None then: it runs as it is
+    assert taken == [True] * NUM_STEPS
+    monkeypatch.setattr(loss_in_place, "_in_place", real)
+    planned, applied = _train(_Classifier(change), LOSS_PLAN)
+    assert len(plain) == len(planned)
+    assert all(map(equal_values, plain, planned))
+    assert applied.log.num_rederived > 0
+
+
+def test_nothing_is_on_before_a_loss_that_runs_in_place() -> None:
+    model = _Classifier()
+    with _seen(model) as found:
+        _train(model, LOSS_PLAN)
+    for i in range(NUM_BLOCKS):
         if i != REBUILT:
             assert found[i][2:] == [(0, True)] * (NUM_STEPS - 2), i
 

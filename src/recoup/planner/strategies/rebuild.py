@@ -7,7 +7,9 @@ import math
 import sys
 from typing import ClassVar, Self
 
+from recoup.cost.host_overhead import step_seconds
 from recoup.cost.model import PricedTrace
+from recoup.ir.decision import Rebuild
 from recoup.planner.held_view import HeldView, held_view
 from recoup.planner.incumbents import Candidate, Incumbents
 from recoup.planner.rerun_prices import rerun_seconds
@@ -21,13 +23,15 @@ class Way:
     """The step as it is, or with what every plan may have besides.
 
     Attributes:
-        without: the step with nothing rebuilt.
+        without: the step with nothing rebuilt. seconds: what it takes under a plan by tensor, which spares some of
+            what its other decisions take by themselves.
         view: what may be held in it.
     """
 
-    def __init__(self, base: Decisions, without: Candidate, view: HeldView) -> None:
+    def __init__(self, base: Decisions, without: Candidate, seconds: float, view: HeldView) -> None:
         self._base = base
         self.without = without
+        self.seconds = seconds
         self.view = view
 
     @functools.cached_property
@@ -69,15 +73,23 @@ class RebuildStrategy(Strategy):
         """
         simulator = self._step.simulator
         steps: list[tuple[Decisions, PricedTrace]] = [((), simulator.priced)]
-        if base := simulator.base[0]:
-            is_free = simulator.simulate(base).step_seconds <= simulator.plain.step_seconds * (1 + NEGLIGIBLE_SHARE)
+
+        def seconds(decisions: Decisions, step: PricedTrace) -> float:
+            alone, beside = (
+                step_seconds(chosen, step, plain=simulator.trace)
+                for chosen in (decisions, (*decisions, Rebuild(path="")))
+            )
+            return simulator.simulate(decisions).step_seconds + beside - alone
+
+        if simulator.base[0]:
+            is_free = seconds(*simulator.base) <= simulator.plain.step_seconds * (1 + NEGLIGIBLE_SHARE)
             steps = [*(() if is_free else steps), simulator.base]
         found = []
         for decisions, step in steps:
             again = rerun_seconds(step.trace, simulator.cost)
             view = held_view(step, kept_paths=simulator.spec.keep, rerun_seconds=again)
             if view is not None:
-                found.append(Way(decisions, simulator.simulate(decisions), view))
+                found.append(Way(decisions, simulator.simulate(decisions), seconds(decisions, step), view))
         return tuple(found)
 
     def why_not_tried(self) -> dict[str, str]:
@@ -101,7 +113,11 @@ class RebuildStrategy(Strategy):
             choices = [(way, way.solver.solve(target - self._fixed_bytes)) for way in self.ways]
             best = min((cost(c) for c in incumbents.fitting(budget_bytes)), default=math.inf)
             worth = best * (1 - NEGLIGIBLE_SHARE)
-            hopeful = [(cost(way.without) + c.extra_seconds, n) for n, (way, c) in enumerate(choices) if c is not None]
+            hopeful = [
+                (way.seconds + flop_seconds * way.without.product_flops + choice.extra_seconds, n)
+                for n, (way, choice) in enumerate(choices)
+                if choice is not None
+            ]
             if not hopeful or min(hopeful)[0] >= worth:
                 return
             way, choice = choices[min(hopeful)[1]]

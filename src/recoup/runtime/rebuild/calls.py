@@ -113,7 +113,7 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
         recorder.stop_program = recorder.on_write = recorder.at_module = None
         recorder.is_resting = False
         if self._loss is not None:
-            self.put_on()  # in an idle stretch it is off
+            self.put_back()  # in an idle stretch it is off, and the loss is still to come
 
     def _passes(self, path: str | None) -> bool:
         """Called where a patched module is entered or left in a step that follows a program; whether it still does."""
