@@ -19,7 +19,7 @@ from recoup.runtime.rebuild import shortcuts
 from recoup.runtime.rebuild.cheap_ops import op_facts
 from recoup.runtime.rebuild.constant import Constant
 from recoup.runtime.rebuild.kept import Kept, changed_since, is_overwritten, laid
-from recoup.runtime.rebuild.op_forms import TENSOR
+from recoup.runtime.rebuild.op_forms import TENSOR, with_tensors
 from recoup.runtime.rebuild.op_function import OpFunction
 from recoup.runtime.rebuild.rebuild_code import RebuildCode, Rerun
 from recoup.runtime.rebuild.rederived import SOON_TURNS, constant_of, rerunning
@@ -89,11 +89,11 @@ class _BySides:
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
         each = iter(tensors)
-        args = [_with_reads(item, each) for item in self._args]
+        args = with_tensors(self._args, each)
         results = shortcuts.from_side_results(self._facts, args, tensors[self._num :])
         if results is not None:
             return results
-        return self._function(*args, **{key: _with_reads(item, each) for key, item in self._kwargs.items()})
+        return self._function(*args, **{key: with_tensors((item,), each)[0] for key, item in self._kwargs.items()})
 
 
 def _without_reads(item: Any, reads: list[Read]) -> Any:
@@ -102,12 +102,6 @@ def _without_reads(item: Any, reads: list[Read]) -> Any:
         reads.append(item)
         return TENSOR
     return type(item)([_without_reads(part, reads) for part in item]) if type(item) in (list, tuple) else item
-
-
-def _with_reads(item: Any, tensors: Any) -> Any:
-    if item is TENSOR:
-        return next(tensors)
-    return type(item)([_with_reads(part, tensors) for part in item]) if type(item) in (list, tuple) else item
 
 
 class Rebuilding:

@@ -85,8 +85,8 @@ class OpForm:
         if self.first:
             return call(*tensors, *self.rest, **self.kwargs) if self.kwargs else call(*tensors, *self.rest)
         each = iter(tensors)
-        args = _with_tensors(self.rest, each)
-        return call(*args, **{key: _with_tensors((item,), each)[0] for key, item in self.kwargs.items()})
+        args = with_tensors(self.rest, each)
+        return call(*args, **{key: with_tensors((item,), each)[0] for key, item in self.kwargs.items()})
 
     def gave(self, out: Any) -> bool:
         """Whether results lie as they did the first time."""
@@ -169,13 +169,14 @@ def _without_tensors(items: Any) -> Any:
     return type(items)(found)
 
 
-def _with_tensors(items: Any, tensors: Iterator[torch.Tensor]) -> Any:
+def with_tensors(items: Any, tensors: Iterator[torch.Tensor]) -> Any:
+    """Returns arguments with the next of the tensors in the place of each `TENSOR`."""
     found = []
     for item in items:
         if item is TENSOR:
             found.append(next(tensors))
         else:
-            found.append(_with_tensors(item, tensors) if isinstance(item, (list, tuple)) else item)
+            found.append(with_tensors(item, tensors) if isinstance(item, (list, tuple)) else item)
     return type(items)(found)
 
 
