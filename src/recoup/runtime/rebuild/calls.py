@@ -90,7 +90,6 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
     def leave(self) -> None:
         """Called before compiled code runs, which must not meet this mode: it is off from then on."""
         self._calls.is_compiled = True
-        self._loss = None  # which does not bring it back then
         self._stop()
         self.put_off()
 
