@@ -31,7 +31,7 @@ def build_trace(
 
     Args:
         released: the run in which autograd kept nothing (None: not to be had; then saved storages count as released
-            with the call that made them).
+            when nothing reads them any more).
         keep: paths of modules that must run once.
         reason: why a real step was run; "" after a fake one.
         notes: sentences for the plan.
@@ -42,7 +42,7 @@ def build_trace(
     for record in tracker.storages:
         if record.free_op < 0:
             record.free_op = num_ops
-    _set_released(tracker, released, recorder.calls)
+    _set_released(tracker, released)
     writes_by_storage: dict[int, int] = {}
     for op, storage in tracker.writes:
         if tracker.ops[op].phase in ("forward", "loss"):
@@ -181,10 +181,11 @@ def _num_forward(tracker: Tracker) -> int:
     return sum(1 for o in tracker.ops if o.phase in ("forward", "loss"))
 
 
-def _set_released(tracker: Tracker, released: Tracker | None, calls: list[CallRecord]) -> None:
+def _set_released(tracker: Tracker, released: Tracker | None) -> None:
     """Fills in when each storage would be let go if autograd kept nothing.
 
-    The second run makes the same storages in the same order, as long as it runs the same ops.
+    The second run makes the same storages in the same order, as long as it runs the same ops. Where it does not, what
+    autograd keeps is taken to be let go when nothing reads it any more.
     """
     records = tracker.storages
     forward = _num_forward(tracker)
@@ -198,13 +199,10 @@ def _set_released(tracker: Tracker, released: Tracker | None, calls: list[CallRe
                 if other.free_op >= 0:
                     record.released_op = min(other.free_op, record.free_op)
             return
-    owner_end = {}
-    for call in calls:
-        for op in range(call.first_op, call.last_op):
-            owner_end[op] = call.last_op  # the innermost call wins: children come after their parents
-    for record in records:
+    last_read = {s: i for i, op in enumerate(tracker.ops[:forward]) for s in (*op.outputs, *op.inputs)}
+    for index, record in enumerate(records):
         if record.saved_by and record.alloc_op >= 0:
-            record.released_op = min(record.free_op, owner_end.get(record.alloc_op, record.alloc_op))
+            record.released_op = min(record.free_op, last_read.get(index, record.alloc_op))
 
 
 def _source(record: StorageRecord, tracker: Tracker) -> str:

@@ -48,6 +48,10 @@ class HeldView:
     maker: dict[int, int]
     parts: dict[int, tuple[int, ...]]
 
+    def _saved_by(self, at: int) -> list[int]:
+        """Returns the values that autograd saves for an op and other ops made."""
+        return [v for v in self.problem.saves[at] if self.maker.get(v, at) < at]
+
     def decide(self, choice: Choice) -> Rebuild:
         """Returns a choice as marks; neighbours that both save are one segment."""
         marks: dict[int, dict[str, Any]] = {}
@@ -56,7 +60,8 @@ class HeldView:
             if not (saves and label.held is None):
                 saves = label.held is None
                 marks.setdefault(first, {}).update(begins_segment=True, saves=saves)
-            for value in label.held or ():
+            # What its first op saves is saved before it begins: where it saves, the segment before is to hold that.
+            for value in self._saved_by(first) if label.held is None else label.held:
                 if value not in self.problem.ops[self.maker[value]].draws:  # which are held anyway
                     marks.setdefault(self.maker[value], {})["holds"] = True
                 for part in self.parts.get(value, ()):
@@ -194,8 +199,16 @@ def held_view(
     handles = [sum(num_rebuilt[v] for v in op.outputs if value_bytes[v]) for op in ops]
     ops = [dataclasses.replace(op, seconds=op.seconds + each * num) for op, num in zip(ops, handles, strict=True)]
     crossing_sizes = [b or 1 for b in value_bytes]
+    addresses = tuple(_addresses(trace, num_ops))
     places = [0, *(p for p in waists(ops, crossing_sizes) if _may_begin(trace, p))]
     places = _thinned(places, ops, value_bytes)
+    maker = {v: i for i, op in enumerate(ops) for v in op.outputs}
+    for place in places:  # what begins with an op without a number, begins with the next that has one
+        begun = next((at for at in range(place, num_ops) if addresses[at] is not None), place)
+        early = [v for v in saves[begun] if maker.get(v, -1) < place]
+        if begun != place and early:
+            saves[place] += early
+            saves[begun] = [v for v in saves[begun] if v not in early]
     intervals = [
         Interval(call=0, first=first, last=last) for first, last in zip(places, [*places[1:], num_ops], strict=True)
     ]
@@ -222,8 +235,6 @@ def held_view(
         entering_bytes=_entering_bytes(trace, [*places, num_ops]),
         after_bytes=after_bytes,
     )
-    maker = {v: i for i, op in enumerate(ops) for v in op.outputs}
-    addresses = tuple(_addresses(trace, num_ops))
     return HeldView(
         problem=problem,
         flop_seconds=flop_seconds,

@@ -51,8 +51,6 @@ class AliveInCode:
             for i in range(begin + 1, end + 1):
                 if self._released[value] >= problem.places[i] > first_saved[value]:
                     self._at[i].append(value)
-            if readers.get(value, (-1,))[-1] > begin:
-                continue
             outlives = self._released[value] >= len(problem.ops)  # there in backward, too: beside what is held
             bit = None if outlives else next((b for b, last in enumerate(free_from) if last < begin), None)
             if bit is not None:

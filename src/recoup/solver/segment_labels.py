@@ -14,6 +14,8 @@ import bisect
 import itertools
 from collections.abc import Collection, Iterable, Sequence
 
+import numpy as np
+
 from recoup.solver.alive_in_code import AliveInCode
 from recoup.solver.held import Held, Op, Segment, hull
 from recoup.solver.held_problem import HeldProblem, Label
@@ -40,12 +42,7 @@ class LabelMaker:
                 if value in self._maker:
                     self._first_saved.setdefault(value, i)
                     self._savers.setdefault(value, []).append(self._interval(i))
-        bare = problem.bare_bytes
-        # Where each interval's forward is fullest if nothing is held, and its last op.
-        self._watched = [
-            (max(range(first, end), key=bare.__getitem__) if bare else first, end - 1)
-            for first, end in zip(problem.places, self._ends, strict=True)
-        ]
+        self._bare = np.array(problem.bare_bytes, dtype=np.int64)
         self.alive = AliveInCode(problem, self._first_saved, self._maker, self._readers)
         self._hulls: dict[Segment, list[tuple[Held, int]]] = {}
         self._labels: dict[tuple[int, int], list[Label]] = {}
@@ -92,16 +89,18 @@ class LabelMaker:
             return ((sum(problem.value_bytes[v] for v in charged) + max(0, *(f - s for f, s in inside)), ()),)
         sizes, released, own, bits = problem.value_bytes, problem.released, set(charged), self.alive.bits
         earlier = [v for v in self.alive.at(i) if v not in own]
+        first, end = problem.places[i], self._ends[j - 1]
         # A held value that nothing else would keep is there from its maker on, beside what plain forward counts.
-        kept = sorted((max(self._maker[v], released[v] + 1), sizes[v]) for v in charged)
-        begins, kept_bytes = [at for at, _ in kept], [0, *itertools.accumulate(nbytes for _, nbytes in kept)]
+        there = self._bare[first:end].copy()
+        for value in charged:
+            there[max(self._maker[value], released[value] + 1, first) - first :] += sizes[value]
         found: dict[tuple[tuple[int, int], ...], int] = {}
-        for at in itertools.chain.from_iterable(self._watched[i:j]):
-            there = [v for v in earlier if released[v] >= at]
-            bare = problem.bare_bytes[at] - sum(sizes[v] for v in there if v not in bits)
-            bare += kept_bytes[bisect.bisect_right(begins, at)]
-            alive = tuple((bits[v], sizes[v]) for v in there if v in bits)
-            found[alive] = max(found.get(alive, 0), bare)
+        ends = sorted({end, *(released[v] + 1 for v in earlier if first <= released[v] < end - 1)})
+        for begin, stop in itertools.pairwise((first, *ends)):
+            alive = [v for v in earlier if released[v] >= begin]
+            bare = int(there[begin - first : stop - first].max()) - sum(sizes[v] for v in alive if v not in bits)
+            key = tuple((bits[v], sizes[v]) for v in alive if v in bits)
+            found[key] = max(found.get(key, 0), bare)
         return tuple((most, alive) for alive, most in found.items())
 
     def _make_labels(self, i: int, j: int) -> list[Label]:
@@ -246,16 +245,22 @@ class LabelMaker:
     def _shared_bytes(self, values: Iterable[int], i: int) -> tuple[int, ...]:
         """Returns the bytes of earlier values that a segment before interval `i` does not hold, by where it begins.
 
-        It holds what it reads and did not make. What nobody read before is charged in any case.
+        It holds what it reads and did not make, but for what it leaves to the one before. What nobody read before is
+        charged in any case.
         """
         found = [0] * i
         for value in values:
             reader = self._reader_before(value, i)
             if reader is not None:
                 maker = self._interval(self._maker[value])
-                for begin in (*range(maker + 1), *range(reader + 1, i)):
+                for begin in (*range(maker + 1), *range(reader + (not self._is_left(value, reader)), i)):
                     found[begin] += self.problem.value_bytes[value]
         return tuple(found) if any(found) else ()
+
+    def _is_left(self, value: int, i: int) -> bool:
+        """Whether a segment that begins with interval `i` leaves a value that is saved there to the one before."""
+        saves, first = self.problem.saves, self.problem.places[i]
+        return value in self.problem.self_saved and not any(value in saves[at] for at in range(first + 1, self._ends[i]))
 
     def _after_saved_bytes(self, values: Iterable[int], i: int) -> int:
         """Returns the bytes of earlier values that the interval before `i` makes or reads and does not save."""
@@ -272,7 +277,9 @@ class LabelMaker:
         found = [0] * i
         for value in self._saved_in(i):
             if 0 <= self._first_saved_in(value) < i:
-                for begin in range(self._interval(self._maker[value]) + 1):
+                reader = self._reader_before(value, i)
+                left = [] if reader is None or not self._is_left(value, reader) else [reader]
+                for begin in (*range(self._interval(self._maker[value]) + 1), *left):
                     found[begin] += self.problem.value_bytes[value]
         return tuple(found) if any(found) else ()
 
