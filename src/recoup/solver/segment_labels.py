@@ -259,8 +259,8 @@ class LabelMaker:
 
     def _is_left(self, value: int, i: int) -> bool:
         """Whether a segment that begins with interval `i` leaves a value that is saved there to the one before."""
-        saves, first = self.problem.saves, self.problem.places[i]
-        return value in self.problem.self_saved and not any(value in saves[at] for at in range(first + 1, self._ends[i]))
+        later = self.problem.saves[self.problem.places[i] + 1 : self._ends[i]]
+        return value in self.problem.self_saved and not any(value in values for values in later)
 
     def _after_saved_bytes(self, values: Iterable[int], i: int) -> int:
         """Returns the bytes of earlier values that the interval before `i` makes or reads and does not save."""
