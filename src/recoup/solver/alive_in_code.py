@@ -1,15 +1,13 @@
 """Values that the model's own code has alive in forward after the interval that made them: in variables, in lists.
 
-They are there in forward whoever holds them: a plan that holds one for backward has it once.
-1. One that a later interval reads counts as held: most segments start from what they read.
-2. Of one that nothing later reads a search over segments keeps in each state whether it is held, as a bit of a number.
-   A bit is used again once its value is gone.
+They are there in forward whoever holds them: a plan that holds one for backward has it once. So a search over segments
+keeps in each state whether they are held, as bits of a number. A bit is used again once its value is gone.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
@@ -20,22 +18,15 @@ class AliveInCode:
     """The values of one problem that autograd saves and code has alive longer.
 
     Attributes:
-        bits: of each value that nothing later reads, 0 for one that found none.
+        bits: of each value, 0 for one that found none.
 
     Args:
         problem: of a forward.
         first_saved: op that saves a value first, by value.
         maker: op that makes a value, by value.
-        readers: intervals that read a value, by value, in order.
     """
 
-    def __init__(
-        self,
-        problem: HeldProblem,
-        first_saved: Mapping[int, int],
-        maker: Mapping[int, int],
-        readers: Mapping[int, Sequence[int]],
-    ) -> None:
+    def __init__(self, problem: HeldProblem, first_saved: Mapping[int, int], maker: Mapping[int, int]) -> None:
         self._places = problem.places
         self._released = problem.released
         self.bits: dict[int, int] = {}

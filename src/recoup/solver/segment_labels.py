@@ -43,7 +43,7 @@ class LabelMaker:
                     self._first_saved.setdefault(value, i)
                     self._savers.setdefault(value, []).append(self._interval(i))
         self._bare = np.array(problem.bare_bytes, dtype=np.int64)
-        self.alive = AliveInCode(problem, self._first_saved, self._maker, self._readers)
+        self.alive = AliveInCode(problem, self._first_saved, self._maker)
         self._hulls: dict[Segment, list[tuple[Held, int]]] = {}
         self._labels: dict[tuple[int, int], list[Label]] = {}
         self._nested: dict[tuple[int, int], list[Label]] = {}
@@ -98,9 +98,8 @@ class LabelMaker:
         ends = sorted({end, *(released[v] + 1 for v in earlier if first <= released[v] < end - 1)})
         for begin, stop in itertools.pairwise((first, *ends)):
             alive = [v for v in earlier if released[v] >= begin]
-            bare = int(there[begin - first : stop - first].max()) - sum(sizes[v] for v in alive if v not in bits)
-            key = tuple((bits[v], sizes[v]) for v in alive if v in bits)
-            found[key] = max(found.get(key, 0), bare)
+            key = tuple((bits[v], sizes[v]) for v in alive)
+            found[key] = max(found.get(key, 0), int(there[begin - first : stop - first].max()))
         return tuple((most, alive) for alive, most in found.items())
 
     def _make_labels(self, i: int, j: int) -> list[Label]:
