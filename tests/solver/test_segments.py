@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from recoup.solver.held import Op
 from recoup.solver.held_problem import HeldProblem
+from recoup.solver.segment_labels import LabelMaker
 from recoup.solver.segments import SegmentSolver
 
 
@@ -31,3 +32,26 @@ def test_what_is_held_and_alive_in_a_variable_of_the_code_counts_once() -> None:
     assert choice is not None
     assert choice.extra_seconds == 1.0
     assert choice.peak_bytes == 71  # value 0, value 2 and the 60, there once each
+
+
+def test_what_a_segment_leaves_to_the_one_before_is_charged_to_the_next_that_needs_it() -> None:
+    """A ReLU's result is saved by the product after it, which begins a segment; a sum two segments on reads it, too."""
+    problem = HeldProblem(
+        ops=(
+            Op(inputs=(), outputs=(0,), seconds=1.0),
+            Op(inputs=(0,), outputs=(1,), seconds=9.0),
+            Op(inputs=(0, 1), outputs=(2,), seconds=1.0),
+        ),
+        value_bytes=(100, 1, 50),
+        saves=((), (0,), (2,)),
+        self_saved=frozenset({0}),
+        places=(0, 1, 2),
+        saved_bytes=(100, 0, 50),
+        forward_bytes=(100, 101, 151),
+        backward_bytes=(100, 101, 151),
+        gradient_bytes=(0, 0, 0),
+        fixed_bytes=0,
+    )
+    again = next(label for label in LabelMaker(problem).labels(2, 3) if label.seconds == 1.0)
+    assert again.held == (0, 1)
+    assert again.shared_bytes == (100, 100)  # whether the segment before begins with the ReLU or with the product
