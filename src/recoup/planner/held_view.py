@@ -48,10 +48,6 @@ class HeldView:
     maker: dict[int, int]
     parts: dict[int, tuple[int, ...]]
 
-    def _saved_by(self, at: int) -> list[int]:
-        """Returns the values that autograd saves for an op and other ops made."""
-        return [v for v in self.problem.saves[at] if self.maker.get(v, at) < at]
-
     def decide(self, choice: Choice) -> Rebuild:
         """Returns a choice as marks; neighbours that both save are one segment."""
         marks: dict[int, dict[str, Any]] = {}
@@ -82,6 +78,10 @@ class HeldView:
                 found[address] = found.get(address, {}) | says
         marked = tuple(dataclasses.replace(address, **says) for address, says in found.items())
         return Rebuild(path="", marks=marked, num_saved=self.num_saved)
+
+    def _saved_by(self, at: int) -> list[int]:
+        """Returns the values that autograd saves for an op and other ops made."""
+        return [v for v in self.problem.saves[at] if self.maker.get(v, at) < at]
 
 
 def held_view(
