@@ -53,10 +53,12 @@ class HostCosts:
     backward_op_seconds: float = 0.0
 
     def among(self, coldness: float) -> HostCosts:
-        """Returns the costs in a step of which `reuse.interpreter_coldness` says so."""
+        """Returns the costs in a step of which `reuse.interpreter_coldness` says so.
+
+        What a cache does not have takes the memory's time, however fast the host runs Python that it has.
+        """
         typical, cold = dataclasses.asdict(TYPICAL), dataclasses.asdict(COLD)
-        factors = {name: 1 + coldness * (cold[name] / typical[name] - 1) for name in typical}
-        return HostCosts(**{name: getattr(self, name) * factor for name, factor in factors.items()})
+        return HostCosts(**{n: getattr(self, n) + coldness * (cold[n] - typical[n]) for n in typical})
 
     def replay_seconds(self, *, num_ops: float, num_calls: int) -> float:
         """Returns the host time of ops that run again (`noticed_ops`), and of the modules' calls among them."""

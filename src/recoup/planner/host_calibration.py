@@ -3,10 +3,11 @@
 `host_seconds` is linear in the costs. A small model therefore runs plainly and under plans that do different amounts of
 each kind of bookkeeping. What each plan takes above the plain step, its kernels aside, is one equation; what the plain
 step takes above its kernels is two more. What a plan takes whatever it does is one more unknown, which nobody is
-charged. The answer is the most likely one: a cost is `TYPICAL`'s times or divided by two, give or take, and a time is
-off by what its repetitions are apart. So no cost is zero, and those that the times cannot tell apart stay typical. Each
-is then rounded towards `TYPICAL`, to one of its times powers of the square root of two: finer, the noise of a
-calibration would choose plans, and what is less off than that is as likely the calibration's as the host's.
+charged. The answer is the most likely one: a cost is `TYPICAL`'s times or divided by two, give or take, beside a factor
+that all costs of a host have in common, of about half as much, and a time is off by what its repetitions are apart. So
+no cost is zero, and those that the times cannot tell apart are as fast or slow as the rest. Each is then rounded towards
+`TYPICAL`, to one of its times powers of the square root of two: finer, the noise of a calibration would choose plans,
+and what is less off than that is as likely the calibration's as the host's.
 
 Tensors are as large as a core's cache holds a few of, since kernels of a real step drive the interpreter's data out of
 it. Kernels are priced as in any plan: what an op takes longer inside of a step than alone counts as host time. Times
@@ -43,7 +44,7 @@ from recoup.thresholds import ESTIMATE_SHARE, MOST_TRIES
 
 _SOLVED = tuple(field.name for field in dataclasses.fields(HostCosts))
 _SPREAD_SHARE = math.log(2.0)
-"""Of the costs' logarithms over hosts, a common one being half or twice as fast; and twice the step of rounding."""
+"""Of a cost's logarithm, beside its host's: half or twice as much is common. And twice the step of rounding."""
 
 
 def host_costs() -> HostCosts:
@@ -132,7 +133,8 @@ def _row(**counts: float) -> list[float]:
 def _most_likely(rows: Sequence[list[float]], seconds: Sequence[float], off_seconds: Sequence[float]) -> list[float]:
     """Returns the positive costs, most likely given `seconds` and `TYPICAL`: Gauss-Newton steps on their logarithms.
 
-    A time that no likely costs explain, as on a busy machine, counts for less the farther it is off (Cauchy's weights).
+    A cost's is its own beside the host's, which all have in common. A time that no likely costs explain, as on a busy
+    machine, counts for less the farther it is off (Cauchy's weights).
 
     Args:
         rows: of each time, how many times it pays each cost, and what it pays of the unknown that nobody is charged.
@@ -141,19 +143,21 @@ def _most_likely(rows: Sequence[list[float]], seconds: Sequence[float], off_seco
     """
     counts, times, off = np.asarray(rows), np.asarray(seconds), np.asarray(off_seconds)
     typical = np.asarray([getattr(TYPICAL, field) for field in _SOLVED])
-    logs, rest = np.zeros(len(typical)), 0.0
+    logs, common, rest = np.zeros(len(typical)), 0.0, 0.0
+    prior = np.diag([1.0] * len(typical) + [2.0, 0.0])[:-1] / _SPREAD_SHARE
     for _ in range(MOST_TRIES * len(rows)):
-        costs = np.append(typical * np.exp(logs), rest)
+        costs = np.append(typical * np.exp(logs + common), rest)
         wrong = times - counts @ costs
         weights = 1.0 / np.hypot(off, wrong)
-        slopes = counts * np.append(costs[:-1], 1.0) * weights[:, None]
-        prior = np.eye(len(typical), len(costs)) / _SPREAD_SHARE
+        each, every = counts * costs, (counts * costs)[:, :-1].sum(axis=1, keepdims=True)
+        slopes = np.hstack([each[:, :-1], every, counts[:, -1:]]) * weights[:, None]
         change, *_ = np.linalg.lstsq(
-            np.vstack([slopes, prior]), np.concatenate([wrong * weights, -logs / _SPREAD_SHARE]), rcond=None
+            np.vstack([slopes, prior]), np.append(wrong * weights, -prior @ np.append(logs, [common, 0.0])), rcond=None
         )
-        logs = logs + np.clip(change[:-1], -1.0, 1.0)  # a logarithm is straight for so far
+        logs = logs + np.clip(change[:-2], -1.0, 1.0)  # a logarithm is straight for so far
+        common += np.clip(change[-2], -1.0, 1.0)
         rest += change[-1]
-    found: list[float] = (typical * np.exp(logs)).tolist()
+    found: list[float] = (typical * np.exp(logs + common)).tolist()
     return found
 
 
