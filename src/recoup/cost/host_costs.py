@@ -94,15 +94,16 @@ COLD = dataclasses.replace(
     recorded_op_seconds=44e-6,
     packed_tensor_seconds=60e-6,
     followed_tensor_seconds=75e-6,
-    single_tensor_seconds=170e-6,
+    single_tensor_seconds=85e-6,
     loss_call_seconds=4.5e-6,
 )
 """The same in steps of large kernels, which leave nothing of the interpreter's in a core's cache: BERT and Llama of
 `bench.peers`, rederived everywhere, whose ops move some megabytes each. What regions and ops that are recorded or run
 again take is fitted on 24 plans of seven of its models, whose predicted seconds were 3.4 % of a step too few in the
-mean, and are 0.4 % so (AMD EPYC, 2026-11-26). What a tensor takes that is rebuilt by itself is between what plans of
-equal bytes of both kinds differ by, 80 to 250 us a tensor of ViT, a U-Net and a 3-D network; what a call takes under
-the mode that waits for a loss is Llama's and T5's forward under one that does nothing, 2.3 and 4.3 ms (2026-11-27)."""
+mean, and are 0.4 % so (AMD EPYC, 2026-11-26). What a tensor takes that is rebuilt by itself is what samples of steps of
+ViT, Llama, a mixture of experts and a chain of layers have outside of kernels above plain's: 4.9 to 7.9 ms for 25 to
+127 tensors; what a call takes under the mode that waits for a loss is Llama's and T5's forward under one that does
+nothing, 2.3 and 4.3 ms (2026-11-27)."""
 
 
 def load_host_costs(path: Path) -> HostCosts | None:

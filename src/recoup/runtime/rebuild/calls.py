@@ -215,7 +215,7 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
         if call is None:
             self._stop()
             return self._unfollowed(func, args, kwargs)
-        if call.form is None:
+        if call.form is None and not self._is_loss(func):
             recorder.step_in()
             self._is_other = True
             try:
@@ -224,8 +224,8 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
                 self._is_other = False
                 if run.is_on:
                     recorder.step_aside()
-        else:
-            out = func(*args, **kwargs) if kwargs else func(*args)
+        else:  # what a loss in place writes to is its logits, which nothing in a program is rebuilt from
+            out = self._ran(func, args, kwargs)
         if run.is_on:
             run.returned(call, out)
             if self.hooks.is_on and not call.stays_hooked and run.num_saved == call.end_save:
