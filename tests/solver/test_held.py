@@ -183,7 +183,9 @@ def test_a_loop_that_collects_results_has_waists() -> None:
             Op(inputs=(following,), outputs=(result,), seconds=1.0),
         ]
         state, results = following, [*results, result]
-    assert any(place > 36 for place in waists(ops, sizes, results))  # where twelve results cross
+    found = waists(ops, sizes, results)
+    assert found[-1] > 40, found  # where all results but one cross
+    assert {b - a for a, b in itertools.pairwise(found)} == {3}, found  # one a step, to the end
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -49,13 +49,8 @@ class OpFunction:
             try:
                 with one:
                     found = function(*args, **kwargs)
-            except (
-                _AnotherOp,
-                TypeError,
-                ValueError,
-                RuntimeError,
-            ):  # it takes its arguments otherwise, or the op failed
-                if one.has_failed:
+            except (_AnotherOp, TypeError, ValueError, RuntimeError):
+                if one.has_failed:  # the op itself; else it takes its arguments otherwise
                     raise
             if one.has_run:
                 found, out = (each if isinstance(each, (tuple, list)) else (each,) for each in (found, one.out))
