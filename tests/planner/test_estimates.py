@@ -82,24 +82,10 @@ class SmallUNet(nn.Module):
         return self.last(both)
 
 
-class Autoencoder(nn.Module):
-    """Layers whose last result is saved by the op that makes it, a sigmoid, and by the loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)) for _ in range(12))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return torch.sigmoid(x)
-
-
 MODELS = {
     SwiGLU: (8, 64, 32),
     Bottlenecks: (8, 16, 24, 24),
     SmallUNet: (4, 1, 32, 32),
-    Autoencoder: (512, 64),
 }
 
 

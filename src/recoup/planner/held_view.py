@@ -172,8 +172,7 @@ def held_view(
     for index, storage in enumerate(trace.storages):
         if storage.alloc_op < 0 or storage.free_op < num_forward:  # the latter: backward never gets to who saved it
             continue
-        # The op that made it finds what others keep, but for what a loss outside of the model's forward does.
-        takers = [op for op in storage.saved_ops if op != storage.alloc_op and op < num_ops]
+        takers = [op for op in storage.saved_ops if op != storage.alloc_op]  # the op that made it finds what those keep
         known = versions.get(index, [])
         # It is packed before that op runs, unless it is the op's own result.
         saved = {

@@ -3,8 +3,7 @@
 What crosses the boundary of a segment is held or handed on, so a good boundary is one that few bytes cross. How far a
 place has to be the narrowest is no number of ops: as far as it takes to make some times the bytes that cross it. A
 residual stream is a waist between a layer's two halves, and inside a layer nothing is. What is made within that reach
-and read beyond it counts nowhere, and what crossed the last two waists too makes no reach longer: a loop that collects
-results has waists between its steps, to its end.
+and read beyond it counts nowhere: a loop that collects results has waists between its steps.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from recoup.solver.held import Op
 
@@ -45,14 +44,9 @@ def waists(ops: Sequence[Op], value_bytes: Sequence[int], results: Sequence[int]
     crossing = crossing_bytes(ops, value_bytes, results)
     last_read = _last_read(ops, results)
     made = [0, *itertools.accumulate(sum(value_bytes[v] for v in op.outputs) for op in ops)]
-    ends = _ends(ops, last_read)
-    before, found = 0, [0]  # the last two waists
-    older = old = 0  # the bytes at hand that crossed both of them, and the last one
+    found = [0]
     for place in range(1, len(ops)):
-        gone = ends[place - 1]
-        older -= sum(value_bytes[v] for made_at, v in gone if made_at < before)
-        old -= sum(value_bytes[v] for made_at, v in gone if made_at < found[-1])
-        far = reach * (crossing[place] - older)
+        far = reach * crossing[place]
         first = bisect.bisect_left(made, made[place] - far)
         end = bisect.bisect_right(made, made[place] + far)
         # Of equally narrow places the first, and where nothing is narrower anywhere, one every so often.
@@ -67,20 +61,8 @@ def waists(ops: Sequence[Op], value_bytes: Sequence[int], results: Sequence[int]
             if other < len(ops):
                 handed_on += sum(value_bytes[v] for v in ops[other].outputs if last_read.get(v, other) >= end)
         if here <= narrowest:
-            older, old = old, crossing[place]
-            before = found[-1]
             found.append(place)
     return found[1:]
-
-
-def _ends(ops: Sequence[Op], last_read: Mapping[int, int]) -> list[list[tuple[int, int]]]:
-    """Returns for each op the values that it is the last to read, each with the op that makes it."""
-    ends: list[list[tuple[int, int]]] = [[] for _ in range(len(ops) + 1)]
-    for i, op in enumerate(ops):
-        for v in op.outputs:
-            if last_read.get(v, i) > i:
-                ends[last_read[v]].append((i, v))
-    return ends
 
 
 def _last_read(ops: Sequence[Op], results: Sequence[int]) -> dict[int, int]:
