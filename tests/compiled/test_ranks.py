@@ -55,6 +55,8 @@ def run_rank(rank: int, port: int, out: str) -> None:
         found.append(f"{distance} {counters['stats']['unique_graphs']}")
     if rank == 0:
         Path(out).write_text("\n".join(found))
+    del model, wrapped, got, whole  # what has threads of its own goes before the interpreter does
+    dist.barrier()
     dist.destroy_process_group()
 
 
