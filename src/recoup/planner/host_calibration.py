@@ -5,9 +5,9 @@ each kind of bookkeeping. What each plan takes above the plain step, its kernels
 step takes above its kernels is two more. What a plan takes whatever it does is one more unknown, which nobody is
 charged. The answer is the most likely one: a cost is `TYPICAL`'s times or divided by two, give or take, beside a factor
 that all costs of a host have in common, of about half as much, and a time is off by what its repetitions are apart. So
-no cost is zero, and those that the times cannot tell apart are as fast or slow as the rest. Each is then rounded towards
-`TYPICAL`, to one of its times powers of the square root of two: finer, the noise of a calibration would choose plans,
-and what is less off than that is as likely the calibration's as the host's.
+no cost is zero, and those that the times cannot tell apart are as fast or slow as the rest. Each is then rounded
+towards `TYPICAL`, to one of its times powers of the square root of two: finer, the noise of a calibration would choose
+plans, and what is less off than that is as likely the calibration's as the host's.
 
 Tensors are as large as a core's cache holds a few of, since kernels of a real step drive the interpreter's data out of
 it. Kernels are priced as in any plan: what an op takes longer inside of a step than alone counts as host time. Times
