@@ -53,7 +53,7 @@ def _seconds(work: Callable[[], Any]) -> tuple[float, Any]:
     """Returns the CPU seconds that something takes, and what it returns."""
     begun = time.process_time()
     found = work()
-    return round(time.process_time() - begun, 2), found
+    return round(time.process_time() - begun, 4), found
 
 
 def _predicted(plan: recoup.Plan) -> Row:

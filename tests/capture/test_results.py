@@ -10,7 +10,7 @@ from torch import nn
 
 from recoup import _torch
 from recoup.capture.capture import capture
-from recoup.capture.op_cache import Answers, FakeResults
+from recoup.capture.op_cache import _NEVER, Answers, FakeResults
 from recoup.capture.spec import StepSpec
 from recoup.capture.step import Objective
 from tests.models import KINDS, make
@@ -159,3 +159,66 @@ def test_plain_numbers_among_results_are_kept() -> None:
         assert number == 7
         assert total.shape == ()
     assert all(type(recipe) is tuple for recipe in kept.recipes.values())
+
+
+_aten = torch.ops.aten
+
+
+def _decomposed(dtype: torch.dtype, memory_format: torch.memory_format) -> list[tuple[Any, tuple[Any, ...]]]:
+    """Calls of ops that a fake mode answers by decomposing them."""
+    x = torch.empty(2, 8, 4, 6, dtype=dtype, memory_format=memory_format)
+    weight, statistic, groups = torch.empty(8), torch.empty(8), torch.empty(2, 4)
+    rows, target = torch.empty(4, 6, dtype=dtype), torch.empty(4, dtype=torch.int64)
+    return [
+        (_aten.native_group_norm_backward.default, (x, x, groups, groups, weight, 2, 8, 24, 4, [True, True, False])),
+        (_aten.native_batch_norm_backward.default, (x, x, weight, *[statistic] * 4, True, 1e-5, [True, True, True])),
+        (_aten.silu_backward.default, (x, x)),
+        (_aten.gelu_backward.default, (x, x)),
+        (_aten.sigmoid_backward.default, (x.transpose(1, 2), x.transpose(1, 2))),
+        (_aten._log_softmax_backward_data.default, (rows, rows, 1, dtype)),
+        (_aten.nll_loss_forward.default, (rows, target, None, 1, -100)),
+    ]
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_decomposed_answers_are_those_of_the_mode(dtype: torch.dtype, memory_format: torch.memory_format) -> None:
+    mode = _torch.fake_tensor_mode()
+    with mode:
+        calls = _decomposed(dtype, memory_format)
+    for func, args in calls:
+        found = _torch.decomposed_on_meta(func, args, {}, mode)
+        with mode:
+            wanted = func(*args)
+        assert found is not None, func
+        assert type(found) is type(wanted), func
+        for one, other in zip(*((r if isinstance(r, tuple) else (r,)) for r in (found, wanted)), strict=True):
+            assert (one is None) is (other is None), func
+            assert one is None or _torch.fake_traits(one) == _torch.fake_traits(other), func
+            assert one is None or _torch.has_same_dispatch(one, other), func
+
+
+def test_what_depends_on_the_device_or_is_a_view_is_left_to_the_mode() -> None:
+    mode = _torch.fake_tensor_mode()
+    with mode:
+        x, weight = torch.empty(2, 8, 4, 6), torch.empty(8)
+    for func, args in [
+        (_aten.native_batch_norm.default, (x, weight, weight, weight, weight, False, 0.1, 1e-5)),  # no results on a CPU
+        (_aten._to_copy.default, (x,)),
+        (_aten.detach.default, (x,)),
+        (_aten.silu_backward.default, (x, torch.empty(2, 8, 4, 6))),  # a real tensor
+    ]:
+        assert _torch.decomposed_on_meta(func, args, {}, mode) is None, func
+
+
+def test_parts_of_a_tensor_that_say_nothing_of_it_are_kept() -> None:
+    mode = _torch.fake_tensor_mode()
+    results = FakeResults(mode)
+    with mode:
+        base = torch.empty(10, 6)
+    for first in (base, base[2:8]):
+        for _ in range(2):
+            parts = results.run(_aten.unsafe_split.Tensor, (first, 2, 1), {})
+            assert [p.storage_offset() - first.storage_offset() for p in parts] == [0, 2, 4]
+            assert all(p.untyped_storage()._cdata == base.untyped_storage()._cdata for p in parts)
+    assert not any(recipe is _NEVER for recipe in results._kept.values())

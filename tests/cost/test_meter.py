@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from recoup.cost.op_memory import Timing, time_calls
+from recoup.cost.op_replay import Arena
 
 CPU = torch.device("cpu")
 
@@ -35,7 +36,7 @@ class Clock:
 def test_time_is_the_least_of_the_runs(monkeypatch: pytest.MonkeyPatch, num_threads: int) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
     call, left = Clock(monkeypatch).takes([0.03, 0.002, 0.03, 0.03, 0.03])
-    (timed,) = time_calls([Timing(call, may_be_warm=False)], CPU, limit_seconds=0.1)
+    (timed,) = time_calls([Timing(call, may_be_warm=False)], Arena(CPU), limit_seconds=0.1)
     assert timed is not None
     assert timed.warm_seconds == timed.seconds
     assert timed.seconds == pytest.approx(0.002)
@@ -49,7 +50,7 @@ def test_runs_agree_where_what_they_differ_by_changes_nothing(monkeypatch: pytes
     loose, of_loose = clock.takes([0.004, 0.003, 0.0035, 0.003])
     first, second = time_calls(
         [Timing(strict, may_be_warm=False), Timing(loose, may_be_warm=False, same_seconds=0.002)],
-        CPU,
+        Arena(CPU),
         limit_seconds=0.1,
     )
     assert (len(of_strict), len(of_loose)) == (0, 2)
@@ -59,7 +60,7 @@ def test_runs_agree_where_what_they_differ_by_changes_nothing(monkeypatch: pytes
 
 def test_one_warm_run_is_enough_where_it_agrees_with_cold_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     call, left = Clock(monkeypatch).takes([0.003, 0.003, 0.00298, 9.0])
-    (timed,) = time_calls([Timing(call)], CPU, limit_seconds=0.1)
+    (timed,) = time_calls([Timing(call)], Arena(CPU), limit_seconds=0.1)
     assert left == [9.0] and timed is not None
     assert (timed.seconds, timed.warm_seconds) == (pytest.approx(0.003), pytest.approx(0.00298))
 
@@ -69,7 +70,7 @@ def test_ops_find_nothing_of_their_arguments_in_the_cache() -> None:
     x = torch.ones(4, 1 << 16)
     y = torch.empty_like(x)
     timings = [Timing(lambda source=source, to=to: to.copy_(source)) for source, to in zip(x, y, strict=True)]
-    for timed in time_calls(timings, CPU, limit_seconds=0.05):
+    for timed in time_calls(timings, Arena(CPU), limit_seconds=0.05):
         assert timed is not None and timed.seconds > 1.5 * timed.warm_seconds
 
 
@@ -82,6 +83,6 @@ def test_what_fails_the_second_time_has_no_time_and_spoils_no_other() -> None:
             raise MemoryError
         return torch.ones(8)
 
-    failed, timed = time_calls([Timing(call), Timing(lambda: torch.ones(8))], CPU, limit_seconds=0.01)
+    failed, timed = time_calls([Timing(call), Timing(lambda: torch.ones(8))], Arena(CPU), limit_seconds=0.01)
     assert failed is None and len(runs) == 2
     assert timed is not None and timed.seconds > 0

@@ -30,7 +30,13 @@ _PLAIN_TYPES = frozenset({bool, int, float, complex, str, torch.dtype, torch.dev
 _NEVER = object()
 # They say they return something new and return the old.
 _UNDECLARED = frozenset({"aten::lift", "aten::lift_fresh", "aten::lift_fresh_copy"})
-_UNDECLARED_VIEW = torch.ops.aten._unsafe_view.default
+_UNDECLARED_VIEWS = frozenset(
+    {
+        torch.ops.aten._unsafe_view.default,
+        torch.ops.aten.unsafe_split.Tensor,
+        torch.ops.aten.unsafe_split_with_sizes.default,
+    }
+)
 # They change the memory behind a tensor, or ask how large it is, which is no part of the key.
 _READ_STORAGE = frozenset({"aten::as_strided_", "aten::resize_", "aten::set_", "aten::resize_as_"})
 _AS_STRIDED = torch.ops.aten.as_strided.default  # asks, too: for it, that is part of the key
@@ -139,12 +145,19 @@ class FakeResults:
             return self._run_step(func, args, step)
         kept = self._kept.get(key)
         if kept is None:
-            out = None if _only_writes_lists(func) else kernel(*args, **kwargs)
+            out = None if _only_writes_lists(func) else self._first(func, kernel, args, kwargs)
             self._kept[key] = _recipe(func, args, kwargs, out, key, self.mode)
             return out
         if kept is _NEVER:
             return kernel(*args, **kwargs)
         return _make(kept, args, self.mode)
+
+    def _first(self, func: Any, kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Returns the first answer of its kind."""
+        out = None
+        if kernel is func and not func._schema.is_mutable and _is_keepable(func, args, kwargs):
+            out = _torch.decomposed_on_meta(func, args, kwargs, self.mode)
+        return kernel(*args, **kwargs) if out is None else out
 
     def _run_step(self, func: Any, args: tuple[Any, ...], step: int) -> Any:
         """Runs an op that selects one of many steps by its index, which only changes the offset of a view."""
@@ -263,7 +276,7 @@ def _of(func: Any, args: tuple[Any, ...], out: Any, seen: set[int]) -> Any:
         if argument is out:
             return ("argument", i) if func._schema.is_mutable else _NEVER
     storage = out.untyped_storage()
-    if func.is_view or func is _UNDECLARED_VIEW:
+    if func.is_view or func in _UNDECLARED_VIEWS:
         first = args[0]
         is_of_first = isinstance(first, torch.Tensor) and first.untyped_storage() is storage
         # In another dtype it would begin at another multiple.

@@ -284,7 +284,7 @@ def measure_ops(
             for signature, call, run in metered
         ]
         # Under the meter still: what it adds to an op is about what autograd and a module's call add in a step.
-        timed = time_calls(timings, device, limit_seconds=_SECONDS_EACH)
+        timed = time_calls(timings, arena, limit_seconds=_SECONDS_EACH)
     found: dict[str, Measurement | None] = {}
     nbytes = meter.metered_bytes()
     for (signature, _, run), times in zip(metered, timed, strict=True):

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from recoup import _torch
+from recoup.cost.op_replay import Arena
 from recoup.cost.reuse import last_cache_bytes
 from recoup.thresholds import SAME_SHARE
 
@@ -193,12 +194,13 @@ class Timing:
         return len(times) < 9 and seconds < limit_seconds
 
 
-def time_calls(timings: Sequence[Timing], device: torch.device, *, limit_seconds: float) -> list[Timed | None]:
+def time_calls(timings: Sequence[Timing], arena: Arena, *, limit_seconds: float) -> list[Timed | None]:
     """Returns of each call the least of 2 to 9 runs of each kind, which together take about `limit_seconds`.
 
     One run has to be enough where it takes eight times the limit. No call may read what another one reads or writes: on
     a CPU they take turns. None is for a call that raises one of the `REFUSALS`, or there is no room to time it.
     """
+    device = arena.device
     if device.type == "cuda":
         found: list[Timed | None] = [None] * len(timings)
         for index, timing in enumerate(timings):
@@ -206,7 +208,7 @@ def time_calls(timings: Sequence[Timing], device: torch.device, *, limit_seconds
                 found[index] = _time_on_cuda(timing, device, limit_seconds)
         return found
     try:
-        flush = torch.empty(last_cache_bytes(), dtype=torch.uint8)
+        arena.empty_caches(last_cache_bytes())
     except REFUSALS:
         return [None] * len(timings)  # no room for it
     clock = _cpu_clock()
@@ -227,7 +229,7 @@ def time_calls(timings: Sequence[Timing], device: torch.device, *, limit_seconds
         return out
 
     while left := [index for index, times in enumerate(cold) if goes_on(index, times)]:
-        flush.fill_(1)
+        arena.empty_caches(last_cache_bytes())
         held = []  # until the round ends, what they return: the next one would write where it is still warm
         for index in left:
             out = run(index, cold[index])

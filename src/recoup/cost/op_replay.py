@@ -43,6 +43,13 @@ class Arena:
         self._block = torch.empty(0, dtype=torch.uint8, device=device)
         self._used_bytes = 0
         self._pools: dict[torch.dtype, torch.Tensor] = {}
+        self._flush = torch.empty(0, dtype=torch.uint8)
+
+    def empty_caches(self, cache_bytes: int) -> None:
+        """Writes over as many bytes as a CPU's last cache has: what was in it has to come from memory."""
+        if self._flush.numel() != cache_bytes:
+            self._flush = torch.empty(cache_bytes, dtype=torch.uint8)
+        self._flush.fill_(1)
 
     @property
     def num_bytes(self) -> int:

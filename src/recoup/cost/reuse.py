@@ -8,6 +8,7 @@ activations nothing; both run the same ops.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,12 +29,13 @@ def core_cache_bytes() -> int:
     return max(_cache_sizes() - {last_cache_bytes()}, default=1 << 20)
 
 
-def _cache_sizes() -> set[int]:
+@functools.cache
+def _cache_sizes() -> frozenset[int]:
     sizes = set()
     for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
         with contextlib.suppress(OSError, ValueError):
             sizes.add(parse_bytes(file.read_text().strip() + "iB"))
-    return sizes
+    return frozenset(sizes)
 
 
 def interpreter_coldness(trace: Trace) -> float:
