@@ -1050,13 +1050,16 @@ def _memory_changes(profiler: Any, device: torch.device) -> list[tuple[int, int]
     Seen working on torch 2.11 and 2.13. Freed by: a public event list with sizes and addresses.
     """
     found, stack = [], list(profiler.profiler.kineto_results.experimental_event_tree())
+    allocation, kind, index = torch._C._profiler._EventType.Allocation, device.type, device.index
     while stack:
         event = stack.pop()
-        stack += event.children
-        if event.tag == torch._C._profiler._EventType.Allocation:
-            of = event.extra_fields.device
-            if of.type == device.type and device.index in (None, of.index):
-                found.append((int(event.start_time_ns), event.extra_fields))
+        if event.tag != allocation:
+            stack += event.children
+            continue
+        fields = event.extra_fields
+        of = fields.device
+        if of.type == kind and index in (None, of.index):
+            found.append((int(event.start_time_ns), fields))
     found.sort(key=lambda change: change[0])
     live: set[int] = set()
     changes: list[tuple[int, int]] = []

@@ -45,11 +45,11 @@ class Arena:
         self._pools: dict[torch.dtype, torch.Tensor] = {}
         self._flush = torch.empty(0, dtype=torch.uint8)
 
-    def empty_caches(self, cache_bytes: int) -> None:
-        """Writes over as many bytes as a CPU's last cache has: what was in it has to come from memory."""
+    def flush(self, cache_bytes: int) -> torch.Tensor:
+        """Returns a tensor as large as a CPU's last cache, the same one again: once it is written, nothing else is there."""
         if self._flush.numel() != cache_bytes:
             self._flush = torch.empty(cache_bytes, dtype=torch.uint8)
-        self._flush.fill_(1)
+        return self._flush
 
     @property
     def num_bytes(self) -> int:
