@@ -393,7 +393,7 @@ class _Interrupt:
     """Traces Python: raises before the n-th line that is met of what puts modes on and off."""
 
     def __init__(self, point: int, hooks: Any, mode: Any) -> None:
-        switching = (CallWatch._passes, CallWatch._switch, CallWatch._hook)
+        switching = (CallWatch.passes, CallWatch._switch, CallWatch._hook)
         switching += (hooks.put_on, hooks.put_off, mode.put_on, mode.put_off)
         self.codes = {function.__code__ for function in switching}
         self.left = point

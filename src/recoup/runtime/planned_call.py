@@ -177,13 +177,13 @@ def _run_eager(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str,
     if recorder.is_resting and not state.counts_calls:
         return patched.original(*args, **kwargs)
     is_told = not recorder.is_resting
-    if is_told and (recorder.at_module is None or not recorder.at_module(settings.path)):
+    if is_told and (recorder.watch is None or not recorder.watch.passes(settings.path)):
         recorder.enter(settings.path)
     try:
         with execution_context.counting_for(state.counts):
             return _run_planned(patched, args, kwargs)
     finally:
-        if is_told and (recorder.at_module is None or not recorder.at_module(None)):
+        if is_told and (recorder.watch is None or not recorder.watch.passes(None)):
             recorder.leave()
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.compiler import is_dynamo_compiling
 
 from recoup import _torch
 from recoup.ir.decision import LossInPlace, Rebuild
@@ -72,21 +73,23 @@ class HeldSettings:
 def run_held(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs a forward under a plan by tensor."""
     settings: HeldSettings = patched.settings
+    recorder = None if is_dynamo_compiling() else current_recorder()
+    if recorder is not None and recorder.watch is not None:
+        is_told = not recorder.is_resting
+        if not is_told or recorder.watch.passes(settings.path):
+            try:
+                module = patched._module()  # `original`, without its call
+                if patched.previous is None and type(module) is patched._kind:
+                    return patched._kind.forward(module, *args, **kwargs)  # type: ignore[union-attr]
+                return patched.original(*args, **kwargs)
+            finally:
+                if is_told and (recorder.watch is None or not recorder.watch.passes(None)):  # the program has ended
+                    _leave(recorder, settings.state.is_unit(type(patched.module)))
     state = settings.state
     if torch.compiler.is_compiling():
         if not settings.path and torch.is_grad_enabled():
             tell_compiled(state.decision.action, type(patched.module).__name__, "")
         return patched.original(*args, **kwargs)
-    recorder = current_recorder()
-    if recorder is not None and recorder.at_module is not None:
-        if recorder.is_resting:
-            return patched.original(*args, **kwargs)
-        if recorder.at_module(settings.path):
-            try:
-                return patched.original(*args, **kwargs)
-            finally:
-                if recorder.at_module is None or not recorder.at_module(None):  # the program has ended
-                    _leave(recorder, state.is_unit(type(patched.module)))
     if isinstance(recorder, HeldRecorder):
         kind = type(patched.module)
         is_unit = state.is_unit(kind)

@@ -68,13 +68,13 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
         if self._learning is not None and loss is not None:
             self._learning.watch(F.cross_entropy)
         if self._run is not None:
-            recorder.at_module = self._passes
+            recorder.watch = self
 
     def __exit__(self, *exc: Any) -> None:
         super().__exit__(*exc)
         recorder = self._recorder
         recorder.program = recorder.learning = recorder.stop_program = recorder.on_write = None  # no cycle stays
-        recorder.at_module = None
+        recorder.watch = None
         if isinstance(self._followed, StepRun):
             self._followed.close()
 
@@ -110,13 +110,16 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
         elif self._learning is not None:
             self._learning.failed = True
         self._run = self._learning = recorder.program = recorder.learning = None
-        recorder.stop_program = recorder.on_write = recorder.at_module = None
+        recorder.stop_program = recorder.on_write = recorder.watch = None
         recorder.is_resting = False
         if self._loss is not None:
             self.put_back()  # in an idle stretch it is off, and the loss is still to come
 
-    def _passes(self, path: str | None) -> bool:
-        """Called where a patched module is entered or left in a step that follows a program; whether it still does."""
+    def passes(self, path: str | None) -> bool:
+        """Called where a patched module is entered or left (None) in a step that follows a program.
+
+        Returns whether the program says the same; else it has ended.
+        """
         run = self._run
         assert run is not None
         boundary = run.boundary
@@ -127,8 +130,9 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
         ):
             self._stop()
             return False
-        for slot in boundary.leaves:
-            run.slots[slot] = None
+        if boundary.leaves:
+            for slot in boundary.leaves:
+                run.slots[slot] = None
         leaving = boundary.leaving
         self._recorder.is_resting = leaving is not None
         run.boundary = leaving or boundary.then  # type: ignore[assignment]

@@ -108,7 +108,7 @@ class HeldRecorder(Recorder):
             return self._run(facts, args, kwargs)
         mark = None
         if facts.kind != VIEW:
-            is_marked = self._frames[-1].marks is not None and self.at_module is None
+            is_marked = self._frames[-1].marks is not None and self.watch is None
             mark = self.before_op(facts.label, args) if is_marked else None
             self.pass_op()
             if self.log is not None and reads_numbers(args):

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -55,8 +55,8 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
     `deriving` says whether what is saved now may be rederived, or is kept (and serves others as a source).
     `is_cheap`: only cheap ops run again, so that few flags of kernels count.
     `is_aside`: set before it is entered, for a step whose ops are known: none come to it until `step_in`.
-    `at_module`: in a step that follows a program, to be told of each patched module that is entered (its path) or left
-    (None); returns whether the program says the same. `is_resting`: inside of a module of which it says nothing.
+    `watch`: the `CallWatch` of a step that follows a program; its `passes` is to be told of each patched module that is
+    entered (its path) or left (None). `is_resting`: inside of a module of which the program says nothing.
     `offloading`: whether what is kept now goes to the host, by way of `offloader`, if the plan offloads anything.
     """
 
@@ -70,7 +70,7 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
         self.call: Any = None
         self.program: Any = None
         self.learning: Any = None
-        self.at_module: Callable[[str | None], bool] | None = None
+        self.watch: Any = None
         self.is_resting = False
         self.num_made = 0
         self.packed: list[weakref.ref[Any]] = []  # what autograd got for each saved tensor, unless `is_cheap`

@@ -324,7 +324,7 @@ class RederiveRun(StepRun):
 
     def end_early(self, recorder: Any) -> None:
         """Ends the program before its time: the record knows what was saved."""
-        self.is_on = False
+        self.is_on, self.end = False, -1
         recorder.turn += self.num_saved
 
 

@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from recoup.runtime.rebuild.kept import laid, overlap
+from recoup.runtime.rebuild.op_function import OpFunction
 from recoup.runtime.rebuild.values import Geometry
 
 
@@ -21,10 +22,10 @@ class Rewriting:
         op: the overload. part: geometry of what it writes over.
     """
 
-    __slots__ = ("op", "part")
+    __slots__ = ("_function", "part")
 
     def __init__(self, op: Any, part: Geometry) -> None:
-        self.op = op
+        self._function = OpFunction(op)
         self.part = part
 
     def __call__(self, whole: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -34,7 +35,9 @@ class Rewriting:
 
     def over(self, whole: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Writes over the storage itself and returns it."""
-        self.op(laid(whole, self.part), *args, **kwargs)
+        size, stride, offset, dtype = self.part
+        part = whole.as_strided(size, stride, offset) if whole.dtype is dtype else laid(whole, self.part)
+        self._function.call(part, *args, **kwargs)
         return whole
 
 

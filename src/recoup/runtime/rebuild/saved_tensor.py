@@ -167,9 +167,9 @@ def unpack(packed: Any) -> torch.Tensor:
     if _num_function_modes():
         with _torch.past_function_modes():
             return unpacked(packed)
-    if type(packed) is tuple and packed[0]._version == packed[1]:  # `unpacked`, without a call
-        return packed[0]  # type: ignore[no-any-return]
-    return unpacked(packed)
+    if type(packed) is not tuple:  # `unpacked`, without a call
+        return packed.unpack()  # type: ignore[no-any-return]
+    return packed[0] if packed[0]._version == packed[1] else unpacked(packed)
 
 
 @contextlib.contextmanager

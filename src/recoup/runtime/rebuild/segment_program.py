@@ -40,6 +40,26 @@ class Lead:
 _NOTHING = Lead(None, ())
 
 
+class Wish:
+    """What is asked for of a rebuilt value, the same in every step.
+
+    Attributes:
+        number: of the value. base: geometry of what fills its storage. geometry: the one that it is wanted in.
+        view: size, strides and offset of that, None where it is `base`.
+        segment: which rebuilds it. lead: what leads to it.
+    """
+
+    __slots__ = ("base", "geometry", "lead", "number", "segment", "view")
+
+    def __init__(self, number: int, base: Geometry | None, geometry: Geometry | None, segment: int, lead: Lead) -> None:
+        self.number = number
+        self.base = base
+        self.geometry = geometry
+        self.view = None if geometry is None or geometry == base else geometry[:3]
+        self.segment = segment
+        self.lead = lead
+
+
 class SegmentProgram:
     """How a segment is rebuilt.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from typing import Any
 
@@ -13,9 +14,10 @@ from recoup.runtime.rebuild.constant import Constant
 from recoup.runtime.rebuild.kept import Kept, KeptCompact, laid
 from recoup.runtime.rebuild.rederived import rerunning
 from recoup.runtime.rebuild.rerun import parameter_of
-from recoup.runtime.rebuild.segment_program import Lead, SegmentProgram
-from recoup.runtime.rebuild.segments import Wanted
-from recoup.runtime.rebuild.values import Value
+from recoup.runtime.rebuild.segment_program import Lead, SegmentProgram, Wish
+from recoup.runtime.rebuild.surroundings import Surroundings
+
+_backward_id = _torch.current_backward_id  # asked for at every rebuild
 
 
 class _Sources(list[Any]):
@@ -24,14 +26,56 @@ class _Sources(list[Any]):
     __slots__ = ("__weakref__",)
 
 
+class Waiting:
+    """What autograd gets instead of a saved tensor in a step that follows a program; also what a piece starts from.
+
+    Holds its contents from the segment's rebuild until it is taken; in another backward it waits again.
+
+    Attributes:
+        wish: what is asked for. sources: what keeps the held results that it is rebuilt from.
+    """
+
+    __slots__ = ("__weakref__", "_run", "held", "sources", "wish")
+
+    def __init__(self, wish: Wish, run: SegmentRun, sources: list[Any]) -> None:
+        self.wish = wish
+        self.sources = sources
+        self.held: torch.Tensor | None = None
+        self._run = run
+        run.pending.append(weakref.ref(self))
+
+    def take(self) -> torch.Tensor:
+        """Returns the whole contents and drops them here; rebuilds the segment if they are not there yet."""
+        if self.held is None:
+            self._run.rebuild(self)
+        found, self.held = self.held, None
+        assert found is not None
+        return found
+
+    def unpack(self) -> torch.Tensor:
+        """Returns the tensor. Under `retain_graph` it may be asked for again, and is rebuilt again."""
+        if self.held is None:
+            under = self._run.under
+            with contextlib.nullcontext() if under.are_here() else under.again():
+                self._run.rebuild(self)
+        tensor, self.held = self.held, None
+        assert tensor is not None
+        wish = self.wish
+        if wish.view is None:
+            return tensor
+        if tensor.dtype is wish.geometry[3]:  # type: ignore[index]
+            return tensor.as_strided(*wish.view)
+        return laid(tensor, wish.geometry)  # type: ignore[arg-type]
+
+
 class SegmentRun:
     """A segment of a step that follows a program, in the place of a recorded step's `Segment`.
 
     Attributes:
-        pending: as `Segment`'s.
+        pending: whoever waits for a value of it. under: what its ops ran under.
 
     Args:
-        around: the run of the segment that this is a piece of. values: by number.
+        around: the run of the segment that this is a piece of. starts: wishes for what it starts from.
     """
 
     __slots__ = (
@@ -41,29 +85,33 @@ class SegmentRun:
         "_late",
         "_lists",
         "_program",
+        "_rebuilt_in",
         "_sources",
         "_starts",
         "pending",
+        "under",
     )
 
     def __init__(
-        self, program: SegmentProgram, constants: dict[int, Constant], around: SegmentRun | None, values: list[Value]
+        self,
+        program: SegmentProgram,
+        constants: dict[int, Constant],
+        around: SegmentRun | None,
+        starts: list[Wish],
+        under: Surroundings,
     ) -> None:
         self._counts = execution_context.current_counts()
         self._program = program
         self._constants = constants
-        self.pending: list[weakref.ref[Wanted]] = []
+        self.pending: list[weakref.ref[Waiting]] = []
+        self.under = under
+        self._rebuilt_in: int | None = None  # which backward
         self._sources: dict[int, weakref.ref[Kept | KeptCompact]] = {}
         self._late: dict[int, list[_Sources]] = {}
         self._lists: dict[Lead, weakref.ref[_Sources]] = {}  # whoever is rebuilt from them has the list
-        self._starts: dict[int, Wanted] = {}
+        self._starts: dict[int, Waiting] = {}
         if around is not None:
-            starts = {n: Wanted(values[n], around, around.sources_of(n), n) for n in program.starts}
-            self._starts = starts
-
-    def sources_of(self, number: int) -> list[Any]:
-        """Returns what keeps the held values that lead to a value."""
-        return self.holding(self._program.lead_of(number))
+            self._starts = {wish.number: Waiting(wish, around, around.holding(wish.lead)) for wish in starts}
 
     def holding(self, lead: Lead) -> list[Any]:
         """Returns what keeps the held values of a lead; those that are kept later join the list then."""
@@ -108,26 +156,33 @@ class SegmentRun:
         ref = self._sources.get(number)
         return None if ref is None else ref()
 
-    def rebuild(self, asked: Wanted) -> None:
-        """Has everybody who waits hold the contents asked for, by running what leads to them."""
-        now = _torch.current_backward_id()
+    def rebuild(self, asked: Waiting) -> None:
+        """Has everybody who waits hold the contents asked for, by running what leads to them.
+
+        Once in a backward everybody was served: who asks again is served alone.
+        """
+        now = _backward_id()
         waiting = [asked]
-        for ref in self.pending:
-            wanted = ref()
-            if wanted is not None and wanted is not asked and wanted.held is None and wanted.taken_in != now:
-                waiting.append(wanted)
+        if now != self._rebuilt_in:
+            pending = [ref() for ref in self.pending]
+            waiting = [each for each in pending if each is not None and each.held is None]
         with rerunning():
-            code = self._program.code(frozenset([wanted.number for wanted in waiting]))
+            numbers = frozenset([each.wish.number for each in waiting])
             begun = {number: start.take() for number, start in self._starts.items()}
-            found = code.run(self._start, begun, self._is_compact)
-            for wanted in waiting:
-                number = wanted.number
-                tensor = found[number] if number in found else begun.get(number)
-                if tensor is None:  # held by itself
-                    start = self._start(number).detach()
-                    tensor = start if wanted.value.base is None else laid(start, wanted.value.base)
-                wanted.held = tensor
+            found = self._program.code(numbers).run(self._start, begun, self._is_compact)
+            if len(found) < len(numbers):
+                found |= {w.wish.number: self._whole(w.wish, begun) for w in waiting if w.wish.number not in found}
+            for each in waiting:
+                each.held = found[each.wish.number]
+        self._rebuilt_in = now
         execution_context.count("num_rederived", self._counts, len(waiting))
+
+    def _whole(self, wish: Wish, begun: dict[int, torch.Tensor]) -> torch.Tensor:
+        """Returns a value that no op of the segment makes: the segment begins with it, or it is held by itself."""
+        if wish.number in begun:
+            return begun[wish.number]
+        start = self._start(wish.number).detach()
+        return start if wish.base is None else laid(start, wish.base)
 
     def _start(self, number: int) -> torch.Tensor:
         """Returns what a rebuild starts from, which may be the kept tensor itself."""

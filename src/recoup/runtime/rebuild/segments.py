@@ -19,7 +19,7 @@ The scheme is that of activation checkpointing (Chen et al., arXiv 1604.06174) w
 from __future__ import annotations
 
 import weakref
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -34,31 +34,20 @@ from recoup.runtime.rebuild.values import Geometry, Value
 _backward_id = _torch.current_backward_id  # asked for every rebuilt tensor
 
 
-class Rebuilds(Protocol):
-    """The interface of a segment to the handles on its values."""
-
-    pending: list[weakref.ref[Wanted]]
-
-    def rebuild(self, asked: Wanted) -> None:
-        """Rebuilds the segment: every pending handle holds its contents afterwards."""
-
-
 class Wanted:
     """A handle on a value of a segment: holds its contents from the segment's rebuild until it is taken.
 
     Attributes:
         sources: what keeps the held results that it is rebuilt from.
-        number: of the value in a program ([Note: step programs]).
         taken_in: the backward in which it was taken last, None if it was not. In another one it waits again.
     """
 
-    __slots__ = ("__weakref__", "held", "number", "segment", "sources", "taken_in", "value")
+    __slots__ = ("__weakref__", "held", "segment", "sources", "taken_in", "value")
 
-    def __init__(self, value: Value, segment: Rebuilds, sources: list[Any], number: int = -1) -> None:
+    def __init__(self, value: Value, segment: Segment, sources: list[Any]) -> None:
         self.value = value
         self.segment = segment
         self.sources = sources
-        self.number = number
         self.held: torch.Tensor | None = None
         self.taken_in: int | None = None
         segment.pending.append(weakref.ref(self))
@@ -210,15 +199,13 @@ class Rebuilt(Wanted):
         self,
         value: Value,
         geometry: Geometry,
-        segment: Rebuilds,
+        segment: Segment,
         sources: list[Any],
         under: Surroundings,
-        number: int = -1,
     ) -> None:
         self.value = value  # as `Wanted` does it, in one call: there are thousands in a step
         self.segment = segment
         self.sources = sources
-        self.number = number
         self.held = None
         self.taken_in = None
         segment.pending.append(weakref.ref(self))

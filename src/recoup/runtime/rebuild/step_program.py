@@ -20,18 +20,19 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 
 from recoup import _torch
 from recoup.runtime.rebuild.call_forms import SCALARS, SEQUENCES, CallForm, flattened, picker
-from recoup.runtime.rebuild.segment_program import Lead, SegmentProgram
+from recoup.runtime.rebuild.segment_program import SegmentProgram, Wish
 from recoup.runtime.rebuild.values import PLAIN, Geometry, Value
 from recoup.runtime.recompute.spot_check import Spots
 
 KEEP, CONSTANT, REBUILD = range(3)
+_storage_offset: Callable[[Any], Any] = torch.Tensor.storage_offset
 
 
 class ProgramCall:
@@ -220,7 +221,7 @@ def like_step(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 Saved = tuple[int, int, int, Geometry | None]  # what becomes of it, segment, number of the value, geometry
-Pack = tuple[Value, Geometry, int, int, Lead] | int | None
+Pack = Wish | int | None
 
 
 class StepProgram:
@@ -228,8 +229,8 @@ class StepProgram:
 
     Attributes:
         calls: in order. saves: what becomes of each tensor that autograd saves. packs: the same, ready for the hook: of
-            what is rebuilt the value, its geometry, segment, number and lead; KEEP for what is kept and nobody else
-            asks for; None for what takes a closer look. segments: how each is rebuilt. values: one for each number,
+            what is rebuilt the wish; KEEP for what is kept and nobody else asks for; None for what takes a closer look.
+            segments: how each is rebuilt. starts: of each, wishes for what it starts from. values: one for each number,
             with the geometry of what fills its storage. end: stands behind the last call.
         num_slots: of tensors; those of held values come after them. masks: by its place among the saved tensors, the
             number of the random mask that one shows, which something is rebuilt from. casts: places of those that
@@ -281,10 +282,12 @@ class StepProgram:
             if i:
                 self.boundaries[i - 1].then = boundary
         self.saves = saves
-        self.packs = [self._pack(at, save, segments, values) for at, save in enumerate(saves)]
         self.segments = segments
         self.values = values
-        self._constants = [(weakref.ref(parameter), slot) for parameter, slot in constants]
+        self.packs = [self._pack(at, save) for at, save in enumerate(saves)]
+        self.starts = [[self.wish(n, s.around) for n in s.starts] for s in segments]
+        self._constants = [weakref.ref(parameter) for parameter, _ in constants]
+        self._constant_slots = [slot for _, slot in constants]
         self._guard = _torch.tensor_guard([parameter for parameter, _ in constants]) if constants else None
         self.spots: dict[int, Spots | None] = {}
         self._offsets = [parameter.storage_offset() for parameter, _ in constants]
@@ -293,30 +296,32 @@ class StepProgram:
             for number in segment.sources:
                 self.holders.setdefault(number, []).append(i)
 
-    def _pack(self, at: int, save: Saved, segments: list[SegmentProgram], values: list[Value]) -> Pack:
+    def wish(self, number: int, segment: int, geometry: Geometry | None = None) -> Wish:
+        """Returns what is asked for of a value that a segment rebuilds."""
+        base = self.values[number].base
+        return Wish(number, base, geometry or base, segment, self.segments[segment].lead_of(number))
+
+    def _pack(self, at: int, save: Saved) -> Pack:
         kind, segment, number, geometry = save
         if at in self.casts or at in self.masks:
             return None
         if kind == REBUILD:
-            wanted = geometry or values[number].base
-            return values[number], cast(Geometry, wanted), segment, number, segments[segment].lead_of(number)
+            return self.wish(number, segment, geometry)
         return KEEP if kind == KEEP and number < 0 else None
 
     def slots(self) -> list[Any] | None:
         """Returns the slots at the beginning of a step: parameters are in theirs. None if they are not as they were."""
         slots = self._template.copy()
-        parameters = []
-        for ref, slot in self._constants:
-            slots[slot] = parameter = ref()
-            if parameter is None:
-                return None
-            parameters.append(parameter)
+        parameters = [ref() for ref in self._constants]
         if parameters and (
-            self._guard is None
+            id(None) in map(id, parameters)
+            or self._guard is None
             or not self._guard(*parameters)
-            or [p.storage_offset() for p in parameters] != self._offsets
+            or [*map(_storage_offset, parameters)] != self._offsets
         ):
             return None
+        for slot, parameter in zip(self._constant_slots, parameters, strict=True):
+            slots[slot] = parameter
         return slots
 
 

@@ -13,8 +13,9 @@ from recoup.runtime.rebuild.constant import Constant
 from recoup.runtime.rebuild.kept import Kept, KeptCompact, kept_simply
 from recoup.runtime.rebuild.rerun import has_memory
 from recoup.runtime.rebuild.saved_tensor import compact, pack
-from recoup.runtime.rebuild.segment_run import SegmentRun
-from recoup.runtime.rebuild.segments import Rebuilt, Segment
+from recoup.runtime.rebuild.segment_program import Wish
+from recoup.runtime.rebuild.segment_run import SegmentRun, Waiting
+from recoup.runtime.rebuild.segments import Segment
 from recoup.runtime.rebuild.step_program import (
     CONSTANT,
     KEEP,
@@ -35,7 +36,8 @@ class StepRun:
 
     Attributes:
         is_on: until a call is another than the program's. call, boundary: those that should come next.
-        slots: what was handed from call to call. num_saved: tensors that autograd has saved; it may save until `end`.
+        slots: what was handed from call to call. num_saved: tensors that autograd has saved; it may save until `end`,
+            -1 once the program has ended.
     """
 
     __slots__ = (
@@ -174,24 +176,22 @@ class StepRun:
     def hook(self, tensor: torch.Tensor) -> Any:
         """The pack hook of a step that follows a program: `saved_tensor.pack` by a shorter way."""
         at = self.num_saved
-        recorder = self._recorder
-        if recorder is None or not self.is_on or at >= self.end or _num_function_modes():
+        if at >= self.end or _num_function_modes():
             return pack(tensor)
         how = self._packs[at]
-        if type(how) is tuple:
+        if type(how) is Wish:
             self.num_saved = at + 1
-            value, geometry, segment, number, lead = how
-            run = self._segments.get(segment) or self._segment(segment)
-            return Rebuilt(value, geometry, run, run.holding(lead), self._under, number)
+            run = self._segments.get(how.segment) or self._segment(how.segment)
+            return Waiting(how, run, run.holding(how.lead))
         if how == KEEP:
             self.num_saved = at + 1
             return kept_simply(tensor)
-        packed = self.pack(recorder, tensor)
+        packed = self.pack(self._recorder, tensor)
         return pack(tensor) if packed is None else packed
 
     def close(self) -> None:
         """Called when the forward has returned: autograd has the hook until backward, and may hold nothing by it."""
-        self._recorder = None
+        self._recorder, self.end = None, -1
         self.slots.clear()
 
     def pack(self, recorder: Any, tensor: torch.Tensor) -> Any | None:
@@ -210,11 +210,9 @@ class StepRun:
             assert base is not None
             self._own(mask, compact(tensor, torch.bool, base))
         if kind == REBUILD:
-            value = self._program.values[number]
-            wanted = geometry or value.base
-            assert wanted is not None
+            wish = self._program.wish(number, segment, geometry)
             run = self._segment(segment)
-            return Rebuilt(value, wanted, run, run.sources_of(number), self._under, number)
+            return Waiting(wish, run, run.holding(wish.lead))
         if number < 0:
             return kept_simply(tensor)
         ref = self._kept.get(number)
@@ -234,7 +232,9 @@ class StepRun:
             program = self._program
             segment = program.segments[index]
             around = None if segment.around < 0 else self._segment(segment.around)
-            found = self._segments[index] = SegmentRun(segment, self._constants, around, program.values)
+            found = self._segments[index] = SegmentRun(
+                segment, self._constants, around, program.starts[index], self._under
+            )
         return found
 
     def _keep(self, number: int, tensor: torch.Tensor) -> None:
@@ -251,7 +251,7 @@ class StepRun:
 
     def end_early(self, recorder: Any) -> None:
         """Ends the program before its time: what it holds is made known to the record."""
-        self.is_on = False
+        self.is_on, self.end = False, -1
         recorder.turn += self.num_saved
         last = self._retrace(recorder)
         for ref in self._kept.values():
