@@ -111,15 +111,15 @@ def test_estimates_hold_at_every_budget(kind: type[nn.Module]) -> None:
     planner = Planner(spec, cost=FlopsCost(), actions=("rebuild",))
     strategy = planner.strategy(RebuildStrategy)
     assert strategy is not None
-    (way,) = strategy.ways
-    num_tried = 0
-    for percent in range(40, 100, 5):
-        choice = way.solver.solve(planner.plain.peak_bytes * percent // 100)
-        if choice is None or any(label.pieces for _, label in choice.segments):
-            continue
-        num_tried += 1
-        found = planner.simulate(way.decide(choice))
-        assert found.peak_bytes == pytest.approx(choice.peak_bytes, rel=0.02), percent
-        flops = found.product_flops - way.without.product_flops
-        assert flops == flops_again(way, choice, planner.trace), percent
-    assert num_tried >= 8
+    for way in strategy.ways:
+        num_tried = 0
+        for percent in range(40, 100, 5):
+            choice = way.solver.solve(planner.plain.peak_bytes * percent // 100)
+            if choice is None or any(label.pieces for _, label in choice.segments):
+                continue
+            num_tried += 1
+            found = planner.simulate(way.decide(choice))
+            assert found.peak_bytes == pytest.approx(choice.peak_bytes, rel=0.02), percent
+            flops = found.product_flops - way.without.product_flops
+            assert flops == flops_again(way, choice, planner.trace), percent
+        assert num_tried >= 8

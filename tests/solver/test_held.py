@@ -184,6 +184,9 @@ def test_a_loop_that_collects_results_has_waists() -> None:
         ]
         state, results = following, [*results, result]
     assert any(place > 36 for place in waists(ops, sizes, results))  # where twelve results cross
+    found = waists(ops, sizes, results, in_loops=True)
+    assert found[-1] > 40, found  # where all results but one cross
+    assert {b - a for a, b in itertools.pairwise(found)} == {3}, found  # one a step, to the end
 
 
 @pytest.mark.parametrize("seed", range(40))

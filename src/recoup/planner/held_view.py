@@ -85,13 +85,18 @@ class HeldView:
 
 
 def held_view(
-    priced: PricedTrace, *, kept_paths: frozenset[str] = frozenset(), rerun_seconds: Mapping[int, float] | None = None
+    priced: PricedTrace,
+    *,
+    kept_paths: frozenset[str] = frozenset(),
+    rerun_seconds: Mapping[int, float] | None = None,
+    in_loops: bool = False,
 ) -> HeldView | None:
     """Returns the plain step as a problem of held values, None if the model runs no ops.
 
     Args:
         kept_paths: modules whose ops are not to run again.
         rerun_seconds: by signature, of ops that run again as another one, which reads all but their largest result.
+        in_loops: segments may end at each step of a loop that collects results (`waists.py`).
     """
     trace = priced.trace
     num_forward = trace.num_forward_ops
@@ -200,7 +205,7 @@ def held_view(
     ops = [dataclasses.replace(op, seconds=op.seconds + each * num) for op, num in zip(ops, handles, strict=True)]
     crossing_sizes = [b or 1 for b in value_bytes]
     addresses = tuple(_addresses(trace, num_ops))
-    places = [0, *(p for p in waists(ops, crossing_sizes) if _may_begin(trace, p))]
+    places = [0, *(p for p in waists(ops, crossing_sizes, in_loops=in_loops) if _may_begin(trace, p))]
     places = _thinned(places, ops, value_bytes)
     maker = {v: i for i, op in enumerate(ops) for v in op.outputs}
     for place in places:  # what begins with an op without a number, begins with the next that has one

@@ -23,7 +23,7 @@ from recoup.solver.held_problem import HeldProblem, Label
 from recoup.solver.segment_labels import LabelMaker
 from recoup.thresholds import NEGLIGIBLE_SHARE
 
-_LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # of segments, in intervals
+_LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48)  # of segments, in intervals
 MOST_PLACES = 96  # where a segment may end: the search is quadratic in them
 _MOST_WAYS = MOST_PLACES * len(_LENGTHS)  # to get to a place that are followed; fewer lost plans a quarter dearer
 

@@ -3,7 +3,9 @@
 What crosses the boundary of a segment is held or handed on, so a good boundary is one that few bytes cross. How far a
 place has to be the narrowest is no number of ops: as far as it takes to make some times the bytes that cross it. A
 residual stream is a waist between a layer's two halves, and inside a layer nothing is. What is made within that reach
-and read beyond it counts nowhere: a loop that collects results has waists between its steps.
+and read beyond it counts nowhere: a loop that collects results has waists between its steps. They lie further and
+further apart, as more and more results cross; with `in_loops` what crossed the last two waists too makes no reach
+longer, and every step has its waists. Either has its merits: long segments want few places, short ones many.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from recoup.solver.held import Op
 
@@ -32,7 +34,14 @@ def crossing_bytes(ops: Sequence[Op], value_bytes: Sequence[int], results: Seque
     return list(itertools.accumulate(change))[: len(ops) + 1]
 
 
-def waists(ops: Sequence[Op], value_bytes: Sequence[int], results: Sequence[int] = (), *, reach: int = 1) -> list[int]:
+def waists(
+    ops: Sequence[Op],
+    value_bytes: Sequence[int],
+    results: Sequence[int] = (),
+    *,
+    reach: int = 1,
+    in_loops: bool = False,
+) -> list[int]:
     """Returns the places to cut, in order, the two ends left out.
 
     Args:
@@ -40,13 +49,19 @@ def waists(ops: Sequence[Op], value_bytes: Sequence[int], results: Sequence[int]
         value_bytes: of each value.
         results: values read after the last op.
         reach: a waist is the narrowest place until this many times the bytes that cross it are made, on either side.
+        in_loops: of the bytes that cross it, those do not count there that crossed the last two waists.
     """
     crossing = crossing_bytes(ops, value_bytes, results)
     last_read = _last_read(ops, results)
     made = [0, *itertools.accumulate(sum(value_bytes[v] for v in op.outputs) for op in ops)]
-    found = [0]
+    ends = _ends(ops, last_read)
+    before, found = 0, [0]  # the last two waists
+    older = old = 0  # the bytes at hand that crossed both of them, and the last one
     for place in range(1, len(ops)):
-        far = reach * crossing[place]
+        gone = ends[place - 1]
+        older -= sum(value_bytes[v] for made_at, v in gone if made_at < before)
+        old -= sum(value_bytes[v] for made_at, v in gone if made_at < found[-1])
+        far = reach * (crossing[place] - (older if in_loops else 0))
         first = bisect.bisect_left(made, made[place] - far)
         end = bisect.bisect_right(made, made[place] + far)
         # Of equally narrow places the first, and where nothing is narrower anywhere, one every so often.
@@ -61,8 +76,20 @@ def waists(ops: Sequence[Op], value_bytes: Sequence[int], results: Sequence[int]
             if other < len(ops):
                 handed_on += sum(value_bytes[v] for v in ops[other].outputs if last_read.get(v, other) >= end)
         if here <= narrowest:
+            older, old = old, crossing[place]
+            before = found[-1]
             found.append(place)
     return found[1:]
+
+
+def _ends(ops: Sequence[Op], last_read: Mapping[int, int]) -> list[list[tuple[int, int]]]:
+    """Returns for each op the values that it is the last to read, each with the op that makes it."""
+    ends: list[list[tuple[int, int]]] = [[] for _ in range(len(ops) + 1)]
+    for i, op in enumerate(ops):
+        for v in op.outputs:
+            if last_read.get(v, i) > i:
+                ends[last_read[v]].append((i, v))
+    return ends
 
 
 def _last_read(ops: Sequence[Op], results: Sequence[int]) -> dict[int, int]:

@@ -16,20 +16,23 @@ from recoup.planner.rerun_prices import rerun_seconds
 from recoup.planner.step import PlannedStep
 from recoup.planner.strategies.base import Decisions, Proposals, Strategy
 from recoup.solver.segments import Choice, SegmentSolver
-from recoup.thresholds import MOST_TRIES, NEGLIGIBLE_SHARE
+from recoup.thresholds import ESTIMATE_SHARE, MOST_TRIES, NEGLIGIBLE_SHARE
 
 
 class Way:
     """The step as it is, or with what every plan may have besides.
 
     Attributes:
-        without: the step with nothing rebuilt. seconds: what it takes under a plan by tensor, which spares some of
-            what its other decisions take by themselves.
-        view: what may be held in it.
+        base: what every plan may have besides. without: the step with nothing rebuilt. seconds: what it takes under a
+            plan by tensor, which spares some of what its other decisions take by themselves.
+        view: what may be held in it. is_fine: whether segments may end at each step of a loop that collects results.
     """
 
-    def __init__(self, base: Decisions, without: Candidate, seconds: float, view: HeldView) -> None:
-        self._base = base
+    def __init__(
+        self, base: Decisions, without: Candidate, seconds: float, view: HeldView, *, is_fine: bool = False
+    ) -> None:
+        self.base = base
+        self.is_fine = is_fine
         self.without = without
         self.seconds = seconds
         self.view = view
@@ -41,7 +44,7 @@ class Way:
 
     def decide(self, choice: Choice) -> Decisions:
         """Returns a choice as decisions."""
-        return (*self._base, self.view.decide(choice))
+        return (*self.base, self.view.decide(choice))
 
 
 class RebuildStrategy(Strategy):
@@ -69,7 +72,8 @@ class RebuildStrategy(Strategy):
     def ways(self) -> tuple[Way, ...]:
         """The step as it is, and with its losses in place; none where the trace does not tell the model's ops.
 
-        Only the latter, if it takes no longer.
+        Only the latter, if it takes no longer. Each with few places for segments to end, then with those in loops, if
+        they are others.
         """
         simulator = self._step.simulator
         steps: list[tuple[Decisions, PricedTrace]] = [((), simulator.priced)]
@@ -87,9 +91,16 @@ class RebuildStrategy(Strategy):
         found = []
         for decisions, step in steps:
             again = rerun_seconds(step.trace, simulator.cost)
-            view = held_view(step, kept_paths=simulator.spec.keep, rerun_seconds=again)
-            if view is not None:
-                found.append(Way(decisions, simulator.simulate(decisions), seconds(decisions, step), view))
+            coarse, fine = (
+                held_view(step, kept_paths=simulator.spec.keep, rerun_seconds=again, in_loops=in_loops)
+                for in_loops in (False, True)
+            )
+            if coarse is None or fine is None:
+                continue
+            parts = decisions, simulator.simulate(decisions), seconds(decisions, step)
+            found.append(Way(*parts, coarse))
+            if fine.problem.places != coarse.problem.places:
+                found.append(Way(*parts, fine, is_fine=True))
         return tuple(found)
 
     def why_not_tried(self) -> dict[str, str]:
@@ -110,7 +121,7 @@ class RebuildStrategy(Strategy):
         for _ in range(MOST_TRIES):
             if allowance.ends(incumbents, budget_bytes):
                 return
-            choices = [(way, way.solver.solve(target - self._fixed_bytes)) for way in self.ways]
+            choices = self._choices(target - self._fixed_bytes)
             best = min((cost(c) for c in incumbents.fitting(budget_bytes)), default=math.inf)
             worth = best * (1 - NEGLIGIBLE_SHARE)
             hopeful = [
@@ -133,12 +144,24 @@ class RebuildStrategy(Strategy):
             else:
                 has_fitted, target = True, target - gap
 
+    def _choices(self, room_bytes: int) -> list[tuple[Way, Choice | None]]:
+        """Returns the solvers' answers; those with finer places are asked where without them much runs again."""
+        found = [(way, way.solver.solve(room_bytes)) for way in self.ways if not way.is_fine]
+        least = min((choice.extra_seconds for _, choice in found if choice is not None), default=math.inf)
+        if least > ESTIMATE_SHARE * self._step.simulator.plain.step_seconds:
+            found += [(way, way.solver.solve(room_bytes)) for way in self.ways if way.is_fine]
+        return found
+
     def shrink(self, incumbents: Incumbents) -> Proposals:
         """Yields the leanest choice, and where it was estimated too low those between its estimate and its peak."""
         if not self.ways:
             return
-        way = self.ways[-1]  # with the loss in place, if there is one
+        way, *finer = [way for way in self.ways if way.base == self.ways[-1].base]  # with the loss in place, if it is
         choice = way.solver.leanest()
+        for fine in finer:
+            leaner = sys.maxsize if choice is None else int(choice.peak_bytes * (1 - NEGLIGIBLE_SHARE))
+            if fine.solver.solve(leaner) is not None:
+                way, choice = fine, fine.solver.leanest()
         low = 0 if choice is None else choice.peak_bytes
         middle, least = low, sys.maxsize
         for _ in range(MOST_TRIES):
