@@ -27,10 +27,11 @@ from recoup.errors import PlanMismatch, UsageError
 from recoup.ir.decision import Rebuild, Recompute
 from recoup.planner.driver import Planner
 from recoup.planner.held_view import held_view
-from recoup.planner.incumbents import Candidate
+from recoup.planner.incumbents import Candidate, Incumbents
 from recoup.planner.rerun_prices import rerun_seconds
 from recoup.planner.strategies.rebuild import RebuildStrategy
 from recoup.runtime.apply import apply_decisions
+from tests.planner.fake import FakeJudge
 
 
 def loss(output: torch.Tensor, batch: object) -> torch.Tensor:
@@ -319,6 +320,28 @@ def test_equal_layers_are_cut_once(monkeypatch: pytest.MonkeyPatch) -> None:
     points = [solver.solve(b) for b in range(view.problem.fixed_bytes, 6 * view.problem.fixed_bytes, 200_000)]
     seconds = [p.extra_seconds for p in points if p is not None]
     assert seconds == sorted(seconds, reverse=True)
+
+
+def test_a_rival_that_the_estimate_cannot_tell_from_it_keeps_no_plan_from_being_simulated() -> None:
+    torch.manual_seed(0)
+    model = ParameterTransformer(lambda piece, *args: piece(*args), width=32, num_layers=6)
+    spec = StepSpec(model=model, batch=(torch.randn(2, 64, 32),), objective=Objective(loss=loss))
+    planner = Planner(spec, cost=FlopsCost(), actions=("rebuild",))
+    strategy = planner.strategy(RebuildStrategy)
+    assert strategy is not None
+    budget = planner.plain.peak_bytes * 70 // 100
+    (way,) = strategy.ways
+    choice = way.solver.solve(budget)
+    assert choice is not None
+    of_flops = way.view.flop_seconds * way.without.product_flops
+    estimated = way.seconds + of_flops + choice.extra_seconds
+    for share, is_tried in [(1.001, True), (0.995, True), (0.98, False)]:
+        judge = FakeJudge()
+        judge.plain = dataclasses.replace(
+            planner.plain, peak_bytes=budget, step_seconds=estimated * share - of_flops
+        )  # what a rival takes by the same count
+        proposals = strategy.propose(budget, Incumbents(judge))  # type: ignore[arg-type]
+        assert (next(proposals, None) is not None) is is_tried, share
 
 
 class Expert(nn.Module):

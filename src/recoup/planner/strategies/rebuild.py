@@ -16,7 +16,7 @@ from recoup.planner.rerun_prices import rerun_seconds
 from recoup.planner.step import PlannedStep
 from recoup.planner.strategies.base import Decisions, Proposals, Strategy
 from recoup.solver.segments import Choice, SegmentSolver
-from recoup.thresholds import ESTIMATE_SHARE, MOST_TRIES, NEGLIGIBLE_SHARE
+from recoup.thresholds import ESTIMATE_SHARE, MOST_TRIES, NEGLIGIBLE_SHARE, SAME_SHARE
 
 
 class Way:
@@ -129,7 +129,9 @@ class RebuildStrategy(Strategy):
                 for n, (way, choice) in enumerate(choices)
                 if choice is not None
             ]
-            if not hopeful or min(hopeful)[0] >= worth:
+            if not hopeful or min(hopeful)[0] >= best * (
+                1 + SAME_SHARE
+            ):  # simulations differ from it by up to half that
                 return
             way, choice = choices[min(hopeful)[1]]
             assert choice is not None
