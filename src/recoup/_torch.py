@@ -257,10 +257,10 @@ def _asks_for_kind_of_device(function: Any, seen: set[Any]) -> bool:
 
 
 def decomposed_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Any) -> Any | None:
-    """Returns what the fake mode answers an op with by decomposing it, a tenth of the time later (torch 2.11, 2.13).
+    """Returns what the fake mode answers an op with by decomposing it, in a sixth of its time (torch 2.11, 2.13).
 
-    The very function that the mode would call, called with tensors on the meta device. None where the mode does
-    something else, tensors lie on several devices, or a result is not new. Freed by: as `fake_tensor_mode`.
+    Calls the function that the mode would call, with tensors on the meta device. None where the mode does something
+    else, tensors lie on several devices, or a result is not new. Freed by: as `fake_tensor_mode`.
     """
     decomposition = _decomposition(func)
     if decomposition is None or mode is None or mode.cpp_meta_supports_symint(func):

@@ -46,7 +46,7 @@ class Arena:
         self._flush = torch.empty(0, dtype=torch.uint8)
 
     def flush(self, cache_bytes: int) -> torch.Tensor:
-        """Returns a tensor as large as a CPU's last cache, the same again: written, it is all that is there."""
+        """Returns a tensor of the last cache's bytes, the same one each time: to write it empties a CPU's caches."""
         if self._flush.numel() != cache_bytes:
             self._flush = torch.empty(cache_bytes, dtype=torch.uint8)
         return self._flush

@@ -29,10 +29,9 @@ class _Sources(list[Any]):
 class Waiting:
     """What autograd gets instead of a saved tensor in a step that follows a program; also what a piece starts from.
 
-    Holds its contents from the segment's rebuild until it is taken; in another backward it waits again.
-
     Attributes:
         wish: what is asked for. sources: what keeps the held results that it is rebuilt from.
+        held: the contents, from the segment's rebuild until they are taken; in another backward it waits again.
     """
 
     __slots__ = ("__weakref__", "_run", "held", "sources", "wish")
