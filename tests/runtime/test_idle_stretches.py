@@ -484,3 +484,85 @@ def test_what_a_call_keeps_needs_no_hooks_where_others_save_it(monkeypatch: pyte
                 numbers.append(len(packed))
     assert all(map(equal_values, plain, planned)) and applied.log.num_rederived > 0
     assert numbers[-1] <= numbers[6] * (len(rebuilt) + 1) / 12
+
+
+class _Activation(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside: Callable[[Tensor], Tensor] = lambda x: x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.gelu(self.inside(x * 0.5)).cos().exp()
+
+
+def _between_modules(model: _Model) -> None:
+    model.blocks[3].inside = torch.sin  # type: ignore[assignment]
+
+
+def _in_a_module(model: _Model) -> None:
+    model.blocks[3].act.inside = torch.sin  # type: ignore[union-attr, assignment]
+
+
+def _another_module_in_a_module(model: _Model) -> None:
+    other: Any = model.blocks[5]
+    model.blocks[3].act.inside = lambda y: other.down(y).repeat(1, 2)  # type: ignore[union-attr, assignment]
+
+
+def _other_modules(model: _Model) -> None:
+    block: Any = model.blocks[3]
+    block.norm, block.act = nn.Identity(), model.blocks[4].act
+
+
+def _raises_in_a_module(model: _Model) -> None:
+    block: Any = model.blocks[3]
+
+    def inside(y: Tensor) -> Tensor:
+        with contextlib.suppress(RuntimeError):
+            block.down(y[:, 1:])
+        return y + 1
+
+    block.act.inside = inside
+
+
+def _all_watched(last: int) -> dict[str, list[Decision]]:
+    """Plans under which all calls are watched, or those up to a block."""
+    marks = [_mark(i, saves=i > last) for i in range(NUM_BLOCKS)]
+    ops = enumerate(("aten.gelu.default", "aten.cos.default", "aten.exp.default"), 1)
+    marks += [OpMark(path="blocks.3.act", call=0, ordinal=i, op=op, holds=True) for i, op in ops]
+    paths = ["", *[f"blocks.{i}" for i in range(NUM_BLOCKS)]]
+    rederived = [Rederive(path=p) if not p or int(p[-1]) <= last else Save(path=p) for p in paths]
+    return {"rebuild": [Rebuild(path="", marks=tuple(marks))], "rederive": [*rederived, Save(path="blocks.1.act")]}
+
+
+@pytest.mark.filterwarnings("ignore:.*took a step that its plan was not made for.*")
+@pytest.mark.parametrize("last", [NUM_BLOCKS, 4])
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(
+    "change", [_between_modules, _in_a_module, _another_module_in_a_module, _other_modules, _raises_in_a_module]
+)
+def test_as_much_is_rebuilt_as_if_no_program_had_begun(
+    change: Callable[[_Model], None], plan: str, last: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Any] = []
+    real = CallWatch.passes
+    monkeypatch.setattr(CallWatch, "passes", lambda self, path: told.append(path) or real(self, path))
+    found = []
+    for num_before in (0, DIFFERS_FROM):
+        torch.manual_seed(2)
+        model = _Model()
+        for block in model.blocks:
+            block.act = _Activation()
+        x = torch.randn(ROWS, WIDTH)
+        with apply_decisions(model, _all_watched(last)[plan]) as applied:
+            for _ in range(num_before):
+                model(x).backward()
+            assert "blocks.3.act" not in told
+            change(model)
+            model.zero_grad()
+            before = applied.log.num_rederived
+            loss = model(x)
+            loss.backward()
+            found.append((applied.log.num_rederived - before, [p.grad for p in model.parameters()]))
+    assert found[0][0] - 1 <= found[1][0] <= found[0][0]  # what the first other call saves may be kept
+    assert found[1][0] > 0
+    assert all(map(equal_values, found[0][1], found[1][1]))

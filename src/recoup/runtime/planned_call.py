@@ -32,7 +32,7 @@ from recoup.runtime.offload.offloaded_saved_tensor import Offloading
 from recoup.runtime.patch import PatchedForward
 from recoup.runtime.rebuild import saved_tensor
 from recoup.runtime.rebuild.lineage import current_recorder
-from recoup.runtime.rebuild.rederive_steps import RederiveCalls, rederived_step
+from recoup.runtime.rebuild.rederive_steps import RederiveCalls, rederived_step, rederives_in
 from recoup.runtime.rebuild.step_program import like_step
 from recoup.runtime.rebuild.watched_recorder import WatchedRecorder
 from recoup.runtime.recompute import region as regions
@@ -175,7 +175,7 @@ def _run_eager(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str,
         with execution_context.counting_for(state.counts):
             return _run_planned(patched, args, kwargs)
     if recorder.is_resting and not state.counts_calls:
-        return patched.original(*args, **kwargs)
+        return _run_inside(recorder, patched, args, kwargs)
     is_told = not recorder.is_resting
     if is_told and (recorder.watch is None or not recorder.watch.passes(settings.path)):
         recorder.enter(settings.path)
@@ -185,6 +185,18 @@ def _run_eager(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str,
     finally:
         if is_told and (recorder.watch is None or not recorder.watch.passes(None)):
             recorder.leave()
+
+
+def _run_inside(recorder: Any, patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs a call that the program of a step that rederives says all about, so that nobody is told of its module."""
+    inside, before = recorder.inside, recorder.deriving
+    inside.append(patched.settings)
+    try:
+        return patched.original(*args, **kwargs)
+    finally:
+        inside.pop()
+        if recorder.watch is None:  # the program has ended inside
+            recorder.deriving = rederives_in(inside, by_default=before)
 
 
 def _run_planned(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

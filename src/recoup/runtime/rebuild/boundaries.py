@@ -6,7 +6,8 @@
 2. Watched are the calls whose ops run again, those that return or save a value that is held or rebuilt, and those that
    are the first to read a parameter that something is rebuilt from. What is rebuilt rests on these calls alone.
 3. Modes go on and off where a patched module is entered or left: a stretch between two such boundaries is idle if no
-   call in it is watched. In a module that is idle as a whole the boundaries are not looked at either.
+   call in it is watched. In a module that is idle as a whole the boundaries are not looked at either. Nor are they in
+   one that is watched as a whole: where one of its calls differs, the record enters the modules that are open then.
 4. A tensor that comes out of an idle stretch is new to the step: its metadata are compared where it is read.
 5. In an idle stretch nobody sees a held tensor written to; its version tells later. Where autograd has saved the tensor
    too, plain training raises as well. So nothing is idle once a tensor is held that autograd does not save.
@@ -119,7 +120,8 @@ class Idle:
                 entered.append(at)
             elif entered:
                 first = entered.pop()
-                if not any(b.is_watched for b in self.boundaries[first:at]):
+                are_on = [b.is_watched for b in self.boundaries[first:at]]
+                if all(are_on) or not any(are_on):
                     self.boundaries[first].leaving = boundary
 
     def place(self, calls: Sequence[ProgramCall]) -> None:

@@ -69,6 +69,7 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
             self._learning.watch(F.cross_entropy)
         if self._run is not None:
             recorder.watch = self
+            recorder.is_resting = self._run.boundary.path is False  # nobody is told of any
 
     def __exit__(self, *exc: Any) -> None:
         super().__exit__(*exc)

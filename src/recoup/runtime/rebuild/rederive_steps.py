@@ -326,6 +326,13 @@ class RederiveRun(StepRun):
         """Ends the program before its time: the record knows what was saved."""
         self.is_on, self.end = False, -1
         recorder.turn += self.num_saved
+        recorder.deriving = rederives_in(recorder.inside, by_default=recorder.deriving)
+
+
+def rederives_in(inside: Sequence[Any], *, by_default: bool) -> bool:
+    """Whether what is saved in modules with these settings, one in the other, may be rederived."""
+    decided = [decision for settings in inside if (decision := settings.decide(0)) is not None]
+    return bool(decided[-1].rederives) if decided else by_default
 
 
 class RederiveCalls(Calls):

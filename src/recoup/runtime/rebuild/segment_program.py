@@ -37,9 +37,6 @@ class Lead:
             lead = lead.below
 
 
-_NOTHING = Lead(None, ())
-
-
 class Wish:
     """What is asked for of a rebuilt value, the same in every step.
 
@@ -70,7 +67,19 @@ class SegmentProgram:
             asked for in. narrow: the sources that are kept in a smaller dtype, as random masks are.
     """
 
-    __slots__ = ("_codes", "_leads", "around", "asked", "bases", "constants", "narrow", "ops", "sources", "starts")
+    __slots__ = (
+        "_codes",
+        "_leads",
+        "_nothing",
+        "around",
+        "asked",
+        "bases",
+        "constants",
+        "narrow",
+        "ops",
+        "sources",
+        "starts",
+    )
 
     def __init__(self, around: int) -> None:
         self.around = around
@@ -83,17 +92,18 @@ class SegmentProgram:
         self.asked: dict[int, list[Geometry]] = {}
         self._codes: dict[frozenset[int], RebuildCode] = {}
         self._leads: dict[int, Lead] = {}
+        self._nothing = Lead(None, ())
 
     def lead_of(self, wanted: int) -> Lead:
         """Returns the sources that lead to a value; where they are the same, the very same object."""
         if not self._leads:
             self._find_leads()
-        return self._leads.get(wanted, _NOTHING)
+        return self._leads.get(wanted, self._nothing)
 
     def _find_leads(self) -> None:
         leads = self._leads
         leads.update((number, Lead(None, (number,))) for number in self.sources)
-        all_of = {lead: frozenset(lead.more) for lead in (*leads.values(), _NOTHING)}
+        all_of = {lead: frozenset(lead.more) for lead in (*leads.values(), self._nothing)}
         known = {numbers: lead for lead, numbers in all_of.items()}
         for _, reads, results in self.ops:
             below = [leads[read] for read in reads if read in leads]

@@ -20,10 +20,20 @@ from recoup.runtime.rebuild.surroundings import Surroundings
 _backward_id = _torch.current_backward_id  # asked for at every rebuild
 
 
-class _Sources(list[Any]):
-    """What keeps the held values of a `Lead`: the list of the one below, and its own. It can be referred to weakly."""
+class Sources(list[Any]):
+    """What keeps the held values of a `Lead`: the list of the one below, and its own. It can be referred to weakly.
 
-    __slots__ = ("__weakref__",)
+    Attributes:
+        run: the segment that is rebuilt from them.
+    """
+
+    __slots__ = ("__weakref__", "run")
+
+    def __init__(self, run: SegmentRun) -> None:
+        self.run = run
+
+
+Lists = dict[Lead, weakref.ref[Sources]]  # of a step; whoever is rebuilt from them has the list
 
 
 class Waiting:
@@ -34,19 +44,18 @@ class Waiting:
         held: the contents, from the segment's rebuild until they are taken; in another backward it waits again.
     """
 
-    __slots__ = ("__weakref__", "_run", "held", "sources", "wish")
+    __slots__ = ("__weakref__", "held", "sources", "wish")
 
-    def __init__(self, wish: Wish, run: SegmentRun, sources: list[Any]) -> None:
+    def __init__(self, wish: Wish, sources: Sources) -> None:
         self.wish = wish
         self.sources = sources
         self.held: torch.Tensor | None = None
-        self._run = run
-        run.pending.append(weakref.ref(self))
+        sources.run.pending.append(weakref.ref(self))
 
     def take(self) -> torch.Tensor:
         """Returns the whole contents and drops them here; rebuilds the segment if they are not there yet."""
         if self.held is None:
-            self._run.rebuild(self)
+            self.sources.run.rebuild(self)
         found, self.held = self.held, None
         assert found is not None
         return found
@@ -54,9 +63,9 @@ class Waiting:
     def unpack(self) -> torch.Tensor:
         """Returns the tensor. Under `retain_graph` it may be asked for again, and is rebuilt again."""
         if self.held is None:
-            under = self._run.under
-            with contextlib.nullcontext() if under.are_here() else under.again():
-                self._run.rebuild(self)
+            run = self.sources.run
+            with contextlib.nullcontext() if run.under.are_here() else run.under.again():
+                run.rebuild(self)
         tensor, self.held = self.held, None
         assert tensor is not None
         wish = self.wish
@@ -74,7 +83,8 @@ class SegmentRun:
         pending: whoever waits for a value of it. under: what its ops ran under.
 
     Args:
-        around: the run of the segment that this is a piece of. starts: wishes for what it starts from.
+        lists: of all of the step's segments. around: the run of the segment that this is a piece of. starts: wishes for
+            what it starts from.
     """
 
     __slots__ = (
@@ -95,6 +105,7 @@ class SegmentRun:
         self,
         program: SegmentProgram,
         constants: dict[int, Constant],
+        lists: Lists,
         around: SegmentRun | None,
         starts: list[Wish],
         under: Surroundings,
@@ -106,40 +117,38 @@ class SegmentRun:
         self.under = under
         self._rebuilt_in: int | None = None  # which backward
         self._sources: dict[int, weakref.ref[Kept | KeptCompact]] = {}
-        self._late: dict[int, list[_Sources]] = {}
-        self._lists: dict[Lead, weakref.ref[_Sources]] = {}  # whoever is rebuilt from them has the list
+        self._late: dict[int, list[weakref.ref[Sources]]] = {}
+        self._lists = lists
         self._starts: dict[int, Waiting] = {}
         if around is not None:
-            self._starts = {wish.number: Waiting(wish, around, around.holding(wish.lead)) for wish in starts}
+            self._starts = {wish.number: Waiting(wish, around.holding(wish.lead)) for wish in starts}
 
-    def holding(self, lead: Lead) -> list[Any]:
+    def holding(self, lead: Lead) -> Sources:
         """Returns what keeps the held values of a lead; those that are kept later join the list then."""
-        ref = self._lists.get(lead)
-        found = None if ref is None else ref()
-        return self._hold(lead) if found is None else found
-
-    def _hold(self, lead: Lead) -> _Sources:
-        new = [lead]
-        found: _Sources | None = None
-        while found is None and (below := new[-1].below) is not None:
+        new: list[Lead] = []
+        found: Sources | None = None
+        below: Lead | None = lead
+        while below is not None:
             ref = self._lists.get(below)
             found = None if ref is None else ref()
-            if found is None:
-                new.append(below)
+            if found is not None:
+                break
+            new.append(below)
+            below = below.below
         for each in reversed(new):
             found = self._list(each, found)
         assert found is not None
         return found
 
-    def _list(self, lead: Lead, below: _Sources | None) -> _Sources:
-        found = _Sources()
+    def _list(self, lead: Lead, below: Sources | None) -> Sources:
+        found = Sources(self)
         self._lists[lead] = weakref.ref(found)
         if below is not None:
             found.append(below)
         for source in lead.more:
             kept = self._kept(source)
             if kept is None:
-                self._late.setdefault(source, []).append(found)
+                self._late.setdefault(source, []).append(self._lists[lead])
             else:
                 found.append(kept)
         return found
@@ -148,8 +157,10 @@ class SegmentRun:
         """Notes what keeps a held value that something is rebuilt from."""
         kept.is_source = True
         self._sources[number] = weakref.ref(kept)
-        for sources in self._late.pop(number, ()):
-            sources.append(kept)
+        for ref in self._late.pop(number, ()):
+            sources = ref()
+            if sources is not None:
+                sources.append(kept)
 
     def _kept(self, number: int) -> Kept | KeptCompact | None:
         ref = self._sources.get(number)

@@ -173,7 +173,7 @@ class Boundary:
     Attributes:
         path: of the module that is entered, None where one is left; neither behind the last boundary.
         is_watched: whether modes are on behind it.
-        leaving: where this module is left again, if nothing inside of it is watched.
+        leaving: where this module is left again, if it is watched or idle as a whole.
         num_ops: counted since the boundary before, in the module around both. deriving: as `ProgramCall`'s.
         leaves: as `ProgramCall`'s. call: the next that is watched. index: its place. then: the boundary after it.
     """
@@ -231,7 +231,8 @@ class StepProgram:
         calls: in order. saves: what becomes of each tensor that autograd saves. packs: the same, ready for the hook: of
             what is rebuilt the wish; KEEP for what is kept and nobody else asks for; None for what takes a closer look.
             segments: how each is rebuilt. starts: of each, wishes for what it starts from. values: one for each number,
-            with the geometry of what fills its storage. end: stands behind the last call.
+            with the geometry of what fills its storage. end: stands behind the last call. boundaries: in order, and one
+            behind the last. first: which of them is the first that is told of; the last if all calls are watched.
         num_slots: of tensors; those of held values come after them. masks: by its place among the saved tensors, the
             number of the random mask that one shows, which something is rebuilt from. casts: places of those that
             autocast made of a parameter. spots: where to look at parameters that something is rebuilt from, by number.
@@ -281,6 +282,7 @@ class StepProgram:
             boundary.index = i
             if i:
                 self.boundaries[i - 1].then = boundary
+        self.first = self.boundaries[-1 if all([b.is_watched for b in self.boundaries]) else 0]
         self.saves = saves
         self.segments = segments
         self.values = values

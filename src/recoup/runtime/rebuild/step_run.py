@@ -14,7 +14,7 @@ from recoup.runtime.rebuild.kept import Kept, KeptCompact, kept_simply
 from recoup.runtime.rebuild.rerun import has_memory
 from recoup.runtime.rebuild.saved_tensor import compact, pack
 from recoup.runtime.rebuild.segment_program import Wish
-from recoup.runtime.rebuild.segment_run import SegmentRun, Waiting
+from recoup.runtime.rebuild.segment_run import Lists, SegmentRun, Waiting
 from recoup.runtime.rebuild.segments import Segment
 from recoup.runtime.rebuild.step_program import (
     CONSTANT,
@@ -45,6 +45,7 @@ class StepRun:
         "_constants",
         "_handed",
         "_kept",
+        "_lists",
         "_masks",
         "_packs",
         "_program",
@@ -67,7 +68,7 @@ class StepRun:
         self.slots = slots
         self._under = recorder.surroundings()
         self.call = program.calls[0] if program.calls else program.end
-        self.boundary: Boundary = program.boundaries[0]
+        self.boundary: Boundary = program.first
         self.num_saved = 0
         self.end = self.call.first_save
         self._recorder = recorder
@@ -75,6 +76,7 @@ class StepRun:
         self._kept: dict[int, weakref.ref[Any]] = {}
         self._constants: dict[int, Constant] = {}
         self._segments: dict[int, SegmentRun] = {}
+        self._lists: Lists = {}
         self.is_on = True
 
     @property
@@ -181,8 +183,9 @@ class StepRun:
         how = self._packs[at]
         if type(how) is Wish:
             self.num_saved = at + 1
-            run = self._segments.get(how.segment) or self._segment(how.segment)
-            return Waiting(how, run, run.holding(how.lead))
+            ref = self._lists.get(how.lead)
+            sources = None if ref is None else ref()
+            return Waiting(how, self._segment(how.segment).holding(how.lead) if sources is None else sources)
         if how == KEEP:
             self.num_saved = at + 1
             return kept_simply(tensor)
@@ -211,8 +214,7 @@ class StepRun:
             self._own(mask, compact(tensor, torch.bool, base))
         if kind == REBUILD:
             wish = self._program.wish(number, segment, geometry)
-            run = self._segment(segment)
-            return Waiting(wish, run, run.holding(wish.lead))
+            return Waiting(wish, self._segment(segment).holding(wish.lead))
         if number < 0:
             return kept_simply(tensor)
         ref = self._kept.get(number)
@@ -233,7 +235,7 @@ class StepRun:
             segment = program.segments[index]
             around = None if segment.around < 0 else self._segment(segment.around)
             found = self._segments[index] = SegmentRun(
-                segment, self._constants, around, program.starts[index], self._under
+                segment, self._constants, self._lists, around, program.starts[index], self._under
             )
         return found
 
@@ -270,7 +272,8 @@ class StepRun:
         """Has the recorder enter and leave what the step did so far; returns what it came by last."""
         last: ProgramCall | Boundary | None = None
         first = 0
-        for boundary in self._program.boundaries[: self.boundary.index]:
+        passed, opened = self._passed(not recorder.is_resting)
+        for boundary in passed:
             assert boundary.call is not None
             recorder.frame.ordinal += boundary.num_ops
             if boundary.path is None:
@@ -281,4 +284,31 @@ class StepRun:
         for call in self._program.calls[first : self.call.index]:
             recorder.frame.ordinal += call.num_ops
             last = call
+        inside = [settings.path for settings in recorder.inside]
+        while opened != inside[: len(opened)]:
+            opened.pop()
+            recorder.leave()
+        for path in inside[len(opened) :]:
+            recorder.enter(path)
         return last
+
+    def _passed(self, is_told: bool) -> tuple[list[Boundary], list[str]]:
+        """Returns the boundaries that were passed, and the modules open by them that nobody was told of.
+
+        Args:
+            is_told: whether somebody is told of all of them now; else those before a call that has run are meant.
+        """
+        boundaries = self._program.boundaries[: self.boundary.index]
+        entered = next((b for b in boundaries if b.leaving is self.boundary), None)
+        if is_told or (entered is not None and not entered.is_watched):
+            return boundaries, []
+        opened: list[str] = []
+        for boundary in boundaries[0 if entered is None else entered.index + 1 :]:
+            assert boundary.call is not None
+            if boundary.call.index >= self.call.index:
+                return boundaries[: boundary.index], opened
+            if boundary.path is None:
+                opened.pop()
+            else:
+                opened.append(str(boundary.path))
+        return boundaries, opened
