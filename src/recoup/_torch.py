@@ -947,9 +947,9 @@ def detach_past_modes(tensor: torch.Tensor) -> torch.Tensor:
     A fake tensor's is a fake tensor too, and counts changes in place together with it (torch 2.13).
     Freed by: a `detach` that is free under a dispatch mode.
     """
-    is_plain = type(tensor) is torch.Tensor
-    if is_plain and not torch._C._len_torch_dispatch_stack():
+    if not num_dispatch_modes() and type(tensor) is torch.Tensor:
         return tensor.detach()
+    is_plain = type(tensor) is torch.Tensor
     is_fake = not is_plain and type(tensor) is _fake_tensor_class() and tensor.layout is torch.strided
     if not is_plain and not is_fake:  # is what it is by its dispatch alone
         return tensor.detach()

@@ -36,6 +36,7 @@ _ASKED = ("size", "dim", "numel", "stride", "storage_offset", "is_contiguous", "
 _ASKS = frozenset([id(getattr(torch.Tensor, name)) for name in _ASKED])
 _num_dispatch_modes, _is_autocast = _torch.num_dispatch_modes, _torch.is_autocast  # asked at every call
 _autocast_state = _torch.autocast_state
+_is = operator.is_
 _default_dtype, _has_grad = torch.get_default_dtype, torch.is_grad_enabled
 
 
@@ -164,7 +165,7 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
         if (
             items is None
             or len(items) != call.num
-            or not (all(map(operator.is_, items, wanted)) or call.is_like(items, wanted))
+            or not (all(map(_is, items, wanted)) or call.is_like(items, wanted))
             or call.has_grad is not _has_grad()
             or _num_dispatch_modes()
             or (_is_autocast() if call.autocast is None else _autocast_state() != call.autocast)
@@ -187,8 +188,12 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
         run.end = call.end_save
         out = func(*args, **kwargs) if kwargs else func(*args)
         if run.is_on:
-            for position, slot in call.gives:
-                slots[slot] = out if position < 0 else out[position]
+            given = call.given
+            if given >= 0:
+                slots[given] = out
+            else:
+                for position, slot in call.gives:
+                    slots[slot] = out if position < 0 else out[position]
             if call.keeps_results:
                 run.keep_results(call, out)
             run.end = call.last_save

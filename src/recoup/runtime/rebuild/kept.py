@@ -150,6 +150,11 @@ def kept_simply(tensor: torch.Tensor) -> Simple:
     return tensor if tensor.is_leaf else _torch.detach_past_modes(tensor), tensor._version
 
 
+def kept_with_its_node(tensor: torch.Tensor) -> Simple:
+    """As `kept_simply`, of a tensor that is not made by the node that saves it: a parameter, or a view of one."""
+    return tensor, tensor._version
+
+
 def unpacked(packed: Any) -> torch.Tensor:
     """Returns a saved tensor; raises if it was changed in place since it was saved, as autograd would."""
     if type(packed) is tuple:

@@ -21,7 +21,15 @@ from recoup.runtime.rebuild.call_forms import CallForm, form_of_call
 from recoup.runtime.rebuild.call_log import CallLog
 from recoup.runtime.rebuild.calls import CallWatch
 from recoup.runtime.rebuild.derived import Derivation, Derived, NumberedOp, Rebuilding
-from recoup.runtime.rebuild.kept import Kept, KeptCompact, KeptConstant, KeptView, Source, kept_simply
+from recoup.runtime.rebuild.kept import (
+    Kept,
+    KeptCompact,
+    KeptConstant,
+    KeptView,
+    Source,
+    kept_simply,
+    kept_with_its_node,
+)
 from recoup.runtime.rebuild.known_calls import Calls
 from recoup.runtime.rebuild.learning import Learning
 from recoup.runtime.rebuild.rederived import Rederived
@@ -70,9 +78,10 @@ class RederiveProgram(StepProgram):
         super().__init__(calls, [], [], [], num_slots, constants, casts=casts, seen=seen, boundaries=boundaries)
         self.kept = kept
         self.packs = [
-            KEEP if kind != CONSTANT and number < 0 and at not in casts else None
-            for at, (kind, number, *_) in enumerate(kept)
+            kept_with_its_node if kind == CONSTANT else kept_simply if number < 0 else None for kind, number, *_ in kept
         ]
+        for at in casts:
+            self.packs[at] = None
         self.compacts = compacts
         self.bases = {number: value.base for value, number in values.items()}
         ops = {values[v]: NumberedOp(v.made, v, values) for v in chained if v.made is not None}
@@ -289,7 +298,7 @@ class RederiveRun(StepRun):
         self.num_saved = at + 1
         kind, number, geometry, sources = self._saves[at]
         if kind == CONSTANT:
-            return tensor, tensor._version
+            return kept_with_its_node(tensor)
         if number < 0:
             return kept_simply(tensor)
         compact_one = self._compacts.get(at)

@@ -27,6 +27,7 @@ from torch import nn
 
 from recoup import _torch
 from recoup.runtime.rebuild.call_forms import SCALARS, SEQUENCES, CallForm, flattened, picker
+from recoup.runtime.rebuild.kept import kept_simply, kept_with_its_node
 from recoup.runtime.rebuild.segment_program import SegmentProgram, Wish
 from recoup.runtime.rebuild.values import PLAIN, Geometry, Value
 from recoup.runtime.recompute.spot_check import Spots
@@ -43,6 +44,7 @@ class ProgramCall:
         reads: slots of the call's tensors, -1 for one that is new to the step. binds: whether there is a new one.
         enters: position among the call's tensors and slot of those that are new and read again.
         leaves: slots that no later call reads. gives: position (-1: the result) and slot of results that are read.
+        given: the slot where that is the result alone, -1 where it is not.
         keeps: position among the call's tensors and number of values to hold. keeps_results: the same of results.
         reads_constants: the same of parameters that something is rebuilt from.
         num_ops: counted in it. first_save, end_save, last_save: tensors that autograd saved before it, after it, and
@@ -69,6 +71,7 @@ class ProgramCall:
         "flags",
         "form",
         "func",
+        "given",
         "gives",
         "has_grad",
         "index",
@@ -99,6 +102,7 @@ class ProgramCall:
         self.enters: Sequence[tuple[int, int]] = ()
         self.leaves: Sequence[int] = ()
         self.gives: Sequence[tuple[int, int]] = ()
+        self.given = -1
         self.keeps: Sequence[tuple[int, int]] = ()
         self.keeps_results: Sequence[tuple[int, int]] = ()
         self.reads_constants: Sequence[tuple[int, int]] = ()
@@ -135,6 +139,8 @@ class ProgramCall:
         """Adds its scalars to the slots of a program, so that a call like it is handed what is in some slots."""
         assert self.form is not None
         self.dtype, _, self.autocast = self.form.state
+        if len(self.gives) == 1 and self.gives[0][0] < 0:
+            self.given = self.gives[0][1]
         if self.items is None or self.binds:
             return
         places = []
@@ -221,7 +227,7 @@ def like_step(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 Saved = tuple[int, int, int, Geometry | None]  # what becomes of it, segment, number of the value, geometry
-Pack = Wish | int | None
+Pack = Wish | Callable[[torch.Tensor], Any] | None
 
 
 class StepProgram:
@@ -229,10 +235,11 @@ class StepProgram:
 
     Attributes:
         calls: in order. saves: what becomes of each tensor that autograd saves. packs: the same, ready for the hook: of
-            what is rebuilt the wish; KEEP for what is kept and nobody else asks for; None for what takes a closer look.
-            segments: how each is rebuilt. starts: of each, wishes for what it starts from. values: one for each number,
-            with the geometry of what fills its storage. end: stands behind the last call. boundaries: in order, and one
-            behind the last. first: which of them is the first that is told of; the last if all calls are watched.
+            what is rebuilt the wish, of what is kept and nobody else asks for a function that keeps it, None for what
+            takes a closer look. wishes: by place, for all that is rebuilt. segments: how each is rebuilt. starts: of
+            each, wishes for what it starts from. values: one for each number, with the geometry of what fills its
+            storage. end: stands behind the last call. boundaries: in order, and one behind the last. first: of those
+            somebody is told of, the last if all calls are watched.
         num_slots: of tensors; those of held values come after them. masks: by its place among the saved tensors, the
             number of the random mask that one shows, which something is rebuilt from. casts: places of those that
             autocast made of a parameter. spots: where to look at parameters that something is rebuilt from, by number.
@@ -286,6 +293,7 @@ class StepProgram:
         self.saves = saves
         self.segments = segments
         self.values = values
+        self.wishes = {at: self.wish(n, s, base) for at, (kind, s, n, base) in enumerate(saves) if kind == REBUILD}
         self.packs = [self._pack(at, save) for at, save in enumerate(saves)]
         self.starts = [[self.wish(n, s.around) for n in s.starts] for s in segments]
         self._constants = [weakref.ref(parameter) for parameter, _ in constants]
@@ -304,12 +312,14 @@ class StepProgram:
         return Wish(number, base, geometry or base, segment, self.segments[segment].lead_of(number))
 
     def _pack(self, at: int, save: Saved) -> Pack:
-        kind, segment, number, geometry = save
+        kind, _, number, _ = save
         if at in self.casts or at in self.masks:
             return None
         if kind == REBUILD:
-            return self.wish(number, segment, geometry)
-        return KEEP if kind == KEEP and number < 0 else None
+            return self.wishes[at]
+        if kind == CONSTANT:
+            return kept_with_its_node
+        return kept_simply if number < 0 else None
 
     def slots(self) -> list[Any] | None:
         """Returns the slots at the beginning of a step: parameters are in theirs. None if they are not as they were."""

@@ -10,7 +10,7 @@ import torch
 
 from recoup import _torch
 from recoup.runtime.rebuild.constant import Constant
-from recoup.runtime.rebuild.kept import Kept, KeptCompact, kept_simply
+from recoup.runtime.rebuild.kept import Kept, KeptCompact, kept_simply, kept_with_its_node
 from recoup.runtime.rebuild.rerun import has_memory
 from recoup.runtime.rebuild.saved_tensor import compact, pack
 from recoup.runtime.rebuild.segment_program import Wish
@@ -18,7 +18,6 @@ from recoup.runtime.rebuild.segment_run import Lists, SegmentRun, Waiting
 from recoup.runtime.rebuild.segments import Segment
 from recoup.runtime.rebuild.step_program import (
     CONSTANT,
-    KEEP,
     REBUILD,
     Boundary,
     ProgramCall,
@@ -181,14 +180,14 @@ class StepRun:
         if at >= self.end or _num_function_modes():
             return pack(tensor)
         how = self._packs[at]
-        if type(how) is Wish:
+        if isinstance(how, Wish):
             self.num_saved = at + 1
             ref = self._lists.get(how.lead)
             sources = None if ref is None else ref()
             return Waiting(how, self._segment(how.segment).holding(how.lead) if sources is None else sources)
-        if how == KEEP:
+        if how is not None:
             self.num_saved = at + 1
-            return kept_simply(tensor)
+            return how(tensor)
         packed = self.pack(self._recorder, tensor)
         return pack(tensor) if packed is None else packed
 
@@ -206,14 +205,14 @@ class StepRun:
         self.num_saved = at + 1
         kind, segment, number, geometry = self._program.saves[at]
         if kind == CONSTANT:
-            return tensor, tensor._version
+            return kept_with_its_node(tensor)
         mask = self._masks.get(at)
         if mask is not None:
             base = self._program.values[mask].base
             assert base is not None
             self._own(mask, compact(tensor, torch.bool, base))
         if kind == REBUILD:
-            wish = self._program.wish(number, segment, geometry)
+            wish = self._program.wishes[at]
             return Waiting(wish, self._segment(segment).holding(wish.lead))
         if number < 0:
             return kept_simply(tensor)
