@@ -70,6 +70,20 @@ def _ticks(low: float, high: float, step: float) -> list[float]:
     return [i * step for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
 
 
+Box = tuple[float, float, float, float]  # left, top, right, bottom
+
+
+def _free_box(words: str, x: float, y: float, taken: Sequence[Box]) -> Box | None:
+    """Returns where words of size 10 lie beside a mark: the first of some places over nothing else, None if all are."""
+    width, height = 5.3 * len(words), 11.0  # a letter's mean width at this size
+    for left, middle in ((x + 8, y), (x - 8 - width, y), *((x - width / 2, y + up) for up in (-13, 13))):
+        box = left, middle - height / 2, left + width, middle + height / 2
+        is_inside = left > 60 and box[2] < 735 and middle < 370
+        if is_inside and not any(box[0] < b[2] and b[0] < box[2] and box[1] < b[3] and b[1] < box[3] for b in taken):
+            return box
+    return None
+
+
 def draw_pareto(name: str, here: Sequence[Point]) -> str:
     """Returns step time over peak bytes of one workload: peers are squares with names, recoup is circles."""
     top = min(max(1.3, *(p.time for p in here)) + 0.05, 3.0)
@@ -82,18 +96,14 @@ def draw_pareto(name: str, here: Sequence[Point]) -> str:
         ),
         _text(390, 408, "peak bytes of the whole step, weights included (plain = 1)", 12, "m", "middle"),
     ]
-    taken: list[tuple[float, float]] = []
-    for p in sorted(here, key=lambda p: p.is_ours):
-        x, y = axes.at(p.bytes, p.time)
+    marks = [(p, *axes.at(p.bytes, p.time)) for p in sorted(here, key=lambda p: p.is_ours)]
+    taken = [(x - 5, y - 5, x + 5, y + 5) for _, x, y in marks]
+    for p, x, y in marks:
         parts.append(_mark(x, y, ours=p.is_ours, title=f"{p.method}: {p.bytes:.3f} bytes, {p.time:.2f} time"))
-        if not p.is_ours and all(abs(x - a) > 120 or abs(y - b) > 11 for a, b in taken):
-            if x > 560:
-                parts.append(_text(x - 8, y + 4, p.method, 10, "m", "end"))
-            elif x + 8 + 5.3 * len(p.method) < 735:  # a letter's mean width at this size
-                parts.append(_text(x + 8, y + 4, p.method, 10, "m"))
-            else:  # it would be cut off: below, up to the picture's edge
-                parts.append(_text(735, y + 22, p.method, 10, "m", "end"))
-            taken.append((x, y))
+        box = None if p.is_ours else _free_box(p.method, x, y, taken)
+        if box is not None:
+            taken.append(box)
+            parts.append(_text(box[0], box[3] - 2, p.method, 10, "m"))
     parts += [
         _mark(530, 22, ours=True, title="recoup"),
         _text(540, 26, "recoup"),
