@@ -106,25 +106,31 @@ ViT, Llama, a mixture of experts and a chain of layers have outside of kernels a
 nothing, 2.3 and 4.3 ms (2026-11-27)."""
 
 
-def load_host_costs(path: Path) -> HostCosts | None:
-    """Returns the costs in the file; None if it is missing, broken, or of a version that knew other costs."""
+def load_host_costs(path: Path) -> tuple[HostCosts, ...]:
+    """Returns what processes measured, one after another; nothing if the file is missing, broken, or of other costs."""
+    names = {field.name for field in dataclasses.fields(HostCosts)}
     try:
-        found = {name: float(seconds) for name, seconds in json.loads(path.read_text()).items()}
-        return HostCosts(**found) if found.keys() == {f.name for f in dataclasses.fields(HostCosts)} else None
+        found = [{name: float(seconds) for name, seconds in costs.items()} for costs in json.loads(path.read_text())]
     except (OSError, ValueError, TypeError, AttributeError):
-        return None
+        return ()
+    is_whole = all(costs.keys() == names and min(costs.values()) > 0 for costs in found)
+    return tuple(HostCosts(**costs) for costs in found) if is_whole else ()
 
 
-def store_host_costs(path: Path, costs: HostCosts) -> HostCosts | None:
-    """Writes the file unless another process was first; returns its contents, None if it cannot be written."""
+def store_host_costs(path: Path, costs: HostCosts, *, known: tuple[HostCosts, ...] = ()) -> tuple[HostCosts, ...]:
+    """Adds to the file unless another process was first; returns its contents, nothing if it cannot be written.
+
+    Args:
+        known: what was in the file when the measurement began.
+    """
     beside = path.with_suffix(f".{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_text(json.dumps(dataclasses.asdict(costs)))
-        if load_host_costs(path) is None:
+        beside.write_text(json.dumps([dataclasses.asdict(each) for each in (*known, costs)]))
+        if load_host_costs(path) == known:
             beside.replace(path)
     except OSError:
-        return None
+        return ()
     finally:
         with contextlib.suppress(OSError):
             beside.unlink(missing_ok=True)

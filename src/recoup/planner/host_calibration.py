@@ -1,13 +1,14 @@
-"""Measures what a plan's bookkeeping takes on this host: once for each machine, Python and torch version.
+"""Measures what a plan's bookkeeping takes on this host: in a few processes of each machine, Python and torch version.
 
 `host_seconds` is linear in the costs. A small model therefore runs plainly and under plans that do different amounts of
 each kind of bookkeeping. What each plan takes above the plain step, its kernels aside, is one equation; what the plain
 step takes above its kernels is two more. What a plan takes whatever it does is one more unknown, which nobody is
 charged. The answer is the most likely one: a cost is `TYPICAL`'s times or divided by two, give or take, beside a factor
 that all costs of a host have in common, of about half as much, and a time is off by what its repetitions are apart. So
-no cost is zero, and those that the times cannot tell apart are as fast or slow as the rest. Each is then rounded
-towards `TYPICAL`, to one of its times powers of the square root of two: finer, the noise of a calibration would choose
-plans, and what is less off than that is as likely the calibration's as the host's.
+no cost is zero, and those that the times cannot tell apart are as fast or slow as the rest. A second in which
+something else has the memory shows in all or in one of the costs, so the median of several processes' counts. It is
+rounded towards `TYPICAL`, to one of its times powers of the square root of two: finer, the noise of a calibration would
+choose plans, and what is less off than that is as likely the calibration's as the host's.
 
 Tensors are as large as a core's cache holds a few of, since kernels of a real step drive the interpreter's data out of
 it. Kernels are priced as in any plan: what an op takes longer inside of a step than alone counts as host time. Times
@@ -21,8 +22,10 @@ import dataclasses
 import math
 import os
 import platform
+import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -43,30 +46,50 @@ from recoup.runtime.apply import apply_decisions
 from recoup.thresholds import ESTIMATE_SHARE, MOST_TRIES
 
 _SOLVED = tuple(field.name for field in dataclasses.fields(HostCosts))
+_STARTED = time.time()  # this process, near enough
 _SPREAD_SHARE = math.log(2.0)
 """Of a cost's logarithm, beside its host's: half or twice as much is common. And twice the step of rounding."""
 
 
 def host_costs() -> HostCosts:
-    """Returns this host's costs: measured now (in about a second) if no earlier process did.
+    """Returns this host's costs: of each the median of what a few processes measured.
 
-    Where they cannot be kept for the next process they are those of a typical host, so that plans stay the same.
+    The first measures (in about a second), and so does each later one until there are enough: what disturbs one second
+    is another's no longer. Within a process costs stay. Where they cannot be kept for the next process they are those
+    of a typical host, so that plans stay the same.
     """
     python, host = platform.python_version(), device_name(torch.device("cpu"))
     path = host_path(host, python_version=python, torch_version=torch.__version__)
     known = load_host_costs(path)
-    if known is not None:
-        return known
-    trial = path.with_suffix(f".{os.getpid()}-trial")  # no other process's
-    if store_host_costs(trial, TYPICAL) is None:
-        return TYPICAL
-    trial.unlink(missing_ok=True)
-    progress.advance("measuring this host's own costs")
-    return store_host_costs(path, measure_host_costs()) or TYPICAL
+    if not known:
+        trial = path.with_suffix(f".{os.getpid()}-trial")  # no other process's
+        if not store_host_costs(trial, TYPICAL):
+            return TYPICAL
+        trial.unlink(missing_ok=True)
+    if not known or (len(known) < MOST_TRIES and _was_written_before(path, _STARTED)):
+        progress.advance("measuring this host's own costs")
+        known = store_host_costs(path, measure_host_costs(), known=known) or known
+    return _rounded_median(known) if known else TYPICAL
+
+
+def _was_written_before(path: Path, moment: float) -> bool:
+    try:
+        return path.stat().st_mtime < moment
+    except OSError:
+        return False
+
+
+def _rounded_median(measured: Sequence[HostCosts]) -> HostCosts:
+    grain = _SPREAD_SHARE / 2
+    found = {}
+    for name, typical in dataclasses.asdict(TYPICAL).items():
+        off = math.log(statistics.median(getattr(costs, name) for costs in measured) / typical)
+        found[name] = typical * math.exp(math.trunc(off / grain) * grain)
+    return HostCosts(**found)
 
 
 def measure_host_costs(*, num_layers: int = 3, num_rounds: int = 2) -> HostCosts:
-    """Returns this host's costs, measured now.
+    """Returns this host's costs, measured now and not rounded.
 
     Args:
         num_layers: of the model: more make the differences larger, and take as much longer.
@@ -109,13 +132,7 @@ def measure_host_costs(*, num_layers: int = 3, num_rounds: int = 2) -> HostCosts
         counts = [sum(host_seconds(decisions, trace, plain=plain.trace, costs=costs)) for costs in unit]
         above = sum(_least(laps[name])) - sum(step) - (sum(priced[name].op_seconds) - sum(kernels))
         rows.append(([*counts, 1.0], above, _spread([sum(lap) for lap in laps[name]])))
-    likely = dict(zip(_SOLVED, _most_likely(*zip(*rows, strict=True)), strict=True))
-    return HostCosts(**{name: _rounded(seconds, getattr(TYPICAL, name)) for name, seconds in likely.items()})
-
-
-def _rounded(seconds: float, typical: float) -> float:
-    grain = _SPREAD_SHARE / 2
-    return typical * math.exp(math.trunc(math.log(seconds / typical) / grain) * grain)
+    return HostCosts(**dict(zip(_SOLVED, _most_likely(*zip(*rows, strict=True)), strict=True)))
 
 
 def _least(laps: list[tuple[float, float]]) -> tuple[float, float]:
