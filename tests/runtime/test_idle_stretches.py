@@ -566,3 +566,76 @@ def test_as_much_is_rebuilt_as_if_no_program_had_begun(
     assert found[0][0] - 1 <= found[1][0] <= found[0][0]  # what the first other call saves may be kept
     assert found[1][0] > 0
     assert all(map(equal_values, found[0][1], found[1][1]))
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_nobody_is_told_of_modules_at_whose_ends_nothing_goes_on_or_off(
+    plan: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Any] = []
+    real = CallWatch.passes
+    monkeypatch.setattr(CallWatch, "passes", lambda self, path: told.append(path) or real(self, path))
+    model, x = _Model(), torch.randn(ROWS, WIDTH)
+    with apply_decisions(model, PLANS[plan]):
+        for _ in range(NUM_STEPS):
+            told.clear()
+            model(x).backward()
+    assert 0 < len(told) <= 2 * 3  # of three modules, where modes go off, on and off
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_module_that_comes_back_in_an_idle_stretch_is_rebuilt(plan: str) -> None:
+    other = 5  # whose norm is rebuilt too, if it runs
+    marks = tuple(_mark(i, saves=i not in (REBUILT, other)) for i in range(NUM_BLOCKS))
+    decisions: list[Decision] = [Rebuild(path="", marks=marks)]
+    if plan == "rederive":
+        decisions = [*PLANS["rederive"], Rederive(path=f"blocks.{other}")]
+    found = []
+    for num_before in (0, DIFFERS_FROM):
+        torch.manual_seed(3)
+        model, x = _Model(), torch.randn(ROWS, WIDTH)
+        model.out = lambda x, model=model: model.run(x, 0, 5)  # type: ignore[assignment, misc]
+        with apply_decisions(model, decisions) as applied:
+            for _ in range(num_before):
+                model(x).backward()
+            before = applied.log.num_rederived
+            model.zero_grad()
+            model.out = lambda x, model=model: model.run(x)  # type: ignore[assignment, misc]
+            model(x).backward()
+            found.append((applied.log.num_rederived - before, [p.grad for p in model.parameters()]))
+    assert found[0][0] == found[1][0] > 0
+    assert all(map(equal_values, found[0][1], found[1][1]))
+
+
+class _Shared(nn.Module):
+    """One module that is called again and again; what its last call saves is rebuilt."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.seen: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(4):
+            x = self.norm(x) * 2
+            self.seen.append(_torch.num_function_modes())
+        return F.gelu(x).square().mean()
+
+
+def test_of_calls_of_one_module_the_right_one_is_watched() -> None:
+    marks = [
+        OpMark(path="norm", call=0, ordinal=0, op="aten.native_layer_norm.default", begins_segment=True, saves=True),
+        OpMark(path="norm", call=3, ordinal=0, op="aten.native_layer_norm.default", begins_segment=True),
+    ]
+    found = []
+    for decisions in ([], [Rebuild(path="", marks=tuple(marks))]):
+        torch.manual_seed(4)
+        model, x = _Shared(), torch.randn(ROWS, WIDTH, requires_grad=True)
+        with apply_decisions(model, decisions) as applied:
+            for _ in range(NUM_STEPS):
+                model.seen.clear()
+                model(x).backward()
+            found.append([p.grad for p in (x, *model.parameters())])
+        numbers = model.seen, applied.log.num_rederived
+    assert all(map(equal_values, *found))
+    assert numbers[1] >= NUM_STEPS and numbers[0][0] == 0

@@ -174,28 +174,35 @@ def _run_eager(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str,
     if not isinstance(recorder, WatchedRecorder) or recorder.calls is not state.rederived_calls:
         with execution_context.counting_for(state.counts):
             return _run_planned(patched, args, kwargs)
-    if recorder.is_resting and not state.counts_calls:
-        return _run_inside(recorder, patched, args, kwargs)
-    is_told = not recorder.is_resting
-    if is_told and (recorder.watch is None or not recorder.watch.passes(settings.path)):
-        recorder.enter(settings.path)
+    watch = recorder.watch
+    is_told = settings.path not in recorder.untold
+    if watch is not None and (not is_told or watch.passes(settings.path)):
+        return _run_inside(recorder, patched, args, kwargs, is_told=is_told)
+    recorder.enter(settings.path)
     try:
         with execution_context.counting_for(state.counts):
             return _run_planned(patched, args, kwargs)
     finally:
-        if is_told and (recorder.watch is None or not recorder.watch.passes(None)):
-            recorder.leave()
+        recorder.leave()
 
 
-def _run_inside(recorder: Any, patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Runs a call that the program of a step that rederives says all about, so that nobody is told of its module."""
+def _run_inside(
+    recorder: Any, patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_told: bool
+) -> Any:
+    """Runs a call in a step that rederives by a program, which says all about it but what hangs on its number."""
+    counts_calls = patched.settings.state.counts_calls
     inside, before = recorder.inside, recorder.deriving
     inside.append(patched.settings)
     try:
+        if counts_calls:
+            with execution_context.counting_for(patched.settings.state.counts):
+                return _run_planned(patched, args, kwargs)
         return patched.original(*args, **kwargs)
     finally:
+        if is_told and recorder.watch is not None:
+            recorder.watch.passes(None)
         inside.pop()
-        if recorder.watch is None:  # the program has ended inside
+        if recorder.watch is None and not counts_calls:  # the program has ended inside
             recorder.deriving = rederives_in(inside, by_default=before)
 
 

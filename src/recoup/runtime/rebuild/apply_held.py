@@ -75,20 +75,19 @@ def run_held(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, A
     settings: HeldSettings = patched.settings
     recorder = None if is_dynamo_compiling() else current_recorder()
     if recorder is not None and (watch := recorder.watch) is not None:
-        is_told = not recorder.is_resting
-        if not is_told:
-            recorder.inside.append(settings)
+        is_told = settings.path not in recorder.untold
         if not is_told or watch.passes(settings.path):
+            inside = recorder.inside
+            inside.append(settings)
             try:
                 module = patched._module()  # `original`, without its call
                 if patched.previous is None and type(module) is patched._kind:
                     return patched._kind.forward(module, *args, **kwargs)  # type: ignore[union-attr]
                 return patched.original(*args, **kwargs)
             finally:
-                if not is_told:
-                    recorder.inside.pop()
                 if recorder.watch is None or (is_told and not watch.passes(None)):  # the program has ended
                     _leave(recorder, settings.state.is_unit(type(patched.module)))
+                inside.pop()
     state = settings.state
     if torch.compiler.is_compiling():
         if not settings.path and torch.is_grad_enabled():

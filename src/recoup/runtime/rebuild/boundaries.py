@@ -6,8 +6,8 @@
 2. Watched are the calls whose ops run again, those that return or save a value that is held or rebuilt, and those that
    are the first to read a parameter that something is rebuilt from. What is rebuilt rests on these calls alone.
 3. Modes go on and off where a patched module is entered or left: a stretch between two such boundaries is idle if no
-   call in it is watched. In a module that is idle as a whole the boundaries are not looked at either. Nor are they in
-   one that is watched as a whole: where one of its calls differs, the record enters the modules that are open then.
+   call in it is watched. Nobody is told of a module at whose ends nothing goes on or off, as long as it is among those
+   that this part of the step had. Where a call differs, the record enters the modules that are open then.
 4. A tensor that comes out of an idle stretch is new to the step: its metadata are compared where it is read.
 5. In an idle stretch nobody sees a held tensor written to; its version tells later. Where autograd has saved the tensor
    too, plain training raises as well. So nothing is idle once a tensor is held that autograd does not save.
@@ -114,15 +114,7 @@ class Idle:
             before = p.num_calls
             if on:
                 self.stay += range(p.num_calls, stop)
-        entered: list[int] = []
-        for at, boundary in enumerate(self.boundaries):
-            if boundary.path is not None:
-                entered.append(at)
-            elif entered:
-                first = entered.pop()
-                are_on = [b.is_watched for b in self.boundaries[first:at]]
-                if all(are_on) or not any(are_on):
-                    self.boundaries[first].leaving = boundary
+        _choose_told(self.boundaries)
 
     def place(self, calls: Sequence[ProgramCall]) -> None:
         """Notes before which of the calls that stay each boundary lies; `calls` has what is behind the last, too."""
@@ -137,6 +129,28 @@ class Idle:
         while place and not self.boundaries[place - 1].is_watched:
             place -= 1
         return self.boundaries[place]
+
+
+def _choose_told(boundaries: Sequence[Boundary]) -> None:
+    """Decides of which modules somebody is told: of those at whose ends something goes on or off."""
+    ends: dict[int, int] = {}
+    entered: list[int] = []
+    before = True
+    for at, boundary in enumerate(boundaries):
+        boundary.is_told = boundary.is_watched is not before
+        before = boundary.is_watched
+        if boundary.path is not None:
+            entered.append(at)
+        elif entered:
+            ends[entered.pop()] = at
+    for first, last in ends.items():
+        boundaries[first].is_told = boundaries[last].is_told = boundaries[first].is_told or boundaries[last].is_told
+    awaited: str | bool | None = None
+    for at, boundary in reversed([*enumerate(boundaries)]):
+        if at in ends and boundary.path == awaited:  # an earlier call of the module than the one that is awaited
+            boundary.is_told = boundaries[ends[at]].is_told = True
+        if boundary.is_told:
+            awaited = boundary.path
 
 
 def _any_between(places: Sequence[int], start: int, stop: int) -> bool:

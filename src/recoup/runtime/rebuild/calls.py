@@ -70,7 +70,7 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
             self._learning.watch(F.cross_entropy)
         if self._run is not None:
             recorder.watch = self
-            recorder.is_resting = self._run.boundary.path is False  # nobody is told of any
+            recorder.untold = self._run.boundary.untold
 
     def __exit__(self, *exc: Any) -> None:
         super().__exit__(*exc)
@@ -106,19 +106,19 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
         """Stops following and learning a program: the step did something that no program can contain."""
         recorder = self._recorder
         if self._run is not None:
-            self._run.end_early(recorder)
+            with _torch.past_function_modes():  # what it asks tensors is no call of the step
+                self._run.end_early(recorder)
             recorder.step_in()
             self.hooks.put_on()
         elif self._learning is not None:
             self._learning.failed = True
         self._run = self._learning = recorder.program = recorder.learning = None
         recorder.stop_program = recorder.on_write = recorder.watch = None
-        recorder.is_resting = False
         if self._loss is not None:
             self.put_back()  # in an idle stretch it is off, and the loss is still to come
 
     def passes(self, path: str | None) -> bool:
-        """Called where a patched module is entered or left (None) in a step that follows a program.
+        """Called where a patched module of which it is to be told is entered or left (None).
 
         Returns whether the program says the same; else it has ended.
         """
@@ -135,9 +135,8 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
         if boundary.leaves:
             for slot in boundary.leaves:
                 run.slots[slot] = None
-        leaving = boundary.leaving
-        self._recorder.is_resting = leaving is not None
-        run.boundary = leaving or boundary.then  # type: ignore[assignment]
+        run.boundary = then = boundary.then  # type: ignore[assignment]
+        self._recorder.untold = then.untold  # type: ignore[union-attr]
         return True
 
     def _switch(self, *, on: bool) -> bool:

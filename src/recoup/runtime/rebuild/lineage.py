@@ -56,8 +56,8 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
     `is_cheap`: only cheap ops run again, so that few flags of kernels count.
     `is_aside`: set before it is entered, for a step whose ops are known: none come to it until `step_in`.
     `watch`: the `CallWatch` of a step that follows a program; its `passes` is to be told of each patched module that is
-    entered (its path) or left (None). `is_resting`: not of those in the module that it was told of last. `inside`: the
-    settings of those that are open then.
+    entered (its path) or left (None), but for those at the paths in `untold`. `inside`: the settings of all that are
+    open.
     `offloading`: whether what is kept now goes to the host, by way of `offloader`, if the plan offloads anything.
     """
 
@@ -72,7 +72,7 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
         self.program: Any = None
         self.learning: Any = None
         self.watch: Any = None
-        self.is_resting = False
+        self.untold: frozenset[str] = frozenset()
         self.inside: list[Any] = []
         self.num_made = 0
         self.packed: list[weakref.ref[Any]] = []  # what autograd got for each saved tensor, unless `is_cheap`

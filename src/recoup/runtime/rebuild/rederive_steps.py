@@ -335,7 +335,8 @@ class RederiveRun(StepRun):
         """Ends the program before its time: the record knows what was saved."""
         self.is_on, self.end = False, -1
         recorder.turn += self.num_saved
-        recorder.deriving = rederives_in(recorder.inside, by_default=recorder.deriving)
+        if not any(settings.state.counts_calls for settings in recorder.inside):
+            recorder.deriving = rederives_in(recorder.inside, by_default=recorder.deriving)
 
 
 def rederives_in(inside: Sequence[Any], *, by_default: bool) -> bool:

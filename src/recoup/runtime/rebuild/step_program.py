@@ -18,6 +18,7 @@ very tensor that this `linear` returned. If dropout comes instead of relu, that 
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -179,23 +180,25 @@ class Boundary:
     Attributes:
         path: of the module that is entered, None where one is left; neither behind the last boundary.
         is_watched: whether modes are on behind it.
-        leaving: where this module is left again, if it is watched or idle as a whole.
+        is_told: whether somebody is told of it.
         num_ops: counted since the boundary before, in the module around both. deriving: as `ProgramCall`'s.
-        leaves: as `ProgramCall`'s. call: the next that is watched. index: its place. then: the boundary after it.
+        leaves: as `ProgramCall`'s. call: the next that is watched. index: its place. then: the next that somebody is
+            told of. untold: paths of modules that nobody is told of, entered since the last that somebody was.
     """
 
-    __slots__ = ("call", "deriving", "index", "is_watched", "leaves", "leaving", "num_ops", "path", "then")
+    __slots__ = ("call", "deriving", "index", "is_told", "is_watched", "leaves", "num_ops", "path", "then", "untold")
 
     def __init__(self, path: str | bool | None, *, num_ops: int, deriving: bool, is_watched: bool) -> None:
         self.path = path
         self.is_watched = is_watched
-        self.leaving: Boundary | None = None
+        self.is_told = True
         self.num_ops = num_ops
         self.deriving = deriving
         self.leaves: Sequence[int] = ()
         self.call: ProgramCall | None = None
         self.index = 0
         self.then: Boundary | None = None
+        self.untold: frozenset[str] = frozenset()
 
 
 class _Place:
@@ -239,7 +242,7 @@ class StepProgram:
             takes a closer look. wishes: by place, for all that is rebuilt. segments: how each is rebuilt. starts: of
             each, wishes for what it starts from. values: one for each number, with the geometry of what fills its
             storage. end: stands behind the last call. boundaries: in order, and one behind the last. first: of those
-            somebody is told of, the last if all calls are watched.
+            that somebody is told of.
         num_slots: of tensors; those of held values come after them. masks: by its place among the saved tensors, the
             number of the random mask that one shows, which something is rebuilt from. casts: places of those that
             autocast made of a parameter. spots: where to look at parameters that something is rebuilt from, by number.
@@ -285,11 +288,18 @@ class StepProgram:
                 call.stays_hooked = True
             then = call
         self.boundaries = [*boundaries, Boundary(False, num_ops=0, deriving=True, is_watched=True)]
+        told = [boundary for boundary in self.boundaries if boundary.is_told]
+        self.first = told[0]
+        for boundary, next_told in itertools.pairwise(told):
+            boundary.then = next_told
+        untold: list[str] = []
         for i, boundary in enumerate(self.boundaries):
             boundary.index = i
-            if i:
-                self.boundaries[i - 1].then = boundary
-        self.first = self.boundaries[-1 if all([b.is_watched for b in self.boundaries]) else 0]
+            if boundary.is_told:
+                boundary.untold = frozenset(untold)
+                untold.clear()
+            elif boundary.path is not None:
+                untold.append(str(boundary.path))
         self.saves = saves
         self.segments = segments
         self.values = values

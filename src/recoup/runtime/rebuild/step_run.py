@@ -271,13 +271,18 @@ class StepRun:
         """Has the recorder enter and leave what the step did so far; returns what it came by last."""
         last: ProgramCall | Boundary | None = None
         first = 0
-        passed, opened = self._passed(not recorder.is_resting)
-        for boundary in passed:
+        opened: list[str] = []
+        told = self._last_told()
+        for boundary in self._program.boundaries[:-1]:
             assert boundary.call is not None
+            if boundary.index > told and boundary.call.index >= self.call.index:
+                break  # nobody knows whether it came by that
             recorder.frame.ordinal += boundary.num_ops
             if boundary.path is None:
+                opened.pop()
                 recorder.leave()
             else:
+                opened.append(str(boundary.path))
                 recorder.enter(boundary.path)
             last, first = boundary, boundary.call.index
         for call in self._program.calls[first : self.call.index]:
@@ -291,23 +296,7 @@ class StepRun:
             recorder.enter(path)
         return last
 
-    def _passed(self, is_told: bool) -> tuple[list[Boundary], list[str]]:
-        """Returns the boundaries that were passed, and the modules open by them that nobody was told of.
-
-        Args:
-            is_told: whether somebody is told of all of them now; else those before a call that has run are meant.
-        """
-        boundaries = self._program.boundaries[: self.boundary.index]
-        entered = next((b for b in boundaries if b.leaving is self.boundary), None)
-        if is_told or (entered is not None and not entered.is_watched):
-            return boundaries, []
-        opened: list[str] = []
-        for boundary in boundaries[0 if entered is None else entered.index + 1 :]:
-            assert boundary.call is not None
-            if boundary.call.index >= self.call.index:
-                return boundaries[: boundary.index], opened
-            if boundary.path is None:
-                opened.pop()
-            else:
-                opened.append(str(boundary.path))
-        return boundaries, opened
+    def _last_told(self) -> int:
+        """Returns the place of the last boundary that was passed of those that somebody is told of, -1 if none was."""
+        before = self._program.boundaries[: self.boundary.index]
+        return next((boundary.index for boundary in reversed(before) if boundary.is_told), -1)
