@@ -247,7 +247,7 @@ def test_one_disturbed_process_does_not_decide_what_a_host_costs(
         for path in tmp_path.glob("host-*"):  # the next process starts later
             os.utime(path, (0.0, 0.0))
     assert followed[::2] == followed[1::2]
-    assert followed[::2] == pytest.approx([8**0.5, 2**0.5, 0.5**0.5, 0.5**0.5, 0.5, 0.5], rel=1e-6)
+    assert followed[::2] == pytest.approx([8**0.5, 2.0, 0.5, 0.5, 0.5, 0.5], rel=1e-6)
     assert len(load_host_costs(path)) == 5
 
 
@@ -281,7 +281,7 @@ def test_the_most_likely_costs_are_those_that_the_times_tell_and_never_zero() ->
     assert shares.max() < 0.6 and shares.min() > 0.2, shares  # so all are as fast as those that are told
 
 
-def test_costs_are_rounded_towards_the_typical() -> None:
-    for share, rounded in ((0.24, 0.25), (0.49, 0.5), (0.51, 0.5**0.5), (0.72, 1.0), (1.4, 1.0), (2.1, 2.0)):
+def test_costs_are_rounded_to_the_nearest_power() -> None:
+    for share, rounded in ((0.24, 0.25), (0.58, 0.5), (0.61, 0.5**0.5), (0.83, 0.5**0.5), (0.85, 1.0), (2.5, 8**0.5)):
         found = host_calibration._rounded_median([_times_typical(share)])
         assert found.region_seconds == pytest.approx(rounded * TYPICAL.region_seconds), share

@@ -639,3 +639,64 @@ def test_of_calls_of_one_module_the_right_one_is_watched() -> None:
         numbers = model.seen, applied.log.num_rederived
     assert all(map(equal_values, *found))
     assert numbers[1] >= NUM_STEPS and numbers[0][0] == 0
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_of_a_call_that_nothing_rests_on_only_the_function_is_compared(
+    plan: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stops: list[int] = []
+    real = CallWatch._stop
+    found = []
+    for decisions in ([], PLANS[plan]):
+        model = _Model()
+        monkeypatch.setattr(CallWatch, "_stop", lambda self, model=model: stops.append(model.i) or real(self))
+
+        def inside(y: Tensor, model: _Model = model) -> Tensor:
+            model.held = y.detach().sum() * (2 if model.i < DIFFERS_FROM - 1 else 3)
+            if model.i >= DIFFERS_FROM:
+                model.held = y.detach().mean()
+            return y
+
+        act: Any = _Activation()
+        act.inside, model.blocks[REBUILT].act = inside, act
+        found.append(_train(model, decisions)[0])
+    assert all(map(equal_values, *found))
+    assert {3, 4, DIFFERS_FROM - 1}.isdisjoint(stops) and DIFFERS_FROM in stops
+
+
+@pytest.mark.parametrize("change", ["dtype", "layout", "gradients"])
+@pytest.mark.parametrize("plan", PLANS)
+def test_what_such_a_call_returns_is_compared_where_it_is_read(plan: str, change: str) -> None:
+    found = []
+    for decisions in ([], PLANS[plan]):
+        model = _Model()
+
+        def inside(y: Tensor, model: _Model = model) -> Tensor:
+            kind = change if model.i >= DIFFERS_FROM else ""
+            other = torch.ones(()).to(torch.float64 if kind == "dtype" else torch.float32)
+            rows = (y.detach() if kind != "gradients" else y).mean(1, keepdim=True)
+            rows = rows.expand(-1, 2).T if kind == "layout" else rows.expand(-1, 2).T.contiguous()
+            return y * rows.T[:, :1] + other
+
+        act: Any = _Activation()
+        act.inside, model.blocks[REBUILT].act = inside, act
+        losses, applied = _train(model, decisions)
+        found.append(losses)
+    assert all(map(equal_values, *found))
+    assert applied.log.num_rederived > 0
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_the_layout_of_what_is_new_to_a_step_is_compared(plan: str) -> None:
+    torch.manual_seed(6)
+    rows = torch.randn(ROWS, 2 * WIDTH)
+    new = [rows.clone().requires_grad_(), rows.T.contiguous().T.requires_grad_()]
+    found = []
+    for decisions in ([], PLANS[plan]):
+        model = _Model()
+        act: Any = _Activation()
+        act.inside = lambda y, model=model: y * torch.sin(torch.cos(new[model.i >= DIFFERS_FROM]))
+        model.blocks[REBUILT].act = act
+        found.append(_train(model, decisions)[0])
+    assert all(map(equal_values, *found))

@@ -7,8 +7,7 @@ charged. The answer is the most likely one: a cost is `TYPICAL`'s times or divid
 that all costs of a host have in common, of about half as much, and a time is off by what its repetitions are apart. So
 no cost is zero, and those that the times cannot tell apart are as fast or slow as the rest. A second in which
 something else has the memory shows in all or in one of the costs, so the median of several processes' counts. It is
-rounded towards `TYPICAL`, to one of its times powers of the square root of two: finer, the noise of a calibration would
-choose plans, and what is less off than that is as likely the calibration's as the host's.
+rounded to `TYPICAL`'s times a power of the square root of two: finer, what is left of the noise would choose plans.
 
 Tensors are as large as a core's cache holds a few of, since kernels of a real step drive the interpreter's data out of
 it. Kernels are priced as in any plan: what an op takes longer inside of a step than alone counts as host time. Times
@@ -84,7 +83,7 @@ def _rounded_median(measured: Sequence[HostCosts]) -> HostCosts:
     found = {}
     for name, typical in dataclasses.asdict(TYPICAL).items():
         off = math.log(statistics.median(getattr(costs, name) for costs in measured) / typical)
-        found[name] = typical * math.exp(math.trunc(off / grain) * grain)
+        found[name] = typical * math.exp(round(off / grain) * grain)
     return HostCosts(**found)
 
 

@@ -8,8 +8,9 @@
 3. Modes go on and off where a patched module is entered or left: a stretch between two such boundaries is idle if no
    call in it is watched. Nobody is told of a module at whose ends nothing goes on or off, as long as it is among those
    that this part of the step had. Where a call differs, the record enters the modules that are open then.
-4. A tensor that comes out of an idle stretch is new to the step: its metadata are compared where it is read.
-5. In an idle stretch nobody sees a held tensor written to; its version tells later. Where autograd has saved the tensor
+4. Of a call that is not watched, between others that are, only the function is compared.
+5. A tensor that such a call or an idle stretch returns is new to the step: its metadata are compared where it is read.
+6. In neither does anybody see a held tensor written to; its version tells later. Where autograd has saved the tensor
    too, plain training raises as well. So nothing is idle once a tensor is held that autograd does not save.
 """
 
@@ -114,6 +115,9 @@ class Idle:
             before = p.num_calls
             if on:
                 self.stay += range(p.num_calls, stop)
+        for i in self.stay:
+            if i < end and i not in watched:
+                calls[i].loosen()
         _choose_told(self.boundaries)
 
     def place(self, calls: Sequence[ProgramCall]) -> None:

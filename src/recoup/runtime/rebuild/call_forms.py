@@ -59,6 +59,7 @@ class CallForm:
         "_rest",
         "_same",
         "_scalars",
+        "_types",
         "aliases",
         "attention_flags",
         "casts",
@@ -100,6 +101,7 @@ class CallForm:
         self._same = tuple(same)
         self._matches = matches
         tensors = [flat[i] for i in first]
+        self._types = [*map(type, tensors)]
         self._offsets = [t.storage_offset() for t in tensors]
         self.dtypes = [t.dtype for t in tensors]
         scalars = [i for i, item in enumerate(flat) if type(item) in SCALARS]
@@ -126,9 +128,13 @@ class CallForm:
     def tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Sequence[torch.Tensor] | None:
         """Returns the tensors of a call that is like this one, each once; None if it is not."""
         tensors = self.alike(args, kwargs)
-        if tensors is None or not self._matches(*tensors) or [t.storage_offset() for t in tensors] != self._offsets:
-            return None
-        return tensors
+        return tensors if tensors is not None and self.fits(tensors) else None
+
+    def fits(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether these, each once, have the metadata that its tensors have."""
+        if [*map(type, tensors)] != self._types or not self._matches(*tensors):
+            return False
+        return [t.storage_offset() for t in tensors] == self._offsets
 
     def alike(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Sequence[torch.Tensor] | None:
         """Returns the tensors of a call that is like this one, their metadata apart, each once; None if it is not."""

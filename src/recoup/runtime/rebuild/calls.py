@@ -37,6 +37,7 @@ _ASKS = frozenset([id(getattr(torch.Tensor, name)) for name in _ASKED])
 _num_dispatch_modes, _is_autocast = _torch.num_dispatch_modes, _torch.is_autocast  # asked at every call
 _autocast_state = _torch.autocast_state
 _is = operator.is_
+_Attribute = types.MethodWrapperType
 _default_dtype, _has_grad = torch.get_default_dtype, torch.is_grad_enabled
 
 
@@ -152,7 +153,12 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
         call, hooks = run.call, self.hooks
         pick = call.pick
         if call.func is not func or pick is None:
-            if id(func) in _ASKS:
+            if call.is_loose and call.func is func and (not hooks.is_on or self._hook(run, call)):
+                for slot in call.leaves:
+                    run.slots[slot] = None
+                run.call = call.then  # type: ignore[assignment]
+                return func(*args, **kwargs) if kwargs else func(*args)
+            if id(func) in _ASKS or (type(func) is _Attribute and _is_read(func)):
                 return func(*args, **kwargs) if kwargs else func(*args)
             return self._look_at(run, func, args, kwargs)
         if not kwargs:
@@ -160,11 +166,15 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
         else:
             items = (*args, *kwargs.values()) if tuple(kwargs) == call.names else None
         slots = run.slots
+        if call.new and items is not None and len(items) == call.num:
+            for place, slot in call.new:
+                slots[slot] = items[place]
         wanted = pick(slots)
         if (
             items is None
             or len(items) != call.num
             or not (all(map(_is, items, wanted)) or call.is_like(items, wanted))
+            or (call.new and not run.meets(call, call.form.picked(items)))  # type: ignore[union-attr]
             or call.has_grad is not _has_grad()
             or _num_dispatch_modes()
             or (_is_autocast() if call.autocast is None else _autocast_state() != call.autocast)
@@ -213,9 +223,8 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
 
     def _look_at(self, run: StepRun, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         """Runs a call that is not simply the program's next."""
-        if type(func) is types.MethodWrapperType:  # an attribute
-            if func.__name__ == "__set__" or func.__self__ is torch.Tensor.data:
-                self._stop()
+        if type(func) is _Attribute:
+            self._stop()
             return func(*args)
         recorder = self._recorder
         call = None
@@ -245,8 +254,8 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
         """Runs a call of a step that follows no program."""
         if id(func) in _ASKS:
             return func(*args, **kwargs) if kwargs else func(*args)
-        if type(func) is types.MethodWrapperType:  # an attribute
-            if func.__name__ == "__set__" or func.__self__ is torch.Tensor.data:
+        if type(func) is _Attribute:
+            if not _is_read(func):
                 self._stop()
             return func(*args)
         if self._recorder.paused or _torch.num_dispatch_modes() != 1 or _torch.inside_transform():
@@ -358,5 +367,11 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
         return out
 
 
+def _is_read(attribute: Any) -> bool:
+    """Whether an attribute of a tensor is read that gives nobody its memory."""
+    return attribute.__name__ != "__set__" and attribute.__self__ is not _data
+
+
+_data = torch.Tensor.data
 _NO_VALUES: list[Value] = []
 _NO_MARKS: dict[int, Any] = {}

@@ -281,6 +281,10 @@ class RederiveRun(StepRun):
             self._recorder.set_value(constant.tensor, value)
         return True
 
+    def meets(self, call: ProgramCall, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether a call's tensors, of which some are new to the step, are as they were."""
+        return super().meets(call, tensors) and not self._is_known(call, tensors)
+
     def _is_known(self, call: ProgramCall, handed: Sequence[torch.Tensor]) -> bool:
         """Whether a tensor that should be new to the step lies over memory that something is rebuilt from."""
         tensors = handed if call.form is None else list({id(t): t for t in handed}.values())

@@ -53,6 +53,8 @@ class ProgramCall:
         is_hooked, stays_hooked: whether the hooks are to see what autograd saves in it, and from then to the next call.
         has_grad: whether gradients were on.
         deriving: whether saved tensors were rebuilt after it.
+        is_loose: whether only its function is compared, since nothing rests on it. new: of what has been no call's
+            result, place among its arguments and slot.
         num, names: of its arguments, of those with a name. pick: returns from the slots what a call like this one is
             handed, None where that takes a closer look. flags, dtype, autocast: what else decides about its ops; see
             `CallForm`.
@@ -77,12 +79,14 @@ class ProgramCall:
         "has_grad",
         "index",
         "is_hooked",
+        "is_loose",
         "items",
         "keeps",
         "keeps_results",
         "last_save",
         "leaves",
         "names",
+        "new",
         "num",
         "num_ops",
         "pick",
@@ -120,7 +124,8 @@ class ProgramCall:
         self.then: ProgramCall | None = None
         self.first_save = self.end_save = self.last_save = 0
         self.deriving = self.has_grad = True
-        self.is_hooked = self.stays_hooked = False
+        self.is_hooked = self.stays_hooked = self.is_loose = False
+        self.new: Sequence[tuple[int, int]] = ()
 
     def note_items(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None, tensors: Sequence[Any]) -> None:
         """Notes what it was handed: the number of each tensor among `tensors`, anything else as it is."""
@@ -136,21 +141,40 @@ class ProgramCall:
         self.items = items
         self.names = tuple(kwargs or ())
 
+    def loosen(self) -> None:
+        """Has only its function compared."""
+        self.is_loose = True
+        self.form, self.reads = None, ()
+        self.binds = False
+        self.enters, self.gives, self.views = (), (), ()
+
     def prepare(self, slots: list[Any]) -> None:
         """Adds its scalars to the slots of a program, so that a call like it is handed what is in some slots."""
         assert self.form is not None
         self.dtype, _, self.autocast = self.form.state
         if len(self.gives) == 1 and self.gives[0][0] < 0:
             self.given = self.gives[0][1]
-        if self.items is None or self.binds:
+        if self.items is None:
             return
         places = []
-        for item in self.items:
-            if type(item) is _Place:
-                places.append(self.reads[item.number])
-            else:
+        entered = dict(self.enters)
+        read_here: list[int] = []
+        new: list[tuple[int, int]] = []
+        for place, item in enumerate(self.items):
+            if type(item) is not _Place:
                 places.append(len(slots))
                 slots.append(item)
+                continue
+            slot = self.reads[item.number]
+            if slot < 0:
+                if item.number not in entered:
+                    entered[item.number] = len(slots)
+                    read_here.append(len(slots))
+                    slots.append(None)
+                slot = entered[item.number]
+                new.append((place, slot))
+            places.append(slot)
+        self.new, self.leaves = tuple(new), (*self.leaves, *read_here)
         self.num = len(places)
         self.pick = picker(places)
         self.flags = self.form.attention_flags

@@ -127,6 +127,10 @@ class StepRun:
             self._keep(number, tensors[position])
         return True
 
+    def meets(self, call: ProgramCall, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether a call's tensors, of which some are new to the step, are as they were."""
+        return call.form.fits(tensors)  # type: ignore[union-attr]
+
     def _constant(self, number: int, tensor: torch.Tensor) -> Constant | None:
         """Returns the parameter that a tensor is, or is a view of; None if nothing can be rebuilt from it."""
         spots = self._program.spots.get(number)
