@@ -24,7 +24,7 @@ ALLOWED = {
     "_torch.py: _hooks_on": "mirrors torch's own list of hooks, under a lock",
     "runtime/execution_context.py: _activity": "of each thread: what autograd runs has no argument to carry it",
     "runtime/rebuild/cheap_ops.py: _facts": "a cache of facts about overloads, looked up for every op",
-    "runtime/rebuild/lineage.py: _current": "of each thread: what autograd packs has no argument to carry it",
+    "runtime/rebuild/lineage.py: current": "of each thread: what autograd packs has no argument to carry it",
     "runtime/scan_bytes.py: _scans": "of each thread: what plan and scan tell each other across the user's code",
     "runtime/tile/module/tiled.py: _proofs": "facts about modules that are alive, proved again if lost",
 }

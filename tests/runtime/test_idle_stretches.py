@@ -393,14 +393,14 @@ class _Interrupt:
     """Traces Python: raises before the n-th line that is met of what puts modes on and off."""
 
     def __init__(self, point: int, hooks: Any, mode: Any) -> None:
-        switching = (CallWatch.passes, CallWatch._switch, CallWatch._hook)
+        switching = (CallWatch.passes, CallWatch._switch, CallWatch.hook)
         switching += (hooks.put_on, hooks.put_off, mode.put_on, mode.put_off)
         self.codes = {function.__code__ for function in switching}
         self.left = point
         self.has_raised = False
 
     def __call__(self, frame: Any, event: str, argument: Any) -> Any:
-        if frame.f_code not in self.codes:
+        if frame.f_code not in self.codes and frame.f_code.co_filename != "<a call of a program>":
             return None
         if event == "line" and not self.has_raised:
             self.left -= 1

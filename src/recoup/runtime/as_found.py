@@ -96,7 +96,7 @@ class _Process:
 
 def _thread_locals() -> list[dict[str, Any]]:
     """Returns the namespaces of recoup's thread-local objects on this thread."""
-    return [vars(each) for each in (execution_context._activity, lineage._current, scope.scope, scan_bytes._scans)]
+    return [vars(each) for each in (execution_context._activity, lineage.current, scope.scope, scan_bytes._scans)]
 
 
 def _noted(variables: dict[str, Any]) -> dict[str, Any]:

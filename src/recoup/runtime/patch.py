@@ -33,6 +33,7 @@ class PatchedForward:
         removed: whether it was unpatched; a wrapper that somebody put around it may still call it.
         prepared: what the runner has worked out for all calls, if anything, without a reference to this patch; a copy
             works it out for itself.
+        kind: the module's class, if a forward is a call of the class's function with the module, as usual.
     """
 
     def __init__(self, module: nn.Module, runner: Runner, settings: Any, previous: Any = None) -> None:
@@ -43,7 +44,7 @@ class PatchedForward:
         self.removed = False
         self.prepared: Any = None
         is_function = isinstance(inspect.getattr_static(type(module), "forward", None), types.FunctionType)
-        self._kind = type(module) if is_function else None  # of which a forward is called with the module, as usual
+        self.kind = type(module) if is_function and previous is None else None
         self._copies: weakref.WeakKeyDictionary[nn.Module, PatchedForward] = weakref.WeakKeyDictionary()
 
     @property
@@ -55,11 +56,11 @@ class PatchedForward:
 
     def original(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the forward that was in place before."""
+        module = self._module()
+        if type(module) is self.kind:
+            return self.kind.forward(module, *args, **kwargs)  # type: ignore[union-attr]
         if self.previous is not None:
             return self.previous(*args, **kwargs)
-        module = self._module()
-        if type(module) is self._kind:
-            return self._kind.forward(module, *args, **kwargs)  # type: ignore[union-attr]
         return class_forward(self.module)(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -67,8 +68,8 @@ class PatchedForward:
         if torch.is_grad_enabled() and not self.removed:
             return self.runner(self, args, kwargs)
         module = self._module()  # from here on generation's hot path: `original` without its call
-        if self.previous is None and type(module) is self._kind:
-            return self._kind.forward(module, *args, **kwargs)  # type: ignore[union-attr]
+        if type(module) is self.kind:
+            return self.kind.forward(module, *args, **kwargs)  # type: ignore[union-attr]
         return self.original(*args, **kwargs)
 
     @property

@@ -32,7 +32,8 @@ from recoup.runtime.offload.offloaded_saved_tensor import Offloading
 from recoup.runtime.patch import PatchedForward
 from recoup.runtime.rebuild import saved_tensor
 from recoup.runtime.rebuild.lineage import current_recorder
-from recoup.runtime.rebuild.rederive_steps import RederiveCalls, rederived_step, rederives_in
+from recoup.runtime.rebuild.rederive_program import rederives_in
+from recoup.runtime.rebuild.rederive_steps import RederiveCalls, rederived_step
 from recoup.runtime.rebuild.step_program import like_step
 from recoup.runtime.rebuild.watched_recorder import WatchedRecorder
 from recoup.runtime.recompute import region as regions

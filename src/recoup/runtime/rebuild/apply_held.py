@@ -19,7 +19,7 @@ from recoup.runtime.patch import PatchedForward
 from recoup.runtime.rebuild.calls import CallWatch
 from recoup.runtime.rebuild.held_recorder import HeldRecorder
 from recoup.runtime.rebuild.known_calls import Calls
-from recoup.runtime.rebuild.lineage import current_recorder
+from recoup.runtime.rebuild.lineage import current, current_recorder
 from recoup.runtime.rebuild.marks import marks_of
 from recoup.runtime.rebuild.saved_tensor import pack, unpack
 from recoup.runtime.rebuild.step_program import like_step
@@ -73,21 +73,23 @@ class HeldSettings:
 def run_held(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs a forward under a plan by tensor."""
     settings: HeldSettings = patched.settings
-    recorder = None if is_dynamo_compiling() else current_recorder()
-    if recorder is not None and (watch := recorder.watch) is not None:
+    recorder = None if is_dynamo_compiling() else current.recorder
+    if recorder is not None and (watch := recorder.watch) is not None and not recorder.paused:
         is_told = settings.path not in recorder.untold
         if not is_told or watch.passes(settings.path):
             inside = recorder.inside
             inside.append(settings)
             try:
                 module = patched._module()  # `original`, without its call
-                if patched.previous is None and type(module) is patched._kind:
-                    return patched._kind.forward(module, *args, **kwargs)  # type: ignore[union-attr]
+                if type(module) is patched.kind:
+                    return patched.kind.forward(module, *args, **kwargs)  # type: ignore[union-attr]
                 return patched.original(*args, **kwargs)
             finally:
                 if recorder.watch is None or (is_told and not watch.passes(None)):  # the program has ended
                     _leave(recorder, settings.state.is_unit(type(patched.module)))
                 inside.pop()
+    if recorder is not None:
+        recorder = current_recorder()
     state = settings.state
     if torch.compiler.is_compiling():
         if not settings.path and torch.is_grad_enabled():

@@ -11,7 +11,6 @@ Only functions of torch's own are taken, in which no code of the user runs, and 
 
 from __future__ import annotations
 
-import operator
 import types
 from typing import Any
 
@@ -21,6 +20,7 @@ import torch.nn.functional as F
 from recoup import _torch
 from recoup.runtime import execution_context
 from recoup.runtime.loss_in_place import LossInPlaceMode
+from recoup.runtime.rebuild.call_code import OTHER
 from recoup.runtime.rebuild.call_forms import CallForm, form_of_call
 from recoup.runtime.rebuild.call_log import CallLog
 from recoup.runtime.rebuild.known_calls import Calls
@@ -34,11 +34,7 @@ from recoup.runtime.rebuild.values import Value
 # Their answers are scalars, which are looked at where something is handed them.
 _ASKED = ("size", "dim", "numel", "stride", "storage_offset", "is_contiguous", "is_floating_point")
 _ASKS = frozenset([id(getattr(torch.Tensor, name)) for name in _ASKED])
-_num_dispatch_modes, _is_autocast = _torch.num_dispatch_modes, _torch.is_autocast  # asked at every call
-_autocast_state = _torch.autocast_state
-_is = operator.is_
 _Attribute = types.MethodWrapperType
-_default_dtype, _has_grad = torch.get_default_dtype, torch.is_grad_enabled
 
 
 class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
@@ -52,7 +48,7 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
     def __init__(self, recorder: Any, calls: Calls, key: Any, loss: LossInPlaceMode | None = None) -> None:
         super().__init__()
         self._loss = loss
-        self._recorder: Any = recorder
+        self.recorder: Any = recorder
         self._calls = calls
         self._last: CallForm | None = None
         is_inside = execution_context.observer() is None and not _torch.saves_plainly()
@@ -75,7 +71,7 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
 
     def __exit__(self, *exc: Any) -> None:
         super().__exit__(*exc)
-        recorder = self._recorder
+        recorder = self.recorder
         recorder.program = recorder.learning = recorder.stop_program = recorder.on_write = None  # no cycle stays
         recorder.watch = None
         if isinstance(self._followed, StepRun):
@@ -105,7 +101,7 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
 
     def _stop(self) -> None:
         """Stops following and learning a program: the step did something that no program can contain."""
-        recorder = self._recorder
+        recorder = self.recorder
         if self._run is not None:
             with _torch.past_function_modes():  # what it asks tensors is no call of the step
                 self._run.end_early(recorder)
@@ -137,7 +133,7 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
             for slot in boundary.leaves:
                 run.slots[slot] = None
         run.boundary = then = boundary.then  # type: ignore[assignment]
-        self._recorder.untold = then.untold  # type: ignore[union-attr]
+        self.recorder.untold = then.untold  # type: ignore[union-attr]
         return True
 
     def _switch(self, *, on: bool) -> bool:
@@ -150,67 +146,18 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
         run = self._run
         if run is None:
             return self._unfollowed(func, args, kwargs)
-        call, hooks = run.call, self.hooks
-        pick = call.pick
-        if call.func is not func or pick is None:
-            if call.is_loose and call.func is func and (not hooks.is_on or self._hook(run, call)):
-                for slot in call.leaves:
-                    run.slots[slot] = None
-                run.call = call.then  # type: ignore[assignment]
-                return func(*args, **kwargs) if kwargs else func(*args)
-            if id(func) in _ASKS or (type(func) is _Attribute and _is_read(func)):
-                return func(*args, **kwargs) if kwargs else func(*args)
-            return self._look_at(run, func, args, kwargs)
-        if not kwargs:
-            items = None if call.names else args
-        else:
-            items = (*args, *kwargs.values()) if tuple(kwargs) == call.names else None
-        slots = run.slots
-        if call.new and items is not None and len(items) == call.num:
-            for place, slot in call.new:
-                slots[slot] = items[place]
-        wanted = pick(slots)
-        if (
-            items is None
-            or len(items) != call.num
-            or not (all(map(_is, items, wanted)) or call.is_like(items, wanted))
-            or (call.new and not run.meets(call, call.form.picked(items)))  # type: ignore[union-attr]
-            or call.has_grad is not _has_grad()
-            or _num_dispatch_modes()
-            or (_is_autocast() if call.autocast is None else _autocast_state() != call.autocast)
-            or _default_dtype() is not call.dtype
-            or (call.flags is not None and _torch.attention_flags() != call.flags)
-            or self._recorder.paused
-            or (call.takes and not run.takes(call, call.form.picked(items)))  # type: ignore[union-attr]
-            or (run.num_saved != call.first_save if hooks.is_on else call.is_hooked and not hooks.put_on())
-        ):
+        call = run.call
+        if call.func is func and call.follow is not None:
+            out = call.follow(self, run, args, kwargs)
+            if out is not OTHER:
+                return out
             self._stop()
             return self._unfollowed(func, args, kwargs)
-        del wanted
-        for slot in call.leaves:
-            slots[slot] = None
-        run.call = call.then  # type: ignore[assignment]
-        if call.is_hooked:
-            run.num_saved = call.first_save
-        elif hooks.is_on:
-            hooks.put_off()
-        run.end = call.end_save
-        out = func(*args, **kwargs) if kwargs else func(*args)
-        if run.is_on:
-            given = call.given
-            if given >= 0:
-                slots[given] = out
-            else:
-                for position, slot in call.gives:
-                    slots[slot] = out if position < 0 else out[position]
-            if call.keeps_results:
-                run.keep_results(call, out)
-            run.end = call.last_save
-            if hooks.is_on and not call.stays_hooked and run.num_saved == call.end_save:
-                hooks.put_off()
-        return out
+        if id(func) in _ASKS or (type(func) is _Attribute and _is_read(func)):
+            return func(*args, **kwargs) if kwargs else func(*args)
+        return self._look_at(run, func, args, kwargs)
 
-    def _hook(self, run: StepRun, call: ProgramCall) -> bool:
+    def hook(self, run: StepRun, call: ProgramCall) -> bool:
         """Has the hooks see what is saved in a call if the program says so; whether it was followed so far."""
         hooks = self.hooks
         if run.num_saved != call.first_save if hooks.is_on else call.is_hooked and not hooks.put_on():
@@ -226,9 +173,9 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
         if type(func) is _Attribute:
             self._stop()
             return func(*args)
-        recorder = self._recorder
+        recorder = self.recorder
         call = None
-        if not recorder.paused and not _torch.num_dispatch_modes() and self._hook(run, run.call):
+        if not recorder.paused and not _torch.num_dispatch_modes() and self.hook(run, run.call):
             call = run.next_call(func, args, kwargs)
         if call is None:
             self._stop()
@@ -258,7 +205,7 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
             if not _is_read(func):
                 self._stop()
             return func(*args)
-        if self._recorder.paused or _torch.num_dispatch_modes() != 1 or _torch.inside_transform():
+        if self.recorder.paused or _torch.num_dispatch_modes() != 1 or _torch.inside_transform():
             self._stop()
             return self._ran(func, args, kwargs)
         return self._record(func, args, kwargs)
@@ -275,7 +222,7 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
 
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         """Runs a call that no program has: by its form, if it has one."""
-        recorder = self._recorder
+        recorder = self.recorder
         last = self._last
         guess = None if last is None else last.then
         tensors = None
@@ -339,7 +286,7 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
     def _look_into(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         """Runs a call that no form fits op by op, and learns from it."""
         self._last = None
-        recorder = self._recorder
+        recorder = self.recorder
         learning = self._learning
         if learning is not None:
             learning.begin_other(func, args, kwargs)

@@ -17,18 +17,18 @@ class Constant:
         copy: its contents at that time, if the forward has written to it since.
 
     Args:
-        spots: of the tensor as it lies now.
+        spots: of the tensor as it lies now. sample: what they show.
     """
 
     __slots__ = ("copy", "is_source", "sample", "spots", "storage", "tensor", "version")
 
-    def __init__(self, tensor: torch.Tensor, spots: Spots | None = None) -> None:
+    def __init__(self, tensor: torch.Tensor, spots: Spots | None = None, sample: bytes | None = None) -> None:
         self.tensor = tensor
         self.is_source = False
         self.copy: torch.Tensor | None = None
         self.version = tensor._version
         self.spots = spots
-        self.sample = read_bytes(tensor) if spots is None else spots.read()
+        self.sample = read_bytes(tensor) if sample is None else sample
         self.storage = tensor.untyped_storage()._cdata if spots is None else spots.storage
 
     def is_as_read(self) -> bool:
@@ -36,7 +36,7 @@ class Constant:
         tensor, spots = self.tensor, self.spots
         if self.copy is not None or spots is None or tensor._version != self.version:
             return False
-        return spots.are_of(tensor) and spots.read() == self.sample
+        return spots.look_at(tensor) == self.sample
 
     def rescue(self) -> None:
         """Called before it is overwritten: copies it if something is to be rebuilt from it."""

@@ -39,12 +39,12 @@ class _Current(threading.local):
     recorder: Recorder | None = None
 
 
-_current = _Current()
+current = _Current()
 
 
 def current_recorder() -> Recorder | None:
     """Returns the recorder that is on for this thread, if it is not paused."""
-    recorder = _current.recorder
+    recorder = current.recorder
     return recorder if recorder is not None and not recorder.paused else None
 
 
@@ -86,9 +86,9 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
     is_cheap = True
 
     def __enter__(self) -> Recorder:
-        self._outer = _current.recorder
+        self._outer = current.recorder
         self._first_node = _torch.sequence_number()
-        _current.recorder = self
+        current.recorder = self
         if not self.is_aside:
             super().__enter__()
         return self
@@ -100,7 +100,7 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
             self._is_on = False
             _torch.put_off(self)
         self._values.clear()
-        _current.recorder = self._outer
+        current.recorder = self._outer
         self._outer = None
 
     def enter(self, path: str) -> None:
@@ -154,7 +154,8 @@ class Recorder(_torch.dispatch_mode_class()):  # type: ignore[misc]
 
     def set_value(self, tensor: torch.Tensor, value: Value) -> None:
         """Sets the value of the tensor's storage, for one that no op was seen to make."""
-        self._set(tensor.untyped_storage(), value)
+        values = self._values
+        values[weakref.ref(tensor.untyped_storage(), values.pop)] = value
 
     def _set(self, storage: torch.UntypedStorage, value: Value) -> None:
         self._values[weakref.ref(storage, self._values.pop)] = value

@@ -8,9 +8,8 @@ What has no program: steps in which an op writes to what something is rebuilt fr
 from __future__ import annotations
 
 import contextlib
-import itertools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,28 +19,22 @@ from recoup import _torch
 from recoup.runtime.rebuild.call_forms import CallForm, form_of_call
 from recoup.runtime.rebuild.call_log import CallLog
 from recoup.runtime.rebuild.calls import CallWatch
-from recoup.runtime.rebuild.derived import Derivation, Derived, NumberedOp, Rebuilding
 from recoup.runtime.rebuild.kept import (
     Kept,
     KeptCompact,
     KeptConstant,
     KeptView,
     Source,
-    kept_simply,
-    kept_with_its_node,
 )
 from recoup.runtime.rebuild.known_calls import Calls
 from recoup.runtime.rebuild.learning import Learning
+from recoup.runtime.rebuild.rederive_program import Compact, RederiveProgram, RederiveRun, Save
 from recoup.runtime.rebuild.rederived import Rederived
 from recoup.runtime.rebuild.rerun import has_memory
-from recoup.runtime.rebuild.saved_tensor import compact, rederive
-from recoup.runtime.rebuild.step_program import CONSTANT, KEEP, REBUILD, Boundary, ProgramCall, StepProgram, parts_of
-from recoup.runtime.rebuild.step_run import StepRun
-from recoup.runtime.rebuild.values import Geometry, Value, geometry_of
+from recoup.runtime.rebuild.saved_tensor import rederive
+from recoup.runtime.rebuild.step_program import CONSTANT, KEEP, REBUILD, StepProgram, parts_of
+from recoup.runtime.rebuild.values import Value, geometry_of
 from recoup.runtime.rebuild.watched_recorder import WatchedRecorder
-
-_Compact = tuple[int, torch.dtype, Geometry]
-_Save = tuple[int, int, Geometry, tuple[int, ...]]  # what becomes of it, number of the value, geometry, sources
 
 
 def _is_cast(value: Value) -> bool:
@@ -50,54 +43,14 @@ def _is_cast(value: Value) -> bool:
     return made is not None and len(made.reads) == 1 and made.reads[0].value.constant is not None
 
 
-class _Known(Value):
-    """A value of a step that follows a program."""
-
-
-class RederiveProgram(StepProgram):
-    """What a step did.
-
-    Attributes:
-        kept: what became of each saved tensor. bases: how values lay, by number. rebuilding: how they are rebuilt.
-        compacts: what is kept in fewer bytes, by the place of the saved tensor that has it: number, dtype and base.
-    """
-
-    def __init__(
-        self,
-        calls: list[ProgramCall],
-        kept: list[_Save],
-        values: dict[Value, int],
-        chained: set[Value],
-        compacts: dict[int, _Compact],
-        num_slots: int,
-        constants: list[tuple[nn.Parameter, int]],
-        casts: frozenset[int],
-        seen: frozenset[int],
-        boundaries: Sequence[Boundary],
-    ) -> None:
-        super().__init__(calls, [], [], [], num_slots, constants, casts=casts, seen=seen, boundaries=boundaries)
-        self.kept = kept
-        self.packs = [
-            kept_with_its_node if kind == CONSTANT else kept_simply if number < 0 else None for kind, number, *_ in kept
-        ]
-        for at in casts:
-            self.packs[at] = None
-        self.compacts = compacts
-        self.bases = {number: value.base for value, number in values.items()}
-        ops = {values[v]: NumberedOp(v.made, v, values) for v in chained if v.made is not None}
-        turns = list(itertools.accumulate([kind != CONSTANT for kind, *_ in kept]))
-        saved = {i: (number, sources) for i, (kind, number, _, sources) in enumerate(kept) if kind == REBUILD}
-        self.rebuilding = Rebuilding(ops, saved, turns)
-
-
 class RederiveLearning(Learning):
     """Notes a step while it is recorded op by op."""
 
     def __init__(self, recorder: Any) -> None:
         super().__init__(recorder)
-        self._kept: list[_Save] = []
+        self._kept: list[Save] = []
         self._of: weakref.WeakKeyDictionary[Source, Value] = weakref.WeakKeyDictionary()
-        self._compacts: dict[int, _Compact] = {}
+        self._compacts: dict[int, Compact] = {}
         self._sources: set[Value] = set()  # that may not be written over: rebuilt, or what something is rebuilt from
         self._chained: set[Value] = set()
         self._orders: set[int] = set()  # of ops in calls that have a form
@@ -251,104 +204,6 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return type(tensor) is torch.Tensor or (has_memory(tensor) and not hasattr(tensor, "ds_id"))
 
 
-class RederiveRun(StepRun):
-    """Follows a program through a step."""
-
-    __slots__ = ("_bases", "_compacts", "_derivation", "_saves", "_values")
-
-    def __init__(self, program: RederiveProgram, slots: list[Any], recorder: Any) -> None:
-        super().__init__(program, slots, recorder)
-        self._values: dict[int, _Known] = {}
-        self._saves = program.kept
-        self._compacts = program.compacts
-        self._bases = program.bases
-        self._derivation = Derivation(program.rebuilding, self._constants, self._under)
-
-    def next_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> ProgramCall | None:
-        """Returns the call that is about to run if it is the program's next; else None, and the program is over."""
-        call = super().next_call(func, args, kwargs)
-        if call is not None and call.binds and self._is_known(call, parts_of(args, kwargs)[0]):
-            return None
-        return call
-
-    def takes(self, call: ProgramCall, tensors: Sequence[torch.Tensor]) -> bool:
-        """Notes what later rebuilds start from of a call's tensors; whether they can."""
-        if not super().takes(call, tensors):
-            return False
-        for _, number in call.reads_constants:
-            value = self._values[number] = _Known()
-            value.constant = constant = self._constants[number]
-            self._recorder.set_value(constant.tensor, value)
-        return True
-
-    def meets(self, call: ProgramCall, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether a call's tensors, of which some are new to the step, are as they were."""
-        return super().meets(call, tensors) and not self._is_known(call, tensors)
-
-    def _is_known(self, call: ProgramCall, handed: Sequence[torch.Tensor]) -> bool:
-        """Whether a tensor that should be new to the step lies over memory that something is rebuilt from."""
-        tensors = handed if call.form is None else list({id(t): t for t in handed}.values())
-        return any(
-            slot < 0 and type(self._recorder.existing(tensor)) is _Known
-            for tensor, slot in zip(tensors, call.reads, strict=True)
-        )
-
-    def pack(self, recorder: Any, tensor: torch.Tensor) -> Any | None:
-        """Returns what autograd gets instead of a tensor; None if the program has nothing saved here."""
-        at = self.num_saved
-        if at >= self.end or (at in self._casts and not recorder.is_new(tensor)):
-            recorder.stop_program()
-            return None
-        self.num_saved = at + 1
-        kind, number, geometry, sources = self._saves[at]
-        if kind == CONSTANT:
-            return kept_with_its_node(tensor)
-        if number < 0:
-            return kept_simply(tensor)
-        compact_one = self._compacts.get(at)
-        if compact_one is not None:
-            source = compact(tensor, *compact_one[1:])
-            self._known(compact_one[0]).kept = weakref.ref(source)
-        value = self._values.get(number)
-        if value is None or compact_one is not None:
-            value = self._known(number)
-            recorder.set_value(tensor, value)
-        elif value.kept is not None and (kept := value.alive()) is not None:
-            return kept.saved_as(geometry)
-        if kind == REBUILD:
-            found = [kept for kept in [self._alive(source) for source in sources] if kept is not None]
-            if len(found) == len(sources):
-                return Derived(self._derivation, at, number, value, geometry, found)
-        kept = Kept(tensor)
-        value.kept = weakref.ref(kept)
-        return kept
-
-    def _known(self, number: int) -> _Known:
-        value = self._values.get(number)
-        if value is None:
-            value = self._values[number] = _Known()
-            value.base = self._bases[number]
-        return value
-
-    def _alive(self, number: int) -> Kept | None:
-        """Returns what keeps a value, if it is still there."""
-        value = self._values.get(number)
-        return None if value is None else value.alive()
-
-    def end_early(self, recorder: Any) -> None:
-        """Ends the program before its time: the record knows what was saved."""
-        self.is_on, self.end = False, -1
-        recorder.turn += self.num_saved
-        if not any(settings.state.counts_calls for settings in recorder.inside):
-            recorder.deriving = rederives_in(recorder.inside, by_default=recorder.deriving)
-
-
-def rederives_in(inside: Sequence[Any], *, by_default: bool) -> bool:
-    """Whether what is saved in modules with these settings, one in the other, may be rederived."""
-    decided = [decision for settings in inside if (decision := settings.decide(0)) is not None]
-    return bool(decided[-1].rederives) if decided else by_default
-
-
 class RederiveCalls(Calls):
     """The programs of a plan that only rederives."""
 
@@ -365,7 +220,7 @@ class RederiveWatch(CallWatch):
         if learning is None or learning.failed:
             return func(*args, **kwargs) if kwargs else func(*args)
         learning.begin_call(func, args, kwargs)
-        recorder: Any = self._recorder
+        recorder: Any = self.recorder
         log = recorder.log = CallLog()
         try:
             out = func(*args, **kwargs) if kwargs else func(*args)

@@ -27,7 +27,8 @@ import torch
 from torch import nn
 
 from recoup import _torch
-from recoup.runtime.rebuild.call_forms import SCALARS, SEQUENCES, CallForm, flattened, picker
+from recoup.runtime.rebuild.call_code import Follow, follow_code, items_of
+from recoup.runtime.rebuild.call_forms import CallForm, flattened
 from recoup.runtime.rebuild.kept import kept_simply, kept_with_its_node
 from recoup.runtime.rebuild.segment_program import SegmentProgram, Wish
 from recoup.runtime.rebuild.values import PLAIN, Geometry, Value
@@ -45,7 +46,6 @@ class ProgramCall:
         reads: slots of the call's tensors, -1 for one that is new to the step. binds: whether there is a new one.
         enters: position among the call's tensors and slot of those that are new and read again.
         leaves: slots that no later call reads. gives: position (-1: the result) and slot of results that are read.
-        given: the slot where that is the result alone, -1 where it is not.
         keeps: position among the call's tensors and number of values to hold. keeps_results: the same of results.
         reads_constants: the same of parameters that something is rebuilt from.
         num_ops: counted in it. first_save, end_save, last_save: tensors that autograd saved before it, after it, and
@@ -53,28 +53,23 @@ class ProgramCall:
         is_hooked, stays_hooked: whether the hooks are to see what autograd saves in it, and from then to the next call.
         has_grad: whether gradients were on.
         deriving: whether saved tensors were rebuilt after it.
-        is_loose: whether only its function is compared, since nothing rests on it. new: of what has been no call's
-            result, place among its arguments and slot.
-        num, names: of its arguments, of those with a name. pick: returns from the slots what a call like this one is
-            handed, None where that takes a closer look. flags, dtype, autocast: what else decides about its ops; see
-            `CallForm`.
-        takes: whether `StepRun.takes` is to be told of its tensors. index: its place. then: the call after it.
+        is_loose: whether only its function is compared, since nothing rests on it.
+        items: what it was handed, see `items_of`; None where that is not plain. names: of the last of them, those given
+            by name. follow: its code, None where it takes a closer look.
+        index: its place. then: the call after it.
         views: of a call without form, results that are views of what it was handed: position, slot, place of the tensor
             under it, its geometry and whether it takes part in gradients.
     """
 
     __slots__ = (
-        "autocast",
         "binds",
         "deriving",
-        "dtype",
         "end_save",
         "enters",
         "first_save",
-        "flags",
+        "follow",
         "form",
         "func",
-        "given",
         "gives",
         "has_grad",
         "index",
@@ -86,15 +81,11 @@ class ProgramCall:
         "last_save",
         "leaves",
         "names",
-        "new",
-        "num",
         "num_ops",
-        "pick",
         "reads",
         "reads_constants",
         "scalars",
         "stays_hooked",
-        "takes",
         "then",
         "views",
     )
@@ -107,38 +98,23 @@ class ProgramCall:
         self.enters: Sequence[tuple[int, int]] = ()
         self.leaves: Sequence[int] = ()
         self.gives: Sequence[tuple[int, int]] = ()
-        self.given = -1
         self.keeps: Sequence[tuple[int, int]] = ()
         self.keeps_results: Sequence[tuple[int, int]] = ()
         self.reads_constants: Sequence[tuple[int, int]] = ()
         self.scalars: Any = None
         self.items: Sequence[Any] | None = None
-        self.num = self.num_ops = self.index = 0
+        self.num_ops = self.index = 0
         self.names: tuple[str, ...] = ()
-        self.pick: Callable[[list[Any]], Sequence[Any]] | None = None
-        self.flags: tuple[Any, ...] | None = None
-        self.dtype: torch.dtype | None = None
-        self.autocast: tuple[Any, ...] | None = None
-        self.takes = False
+        self.follow: Follow | None = None
         self.views: Sequence[tuple[int, int, int, tuple[Geometry, bool]]] = ()
         self.then: ProgramCall | None = None
         self.first_save = self.end_save = self.last_save = 0
         self.deriving = self.has_grad = True
         self.is_hooked = self.stays_hooked = self.is_loose = False
-        self.new: Sequence[tuple[int, int]] = ()
 
     def note_items(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None, tensors: Sequence[Any]) -> None:
         """Notes what it was handed: the number of each tensor among `tensors`, anything else as it is."""
-        places = {id(tensor): i for i, tensor in enumerate(tensors)}
-        items: list[Any] = []
-        for item in (*args, *kwargs.values()) if kwargs else args:
-            if isinstance(item, torch.Tensor):
-                items.append(_Place(places[id(item)]))
-            elif type(item) in SCALARS or is_flat(item):
-                items.append(list(item) if type(item) is list else item)
-            else:
-                return
-        self.items = items
+        self.items = items_of((*args, *kwargs.values()) if kwargs else args, tensors)
         self.names = tuple(kwargs or ())
 
     def loosen(self) -> None:
@@ -147,55 +123,6 @@ class ProgramCall:
         self.form, self.reads = None, ()
         self.binds = False
         self.enters, self.gives, self.views = (), (), ()
-
-    def prepare(self, slots: list[Any]) -> None:
-        """Adds its scalars to the slots of a program, so that a call like it is handed what is in some slots."""
-        assert self.form is not None
-        self.dtype, _, self.autocast = self.form.state
-        if len(self.gives) == 1 and self.gives[0][0] < 0:
-            self.given = self.gives[0][1]
-        if self.items is None:
-            return
-        places = []
-        entered = dict(self.enters)
-        read_here: list[int] = []
-        new: list[tuple[int, int]] = []
-        for place, item in enumerate(self.items):
-            if type(item) is not _Place:
-                places.append(len(slots))
-                slots.append(item)
-                continue
-            slot = self.reads[item.number]
-            if slot < 0:
-                if item.number not in entered:
-                    entered[item.number] = len(slots)
-                    read_here.append(len(slots))
-                    slots.append(None)
-                slot = entered[item.number]
-                new.append((place, slot))
-            places.append(slot)
-        self.new, self.leaves = tuple(new), (*self.leaves, *read_here)
-        self.num = len(places)
-        self.pick = picker(places)
-        self.flags = self.form.attention_flags
-        self.takes = bool(self.keeps or self.reads_constants)
-
-    def is_like(self, items: Sequence[Any], wanted: Sequence[Any]) -> bool:
-        """Whether what a call is handed is equal to what it should be, where it is not the very same."""
-        for item, want in zip(items, wanted, strict=True):
-            if item is want:
-                continue
-            kind = type(item)
-            if kind is not type(want):
-                return False
-            if kind in SEQUENCES:
-                if [*map(type, item)] != [*map(type, want)] or item != want:  # so that there is no tensor in it
-                    return False
-                if 0.0 in item and repr(item) != repr(want):  # zero has two signs
-                    return False
-            elif kind not in SCALARS or item != want or (kind is float and item == 0 and repr(item) != repr(want)):
-                return False
-        return True
 
 
 class Boundary:
@@ -223,20 +150,6 @@ class Boundary:
         self.index = 0
         self.then: Boundary | None = None
         self.untold: frozenset[str] = frozenset()
-
-
-class _Place:
-    """Stands for a tensor among a call's arguments: its number."""
-
-    __slots__ = ("number",)
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-
-def is_flat(item: Any) -> bool:
-    """Whether it is a sequence of scalars."""
-    return (type(item) in SEQUENCES) and all([type(part) in SCALARS for part in item])
 
 
 def parts_of(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> tuple[list[Any], list[Any]]:
@@ -299,10 +212,7 @@ class StepProgram:
             if i:
                 calls[i - 1].then = call
         self.num_slots = num_slots
-        self._template: list[Any] = [None] * (num_slots + len(values))
-        for call in calls:
-            if call.form is not None:
-                call.prepare(self._template)
+        self._num_all_slots = num_slots + len(values)
         self.end.first_save = self.end.end_save = calls[-1].last_save if calls else 0
         then = self.end
         for call in reversed(calls):
@@ -311,6 +221,8 @@ class StepProgram:
             if then.is_hooked and then.first_save == call.last_save:  # no idle stretch is between
                 call.stays_hooked = True
             then = call
+        for call in calls:
+            call.follow = follow_code(call)
         self.boundaries = [*boundaries, Boundary(False, num_ops=0, deriving=True, is_watched=True)]
         told = [boundary for boundary in self.boundaries if boundary.is_told]
         self.first = told[0]
@@ -357,7 +269,7 @@ class StepProgram:
 
     def slots(self) -> list[Any] | None:
         """Returns the slots at the beginning of a step: parameters are in theirs. None if they are not as they were."""
-        slots = self._template.copy()
+        slots: list[Any] = [None] * self._num_all_slots
         parameters = [ref() for ref in self._constants]
         if parameters and (
             id(None) in map(id, parameters)

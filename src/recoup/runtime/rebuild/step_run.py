@@ -35,13 +35,12 @@ class StepRun:
 
     Attributes:
         is_on: until a call is another than the program's. call, boundary: those that should come next.
-        slots: what was handed from call to call. num_saved: tensors that autograd has saved; it may save until `end`,
-            -1 once the program has ended.
+        slots: what was handed from call to call. constants: parameters that something is rebuilt from, by number.
+        num_saved: tensors that autograd has saved; it may save until `end`, -1 once the program has ended.
     """
 
     __slots__ = (
         "_casts",
-        "_constants",
         "_handed",
         "_kept",
         "_lists",
@@ -50,9 +49,11 @@ class StepRun:
         "_program",
         "_recorder",
         "_segments",
+        "_spots",
         "_under",
         "boundary",
         "call",
+        "constants",
         "end",
         "is_on",
         "num_saved",
@@ -64,6 +65,7 @@ class StepRun:
         self._masks = program.masks
         self._casts = program.casts
         self._packs = program.packs
+        self._spots = program.spots
         self.slots = slots
         self._under = recorder.surroundings()
         self.call = program.calls[0] if program.calls else program.end
@@ -73,7 +75,7 @@ class StepRun:
         self._recorder = recorder
         self._handed: Sequence[torch.Tensor] = ()
         self._kept: dict[int, weakref.ref[Any]] = {}
-        self._constants: dict[int, Constant] = {}
+        self.constants: dict[int, Constant] = {}
         self._segments: dict[int, SegmentRun] = {}
         self._lists: Lists = {}
         self.is_on = True
@@ -116,31 +118,28 @@ class StepRun:
     def takes(self, call: ProgramCall, tensors: Sequence[torch.Tensor]) -> bool:
         """Notes what later rebuilds start from of a call's tensors; whether they can."""
         for position, number in call.reads_constants:
-            tensor = tensors[position]
-            if number not in self._constants:
-                constant = self._constant(number, tensor)
-                if constant is None:
-                    return False
-                self._constants[number] = constant
-                constant.is_source = True
-        for position, number in call.keeps:
-            self._keep(number, tensors[position])
+            if number not in self.constants and not self.reads_constant(number, tensors[position]):
+                return False
+        return all([self.keeps(number, tensors[position]) for position, number in call.keeps])
+
+    def reads_constant(self, number: int, tensor: torch.Tensor) -> bool:
+        """Notes a parameter that something is rebuilt from, or what is a view of one; whether that can be."""
+        spots = self._spots.get(number)
+        sample = None if spots is None else spots.look_at(tensor)
+        if sample is None:
+            parameter = tensor if isinstance(tensor, torch.nn.Parameter) else tensor._base
+            if not isinstance(parameter, torch.nn.Parameter) or not has_memory(parameter):
+                return False
+            tensor, self._spots[number] = parameter, spots_of(parameter)
+            spots = self._spots[number]
+            sample = None if spots is None else spots.look_at(parameter)
+        self.constants[number] = constant = Constant(tensor, spots, sample)
+        constant.is_source = True
         return True
 
     def meets(self, call: ProgramCall, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether a call's tensors, of which some are new to the step, are as they were."""
         return call.form.fits(tensors)  # type: ignore[union-attr]
-
-    def _constant(self, number: int, tensor: torch.Tensor) -> Constant | None:
-        """Returns the parameter that a tensor is, or is a view of; None if nothing can be rebuilt from it."""
-        spots = self._program.spots.get(number)
-        if spots is not None and spots.are_of(tensor):
-            return Constant(tensor, spots)
-        parameter = tensor if isinstance(tensor, torch.nn.Parameter) else tensor._base
-        if not isinstance(parameter, torch.nn.Parameter) or not has_memory(parameter):
-            return None
-        self._program.spots[number] = spots = spots_of(parameter)
-        return Constant(parameter, spots)
 
     def _are_read(self, call: ProgramCall, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether these are the very tensors that the call reads."""
@@ -156,7 +155,7 @@ class StepRun:
             self.slots[slot] = tensors[position]
         if call.form is None:
             for position, number in call.keeps:
-                self._keep(number, tensors[position])
+                self.keeps(number, tensors[position])
 
     def returned(self, call: ProgramCall, out: Any) -> None:
         """Called when a call of the program has returned."""
@@ -176,7 +175,7 @@ class StepRun:
     def keep_results(self, call: ProgramCall, out: Any) -> None:
         """Holds what the program holds of a call's results."""
         for position, number in call.keeps_results:
-            self._keep(number, out if position < 0 else out[position])
+            self.keeps(number, out if position < 0 else out[position])
 
     def hook(self, tensor: torch.Tensor) -> Any:
         """The pack hook of a step that follows a program: `saved_tensor.pack` by a shorter way."""
@@ -238,13 +237,15 @@ class StepRun:
             segment = program.segments[index]
             around = None if segment.around < 0 else self._segment(segment.around)
             found = self._segments[index] = SegmentRun(
-                segment, self._constants, self._lists, around, program.starts[index], self._under
+                segment, self.constants, self._lists, around, program.starts[index], self._under
             )
         return found
 
-    def _keep(self, number: int, tensor: torch.Tensor) -> None:
+    def keeps(self, number: int, tensor: torch.Tensor) -> bool:
+        """Holds a value that a call is handed or returns; always true."""
         if number not in self._kept:  # never a result itself: see `saved_tensor.keep`
             self._own(number, Kept(tensor.detach(), is_saved=False))
+        return True
 
     def _own(self, number: int, kept: Kept | KeptCompact) -> None:
         self._kept[number] = weakref.ref(kept)

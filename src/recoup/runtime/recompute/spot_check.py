@@ -93,12 +93,10 @@ class Spots:
         at, self._middle, self._end = _window(self._num_bytes)
         self._memory = at(self._address)
 
-    def are_of(self, tensor: torch.Tensor) -> bool:
-        """Whether that tensor lies there: memory that was taken away is at no address."""
-        return tensor.data_ptr() == self._address and tensor.nbytes == self._num_bytes
-
-    def read(self) -> bytes:
-        """Returns what `read_bytes` returns; only while a tensor lies there."""
+    def look_at(self, tensor: torch.Tensor) -> bytes | None:
+        """Returns what `read_bytes` returns; None if it lies elsewhere: memory that was taken away is at no address."""
+        if tensor.data_ptr() != self._address or tensor.nbytes != self._num_bytes:
+            return None
         memory = self._memory
         return memory[_START] + memory[self._middle] + memory[self._end]  # type: ignore[no-any-return]
 
