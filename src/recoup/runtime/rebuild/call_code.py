@@ -3,12 +3,14 @@
 A step makes hundreds of calls, each of which is held against the program's. What there is to compare differs from call
 to call: how many arguments, which of them are tensors, whether something is held for a rebuild. So the comparison is
 written out as a function, without loops, look-ups or checks that this call does not need. Calls that differ only in
-slots and scalars share one text, which is compiled once; what they differ in is bound to its names.
+slots and scalars share one text, which is compiled once; what they differ in are the defaults of its last arguments.
 """
 
 from __future__ import annotations
 
+import builtins
 import functools
+import types
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -153,10 +155,8 @@ class _Writer:
         if self._shapes:
             lines.append(f"if {' or '.join(self._shapes)}: return OTHER")
         lines += ["slots = run.slots", *self._new, f"if {' or '.join(self._checks)}: return OTHER", *self._run()]
-        names = [*self._names]
-        text = "\n        ".join([f"def make({', '.join(names)}):\n    def follow(watch, run, args, kwargs):", *lines])
-        found: Follow = _compiled(f"{text}\n    return follow")(*self._names.values())
-        return found
+        text = "\n    ".join([f"def follow(watch, run, args, kwargs, {', '.join(self._names)}):", *lines])
+        return types.FunctionType(_compiled(text), _ASKED, "follow", tuple(self._names.values()))
 
     def _run(self) -> list[str]:
         """Returns the lines that run the call once it is known to be the program's."""
@@ -232,15 +232,14 @@ def _is_index(items: tuple[Any, ...]) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def _compiled(text: str) -> Callable[..., Follow]:
-    """Returns the function that binds a text's names."""
-    names: dict[str, Any] = dict(_ASKED)
-    exec(compile(text, "<a call of a program>", "exec"), names)
-    found: Callable[..., Follow] = names["make"]
-    return found
+def _compiled(text: str) -> types.CodeType:
+    """Returns the code of a text's function; what is bound to its names are the defaults of its last arguments."""
+    module = compile(text, "<a call of a program>", "exec")
+    return next(constant for constant in module.co_consts if isinstance(constant, types.CodeType))
 
 
 _ASKED: dict[str, Any] = {
+    "__builtins__": builtins,
     "OTHER": OTHER,
     "is_like": is_like,
     "has_grad": torch.is_grad_enabled,

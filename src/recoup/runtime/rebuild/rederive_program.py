@@ -151,7 +151,8 @@ class RederiveRun(StepRun):
         values = self._values
         value = values.get(number)
         if value is None:
-            value = self._known(number)
+            value = values[number] = _Known()
+            value.base = self._bases[number]
             self._recorder.set_value(tensor, value)
         elif value.kept is not None and kind == KEEP and (kept := value.alive()) is not None:
             return kept.saved_as(geometry)

@@ -144,9 +144,9 @@ def compact(tensor: torch.Tensor, dtype: torch.dtype, base: Geometry) -> KeptCom
     Args:
         tensor: itself, or what shows a random mask (`shortcuts.shown_mask`). base: how what is kept lies.
     """
-    with paused(), execution_context.recomputing(), _torch.below_autocast_and_autograd():
-        tensor = tensor.detach()
-        return KeptCompact(tensor.to(dtype), base)  # to bool: whether it is other than 0, six times as fast as `!=`
+    with paused(), execution_context.recomputing():
+        # To bool: whether it is other than 0, six times as fast as `!=`.
+        return KeptCompact(tensor.detach().to(dtype), base)
 
 
 def keep(value: Value, tensor: torch.Tensor) -> Source:

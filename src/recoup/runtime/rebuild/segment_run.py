@@ -125,14 +125,10 @@ class SegmentRun:
 
     def holding(self, lead: Lead) -> Sources:
         """Returns what keeps the held values of a lead; those that are kept later join the list then."""
-        new: list[Lead] = []
         found: Sources | None = None
+        new: list[Lead] = []
         below: Lead | None = lead
-        while below is not None:
-            ref = self._lists.get(below)
-            found = None if ref is None else ref()
-            if found is not None:
-                break
+        while below is not None and ((ref := self._lists.get(below)) is None or (found := ref()) is None):
             new.append(below)
             below = below.below
         for each in reversed(new):

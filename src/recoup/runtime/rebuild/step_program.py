@@ -19,6 +19,7 @@ very tensor that this `linear` returned. If dropout comes instead of relu, that 
 from __future__ import annotations
 
 import itertools
+import operator
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -180,9 +181,10 @@ class StepProgram:
             each, wishes for what it starts from. values: one for each number, with the geometry of what fills its
             storage. end: stands behind the last call. boundaries: in order, and one behind the last. first: of those
             that somebody is told of.
-        num_slots: of tensors; those of held values come after them. masks: by its place among the saved tensors, the
-            number of the random mask that one shows, which something is rebuilt from. casts: places of those that
-            autocast made of a parameter. spots: where to look at parameters that something is rebuilt from, by number.
+        num_slots: of tensors; those of held values come after them, parameters last. masks: by its place among the
+            saved tensors, the number of the random mask that one shows, which something is rebuilt from. casts: places
+            of those that autocast made of a parameter. spots: where to look at parameters that something is rebuilt
+            from, by number.
 
     Args:
         constants: parameters and the slots they lie in.
@@ -212,7 +214,11 @@ class StepProgram:
             if i:
                 calls[i - 1].then = call
         self.num_slots = num_slots
-        self._num_all_slots = num_slots + len(values)
+        self._num_other_slots = num_slots + len(values)
+        moved = {slot: self._num_other_slots + i for i, (_, slot) in enumerate(constants)}
+        for call in calls:
+            if not moved.keys().isdisjoint(call.reads):
+                call.reads = tuple([moved.get(slot, slot) for slot in call.reads])
         self.end.first_save = self.end.end_save = calls[-1].last_save if calls else 0
         then = self.end
         for call in reversed(calls):
@@ -243,7 +249,6 @@ class StepProgram:
         self.packs = [self._pack(at, save) for at, save in enumerate(saves)]
         self.starts = [[self.wish(n, s.around) for n in s.starts] for s in segments]
         self._constants = [weakref.ref(parameter) for parameter, _ in constants]
-        self._constant_slots = [slot for _, slot in constants]
         self._guard = _torch.tensor_guard([parameter for parameter, _ in constants]) if constants else None
         self.spots: dict[int, Spots | None] = {}
         self._offsets = [parameter.storage_offset() for parameter, _ in constants]
@@ -269,8 +274,7 @@ class StepProgram:
 
     def slots(self) -> list[Any] | None:
         """Returns the slots at the beginning of a step: parameters are in theirs. None if they are not as they were."""
-        slots: list[Any] = [None] * self._num_all_slots
-        parameters = [ref() for ref in self._constants]
+        parameters = [*map(operator.call, self._constants)]
         if parameters and (
             id(None) in map(id, parameters)
             or self._guard is None
@@ -278,9 +282,8 @@ class StepProgram:
             or [*map(_storage_offset, parameters)] != self._offsets
         ):
             return None
-        for slot, parameter in zip(self._constant_slots, parameters, strict=True):
-            slots[slot] = parameter
-        return slots
+        slots: list[Any] = [None] * self._num_other_slots
+        return slots + parameters
 
 
 def last_uses(saves: list[Saved], segments: list[SegmentProgram]) -> dict[int, int]:
