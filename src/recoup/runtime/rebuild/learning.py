@@ -215,8 +215,9 @@ class Learning:
         for kind, value, geometry in self._saves:
             if isinstance(kind, weakref.ref):
                 packed = kind()
-                if packed is None:
-                    return None
+                if packed is None:  # of a branch that led to nothing and is gone: kept for as long as that is there
+                    saves.append((KEEP, -1, -1, geometry))
+                    continue
                 segment = packed.segment
                 assert isinstance(segment, Segment)
                 around = segment.around
