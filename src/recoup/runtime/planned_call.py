@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -42,6 +43,8 @@ from recoup.runtime.recompute.region_step import Member
 from recoup.runtime.recompute.scope import inside_region
 from recoup.runtime.step_log import Counts
 from recoup.runtime.tile.module.tiled import Proofs
+
+_nothing = contextlib.nullcontext()
 
 
 class StepState:
@@ -156,7 +159,7 @@ def run_call(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[str, A
         args, kwargs = without_cache(patched.module, args, kwargs)
     if torch.compiler.is_compiling():
         return _run_compiled(patched, args, kwargs)
-    if settings.is_root and state.loss is not None:
+    if settings.is_root and state.loss is not None and state.rederived_calls is None:
         with losses_in_place(state.loss):
             return _run_eager(patched, args, kwargs)
     return _run_eager(patched, args, kwargs)
@@ -230,14 +233,15 @@ def _run_planned(patched: PatchedForward, args: tuple[Any, ...], kwargs: dict[st
         by_default = decision is not None and decision.rederives
         if state.rederived_calls is not None:
             key = bool(patched.module is not None and patched.module.training), like_step(args, kwargs)
-            with rederived_step(state.rederived_calls, key, by_default=by_default):
+            with rederived_step(state.rederived_calls, key, by_default=by_default, loss=state.loss):
                 return forward(*args, **kwargs)
         with saved_tensor.rederive(by_default=by_default):
             _begin_offloading(patched, decision, args, kwargs)
             return forward(*args, **kwargs)
-    if hook is None:
-        return forward(*args, **kwargs)
-    return hook.run(decision, patched, forward, args, kwargs)
+    with losses_in_place(state.loss) if settings.is_root and state.rederived_calls is not None else _nothing:
+        if hook is None:
+            return forward(*args, **kwargs)
+        return hook.run(decision, patched, forward, args, kwargs)
 
 
 def _begin_offloading(patched: PatchedForward, decision: Decision | None, args: Any, kwargs: Any) -> None:

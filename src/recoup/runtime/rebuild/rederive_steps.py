@@ -16,6 +16,8 @@ import torch
 from torch import nn
 
 from recoup import _torch
+from recoup.ir.decision import LossInPlace
+from recoup.runtime.loss_in_place import LossInPlaceMode, losses_in_place
 from recoup.runtime.rebuild.call_forms import CallForm, form_of_call
 from recoup.runtime.rebuild.call_log import CallLog
 from recoup.runtime.rebuild.calls import CallWatch
@@ -175,7 +177,9 @@ class RederiveLearning(Learning):
         self._rests.values = (
             self._chained | self._sources | {v for v, number in self._numbers.items() if number in asked}
         )
-        idle = self._let_go(seen, len(self._calls))
+        # Few modules are patched: where the one is left out before which the mode goes on, a loss would not be seen.
+        has_loss = any(call.func in self._rests.functions for call in self._calls)
+        idle = self._let_go(seen, 0 if has_loss else len(self._calls))
         numbers, calls = self._numbers, self._calls
         parts = self._compacts, self._num_slots, self._constants, frozenset(self._casts), frozenset(seen)
         program = RederiveProgram(calls, kept, numbers, self._chained, *parts, idle.boundaries)
@@ -218,31 +222,33 @@ class RederiveWatch(CallWatch):
         """Runs a call that no program has; learns from it."""
         learning: Any = self._learning
         if learning is None or learning.failed:
-            return func(*args, **kwargs) if kwargs else func(*args)
+            return self._ran(func, args, kwargs)
         learning.begin_call(func, args, kwargs)
         recorder: Any = self.recorder
         log = recorder.log = CallLog()
         try:
-            out = func(*args, **kwargs) if kwargs else func(*args)
+            out = self._ran(func, args, kwargs)
         finally:
             recorder.log = None
         form = None
-        if not learning.failed and self._calls.may_learn(func, args):
+        if not learning.failed and not self._is_loss(func) and self._calls.may_learn(func, args):
             form = form_of_call(func, args, kwargs, out, log, recorder.existing)
         learning.end_call(form, out)
         return out
 
 
 @contextlib.contextmanager
-def rederived_step(calls: RederiveCalls, key: Any, *, by_default: bool) -> Iterator[None]:
-    """As `rederive`, for a step of a plan; steps with an equal `key` may be alike."""
+def rederived_step(
+    calls: RederiveCalls, key: Any, *, by_default: bool, loss: LossInPlace | None = None
+) -> Iterator[None]:
+    """As `rederive`, for a step of a plan; steps with an equal `key` may be alike. `loss`: how losses in it run."""
     watch = None
     if not (_torch.has_user_function_modes() or calls.is_compiled or _torch.inside_transform()):
         recorder = WatchedRecorder(calls)
         recorder.deriving = by_default
-        watch = RederiveWatch(recorder, calls, key)
+        watch = RederiveWatch(recorder, calls, key, None if loss is None else LossInPlaceMode(loss))
     if watch is None or not watch.is_busy:
-        with rederive(by_default=by_default):
+        with losses_in_place(loss), rederive(by_default=by_default):
             yield
         return
     with watch, recorder, _torch.on_compiled_calls(watch.leave), watch.hooks:
