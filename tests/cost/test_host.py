@@ -154,14 +154,15 @@ def test_calls_that_a_patched_module_lets_pass_are_charged_for() -> None:
     assert seconds(Loop(path="cell", chunk=2)) == (0.0, 0.0)
 
 
-def test_waiting_for_a_loss_is_charged_for_where_no_plan_by_tensor_watches_the_calls_anyway() -> None:
+def test_waiting_for_a_loss_is_charged_for_where_no_program_watches_the_calls_anyway() -> None:
     plain = cells_traced(Cells())
     costs = HostCosts(loss_call_seconds=1.0)
     num_calls = sum(op.begins_call for op in plain.ops[: plain.num_forward_ops])
     loss = LossInPlace(path="", rows=8)
     assert num_calls > 6
     assert host_seconds((loss,), plain, plain=plain, costs=costs) == (num_calls, 0.0)
-    assert host_seconds((Rederive(path=""), loss), plain, plain=plain, costs=costs)[0] == num_calls
+    assert host_seconds((Recompute(path="cell"), loss), plain, plain=plain, costs=costs)[0] == num_calls
+    assert host_seconds((Rederive(path=""), loss), plain, plain=plain, costs=costs)[0] == 0
     assert host_seconds((loss, Rebuild(path="")), plain, plain=plain, costs=costs)[0] == 0
 
 

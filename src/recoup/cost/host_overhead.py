@@ -90,8 +90,9 @@ def host_seconds(
     backward = num_regions * costs.region_seconds + num_scan_tapes * costs.tape_seconds
     backward += num_passed_again * costs.passed_call_seconds
     forward = num_passed * costs.passed_call_seconds
-    is_by_tensor = any(isinstance(d, Rebuild) for d in chosen)  # which watches calls itself, a loss among them
-    if not is_by_tensor and any(isinstance(d, LossInPlace) for d in chosen):
+    is_by_tensor = any(isinstance(d, Rebuild) for d in chosen)
+    watches_calls = follow_programs(chosen) and any(d.records for d in chosen)  # a loss among them
+    if not watches_calls and any(isinstance(d, LossInPlace) for d in chosen):
         forward += sum(op.begins_call for op in plain.ops[: plain.num_forward_ops]) * costs.loss_call_seconds
     if follow_programs(chosen):
         num_kept, num_rebuilt = num_packed_beside(trace)
