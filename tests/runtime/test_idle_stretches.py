@@ -23,6 +23,7 @@ from recoup.runtime.apply import apply_decisions
 from recoup.runtime.rebuild import held_recorder, saved_tensor
 from recoup.runtime.rebuild.calls import CallWatch
 from recoup.runtime.rebuild.lineage import current_recorder
+from recoup.runtime.rebuild.step_run import StepRun
 
 ROWS, WIDTH, NUM_BLOCKS, NUM_STEPS = 8, 16, 6, 9
 REBUILT = 2  # the block that something is rebuilt in
@@ -666,6 +667,34 @@ def test_of_a_call_that_nothing_rests_on_only_the_function_is_compared(
         found.append(_train(model, decisions)[0])
     assert all(map(equal_values, *found))
     assert {3, 4, DIFFERS_FROM - 1}.isdisjoint(stops) and DIFFERS_FROM in stops
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("place", ["idle", "watched", "rebuilt"])
+def test_a_number_that_differs_in_every_step(place: str, plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    followed: list[int] = []
+    real = StepRun.close
+    found = []
+    for decisions in ([], PLANS[plan]):
+        model = _Model()
+
+        def close(run: StepRun, model: _Model = model) -> None:
+            if run.is_done:
+                followed.append(model.i)
+            real(run)
+
+        def inside(y: Tensor, model: _Model = model) -> Tensor:
+            if place == "rebuilt":
+                return torch.sin(y * 0.9**model.i)
+            model.held = y.detach() * 0.9**model.i
+            return y if place == "watched" else y + torch.sin(model.held)
+
+        monkeypatch.setattr(StepRun, "close", close)
+        act: Any = _Activation()
+        act.inside, model.blocks[1 if place == "idle" else REBUILT].act = inside, act
+        found.append(_train(model, decisions)[0])
+    assert all(map(equal_values, *found))
+    assert place == "rebuilt" or {NUM_STEPS - 1, NUM_STEPS} <= {*followed}
 
 
 @pytest.mark.parametrize("change", ["dtype", "layout", "gradients"])

@@ -51,7 +51,11 @@ class Calls:
         if num_tries >= 0 and (is_observed or num_tries >= MOST_TRIES - 1 or len(self._programs) >= MOST_TRIES):
             return None
         self._num_tries[key] = num_tries + 1
-        return self.learns(recorder) if num_tries >= 0 else None  # the first time its calls get their forms
+        if num_tries < 0:
+            return None  # the first time its calls get their forms
+        learning = self.learns(recorder)
+        learning.is_last_try = num_tries == MOST_TRIES - 2
+        return learning
 
     def end(self, key: Any, followed: StepRun | Learning | None) -> None:
         """Takes note of how it went."""

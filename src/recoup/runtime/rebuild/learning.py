@@ -35,13 +35,14 @@ class Learning:
     """Notes a step while it is recorded.
 
     Attributes:
-        failed: it can have no program. is_open: a call of a torch function runs.
+        failed: it can have no program. is_open: a call of a torch function runs. is_last_try: no later step is noted.
     """
+
+    is_last_try = False
 
     def __init__(self, recorder: Any) -> None:
         self._recorder = recorder
-        self.failed = False
-        self._calls: list[ProgramCall] = []
+        self.failed, self._calls = False, list[ProgramCall]()
         self._saves: list[tuple[Any, Value | None, Geometry]] = []
         self._slots: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._num_slots = 0
@@ -147,8 +148,8 @@ class Learning:
         self._rests.functions += (func,)
 
     def leave_other(self) -> None:
-        """Called when a call without form turned out to have one."""
-        self.failed = True
+        """Called when a call without form turned out to have one: the next step knows it, unless it is another then."""
+        self.failed = self.failed or not self.is_last_try
 
     def is_written(self, tensors: Sequence[torch.Tensor]) -> None:
         """Called before an op that is seen writes to tensors."""
