@@ -39,7 +39,7 @@ class Place:
 
 
 class Nest:
-    """Stands for a list or tuple with tensors in it."""
+    """Stands for a list or tuple with tensors, lists or tuples in it."""
 
     __slots__ = ("kind", "parts")
 
@@ -70,7 +70,7 @@ def _item_of(item: Any, places: dict[int, int]) -> Any:
     if kind not in SEQUENCES:
         raise KeyError(kind)
     parts = [_item_of(part, places) for part in item]
-    if any([type(part) in (Place, Nest) for part in parts]):
+    if not all([type(part) in SCALARS or type(part) is slice for part in parts]):
         return Nest(kind, parts)
     return parts if kind is list else item
 
