@@ -165,10 +165,18 @@ def _memory_used_again(model: _Model, x: Tensor) -> Tensor:
     return x
 
 
+def _indices_written(model: _Model, x: Tensor) -> Tensor:
+    ids = torch.zeros(ROWS, dtype=torch.int64)  # as labels are shifted to the right
+    ids[1:] = torch.arange(ROWS - 1).clone()
+    ids[0] = 3
+    ids.masked_fill_(ids == 2, 5 if model.i < 6 else 4)
+    return torch.tanh(torch.exp(F.embedding(ids, model.first.weight)) * torch.sin(model.second(x)))
+
+
 STEPS = [
     *(_same, _swapped, _attention, _gradients_off, _buffer_written, _written_between, _zeros_sign, _behind_python),
     *(_looks, _lists, _masked, _one_memory, _autocast_inside, _slices, _view_of_a_parameter),
-    *(_views_of_calls_without_form, _memory_used_again, _turned),
+    *(_views_of_calls_without_form, _memory_used_again, _turned, _indices_written),
 ]
 
 

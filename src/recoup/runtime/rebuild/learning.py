@@ -15,8 +15,7 @@ from recoup.runtime.rebuild.boundaries import Idle, Passed, Rests, read_anew
 from recoup.runtime.rebuild.call_forms import CallForm
 from recoup.runtime.rebuild.kept import Kept, KeptConstant, KeptView
 from recoup.runtime.rebuild.op_forms import Noted
-from recoup.runtime.rebuild.saved_tensor import MIN_BYTES
-from recoup.runtime.rebuild.segment_program import SegmentProgram
+from recoup.runtime.rebuild.segment_program import SegmentProgram, is_slight
 from recoup.runtime.rebuild.segments import Rebuilt, Segment
 from recoup.runtime.rebuild.step_program import (
     CONSTANT,
@@ -315,11 +314,10 @@ class Learning:
             if value in segment.starts:
                 program.starts.add(number)
                 continue
-            made = value.made
-            if type(made) is not Noted:  # what a call without form made
-                size, _, _, dtype = value.base
-                if dtype.is_floating_point and size.numel() * dtype.itemsize > MIN_BYTES:
-                    return None
+            made = value.made if type(value.made) is Noted else None  # what a call without form made
+            if made is None and not is_slight(value.base):
+                return None
+            if made is None or (is_slight(value.base) and not set(made.values).isdisjoint(self._written)):
                 program.sources.add(number)
                 continue
             ops.setdefault(made.order, (made, set()))[1].add(value)

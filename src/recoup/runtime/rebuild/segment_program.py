@@ -9,6 +9,7 @@ from typing import cast
 from recoup.runtime.rebuild.op_forms import OpForm
 from recoup.runtime.rebuild.rebuild_code import RebuildCode, Rerun
 from recoup.runtime.rebuild.rewriting import Versions
+from recoup.runtime.rebuild.saved_tensor import MIN_BYTES
 from recoup.runtime.rebuild.values import Geometry
 from recoup.thresholds import MOST_REMEMBERED_ANSWERS
 
@@ -155,3 +156,9 @@ class SegmentProgram:
                 versions.add(number, rerun.reads[writes][0] if writes >= 0 else None)
             found.append(dataclasses.replace(rerun, writes=writes))
         return found
+
+
+def is_slight(geometry: Geometry) -> bool:
+    """Whether a tensor that lies so weighs nothing beside activations: indices, masks, a few numbers."""
+    size, _, _, dtype = geometry
+    return not dtype.is_floating_point or size.numel() * dtype.itemsize <= MIN_BYTES
