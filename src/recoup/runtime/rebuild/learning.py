@@ -15,7 +15,7 @@ from recoup.runtime.rebuild.boundaries import Idle, Passed, Rests, read_anew
 from recoup.runtime.rebuild.call_forms import CallForm
 from recoup.runtime.rebuild.kept import Kept, KeptConstant, KeptView
 from recoup.runtime.rebuild.op_forms import Noted
-from recoup.runtime.rebuild.segment_program import SegmentProgram, is_slight
+from recoup.runtime.rebuild.segment_program import SegmentProgram, is_slight, num_bytes
 from recoup.runtime.rebuild.segments import Rebuilt, Segment
 from recoup.runtime.rebuild.step_program import (
     CONSTANT,
@@ -28,6 +28,7 @@ from recoup.runtime.rebuild.step_program import (
     parts_of,
 )
 from recoup.runtime.rebuild.values import Geometry, Value, geometry_of
+from recoup.thresholds import SAME_SHARE
 
 
 class Learning:
@@ -37,11 +38,10 @@ class Learning:
         failed: it can have no program. is_open: a call of a torch function runs. is_last_try: no later step is noted.
     """
 
-    is_last_try = False
-
     def __init__(self, recorder: Any) -> None:
         self._recorder = recorder
-        self.failed, self._calls = False, list[ProgramCall]()
+        self.failed = self.is_last_try = False
+        self._calls: list[ProgramCall] = []
         self._saves: list[tuple[Any, Value | None, Geometry]] = []
         self._slots: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._num_slots = 0
@@ -212,11 +212,13 @@ class Learning:
         wanted: list[dict[Value, list[Geometry]]] = []  # of each segment: in which geometries
         sources: list[set[int]] = []  # of each segment: by id
         saves: list[Saved] = []
+        gone_bytes = 0
         for kind, value, geometry in self._saves:
             if isinstance(kind, weakref.ref):
                 packed = kind()
                 if packed is None:  # of a branch that led to nothing and is gone: kept for as long as that is there
                     saves.append((KEEP, -1, -1, geometry))
+                    gone_bytes += num_bytes(geometry)
                     continue
                 segment = packed.segment
                 assert isinstance(segment, Segment)
@@ -244,9 +246,9 @@ class Learning:
             else:
                 return None
         programs = [self._segment(s, w, k, segments) for s, w, k in zip(segments, wanted, sources, strict=True)]
-        if any(p is None for p in programs):
-            return None
         found = [p for p in programs if p is not None]
+        if len(found) < len(programs) or gone_bytes > SAME_SHARE * sum(num_bytes(g) for _, _, g in self._saves):
+            return None
         starts = {n for p in found for n in p.sources | p.constants}
         rebuilt = {number for kind, _, number, _ in saves if kind == REBUILD}  # raises in backward, as plain would
         if any(self._numbers.get(value, -1) in starts | rebuilt for value in self._written):
