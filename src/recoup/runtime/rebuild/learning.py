@@ -316,11 +316,11 @@ class Learning:
             if value in segment.starts:
                 program.starts.add(number)
                 continue
-            made = value.made if type(value.made) is Noted else None  # what a call without form made
+            made = value.made if type(value.made) is Noted else None
             if made is None and not is_slight(value.base):
                 return None
             if made is None or (is_slight(value.base) and not set(made.values).isdisjoint(self._written)):
-                program.sources.add(number)
+                program.sources.add(number)  # made by a call without form, or from indices that are written over
                 continue
             ops.setdefault(made.order, (made, set()))[1].add(value)
             self._rests.orders.add(made.order)
