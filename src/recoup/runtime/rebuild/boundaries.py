@@ -69,7 +69,7 @@ class Rests:
         found = {bisect.bisect_left(self._made_until, order) for order in self.orders}
         places = sorted(seen)
         for i, (call, values) in enumerate(zip(calls, self._returned, strict=True)):
-            is_hooked = _any_between(places, call.first_save, call.end_save)
+            is_hooked = _any_between(places, call.first_save, call.last_save)
             holds = call.keeps or call.keeps_results or call.reads_constants
             if is_hooked or holds or call.func in self.functions or not self.values.isdisjoint(values):
                 found.add(i)

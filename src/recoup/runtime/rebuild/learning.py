@@ -15,6 +15,7 @@ from recoup.runtime.rebuild.boundaries import Idle, Passed, Rests, read_anew
 from recoup.runtime.rebuild.call_forms import CallForm
 from recoup.runtime.rebuild.kept import Kept, KeptConstant, KeptView
 from recoup.runtime.rebuild.op_forms import Noted
+from recoup.runtime.rebuild.saved_between import Between
 from recoup.runtime.rebuild.segment_program import SegmentProgram, is_slight, num_bytes
 from recoup.runtime.rebuild.segments import Rebuilt, Segment
 from recoup.runtime.rebuild.step_program import (
@@ -27,7 +28,7 @@ from recoup.runtime.rebuild.step_program import (
     last_uses,
     parts_of,
 )
-from recoup.runtime.rebuild.values import Geometry, Value, geometry_of
+from recoup.runtime.rebuild.values import Geometry, Value, geometry_of, share_storage
 from recoup.thresholds import SAME_SHARE
 
 
@@ -50,6 +51,7 @@ class Learning:
         self._seen: dict[Value, tuple[int, bool, int]] = {}  # where first: call, whether a result, position
         self._is_inside = self.is_open = False  # a call runs: with a form; any
         self._storages: dict[weakref.ref[Any], None] = {}  # of all tensors met that live; see `waiting.py`
+        self._between = Between()
         self._written: list[Value] = []
         self._of_others: set[Value] = set()  # results of calls without form
         self._handed_now: Sequence[Any] = ()  # to the call that runs
@@ -97,9 +99,8 @@ class Learning:
     def end(self, out: Any, num_ops: int) -> None:
         """Called when it has returned."""
         call = self._calls[-1]
-        outs = [(-1, out)] if isinstance(out, torch.Tensor) else []
-        if isinstance(out, (tuple, list)):
-            outs = [(i, item) for i, item in enumerate(out) if isinstance(item, torch.Tensor)]
+        items = enumerate(out) if isinstance(out, (tuple, list)) else [(-1, out)]
+        outs = [(i, item) for i, item in items if isinstance(item, torch.Tensor)]
         if call.form is None:  # how that lies does not follow from the call: looked at here, or where it is read first
             new = [(i, t) for i, t in outs if self._slot(t) is None]
             over = [(i, t, self._under(t)) for i, t in new]
@@ -126,11 +127,8 @@ class Learning:
 
     def _under(self, tensor: torch.Tensor) -> int | None:
         """Returns the place of a tensor that the call was handed and that this one is a view of."""
-        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
-            return None
-        storage = tensor.untyped_storage()._cdata
-        handed = enumerate(self._handed_now)
-        return next((i for i, t in handed if t.layout is torch.strided and t.untyped_storage()._cdata == storage), None)
+        handed = enumerate(self._handed_now if type(tensor) is torch.Tensor else ())
+        return next((i for i, other in handed if share_storage(other, tensor)), None)
 
     def note_items(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None, tensors: Sequence[Any]) -> None:
         """Called after `begin` for a call with a form, with what it is handed."""
@@ -170,11 +168,13 @@ class Learning:
 
     def saved(self, tensor: torch.Tensor, value: Value | None, packed: Any) -> None:
         """Called when a tensor was packed."""
-        if not self._is_inside:
-            self.failed = self.failed or type(packed) is not Kept
-            value = None
         # What it is rebuilt from lives as long as the graph that saved it, which may go before forward ends.
         kind = weakref.ref(packed) if type(packed) is Rebuilt else type(packed)
+        if not self.is_open and type(packed) is Rebuilt:
+            self._between.note(len(self._saves), tensor, self._slots.values())
+        elif not self._is_inside:
+            self.failed = self.failed or kind not in ((Kept,) if self.is_open else (Kept, KeptView, KeptConstant))
+            kind, value = Kept, None
         self._saves.append((kind, value, geometry_of(tensor)))
 
     def _slot(self, tensor: Any) -> int | None:
@@ -272,15 +272,13 @@ class Learning:
         end = next((i for i, numbers in enumerate(held) if not numbers <= kept_numbers), len(held))
         first_saves = [call.first_save for call in self._calls]
         idle = self._let_go(seen, end)
+        between = self._between.placed(self._calls)
+        if between is None:
+            return None
         self._let_held_go(last, first_saves, idle)
-        values = []
-        for value in self._numbers:
-            again = Value()
-            again.base = value.base
-            again.is_passing = value.is_passing
-            values.append(again)
+        values = [value.without_history() for value in self._numbers]
         parts = values, self._num_slots, self._constants, masks, frozenset(self._casts), frozenset(seen)
-        program = StepProgram(self._calls, saves, found, *parts, idle.boundaries)
+        program = StepProgram(self._calls, saves, found, *parts, idle.boundaries, between)
         idle.place([*program.calls, program.end])
         return program
 
@@ -368,6 +366,7 @@ class Learning:
         Args:
             seen, end: as `Idle`'s.
         """
+        self._between.drop_others(seen)
         num_saved = len(self._saves)
         for call in reversed(self._calls):
             call.last_save, num_saved = num_saved, call.first_save
@@ -380,6 +379,7 @@ class Learning:
         read_anew(self._calls, always)
         read: set[int] = set()
         for call in reversed(self._calls):
+            self._between.read_after(call, read)
             here = [slot for slot in call.reads if slot >= 0 and slot not in always]
             call.gives = tuple([(i, slot) for i, slot in call.gives if slot in read])
             call.views = tuple([view for view in call.views if view[1] in read])

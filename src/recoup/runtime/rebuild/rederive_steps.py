@@ -127,7 +127,8 @@ class RederiveLearning(Learning):
             self.failed = len(sources) < len(packed.sources) or not self._chain(value, set(sources))
         else:
             self.failed = True
-        self.failed = self.failed or (kind == REBUILD and not self.is_open)
+        if not self.is_open and value is not None:
+            self._between.note(len(self._kept), tensor, self._slots.values())
         number = -1 if value is None else self._number(value)
         self._kept.append((kind, number, geometry_of(tensor), tuple(map(self._number, sources))))
 
@@ -180,9 +181,12 @@ class RederiveLearning(Learning):
         # Few modules are patched: where the one is left out before which the mode goes on, a loss would not be seen.
         has_loss = any(call.func in self._rests.functions for call in self._calls)
         idle = self._let_go(seen, 0 if has_loss else len(self._calls))
+        between = self._between.placed(self._calls)
+        if between is None:
+            return None
         numbers, calls = self._numbers, self._calls
         parts = self._compacts, self._num_slots, self._constants, frozenset(self._casts), frozenset(seen)
-        program = RederiveProgram(calls, kept, numbers, self._chained, *parts, idle.boundaries)
+        program = RederiveProgram(calls, kept, numbers, self._chained, *parts, idle.boundaries, between)
         idle.place([*calls, program.end])
         return program
 

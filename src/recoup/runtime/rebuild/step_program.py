@@ -31,6 +31,7 @@ from recoup import _torch
 from recoup.runtime.rebuild.call_code import Follow, follow_code, items_of
 from recoup.runtime.rebuild.call_forms import CallForm, flattened
 from recoup.runtime.rebuild.kept import kept_simply, kept_with_its_node
+from recoup.runtime.rebuild.saved_between import SavedBetween
 from recoup.runtime.rebuild.segment_program import SegmentProgram, Wish
 from recoup.runtime.rebuild.values import PLAIN, Geometry, Value
 from recoup.runtime.recompute.spot_check import Spots
@@ -204,8 +205,10 @@ class StepProgram:
         casts: frozenset[int] = frozenset(),
         seen: frozenset[int] = frozenset(),
         boundaries: Sequence[Boundary] = (),
+        between: dict[int, SavedBetween] | None = None,
     ) -> None:
         self.calls = calls
+        self.between = between or {}
         self.casts = casts
         self.masks = masks or {}
         self.end = ProgramCall(None, None, [])
@@ -224,6 +227,8 @@ class StepProgram:
         for call in reversed(calls):
             call.is_hooked = not seen.isdisjoint(range(call.first_save, call.end_save))
             call.stays_hooked = not seen.isdisjoint(range(call.end_save, call.last_save))
+            if call.stays_hooked:
+                call.is_hooked = True
             if then.is_hooked and then.first_save == call.last_save:  # no idle stretch is between
                 call.stays_hooked = True
             then = call
@@ -264,7 +269,7 @@ class StepProgram:
 
     def _pack(self, at: int, save: Saved) -> Pack:
         kind, _, number, _ = save
-        if at in self.casts or at in self.masks:
+        if at in self.casts or at in self.masks or at in self.between:
             return None
         if kind == REBUILD:
             return self.wishes[at]

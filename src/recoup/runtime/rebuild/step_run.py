@@ -24,7 +24,7 @@ from recoup.runtime.rebuild.step_program import (
     StepProgram,
     parts_of,
 )
-from recoup.runtime.rebuild.values import Value, geometry_of
+from recoup.runtime.rebuild.values import Value, geometry_of, share_storage
 from recoup.runtime.recompute.spot_check import spots_of
 
 _num_function_modes = _torch.num_function_modes  # asked for every saved tensor
@@ -40,6 +40,7 @@ class StepRun:
     """
 
     __slots__ = (
+        "_between",
         "_casts",
         "_handed",
         "_kept",
@@ -64,6 +65,7 @@ class StepRun:
         self._program = program
         self._masks = program.masks
         self._casts = program.casts
+        self._between = program.between
         self._packs = program.packs
         self._spots = program.spots
         self.slots = slots
@@ -163,8 +165,7 @@ class StepRun:
             self.slots[slot] = out if position < 0 else out[position]
         for position, slot, place, facts in call.views:
             view = out if position < 0 else out[position]
-            is_over = view.untyped_storage()._cdata == self._handed[place].untyped_storage()._cdata
-            if not is_over or (geometry_of(view), view.requires_grad) != facts:
+            if not share_storage(view, self._handed[place]) or (geometry_of(view), view.requires_grad) != facts:
                 self._recorder.stop_program()
                 return
             self.slots[slot] = view
@@ -199,10 +200,17 @@ class StepRun:
         self._recorder, self.end = None, -1
         self.slots.clear()
 
+    def is_other(self, at: int, recorder: Any, tensor: torch.Tensor) -> bool:
+        """Whether the program is known to have nothing, or another tensor, saved here."""
+        if at >= self.end or (at in self._casts and not recorder.is_new(tensor)):
+            return True
+        between = self._between.get(at)
+        return between is not None and not between.is_it(tensor, self.slots)
+
     def pack(self, recorder: Any, tensor: torch.Tensor) -> Any | None:
         """Returns what autograd gets instead of a tensor; None if the program has nothing saved here."""
         at = self.num_saved
-        if at >= self.end or (at in self._casts and not recorder.is_new(tensor)):
+        if self.is_other(at, recorder, tensor):
             recorder.stop_program()
             return None
         self.num_saved = at + 1

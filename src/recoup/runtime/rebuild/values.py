@@ -19,6 +19,13 @@ def geometry_of(tensor: torch.Tensor) -> Geometry:
     return tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype
 
 
+def share_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors lie over one storage; sparse ones never do."""
+    if one.layout is not torch.strided or other.layout is not torch.strided:
+        return False
+    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
+
+
 class Value:
     """The contents of one storage at one moment.
 
@@ -57,6 +64,12 @@ class Value:
         """Returns the object that keeps these contents now; None if there is none or it was overwritten."""
         kept = self.kept() if self.kept is not None else None
         return kept if kept is not None and kept.is_current() else None
+
+    def without_history(self) -> Value:
+        """Returns a value of the same geometry, for other steps."""
+        found = Value()
+        found.base, found.is_passing = self.base, self.is_passing
+        return found
 
 
 class Read:
