@@ -11,6 +11,7 @@ Only functions of torch's own are taken, in which no code of the user runs, and 
 
 from __future__ import annotations
 
+import operator
 import types
 from typing import Any
 
@@ -35,6 +36,8 @@ from recoup.runtime.rebuild.values import Value
 _ASKED = ("size", "dim", "numel", "stride", "storage_offset", "is_contiguous", "is_floating_point")
 _ASKS = frozenset([id(getattr(torch.Tensor, name)) for name in _ASKED])
 _Attribute = types.MethodWrapperType
+# Calls in all but their form: what they return is a tensor over the memory of the one that they are read of.
+_VIEWS = {getattr(torch.Tensor, name): operator.attrgetter(name) for name in ("T", "mT", "H", "mH", "real", "imag")}
 
 
 class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
@@ -153,7 +156,10 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
                 return out
             self._stop()
             return self._unfollowed(func, args, kwargs)
-        if id(func) in _ASKS or (type(func) is _Attribute and _is_read(func)):
+        if type(func) is _Attribute and _is_read(func):
+            view = _VIEWS.get(func.__self__)
+            return func(*args) if view is None else self.__torch_function__(view, types_, args)
+        if id(func) in _ASKS:
             return func(*args, **kwargs) if kwargs else func(*args)
         return self._look_at(run, func, args, kwargs)
 
@@ -204,7 +210,9 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
         if type(func) is _Attribute:
             if not _is_read(func):
                 self._stop()
-            return func(*args)
+                return func(*args)
+            view = _VIEWS.get(func.__self__)
+            return func(*args) if view is None else self._unfollowed(view, args, None)
         if self.recorder.paused or _torch.num_dispatch_modes() != 1 or _torch.inside_transform():
             self._stop()
             return self._ran(func, args, kwargs)
@@ -260,8 +268,7 @@ class CallWatch(_torch.function_mode_class()):  # type: ignore[misc]
         frame.ordinal = ordinal + num_ops
         learning = self._learning
         if learning is not None:
-            learning.begin(func, form, tensors)
-            learning.note_items(args, kwargs, tensors)
+            learning.begin(func, form, tensors).note_items(args, kwargs, tensors)
         if form.written:
             handed = [tensors[position] for position, _ in form.written]
             for tensor in handed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import types
 from typing import Any
 
@@ -14,7 +15,12 @@ from recoup.runtime.rebuild.step_program import StepProgram
 from recoup.runtime.rebuild.step_run import StepRun
 from recoup.thresholds import MOST_REMEMBERED_ANSWERS, MOST_TRIES
 
-_TORCHS = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
+_TORCHS = (
+    types.BuiltinFunctionType,
+    types.MethodDescriptorType,
+    types.WrapperDescriptorType,
+    operator.attrgetter,  # of a tensor: `CallWatch` calls it for `x.T`
+)
 _MODULES = frozenset(["torch.nn.functional", "torch.functional", "torch._tensor"])
 
 

@@ -15,7 +15,7 @@ from recoup.runtime.rebuild.boundaries import Idle, Passed, Rests, read_anew
 from recoup.runtime.rebuild.call_forms import CallForm
 from recoup.runtime.rebuild.kept import Kept, KeptConstant, KeptView
 from recoup.runtime.rebuild.op_forms import Noted
-from recoup.runtime.rebuild.saved_between import Between
+from recoup.runtime.rebuild.saved_apart import Apart
 from recoup.runtime.rebuild.segment_program import SegmentProgram, is_slight, num_bytes
 from recoup.runtime.rebuild.segments import Rebuilt, Segment
 from recoup.runtime.rebuild.step_program import (
@@ -50,8 +50,8 @@ class Learning:
         self._numbers: dict[Value, int] = {}
         self._seen: dict[Value, tuple[int, bool, int]] = {}  # where first: call, whether a result, position
         self._is_inside = self.is_open = False  # a call runs: with a form; any
-        self._storages: dict[weakref.ref[Any], None] = {}  # of all tensors met that live; see `waiting.py`
-        self._between = Between()
+        self._storages: dict[weakref.ref[Any], int | None] = {}  # of tensors met that live; a slot over each
+        self._apart = Apart()
         self._written: list[Value] = []
         self._of_others: set[Value] = set()  # results of calls without form
         self._handed_now: Sequence[Any] = ()  # to the call that runs
@@ -63,8 +63,8 @@ class Learning:
 
     # -- notes --------------------------------------------------------------------------------------------------
 
-    def begin(self, func: Any, form: CallForm | None, tensors: Sequence[Any]) -> None:
-        """Called before a call runs."""
+    def begin(self, func: Any, form: CallForm | None, tensors: Sequence[Any]) -> ProgramCall:
+        """Called before a call runs; returns its note."""
         self.failed = self.failed or self.is_open  # the call before has raised
         reads: list[int] = []
         index = len(self._calls)
@@ -95,6 +95,7 @@ class Learning:
         self._handed_now = tensors
         self._is_inside = form is not None
         self.is_open = True
+        return call
 
     def end(self, out: Any, num_ops: int) -> None:
         """Called when it has returned."""
@@ -130,15 +131,10 @@ class Learning:
         handed = enumerate(self._handed_now if type(tensor) is torch.Tensor else ())
         return next((i for i, other in handed if share_storage(other, tensor)), None)
 
-    def note_items(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None, tensors: Sequence[Any]) -> None:
-        """Called after `begin` for a call with a form, with what it is handed."""
-        self._calls[-1].note_items(args, kwargs, tensors)
-
     def begin_other(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
         """Called before a call without form runs."""
         tensors, scalars = parts_of(args, kwargs)
-        self.begin(func, None, tensors)
-        self._calls[-1].scalars = scalars
+        self.begin(func, None, tensors).scalars = scalars
 
     def watch(self, func: Any) -> None:
         """Has calls of a function lie in no idle stretch."""
@@ -170,16 +166,20 @@ class Learning:
         """Called when a tensor was packed."""
         # What it is rebuilt from lives as long as the graph that saved it, which may go before forward ends.
         kind = weakref.ref(packed) if type(packed) is Rebuilt else type(packed)
-        if not self.is_open and type(packed) is Rebuilt:
-            self._between.note(len(self._saves), tensor, self._slots.values())
+        if not self._is_inside and type(packed) is Rebuilt:
+            self._apart.note(len(self._saves), tensor, self.slot_under(tensor))
         elif not self._is_inside:
-            self.failed = self.failed or kind not in ((Kept,) if self.is_open else (Kept, KeptView, KeptConstant))
+            self.failed = self.failed or kind not in (Kept, KeptView, KeptConstant)
             kind, value = Kept, None
         self._saves.append((kind, value, geometry_of(tensor)))
 
     def _slot(self, tensor: Any) -> int | None:
         known = self._slots.get(id(tensor))
         return known[1] if known is not None and known[0]() is tensor else None
+
+    def slot_under(self, tensor: torch.Tensor) -> int | None:
+        """Returns the slot of a tensor over the same storage, None if there is none."""
+        return self._storages.get(weakref.ref(tensor.untyped_storage()))
 
     def _new_slot(self, tensor: Any) -> int:
         slot = self._num_slots
@@ -191,7 +191,7 @@ class Learning:
         gone = self._storages.pop
         for tensor in tensors:
             if tensor.layout is torch.strided:
-                self._storages[weakref.ref(tensor.untyped_storage(), gone)] = None
+                self._storages[weakref.ref(tensor.untyped_storage(), gone)] = self._slot(tensor)
 
     def _see(self, index: int, is_result: bool, tensors: list[tuple[int, Any]]) -> None:
         for position, tensor in tensors:
@@ -272,13 +272,13 @@ class Learning:
         end = next((i for i, numbers in enumerate(held) if not numbers <= kept_numbers), len(held))
         first_saves = [call.first_save for call in self._calls]
         idle = self._let_go(seen, end)
-        between = self._between.placed(self._calls)
-        if between is None:
+        apart = self._apart.placed(self._calls)
+        if apart is None:
             return None
         self._let_held_go(last, first_saves, idle)
         values = [value.without_history() for value in self._numbers]
         parts = values, self._num_slots, self._constants, masks, frozenset(self._casts), frozenset(seen)
-        program = StepProgram(self._calls, saves, found, *parts, idle.boundaries, between)
+        program = StepProgram(self._calls, saves, found, *parts, idle.boundaries, apart)
         idle.place([*program.calls, program.end])
         return program
 
@@ -366,7 +366,7 @@ class Learning:
         Args:
             seen, end: as `Idle`'s.
         """
-        self._between.drop_others(seen)
+        self._apart.drop_others(seen)
         num_saved = len(self._saves)
         for call in reversed(self._calls):
             call.last_save, num_saved = num_saved, call.first_save
@@ -379,7 +379,7 @@ class Learning:
         read_anew(self._calls, always)
         read: set[int] = set()
         for call in reversed(self._calls):
-            self._between.read_after(call, read)
+            self._apart.read_in(call, read)
             here = [slot for slot in call.reads if slot >= 0 and slot not in always]
             call.gives = tuple([(i, slot) for i, slot in call.gives if slot in read])
             call.views = tuple([view for view in call.views if view[1] in read])

@@ -16,7 +16,7 @@ from torch import nn
 from recoup import _torch
 from recoup.runtime.rebuild.derived import Derivation, Derived, NumberedOp, Rebuilding
 from recoup.runtime.rebuild.kept import Kept, kept_simply, kept_with_its_node
-from recoup.runtime.rebuild.saved_between import SavedBetween
+from recoup.runtime.rebuild.saved_apart import SavedApart
 from recoup.runtime.rebuild.saved_tensor import compact, pack
 from recoup.runtime.rebuild.step_program import CONSTANT, KEEP, REBUILD, Boundary, ProgramCall, StepProgram, parts_of
 from recoup.runtime.rebuild.step_run import StepRun
@@ -54,16 +54,16 @@ class RederiveProgram(StepProgram):
         casts: frozenset[int],
         seen: frozenset[int],
         boundaries: Sequence[Boundary],
-        between: dict[int, SavedBetween],
+        apart: dict[int, SavedApart],
     ) -> None:
-        super().__init__(calls, [], [], [], num_slots, constants, None, casts, seen, boundaries, between)
+        super().__init__(calls, [], [], [], num_slots, constants, None, casts, seen, boundaries, apart)
         self.compacts = compacts
         self.bases = {number: value.base for value, number in values.items()}
         self.kept = kept
         self.ways: list[_Way] = [
             kept_with_its_node if save[0] == CONSTANT else kept_simply if save[1] < 0 else save for save in kept
         ]
-        for at in (*casts, *compacts, *between):
+        for at in (*casts, *compacts, *apart):
             self.ways[at] = None
         ops = {values[v]: NumberedOp(v.made, v, values) for v in chained if v.made is not None}
         turns = list(itertools.accumulate([kind != CONSTANT for kind, *_ in kept]))

@@ -71,9 +71,9 @@ class RederiveLearning(Learning):
         self.failed = self.failed or len(set(new)) < len(new)
         for tensor in tensors:
             self._recorder.value_of(tensor)
-        self.begin(func, None, tensors)
-        self._calls[-1].scalars = scalars
-        self._calls[-1].note_items(args, kwargs, tensors)
+        call = self.begin(func, None, tensors)
+        call.scalars = scalars
+        call.note_items(args, kwargs, tensors)
         self._first = self._recorder.num_made
 
     def end_call(self, form: CallForm | None, out: Any) -> None:
@@ -85,6 +85,7 @@ class RederiveLearning(Learning):
         call.form = form
         if form is not None:
             self._orders.update(range(self._first + 1, self._recorder.num_made + 1))
+            self._apart.drop(call.first_save)
         else:  # what it is handed twice counts twice
             places: dict[int, int] = {}
             for tensor in handed:
@@ -93,8 +94,9 @@ class RederiveLearning(Learning):
             reads = call.reads
             call.reads = [reads[i] for i in at]
             call.enters = [(at.index(i), slot) for i, slot in call.enters]
-            if any(kind != KEEP for kind, *_ in self._kept[call.first_save :]):
-                self.failed = True
+            for i, (kind, _, geometry, _) in enumerate(self._kept[call.first_save :], call.first_save):
+                if kind == CONSTANT:  # which nobody checks
+                    self._kept[i] = (KEEP, -1, geometry, ())
         outs = out if isinstance(out, (tuple, list)) else (out,)
         if not all(map(_is_plain, [t for t in outs if isinstance(t, torch.Tensor)])):
             self.failed = True
@@ -110,7 +112,7 @@ class RederiveLearning(Learning):
         if self.failed:
             return
         if type(packed) is KeptConstant:
-            kind, value = CONSTANT, None
+            kind, value = CONSTANT if self.is_open else KEEP, None
         elif type(packed) is Kept or type(packed) is KeptView:
             if value is not None:
                 self._of[packed.kept if isinstance(packed, KeptView) else packed] = value
@@ -127,8 +129,8 @@ class RederiveLearning(Learning):
             self.failed = len(sources) < len(packed.sources) or not self._chain(value, set(sources))
         else:
             self.failed = True
-        if not self.is_open and value is not None:
-            self._between.note(len(self._kept), tensor, self._slots.values())
+        if value is not None and (kind == REBUILD or not self.is_open):
+            self._apart.note(len(self._kept), tensor, self.slot_under(tensor))
         number = -1 if value is None else self._number(value)
         self._kept.append((kind, number, geometry_of(tensor), tuple(map(self._number, sources))))
 
@@ -181,12 +183,12 @@ class RederiveLearning(Learning):
         # Few modules are patched: where the one is left out before which the mode goes on, a loss would not be seen.
         has_loss = any(call.func in self._rests.functions for call in self._calls)
         idle = self._let_go(seen, 0 if has_loss else len(self._calls))
-        between = self._between.placed(self._calls)
-        if between is None:
+        apart = self._apart.placed(self._calls)
+        if apart is None:
             return None
         numbers, calls = self._numbers, self._calls
         parts = self._compacts, self._num_slots, self._constants, frozenset(self._casts), frozenset(seen)
-        program = RederiveProgram(calls, kept, numbers, self._chained, *parts, idle.boundaries, between)
+        program = RederiveProgram(calls, kept, numbers, self._chained, *parts, idle.boundaries, apart)
         idle.place([*calls, program.end])
         return program
 

@@ -31,7 +31,7 @@ from recoup import _torch
 from recoup.runtime.rebuild.call_code import Follow, follow_code, items_of
 from recoup.runtime.rebuild.call_forms import CallForm, flattened
 from recoup.runtime.rebuild.kept import kept_simply, kept_with_its_node
-from recoup.runtime.rebuild.saved_between import SavedBetween
+from recoup.runtime.rebuild.saved_apart import SavedApart
 from recoup.runtime.rebuild.segment_program import SegmentProgram, Wish
 from recoup.runtime.rebuild.values import PLAIN, Geometry, Value
 from recoup.runtime.recompute.spot_check import Spots
@@ -185,7 +185,7 @@ class StepProgram:
         num_slots: of tensors; those of held values come after them, parameters last. masks: by its place among the
             saved tensors, the number of the random mask that one shows, which something is rebuilt from. casts: places
             of those that autocast made of a parameter. spots: where to look at parameters that something is rebuilt
-            from, by number.
+            from, by number. apart: see `SavedApart`, by place.
 
     Args:
         constants: parameters and the slots they lie in.
@@ -205,10 +205,10 @@ class StepProgram:
         casts: frozenset[int] = frozenset(),
         seen: frozenset[int] = frozenset(),
         boundaries: Sequence[Boundary] = (),
-        between: dict[int, SavedBetween] | None = None,
+        apart: dict[int, SavedApart] | None = None,
     ) -> None:
         self.calls = calls
-        self.between = between or {}
+        self.apart = apart or {}
         self.casts = casts
         self.masks = masks or {}
         self.end = ProgramCall(None, None, [])
@@ -269,7 +269,7 @@ class StepProgram:
 
     def _pack(self, at: int, save: Saved) -> Pack:
         kind, _, number, _ = save
-        if at in self.casts or at in self.masks or at in self.between:
+        if at in self.casts or at in self.masks or at in self.apart:
             return None
         if kind == REBUILD:
             return self.wishes[at]

@@ -40,7 +40,7 @@ class StepRun:
     """
 
     __slots__ = (
-        "_between",
+        "_apart",
         "_casts",
         "_handed",
         "_kept",
@@ -65,7 +65,7 @@ class StepRun:
         self._program = program
         self._masks = program.masks
         self._casts = program.casts
-        self._between = program.between
+        self._apart = program.apart
         self._packs = program.packs
         self._spots = program.spots
         self.slots = slots
@@ -204,8 +204,8 @@ class StepRun:
         """Whether the program is known to have nothing, or another tensor, saved here."""
         if at >= self.end or (at in self._casts and not recorder.is_new(tensor)):
             return True
-        between = self._between.get(at)
-        return between is not None and not between.is_it(tensor, self.slots)
+        apart = self._apart.get(at)
+        return apart is not None and not apart.is_it(tensor, self.slots)
 
     def pack(self, recorder: Any, tensor: torch.Tensor) -> Any | None:
         """Returns what autograd gets instead of a tensor; None if the program has nothing saved here."""
